@@ -47,7 +47,7 @@ def push(nbytes: int = 16, bucket: int = 0) -> m.Push:
 
 def one_of_each() -> list[m.Message]:
     """By their numbers."""
-    return [*handshake_and_steps(), *rounds(), *stores(), *stages(), *links()]
+    return [*handshake_and_steps(), *kept_stages(), *rounds(), *stores(), *stages(), *links()]
 
 
 def handshake_and_steps() -> list[m.Message]:
@@ -164,6 +164,18 @@ def stores() -> list[m.Message]:
         m.OpenStep(attempt=3, version=2, epoch=0, start=64, sizes=(16, 16)),
         m.Counted(instance="0123456789abcdef", lease=LEASE, num_buckets=3, is_finished=True),
         m.SendMeans(instance="0123456789abcdef"),
+    ]
+
+
+def kept_stages() -> list[m.Message]:
+    spec = m.TensorSpec(codec="raw", dtype="uint8", shape=(4,), nbytes=4)
+    return [
+        m.KeepStages(attempt=1, step=20),
+        m.WantState(attempt=2, content="exp_avg", names=("wte.weight",)),
+        m.StageState(
+            attempt=1, step=20, content="weights", name="wte.weight", offset=8, tensor=spec
+        ),
+        m.StageKept(attempt=1, step=20),
     ]
 
 

@@ -11,9 +11,11 @@ import own_workloads
 from harness import Cluster, local_settings
 from pretrained_models import adapters, saved
 from smolcluster.algorithms.PipelineParallel import worker
+from smolcluster.algorithms.PipelineParallel.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.models.gpt import GPT
+from smolcluster.ps.assignment import Assigned
 from smolcluster.training.build import stage_replica
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.finetune import next_token_loss
@@ -36,6 +38,10 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             return build(*args)
 
     monkeypatch.setattr(worker, "stage_replica", locked)
+
+
+class Died(Exception):
+    """Ends a worker in the middle of a step."""
 
 
 def text() -> list[Any]:
@@ -89,3 +95,62 @@ def test_adapters_on_a_model_of_a_folder(tmp_path: Path) -> None:
     cluster = run(settings, tmp_path / "run", fine_tuned(tmp_path / "model"))
     expected, _ = own_workloads.alone(settings, fine_tuned(tmp_path / "model"), "pipeline")
     assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
+
+
+def by_step(cluster: Cluster) -> list[float]:
+    """The losses of the run's steps; of those that were done again the last ones."""
+    found = {record.step: record.values["loss"] for record in cluster.metrics.steps}
+    return [found[step] for step in sorted(found)]
+
+
+def test_it_goes_on_with_another_cut_on_another_number_of_machines(tmp_path: Path) -> None:
+    """Weights and moments of its checkpoint have the model's names, as those of one process."""
+    begun = settings_for(2, "num_epochs=1", "checkpoint_steps=4")
+    run(begun, tmp_path, gpt())
+    settings = settings_for(3, "schedule=zero-bubble")
+    folder = tmp_path
+    cluster = Cluster(settings, folder, algorithm="pipeline", workload=gpt(), resume=True)
+    workers = [cluster.worker(i + 1, node=own_workloads.NODES[i]) for i in range(3)]
+    cluster.server.finish()
+    for each in workers:
+        each.finish()
+    expected, alone = own_workloads.alone(settings, gpt(), "pipeline")
+    assert own_workloads.losses_of(cluster) == pytest.approx(expected[7:], rel=1e-5)
+    checkpoint = cluster.store.newest_good()
+    assert checkpoint is not None
+    assert checkpoint.state.step == 14
+    model = alone.replica.saved_parameters()
+    assert checkpoint.model.keys() == model.keys()
+    for name, tensor in checkpoint.model.items():
+        torch.testing.assert_close(tensor, model[name].detach(), rtol=1e-4, atol=1e-5)
+    for name, tensor in alone.replica.optimizer.state.items():
+        torch.testing.assert_close(checkpoint.optimizer[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+@pytest.mark.parametrize("redundancy", [1, 5])
+def test_a_stage_that_is_lost_costs_its_layers_nothing(
+    tmp_path: Path, lost: int, redundancy: int
+) -> None:
+    """First, middle and last: the others take its layers, and each sample counts once."""
+    settings = settings_for(3, f"redundancy={redundancy}")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+
+    class Mortal(Worker):
+        def compute(self, step: Assigned) -> None:
+            if step.lease.start >= 24 and step.lease.epoch == 1:
+                raise Died
+            super().compute(step)
+
+    workers = [
+        cluster.worker(i + 1, node=own_workloads.NODES[i], make=Mortal if i + 1 == lost else None)
+        for i in range(3)
+    ]
+    assert isinstance(workers[lost - 1].failure(), Died)
+    cluster.server.finish()
+    for each in workers[: lost - 1] + workers[lost:]:
+        each.finish()
+    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
+    assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
+    assert cluster.server.summary is not None
+    assert cluster.server.summary.samples_applied == 2 * len(text())

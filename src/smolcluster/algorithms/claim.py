@@ -8,6 +8,7 @@ from datetime import datetime
 
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName, TrainConfig
+from smolcluster.configs.spec import has_whole_model
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.lock import run_lock
@@ -60,7 +61,9 @@ def claim_run(
         store = CheckpointStore(paths.checkpoints, settings.cluster.keep_last, log)
         if resume is not None:
             _check_algorithm(paths, algorithm)
-        yield Claimed(paths, store, _checkpoint(paths, store, resume, settings, log))
+        is_loaded = has_whole_model(algorithm)
+        found = _checkpoint(paths, store, resume, settings.train, log, is_loaded=is_loaded)
+        yield Claimed(paths, store, found)
 
 
 def run_name(run_id: str | None, resume: str | None, *, has_latest: bool) -> str | None:
@@ -80,8 +83,10 @@ def _checkpoint(
     paths: RunPaths,
     store: CheckpointStore,
     resume: str | None,
-    settings: Settings,
+    train: TrainConfig,
     log: logging.Logger,
+    *,
+    is_loaded: bool,
 ) -> Checkpoint | None:
     if resume is None:
         if store.count():
@@ -90,8 +95,8 @@ def _checkpoint(
                 "choose another --run-id"
             )
         return None
-    check_unfinished(paths, settings.train)
-    checkpoint = store.newest_good()
+    check_unfinished(paths, train)
+    checkpoint = store.newest_good(is_loaded=is_loaded)
     if checkpoint is None and store.count():
         raise CheckpointError(
             f"none of the {store.count()} checkpoints in {paths.checkpoints} is good, see above: begin a "

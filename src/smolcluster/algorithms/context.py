@@ -232,9 +232,14 @@ class ServerContext:
         return state
 
     def open_pool(
-        self, receiver_for: Callable[[int], Receiver], stores: StoreLinks | None = None
+        self,
+        receiver_for: Callable[[int], Receiver],
+        stores: StoreLinks | None = None,
+        num_more: int = 0,
     ) -> WorkerPool:
         """Listen from now on; workers are let in as soon as the pool is asked for events, and so are stores.
+
+        `num_more`: frames that may wait for a worker besides those of weights.
 
         Raises:
             PortBusy: another process listens there.
@@ -282,7 +287,7 @@ class ServerContext:
             inbox=self.inbox,
             admit=admit,
             receiver_for=receiver,
-            max_queued=_copies_queued(replica) * _num_frames(replica) + EXTRA_QUEUED,
+            max_queued=_copies_queued(replica) * _num_frames(replica) + EXTRA_QUEUED + num_more,
             log=self.log,
         )
         report = self.new_report(self.codec, acceptor.bytes_moved)

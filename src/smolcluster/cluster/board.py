@@ -104,7 +104,7 @@ class StatusBoard:
     def joined(self, worker: Worker, device: str) -> None:
         """A worker takes part from now on, in the place of whoever had its id."""
         worker_id, node = worker.member.worker_id, worker.member.node
-        pace = SteadyRate(lambda: self._tally.worker(worker_id, node).samples, self._clock)
+        pace = self._pace(worker_id, node)
         before = self._entries.get(worker_id)
         address = worker.live_session.connection.address
         entry = self._entries[worker_id] = WorkerRow(
@@ -112,6 +112,15 @@ class StatusBoard:
         )
         if before is not None:
             entry.step, entry.loss = before.step, before.loss
+
+    def _pace(self, worker_id: int, node: str) -> SteadyRate:
+        return SteadyRate(lambda: self._tally.worker(worker_id, node).samples, self._clock)
+
+    def count_on(self, tally: Tally) -> None:
+        """The run goes on from where that stood, with the same workers."""
+        self._tally = tally
+        for worker_id, entry in self._entries.items():
+            entry.pace = self._pace(worker_id, entry.node)
 
     def departed(self, worker: Worker, state: Presence) -> None:
         entry = self._entries[worker.member.worker_id]

@@ -126,7 +126,8 @@ class Report:
         """`status`: where it is kept up to date how the run stands; `spans`: where those of all processes go;
         `check_stop`: raises when a signal has asked this process to stop.
         """
-        self._count_on(Tally.empty())
+        self.tally = Tally.empty()
+        self.board = StatusBoard(self.tally)
         self.is_waiting = False
         """Whether nobody trains, for lack of workers."""
         self.meter = training.replica.meter
@@ -176,10 +177,6 @@ class Report:
                 num_params=training.replica.num_params,
             )
         )
-
-    def _count_on(self, tally: Tally) -> None:
-        self.tally = tally
-        self.board = StatusBoard(tally)
 
     def started(self) -> None:
         """Training begins now: rates and times count from here."""
@@ -589,12 +586,13 @@ class Report:
         return self.samples_applied == self._run.train.num_epochs * self._epoch_size
 
     def resume(self, state: TrainingState) -> None:
-        """Count on from where a checkpoint stood.
+        """Count on from where a checkpoint stood; workers that are there stay.
 
         Raises:
             CheckpointError: it does not say what was counted.
         """
-        self._count_on(parse_progress(Tally, state.progress.get(COUNTS), state.step))
+        self.tally = parse_progress(Tally, state.progress.get(COUNTS), state.step)
+        self.board.count_on(self.tally)
         self.version, self.samples_applied = state.step, state.samples_applied
         self._epoch = state.epoch
         self.started()

@@ -243,29 +243,65 @@ class CheckpointStore:
             CheckpointError: it cannot be written; the older ones are still there. If the disk failed
                 at the very end, the new one may be there as well.
         """
-        place = self.folder / _name(snapshot.state.step)
-        draft = self._hidden(place.name)
-        began = time.monotonic()
+        draft = self.begin(snapshot.state.step)
+        mode = draft.stat().st_mode & 0o666  # save_file would leave them to their owner alone
+        try:
+            for name, tensors in (
+                (MODEL_FILE, snapshot.model),
+                (OPTIMIZER_FILE, snapshot.optimizer),
+            ):
+                save_file(dict(tensors), draft / name)
+                (draft / name).chmod(mode)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise _cannot_write(f"checkpoint of step {snapshot.state.step}", error) from error
+        return self.finish(draft, snapshot.state, snapshot.model_fingerprint, snapshot.base)
+
+    def begin(self, step: int) -> Path:
+        """An empty folder for the tensor files of a step, which `finish` makes a checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be made.
+        """
+        draft = self._hidden(_name(step))
         try:
             self._make_folder()
             self._sweep()
             draft.mkdir()
-            state = self._write(snapshot, draft)
+        except OSError as error:
+            raise _cannot_write(f"checkpoint of step {step}", error) from error
+        return draft
+
+    def finish(
+        self, draft: Path, state: TrainingState, model_fingerprint: str, base: str | None
+    ) -> Path:
+        """Make a checkpoint of a folder with both tensor files; see `save`.
+
+        Raises:
+            CheckpointError: as `save`; the folder is gone.
+        """
+        place = self.folder / _name(state.step)
+        began = time.monotonic()
+        try:
+            written = self._seal(draft, state, model_fingerprint, base)
             self._put_in_place(draft, place)
             self._link(LATEST, place.name)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise _cannot_write(f"checkpoint {place}", error) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         took = format_duration(time.monotonic() - began)
-        size = format_bytes(sum(entry.nbytes for entry in state.files.values()))
+        size = format_bytes(sum(entry.nbytes for entry in written.files.values()))
         self._log.debug("saved step %d: %s in %s", state.step, size, took)
         self._tidy(state.step)
         return place
 
-    def newest_good(self) -> Checkpoint | None:
-        """The checkpoint to go on from; None when there is none. Damaged ones are skipped with a warning."""
-        return self._first_good(self._newest_first())
+    def newest_good(self, *, is_loaded: bool = True) -> Checkpoint | None:
+        """The checkpoint to go on from; None when there is none. Damaged ones are skipped with a warning.
+
+        `is_loaded`: with its tensors; else they are checked, and stay in their files.
+        """
+        return self._first_good(self._newest_first(), is_loaded=is_loaded)
 
     def make_latest(self, step: int) -> None:
         """Let a checkpoint be the one to go on from, whatever was trained after it.
@@ -298,10 +334,10 @@ class CheckpointStore:
         infos = [_info(step, path) for step, path in sorted(self._places().items())]
         return [info for info in infos if info.path.exists()]  # a server may have deleted some
 
-    def _first_good(self, paths: Iterable[Path]) -> Checkpoint | None:
+    def _first_good(self, paths: Iterable[Path], *, is_loaded: bool = True) -> Checkpoint | None:
         for path in paths:
             try:
-                return _load(path)
+                return _load(path, is_loaded=is_loaded)
             except CheckpointError as error:
                 if path.exists():  # else a server has deleted it meanwhile
                     self._log.warning("a checkpoint is skipped: %s", error)
@@ -362,28 +398,27 @@ class CheckpointStore:
             else:
                 _delete(path)
 
-    def _write(self, snapshot: Snapshot, draft: Path) -> CheckpointState:
-        """Write and flush all files of a checkpoint into the empty folder `draft`."""
-        mode = draft.stat().st_mode & 0o666  # save_file would leave them to their owner alone
+    def _seal(
+        self, draft: Path, state: TrainingState, model_fingerprint: str, base: str | None
+    ) -> CheckpointState:
+        """Flush the tensor files in `draft`, and write beside them what belongs to them."""
         files = {}
-        for name, tensors in ((MODEL_FILE, snapshot.model), (OPTIMIZER_FILE, snapshot.optimizer)):
-            path = draft / name
-            save_file(dict(tensors), path)
-            path.chmod(mode)
-            _sync(path)
-            files[name] = FileEntry(nbytes=path.stat().st_size, sha256=_sha256(path))
-        state = CheckpointState(
-            **snapshot.state.model_dump(),
-            model_fingerprint=snapshot.model_fingerprint,
-            base=snapshot.base,
+        for name in (MODEL_FILE, OPTIMIZER_FILE):
+            _sync(draft / name)
+            nbytes = (draft / name).stat().st_size
+            files[name] = FileEntry(nbytes=nbytes, sha256=_sha256(draft / name))
+        written = CheckpointState(
+            **state.model_dump(),
+            model_fingerprint=model_fingerprint,
+            base=base,
             written_at=utc_timestamp(self._now()),
             files=files,
         )
         path = draft / STATE_FILE
-        path.write_bytes(_encode(state))
+        path.write_bytes(_encode(written))
         _sync(path)
         _sync(draft)
-        return state
+        return written
 
     def _put_in_place(self, draft: Path, place: Path) -> None:
         aside = self.folder / f".{place.name}.old.tmp"
@@ -671,6 +706,11 @@ def averaged(checkpoint: Checkpoint) -> dict[str, Tensor]:
     }
 
 
+def tensors_to_save(replica: Replica) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a checkpoint holds of a replica: of the model, and of what the optimizer keeps, by name."""
+    return _tensors_of(replica), _optimizer_tensors(replica, {})
+
+
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -714,14 +754,16 @@ def _info(step: int, path: Path) -> CheckpointInfo:
     )
 
 
-def _load(folder: Path) -> Checkpoint:
-    """Read a checkpoint.
+def _load(folder: Path, *, is_loaded: bool = True) -> Checkpoint:
+    """Read a checkpoint; its tensors stay in their files unless they are to be loaded.
 
     Raises:
         CheckpointError: it is damaged, or too new.
     """
     state = _read_state(folder)
     _check_files(folder, state)
+    if not is_loaded:
+        return Checkpoint(folder, state, {}, {})
     return Checkpoint(
         folder, state, _load_tensors(folder / MODEL_FILE), _load_tensors(folder / OPTIMIZER_FILE)
     )

@@ -92,7 +92,7 @@ SpanEntry = Annotated[
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:%_-]{1,253}$")]
 MAX_STORES, MAX_ADDRESSES, MAX_CONTENTS = 256, 8, 16
 MAX_PARTS = 4096
-MAX_STAGES = 4096
+MAX_STAGES, MAX_WANTED = 4096, 64
 OptimizerArgument = bool | int | float | Annotated[tuple[float, ...], Strict(False)]
 WEIGHTS = "weights"
 """The content of a State that holds weights."""
@@ -809,6 +809,48 @@ class StageDone(Message):
     peak_bytes: Count = 0
 
 
+class KeepStages(Message):
+    """Server: send all that you have of the state after this step."""
+
+    KIND: ClassVar[int] = 28
+    attempt: Count
+    step: Count
+
+
+class WantState(Message):
+    """Stage: send these tensors, as they were after the step of the plan."""
+
+    KIND: ClassVar[int] = 29
+    attempt: Count
+    content: Identifier
+    names: Annotated[
+        tuple[Identifier, ...], Strict(False), Field(min_length=1, max_length=MAX_WANTED)
+    ]
+
+
+class StageState(Message):
+    """Either side: a piece of a tensor, from byte `offset` on.
+
+    `content`: of the model itself, or of what the optimizer keeps of its parameter `name`.
+    """
+
+    KIND: ClassVar[int] = 30
+    attempt: Count
+    step: Count
+    content: Identifier
+    name: Identifier
+    offset: Count
+    tensor: TensorSpec
+
+
+class StageKept(Message):
+    """Stage: it has sent all."""
+
+    KIND: ClassVar[int] = 31
+    attempt: Count
+    step: Count
+
+
 class EvaluateStages(Message):
     """Server: compute all samples that are held out, together, as the `turn` of that number."""
 
@@ -909,8 +951,19 @@ LINKS = MessageSet("links", from_dialler=frozenset({Transfer}), from_listener=fr
 """What neighbouring stages of a pipeline say to each other."""
 STAGES = MessageSet(
     "stages",
-    from_dialler=frozenset({Listening, StageReady, StageDone, StageEvaluated, Relayed}),
-    from_listener=frozenset({Planned, EvaluateStages, Relayed}),
+    from_dialler=frozenset(
+        {
+            Listening,
+            StageReady,
+            StageDone,
+            StageEvaluated,
+            WantState,
+            StageState,
+            StageKept,
+            Relayed,
+        }
+    ),
+    from_listener=frozenset({Planned, EvaluateStages, KeepStages, StageState, Relayed}),
 )
 """What a worker that has some of the layers, and its server say to each other besides."""
 SETS = (SESSION, PS, ROUNDS, STAGES)

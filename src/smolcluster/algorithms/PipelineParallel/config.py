@@ -39,6 +39,11 @@ class PipelineConfig(AlgorithmConfig):
         "fp32",
         description="PipelineParallel: how activations and their gradients are sent between stages.",
     )
+    redundancy: PositiveInt | None = Field(
+        None,
+        description="PipelineParallel: after so many steps the server keeps what the stages have, from which "
+        "training goes on when one is lost; null: checkpoint_steps.",
+    )
     recompute: bool = Field(
         False,
         description="PipelineParallel: keep a microbatch's input alone, and compute the rest again for its "

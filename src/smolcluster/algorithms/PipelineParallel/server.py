@@ -26,6 +26,7 @@ from typing import Any
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut, written_cut
+from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
@@ -43,14 +44,18 @@ from smolcluster.training.stages.build import num_layers
 from smolcluster.transport.messages import (
     Commit,
     EvaluateStages,
+    KeepStages,
     LeaseKey,
     Listening,
     Message,
     Planned,
     StageDone,
     StageEvaluated,
+    StageKept,
     StageNeighbour,
     StageReady,
+    StageState,
+    WantState,
 )
 
 TICK_S = 0.1
@@ -59,10 +64,13 @@ TICK_S = 0.1
 class StageReceiver(Receiver):
     """What a stage says; what it sends a neighbour through the server is handed on."""
 
-    def __init__(self, session_id: int) -> None:
-        self._session_id = session_id
+    def __init__(self, keeper: Keeper, session_id: int) -> None:
+        self._keeper, self._session_id = keeper, session_id
 
-    def __call__(self, message: Message, _payload: memoryview) -> Event | None:
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        if isinstance(message, StageState):
+            self._keeper.take(message, payload)
+            return None
         return MessageReceived(self._session_id, message)
 
 
@@ -108,16 +116,23 @@ class Server:
         self.num_layers = num_layers(context.training.workload)
         self.orders = EpochOrders(context.training.order)
         self.feed = context.open_feed()
-        self.pool = context.open_pool(StageReceiver)
+        outline = context.training.replica
+        self.keeper = Keeper(context.store, outline, context.log)
+        num_tensors = len(outline.parameters) * (1 + len(outline.optimizer.state))
+        self.pool = context.open_pool(partial(StageReceiver, self.keeper), num_more=2 * num_tensors)
         self.report = self.pool.report
+        self.keeper.on_saved = self.report.saved
+        self.keeper.kept = Kept(self.report.training_state({}), None)
+        if context.checkpoint is not None:
+            self.keeper.kept = Kept(context.checkpoint.state, context.checkpoint.path)
+            self.report.resume(context.checkpoint.state)
         self.peers: dict[int, Peer] = {}
         self.crew: Crew | None = None
         self.num_attempts = self.num_grants = 0
         self.turn = 0
         """What the stages do together is counted over all plans, steps and evaluations alike."""
-        self.begun = self.report.training_state({})
-        """Where the run goes on from when a stage is lost."""
-        self.is_evaluated = False
+        self.is_evaluated = self.is_kept = True
+        """Whether the last step is, as far as that is due."""
 
     @property
     def version(self) -> int:
@@ -129,8 +144,8 @@ class Server:
         Raises:
             NonFiniteLoss: a loss or a gradient is NaN or infinite; the message names the stage.
         """
-        with closing(self.feed), self.pool:
-            while not (self.report.is_over and self.is_evaluated):
+        with closing(self.feed), self.pool, closing(self.keeper):
+            while not (self.report.is_over and self.is_evaluated and self.is_kept):
                 for event in self.pool.next_events(TICK_S):
                     self.handle(event)
                 self.advance()
@@ -139,6 +154,7 @@ class Server:
 
     def advance(self) -> None:
         """Begin what comes next, where nothing is being waited for."""
+        self.keeper.settle()
         if self.crew is None:
             self.plan()
         elif self.crew.question is None:
@@ -196,7 +212,7 @@ class Server:
             turn=self.turn,
             step=self.version,
         )
-        crew.peers[rank].worker.live_session.send(message)
+        self.tell(message, crew, rank)
 
     def ask(
         self,
@@ -221,25 +237,33 @@ class Server:
             then([answers[each] for each in ids])
 
     def next_turn(self, crew: Crew) -> None:
-        """Have the stages take a step, or evaluate what the last one has come to."""
+        """Have the stages take a step, or evaluate or send what the last one has come to."""
         self.turn += 1
-        if self.is_evaluation_due:
-            wanted = EvaluateStages(attempt=crew.attempt, turn=self.turn)
-            self.ask(crew, lambda crew, rank: self.tell(crew.peers[rank], wanted), self.evaluated)
+        if not self.is_evaluated:
+            evaluate = EvaluateStages(attempt=crew.attempt, turn=self.turn)
+            self.ask(crew, partial(self.tell, evaluate), self.evaluated)
+        elif not self.is_kept:
+            self.keep(crew)
         elif not self.report.is_over:
             self.begin_step(crew)
 
-    @property
-    def is_evaluation_due(self) -> bool:
-        """After every `eval_steps` steps, and at the end of the run."""
-        is_time = self.report.is_over or (
-            self.version and self.version % self.train.eval_steps == 0
-        )
-        return bool(is_time) and not self.is_evaluated
+    def is_time(self, every: int | None) -> bool:
+        """Whether the last step was one of those, or the last one of all."""
+        return self.report.is_over or bool(every and self.version % every == 0)
+
+    def keep(self, crew: Crew) -> None:
+        """Have all stages send what they have."""
+        state = self.report.with_evaluation(self.report.training_state({}))
+        self.keeper.begin(crew.attempt, state)
+        keep = KeepStages(attempt=crew.attempt, step=self.version)
+        self.ask(crew, partial(self.tell, keep), self.on_kept)
+
+    def on_kept(self, _answers: list[StageKept]) -> None:
+        self.keeper.finish()
+        self.is_kept = True
 
     def begin_step(self, crew: Crew) -> None:
         """Give all stages the samples of the next step."""
-        self.is_evaluated = False
         batches = global_batches(
             self.context.training.num_samples,
             self.train.num_epochs,
@@ -287,8 +311,8 @@ class Server:
             clip=clip_factor(norm, self.train.gradient_clipping) / num_terms,
             learning_rate=rate,
         )
-        for peer in crew.peers:
-            self.tell(peer, message)
+        for rank in range(len(crew.peers)):
+            self.tell(message, crew, rank)
         self.feed.applied(samples)
         for peer in crew.peers:
             self.report.contributed(peer.worker, samples.num_samples, loss)
@@ -303,6 +327,9 @@ class Server:
                 num_terms=num_terms,
             )
         )
+        every = self.config.redundancy or self.context.settings.cluster.checkpoint_steps
+        self.is_evaluated = not self.is_time(self.train.eval_steps)
+        self.is_kept = not (self.keeper.can_keep and self.is_time(every))
 
     def not_finite(self, crew: Crew, rank: int, answer: StageDone) -> str:
         name = crew.peers[rank].worker.name
@@ -330,8 +357,8 @@ class Server:
         schedule = self.context.training.recipe.schedule
         return learning_rate(self.train, self.report.samples_applied, total, schedule)
 
-    def tell(self, peer: Peer, message: Message) -> None:
-        peer.worker.live_session.send(message)
+    def tell(self, message: Message, crew: Crew, rank: int) -> None:
+        crew.peers[rank].worker.live_session.send(message)
 
     def handle(self, event: Event) -> None:
         match event:
@@ -346,9 +373,20 @@ class Server:
             case MessageReceived(session_id=id_, message=StageReady() as ready) if ready.reason:
                 self.on_trouble(id_, ready)
             case MessageReceived(
-                session_id=id_, message=StageReady() | StageDone() | StageEvaluated() as answer
+                session_id=id_,
+                message=StageReady() | StageDone() | StageEvaluated() | StageKept() as answer,
             ):
                 self.on_answer(id_, answer.attempt, answer)
+            case MessageReceived(session_id=id_, message=WantState() as wanted):
+                self.send_state(id_, wanted)
+
+    def send_state(self, session_id: int, wanted: WantState) -> None:
+        """Send a stage what it wants of the state that is kept."""
+        crew, peer = self.crew, self.peers.get(session_id)
+        if peer is None or crew is None or wanted.attempt != crew.attempt:
+            return
+        for frame in self.keeper.frames(wanted, self.context.training.replica.bucket_bytes):
+            peer.worker.live_session.send_frame(frame)
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id, None)
@@ -368,11 +406,16 @@ class Server:
     def begin_again(self, reason: str) -> None:
         """Deal the layers out anew; what was computed since the state that was kept last is done again."""
         self.crew = None
+        self.keeper.drop()
+        self.keeper.settle(wait=True)
+        state = self.keeper.kept.state
         self.context.log.warning(
-            "%s; the layers are dealt out again, from step %d on", reason, self.begun.step
+            "%s; the layers are dealt out again, and training goes on from step %d",
+            reason,
+            state.step,
         )
-        self.report.resume(self.begun)
-        self.is_evaluated = False
+        self.report.resume(state)
+        self.is_evaluated = self.is_kept = True
 
 
 def serve(context: ServerContext) -> Summary:

@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 import math
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +25,7 @@ from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, evaluate_stages
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.PipelineParallel.plan import schedule_of
+from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.cluster.link import Link, WorkerSetup
 from smolcluster.errors import ConnectTimeout, PeerLost, SmolclusterError
@@ -37,6 +39,7 @@ from smolcluster.transport.messages import (
     Assignment,
     Commit,
     EvaluateStages,
+    KeepStages,
     LeaseKey,
     Listening,
     Message,
@@ -45,7 +48,9 @@ from smolcluster.transport.messages import (
     Served,
     StageDone,
     StageEvaluated,
+    StageKept,
     StageReady,
+    StageState,
     Welcome,
 )
 from smolcluster.utils.device import pick_device
@@ -56,6 +61,14 @@ EVERY_ATTEMPT = 2**62
 
 class PlanChanged(SmolclusterError):
     """What is being computed is void: the server has another plan."""
+
+
+@dataclass(frozen=True)
+class StateArrived(Event):
+    """A piece of what this worker's layers were."""
+
+    piece: StageState
+    payload: bytes
 
 
 class StageReceiver(Receiver):
@@ -84,6 +97,8 @@ class StageReceiver(Receiver):
                 return None
             case Assignment():
                 return self._samples.assigned(message, payload)
+            case StageState():
+                return StateArrived(message, bytes(payload))
             case Planned() if self.links:
                 self.links.interrupt(PlanChanged("the plan has changed"), message.attempt - 1)
         return MessageReceived(0, message)
@@ -112,6 +127,8 @@ class Worker:
         self.stages: dict[int, OwnStage] = {}
         """By their numbers; the layers of the newest plan."""
         self.execution: Execution
+        self.newest: Event | None = None
+        """A plan that has come while another one was begun."""
 
     def new_receiver(self) -> StageReceiver:
         self.receiver = StageReceiver(self.training)
@@ -139,8 +156,7 @@ class Worker:
 
     def follow(self, place: WorkerSetup) -> None:
         """Do what the server wants next; what a neighbour's loss breaks off it hears of."""
-        with self.training.replica.meter("wait"):
-            event = self.link.next_event(WAIT_S)
+        event, self.newest = self.newest or self.next_event(), None
         try:
             self.handle(event, place)
         except PlanChanged:
@@ -148,6 +164,10 @@ class Worker:
         except (PeerLost, ConnectTimeout) as error:
             self.link.next_event(0.0)  # raises where it is the server that is lost
             self.link.send(StageReady(attempt=self.plan.attempt, reason=str(error)))
+
+    def next_event(self) -> Event | None:
+        with self.training.replica.meter("wait"):
+            return self.link.next_event(WAIT_S)
 
     def handle(self, event: Event | None, place: WorkerSetup) -> None:
         match event:
@@ -159,6 +179,8 @@ class Worker:
                 self.step(commit)
             case MessageReceived(message=EvaluateStages() as wanted):
                 self.evaluate(wanted)
+            case MessageReceived(message=KeepStages() as wanted):
+                self.send_state(wanted)
 
     def begin(self, plan: Planned, place: WorkerSetup) -> None:
         """Build the layers that are one's own now, and reach the neighbours."""
@@ -174,6 +196,8 @@ class Worker:
                     replica, training.workload, training.seed, recompute=recompute
                 )
                 self.stages[stage] = OwnStage(replica, compute)
+        if plan.step:
+            self.load_state(plan)
         route = Route(
             rank=plan.rank,
             attempt=plan.attempt,
@@ -189,6 +213,31 @@ class Worker:
         meter = training.replica.meter
         self.execution = Execution(self.stages, plan.ranks, self.links, meter, self.timeout_s)
         self.link.send(StageReady(attempt=plan.attempt))
+
+    def load_state(self, plan: Planned) -> None:
+        """Fill one's layers with what they were after the plan's step.
+
+        Raises:
+            PlanChanged: another plan has come meanwhile.
+        """
+        loader = StateLoader(list(self.stages.values()), plan)
+        for wanted in loader.wanted():
+            self.link.send(wanted)
+        while not loader.is_whole:
+            match self.next_event():
+                case StateArrived(piece, payload):
+                    loader.take(piece, payload)
+                case MessageReceived(message=Planned()) as newest:
+                    self.newest = newest
+                    raise PlanChanged("the plan has changed")
+
+    def send_state(self, wanted: KeepStages) -> None:
+        """Send all that a checkpoint holds of one's layers."""
+        attempt, step = wanted.attempt, wanted.step
+        for stage in self.stages.values():
+            for frame in state_frames(stage, attempt, step, self.welcome.bucket_bytes):
+                self.link.send_frame(frame)
+        self.link.send(StageKept(attempt=attempt, step=step))
 
     def compute(self, step: Assigned) -> None:
         """Compute the loss and the gradients of a step, and say what they have come to."""

@@ -1,0 +1,262 @@
+"""A pipeline's state on its way: from the stages to the server's disk, and back to stages of another cut.
+
+    server: KeepStages -> each stage: its tensors in pieces, StageKept -> a checkpoint, as of any other run
+    server: Planned    -> each stage: WantState, 64 names at a time    -> the pieces of these
+
+Tensors have the model's own names, so that a cut is nothing that a checkpoint knows of.
+"""
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from smolcluster.algorithms.PipelineParallel.execution import OwnStage
+from smolcluster.codec.base import bytes_of
+from smolcluster.errors import CheckpointError, ProtocolError, SmolclusterError
+from smolcluster.training.checkpoint import CheckpointStore, TrainingState
+from smolcluster.training.optimizer import STEP_COUNT
+from smolcluster.training.pieces import WEIGHTS, Layout, PieceReader, PieceWriter
+from smolcluster.training.replica import Replica
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import (
+    MAX_WANTED,
+    Planned,
+    StageState,
+    TensorSpec,
+    WantState,
+    frame_of,
+)
+
+# stages
+
+
+def tensors_of(stage: OwnStage) -> Iterator[tuple[str, str, Tensor]]:
+    """Content, name and tensor of all that a checkpoint holds of a stage: views."""
+    replica = stage.replica
+    for name, tensor in {**replica.saved_parameters(), **replica.buffers.to_save()}.items():
+        yield WEIGHTS, name, tensor.detach()
+    for content, flat in replica.optimizer.moments.items():
+        for name, place in replica.layers:
+            yield content, name, flat[place]
+
+
+def state_frames(stage: OwnStage, attempt: int, step: int, piece_nbytes: int) -> Iterator[Frame]:
+    """A copy of a stage's state, in pieces; what is tied the first stage sends."""
+    is_other = not stage.module.is_first
+    for content, name, tensor in tensors_of(stage):
+        if is_other and name in stage.module.tied:
+            continue
+        data = bytes_of(tensor.to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8))
+        for offset in range(0, data.nbytes, piece_nbytes):
+            piece = data[offset : offset + piece_nbytes]
+            message = StageState(
+                attempt=attempt,
+                step=step,
+                content=content,
+                name=name,
+                offset=offset,
+                tensor=_piece(piece.nbytes),
+            )
+            yield frame_of(message, piece)
+
+
+def _piece(nbytes: int) -> TensorSpec:
+    return TensorSpec(codec="raw", dtype="uint8", shape=(nbytes,), nbytes=nbytes)
+
+
+class StateLoader:
+    """Fills a process's stages with the state of a step, as it comes."""
+
+    def __init__(self, stages: list[OwnStage], plan: Planned) -> None:
+        self._plan = plan
+        self._places: dict[tuple[str, str], list[Tensor]] = {}
+        for stage in stages:
+            for content, name, tensor in tensors_of(stage):
+                self._places.setdefault((content, name), []).append(tensor)
+            if STEP_COUNT in stage.replica.optimizer.state:
+                stage.replica.optimizer.state[STEP_COUNT].fill_(plan.step)
+        self._left = {key: places[0].nbytes for key, places in self._places.items()}
+
+    def wanted(self) -> Iterator[WantState]:
+        """What to ask the server for."""
+        contents = dict.fromkeys(content for content, _ in self._places)
+        for content in contents:
+            names = (name for each, name in self._places if each == content)
+            while chunk := tuple(islice(names, MAX_WANTED)):
+                yield WantState(attempt=self._plan.attempt, content=content, names=chunk)
+
+    @torch.no_grad()
+    def take(self, piece: StageState, payload: bytes) -> None:
+        """Put a piece into its place.
+
+        Raises:
+            ProtocolError: it has none.
+        """
+        if piece.attempt != self._plan.attempt:
+            return
+        key, end = (piece.content, piece.name), piece.offset + len(payload)
+        places = self._places.get(key, [])
+        if not places or end > places[0].nbytes:
+            raise ProtocolError(f"the server sends {piece.name!a}, which was not wanted"[:200])
+        values = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        for place in places:
+            place.reshape(-1).view(torch.uint8)[piece.offset : end].copy_(values)
+        self._left[key] -= len(payload)
+
+    @property
+    def is_whole(self) -> bool:
+        return not any(self._left.values())
+
+
+# the server
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where a run goes on from when a stage is lost: its state, and the checkpoint; None: the beginning."""
+
+    state: TrainingState
+    folder: Path | None
+
+
+class Keeper:
+    """The checkpoints of a run whose weights the server never has."""
+
+    def __init__(
+        self,
+        store: CheckpointStore | None,
+        outline: Replica,
+        log: logging.Logger,
+    ) -> None:
+        self.kept: Kept
+        """The newest one that is on the disk."""
+        self.on_saved: Callable[[int, Path], None] = lambda *_: None
+        self._store, self._outline, self._log = store, outline, log
+        self._layout = Layout(outline)
+        self._lock = threading.Lock()
+        self._writer: PieceWriter | None = None
+        self._open: tuple[int, int] = (0, 0)
+        """Attempt and step of the pieces that are taken."""
+        self._draft: Path | None = None
+        self._problem: str | None = None
+        self._disk = ThreadPoolExecutor(1, "disk")
+        self._finishing: Future[Path] | None = None
+        self._state: TrainingState
+
+    @property
+    def can_keep(self) -> bool:
+        return self._store is not None
+
+    def begin(self, attempt: int, state: TrainingState) -> None:
+        """Take the pieces of this step from now on; those of one that was not finished go."""
+        self.drop()
+        self.settle(wait=True)
+        assert self._store is not None  # noqa: S101 - `can_keep`
+        self._state, self._problem = state, None
+        try:
+            self._draft = self._store.begin(state.step)
+            writer = PieceWriter(self._layout, self._draft, state.step)
+        except (OSError, CheckpointError) as error:
+            self._problem = str(error)
+            return
+        with self._lock:
+            self._writer, self._open = writer, (attempt, state.step)
+
+    def take(self, piece: StageState, payload: memoryview) -> None:
+        """Write a piece, in the thread that has read it.
+
+        Raises:
+            ProtocolError: it belongs nowhere.
+        """
+        with self._lock:
+            if self._writer is None or (piece.attempt, piece.step) != self._open:
+                return
+            try:
+                is_known = self._writer.write(piece.content, piece.name, piece.offset, payload)
+            except OSError as error:
+                self._problem = f"{error}"
+                return
+        if not is_known:
+            raise ProtocolError(f"{piece.name!a} is no tensor of this model"[:200])
+
+    def finish(self) -> None:
+        """All stages have sent theirs: make a checkpoint of it, beside the deciding thread."""
+        with self._lock:
+            writer, self._writer = self._writer, None
+        if writer is None:
+            self._log.warning("step %d is not saved: %s", self._state.step, self._problem)
+            return
+        missing = writer.missing
+        writer.close()
+        problem = self._problem or (missing and f"nobody has {missing}")
+        if problem or self._store is None or self._draft is None:
+            self._log.warning("step %d is not saved: %s", self._state.step, problem)
+            self._remove()
+            return
+        outline, draft = self._outline, self._draft
+        self._finishing = self._disk.submit(
+            self._store.finish, draft, self._state, outline.fingerprint, outline.base
+        )
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Go on from the newest checkpoint as soon as that is on the disk."""
+        finishing = self._finishing
+        if finishing is None or not (wait or finishing.done()):
+            return
+        self._finishing = None
+        try:
+            folder = finishing.result()
+        except SmolclusterError as error:  # a run is worth more than its checkpoint
+            self._log.warning("step %d is not saved: %s", self._state.step, error)
+            return
+        self.kept = Kept(self._state, folder)
+        self.on_saved(self._state.step, folder)
+
+    def drop(self) -> None:
+        """What was not finished is not wanted any more."""
+        with self._lock:
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+            self._remove()
+
+    def _remove(self) -> None:
+        if self._draft is not None:
+            shutil.rmtree(self._draft, ignore_errors=True)
+
+    def frames(self, wanted: WantState, piece_nbytes: int) -> Iterator[Frame]:
+        """The tensors that a stage wants of what is kept.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        folder = self.kept.folder
+        if folder is None:
+            return
+        reader = PieceReader(self._outline, folder)
+        for name in wanted.names:
+            for offset, data in reader.read(wanted.content, name, piece_nbytes):
+                message = StageState(
+                    attempt=wanted.attempt,
+                    step=self.kept.state.step,
+                    content=wanted.content,
+                    name=name,
+                    offset=offset,
+                    tensor=_piece(len(data)),
+                )
+                yield frame_of(message, data)
+
+    def close(self) -> None:
+        with suppress(SmolclusterError):
+            self.settle(wait=True)
+        self.drop()
+        self._disk.shutdown()
