@@ -1,6 +1,7 @@
 """A pipeline's run: server and stages as threads, equal to one process, whatever the cut and the schedule."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,15 @@ from harness import Cluster, local_settings
 from pretrained_models import adapters, saved
 from smolcluster.algorithms.PipelineParallel import worker
 from smolcluster.algorithms.PipelineParallel.worker import Worker
+from smolcluster.cluster import link
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.models.gpt import GPT
 from smolcluster.ps.assignment import Assigned
-from smolcluster.training.build import stage_replica
+from smolcluster.training.build import build, stage_replica
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.finetune import next_token_loss
 from smolcluster.training.pretrained import Pretrained
-from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
 
 SIZES = GPTConfig(
@@ -30,14 +31,18 @@ SIZES = GPTConfig(
 
 @pytest.fixture(autouse=True)
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's generator is a process's, and so are initial weights drawn: by one thread after the other."""
-    lock, build = threading.Lock(), stage_replica
+    """What makes a model uses what is a process's, such as its generator: one thread after the other."""
+    lock = threading.Lock()
 
-    def locked(*args: Any) -> Replica:
-        with lock:
-            return build(*args)
+    def locked(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **named: Any) -> Any:
+            with lock:
+                return make(*args, **named)
 
-    monkeypatch.setattr(worker, "stage_replica", locked)
+        return made
+
+    monkeypatch.setattr(worker, "stage_replica", locked(stage_replica))
+    monkeypatch.setattr(link, "build", locked(build))
 
 
 class Died(Exception):

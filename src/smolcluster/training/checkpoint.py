@@ -254,7 +254,9 @@ class CheckpointStore:
                 (draft / name).chmod(mode)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
-            raise _cannot_write(f"checkpoint of step {snapshot.state.step}", error) from error
+            raise _cannot_write(
+                f"checkpoint {self.folder / _name(snapshot.state.step)}", error
+            ) from error
         return self.finish(draft, snapshot.state, snapshot.model_fingerprint, snapshot.base)
 
     def begin(self, step: int) -> Path:
@@ -269,7 +271,7 @@ class CheckpointStore:
             self._sweep()
             draft.mkdir()
         except OSError as error:
-            raise _cannot_write(f"checkpoint of step {step}", error) from error
+            raise _cannot_write(f"checkpoint {self.folder / _name(step)}", error) from error
         return draft
 
     def finish(
