@@ -20,6 +20,7 @@ from smolcluster.ps.slices import PushKey, place_of, slice_frames
 from smolcluster.ps.store_links import (
     GATHER_SLOWER,
     Patience,
+    StoreLinks,
 )
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
@@ -107,7 +108,7 @@ def spread(lost_s: float = 60.0, on_undone: StepsUndone = ignore) -> HostedStore
     return stores
 
 
-def open_session(stores: HostedStores, node: str, session_id: int) -> FakeSession:
+def open_session(stores: StoreLinks, node: str, session_id: int) -> FakeSession:
     hello = introduce(node, sets=(SESSION, STORE))
     stores.admit(session_id, hello)
     session = FakeSession(session_id)
