@@ -309,8 +309,9 @@ def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
 def test_a_server_goes_on_from_its_last_round(tmp_path: Path, mode: tuple[str, ...]) -> None:
     """Momentum, what the codec owes, rounds and samples are those of the checkpoint."""
-    own = "local_steps=5", "codec_up=int8", "codec_down=int8", "checkpoint_steps=1", "num_epochs=3"
-    settings = settings_for(*own, *mode, "reconnect_timeout_s=1")
+    epochs = 8 if mode == ASYNC else 3  # a change may hold some hundred steps on a busy machine
+    own = "local_steps=5", "codec_up=int8", "codec_down=int8", "checkpoint_steps=1"
+    settings = settings_for(*own, *mode, f"num_epochs={epochs}", "reconnect_timeout_s=1")
     cluster = cluster_for(settings, tmp_path)
     stopped = cluster.core
     assert isinstance(stopped, Server)
@@ -320,7 +321,7 @@ def test_a_server_goes_on_from_its_last_round(tmp_path: Path, mode: tuple[str, .
     def watched(applied: Sequence[Applied]) -> None:
         count(applied)
         partly, store = stopped.ledger.partly_applied, stopped.store
-        if not saved and applied and store.version >= 10 and bool(partly) == (mode == STREAMING):
+        if not saved and applied and store.version >= 5 and bool(partly) == (mode == STREAMING):
             tensors = {name: each.clone() for name, each in store.tensors.items()}
             saved.append((stopped.version, store.version, partly, tensors))
             cluster.stop.note(signal.SIGTERM)
@@ -341,7 +342,7 @@ def test_a_server_goes_on_from_its_last_round(tmp_path: Path, mode: tuple[str, .
     again.server.finish()
     worker.finish()
     assert again.server.summary is not None
-    assert again.server.summary.samples_applied == 3 * again.training.num_samples
+    assert again.server.summary.samples_applied == epochs * again.training.num_samples
 
 
 def test_streaming_workers_compute_while_fragments_travel(tmp_path: Path) -> None:

@@ -179,9 +179,12 @@ class WorkerPool:
     def drain(self, ok: bool, sentence: str) -> None:
         """Tell everybody that the run is over, and stay a moment for those who have not heard it.
 
-        Whoever has says Goodbye and closes its side; of a connection that broke, nobody knows.
+        Whoever has says Goodbye and closes its side; of a connection that broke, nobody knows. A run that had
+        nothing left to do when it was resumed waits for those that took part before.
         """
         end = End(ok=ok, sentence=sentence)
+        if ok and not self._known:
+            self._missing.update(self.report.tally.workers)
         for worker in self._workers.values():
             if worker.session:
                 worker.session.send_at_once(end)

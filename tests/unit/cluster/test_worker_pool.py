@@ -583,6 +583,21 @@ def test_a_worker_that_was_let_in_a_moment_before_the_end_hears_of_it(
     assert future.result(DEADLINE_S).ok
 
 
+def test_who_took_part_before_a_resume_that_had_nothing_left_to_do_hears_of_the_end(
+    parts: Parts, rooms: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "SHUTDOWN_TIMEOUT_S", DEADLINE_S)
+    threads = rooms.enter_context(ThreadPoolExecutor(1))
+    farewell = Deadline(DEADLINE_S)
+    with opened(parts, rooms) as house:
+        house.pool.report.tally.worker(1, "macbook")  # as the checkpoint has it
+        future = threads.submit(knock, parts.port, hello(1))
+    with pytest.raises(Rejected) as caught:
+        future.result(DEADLINE_S)
+    assert caught.value.code == "over"
+    assert not farewell.expired
+
+
 def test_nobody_is_waited_for_when_all_have_said_goodbye(
     parts: Parts, rooms: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
