@@ -18,12 +18,19 @@ from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.resolve import Settings, check_algorithm
 from smolcluster.data.dataset import Batch
-from smolcluster.errors import ConfigError, ConnectTimeout, NonFiniteLoss, PeerLost
+from smolcluster.errors import (
+    ConfigError,
+    ConnectTimeout,
+    NonFiniteLoss,
+    PeerLost,
+    ProtocolError,
+)
 from smolcluster.ps.assignment import Assigned
 from smolcluster.runs.events import LeaseReturned, PushDropped
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.workload import Terms, Workload
-from smolcluster.transport.messages import Collect
+from smolcluster.transport.messages import Collect, Welcome
 from smolcluster.utils.stopping import Interrupted
 
 PLAIN = "outer_lr=1", "outer_momentum=0", "codec_up=null", "codec_down=null"
@@ -200,8 +207,20 @@ class Huge(Worker):
         super().send_change(collect)
 
 
+class Spoilt(Worker):
+    """One of its values is NaN now and then when its change is asked for."""
+
+    num_changes = 0
+
+    def send_change(self, collect: Collect) -> None:
+        self.num_changes += 1
+        if self.num_changes % 4 == 3 and not self.is_fresh:
+            self.replica.params[self.layout.fragments[collect.fragment].places[0].start] = torch.nan
+        super().send_change(collect)
+
+
 @pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
-@pytest.mark.parametrize("make", [Dying, Diverging, Huge])
+@pytest.mark.parametrize("make", [Dying, Diverging, Huge, Spoilt])
 def test_a_worker_that_fails_costs_its_own_steps_and_nothing_else(
     tmp_path: Path, make: type[Worker], mode: tuple[str, ...]
 ) -> None:
@@ -219,6 +238,33 @@ def test_a_worker_that_fails_costs_its_own_steps_and_nothing_else(
     assert summary.pushes.non_finite == dropped.count("non_finite")
     assert (summary.pushes.non_finite > 0) == (make is not Dying)
     assert torch.isfinite(cluster.training.replica.params).all()
+
+
+def test_one_worker_ends_a_run_that_all_others_have_left(tmp_path: Path) -> None:
+    class Leaving(Worker):
+        def compute(self, lease: Assigned) -> BatchLoss:
+            if self.versions[0] >= 2:
+                raise ConfigError("the test sends it away")
+            return super().compute(lease)
+
+    settings = settings_for("local_steps=4", "num_epochs=3", *STREAMING, workers=3)
+    cluster = cluster_for(settings, tmp_path)
+    leaving = [cluster.worker(number, make=Leaving) for number in (2, 3)]
+    cluster.finish(cluster.worker(1))
+    assert all(isinstance(each.failure(), ConfigError) for each in leaving)
+
+
+def test_a_worker_without_the_run_s_codec_leaves_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def older(welcome: Welcome, training: TrainingContext) -> Worker:
+        return Worker(welcome.model_copy(update={"codec": "int2"}), training)
+
+    cluster = cluster_for(settings_for("codec_up=int4", "min_workers=1"), tmp_path)
+    told = cluster.worker(2, make=older).failure()
+    assert isinstance(told, ProtocolError)
+    assert "run the same version of smolcluster on all nodes" in str(told)
+    cluster.finish(cluster.worker(1))
 
 
 class Exploding(Worker):

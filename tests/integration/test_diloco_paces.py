@@ -1,17 +1,23 @@
 """DiLoCo with workers whose speed or number changes in mid-run: every sample counts once, whoever is slow."""
 
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from harness import Cluster, local_settings
+from proxy import Proxy
+from smolcluster.algorithms.DiLoCo.ledger import Applied
+from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
 from smolcluster.cluster.worker import Worker
 from smolcluster.ps.assignment import Assigned
 from smolcluster.training.compute import BatchLoss
 
 STEP_S = 0.002
+FAST_BYTES_PER_S = 2e6
 
 
 class Changing(DiLoCoWorker):
@@ -64,6 +70,32 @@ def test_who_was_held_up_takes_part_again_when_it_is_as_fast_as_before(tmp_path:
     cluster = Cluster(settings, tmp_path, algorithm="diloco")
     cluster.finish(cluster.worker(1, make=Changing), cluster.worker(2, make=HeldUp))
     assert HeldUp.after > 20
+
+
+@pytest.mark.parametrize("mode", ["sync", "streaming", "async"])
+def test_a_link_that_drops_to_a_tenth_costs_time_and_nothing_else(
+    tmp_path: Path, mode: str
+) -> None:
+    settings = local_settings(
+        *("codec_up=int8", "codec_down=int8", "local_steps=8", "num_epochs=3", "min_workers=2"),
+        f"mode={mode}",
+        workers=2,
+        algorithm="diloco",
+    )
+    with closing(Proxy(settings.cluster.port)) as proxy:
+        proxy.throttle(FAST_BYTES_PER_S)
+
+        class Dropping(Server):
+            def count(self, applied: Sequence[Applied]) -> None:
+                super().count(applied)
+                if self.version > 40:
+                    proxy.throttle(FAST_BYTES_PER_S / 10)
+
+        cluster = Cluster(settings, tmp_path, Dropping, algorithm="diloco")
+        far = cluster.worker(2, port=proxy.port, make=Changing)
+        summary = cluster.finish(cluster.worker(1, make=Changing), far)
+    assert summary.leases_returned == 0
+    assert proxy.connections == 1
 
 
 @pytest.mark.parametrize(
