@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from smolcluster.errors import ConfigError
 from smolcluster.training.four_bit import can_quantize, quantize
+from smolcluster.training.stages.recording import alone
 from smolcluster.training.weight_files import WeightFiles
 
 _PEFT_PREFIX = "base_model.model."
@@ -85,11 +86,12 @@ class Pretrained:
         """
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
 
-        with torch.random.fork_rng(devices=[]):
-            model = AutoModelForCausalLM.from_pretrained(
-                str(self.folder), dtype=self.dtype, local_files_only=True, use_safetensors=True
-            )
-        adapted = self._adapted(model)
+        with alone:
+            with torch.random.fork_rng(devices=[]):
+                model = AutoModelForCausalLM.from_pretrained(
+                    str(self.folder), dtype=self.dtype, local_files_only=True, use_safetensors=True
+                )
+            adapted = self._adapted(model)
         if self.four_bit and can_quantize(torch.device("cuda")):
             quantize(adapted, self.dtype)
         return adapted

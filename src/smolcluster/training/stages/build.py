@@ -18,7 +18,7 @@ from smolcluster.training.stages.huggingface import (
     language_model,
     num_blocks,
 )
-from smolcluster.training.stages.recording import CannotRecord, Tape, recording
+from smolcluster.training.stages.recording import CannotRecord, Tape, alone, recording
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.utils.seed import derive_seed
 from smolcluster.utils.units import format_bytes
@@ -78,7 +78,7 @@ def build_stage(
         ConfigError: the model cannot be cut.
         UserCodeError: the workload's functions raised an exception.
     """
-    with torch.random.fork_rng(devices=[]):
+    with alone, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
         model, tape = _recorded(workload)
         stage = _cut(model, workload, start, end)

@@ -12,6 +12,7 @@ model is not to notice: tensors say that they are not on `meta`, because librari
 there.
 """
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,8 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.utils.seed import derive_seed
 
 _META = torch.device("meta")
+alone = threading.RLock()
+"""Of who makes a model: PyTorch's generator and `nn.init`, whose functions libraries replace, are the process's."""
 _START = -1
 """Stands for the number of a call before all others."""
 
@@ -200,10 +203,15 @@ class _Unnoticed(TorchFunctionMode):
 
 @contextmanager
 def recording() -> Iterator[Tape]:
-    """Make new tensors on `meta` in this block, and write down what is done to them. One thread at a time.
+    """Make new tensors on `meta` in this block, and write down what is done to them; one thread at a time.
 
     PyTorch's generator is afterwards as it was before.
     """
+    with alone:
+        yield from _recording()
+
+
+def _recording() -> Iterator[Tape]:
     begin = _default().get_state()
     tape = Tape()
     truncated = nn.init._no_grad_trunc_normal_  # draws until all values are within bounds
