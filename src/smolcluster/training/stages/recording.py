@@ -28,7 +28,7 @@ from smolcluster.utils.seed import derive_seed
 
 _META = torch.device("meta")
 alone = threading.RLock()
-"""Of who makes a model: PyTorch's generator and `nn.init`, whose functions libraries replace, are the process's."""
+"""Of who makes a model: PyTorch's generator and `nn.init`, whose functions libraries replace, are shared."""
 _START = -1
 """Stands for the number of a call before all others."""
 
