@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import mesh_rank
+from harness import free_port
 from processes import Processes
 from smolcluster.configs.schema import DatasetPlace
+from smolcluster.runs.paths import find_run
+from smolcluster.runs.summary import read_summary
 from smolcluster.training.build import build
 from smolcluster.training.loop import training_steps
 
@@ -62,3 +65,24 @@ def compare(name: str, case: mesh_rank.Case, folder: Path) -> None:
     for each, own in weights.items():
         values = torch.tensor(found["weights"][each], dtype=own.dtype)
         assert torch.allclose(values, own, rtol=tolerance, atol=tolerance), f"{name}: {each}"
+
+
+def test_a_run_goes_on_with_another_mesh(processes: Processes) -> None:
+    """It leaves what every run leaves, and its checkpoint is of no mesh."""
+    program = (sys.executable, "-m", "smolcluster.distributed_training", "--config", "digits")
+    flags = ("--batch-size", "128", "--run-id", "spread", "--epochs", "1", "--tp", "2")
+    port = str(free_port())
+    there = ("--world-size", "2", "--master-port", port)
+    ranks = [processes.start(*program, *there, "--rank", str(r), *flags) for r in (0, 1)]
+    for rank in ranks:
+        assert rank.wait() == 0, rank.output
+    paths = find_run(processes.runs)
+    first = read_summary(paths.summary)
+    alone = processes.start(
+        *(*program, "--batch-size", "128", "--resume", "spread", "--epochs", "2"),
+    )
+    assert alone.wait() == 0, alone.output
+    both = read_summary(paths.summary)
+    assert both.steps == 2 * first.steps
+    assert both.final.val_loss is not None and first.final.val_loss is not None
+    assert both.final.val_loss < first.final.val_loss

@@ -20,7 +20,7 @@ FLOORS = (
     ("ps",),
     ("algorithms",),
     ("launch", "dashboard"),
-    ("cli", "train", "api"),
+    ("cli", "train", "distributed_training", "api"),
 )
 PLACES = {
     room: (floor, place) for floor, rooms in enumerate(FLOORS) for place, room in enumerate(rooms)

@@ -29,6 +29,8 @@ class MeshOptimizer:
 
     Attributes:
         slots: the parameters of this rank's stages.
+        num_steps: that were taken.
+        moment_names: what it keeps of each weight.
     """
 
     def __init__(
@@ -54,6 +56,10 @@ class MeshOptimizer:
             {"params": [each for each, decays in pairs if not decays], "weight_decay": 0.0},
         ]
         kept = [each for each in options if each["params"]]
+        self.num_steps = 0
+        momentum = spec.arguments.get("momentum", 0)
+        of_sgd = ("momentum_buffer",) if momentum else ()
+        self.moment_names = of_sgd if spec.kind == "sgd" else ("exp_avg", "exp_avg_sq")
         self._rule = RULES[spec.kind](kept, lr=0.0, foreach=True, **spec.arguments)  # type: ignore[call-arg]
 
     def norm(self, gradients: Sequence[Tensor]) -> float:
@@ -80,22 +86,18 @@ class MeshOptimizer:
         for options in self._rule.param_groups:
             options["lr"] = rate
         self._rule.step()
+        self.num_steps += 1
         for local in self._locals:
             local.grad = None
 
     def moments(self, place: int) -> dict[str, Tensor]:
         """What is kept of a slot, by name, each as its local part; empty before the first step."""
-        state = self._rule.state[self._locals[place]]
-        return {name: each for name, each in state.items() if name != STEP and each is not None}
-
-    @property
-    def num_steps(self) -> int:
-        """Steps taken, where the rule counts them."""
-        counts = (each[STEP] for each in self._rule.state.values() if STEP in each)
-        return int(next(counts, torch.tensor(0.0)))
+        state = self._rule.state.get(self._locals[place], {})
+        return {name: state[name] for name in self.moment_names if name in state}
 
     def resume(self, moments: Sequence[Mapping[str, Tensor]], num_steps: int) -> None:
         """Go on with a state: each slot's local parts, by name."""
+        self.num_steps = num_steps
         for local, kept in zip(self._locals, moments, strict=True):
             state = {name: each.to(local.device, copy=True) for name, each in kept.items()}
             if state and not isinstance(self._rule, SGD):

@@ -30,12 +30,15 @@ from smolcluster.models.gpt import Attention
 from smolcluster.training.stages.cut import Stage
 
 Style = Literal["column", "row", "fused3"]
-GPT_PLAN: Mapping[str, Style] = {
+OWN_PLAN: Mapping[str, Style] = {
     "h.*.attn.c_attn": "fused3",
     "h.*.attn.c_proj": "row",
     "h.*.mlp.c_fc": "column",
     "h.*.mlp.c_proj": "row",
+    "fc1": "column",
+    "fc2": "row",
 }
+"""How GPT and SimpleNN are cut: patterns of modules' names."""
 FUSED_PARTS = 3
 
 

@@ -13,7 +13,7 @@ from smolcluster.algorithms.Mesh.compute import Part, StageCompute
 from smolcluster.algorithms.Mesh.config import SPLIT, MeshConfig, cut_equally
 from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, TiedWeights, sum_replicas
-from smolcluster.algorithms.Mesh.parallel import GPT_PLAN, Slot, Style, spread
+from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, Style, spread
 from smolcluster.algorithms.Mesh.pipeline import Pipeline
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Place
@@ -76,7 +76,7 @@ class MeshTrainer:
         groups: Groups,
         *,
         seed: int,
-        plan: Mapping[str, Style] = GPT_PLAN,
+        plan: Mapping[str, Style] = OWN_PLAN,
     ) -> None:
         """Build this rank's stages; all ranks must do so at once.
 
@@ -162,6 +162,40 @@ class MeshTrainer:
         left = self.num_samples - samples_applied % self.num_samples
         return min(left, self._train.samples_per_step)
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that the optimizer has taken."""
+        return self._optimizer.num_steps
+
+    def scatter(self, whole: Callable[[str, str], Tensor], num_steps: int) -> None:
+        """Take over weights and moments, of which `whole(name, moment)` is called on rank 0 alone.
+
+        `num_steps`: what rank 0 says of the steps that were taken; 0: there are no moments yet.
+        """
+        [count] = self.groups.total(float(num_steps) if self.groups.rank == 0 else 0.0)
+        shapes = {name: shape for told in self._holders for name, shape in told}
+        moments: list[dict[str, Tensor]] = [{} for _ in self.slots]
+        for name in sorted(shapes):
+            for moment in (WEIGHTS, *(self._optimizer.moment_names if count else ())):
+                tensor = torch.empty(
+                    tuple(shapes[name]), dtype=self.dtype, device=self.groups.device
+                )
+                if self.groups.rank == 0:
+                    tensor.copy_(whole(name, moment).view_as(tensor))
+                dist.broadcast(tensor, src=0)
+                for slot, kept in zip(self.slots, moments, strict=True):
+                    if slot.name == name and moment == WEIGHTS:
+                        slot.local.copy_(slot.part(tensor))
+                    elif slot.name == name:
+                        kept[moment] = slot.part(tensor)
+        if count:
+            self._optimizer.resume(moments, int(count))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.slots[0].parameter.dtype
+
     def gather(self) -> Iterator[Whole]:
         """Every parameter and its moments whole, on rank 0; every rank must go through it, and gets none."""
         slots = {slot.name: place for place, slot in reversed(list(enumerate(self.slots)))}
@@ -187,9 +221,8 @@ class MeshTrainer:
                 dist.send(whole.contiguous(), dst=0)
 
     def _receive(self, name: str, shape: Sequence[int], root: int) -> Iterator[Whole]:
-        dtype = self.slots[0].parameter.dtype
         for moment in (WEIGHTS, *self._optimizer.moments(0)):
-            whole = torch.empty(tuple(shape), dtype=dtype, device=self.groups.device)
+            whole = torch.empty(tuple(shape), dtype=self.dtype, device=self.groups.device)
             dist.recv(whole, src=root)
             yield Whole(name, moment, whole)
 
@@ -228,7 +261,7 @@ class MeshTrainer:
             with user_code("data"):
                 place = Place(self._seed, epoch, start + taken.start)
                 batch = self.workload.train.batch(indices[taken.start : taken.stop], place)
-                batch = placed(batch, self.groups.device, self.slots[0].parameter.dtype)
+                batch = placed(batch, self.groups.device, self.dtype)
             part.batch = batch
             if self._is_first:
                 part.model_input = model_input(self.workload, batch)

@@ -1,0 +1,218 @@
+"""A run on a mesh: rank 0 owns it, as the one process of `train` does, and tells the others what to do.
+
+Rank 0 keeps the whole model and the optimizer's state in a replica of its own, and fills it from the mesh
+when it is evaluated or saved. So a checkpoint is that of any other run, and a run goes on with any other
+mesh.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.Mesh.config import MeshConfig
+from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshStep, MeshTrainer
+from smolcluster.cluster.report import StepTaken
+from smolcluster.cluster.saver import CheckpointSource
+from smolcluster.configs.schema import TrainConfig
+from smolcluster.data.permutation import Range
+from smolcluster.errors import ConfigError, NonFiniteLoss, PeerLost
+from smolcluster.runs.summary import Summary
+from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
+from smolcluster.training.replica import Replica
+from smolcluster.training.workload import Workload
+from smolcluster.utils.stopping import Interrupted
+
+
+class Order(IntEnum):
+    """What rank 0 tells all ranks to do."""
+
+    STOP = 0
+    STEP = 1
+    GATHER = 2
+
+
+def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary:
+    """Rank 0: train until the run is over.
+
+    Raises:
+        NonFiniteLoss: the weights are those before the step.
+        PeerLost: another rank has ended.
+        Interrupted: a signal asked this process to stop.
+    """
+    training, replica = context.training, context.training.replica
+    report = context.new_report()
+    source = CheckpointSource(replica, dict, dict)
+    context.resume(source, report)
+    saver = context.new_saver(source, report)
+    trainer = _trainer(training.workload, context.run.train, config, groups, context.run.seed)
+    _share_state(trainer, replica)
+    context.log.info(
+        "training %s on %d ranks, %s: %d samples an epoch, %d epochs",
+        *(type(replica.model).__name__, config.mesh.world_size, config.mesh),
+        *(trainer.num_samples, context.run.train.num_epochs),
+    )
+    eval_steps = context.run.train.eval_steps
+    with closing(training), _others_told(groups), report.until_its_end(), saver:
+        gathered = report.version
+        while not report.is_over:
+            try:
+                context.check_stop()
+            except Interrupted:
+                if gathered != report.version:
+                    saver.wait_for_copy()
+                    _gather(trainer, replica)
+                raise
+            applied = report.samples_applied
+            _tell(groups, Order.STEP, applied)
+            step, num = trainer.step(applied), trainer.num_samples_at(applied)
+            version = report.version + 1
+            report.step_taken(_taken(step, version, applied, num, trainer.num_samples))
+            is_evaluated = version % eval_steps == 0 and not report.is_over
+            if is_evaluated or report.is_over or saver.is_due(version):
+                saver.wait_for_copy()
+                _gather(trainer, replica)
+                gathered = version
+            evaluation = training.evaluate() if is_evaluated else None
+            if evaluation is not None:
+                report.evaluated(version, applied // trainer.num_samples, evaluation)
+            saver.after_step(is_evaluated=evaluation is not None)
+            saver.tick()
+            report.tick()
+        return report.summary()
+
+
+def follow(
+    workload: Workload, train: TrainConfig, config: MeshConfig, groups: Groups, seed: int
+) -> None:
+    """Any other rank: do what rank 0 says until it is over.
+
+    Raises:
+        PeerLost: another rank has ended.
+    """
+    trainer = _trainer(workload, train, config, groups, seed)
+    _share_state(trainer, None)
+    with _lost_named():
+        while True:
+            order, applied = _hear(groups)
+            if order == Order.STOP:
+                dist.barrier()
+                return
+            if order == Order.GATHER:
+                for _ in trainer.gather():
+                    pass
+                continue
+            with suppress(NonFiniteLoss):  # rank 0 says so, and then stop
+                trainer.step(applied)
+
+
+def _trainer(
+    workload: Workload, train: TrainConfig, config: MeshConfig, groups: Groups, seed: int
+) -> MeshTrainer:
+    groups.check_agreed(
+        [
+            ("the training configuration", train.model_dump_json()),
+            ("the mesh", config.model_dump_json()),
+            ("torch", torch.__version__),
+            ("the dataset", workload.fingerprint),
+        ]
+    )
+    return MeshTrainer(workload, train, config, groups, seed=seed)
+
+
+def _taken(step: MeshStep, version: int, applied: int, num: int, num_samples: int) -> StepTaken:
+    epoch, start = divmod(applied, num_samples)
+    return StepTaken(
+        version=version,
+        samples=Range(epoch, start, start + num),
+        loss=step.loss,
+        learning_rate=step.learning_rate,
+        grad_norm=step.grad_norm,
+        layer_norms={},
+        num_terms=step.num_terms,
+        is_skipped=step.is_skipped,
+    )
+
+
+def _gather(trainer: MeshTrainer, replica: Replica) -> None:
+    """Fill rank 0's replica from the mesh."""
+    _tell(trainer.groups, Order.GATHER)
+    places, state = dict(replica.layers), _state_of(replica)
+    for whole in trainer.gather():
+        target = replica.params if whole.moment == WEIGHTS else state[whole.moment]
+        target[places[whole.name]].copy_(whole.tensor.reshape(-1))
+    if STEP_COUNT in state:
+        state[STEP_COUNT].fill_(trainer.num_steps)
+
+
+def _share_state(trainer: MeshTrainer, replica: Replica | None) -> None:
+    """Give all ranks the weights and moments that rank 0's replica has."""
+    state = {} if replica is None else _state_of(replica)
+    places = {} if replica is None else dict(replica.layers)
+
+    def whole(name: str, moment: str) -> Tensor:
+        if replica is None:
+            raise RuntimeError("only rank 0 has the whole model")
+        return (replica.params if moment == WEIGHTS else state[moment])[places[name]]
+
+    counted = state.get(STEP_COUNT)
+    trainer.scatter(whole, 0 if counted is None else int(counted))
+
+
+def _state_of(replica: Replica) -> dict[str, Tensor]:
+    optimizer = replica.optimizer
+    if not isinstance(optimizer, FlatOptimizer):
+        raise ConfigError("the optimizer of a mesh must be one of adam, adamw, sgd")
+    return optimizer.state
+
+
+@contextmanager
+def _others_told(groups: Groups) -> Iterator[None]:
+    """Tell the others when rank 0 ends, however it does, unless they are out of reach.
+
+    Raises:
+        PeerLost: one of them has ended before.
+    """
+    try:
+        with _lost_named():
+            yield
+    finally:
+        with suppress(RuntimeError):
+            _tell(groups, Order.STOP)
+            dist.barrier()
+
+
+@contextmanager
+def _lost_named() -> Iterator[None]:
+    """Translate what a backend says when another rank has gone.
+
+    Raises:
+        PeerLost: it has.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error)
+        if isinstance(error, dist.DistBackendError) or "gloo" in reason:
+            raise PeerLost(
+                "another rank has ended, or has not answered in time: the message of the first one that "
+                "failed "
+                f"says why ({reason.partition(']')[2].strip()[:60]})"
+            ) from error
+        raise
+
+
+def _tell(groups: Groups, order: Order, applied: int = 0) -> None:
+    dist.broadcast(torch.tensor([order, applied], device=groups.device), src=0)
+
+
+def _hear(groups: Groups) -> tuple[Order, int]:
+    told = torch.zeros(2, dtype=torch.int64, device=groups.device)
+    dist.broadcast(told, src=0)
+    order, applied = told.tolist()
+    return Order(order), applied

@@ -1,0 +1,119 @@
+"""A rank as a process: its configuration, its device, its log, and its part of the run."""
+
+import os
+import platform
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smolcluster.algorithms.Mesh import loop
+from smolcluster.algorithms.Mesh.config import MeshConfig, config_of, pick_backend
+from smolcluster.algorithms.Mesh.groups import Groups, check_torch
+from smolcluster.algorithms.Mesh.ranks import Ranks, meet
+from smolcluster.algorithms.owner import Owner, own_run
+from smolcluster.algorithms.process import process_log
+from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.spec import SINGLE, default_algorithm
+from smolcluster.errors import ConfigError
+from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.training.builtin import load_workload
+from smolcluster.utils.device import pick_device, use_threads
+
+
+def be_rank(
+    ranks: Ranks,
+    keys: Mapping[str, Any],
+    train: str,
+    overrides: Sequence[str],
+    *,
+    start_timeout_s: float,
+    vocab_size: int | None,
+    run_id: str | None,
+    resume: str | None,
+) -> None:
+    """Be the rank that `ranks` names; rank 0 owns the run.
+
+    Args:
+        keys: the mesh's.
+        train: a training file or a shipped name; `overrides` of its keys and of the cluster file's.
+        vocab_size: what was asked for; the vocabulary is the tokenizer's.
+
+    Raises:
+        ConfigError: what this machine, the model or the batch cannot do.
+        ConnectTimeout: ranks are missing; names them.
+    """
+    rank, host = ranks.here.start, platform.node()
+    check_torch()
+    if keys.get("backend") == "mpi":
+        raise ConfigError(
+            "backend is mpi, which no wheel of PyTorch has: build PyTorch from source beside an MPI, or "
+            "take gloo"
+        )
+    config = config_of(dict(keys))
+    settings = load_settings(
+        default_algorithm().name, train, None, overrides, local=True, local_workers=1
+    )
+    device = _device(settings)
+    backend = pick_backend(config.backend, device.type)
+    use_threads(settings.node.threads or max(1, (os.cpu_count() or 1) // len(ranks.here)))
+    console = SteadyConsole(stderr=True)
+    with process_log("trainer" if rank == 0 else "rank", host, rank, console=console) as log:
+        if rank == 0 and vocab_size is not None:
+            log.logger.info("--vocab-size %d: the vocabulary is the tokenizer's", vocab_size)
+        meet(rank, ranks, backend, start_timeout_s)
+        groups = Groups(_sizes(config, ranks), device)
+        if rank == 0:
+            own_run(
+                Owner(SINGLE, "trainer", host, settings),
+                log,
+                lambda context: loop.train(context, config, groups),
+                run_id=run_id,
+                resume=resume,
+                progress=console,
+                output=SteadyConsole(),
+            )
+        else:
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signum, signal.SIG_IGN)  # rank 0 says when it is over
+            workload = load_workload(
+                settings.train, settings.cluster.seed, settings.node.dataset, log.logger
+            )
+            run = settings.run_config("rank", SINGLE)
+            loop.follow(workload, run.train, config, groups, run.seed)
+        dist.destroy_process_group()
+
+
+def _sizes(config: MeshConfig, ranks: Ranks) -> Any:
+    """The mesh's sizes, if they make as many ranks as there are.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if config.mesh.world_size != ranks.world_size:
+        raise ConfigError(
+            f"mesh is {config.mesh}, which makes {config.mesh.world_size} processes, but there are "
+            f"{ranks.world_size}: change mesh, or start as many processes"
+        )
+    return config.mesh
+
+
+def _device(settings: Settings) -> torch.device:
+    """This rank's device: of several GPUs its own."""
+    device = pick_device(settings.node.device)
+    if device.type == "mps":
+        raise ConfigError(
+            "device is mps, which torch.distributed cannot use: set device to cpu, or take a parameter server"
+        )
+    if device.type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+        if local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"rank {local} of this machine has no GPU: it has {torch.cuda.device_count()}; start "
+                "fewer ranks"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    return device

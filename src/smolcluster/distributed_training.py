@@ -1,0 +1,205 @@
+"""`python -m smolcluster.distributed_training`: a mesh, by hand on each node, or under torchrun or srun.
+
+Without a rank it starts all ranks on this machine. The first one that fails is named, and ends the others.
+"""
+
+import argparse
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from smolcluster.algorithms.entry import guarded
+from smolcluster.errors import LaunchError
+
+END_TIMEOUT_S = 60.0
+"""How long rank 0 may save after a signal."""
+MODEL_FLAGS = {
+    "hidden_size": "model.model_dim",
+    "attention_heads": "model.num_heads",
+    "layers": "model.num_layers",
+    "max_seq_length": "model.max_seq_len",
+    "epochs": "num_epochs",
+    "learning_rate": "learning_rate",
+    "gradient_clip_norm": "gradient_clipping.max_norm",
+    "save_interval": "checkpoint_steps",
+}
+"""Flags, and the keys of the configuration that they set."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(given)
+    return guarded(lambda: _run(args, given))
+
+
+def parser() -> argparse.ArgumentParser:
+    # no abbreviations: torchrun takes those of its own flags out of a command
+    made = argparse.ArgumentParser(
+        "smolcluster.distributed_training", description=__doc__, allow_abbrev=False
+    )
+    ranks = made.add_argument_group("ranks")
+    ranks.add_argument("--world-size", type=int, help="processes in all; default 1")
+    ranks.add_argument("--rank", type=int, help="the first rank here; default: all of them")
+    ranks.add_argument("--nproc-per-node", type=int, help="ranks here, from --rank on; default 1")
+    ranks.add_argument("--master-addr", help="where rank 0 is; default MASTER_ADDR, localhost")
+    ranks.add_argument("--master-port", type=int, help="its port; default MASTER_PORT, 29500")
+    ranks.add_argument("--backend", choices=("auto", "nccl", "gloo", "mpi"), default="auto")
+    ranks.add_argument("--no-nccl", action="store_true", help="the same as --backend gloo")
+    ranks.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS")
+    mesh = made.add_argument_group("mesh")
+    for name in ("dp", "fsdp", "tp", "pp"):
+        mesh.add_argument(f"--{name}", type=int, help="ranks along it; default 1, of dp the rest")
+    mesh.add_argument("--schedule", default="1f1b")
+    mesh.add_argument("--microbatches", type=int, help="default 1, or 2 x pp")
+    mesh.add_argument("--use-gradient-checkpointing", action="store_true")
+    mesh.add_argument(
+        "--activation-checkpointing", choices=("none", "full", "selective"), default="none"
+    )
+    what = made.add_argument_group("training")
+    what.add_argument("--config", default="stdlib", help="training file, or a shipped name")
+    what.add_argument("--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+    for name in ("hidden-size", "attention-heads", "layers", "max-seq-length", "vocab-size"):
+        what.add_argument(f"--{name}", type=int)
+    for name in ("batch-size", "epochs", "save-interval"):
+        what.add_argument(f"--{name}", type=int)
+    what.add_argument("--learning-rate", type=float)
+    what.add_argument("--gradient-clip-norm", type=float)
+    what.add_argument("--mixed-precision", action="store_true", help="precision bf16")
+    what.add_argument("--run-id")
+    what.add_argument("--resume", metavar="RUN", help="a run to go on with, latest, or auto")
+    return made
+
+
+def overrides_of(args: argparse.Namespace, num_shares: int) -> list[str]:
+    """What the flags set of the configuration; the batch is of each rank along dp and fsdp."""
+    flags = vars(args)
+    said = [f"{key}={flags[flag]}" for flag, key in MODEL_FLAGS.items() if flags[flag] is not None]
+    if args.hidden_size is not None:
+        said.append(f"model.ff_dim={4 * args.hidden_size}")
+    if args.batch_size is not None:
+        said += [
+            f"batch_size={args.batch_size}",
+            f"global_batch_size={args.batch_size * num_shares}",
+        ]
+    if args.mixed_precision:
+        said.append("precision=bf16")
+    return [*said, *args.override]
+
+
+def mesh_keys(args: argparse.Namespace, world_size: int) -> dict[str, object]:
+    """The mesh's section; what no flag says of dp is what is left of the processes."""
+    sizes = {name: getattr(args, name) or 1 for name in ("fsdp", "tp", "pp")}
+    rest = world_size // (sizes["fsdp"] * sizes["tp"] * sizes["pp"])
+    recompute = "full" if args.use_gradient_checkpointing else args.activation_checkpointing
+    return {
+        "mesh": {"dp": args.dp or max(1, rest), **sizes},
+        "schedule": args.schedule,
+        "microbatches": args.microbatches or (2 * sizes["pp"] if sizes["pp"] > 1 else 1),
+        "activation_checkpointing": recompute,
+        "backend": "gloo" if args.no_nccl else args.backend,
+    }
+
+
+def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    from smolcluster.algorithms.Mesh.ranks import ranks_of  # noqa: PLC0415 - it imports torch
+
+    ranks = ranks_of(
+        os.environ,
+        world_size=args.world_size,
+        rank=args.rank,
+        num_here=args.nproc_per_node,
+        address=args.master_addr,
+        port=args.master_port,
+    )
+    if not ranks.is_process:
+        port = ranks.port or _free_port()
+        _start(ranks.here, ranks.world_size, {"MASTER_PORT": str(port)}, argv)
+        return
+    from smolcluster.algorithms.Mesh.process import be_rank  # noqa: PLC0415 - it imports torch
+
+    config = mesh_keys(args, ranks.world_size)
+    shares = config["mesh"]
+    num_shares = shares["dp"] * shares["fsdp"] if isinstance(shares, dict) else 1
+    be_rank(
+        ranks,
+        config,
+        args.config,
+        overrides_of(args, num_shares),
+        start_timeout_s=args.start_timeout,
+        vocab_size=args.vocab_size,
+        run_id=args.run_id,
+        resume=args.resume,
+    )
+
+
+def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Sequence[str]) -> None:
+    """Be the parent of ranks; ends when all have.
+
+    Raises:
+        LaunchError: one failed; names the first.
+    """
+    processes = {
+        rank: subprocess.Popen(  # noqa: S603 - this very program
+            [sys.executable, "-m", "smolcluster.distributed_training", *argv],
+            env={
+                **os.environ,
+                **environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank - here.start),
+                "WORLD_SIZE": str(world_size),
+            },
+        )
+        for rank in here
+    }
+    try:
+        running = dict(processes)
+        while running:
+            for rank, process in list(running.items()):
+                if (code := process.poll()) is None:
+                    continue
+                del running[rank]
+                if code:
+                    how = (
+                        f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                    )
+                    raise LaunchError(
+                        f"rank {rank} on {platform.node()} failed first ({how}): its message is above"
+                    )
+            time.sleep(0.05)
+    finally:
+        _end(processes)
+
+
+def _end(processes: Mapping[int, "subprocess.Popen[bytes]"]) -> None:
+    """Let rank 0, which tells the others, end; kill what is left."""
+    first = next(iter(processes.values()))
+    with suppress(OSError):
+        first.terminate()
+    end = time.monotonic() + END_TIMEOUT_S
+    try:
+        for process in processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    sys.exit(main())

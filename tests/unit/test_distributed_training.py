@@ -1,0 +1,82 @@
+"""The flags of `python -m smolcluster.distributed_training`, and which ranks it is."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from smolcluster.algorithms.Mesh.ranks import ranks_of
+from smolcluster.distributed_training import mesh_keys, overrides_of, parser
+from smolcluster.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "here", "is_process"),
+    [
+        ({}, {"world_size": 4}, range(4), False),
+        ({}, {}, range(1), True),
+        ({}, {"world_size": 8, "rank": 3}, range(3, 4), True),
+        ({}, {"world_size": 8, "rank": 4, "num_here": 4}, range(4, 8), False),
+        ({"RANK": "5", "WORLD_SIZE": "8"}, {"rank": 4, "num_here": 4}, range(5, 6), True),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}, {}, range(2, 3), True),
+        ({"SLURM_PROCID": "2"}, {"world_size": 4}, range(2, 3), True),
+    ],
+)
+def test_which_ranks_a_command_is(
+    environ: Mapping[str, str], flags: dict[str, int], here: range, is_process: bool
+) -> None:
+    ranks = ranks_of(environ, **flags)  # type: ignore[arg-type]
+    assert (ranks.here, ranks.is_process) == (here, is_process)
+
+
+def test_where_rank_0_is() -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "4000"}
+    ranks = ranks_of(environ)
+    assert (ranks.address, ranks.port) == ("node1", 4000)
+    assert ranks_of({}, world_size=2).port is None
+    assert ranks_of({}, world_size=2, rank=0).port == 29500
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "told"),
+    [
+        ({"RANK": "1"}, {}, "WORLD_SIZE is not set"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, {}, "RANK is 'x'"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, {"world_size": 4}, "--world-size is 4"),
+        ({}, {"world_size": 4, "rank": 4}, "ranks 4 to 4 are not within 0 to 3"),
+        ({}, {"world_size": 4, "rank": 2, "num_here": 3}, "ranks 2 to 4"),
+    ],
+)
+def test_ranks_that_cannot_be(environ: Mapping[str, str], flags: dict[str, int], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ranks_of(environ, **flags)  # type: ignore[arg-type]
+
+
+def test_flags_become_the_mesh_and_the_configuration() -> None:
+    args = parser().parse_args(
+        [
+            "--world-size",
+            "8",
+            "--tp",
+            "2",
+            "--hidden-size",
+            "64",
+            "--batch-size",
+            "4",
+            "--mixed-precision",
+            "--no-nccl",
+            "--use-gradient-checkpointing",
+            "--gradient-clip-norm",
+            "0.5",
+        ]
+    )
+    keys = mesh_keys(args, 8)
+    assert keys["mesh"] == {"dp": 4, "fsdp": 1, "tp": 2, "pp": 1}
+    assert (keys["backend"], keys["activation_checkpointing"]) == ("gloo", "full")
+    assert overrides_of(args, 4) == [
+        "model.model_dim=64",
+        "gradient_clipping.max_norm=0.5",
+        "model.ff_dim=256",
+        "batch_size=4",
+        "global_batch_size=16",
+        "precision=bf16",
+    ]
