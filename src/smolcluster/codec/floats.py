@@ -32,6 +32,7 @@ All rounding is to nearest, ties to even.
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -104,13 +105,14 @@ class Fp64Codec(Fp32Codec):
 
 
 class Bf16Codec(FloatCodec):
-    """Rounds to bfloat16: 4 bytes become 2. Keeps 1 MiB of scratch."""
+    """Rounds to bfloat16: 4 bytes become 2. Encoding keeps 1 MiB of scratch."""
 
     name: ClassVar[str] = "bf16"
     code: ClassVar[torch.dtype] = torch.bfloat16
 
-    def __init__(self) -> None:
-        self._scratch = torch.empty(CHUNK)
+    @cached_property
+    def _scratch(self) -> Tensor:
+        return torch.empty(CHUNK)
 
     def _encode_keeping_error(self, source: Tensor, out: Tensor) -> None:
         self._encode(source, out)
@@ -119,13 +121,14 @@ class Bf16Codec(FloatCodec):
 
 
 class Fp16Codec(FloatCodec):
-    """Scales and rounds to float16: 4 bytes become 2. Keeps 1 MiB of scratch."""
+    """Scales and rounds to float16: 4 bytes become 2. Encoding keeps 1 MiB of scratch."""
 
     name: ClassVar[str] = "fp16"
     code: ClassVar[torch.dtype] = torch.float16
 
-    def __init__(self) -> None:
-        self._scratch = torch.empty(CHUNK)
+    @cached_property
+    def _scratch(self) -> Tensor:
+        return torch.empty(CHUNK)
 
     def encoded_nbytes(self, numel: int) -> int:
         return _SCALE_NBYTES + super().encoded_nbytes(numel)

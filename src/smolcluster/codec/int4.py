@@ -31,6 +31,7 @@ scale a block instead of a 4-bit float.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -56,16 +57,20 @@ _LEAST_RATIO = torch.finfo(torch.float16).tiny
 class Int4BlockCodec(Codec):
     """Blockwise absmax quantization to 4 bits: 4 bytes become 0.53; layout and bound are above.
 
-    Keeps 1.63 MiB of scratch, whatever the size of the buckets.
+    Encoding keeps 1.5 MiB of scratch, decoding 0.13 MiB, whatever the size of the buckets.
     """
 
     name: ClassVar[str] = "int4"
 
-    def __init__(self) -> None:
-        self._low = torch.empty(CHUNK_PAIRS * BLOCK)
-        self._high = torch.empty(CHUNK_PAIRS * BLOCK)
-        self._packed = torch.empty(CHUNK_PAIRS * BLOCK)
-        self._codes = torch.empty(CHUNK_PAIRS * BLOCK, dtype=torch.int8)
+    @cached_property
+    def _floats(self) -> Tensor:
+        """For low and high values and their codes; a codec that only decodes needs none."""
+        return torch.empty(3, CHUNK_PAIRS * BLOCK)
+
+    @cached_property
+    def _codes(self) -> Tensor:
+        """For codes that are taken apart; a codec that only encodes needs none."""
+        return torch.empty(CHUNK_PAIRS * BLOCK, dtype=torch.int8)
 
     def encoded_nbytes(self, numel: int) -> int:
         pairs, rest = divmod(numel, 2 * BLOCK)
@@ -96,9 +101,9 @@ class Int4BlockCodec(Codec):
 
     def _quantize(self, section: "_Section") -> tuple[Tensor, Tensor]:
         """Fill a section's bytes; return its codes as float32, low and high, in scratch."""
-        low = _rounded(section.low, section.low_scales, self._low)
-        high = _rounded(section.high, section.high_scales, self._high)
-        packed = self._packed[: low.numel()].view(low.shape).copy_(low)
+        low = _rounded(section.low, section.low_scales, self._floats[0])
+        high = _rounded(section.high, section.high_scales, self._floats[1])
+        packed = self._floats[2, : low.numel()].view(low.shape).copy_(low)
         packed[:, : high.shape[1]].add_(high, alpha=16)
         section.codes.copy_(packed)
         return low, high

@@ -23,6 +23,7 @@ against 0.74% of the norm) for 0.8% more bytes; smaller blocks cost more than 1/
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -47,16 +48,19 @@ Section = tuple[Tensor, Tensor, Tensor]
 class Int8BlockCodec(Codec):
     """Blockwise absmax quantization to int8: 4 bytes become 1.016; layout and bound are above.
 
-    Keeps 1.01 MiB of scratch, whatever the size of the buckets.
+    Encoding keeps 1.01 MiB of scratch, whatever the size of the buckets.
     """
 
     name: ClassVar[str] = "int8"
 
     def __init__(self) -> None:
-        self._lowest = torch.empty(CHUNK_BLOCKS, 1)
-        self._inverse = torch.empty(CHUNK_BLOCKS, 1)
-        self._scaled = torch.empty(CHUNK_BLOCKS * BLOCK)
         self._tiny = torch.tensor(torch.finfo(torch.float32).tiny)
+
+    @cached_property
+    def _scratch(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For scales, their inverses, and values; a codec that only decodes needs none."""
+        lowest, inverse = torch.empty(CHUNK_BLOCKS, 1), torch.empty(CHUNK_BLOCKS, 1)
+        return lowest, inverse, torch.empty(CHUNK_BLOCKS * BLOCK)
 
     def encoded_nbytes(self, numel: int) -> int:
         return 4 * _num_blocks(numel) + numel
@@ -88,9 +92,9 @@ class Int8BlockCodec(Codec):
         `source` is the whole tensor, for the place of a NaN or infinity in it.
         """
         num_blocks = values.shape[0]
-        lowest = self._lowest[:num_blocks]
-        inverse = self._inverse[:num_blocks]
-        scaled = self._scaled[: values.numel()].view(values.shape)
+        lowest, inverse, scaled = self._scratch
+        lowest, inverse = lowest[:num_blocks], inverse[:num_blocks]
+        scaled = scaled[: values.numel()].view(values.shape)
         torch.amin(values, 1, keepdim=True, out=lowest)
         torch.amax(values, 1, keepdim=True, out=scales)
         torch.maximum(scales, lowest.neg_(), out=scales)

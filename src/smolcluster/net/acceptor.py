@@ -18,7 +18,7 @@ from smolcluster.errors import NothingSaid, ProtocolError, SmolclusterError
 from smolcluster.net.inbox import Event, Inbox, JoinRequest, SessionClosed
 from smolcluster.net.membership import NumberAssigned, Refused
 from smolcluster.net.session import Receiver, Session
-from smolcluster.transport.connection import Connection, accept_next
+from smolcluster.transport.connection import Connection, Scratch, accept_next
 from smolcluster.transport.handshake import (
     HANDSHAKE_TIMEOUT_S,
     Authenticated,
@@ -84,6 +84,7 @@ class Acceptor:
         session_ids: Iterator[int] | None = None,
     ) -> None:
         self._listeners = listeners
+        self._scratch = Scratch()
         self._door = door
         self._inbox = inbox
         self._admit = admit
@@ -126,7 +127,7 @@ class Acceptor:
         said = ""
         while not self._closed.is_set():
             try:
-                connection = accept_next(self._listeners, ACCEPT_TICK_S)
+                connection = accept_next(self._listeners, ACCEPT_TICK_S, self._scratch)
             except SmolclusterError as error:
                 if said != str(error):
                     said = str(error)

@@ -36,8 +36,8 @@ from smolcluster.transport.messages import (
 )
 
 DIGEST_NBYTES = 8
-MOST_IDLE = 4
-"""Buffers for pushes that are kept while nobody pushes."""
+SPARE_AFTER = 16
+"""A buffer that was not needed for so many pushes is let go."""
 
 
 def bucket_length(bucket: slice) -> int:
@@ -289,24 +289,31 @@ class Pushed(Event):
 
 
 class GradientBuffers:
-    """Memory for pushes, shared by all workers: as much as there are pushes at one time. Any thread."""
+    """Memory for pushes, shared by all workers: as much as there were pushes at one time. Any thread."""
 
     def __init__(self) -> None:
         self._idle: list[Tensor] = []
+        self._num_taken = 0
+        self._num_spare = 0
+        """Buffers that nobody has needed since `_num_taken` was 0."""
         self._lock = threading.Lock()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer (numel,) with anything in it; it is the caller's until it is given back."""
         with self._lock:
             buffer = self._idle.pop() if self._idle else None
+            self._num_spare = min(self._num_spare, len(self._idle))
+            self._num_taken += 1
+            if self._num_taken == SPARE_AFTER:
+                del self._idle[: self._num_spare]
+                self._num_taken, self._num_spare = 0, len(self._idle)
         if buffer is None or buffer.numel() != numel or buffer.dtype != dtype:
             return torch.empty(numel, dtype=dtype)
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
         with self._lock:
-            if len(self._idle) < MOST_IDLE:
-                self._idle.append(buffer)
+            self._idle.append(buffer)
 
 
 class GradientReceiver(Receiver):

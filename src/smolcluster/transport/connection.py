@@ -13,6 +13,7 @@ import socket
 import ssl
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
@@ -65,6 +66,8 @@ _RECEIVE_NBYTES = 1024 * 1024
 # quarter.
 _SLICES_PER_STALL = 4
 _EMPTY = memoryview(b"")
+_MOST_IDLE = 4
+"""Pieces of scratch memory that are kept while nothing arrives."""
 
 T = TypeVar("T")
 
@@ -74,6 +77,28 @@ PlaceFor = Callable[[Message], memoryview | None]
 
 def nowhere(_message: Message) -> None:
     """No message's payload has a place of its own."""
+
+
+class Scratch:
+    """Memory for payloads that have no place of their own, shared by connections. Any thread.
+
+    A connection has a piece of it from a payload's first byte until it waits for the next message, so there
+    are as many as payloads arrive at one time, not as many as connections.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[memoryview] = deque(maxlen=_MOST_IDLE)
+
+    def take(self, nbytes: int) -> memoryview:
+        """A piece of at least so many bytes, with anything in it."""
+        try:
+            piece = self._idle.pop()
+        except IndexError:
+            piece = _EMPTY
+        return piece if piece.nbytes >= nbytes else memoryview(bytearray(nbytes))
+
+    def give_back(self, piece: memoryview) -> None:
+        self._idle.append(piece)
 
 
 class ConnectFailed(ConnectTimeout):
@@ -93,7 +118,11 @@ class Connection:
     """
 
     def __init__(
-        self, sock: socket.socket, peer: str | None = None, stall_timeout_s: float = 10.0
+        self,
+        sock: socket.socket,
+        peer: str | None = None,
+        stall_timeout_s: float = 10.0,
+        scratch: Scratch | None = None,
     ) -> None:
         """Take over a connected socket.
 
@@ -102,6 +131,7 @@ class Connection:
             peer: what errors call the other side; None: its address.
             stall_timeout_s: longest time without a single byte of progress, in either direction,
                 seconds.
+            scratch: for payloads; None: memory of its own.
         """
         self.peer = _peer_name(sock) if peer is None else peer
         self.address = _peer_address(sock)
@@ -121,7 +151,9 @@ class Connection:
         self._send_broken = False
         self._receive_broken = False
         self._timeouts: dict[int, float] = {}
-        self._scratch = _EMPTY
+        self._scratch = scratch or Scratch()
+        self._piece = _EMPTY
+        """Of the scratch memory: what holds the newest payload, if it is there."""
         sock.settimeout(None)
         _tune(sock)
 
@@ -233,6 +265,7 @@ class Connection:
         if self._receive_broken:
             raise PeerLost(self._says("the connection is closed for receiving"))
         self._receive_broken = True
+        self._give_back()
         try:
             received = self._receive(kinds, deadline, place_for)
         except ProtocolError as error:
@@ -348,9 +381,14 @@ class Connection:
         return prefix, bytes(data)
 
     def _scratch_of(self, nbytes: int) -> memoryview:
-        if self._scratch.nbytes < nbytes:
-            self._scratch = memoryview(bytearray(self.max_payload))
-        return self._scratch[:nbytes]
+        self._piece = self._scratch.take(nbytes)
+        return self._piece[:nbytes]
+
+    def _give_back(self) -> None:
+        """The newest payload is needed no more."""
+        if self._piece.nbytes:
+            self._scratch.give_back(self._piece)
+            self._piece = _EMPTY
 
     def _receive_payload(self, payload: memoryview, deadline: Deadline | None) -> memoryview:
         payload_sum = memoryview(bytearray(PAYLOAD_SUM_NBYTES))
@@ -479,8 +517,10 @@ def listen(addresses: Sequence[str], port: int) -> list[socket.socket]:
     return listeners
 
 
-def accept_next(listeners: Sequence[socket.socket], timeout_s: float) -> Connection | None:
-    """Wait for the next client; None when none came within `timeout_s` seconds.
+def accept_next(
+    listeners: Sequence[socket.socket], timeout_s: float, scratch: Scratch | None = None
+) -> Connection | None:
+    """Wait for the next client; None when none came within `timeout_s` seconds. `scratch`: its memory.
 
     Raises:
         SmolclusterError: the system can accept no more connections (too many open files, no
@@ -496,7 +536,7 @@ def accept_next(listeners: Sequence[socket.socket], timeout_s: float) -> Connect
                 continue
             except OSError as error:
                 raise SmolclusterError(f"cannot accept a connection: {_why(error)}") from error
-            return Connection(sock)
+            return Connection(sock, scratch=scratch)
     return None
 
 

@@ -30,7 +30,7 @@ from smolcluster.net import acceptor as room
 from smolcluster.net.acceptor import MAX_UNPROVED, Acceptor, SessionOpened, ask_inbox, crowd
 from smolcluster.net.inbox import Inbox, JoinRequest, MessageReceived, SessionClosed
 from smolcluster.net.membership import Admitted, Refused
-from smolcluster.transport.connection import Connection, accept_next, connect, listen
+from smolcluster.transport.connection import Connection, Scratch, accept_next, connect, listen
 from smolcluster.transport.handshake import Door
 from smolcluster.transport.messages import Ack, Challenge, Proof, Pull, Reject, Welcome
 from smolcluster.transport.security import Secret
@@ -281,10 +281,12 @@ def test_a_passing_failure_to_accept_does_not_close_the_door(
 ) -> None:
     failures = iter([True, True])
 
-    def fail_twice(listeners: list[socket.socket], timeout_s: float) -> Connection | None:
+    def fail_twice(
+        listeners: list[socket.socket], timeout_s: float, scratch: Scratch
+    ) -> Connection | None:
         if next(failures, False):
             raise SmolclusterError("cannot accept a connection: too many open files")
-        return accept_next(listeners, timeout_s)
+        return accept_next(listeners, timeout_s, scratch)
 
     monkeypatch.setattr(room, "accept_next", fail_twice)
     monkeypatch.setattr(room, "ACCEPT_TICK_S", 0.01)

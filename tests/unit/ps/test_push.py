@@ -1,6 +1,7 @@
 """How a gradient leaves a worker, and in which order the server takes it."""
 
 import struct
+import weakref
 from typing import cast
 
 import pytest
@@ -12,7 +13,7 @@ from smolcluster.codec.registry import CODECS, get_codec
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.push import (
-    MOST_IDLE,
+    SPARE_AFTER,
     GradientBuffers,
     GradientReceiver,
     GradientSender,
@@ -462,14 +463,18 @@ def test_memory_of_a_whole_push_outlives_its_session(replica: Replica) -> None:
     assert again.data_ptr() == event.gradient.data_ptr()
 
 
-def test_memory_of_many_pushes_at_one_time_is_not_kept() -> None:
+def test_memory_of_many_pushes_at_one_time_is_let_go_when_it_is_not_needed_again() -> None:
     memory = GradientBuffers()
-    taken = [memory.take(8, torch.float32) for _ in range(MOST_IDLE + 2)]
-    for buffer in taken:
-        memory.give_back(buffer)
-    known = {buffer.data_ptr() for buffer in taken}
-    again = [memory.take(8, torch.float32) for _ in taken]
-    assert sum(buffer.data_ptr() in known for buffer in again) == MOST_IDLE
+    taken = [memory.take(8, torch.float32) for _ in range(5)]
+    held = [weakref.ref(buffer) for buffer in taken]
+    while taken:
+        memory.give_back(taken.pop())
+    for _ in range(2 * SPARE_AFTER):
+        pair = memory.take(8, torch.float32), memory.take(8, torch.float32)
+        for buffer in pair:
+            memory.give_back(buffer)
+    del buffer, pair
+    assert sum(ref() is not None for ref in held) == 2
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -15,12 +15,14 @@ from smolcluster.errors import ConfigError, ConnectTimeout, PeerLost, PortBusy, 
 from smolcluster.transport.connection import (
     ConnectFailed,
     Connection,
+    Scratch,
     accept_next,
     after,
     connect,
     is_local_address,
     listen,
 )
+from smolcluster.transport.messages import payload_nbytes
 from smolcluster.utils.retry import Deadline
 
 HOST = "127.0.0.1"
@@ -53,6 +55,26 @@ def test_a_connection_knows_when_the_last_byte_came_though_no_message_is_whole()
         connection.receive()
     assert begun < connection.last_byte_at < sent_at + 0.4
     close(connection, there)
+
+
+def test_connections_share_memory_for_what_arrives_and_hold_none_while_they_wait() -> None:
+    scratch = Scratch()
+    pairs = [socket_pair("socketpair") for _ in range(2)]
+    ours = [Connection(here, "peer", 0.01, scratch) for here, _ in pairs]
+    theirs = [Connection(there, "peer") for _, there in pairs]
+    message = next(each for each in one_of_each() if payload_nbytes(each))
+    content = [bytes([fill]) * payload_nbytes(message) for fill in (1, 2)]
+    for sender, payload in zip(theirs, content, strict=True):
+        sender.send(message, payload)
+    payloads = [each.receive()[1] for each in ours]
+    assert [bytes(each) for each in payloads] == content, (
+        "each has its own until it is done with it"
+    )
+    with pytest.raises(PeerLost, match="silent"):
+        ours[0].receive()
+    assert scratch.take(1).obj is payloads[0].obj
+    for each in (*ours, *theirs):
+        each.close()
 
 
 def test_a_client_reaches_a_listener() -> None:

@@ -141,7 +141,18 @@ def shared_out(
         return dict(wanted), wanted
     streaming = mode == "streaming"
     paces = {id_: each.pace(now, is_streaming=streaming) for id_, each in takers.items()}
-    plan = plan_round(round_.budget(num_workers), paces)
+    budget = round_.budget(num_workers)
+    plan = plan_round(budget, paces)
+    if streaming and budget > 0:
+        # a slow worker's batch lasts longer than a fragment's share of the round, not than all of it
+        whole = plan_round(round_.local_steps * num_workers, paces)
+        slow = [
+            id_
+            for id_, each in takers.items()
+            if whole[id_] and not plan[id_] and not each.unanswered
+        ][:budget]
+        others = {id_: pace for id_, pace in paces.items() if id_ not in slow}
+        plan = plan_round(budget - len(slow), others) | dict.fromkeys(slow, 1)
     plan |= {id_: 1 for id_, each in takers.items() if each.is_tried_again}
     return plan, {id_: min(plan[id_], wanted[id_]) for id_ in takers}
 
