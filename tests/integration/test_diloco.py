@@ -148,7 +148,8 @@ def test_three_workers_learn_and_apply_every_sample_once(
     least = 0.6 if codec == "topk" or mode == ASYNC else 0.8
     assert summary.final.val_accuracy > least, "few rounds for topk, and for delayed momentum"
     assert isinstance(cluster.core, Server)
-    assert cluster.core.num_rounds > 20
+    if mode != ASYNC:  # else a change holds what was handed out while the last was on its way
+        assert cluster.core.num_rounds > 20
     for weights in held.values() if mode != ASYNC else []:  # bit for bit, also by steps in 8 bits
         assert all(torch.equal(each, weights[0]) for each in weights)
 
