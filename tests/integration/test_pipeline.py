@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import own_workloads
-from harness import Cluster, local_settings
+from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pretrained_models import adapters, saved
 from smolcluster.algorithms.PipelineParallel import worker
 from smolcluster.algorithms.PipelineParallel.worker import Worker
@@ -17,6 +17,7 @@ from smolcluster.cluster import link
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.models.gpt import GPT
+from smolcluster.net.inbox import Event
 from smolcluster.ps.assignment import Assigned
 from smolcluster.training.build import build, stage_replica
 from smolcluster.training.builtin import cross_entropy
@@ -159,3 +160,30 @@ def test_a_stage_that_is_lost_costs_its_layers_nothing(
     assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
     assert cluster.server.summary is not None
     assert cluster.server.summary.samples_applied == 2 * len(text())
+
+
+def test_a_worker_that_comes_later_takes_layers(tmp_path: Path) -> None:
+    settings = settings_for(2, "redundancy=2", "num_epochs=3")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    late: list[Outcome] = []
+    may_go_on = threading.Event()
+
+    class Welcoming(Worker):
+        def compute(self, step: Assigned) -> None:
+            if step.lease.epoch == 1 and not late:
+                late.append(cluster.worker(3, node="mini1", make=Last))
+                assert may_go_on.wait(DEADLINE_S)
+            super().compute(step)
+
+    class Last(Worker):
+        def next_event(self) -> Event | None:
+            may_go_on.set()  # the server has been told where it listens
+            return super().next_event()
+
+    workers = [cluster.worker(1, node="pi5", make=Welcoming), cluster.worker(2, node="win")]
+    cluster.server.finish()
+    for each in (*workers, *late):
+        each.finish()
+    assert cluster.core.report.tally.workers[3].samples
+    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
+    assert by_step(cluster) == pytest.approx(expected, rel=1e-5)

@@ -31,7 +31,7 @@ from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
@@ -162,10 +162,9 @@ class Server:
 
     def plan(self) -> None:
         """Deal the layers out, once enough workers are there."""
-        ready = [each for each in self.peers.values() if each.listening is not None]
+        ready = self.ready
         if not self.pool.started or len(ready) < self.num_wanted:
             return
-        ready.sort(key=lambda each: each.worker.member.worker_id)
         nodes = [each.worker.member.node for each in ready]
         layers = self.cut(nodes)
         by_node = {each.worker.member.node: each for each in reversed(ready)}
@@ -174,6 +173,12 @@ class Server:
         crew = self.crew = Crew(self.num_attempts, layers, peers[: len(layers.nodes)])
         self.context.log.info("layers: %s", layers)
         self.ask(crew, self.planned, lambda _: None)
+
+    @property
+    def ready(self) -> list[Peer]:
+        """The workers that neighbours could reach."""
+        found = [each for each in self.peers.values() if each.listening is not None]
+        return sorted(found, key=lambda each: each.worker.member.worker_id)
 
     @property
     def num_wanted(self) -> int:
@@ -259,8 +264,28 @@ class Server:
         self.ask(crew, partial(self.tell, keep), self.on_kept)
 
     def on_kept(self, _answers: list[StageKept]) -> None:
+        """Nothing would be lost now: give those layers who have come since the last plan."""
         self.keeper.finish()
         self.is_kept = True
+        newcomers = self.newcomers()
+        if not newcomers or self.report.is_over:
+            return
+        self.keeper.settle(wait=True)
+        if self.keeper.kept.state.step == self.version:
+            names = ", ".join(each.worker.name for each in newcomers)
+            self.context.log.info("the layers are dealt out again: with %s", names)
+            self.crew = None
+
+    def newcomers(self) -> list[Peer]:
+        """Workers that could take layers and have none."""
+        peers = self.crew.peers if self.crew else []
+        if self.config.shard_plan != "auto" or len(self.ready) <= len(peers):
+            return []
+        try:
+            self.cut([each.worker.member.node for each in self.ready])
+        except ConfigError:
+            return []
+        return [each for each in self.ready if each not in peers]
 
     def begin_step(self, crew: Crew) -> None:
         """Give all stages the samples of the next step."""
