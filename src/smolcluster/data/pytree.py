@@ -32,6 +32,8 @@ from smolcluster.data.dataset import Batch
 from smolcluster.errors import DataError, ProtocolError
 
 ALIGNMENT = 64
+COPIED_NBYTES = 64 * 1024
+"""Copying so many bytes costs about as much as a frame of their own."""
 MAX_DEPTH = 32
 MAX_DIMS = 16
 MAX_NUMEL = 2**53
@@ -84,6 +86,22 @@ class Encoded:
                     rest = bytearray()
         if rest:
             yield memoryview(rest)
+
+    def slices(self, nbytes: int) -> Iterator[memoryview]:
+        """The same bytes in pieces of at most `nbytes`; what is large is referred to, not copied."""
+        small = bytearray()
+        for piece in self.pieces:
+            is_small = piece.nbytes <= min(nbytes, COPIED_NBYTES)
+            if small and (not is_small or len(small) + piece.nbytes > nbytes):
+                yield memoryview(small)
+                small = bytearray()
+            if is_small:
+                small += piece
+                continue
+            for start in range(0, piece.nbytes, nbytes):
+                yield piece[start : start + nbytes]
+        if small:
+            yield memoryview(small)
 
 
 def encode(batch: Batch) -> Encoded:

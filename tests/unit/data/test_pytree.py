@@ -30,6 +30,17 @@ def sent(batch: Any, piece_nbytes: int = 1000) -> Any:
     return decode(memoryview(bytearray(data)))
 
 
+@pytest.mark.parametrize("nbytes", [64, 1000, 70_000, 10**6])
+def test_slices_are_the_same_bytes_and_refer_to_what_is_large(nbytes: int) -> None:
+    large = torch.arange(50_000, dtype=torch.float32)
+    encoded = encode([torch.arange(9), large, "x", torch.ones(3)])
+    slices = list(encoded.slices(nbytes))
+    assert max(each.nbytes for each in slices) <= nbytes
+    assert b"".join(slices) == b"".join(encoded.cut(nbytes))
+    large[-1] = 7
+    assert torch.equal(decode(memoryview(bytearray(b"".join(slices))))[1], large)
+
+
 def as_bytes(skeleton: Any, data: bytes = b"") -> memoryview:
     head = orjson.dumps(skeleton)
     packed = struct.pack("!I", len(head)) + head

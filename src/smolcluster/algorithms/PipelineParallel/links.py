@@ -491,7 +491,7 @@ class _Outbox:
                 self._queued_nbytes -= nbytes
             self._mailbox.notify()
         frames, offset = [], 0
-        for part in encoded.cut(self.session.connection.max_payload):
+        for part in encoded.slices(self.session.connection.max_payload):
             piece = TransferPiece(**key._asdict(), offset=offset, nbytes=encoded.nbytes)
             frames.append(frame_of(self._message(piece, _spec(part.nbytes)), part))
             offset += part.nbytes
