@@ -33,7 +33,19 @@ ORDER = (
         "export",
         "merge",
     ),
-    *("train", "serve", "init", "doctor", "advise", "plan", "diagram", "config", "observe", "ship"),
+    *(
+        "train",
+        "serve",
+        "init",
+        "doctor",
+        "advise",
+        "plan",
+        "diagram",
+        "mesh",
+        "config",
+        "observe",
+        "ship",
+    ),
 )
 """How the help lists the commands: in the order in which one meets them."""
 

@@ -37,6 +37,13 @@ config_app = typer.Typer(
     rich_markup_mode=None, epilog=below("smolcluster config check --config my.yaml")
 )
 app.add_typer(config_app, name="config", help="Look at configuration files.")
+mesh_app = typer.Typer(rich_markup_mode=None)
+app.add_typer(mesh_app, name="mesh", help="Look at meshes of equal machines.")
+
+
+@mesh_app.callback()
+def _mesh() -> None:
+    """Hold the commands, of which there is one."""
 
 
 @app.command(
@@ -283,6 +290,32 @@ def _diagram(
     from smolcluster.launch.diagram import diagram_command  # noqa: PLC0415 - takes time
 
     return diagram_command(source, form.value, to)
+
+
+@mesh_app.command(
+    "schedule",
+    epilog=below(
+        "smolcluster mesh schedule --pp 4 --microbatches 8 --schedule zbv --csv zbv.csv --svg zbv.svg"
+    ),
+)
+def _mesh_schedule(
+    *,
+    schedule: Annotated[
+        str, typer.Option("--schedule", help="gpipe, 1f1b, interleaved, zero-bubble, zbv, …")
+    ] = "1f1b",
+    pp: Annotated[int, typer.Option("--pp", min=1, help="Ranks of the pipeline.")],
+    microbatches: Annotated[
+        int, typer.Option("--microbatches", min=1, help="Microbatches of a step.")
+    ],
+    csv: Annotated[
+        Path | None, typer.Option("--csv", help="Write what each rank does when.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Write it as a picture.")] = None,
+) -> int:
+    """Show what each rank of a pipeline computes when, and what it waits."""
+    from smolcluster.launch.schedules import schedule_command  # noqa: PLC0415 - takes time
+
+    return schedule_command(schedule, pp, microbatches, csv, svg)
 
 
 @config_app.command(
