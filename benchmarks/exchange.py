@@ -52,6 +52,7 @@ from torch import Tensor, nn
 from common import NEVER, cpu_seconds, free_port, report, say
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import SWITCH_INTERVAL_S
+from smolcluster.algorithms.owner import bucket_bytes_for
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker
@@ -273,7 +274,7 @@ def context_of(
 def serve(pipe: Pipe, case: Case) -> None:
     """The server's process; its last answer are the bytes for `copies` and `grown`."""
     case.hosts[0].enter()
-    training = make_bench(case, 0)
+    training = make_bench(case, 0, bucket_bytes_for(case.settings.cluster))
     before = psutil.Process().memory_info().rss
     server = OnDemand(context_of(case, training), pipe)
     server.run()

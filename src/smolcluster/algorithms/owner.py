@@ -20,7 +20,7 @@ from smolcluster.cluster.report import never_begun
 from smolcluster.configs.keys import show
 from smolcluster.configs.nested import saying
 from smolcluster.configs.resolve import Settings, load_resolved
-from smolcluster.configs.schema import AlgorithmName, RunConfig
+from smolcluster.configs.schema import AlgorithmName, ClusterConfig, RunConfig
 from smolcluster.configs.spec import has_whole_model
 from smolcluster.errors import CheckpointError, SmolclusterError
 from smolcluster.observability.exporter import ProcessLabels
@@ -31,10 +31,15 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import StatusFile
 from smolcluster.runs.summary import Summary, sample_shown, table, write_summary
 from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
 from smolcluster.training.workload import Workload
 from smolcluster.transport.security import Secret
+from smolcluster.transport.tls import is_loopback_name
 from smolcluster.utils.device import pick_device, use_threads
 from smolcluster.utils.stopping import StopRequest
+
+LOCAL_BUCKET_BYTES = 4 << 20
+"""Took a third less CPU a step than 1 MiB: `benchmarks/results/exchange.md`."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +232,15 @@ def _conclude(paths: RunPaths, summary: Summary, log: NodeLog, output: Console |
             log.print(output, table(summary))
 
 
+def bucket_bytes_for(cluster: ClusterConfig) -> int:
+    """How large buckets are: small enough that a link is busy in both directions at the same time.
+
+    Where all processes are on this machine there is no link to fill, and each message costs its processor.
+    """
+    addresses = cluster.bind or tuple(cluster.host_ip.values())
+    return LOCAL_BUCKET_BYTES if all(map(is_loopback_name, addresses)) else DEFAULT_BUCKET_BYTES
+
+
 def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContext:
     """Build what is trained; `begins`: with the weights that the model's configuration names."""
     settings = owner.settings
@@ -237,6 +251,7 @@ def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContex
         settings.cluster.seed,
         settings.node.dataset,
         device,
+        bucket_bytes=bucket_bytes_for(settings.cluster),
         microbatch=settings.node.microbatch,
         workload=owner.workload,
         log=log,

@@ -26,7 +26,7 @@ from smolcluster.algorithms.observed import WorkerRun
 from smolcluster.algorithms.supervision import decide
 from smolcluster.api.config import DistributedConfig
 from smolcluster.api.losses import LOSS, OutputLoss, code_digest, loss_of, named_loss
-from smolcluster.api.settings import is_loopback_name, library_log, secret_of, worker_settings
+from smolcluster.api.settings import library_log, secret_of, worker_settings
 from smolcluster.cluster.joining import RunOver, ask
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.schema import RunConfig
@@ -42,6 +42,7 @@ from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import LossFunction, Workload
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import Welcome, sets_of
+from smolcluster.transport.tls import is_loopback_name
 from smolcluster.utils.device import use_threads
 from smolcluster.utils.units import format_duration
 

@@ -28,7 +28,6 @@ from smolcluster.api.config import DistributedConfig
 from smolcluster.api.losses import LOSS, OutputLoss, code_digest, loss_name, loss_of
 from smolcluster.api.settings import (
     SERVER,
-    is_loopback_name,
     library_log,
     secret_of,
     server_settings,
@@ -43,6 +42,7 @@ from smolcluster.training.buffers import plain_name
 from smolcluster.training.hooks import StepDone
 from smolcluster.training.recipe import Training
 from smolcluster.training.workload import LossFunction, Metric, Workload
+from smolcluster.transport.tls import is_loopback_name
 
 SUFFIX = ".safetensors"
 

@@ -10,7 +10,6 @@ from smolcluster.api.config import DistributedConfig
 from smolcluster.configs.resolve import Settings, check_algorithm, node_overrides, resolve
 from smolcluster.observability.logs import NodeLog
 from smolcluster.transport.security import Secret, default_secret_path, ensure_secret, load_secret
-from smolcluster.transport.tls import is_loopback
 
 SOURCE = "DistributedConfig"
 SERVER = "orchestrator"
@@ -110,14 +109,6 @@ def secret_of(settings: Settings, *, makes: bool) -> Secret:
     return (ensure_secret if makes else load_secret)(
         settings.node.secret_file or default_secret_path()
     )
-
-
-def is_loopback_name(address: str) -> bool:
-    """Whether an address or name means this machine to itself, and nothing to others."""
-    try:
-        return is_loopback(address)
-    except ValueError:
-        return address == "localhost"
 
 
 @contextmanager

@@ -48,6 +48,14 @@ def is_loopback(address: str) -> bool:
     return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def is_loopback_name(address: str) -> bool:
+    """Whether an address or name means this machine to itself, and nothing to others."""
+    try:
+        return is_loopback(address)
+    except ValueError:
+        return address == "localhost"
+
+
 def new_identity() -> ServerIdentity:
     """Make a P-256 key and a certificate for it, which are in no file when this returns."""
     key = ec.generate_private_key(ec.SECP256R1())
