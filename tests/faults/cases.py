@@ -25,6 +25,7 @@ from faults.proxy import HANDSHAKE, HARMLESS, POINTS, SILENT, Fault, FaultProxy
 from harness import Cluster, MakeParticipant, Outcome, Server, local_settings
 from smolcluster.algorithms.DiLoCo import pacing
 from smolcluster.algorithms.DiLoCo import server as diloco
+from smolcluster.algorithms.DiLoCo.config import Mode
 from smolcluster.algorithms.DiLoCo.ledger import Applied
 from smolcluster.algorithms.DiLoCo.rounds import Pace
 from smolcluster.algorithms.EDP import server as edp
@@ -203,7 +204,7 @@ class Played:
         return None if at is None else at - self.struck_at
 
 
-def settings_for(algorithm: Algorithm, fault: Fault | None) -> Settings:
+def settings_for(algorithm: Algorithm, fault: Fault | None, mode: Mode) -> Settings:
     timeout_s = QUICK_S if fault in SILENT else UNHURRIED_S
     overrides = [
         f"num_epochs={EPOCHS}",
@@ -219,7 +220,7 @@ def settings_for(algorithm: Algorithm, fault: Fault | None) -> Settings:
     if algorithm == "edp":
         overrides.append("learning_rate=0.003")  # so that it learns in so short a run
     elif algorithm == "diloco":
-        overrides += ["mode=sync", "learning_rate=0.003", f"local_steps={LOCAL_STEPS}"]
+        overrides += [f"mode={mode}", "learning_rate=0.003", f"local_steps={LOCAL_STEPS}"]
         overrides += ["codec_up=fp32", "codec_down=fp32", "outer_lr=1", "outer_momentum=0"]
     else:
         overrides += [f"batch_share.{node}=0.5" for node in NODES]
@@ -260,10 +261,12 @@ def play(
     *,
     make: MakeParticipant | None = None,
     patience_s: float = PATIENCE_S,
+    mode: Mode = "sync",
 ) -> Played:
     """Play a case, or without one a run without any fault.
 
-    `make` makes the struck worker's part; the run is held back for `patience_s` seconds at most.
+    `make` makes the struck worker's part; the run is held back for `patience_s` seconds at most. `mode`:
+    DiLoCo's.
     """
     point = POINTS[case.algorithm][case.point] if case else None
     fault = case.fault if case else None
@@ -290,7 +293,7 @@ def play(
         return bool(told) and all_there()
 
     with _patches(case):
-        settings = settings_for(algorithm, fault)
+        settings = settings_for(algorithm, fault, mode)
         proxy = FaultProxy(settings.cluster.port, point, fault)
         try:
             cluster = Cluster(
@@ -328,10 +331,11 @@ def in_equal_parts(budget: int, workers: Mapping[int, Pace]) -> dict[int, int]:
 
 @contextmanager
 def _patches(case: Case | None) -> Iterator[None]:
-    """Small buckets; and short handshakes where one falls silent."""
+    """Small buckets, workers that never wait in async; and short handshakes where one falls silent."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "build", partial(build, bucket_bytes=SMALL_BUCKET))
         patch.setattr(pacing, "plan_round", in_equal_parts)
+        patch.setattr(diloco, "SYNCHRONOUS_ROUNDS", 0)
         if case is not None and case.point in HANDSHAKE and case.fault in SILENT:
             patch.setattr(dialling, "HANDSHAKE_TIMEOUT_S", QUICK_S)
             patch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", QUICK_S)

@@ -58,6 +58,14 @@ def test_a_fault_makes_no_difference(
     entries.append(Entry.of(case, played))
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("case", [case for case in ALL_CASES if case.algorithm == "diloco"], ids=str)
+def test_a_fault_makes_no_difference_to_asynchronous_workers(
+    case: Case, tmp_path: Path, reference: Callable[[Algorithm], Played]
+) -> None:
+    check(case, play("diloco", tmp_path, case, mode="async"), reference("diloco"))
+
+
 def test_the_choice_has_every_point_and_every_fault() -> None:
     assert set(ALL_CASES) >= ALWAYS
     assert {case.point for case in ALWAYS} == {case.point for case in ALL_CASES}
