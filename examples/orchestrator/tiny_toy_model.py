@@ -7,6 +7,33 @@ from torch.utils.data import DataLoader, TensorDataset
 SEQUENCE_LENGTH = 16
 
 
+class Embedding(nn.Module):
+    """Tokens (batch, seq) and where they stand, as vectors (batch, seq, width)."""
+
+    def __init__(self, tokens: nn.Embedding, places: nn.Embedding) -> None:
+        super().__init__()
+        self.tokens, self.places = tokens, places
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden: Tensor = self.tokens(tokens) + self.places(places)
+        return hidden
+
+
+class CausalBlock(nn.Module):
+    """A layer in which nothing is seen of what comes later."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        length = hidden.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=hidden.device)
+        output: Tensor = self.layer(hidden, src_mask=mask, is_causal=True)
+        return output
+
+
 class TinyToyModel(nn.Module):
     """A causal transformer from tokens (batch, seq) to logits (batch, seq, vocab)."""
 
@@ -22,11 +49,15 @@ class TinyToyModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Predict at each place the token that follows."""
-        length = tokens.shape[1]
-        hidden = self.tokens(tokens) + self.places(torch.arange(length, device=tokens.device))
-        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
-        outputs: Tensor = self.logits(self.blocks(hidden, mask=mask, is_causal=True))
-        return outputs
+        value = tokens
+        for stage in self.stages():
+            value = stage(value)
+        return value
+
+    def stages(self) -> list[nn.Module]:
+        """What a pipeline cuts between."""
+        blocks = [CausalBlock(layer) for layer in self.blocks.layers]
+        return [Embedding(self.tokens, self.places), *blocks, self.logits]
 
 
 def toy_loader(num_batches: int, batch_size: int, vocab_size: int, seed: int) -> DataLoader:

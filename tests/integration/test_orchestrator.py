@@ -1,5 +1,6 @@
 """An orchestrator and its workers, said in Python."""
 
+import copy
 import logging
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from harness import SECRET, Outcome, free_port
 from processes import Processes
 from smolcluster.api.arrivals import Arrivals
 from smolcluster.api.settings import server_settings
+from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import AuthError, ClusterEmpty, ConfigError, PortBusy, Rejected
 from smolcluster.runs.events import Evaluated, read_events
 from smolcluster.runs.summary import read_summary
@@ -107,6 +109,30 @@ def test_workers_without_data_train_the_orchestrator_s_model(
     saved = load_file(path)
     assert saved.keys() == model.state_dict().keys()
     assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+
+
+def cut_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def test_layers_are_spread_over_the_workers(config: smolcluster.DistributedConfig) -> None:
+    config.pipeline_parallel, config.micro_batches, config.data_parallel = True, 4, False
+    model = cut_net()
+    alone = copy.deepcopy(model)
+    orchestrator = smolcluster.Orchestrator(config)
+    steps: list[StepDone] = []
+    orchestrator.register_model(model, training=Training(hooks=Hooks(on_step=steps.append)))
+    workers = [worker(config, number, model_ctor=cut_net) for number in (1, 2)]
+    assert orchestrator.wait_for_workers(timeout=60) == 2
+    orchestrator.start_training(train_loader=samples(96, 1), num_epochs=1)
+    for each in workers:
+        each.finish()
+    inputs, targets = samples(96, 1).tensors
+    first = epoch_permutation(config.seed, 0, 96)[: steps[0].num_samples].long()
+    losses = functional.cross_entropy(alone(inputs), targets, reduction="none")
+    assert steps[0].loss == pytest.approx(losses[first].mean().item(), rel=1e-5)
+    after = functional.cross_entropy(model(inputs), targets).item()
+    assert after < losses.mean().item()
 
 
 def test_a_run_goes_on_with_more_epochs(config: smolcluster.DistributedConfig) -> None:

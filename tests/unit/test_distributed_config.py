@@ -2,7 +2,9 @@
 
 import pytest
 
+from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.api.config import VARIABLES, DistributedConfig
+from smolcluster.api.settings import server_settings
 from smolcluster.errors import ConfigError
 
 
@@ -30,8 +32,6 @@ def test_a_wrong_value_is_refused_where_it_is_assigned(name: str, value: object)
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("model_parallel", "PipelineParallel"),
-        ("pipeline_parallel", "PipelineParallel"),
         ("tensor_parallel", "Mesh"),
     ],
 )
@@ -67,7 +67,7 @@ def test_the_seed_s_environment_is_understood() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("PIPELINE_PARALLEL", "1"), ("DATA_PARALLEL", "maybe"), ("RESENDS_MAX", "three")],
+    [("TENSOR_PARALLEL", "1"), ("DATA_PARALLEL", "maybe"), ("RESENDS_MAX", "three")],
 )
 def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"^{variable}={value}: "):
@@ -77,3 +77,25 @@ def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
 def test_what_is_not_stated_has_no_note() -> None:
     assert list(DistributedConfig().notes()) == []
     assert DistributedConfig().reconnect_timeout is None
+
+
+@pytest.mark.parametrize(
+    ("exported", "num_microbatches"),
+    [
+        ({"MODEL_PARALLEL": "1", "MICRO_BATCHES": "4"}, 1),
+        ({"PIPELINE_PARALLEL": "1", "MICRO_BATCHES": "4", "DATA_PARALLEL": "0"}, 4),
+    ],
+)
+def test_layers_are_spread_where_that_is_asked_for(
+    exported: dict[str, str], num_microbatches: int
+) -> None:
+    config = DistributedConfig.from_env(exported, num_workers=2)
+    settings = server_settings(config, ["one", "two"], {})
+    assert config.runs_algorithm == "pipeline"
+    assert settings.of(PipelineConfig).microbatches == num_microbatches
+
+
+def test_something_must_be_parallel() -> None:
+    config = DistributedConfig(data_parallel=False)
+    with pytest.raises(ConfigError, match="data_parallel is False"):
+        server_settings(config, ["one"], {})

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -89,6 +90,8 @@ class ServerContext:
     """Where checkpoints are saved; None: nowhere."""
     checkpoint: Checkpoint | None = None
     """What the run goes on from; None: it begins."""
+    initial: Path | None = None
+    """A checkpoint's folder with the first weights, where the server has none; None: the seed makes them."""
     check_stop: Callable[[], None] = lambda: None
     """Raises Interrupted when a signal has asked this process to stop."""
     inbox: Inbox = field(default_factory=Inbox)

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from smolcluster.configs.schema import AlgorithmName, HeartbeatTimeout, NodeName, Wait
-from smolcluster.configs.spec import algorithms, get_algorithm
+from smolcluster.configs.spec import algorithm_of_stages, algorithms, get_algorithm
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import hint_at
 
@@ -45,8 +45,6 @@ VARIABLES = {
 _WORDS = {"1": True, "true": True, "yes": True, "on": True}
 _WORDS |= {"0": False, "false": False, "no": False, "off": False, "": False}
 _LATER = {
-    "model_parallel": "layers on several machines are what the algorithm PipelineParallel will train",
-    "pipeline_parallel": "pipelines are what the algorithm PipelineParallel will train",
     "tensor_parallel": "tensors split within layers are what the algorithm Mesh will train",
 }
 """What cannot be asked for yet, and what will do it."""
@@ -157,13 +155,6 @@ class DistributedConfig(BaseModel):
                     raise ConfigError(f"{variable}={stated}: {error}") from None
         return cls(**found, **values)
 
-    @field_validator("data_parallel")
-    @classmethod
-    def _is_data_parallel(cls, value: bool) -> bool:
-        if not value:
-            raise ValueError("must be true: every worker computes samples of its own")
-        return value
-
     @field_validator(*_LATER)
     @classmethod
     def _is_there(cls, value: bool, info: Any) -> bool:
@@ -179,9 +170,32 @@ class DistributedConfig(BaseModel):
         return (self.max_resends or RESENDS_MAX) * (self.resend_probe_interval or RESEND_PROBE_S)
 
     @property
+    def spreads_layers(self) -> bool:
+        """Whether each worker has some of the model's layers, and not all."""
+        return self.model_parallel or self.pipeline_parallel
+
+    @property
+    def runs_algorithm(self) -> str:
+        """What trains: `algorithm`, or the one that spreads layers, where that is asked for."""
+        return algorithm_of_stages().name if self.spreads_layers else self.algorithm
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a batch that are on their way through the layers at the same time."""
+        return self.micro_batches if self.pipeline_parallel else 1
+
+    def check(self) -> None:
+        """Raise ConfigError where settings contradict each other."""
+        if not (self.data_parallel or self.spreads_layers):
+            raise ConfigError(
+                "data_parallel is False, and so are model_parallel and pipeline_parallel: one of them "
+                "must be True"
+            )
+
+    @property
     def is_shared(self) -> bool:
         """Whether the workers share each step, so that one of them may be late for it."""
-        return get_algorithm(self.algorithm).is_synchronous
+        return get_algorithm(self.runs_algorithm).is_synchronous
 
     def notes(self) -> Iterator[str]:
         """What becomes of settings that this system calls otherwise, or has no use for."""
@@ -190,7 +204,7 @@ class DistributedConfig(BaseModel):
                 f"activation_timeout: a worker whose part of a step is {self.activation_timeout:g} s later "
                 "than the first one gets help from another (timeout)"
                 if self.is_shared
-                else f"activation_timeout has no effect: in {self.algorithm} nothing waits for one worker"
+                else f"activation_timeout has no effect: no {self.runs_algorithm} waits for one worker"
             )
         if self.ack_timeout is not None:
             yield (
@@ -202,7 +216,11 @@ class DistributedConfig(BaseModel):
                 f"for {self.reconnect_timeout:g} s (reconnect_timeout_s)"
             )
         idle = [name for name in _PIPELINES if self._differs(name)]
-        if idle:
+        if self.pipeline_parallel:
+            idle = [name for name in idle if name != "micro_batches"]
+            if idle:
+                yield f"no effect, because no activation is sent twice: {', '.join(idle)}"
+        elif idle:
             yield f"no effect without pipeline_parallel: {', '.join(idle)}"
         if self._differs("tensor_parallel_size"):
             yield "no effect without tensor_parallel: tensor_parallel_size"

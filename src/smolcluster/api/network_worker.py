@@ -30,7 +30,7 @@ from smolcluster.api.settings import library_log, secret_of, worker_settings
 from smolcluster.cluster.joining import RunOver, ask
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.schema import RunConfig
-from smolcluster.configs.spec import get_algorithm
+from smolcluster.configs.spec import get_algorithm, has_whole_model
 from smolcluster.data.dataset import Elsewhere
 from smolcluster.errors import ConfigError
 from smolcluster.net.dialling import Address
@@ -38,6 +38,7 @@ from smolcluster.observability.logs import console_logger
 from smolcluster.runs.paths import runs_root
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.recipe import Training
+from smolcluster.training.stages.build import outline
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import LossFunction, Workload
 from smolcluster.transport.handshake import introduce
@@ -157,9 +158,13 @@ class NetworkWorker:
         """What is trained; its data are the orchestrator's."""
 
         loss = self._loss or named_loss(run.train.workload_args.get(LOSS))
-        with user_code("model_ctor"):
-            built = [self._model_ctor()]
-        digest = code_digest(built[0], loss)
+        built: list[nn.Module] = []
+        if has_whole_model(run.algorithm):
+            with user_code("model_ctor"):
+                built = [self._model_ctor()]
+            digest = code_digest(built[0], loss)
+        else:
+            digest = code_digest(outline(Workload(self._model_ctor, loss, Elsewhere(0))), loss)
 
         def new_model() -> nn.Module:
             return built.pop() if built else self._model_ctor()

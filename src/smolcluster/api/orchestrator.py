@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +26,7 @@ from smolcluster.algorithms.entry import SWITCH_INTERVAL_S, module_of
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.api.arrivals import Arrivals
 from smolcluster.api.config import DistributedConfig
+from smolcluster.api.layers import initial_weights, load_newest, on_meta
 from smolcluster.api.losses import LOSS, OutputLoss, code_digest, loss_name, loss_of
 from smolcluster.api.settings import (
     SERVER,
@@ -137,7 +139,7 @@ class Orchestrator:
                     "such as by scp",
                     secret.path,
                 )
-            self._arrivals = Arrivals(settings, self.config.algorithm, secret, self.log)
+            self._arrivals = Arrivals(settings, self.config.runs_algorithm, secret, self.log)
         return self._arrivals
 
     def start_training(
@@ -177,19 +179,23 @@ class Orchestrator:
             },
         )
         owner = Owner(
-            self.config.algorithm,
+            self.config.runs_algorithm,
             "server",
             SERVER,
             settings,
             secret_of(settings, makes=True),
             workload,
         )
-        serve = module_of(get_algorithm(self.config.algorithm), "server").serve
+        serve = module_of(get_algorithm(self.config.runs_algorithm), "server").serve
         summaries = []
 
         def body(context: ServerContext) -> Summary:
-            summary: Summary = serve(context)
-            self.model.load_state_dict(context.training.replica.model.state_dict())
+            if not self.config.spreads_layers:
+                summary: Summary = serve(context)
+                self.model.load_state_dict(context.training.replica.model.state_dict())
+            else:
+                summary = serve(replace(context, initial=initial_weights(self.model, context)))
+                load_newest(self.model, context)
             summaries.append(summary)
             return summary
 
@@ -258,7 +264,7 @@ class Orchestrator:
     def _workload(self, train: Any, validation: Any) -> Workload:
         model = self.model
         workload = Workload(
-            model,
+            partial(on_meta, model) if self.config.spreads_layers else model,
             self._loss,
             train,
             validation,

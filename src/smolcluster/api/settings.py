@@ -26,7 +26,9 @@ def server_settings(
     Raises:
         ConfigError: a value, an override or a variable of the environment is wrong.
     """
+    config.check()
     own = {
+        "microbatches": config.num_microbatches if config.spreads_layers else None,
         "heartbeat_timeout_s": config.ack_timeout,
         "reconnect_timeout_s": config.reconnect_timeout,
         "timeout": config.activation_timeout if config.is_shared else None,
@@ -51,7 +53,7 @@ def server_settings(
         cluster_file=SOURCE,
         train_file=SOURCE,
     )
-    check_algorithm(settings, config.algorithm)
+    check_algorithm(settings, config.runs_algorithm)
     return settings
 
 

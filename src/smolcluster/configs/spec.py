@@ -148,7 +148,7 @@ def algorithm_of_stages() -> AlgorithmSpec:
     Raises:
         ConfigError: none is installed.
     """
-    found = next((spec for spec in algorithms().values() if not spec.has_whole_model), None)
+    found = next((spec for spec in algorithms().values() if "stages" in spec.messages), None)
     if found is None:
         raise ConfigError("no algorithm is installed that spreads a model's layers over machines")
     return found

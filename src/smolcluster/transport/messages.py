@@ -769,7 +769,7 @@ class Planned(Message):
     """Server: which layers are whose from now on; what was begun before is void.
 
     Stage s has layers `cuts[s]` to `cuts[s + 1]` - 1 and is on rank `ranks[s]`; the receiver's is `rank`. Its
-    weights are the initial ones, or those of `step`, which come then.
+    weights are the initial ones, or with a `step` those of that step, which come then.
     """
 
     KIND: ClassVar[int] = 52
@@ -781,7 +781,7 @@ class Planned(Message):
     ranks: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_STAGES)]
     neighbours: Annotated[tuple[StageNeighbour, ...], Strict(False), Field(max_length=MAX_STAGES)]
     turn: Count
-    step: Count = 0
+    step: Count | None = None
 
 
 class StageReady(Message):

@@ -122,7 +122,7 @@ class Server:
         self.pool = context.open_pool(partial(StageReceiver, self.keeper), num_more=2 * num_tensors)
         self.report = self.pool.report
         self.keeper.on_saved = self.report.saved
-        self.keeper.kept = Kept(self.report.training_state({}), None)
+        self.keeper.kept = Kept(self.report.training_state({}), context.initial)
         if context.checkpoint is not None:
             self.keeper.kept = Kept(context.checkpoint.state, context.checkpoint.path)
             self.report.resume(context.checkpoint.state)
@@ -215,7 +215,7 @@ class Server:
             ranks=layers.ranks,
             neighbours=tuple(neighbours),
             turn=self.turn,
-            step=self.version,
+            step=None if self.keeper.kept.folder is None else self.version,
         )
         self.tell(message, crew, rank)
 

@@ -83,7 +83,7 @@ class StateLoader:
             for content, name, tensor in tensors_of(stage):
                 self._places.setdefault((content, name), []).append(tensor)
             if STEP_COUNT in stage.replica.optimizer.state:
-                stage.replica.optimizer.state[STEP_COUNT].fill_(plan.step)
+                stage.replica.optimizer.state[STEP_COUNT].fill_(plan.step or 0)
         self._left = {key: places[0].nbytes for key, places in self._places.items()}
 
     def wanted(self) -> Iterator[WantState]:

@@ -196,7 +196,7 @@ class Worker:
                     replica, training.workload, training.seed, recompute=recompute
                 )
                 self.stages[stage] = OwnStage(replica, compute)
-        if plan.step:
+        if plan.step is not None:
             self.load_state(plan)
         route = Route(
             rank=plan.rank,
