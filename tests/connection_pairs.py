@@ -205,6 +205,22 @@ def stages() -> list[m.Message]:
         ),
         m.EvaluateStages(attempt=1, turn=4),
         m.StageEvaluated(attempt=1, turn=4, values={"val_loss": 1.25}),
+        m.LayersMeasured(
+            kinds=(
+                m.MeasuredLayer(
+                    forward_s=0.1,
+                    input_s=0.2,
+                    weight_s=0.3,
+                    trained_bytes=40,
+                    frozen_bytes=8,
+                    activation_bytes=16,
+                    output_bytes=16,
+                ),
+            ),
+            layers=(0, 0, 0),
+            memory_bytes=1000,
+            device="cpu",
+        ),
     ]
 
 

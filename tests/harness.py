@@ -239,6 +239,7 @@ class Cluster:
             events=events,
             log=self.log,
             incarnation=incarnation,
+            folder=folder,
             store=self.store,
             checkpoint=self.store.newest_good() if resume else None,
             check_stop=self.stop.check,

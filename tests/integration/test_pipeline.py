@@ -12,7 +12,9 @@ import own_workloads
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pretrained_models import adapters, saved
 from smolcluster.algorithms.PipelineParallel import worker
+from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.worker import Worker
+from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.cluster import link
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig
@@ -43,6 +45,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(worker, "stage_replica", locked(stage_replica))
+    monkeypatch.setattr(worker, "measure", locked(measure))
     monkeypatch.setattr(link, "build", locked(build))
 
 
@@ -66,7 +69,14 @@ def fine_tuned(folder: Path) -> Workload:
 
 
 def settings_for(workers: int, *overrides: str) -> Settings:
-    own = "num_epochs=2", "batch_size=8", "microbatches=4", "eval_steps=4", f"min_workers={workers}"
+    own = (
+        "shard_plan=even",
+        "num_epochs=2",
+        "batch_size=8",
+        "microbatches=4",
+        "eval_steps=4",
+        f"min_workers={workers}",
+    )
     return local_settings(*own, *overrides, workers=workers, algorithm="pipeline")
 
 
@@ -187,3 +197,15 @@ def test_a_worker_that_comes_later_takes_layers(tmp_path: Path) -> None:
     assert cluster.core.report.tally.workers[3].samples
     expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
     assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_layers_are_dealt_out_by_what_they_take(tmp_path: Path) -> None:
+    settings = settings_for(2, "shard_plan=auto")
+    cluster = run(settings, tmp_path, gpt())
+    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
+    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
+    [told] = [line for line in cluster.log_lines if "bottleneck: " in line]
+    plan = PLAN.read(tmp_path / PLAN_NAME)
+    assert plan.step_s > 0
+    assert all(each.machine in told and each.device for each in plan.stages)
+    assert [plan.stages[0].start, plan.stages[-1].end] == [0, 8]

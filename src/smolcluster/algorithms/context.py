@@ -86,6 +86,8 @@ class ServerContext:
     """Where it is kept up to date how the run stands; None: nowhere."""
     spans: SpanLog | None = None
     """Where spans of all processes are kept; None: nowhere."""
+    folder: Path | None = None
+    """The run's own; None: it has none."""
     store: CheckpointStore | None = None
     """Where checkpoints are saved; None: nowhere."""
     checkpoint: Checkpoint | None = None

@@ -117,6 +117,7 @@ def own_run(
                 incarnation=records.incarnation,
                 status=records.status,
                 spans=records.spans,
+                folder=paths.root,
                 store=claimed.store,
                 checkpoint=claimed.checkpoint,
                 check_stop=stop.check,

@@ -6,15 +6,11 @@ on top.
 
 from dataclasses import dataclass
 
-from smolcluster.algorithms.planning.costs import FLOAT_NBYTES, Job, costs_of
+from smolcluster.algorithms.planning.costs import FLOAT_NBYTES, Job, costs_of, num_moments
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig, SimpleNNConfig
 from smolcluster.configs.spec import get_algorithm
 
-NUM_MOMENTS = {"sgd": 0, "Adafactor": 0} | dict.fromkeys(
-    ("ASGD", "Adagrad", "Muon", "RMSprop", "SGD"), 1
-)
-"""Copies of the weights in an optimizer's state; 2 of all others."""
 VOCABULARIES = {"bytes": 256, "openai-community/gpt2": 50257, "gpt2": 50257}
 FEATURES = {"digits": 64, "MNIST": 784}
 LINKS_MB_S = (12.5, 125, 1250)
@@ -47,7 +43,7 @@ def cost_of(settings: Settings, algorithm: str) -> StepCost | None:
     cluster = settings.cluster
     copy = num_params * FLOAT_NBYTES
     sent, received = costs.step_nbytes(Job(num_params), settings)
-    own = (2 + num_moments(settings)) * copy
+    own = (2 + num_moments(settings.train)) * copy
     return StepCost(
         num_params=num_params,
         server_nbytes=own + (cluster.num_workers + 1) * copy,
@@ -55,14 +51,6 @@ def cost_of(settings: Settings, algorithm: str) -> StepCost | None:
         sent_nbytes=sent,
         received_nbytes=received,
     )
-
-
-def num_moments(settings: Settings) -> int:
-    """Copies of the weights in the state of the optimizer that settings name."""
-    train = settings.train
-    if train.optimizer == "sgd" and train.optimizer_args.get("momentum"):
-        return 1
-    return NUM_MOMENTS.get(train.optimizer, 2)
 
 
 def params_of(settings: Settings) -> int | None:

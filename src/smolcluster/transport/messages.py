@@ -92,7 +92,7 @@ SpanEntry = Annotated[
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:%_-]{1,253}$")]
 MAX_STORES, MAX_ADDRESSES, MAX_CONTENTS = 256, 8, 16
 MAX_PARTS = 4096
-MAX_STAGES, MAX_WANTED = 4096, 64
+MAX_STAGES, MAX_WANTED, MAX_LAYER_KINDS = 4096, 64, 200
 OptimizerArgument = bool | int | float | Annotated[tuple[float, ...], Strict(False)]
 WEIGHTS = "weights"
 """The content of a State that holds weights."""
@@ -784,6 +784,41 @@ class Planned(Message):
     step: Count | None = None
 
 
+class MeasuredLayer(HeaderModel):
+    """One layer on one machine, for one microbatch; the first has the embedding, the last head and loss.
+
+    Attributes:
+        forward_s, input_s, weight_s: seconds of forward, and of the gradients of input and weights.
+        trained_bytes: weights that have gradients.
+        frozen_bytes: other weights, and buffers.
+        activation_bytes: held from forward to backward.
+        output_bytes: sent to the next layer; of the last one 0.
+    """
+
+    forward_s: Seconds
+    input_s: Seconds
+    weight_s: Seconds
+    trained_bytes: Count
+    frozen_bytes: Count
+    activation_bytes: Count
+    output_bytes: Count
+
+
+class LayersMeasured(Message):
+    """Stage: what each layer of the model would cost here; layer i is one of `kinds[layers[i]]`.
+
+    `memory_bytes` are free on the device.
+    """
+
+    KIND: ClassVar[int] = 57
+    kinds: Annotated[
+        tuple[MeasuredLayer, ...], Strict(False), Field(min_length=1, max_length=MAX_LAYER_KINDS)
+    ]
+    layers: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_STAGES)]
+    memory_bytes: Count
+    device: Name
+
+
 class StageReady(Message):
     """Stage: it has its layers and reaches its neighbours. Or, with a `reason`: it does not."""
 
@@ -953,6 +988,7 @@ STAGES = MessageSet(
     "stages",
     from_dialler=frozenset(
         {
+            LayersMeasured,
             Listening,
             StageReady,
             StageDone,

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from smolcluster.algorithms.planning.layers import Link, one_more, plan_layers
+from smolcluster.algorithms.planning.layers import Link, Problem, one_more, plan_layers
+from smolcluster.algorithms.planning.measured import problem_of
 from smolcluster.configs.resolve import Settings, load_settings
-from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.errors import ConfigError
 from smolcluster.launch.advise import layer_plan as module
 from smolcluster.launch.advise.layer_plan import (
     NO_WAY,
@@ -16,14 +17,13 @@ from smolcluster.launch.advise.layer_plan import (
     Wanted,
     measure_pairs,
     num_microbatches,
-    problem_of,
     relayed,
 )
-from smolcluster.launch.advise.layer_speed import LayerSpeeds
 from smolcluster.launch.advise.measuring import Way
 from smolcluster.launch.advise.show_layer_plan import lines, plan_file
 from smolcluster.launch.host import Host
-from smolcluster.training.stages.measure import MeasuredLayer
+from smolcluster.training.stages.measure import LayerSpeeds
+from smolcluster.transport.messages import MeasuredLayer
 
 
 def settings(**train: Any) -> Settings:
@@ -49,19 +49,25 @@ def speeds(seconds: Mapping[str, float], num_layers: int = 6) -> dict[str, Layer
     }
 
 
+def problem(
+    found: Mapping[str, LayerSpeeds], own: Settings, num: int, codec: str = "fp32"
+) -> Problem:
+    return problem_of(found, {}, own.train, num_microbatches=num, schedule="1f1b", codec=codec)
+
+
 def test_bytes_count_gradients_moments_and_the_codec() -> None:
     adam, sgd = settings(optimizer="AdamW"), settings(optimizer="sgd")
-    [first, *_] = problem_of(speeds({"a": 1}), {}, adam, 4, Wanted(codec="int8")).layers
+    [first, *_] = problem(speeds({"a": 1}), adam, 4, "int8").layers
     assert first.fixed_bytes == 10 + 4 * 1000
     assert first.output_bytes == pytest.approx(4096 / 4, rel=0.02)
-    [first, *_] = problem_of(speeds({"a": 1}), {}, sgd, 4, Wanted()).layers
+    [first, *_] = problem(speeds({"a": 1}), sgd, 4).layers
     assert (first.fixed_bytes, first.output_bytes) == (10 + 2 * 1000, 4096)
 
 
 def test_machines_with_other_layers_are_refused() -> None:
     both = speeds({"a": 1}) | speeds({"b": 1}, num_layers=5)
-    with pytest.raises(LaunchError, match="b sees 5 layers and a 6"):
-        problem_of(both, {}, settings(), 4, Wanted())
+    with pytest.raises(ConfigError, match="b sees 5 layers and a 6"):
+        problem(both, settings(), 4)
 
 
 def test_microbatches_divide_the_batch() -> None:
@@ -97,9 +103,9 @@ def test_all_pairs_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_plan_is_said_as_the_cluster_file_has_it() -> None:
-    problem = problem_of(speeds({"a": 1e-3, "b": 2e-3}), {}, settings(), 8, Wanted())
-    plan = plan_layers(problem)
-    found = FoundPlan(problem, plan, one_more(problem, plan), {"a": "cpu", "b": "mps"})
+    asked = problem(speeds({"a": 1e-3, "b": 2e-3}), settings(), 8)
+    plan = plan_layers(asked)
+    found = FoundPlan(asked, plan, one_more(asked, plan), {"a": "cpu", "b": "mps"})
     told = list(lines(found))
     assert told[-2] in ("shard_plan: {a: [0, 4], b: [4, 6]}", "shard_plan: {b: [0, 2], a: [2, 6]}")
     assert told[-1].startswith("one more machine like a: step ")

@@ -26,10 +26,10 @@ class PipelineConfig(AlgorithmConfig):
 
     local: ClassVar[Mapping[str, Any]] = MappingProxyType({"shard_plan": "auto"})
 
-    shard_plan: Literal["auto"] | ShardPlan = Field(
+    shard_plan: Literal["auto", "even"] | ShardPlan = Field(
         "auto",
         description="PipelineParallel: which layers are whose, such as {mini1: [0, 12], pi5: [12, 16]}, end "
-        "not included; auto: by what layers take on the machines that are there.",
+        "not included; auto: by what layers take on the machines that are there; even: as many for each.",
     )
     schedule: str = Field("1f1b", description=f"PipelineParallel: one of {', '.join(SCHEDULES)}.")
     microbatches: PositiveInt = Field(

@@ -71,6 +71,8 @@ def written_cut(
         ConfigError: it does not have every layer once, or cannot be that of the schedule.
     """
     stages = sorted((start, end, node) for node, each in ranges.items() for start, end in each)
+    if not stages:
+        raise ConfigError("shard_plan names no machine: give each its layers, or set it to auto")
     reached = 0
     for start, end, node in stages:
         if end <= start:

@@ -17,16 +17,23 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.PipelineParallel.automatic import (
+    Cut,
+    Reported,
+    automatic_cut,
+    unmeasured,
+)
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut, written_cut
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
+from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
@@ -45,6 +52,7 @@ from smolcluster.transport.messages import (
     Commit,
     EvaluateStages,
     KeepStages,
+    LayersMeasured,
     LeaseKey,
     Listening,
     Message,
@@ -80,6 +88,8 @@ class Peer:
 
     worker: Worker
     listening: Listening | None = None
+    measured: LayersMeasured | None = None
+    """Comes before it listens, if at all."""
 
     @property
     def id(self) -> int:
@@ -129,6 +139,8 @@ class Server:
         self.peers: dict[int, Peer] = {}
         self.crew: Crew | None = None
         self.num_attempts = self.num_grants = 0
+        self.considered: set[int] = set()
+        """Workers, by their sessions, that the plan takes or leaves out for good reason."""
         self.turn = 0
         """What the stages do together is counted over all plans, steps and evaluations alike."""
         self.is_evaluated = self.is_kept = True
@@ -165,13 +177,15 @@ class Server:
         ready = self.ready
         if not self.pool.started or len(ready) < self.num_wanted:
             return
-        nodes = [each.worker.member.node for each in ready]
-        layers = self.cut(nodes)
-        by_node = {each.worker.member.node: each for each in reversed(ready)}
-        peers = ready if len(by_node) < len(ready) else [by_node[node] for node in layers.nodes]
+        by_name = named(ready)
+        cut = self.cut(by_name)
+        self.considered = {each.id for each in ready}
         self.num_attempts += 1
-        crew = self.crew = Crew(self.num_attempts, layers, peers[: len(layers.nodes)])
-        self.context.log.info("layers: %s", layers)
+        peers = [by_name[name] for name in cut.map.nodes]
+        crew = self.crew = Crew(self.num_attempts, cut.map, peers)
+        self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
+        if self.context.folder is not None:
+            PLAN.write(self.context.folder / PLAN_NAME, cut.document)
         self.ask(crew, self.planned, lambda _: None)
 
     @property
@@ -187,14 +201,17 @@ class Server:
             return len(self.config.shard_plan)
         return 1 if self.num_attempts else self.context.settings.cluster.num_workers
 
-    def cut(self, nodes: list[str]) -> StageMap:
+    def cut(self, peers: Mapping[str, Peer]) -> Cut:
         if self.config.shard_plan == "auto":
-            return even_cut(self.num_layers, nodes, self.config)
+            machines = {name: reported(peer) for name, peer in peers.items()}
+            return automatic_cut(self.num_layers, machines, self.config, self.train)
+        if self.config.shard_plan == "even":
+            return unmeasured(even_cut(self.num_layers, list(peers), self.config), self.config)
         ranges = {
             node: [each] if isinstance(each, tuple) else each
             for node, each in self.config.shard_plan.items()
         }
-        return written_cut(self.num_layers, ranges, self.config)
+        return unmeasured(written_cut(self.num_layers, ranges, self.config), self.config)
 
     def planned(self, crew: Crew, rank: int) -> None:
         """Tell a worker which layers are its own, and who its neighbours are."""
@@ -278,14 +295,19 @@ class Server:
 
     def newcomers(self) -> list[Peer]:
         """Workers that could take layers and have none."""
+        here = {each.id for each in self.ready}
+        if isinstance(self.config.shard_plan, dict) or here <= self.considered:
+            return []
         peers = self.crew.peers if self.crew else []
-        if self.config.shard_plan != "auto" or len(self.ready) <= len(peers):
-            return []
+        by_name = named(self.ready)
         try:
-            self.cut([each.worker.member.node for each in self.ready])
+            chosen = [by_name[name] for name in self.cut(by_name).map.nodes]
         except ConfigError:
-            return []
-        return [each for each in self.ready if each not in peers]
+            chosen = []
+        found = [each for each in chosen if each not in peers]
+        if not found:
+            self.considered = here
+        return found
 
     def begin_step(self, crew: Crew) -> None:
         """Give all stages the samples of the next step."""
@@ -392,6 +414,9 @@ class Server:
                 self.peers[peer.id] = peer
             case Departed(worker):
                 self.on_departure(worker)
+            case MessageReceived(session_id=id_, message=LayersMeasured() as measured):
+                if id_ in self.peers:
+                    self.peers[id_].measured = measured
             case MessageReceived(session_id=id_, message=Listening() as listening):
                 if id_ in self.peers:
                     self.peers[id_].listening = listening
@@ -441,6 +466,21 @@ class Server:
         )
         self.report.resume(state)
         self.is_evaluated = self.is_kept = True
+
+
+def named(peers: Sequence[Peer]) -> dict[str, Peer]:
+    """Workers by their machines; of several on one machine all but the first have their number added."""
+    found: dict[str, Peer] = {}
+    for each in peers:
+        member = each.worker.member
+        node = member.node
+        found[f"{node} (worker {member.worker_id})" if node in found else node] = each
+    return found
+
+
+def reported(peer: Peer) -> Reported:
+    host = peer.listening.places[0].host if peer.listening else ""
+    return Reported(host, peer.measured)
 
 
 def serve(context: ServerContext) -> Summary:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, evaluate_stages
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
@@ -40,6 +41,7 @@ from smolcluster.transport.messages import (
     Commit,
     EvaluateStages,
     KeepStages,
+    LayersMeasured,
     LeaseKey,
     Listening,
     Message,
@@ -120,6 +122,8 @@ class Worker:
         self.config = welcome.run.of(PipelineConfig)
         self.train = training.recipe.applied_to(welcome.run.train)
         self.timeout_s = welcome.heartbeat_timeout_s
+        self.measured: LayersMeasured | None = None
+        """Once it has been in a session."""
         self.receiver: StageReceiver
         self.link: Link
         self.links: Links
@@ -150,9 +154,18 @@ class Worker:
         with closing(self.links):
             addresses = place.node.addresses or (link.connection.own_address,)
             self.receiver.links = self.links
+            self.tell_speed(link, place)
             link.send(Listening(places=self.links.listen(addresses)))
             while True:
                 self.follow(place)
+
+    def tell_speed(self, link: Link, place: WorkerSetup) -> None:
+        """Let the server know what each layer takes here, if it cuts the model by that."""
+        if self.measured is None:
+            device = pick_device(place.node.device)
+            self.measured = measure(self.training, self.train, self.config, device, place.log)
+        if self.measured is not None:
+            link.send(self.measured)
 
     def follow(self, place: WorkerSetup) -> None:
         """Do what the server wants next; what a neighbour's loss breaks off it hears of."""

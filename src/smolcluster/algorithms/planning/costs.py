@@ -11,6 +11,7 @@ from math import inf
 from typing import Any, Protocol, cast
 
 from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import TrainConfig
 from smolcluster.configs.spec import AlgorithmSpec
 
 FLOAT_NBYTES = 4
@@ -19,6 +20,10 @@ VALUE_NBYTES: Mapping[str, float] = {
     **{"int8": 1 + 4 / 256, "int4": 1 / 2 + 2 / 64, "topk": (1 / 2 + 2 / 64 + 12 / 8) / 64},
 }
 """Bytes of an encoded value; scales take 4 bytes for 256 or 2 for 64, the indices of `topk` 12 bits each."""
+NUM_MOMENTS = {"sgd": 0, "Adafactor": 0} | dict.fromkeys(
+    ("ASGD", "Adagrad", "Muon", "RMSprop", "SGD"), 1
+)
+"""Copies of the weights in an optimizer's state; 2 of all others."""
 HANDLING_S = 1e-3
 """Of an exchange besides its bytes: messages written, read and decided on at both ends."""
 BISECTIONS = 50
@@ -203,3 +208,10 @@ def seconds_of(nbytes: float, bytes_s: float) -> float:
     if not nbytes:
         return 0.0
     return nbytes / bytes_s if bytes_s else inf
+
+
+def num_moments(train: TrainConfig) -> int:
+    """Copies of the weights in the state of the optimizer that a training file names."""
+    if train.optimizer == "sgd" and train.optimizer_args.get("momentum"):
+        return 1
+    return NUM_MOMENTS.get(train.optimizer, 2)

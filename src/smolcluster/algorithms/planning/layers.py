@@ -364,6 +364,18 @@ def gigabytes(nbytes: float) -> str:
     return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g} MB"
 
 
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def in_words(plan: LayerPlan) -> str:
+    """How long a step will take, and why, in one line."""
+    return (
+        f"step {milliseconds(plan.step_s)} with {plan.num_microbatches} microbatches and schedule "
+        f"{plan.schedule}, bubble {plan.bubble:.0%}, bottleneck: {plan.bottleneck}"
+    )
+
+
 def check_fits(problem: Problem, plan: LayerPlan) -> None:
     """Refuse a plan made by hand in which a stage is too large for its machine.
 

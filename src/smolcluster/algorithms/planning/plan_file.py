@@ -1,7 +1,10 @@
 """A pipeline's plan as a document: `smolcluster plan --json` prints it, a run keeps it as `plan.json`."""
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
+from smolcluster.algorithms.planning.layers import LayerPlan, Problem
 from smolcluster.runs.model_file import ModelFile, Strict
 
 PLAN_NAME = "plan.json"
@@ -48,3 +51,35 @@ class PlanFile(Strict):
 
 
 PLAN = ModelFile[PlanFile](PlanFile, "is no plan of a pipeline", unless="make one: plan --json")
+
+
+def document_of(problem: Problem, plan: LayerPlan, devices: Mapping[str, str]) -> PlanFile:
+    """A plan as a document; `devices` are in words, by machine."""
+    pairs = zip(plan.stages[:-1], plan.boundaries, strict=True)
+    return PlanFile(
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        step_s=plan.step_s,
+        bubble=plan.bubble,
+        bottleneck=plan.bottleneck,
+        stages=tuple(
+            PlanStage(
+                machine=each.machine,
+                device=devices[each.machine],
+                start=each.start,
+                end=each.end,
+                seconds=each.costs.total_s,
+                memory_bytes=int(each.memory_bytes),
+            )
+            for each in plan.stages
+        ),
+        links=tuple(
+            PlanLink(
+                nbytes=problem.layers[one.end - 1].output_bytes,
+                forward_s=way.forward_s,
+                backward_s=way.backward_s,
+                latency_s=way.latency_s,
+            )
+            for one, way in pairs
+        ),
+    )

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from smolcluster.algorithms.planning.costs import FLOAT_NBYTES, VALUE_NBYTES
+from smolcluster.algorithms.planning.costs import VALUE_NBYTES
 from smolcluster.algorithms.planning.layers import (
-    Layer,
     LayerPlan,
     Link,
-    Machine,
     Problem,
     one_more,
     plan_layers,
 )
+from smolcluster.algorithms.planning.measured import problem_of
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.advise.command import (
@@ -28,7 +27,7 @@ from smolcluster.launch.advise.command import (
     one_thread,
     reach,
 )
-from smolcluster.launch.advise.layer_speed import LAYER_SPEEDS, LayerSpeeds
+from smolcluster.launch.advise.layer_speed import LAYER_SPEEDS
 from smolcluster.launch.advise.measuring import (
     Computer,
     Files,
@@ -39,11 +38,10 @@ from smolcluster.launch.advise.measuring import (
     this_machine,
 )
 from smolcluster.launch.advise.speed import Asked
-from smolcluster.launch.estimate import num_moments
 from smolcluster.launch.host import Host
 from smolcluster.launch.plan import Request
 from smolcluster.launch.requests import naming_workload, settings_of
-from smolcluster.training.schedules.simulation import Costs
+from smolcluster.training.stages.measure import LayerSpeeds
 
 MICROBATCHES_A_STAGE = 4
 NO_WAY = Link(bytes_s=1.0)
@@ -105,7 +103,14 @@ def find_layer_plan(
         speeds, links = _measured_there(reached, settings, say)
     if not speeds:
         raise LaunchError("no worker's machine could be measured: see the lines above")
-    problem = problem_of(speeds, links, settings, num, wanted)
+    problem = problem_of(
+        speeds,
+        links,
+        settings.train,
+        num_microbatches=num,
+        schedule=wanted.schedule,
+        codec=wanted.codec,
+    )
     plan = plan_layers(problem)
     devices = {node: each.device for node, each in speeds.items()}
     return FoundPlan(problem, plan, one_more(problem, plan), devices)
@@ -196,50 +201,3 @@ def relayed(
         ]
         found[one, other] = max(ways, key=lambda each: each.bytes_s, default=NO_WAY)
     return found
-
-
-# --- planned
-
-
-def problem_of(
-    speeds: Mapping[str, LayerSpeeds],
-    links: Mapping[tuple[str, str], Link],
-    settings: Settings,
-    num: int,
-    wanted: Wanted,
-) -> Problem:
-    """Bytes are those of the first machine; seconds are each machine's own.
-
-    Raises:
-        LaunchError: machines have seen different models.
-    """
-    first = next(iter(speeds.values())).layers
-    copies = 2 + num_moments(settings)
-    encoded = VALUE_NBYTES[wanted.codec] / FLOAT_NBYTES
-    for node, each in speeds.items():
-        if len(each.layers) != len(first):
-            raise LaunchError(
-                f"{node} sees {len(each.layers)} layers and {next(iter(speeds))} {len(first)}: they have "
-                "different versions of the model; leave --no-sync out"
-            )
-    return Problem(
-        layers=tuple(
-            Layer(
-                each.frozen_bytes + copies * each.trained_bytes,
-                each.activation_bytes,
-                round(encoded * each.output_bytes),
-            )
-            for each in first
-        ),
-        machines=tuple(
-            Machine(
-                node,
-                tuple(Costs(x.forward_s, x.input_s, x.weight_s) for x in each.layers),
-                each.memory_bytes,
-            )
-            for node, each in speeds.items()
-        ),
-        links=links,
-        num_microbatches=num,
-        schedule=wanted.schedule,
-    )

@@ -8,42 +8,13 @@ import sys
 from math import ceil
 from pathlib import Path
 
-import psutil
-import torch
-from pydantic import BaseModel, ConfigDict
-
 from smolcluster.configs.resolve import Settings
-from smolcluster.data.dataset import Place
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.advise.speed import asked_in, settings_in
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.training.builtin import load_workload
-from smolcluster.training.compute import placed
-from smolcluster.training.stages.build import model_input, output_loss
-from smolcluster.training.stages.measure import (
-    MeasuredLayer,
-    layers_of_workload,
-    measure_layers,
-)
-from smolcluster.training.workload import count_terms
-from smolcluster.utils.device import describe, pick_device, use_threads
-
-
-class LayerSpeeds(BaseModel):
-    """A model's layers on one machine.
-
-    Attributes:
-        layers: for one microbatch each.
-        memory_bytes: free on the device.
-        device: in words.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    layers: tuple[MeasuredLayer, ...]
-    memory_bytes: int
-    device: str
-
+from smolcluster.training.stages.measure import LayerSpeeds, measure_workload
+from smolcluster.utils.device import pick_device, use_threads
 
 LAYER_SPEEDS = ModelFile[LayerSpeeds](LayerSpeeds, "is damaged")
 
@@ -56,31 +27,10 @@ def measure(settings: Settings, num_microbatches: int) -> LayerSpeeds:
     """
     train, node, seed = settings.train, settings.node, settings.cluster.seed
     use_threads(node.threads)
-    device = pick_device(node.device)
-    memory_bytes = free_memory(device)
     workload = load_workload(train, seed, node.dataset)
     size = (workload.batch_size or train.batch_size) * train.gradient_accumulation
-    indices = workload.train.order(0, seed)[: ceil(size / num_microbatches)]
-    batch = workload.train.batch(indices, Place(seed, 0, 0))
-    batch = placed(batch, device, torch.get_default_dtype())
-    loss = output_loss(workload)
-
-    def finish(output: object) -> torch.Tensor:
-        return count_terms(loss(output, batch), len(indices), of=loss)[0]
-
-    layers = layers_of_workload(workload, seed, device)
-    found = measure_layers(layers, model_input(workload, batch), finish, device)
-    return LayerSpeeds(layers=tuple(found), memory_bytes=memory_bytes, device=describe(device))
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that a process may still take on the device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    available = int(psutil.virtual_memory().available)
-    if device.type == "mps":
-        return min(available, int(torch.mps.recommended_max_memory()))
-    return available
+    device = pick_device(node.device)
+    return measure_workload(workload, seed, ceil(size / num_microbatches), device)
 
 
 def main(folder: Path) -> None:

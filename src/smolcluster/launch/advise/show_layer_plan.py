@@ -8,8 +8,8 @@ from functools import partial
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.algorithms.planning.layers import LayerPlan, gigabytes
-from smolcluster.algorithms.planning.plan_file import PLAN, PlanFile, PlanLink, PlanStage
+from smolcluster.algorithms.planning.layers import LayerPlan, gigabytes, in_words, milliseconds
+from smolcluster.algorithms.planning.plan_file import PLAN, PlanFile, document_of
 from smolcluster.launch.advise.layer_plan import FoundPlan, Wanted, find_layer_plan
 from smolcluster.launch.plan import Request
 from smolcluster.observability.terminal import SteadyConsole, print_line, steady
@@ -63,10 +63,7 @@ def lines(found: FoundPlan) -> Iterator[str]:
     plan, (like, more) = found.plan, found.more
     used = {stage.machine for stage in plan.stages}
     unused = [each.name for each in found.problem.machines if each.name not in used]
-    yield (
-        f"step {milliseconds(plan.step_s)} with {plan.num_microbatches} microbatches and schedule "
-        f"{plan.schedule}, bubble {plan.bubble:.0%}, bottleneck: {plan.bottleneck}"
-    )
+    yield in_words(plan)
     if unused:
         yield f"not used, because the step would be longer with it: {', '.join(unused)}"
     yield f"shard_plan: {{{shard_plan(plan)}}}"
@@ -82,39 +79,6 @@ def shard_plan(plan: LayerPlan) -> str:
 
 def plan_file(found: FoundPlan) -> PlanFile:
     """The plan as a document."""
-    plan, problem = found.plan, found.problem
     like, more = found.more
-    pairs = zip(plan.stages[:-1], plan.stages[1:], plan.boundaries, strict=True)
-    return PlanFile(
-        schedule=plan.schedule,
-        num_microbatches=plan.num_microbatches,
-        step_s=plan.step_s,
-        bubble=plan.bubble,
-        bottleneck=plan.bottleneck,
-        one_more=like,
-        one_more_step_s=more.step_s,
-        stages=tuple(
-            PlanStage(
-                machine=each.machine,
-                device=found.devices[each.machine],
-                start=each.start,
-                end=each.end,
-                seconds=each.costs.total_s,
-                memory_bytes=int(each.memory_bytes),
-            )
-            for each in plan.stages
-        ),
-        links=tuple(
-            PlanLink(
-                nbytes=problem.layers[one.end - 1].output_bytes,
-                forward_s=way.forward_s,
-                backward_s=way.backward_s,
-                latency_s=way.latency_s,
-            )
-            for one, _, way in pairs
-        ),
-    )
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    written = document_of(found.problem, found.plan, found.devices)
+    return written.model_copy(update={"one_more": like, "one_more_step_s": more.step_s})

@@ -12,17 +12,21 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from smolcluster.data.dataset import Batch
+from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import map_tensors, tensors_in
-from smolcluster.training.stages.build import build_stage, outlines
+from smolcluster.training.compute import placed
+from smolcluster.training.stages.build import build_stage, model_input, outlines, output_loss
 from smolcluster.training.stages.deferred import backward_input
 from smolcluster.training.user_code import user_code
-from smolcluster.training.workload import Workload
+from smolcluster.training.workload import Workload, count_terms
+from smolcluster.transport.messages import MeasuredLayer
+from smolcluster.utils.device import describe
 
 LEAST_REPEATS, MOST_REPEATS, MEASURE_S = 3, 50, 0.3
 """Of a layer, after one that is not counted: so often, or for so long."""
@@ -31,26 +35,20 @@ Finish = Callable[[Any], Tensor]
 """The last layer's output to the loss, ()."""
 
 
-class MeasuredLayer(BaseModel):
-    """One layer on one machine, for one microbatch; the first has the embedding, the last head and loss.
+class LayerSpeeds(BaseModel):
+    """A model's layers on one machine.
 
     Attributes:
-        forward_s, input_s, weight_s: seconds of forward, and of the gradients of input and weights.
-        trained_bytes: weights that have gradients.
-        frozen_bytes: other weights, and buffers.
-        activation_bytes: held from forward to backward.
-        output_bytes: sent to the next layer; of the last one 0.
+        layers: for one microbatch each.
+        memory_bytes: free on the device.
+        device: in words.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    forward_s: float
-    input_s: float
-    weight_s: float
-    trained_bytes: int
-    frozen_bytes: int
-    activation_bytes: int
-    output_bytes: int
+    layers: tuple[MeasuredLayer, ...]
+    memory_bytes: int
+    device: str
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,43 @@ def layers_of_workload(workload: Workload, seed: int, device: torch.device) -> l
         LayerToMeasure(key_of(layer), partial(build_stage, workload, at, at + 1, seed, device))
         for at, layer in enumerate(outlines(workload))
     ]
+
+
+def measure_workload(
+    workload: Workload, seed: int, num_samples: int, device: torch.device
+) -> LayerSpeeds:
+    """Measure all layers of a model on a microbatch of so many training samples.
+
+    Raises:
+        SmolclusterError: the model cannot be cut, or not be computed here.
+    """
+    memory_bytes = free_memory(device)
+    indices = workload.train.order(0, seed)[:num_samples]
+    batch = workload.train.batch(indices, Place(seed, 0, 0))
+    batch = placed(batch, device, _dtype_of(outlines(workload)))
+    loss = output_loss(workload)
+
+    def finish(output: object) -> Tensor:
+        return count_terms(loss(output, batch), len(indices), of=loss)[0]
+
+    layers = layers_of_workload(workload, seed, device)
+    found = measure_layers(layers, model_input(workload, batch), finish, device)
+    return LayerSpeeds(layers=tuple(found), memory_bytes=memory_bytes, device=describe(device))
+
+
+def _dtype_of(layers: Iterable[nn.Module]) -> torch.dtype:
+    own = (each for layer in layers for each in layer.parameters() if each.is_floating_point())
+    return next((each.dtype for each in own), torch.get_default_dtype())
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a process may still take on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available = int(psutil.virtual_memory().available)
+    if device.type == "mps":
+        return min(available, int(torch.mps.recommended_max_memory()))
+    return available
 
 
 def measure_layers(

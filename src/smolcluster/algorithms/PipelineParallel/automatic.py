@@ -1,0 +1,160 @@
+"""`shard_plan: auto`: each worker measures the model's layers, and the server cuts the model by that.
+
+Where that cannot be done, all stages get as many layers: schedules with several stages a machine are not
+planned, and samples that the server sends cannot be measured on.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut
+from smolcluster.algorithms.planning.layers import in_words, plan_layers
+from smolcluster.algorithms.planning.measured import problem_of
+from smolcluster.algorithms.planning.plan_file import PlanFile, PlanLink, PlanStage, document_of
+from smolcluster.configs.schema import TrainConfig
+from smolcluster.data.dataset import Elsewhere
+from smolcluster.errors import SmolclusterError
+from smolcluster.training.build import TrainingContext
+from smolcluster.training.schedules.instructions import SCHEDULES
+from smolcluster.training.stages.measure import LayerSpeeds, measure_workload
+from smolcluster.transport.messages import MAX_LAYER_KINDS, MAX_STAGES, LayersMeasured
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What a worker has said of its machine.
+
+    Attributes:
+        host: equal of processes of one machine, which share its memory.
+        measured: None: it could not measure.
+    """
+
+    host: str
+    measured: LayersMeasured | None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which layers are whose, and what that will be like as far as it is known.
+
+    Attributes:
+        words: the step that is predicted, in one line; empty: nothing was measured.
+    """
+
+    map: StageMap
+    document: PlanFile
+    words: str = ""
+
+
+def is_measured(config: PipelineConfig) -> bool:
+    """Whether the cut depends on how fast the machines are."""
+    return config.shard_plan == "auto" and 1 in SCHEDULES[config.schedule].chunks
+
+
+def measure(
+    training: TrainingContext,
+    train: TrainConfig,
+    config: PipelineConfig,
+    device: torch.device,
+    log: logging.Logger,
+) -> LayersMeasured | None:
+    """What each layer takes here, for a microbatch; None: nobody asks, or the log says why not."""
+    if not is_measured(config):
+        return None
+    problem = "samples come from the server"
+    if not isinstance(training.workload.train, Elsewhere):
+        size = train.samples_per_step // config.microbatches
+        try:
+            return message_of(measure_workload(training.workload, training.seed, size, device))
+        except (SmolclusterError, ValueError) as error:
+            problem = str(error)
+    log.warning("layers are not measured, but dealt out evenly: %s", problem)
+    return None
+
+
+def message_of(speeds: LayerSpeeds) -> LayersMeasured:
+    """What is sent of it; layers that are alike are sent once.
+
+    Raises:
+        ValueError: there are too many that are not.
+    """
+    kinds = list(dict.fromkeys(speeds.layers))
+    if len(kinds) > MAX_LAYER_KINDS or len(speeds.layers) > MAX_STAGES:
+        raise ValueError(f"{len(kinds)} layers of different kinds are too many")
+    return LayersMeasured(
+        kinds=tuple(kinds),
+        layers=tuple(kinds.index(each) for each in speeds.layers),
+        memory_bytes=speeds.memory_bytes,
+        device=speeds.device,
+    )
+
+
+def automatic_cut(
+    num_layers: int, machines: Mapping[str, Reported], config: PipelineConfig, train: TrainConfig
+) -> Cut:
+    """The fastest cut over some or all of the machines, if all have measured; else an even one.
+
+    Links are not measured: they are taken to cost nothing.
+
+    Raises:
+        ConfigError: nothing fits in their memory, or there are more stages than layers.
+    """
+    known = speeds_of(num_layers, machines)
+    if not is_measured(config) or len(known) < len(machines):
+        return unmeasured(even_cut(num_layers, list(machines), config), config)
+    problem = problem_of(
+        known,
+        {},
+        train,
+        num_microbatches=config.microbatches,
+        schedule=config.schedule,
+        codec=config.activation_codec,
+    )
+    plan = plan_layers(problem)
+    stages = StageMap(
+        (0, *(each.end for each in plan.stages)),
+        tuple(range(len(plan.stages))),
+        tuple(each.machine for each in plan.stages),
+    )
+    devices = {name: each.device for name, each in known.items()}
+    unused = [name for name in machines if name not in stages.nodes]
+    spare = f"; not used, because a step would be longer: {', '.join(unused)}" if unused else ""
+    return Cut(stages, document_of(problem, plan, devices), in_words(plan) + spare)
+
+
+def speeds_of(num_layers: int, machines: Mapping[str, Reported]) -> dict[str, LayerSpeeds]:
+    """What each machine has measured of this model; processes of one host share its memory."""
+    on_host = Counter(each.host for each in machines.values())
+    return {
+        name: LayerSpeeds(
+            layers=tuple(each.measured.kinds[kind] for kind in each.measured.layers),
+            memory_bytes=each.measured.memory_bytes // on_host[each.host],
+            device=each.measured.device,
+        )
+        for name, each in machines.items()
+        if each.measured is not None
+        and len(each.measured.layers) == num_layers
+        and max(each.measured.layers) < len(each.measured.kinds)
+    }
+
+
+def unmeasured(stages: StageMap, config: PipelineConfig) -> Cut:
+    """A cut of which nothing more is known."""
+    document = PlanFile(
+        schedule=config.schedule,
+        num_microbatches=config.microbatches,
+        step_s=0.0,
+        bubble=0.0,
+        bottleneck="",
+        stages=tuple(
+            PlanStage(machine=stages.nodes[rank], start=stages.cuts[at], end=stages.cuts[at + 1])
+            for at, rank in enumerate(stages.ranks)
+        ),
+        links=tuple(PlanLink() for _ in stages.ranks[1:]),
+    )
+    return Cut(stages, document)
