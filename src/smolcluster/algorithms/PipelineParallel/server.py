@@ -178,6 +178,9 @@ class Server:
         if not self.pool.started or len(ready) < self.num_wanted:
             return
         by_name = named(ready)
+        written = self.config.shard_plan
+        if isinstance(written, dict) and not written.keys() <= by_name.keys():
+            return
         cut = self.cut(by_name)
         self.considered = {each.id for each in ready}
         self.num_attempts += 1
