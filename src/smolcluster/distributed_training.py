@@ -155,6 +155,7 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
                 "LOCAL_RANK": str(rank - here.start),
                 "WORLD_SIZE": str(world_size),
             },
+            start_new_session=True,  # Ctrl-C is heard here: a rank that heard it twice would not save
         )
         for rank in here
     }
