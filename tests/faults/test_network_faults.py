@@ -59,7 +59,9 @@ def test_a_fault_makes_no_difference(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("case", [case for case in ALL_CASES if case.algorithm == "diloco"], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in ALL_CASES if case.algorithm == "diloco"], ids=str
+)
 def test_a_fault_makes_no_difference_to_asynchronous_workers(
     case: Case, tmp_path: Path, reference: Callable[[Algorithm], Played]
 ) -> None:
