@@ -17,6 +17,7 @@ import argparse
 import itertools
 import json
 import logging
+import math
 import secrets
 import statistics
 import time
@@ -36,9 +37,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from common import free_port, report, say
 from exchange import Children, Host, hosts_of
-from pipelines import executions, parts_of, run_step, stages_of
+from pipelines import even_cuts, executions, parts_of, run_step, stages_of
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
+from smolcluster.algorithms.PipelineParallel.tensors import encode
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.algorithms.planning.layers import Layer, Machine, Problem, plan_layers, predict
 from smolcluster.configs.schema import GPTConfig
@@ -55,7 +57,7 @@ from smolcluster.training.schedules.instructions import (
     generate,
     stage_ranks,
 )
-from smolcluster.training.schedules.simulation import Costs, Span, Timeline, simulate
+from smolcluster.training.schedules.simulation import Boundary, Costs, Span, Timeline, simulate
 from smolcluster.training.stages.compute import StageCompute
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.workload import Terms, Workload
@@ -68,6 +70,8 @@ ROWS = 16
 SPEEDS = (4, 2, 1, 1)
 SLOW_LAYER_S = 0.008
 TIMEOUT_S = 60.0
+SLOW_BYTES_S = 95.8e6 / 8
+"""What a plain socket carries in a namespace of 100 Mbit/s."""
 GPT_SIZES = GPTConfig(
     type="GPT", model_dim=32, num_layers=4, num_heads=2, ff_dim=64, max_seq_len=32, dropout=0.0
 )
@@ -147,6 +151,7 @@ class Case:
         layers: of each stage; each of these costs as many seconds as it says.
         megabytes: of a microbatch's activations.
         hosts: one for each rank.
+        bytes_s: what each link carries.
     """
 
     schedule: str
@@ -155,6 +160,7 @@ class Case:
     megabytes: float
     hosts: tuple[Host, ...]
     codec: str = "fp32"
+    bytes_s: float = math.inf
     secret: Secret = field(default_factory=lambda: Secret(Path(), secrets.token_bytes(32)))
     port: int = field(default_factory=free_port)
 
@@ -181,7 +187,9 @@ class Case:
         return found
 
     def simulated(self) -> Timeline:
-        return simulate(self.lists, self.costs)
+        carried_s = encode(torch.zeros(ROWS, self.width), self.codec).nbytes / self.bytes_s
+        ways = [Boundary(carried_s, carried_s)] * (len(self.layers) - 1)
+        return simulate(self.lists, self.costs, ways)
 
     def modules(self, stage: int) -> list[PacedLayer]:
         return [
@@ -459,7 +467,7 @@ def slow_link(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with hosts_of("namespaces", NUM_STAGES - 1) as hosts:
         for codec in ("fp32", "int8"):
             layers = equal_stages(NUM_STAGES, arguments.unit / 1e3)
-            case = Case("1f1b", NUM_MICROBATCHES, layers, 2.0, hosts, codec)
+            case = Case("1f1b", NUM_MICROBATCHES, layers, 4.0, hosts, codec, SLOW_BYTES_S)
             yield measure(case, max(1, arguments.steps // 3))
 
 
@@ -468,9 +476,7 @@ def coded(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     workload = Workload(lambda: GPT(GPT_SIZES, VOCABULARY), cross_entropy, [(torch.zeros(1), 0)])
     lists = generate("1f1b", 3, 4)
     for codec in ("fp32", "int8"):
-        stages = stages_of(workload, [0, 2, 4, 6])
-        for each in stages:
-            each.replica.optimizer = type(each.replica)(each.module, "adamw").optimizer
+        stages = stages_of(workload, even_cuts(workload, 3), "adamw")
         generator, losses = torch.Generator().manual_seed(1), []
         with executions(lists, stages, codec=codec) as made:
             for turn in range(arguments.train):

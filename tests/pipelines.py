@@ -57,12 +57,14 @@ def even_cuts(workload: Workload, num_stages: int) -> list[int]:
     return [round(stage * layers / num_stages) for stage in range(num_stages + 1)]
 
 
-def stages_of(workload: Workload, cuts: Sequence[int], **options: Any) -> list[OwnStage]:
+def stages_of(
+    workload: Workload, cuts: Sequence[int], optimizer: str = "sgd", **options: Any
+) -> list[OwnStage]:
     """Stages that were cut from copies of the whole model, which takes less time than to build each."""
     made, model = [], whole(workload)
     for start, end in pairwise(cuts):
         own = copy.deepcopy(model)
-        replica = Replica(Stage(own, layers_of(own, None), start, end), "sgd", is_stage=True)
+        replica = Replica(Stage(own, layers_of(own, None), start, end), optimizer, is_stage=True)
         made.append(OwnStage(replica, StageCompute(replica, workload, SEED, **options)))
     return made
 
