@@ -1,5 +1,6 @@
 """A pipeline's run: server and stages as threads, equal to one process, whatever the cut and the schedule."""
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.cluster import link
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig
+from smolcluster.errors import NonFiniteLoss
 from smolcluster.models.gpt import GPT
 from smolcluster.net.inbox import Event
 from smolcluster.ps.assignment import Assigned
@@ -209,3 +211,23 @@ def test_the_layers_are_dealt_out_by_what_they_take(tmp_path: Path) -> None:
     assert plan.step_s > 0
     assert all(each.machine in told and each.device for each in plan.stages)
     assert [plan.stages[0].start, plan.stages[-1].end] == [0, 8]
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_names_worker_and_layers(
+    tmp_path: Path,
+) -> None:
+    settings = settings_for(2)
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+
+    class Broken(Worker):
+        def compute(self, step: Assigned) -> None:
+            for each in self.stages.values():
+                each.replica.params.fill_(math.nan)
+            super().compute(step)
+
+    workers = [cluster.worker(1, node="pi5", make=Broken), cluster.worker(2, node="win")]
+    error = cluster.server.failure()
+    assert isinstance(error, NonFiniteLoss)
+    assert str(error).startswith("step 1: the gradient of worker 1 (pi5), layers 0 to 3, is not")
+    for each in workers:
+        each.failure()
