@@ -12,7 +12,7 @@ import torch
 import own_workloads
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pretrained_models import adapters, saved
-from smolcluster.algorithms.PipelineParallel import worker
+from smolcluster.algorithms.PipelineParallel import server, worker
 from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.worker import Worker
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
@@ -231,3 +231,27 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_names_worker_and_layers(
     assert str(error).startswith("step 1: the gradient of worker 1 (pi5), layers 0 to 3, is not")
     for each in workers:
         each.failure()
+
+
+def test_a_stage_that_hangs_is_cut_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "LEAST_PATIENCE_S", 3.0)
+    settings = settings_for(2, "redundancy=1", "reconnect_timeout_s=1")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    is_over = threading.Event()
+
+    class Hanging(Worker):
+        def compute(self, step: Assigned) -> None:
+            if step.lease.epoch == 1:
+                is_over.wait(DEADLINE_S)
+            super().compute(step)
+
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Hanging)]
+    cluster.server.finish()
+    is_over.set()
+    workers[0].finish()
+    workers[1].join(DEADLINE_S)  # it hears that the run is over, or that nobody answers
+    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
+    assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
+    assert any("worker 2 (win) has not answered for" in line for line in cluster.log_lines)

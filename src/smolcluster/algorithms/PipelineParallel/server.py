@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -65,8 +66,11 @@ from smolcluster.transport.messages import (
     StageState,
     WantState,
 )
+from smolcluster.utils.units import format_duration
 
 TICK_S = 0.1
+PATIENCE_S, LEAST_PATIENCE_S = 600.0, 30.0
+"""How long stages may take over anything, and over a step at least."""
 
 
 class StageReceiver(Receiver):
@@ -102,6 +106,8 @@ class Question:
 
     then: Callable[[list[Any]], None]
     """Is given all answers, by rank."""
+    asked_at: float
+    patience_s: float
     answers: dict[int, Message] = field(default_factory=dict)
     """By session."""
 
@@ -145,6 +151,8 @@ class Server:
         """What the stages do together is counted over all plans, steps and evaluations alike."""
         self.is_evaluated = self.is_kept = True
         """Whether the last step is, as far as that is due."""
+        self.step_s = self.step_began_at = 0.0
+        """The longest step of this plan so far, and when the newest one was begun."""
 
     @property
     def version(self) -> int:
@@ -171,6 +179,8 @@ class Server:
             self.plan()
         elif self.crew.question is None:
             self.next_turn(self.crew)
+        else:
+            self.cut_silent(self.crew, self.crew.question)
 
     def plan(self) -> None:
         """Deal the layers out, once enough workers are there."""
@@ -184,6 +194,7 @@ class Server:
         cut = self.cut(by_name)
         self.considered = {each.id for each in ready}
         self.num_attempts += 1
+        self.step_s = 0.0
         peers = [by_name[name] for name in cut.map.nodes]
         crew = self.crew = Crew(self.num_attempts, cut.map, peers)
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
@@ -244,9 +255,10 @@ class Server:
         crew: Crew,
         tell: Callable[[Crew, int], None],
         then: Callable[[list[Any]], None],
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Tell all stages something, and go on when all have answered."""
-        crew.question = Question(then)
+        crew.question = Question(then, time.monotonic(), patience_s)
         for rank in range(len(crew.peers)):
             tell(crew, rank)
 
@@ -261,6 +273,18 @@ class Server:
             crew.question = None
             then([answers[each] for each in ids])
 
+    def cut_silent(self, crew: Crew, question: Question) -> None:
+        """Cut the stage that holds all up, once that is certain: of those asked the one that waits least."""
+        silent_s = time.monotonic() - question.asked_at
+        if silent_s < question.patience_s:
+            return
+        silent = [each.worker for each in crew.peers if each.id not in question.answers]
+        worker = min(silent, key=lambda each: each.gauge.values.get("share/wait", 0.0))
+        reason = f"it has not answered for {format_duration(silent_s)}"
+        self.report.stalled(worker, silent_s, reason)
+        worker.live_session.cut(reason)
+        question.asked_at = time.monotonic()
+
     def next_turn(self, crew: Crew) -> None:
         """Have the stages take a step, or evaluate or send what the last one has come to."""
         self.turn += 1
@@ -271,6 +295,11 @@ class Server:
             self.keep(crew)
         elif not self.report.is_over:
             self.begin_step(crew)
+
+    @property
+    def step_patience_s(self) -> float:
+        """How long a step may take: by what others of this plan took, or long."""
+        return max(LEAST_PATIENCE_S, 10 * self.step_s) if self.step_s else PATIENCE_S
 
     def is_time(self, every: int | None) -> bool:
         """Whether the last step was one of those, or the last one of all."""
@@ -322,6 +351,7 @@ class Server:
         )
         samples = next(batches)
         self.num_grants += 1
+        self.step_began_at = time.monotonic()
         lease = LeaseKey(
             incarnation=self.context.incarnation,
             epoch=samples.epoch,
@@ -329,7 +359,12 @@ class Server:
             stop=samples.stop,
             grant=self.num_grants,
         )
-        self.ask(crew, partial(self.assign, samples, lease), partial(self.commit, crew, samples))
+        self.ask(
+            crew,
+            partial(self.assign, samples, lease),
+            partial(self.commit, crew, samples),
+            self.step_patience_s,
+        )
 
     def assign(self, samples: Range, lease: LeaseKey, crew: Crew, rank: int) -> None:
         indices = self.orders[samples.epoch][samples.start : samples.stop]
@@ -350,6 +385,7 @@ class Server:
         for rank, each in enumerate(answers):
             if each.loss is None or each.squared_norm is None:
                 raise NonFiniteLoss(self.not_finite(crew, rank, each))
+        self.step_s = max(self.step_s, time.monotonic() - self.step_began_at)
         num_terms = max(1, sum(each.num_terms for each in answers))
         loss = sum(each.loss for each in answers if each.loss is not None) / num_terms
         squares = [each.squared_norm for each in answers if each.squared_norm is not None]

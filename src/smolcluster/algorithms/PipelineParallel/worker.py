@@ -58,6 +58,8 @@ from smolcluster.transport.messages import (
 from smolcluster.utils.device import pick_device
 
 WAIT_S = 1.0
+PATIENCE_S = 3600.0
+"""A neighbour that is lost is known at once; who is slow, or hangs, is the server's to tell apart."""
 EVERY_ATTEMPT = 2**62
 
 
@@ -121,7 +123,6 @@ class Worker:
         self.welcome, self.training = welcome, training
         self.config = welcome.run.of(PipelineConfig)
         self.train = training.recipe.applied_to(welcome.run.train)
-        self.timeout_s = welcome.heartbeat_timeout_s
         self.measured: LayersMeasured | None = None
         """Once it has been in a session."""
         self.receiver: StageReceiver
@@ -149,7 +150,7 @@ class Worker:
             place.log,
             encryption=place.encryption,
             bucket_bytes=self.welcome.bucket_bytes,
-            heartbeat_timeout_s=self.timeout_s,
+            heartbeat_timeout_s=self.welcome.heartbeat_timeout_s,
         )
         with closing(self.links):
             addresses = place.node.addresses or (link.connection.own_address,)
@@ -222,9 +223,9 @@ class Worker:
             ),
             codec=self.config.activation_codec,
         )
-        self.links.connect(route, self.link, self.timeout_s)
+        self.links.connect(route, self.link, PATIENCE_S)
         meter = training.replica.meter
-        self.execution = Execution(self.stages, plan.ranks, self.links, meter, self.timeout_s)
+        self.execution = Execution(self.stages, plan.ranks, self.links, meter, PATIENCE_S)
         self.link.send(StageReady(attempt=plan.attempt))
 
     def load_state(self, plan: Planned) -> None:
