@@ -298,11 +298,13 @@ class Worker:
         """
         number, fragment = arrived.fragment, self.layout.fragments[arrived.fragment]
         base_version = arrived.base_version
-        # of whole weights all fragments have the newest version
-        if base_version is not None and base_version > self.versions[number]:
+        own_version = self.versions[number]
+        is_newer = arrived.version > own_version
+        # of whole weights all fragments have the newest version, so a base may be older
+        if not is_newer or (base_version is not None and base_version > own_version):
             raise ProtocolError(
                 f"fragment {number} of version {arrived.version} does not follow on version "
-                f"{self.versions[number]} here"
+                f"{own_version} here"
             )
         base = self.layout.gather(number, self.anchor)
         values = arrived.values.to(base.device)
