@@ -85,7 +85,7 @@ class Saver:
             return  # at once; the writer's thread ends with the process
         with self._open:
             self.wait_for_copy()
-            if _is_orderly(error) and self._report.version != self._newest_step:
+            if self.saves_end(error):
                 self._take()
             self.wait_for_copy()
             self._submit()
@@ -106,6 +106,11 @@ class Saver:
         if self._writer is None or self._every is None:
             return False
         return version % self._every < num_steps
+
+    def saves_end(self, error: BaseException | None = None) -> bool:
+        """Whether the end is saved if the run ends now, or so: it is not yet, and may be."""
+        is_news = self._report.version != self._newest_step
+        return self._writer is not None and is_news and _is_orderly(error)
 
     def skip_end(self) -> None:
         """What the replica holds now is nothing to go on from: do not save it at the end."""

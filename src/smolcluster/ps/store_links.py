@@ -303,6 +303,10 @@ class StoreLinks(ABC):
     def session_of(self, node: str) -> Session | None:
         return next((store.session for store in self._stores if store.node == node), None)
 
+    def cut(self, node: str, reason: str) -> None:
+        if (session := self.session_of(node)) is not None:
+            session.cut(reason)
+
     def _of_session(self, session_id: int) -> RemoteStore | None:
         sessions = ((store, store.session) for store in self._stores)
         return next((s for s, own in sessions if own and own.session_id == session_id), None)
@@ -395,10 +399,10 @@ class StoreLinks(ABC):
         for is cut, and so is one that takes `GATHER_SLOWER` times as long as for getting its slice, and so
         long besides. The weights must not be read by others until this returns. `check_stop` may raise.
         """
-        if not self.is_ready:
-            return False
         if not self._contents(slice(0, 0)):
             return True
+        if not self.is_ready:
+            return False
         began = time.monotonic()
         asked = [(store, *self._ask(store, version)) for store in self._stores]
         for store, _, whole in asked:

@@ -37,12 +37,15 @@ class ReducingLinks(StoreLinks):
         self._reduction = reduction
         self.attempt = 0
         """Counts the steps that were opened, also those that had to be done again."""
+        self._version = 0
+        """What the last commit made."""
+        self._open_version = 0
         self._copied_terms = 0
         self._on_store_lost: Callable[[], None] = lambda: None
 
     def begin(self, version: int, on_store_lost: Callable[[], None]) -> None:
         """The run stands at `version`; `on_store_lost` hears that the open step cannot be finished."""
-        self._on_store_lost = on_store_lost
+        self._on_store_lost, self._version = on_store_lost, version
         self._remember_copy(version)
 
     @property
@@ -56,6 +59,7 @@ class ReducingLinks(StoreLinks):
 
     def open_step(self, step: Step) -> None:
         self.attempt += 1
+        self._open_version = step.version
         self._tell(
             self.others,
             OpenStep(
@@ -76,6 +80,7 @@ class ReducingLinks(StoreLinks):
                 store.session.cut("it does not send the means of its buckets")
 
     def commit(self, commit: Commit) -> None:
+        self._version = commit.version
         self._tell(self.others, commit)
 
     def send_means(self, instance: str) -> None:
@@ -86,7 +91,8 @@ class ReducingLinks(StoreLinks):
         return {name: values[place] for name, values in self._reduction.residual().items()}
 
     def _residual_terms(self) -> int:
-        return self._copied_terms
+        is_owed = self._copied_version == self._version  # else a step has paid it
+        return self._copied_terms if is_owed else 0
 
     def _remember_copy(self, version: int) -> None:
         super()._remember_copy(version)
@@ -104,5 +110,9 @@ class ReducingLinks(StoreLinks):
         if message.bucket not in store.span:
             raise ProtocolError(f"it sent the mean of bucket {message.bucket}, which it has not")
         if message.attempt == self.attempt:
+            if message.version != self._open_version:
+                raise ProtocolError(
+                    f"it sent a mean of step {message.version}, open is {self._open_version}"
+                )
             self._reduction.receive(message, payload)
         return MeanArrived(message.bucket, message.attempt)

@@ -134,7 +134,7 @@ class ReducingSlice(HeldSlice):
             self._slice, given.codec, first=given.first, num_buckets=len(self._buckets)
         )
         residual = self._reduction.residual()
-        if residual and RESIDUAL in self._contents:
+        if residual and given.residual_terms and RESIDUAL in self._contents:
             residual[RESIDUAL].copy_(self._contents[RESIDUAL])
             self._reduction.owe(given.residual_terms)
         self._contents = residual
@@ -222,6 +222,12 @@ class ReducingSlice(HeldSlice):
     def _on_gone(self, instance: str) -> None:
         super()._on_gone(instance)
         self._followers.discard(instance)
+
+    def _forget(self, session_id: int) -> None:
+        """A worker that comes back begins anew with a SendMeans: what comes before is not for it."""
+        if (instance := self._instance_of(session_id)) is not None:
+            self._followers.discard(instance)
+        super()._forget(session_id)
 
     def receiver_parts(self) -> tuple[Reduction, str, Sequence[slice]]:
         return self._reduction, self._given.codec, self._buckets

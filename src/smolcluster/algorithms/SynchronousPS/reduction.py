@@ -322,7 +322,8 @@ class Reduction:
         if reduced.tensor != bucket_spec(self._codec, bucket):
             raise ProtocolError(f"its mean of bucket {reduced.bucket} is not of the agreed shape")
         total = self._sum_of(reduced.version, reduced.bucket)
-        self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), total)
+        with self._lossy_lock:  # readers of several stores share the codec's scratch
+            self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), total)
         [self._norms[reduced.bucket]] = bucket_norms(total, [slice(None)])
 
     def _finish(self, step: OpenedStep, number: int, total: Tensor) -> None:

@@ -77,6 +77,8 @@ class Server:
         """Buckets of the open step whose mean has been sent."""
         self.reduced_at = 0.0
         """When the newest one was."""
+        self.ended_at = 0.0
+        """When a member's push last ended here."""
         self.arrived: set[int] = set()
         """Those whose mean has come from stores on other hosts, which send it to everybody."""
         self.waiting: dict[int, tuple[Worker, Ready]] = {}
@@ -124,14 +126,30 @@ class Server:
     def run(self) -> Summary:
         told = self.links.told(lambda: self.report.ending)
         with closing(self.feed), self.pool, told, self.evaluator, self.saver:
-            while not self.report.is_over:
-                for event in self.pool.next_events(TICK_S):
-                    self.handle(event)
-                self.links.check_patience(time.monotonic())
-                self.advance(time.monotonic())
-                self.saver.tick()
-                self.report.tick()
+            try:
+                self.serve()
+            except BaseException as error:
+                self.gather_for_the_end(error)
+                raise
+            self.gather_for_the_end()
             return self.report.summary()
+
+    def serve(self) -> None:
+        while not self.report.is_over:
+            for event in self.pool.next_events(TICK_S):
+                self.handle(event)
+            self.links.check_patience(time.monotonic())
+            self.advance(time.monotonic())
+            self.saver.tick()
+            self.report.tick()
+
+    def gather_for_the_end(self, error: BaseException | None = None) -> None:
+        """Let what is saved when the run ends so hold what stores owe then."""
+        if not self.saver.saves_end(error):
+            return
+        self.saver.wait_for_copy()
+        if not self.links.gather(self.version):
+            self.context.log.warning("step %d is saved without what stores owe", self.version)
 
     def handle(self, event: Event) -> None:
         match event:
@@ -186,13 +204,18 @@ class Server:
                 taker = self.members.idle_for(part)
                 is_stuck |= taker is None and part.is_overdue(now)
                 self.assign(part, taker, now)
-            if self.step.is_complete_here:
-                self.links.cut_silent(self.arrived, self.reduced_at, now)
+            self.cut_silent_stores(self.step, now)
         self.members.resume(now, at_once=is_stuck)
         for joiner in self.members.joining:
             if not joiner.has_buffers:
                 self.send_buffers(joiner)
             self.members.catch_up(joiner, self.version, self.reduced, self.reduction)
+
+    def cut_silent_stores(self, step: Step, now: float) -> None:
+        """Cut stores that owe means, though members have brought all: before, some may still compute."""
+        is_reduced_here = len(self.reduced) == len(self.links.own_span)
+        if is_reduced_here and step.has_ended_here:
+            self.links.cut_silent(self.arrived, max(self.reduced_at, self.ended_at), now)
 
     def send_buffers(self, joiner: StepMember) -> None:
         """Send a joiner the buffers that have changed, before its first bucket; commits bring newer ones."""
@@ -403,7 +426,7 @@ class Server:
         if assignment is None:
             self.on_answer(session_id, answer)
             return
-        assignment.answer = answer
+        assignment.answer, self.ended_at = answer, time.monotonic()
         self.ended(assignment, "")
 
     def on_counted(self, store_id: int, counted: Counted) -> None:
@@ -414,6 +437,9 @@ class Server:
         if assignment is None or node not in assignment.awaited:
             return
         step, num_buckets = assignment.step, counted.num_buckets
+        if num_buckets > self.links.others[node]:
+            self.links.cut(node, "it counted more buckets than it has")
+            return
         step.counted(assignment, node, num_buckets, is_finished=counted.is_finished)
         self.ended(assignment, node)
         self.commit_if_whole()
@@ -438,6 +464,8 @@ class Server:
                 self.first_part_at = self.first_part_at or now
                 self.expect_as_long(self.step, now)
             self.members.cancel_others(assignment)
+            if assignment.is_partial and not assignment.backup:
+                self.members.cancel(assignment)  # so that it keeps no residual of its push
         elif isinstance(answer, Push):
             self.report.dropped(assignment.holder, answer.lease, "duplicate", 0)
             self.members.cancel(assignment)

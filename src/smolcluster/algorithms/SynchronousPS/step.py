@@ -62,9 +62,13 @@ class PartAssignment:
 
         With stores on other hosts all or none, as those that have counted are not the first ones.
         """
-        is_skipped = self.step.overflow is not None
-        is_partly = self.step.others and self.num_counted < self.step.num_in_all
-        return 0 if self.backup or is_skipped or is_partly else self.num_counted
+        is_void = self.step.is_abandoned or self.step.overflow is not None
+        return 0 if self.backup or is_void or self.is_partial else self.num_counted
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether, with stores on other hosts, not all of its part's buckets have counted of its push."""
+        return bool(self.step.others) and self.num_counted < self.step.num_in_all
 
     @property
     def num_samples(self) -> int:
@@ -137,6 +141,8 @@ class Step:
         self.num_buckets = num_buckets
         self.others = frozenset(others)
         self.num_in_all = num_buckets + sum(others.values())
+        self.is_abandoned = False
+        """Whether nothing of it counts, because it is done again."""
         self.expected_s = math.inf
         """How long its longest part should take, as far as is known."""
         self.parts: list[Part] = []
@@ -237,15 +243,13 @@ class Step:
                     part.finished_by = part.completed_by
 
     def abandon(self) -> None:
-        """Nothing of it counts: it will be done again."""
-        with self._lock:
-            for assignment in self._grants.values():
-                assignment.num_counted = 0
+        """Nothing of it counts, also of pushes that have been answered for: it will be done again."""
+        self.is_abandoned = True
 
     @property
-    def is_complete_here(self) -> bool:
-        """Whether all parts' buckets that lie here have counted."""
-        return all(part.completed_by for part in self.parts)
+    def has_ended_here(self) -> bool:
+        """Whether every push that its parts need has come to its end here."""
+        return not self.orphans() and all(each.answer is not None for each in self.assignments)
 
     @property
     def is_whole(self) -> bool:

@@ -122,6 +122,8 @@ class StepReceiver(Receiver):
         self._assignments = AssignmentReceiver()
         self._buckets = replica.buckets
         self._codec = get_codec(codec_name)
+        self._decoding = threading.Lock()
+        """Readers of several stores share the codec's scratch."""
         self._lossless = get_codec(lossless_for(replica.params.dtype))
         self._optimizer = replica.optimizer
         shape = (replica.num_params,)
@@ -144,7 +146,12 @@ class StepReceiver(Receiver):
     def from_store(self, span: range) -> "MeanReceiver":
         """What takes the means that a store on another host sends."""
         self._spans.append(span)
-        return MeanReceiver(self)
+        return MeanReceiver(self, span)
+
+    def has(self, reduced: Reduced) -> bool:
+        """Whether this bucket of a mean that is not complete has arrived already."""
+        with self._changed:
+            return reduced.bucket in self._reduced_of(reduced)
 
     def complete(self, committed: Committed) -> bool:
         """Whether all that stores have of a step's mean is here; then it is put into `committed`."""
@@ -260,7 +267,8 @@ class StepReceiver(Receiver):
             return False
         if not self._codec.lossless:
             encoded = torch.frombuffer(payload, dtype=torch.uint8)
-            self._codec.decode(encoded, mean.gradient[self._buckets[reduced.bucket]])
+            with self._decoding:
+                self._codec.decode(encoded, mean.gradient[self._buckets[reduced.bucket]])
         with self._changed:
             mean.reduced.add(reduced.bucket)
             self._changed.notify_all()
@@ -317,22 +325,27 @@ class StepReceiver(Receiver):
             mean = self._means.get(reduced.version)
             if mean is not None or reduced.version <= self._done:
                 return mean
-            gradient = self._take_free()
-            if gradient is None:
-                self.has_fallen_behind = True
-                return None
-            is_new = reduced.version not in self._means  # another reader may have been quicker
-            if not is_new:
-                self._free.append(gradient)
-            else:
+            gradient = self._take_free(reduced.version)
+            if gradient is not None:
                 self._means[reduced.version] = Mean(gradient)
-            return self._means[reduced.version]
+                self._changed.notify_all()
+            elif not self._is_settled(reduced.version):
+                self.has_fallen_behind = True
+            return self._means.get(reduced.version)
 
-    def _take_free(self) -> Tensor | None:
-        """A buffer that nobody uses; None: there was none for too long."""
+    def _is_settled(self, version: int) -> bool:
+        """Whether a mean has its memory, or needs none: another reader may have been quicker."""
+        return version in self._means or version <= self._done
+
+    def _take_free(self, version: int) -> Tensor | None:
+        """A buffer that nobody uses; None: `version` needs none, or there was none for too long."""
         longest_s = None if math.isinf(self._longest_wait_s) else self._longest_wait_s
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self._closed, longest_s)
+            self._changed.wait_for(
+                lambda: self._free or self._closed or self._is_settled(version), longest_s
+            )
+            if self._is_settled(version):
+                return None
             if self._closed and not self._free:
                 raise PeerLost("the worker has left")
             return self._free.pop() if self._free else None
@@ -369,13 +382,17 @@ class StepReceiver(Receiver):
 class MeanReceiver(Receiver):
     """Takes the means that a store on another host sends."""
 
-    def __init__(self, steps: StepReceiver) -> None:
-        self._steps = steps
+    def __init__(self, steps: StepReceiver, span: range) -> None:
+        self._steps, self._span = steps, span
 
     def place_for(self, message: Message) -> memoryview | None:
         if not isinstance(message, Reduced):
             return None
         self._steps.check_shape(message)
+        if message.bucket not in self._span:
+            raise ProtocolError(f"it sent the mean of bucket {message.bucket}, which it has not")
+        if self._steps.has(message):
+            raise ProtocolError(f"it sent the mean of bucket {message.bucket} twice")
         place = self._steps.place_in_mean(message)
         if self._steps.has_fallen_behind:
             raise PeerLost("this worker does not keep up with the steps")

@@ -1,6 +1,8 @@
 """What the tests of SyncPS share: workers without a connection, and frames delivered by hand."""
 
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from smolcluster.algorithms.SynchronousPS.step import PartAssignment, Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StepReceiver
 from smolcluster.cluster.worker import Worker
 from smolcluster.codec.base import absmax
+from smolcluster.codec.int4 import Int4BlockCodec
 from smolcluster.codec.registry import CODECS, get_codec, lossless_for
 from smolcluster.data.permutation import Range
 from smolcluster.net import membership
@@ -31,6 +34,20 @@ LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
 DENSE = {"bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 254, "int4": 1 / 14}
 """Lossy codecs that send every value at once, and the most that they lose of the largest one."""
 DTYPES = {name: codec.dtype for name, codec in CODECS.items()}
+
+
+class MeetingCodec(Int4BlockCodec):
+    """Notices whether two threads decode with it at once."""
+
+    def __init__(self) -> None:
+        self._both = threading.Barrier(2)
+        self.have_met = False
+
+    def _decode(self, encoded: Tensor, out: Tensor) -> float:
+        with suppress(threading.BrokenBarrierError):
+            self._both.wait(0.1)
+            self.have_met = True
+        return super()._decode(encoded, out)
 
 
 class Post(Session):

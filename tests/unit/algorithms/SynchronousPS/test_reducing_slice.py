@@ -2,18 +2,49 @@
 
 import logging
 import time
+from typing import cast
 
 import pytest
 
-from harness import local_settings
-from smolcluster.algorithms.SynchronousPS.reducing_links import ReducingLinks
-from smolcluster.algorithms.SynchronousPS.reducing_slice import SliceStep
+from connection_pairs import one_of_each
+from harness import SECRET, local_settings
+from smolcluster.algorithms.SynchronousPS.reducing_links import MeanArrived, ReducingLinks
+from smolcluster.algorithms.SynchronousPS.reducing_slice import ReducingSlice, SliceStep
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
-from smolcluster.net.inbox import MessageReceived
+from smolcluster.codec.registry import get_codec
+from smolcluster.errors import ProtocolError
+from smolcluster.net.acceptor import SessionOpened
+from smolcluster.net.dialling import Address
+from smolcluster.net.inbox import Inbox, MessageReceived, SessionClosed
+from smolcluster.net.session import Session
+from smolcluster.ps.push import bucket_spec
+from smolcluster.ps.store_host import COORDINATOR, StoreSetup
 from smolcluster.ps.store_links import Patience
-from smolcluster.transport.messages import LeaseKey, OpenStep, Push, TensorSpec
-from unit.ps.test_store_links import LISTENING, NODES, new_replica, open_session
+from smolcluster.transport.handshake import Authenticated, introduce
+from smolcluster.transport.messages import (
+    SESSION,
+    STORE,
+    Accepted,
+    LeaseKey,
+    OpenStep,
+    Push,
+    Reduced,
+    SendMeans,
+    Slice,
+    TensorSpec,
+)
+from unit.algorithms.SynchronousPS.actors import commit_of, opened_step
+from unit.ps.test_store_links import (
+    LISTENING,
+    NODES,
+    Client,
+    FakeSession,
+    new_replica,
+    open_session,
+)
 
+SLICE = next(each for each in one_of_each() if isinstance(each, Slice))
+"""Bucket 1 of 2, of 1000 weights in all."""
 SPAN = range(2, 4)
 OPENED = OpenStep(attempt=5, version=8, epoch=1, start=64, sizes=(16, 32))
 
@@ -52,18 +83,27 @@ def test_what_is_of_no_part_of_the_step_does_not_count(stray: Push) -> None:
     assert SliceStep(OPENED, SPAN).claim(1, stray) is None
 
 
-def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
+def links_of(codec: str, num_terms: int = 0) -> ReducingLinks:
+    """Links of a server at step 5, the last of which left a residual of so many loss terms."""
     replica = new_replica()
+    reduction = Reduction(replica, codec)
+    reduction.owe(num_terms)
     links = ReducingLinks(
         replica,
         NODES,
-        reduction=Reduction(replica, "fp32"),
+        reduction=reduction,
         run=local_settings(algorithm="syncps").run_config("test-run", "syncps"),
-        codec="fp32",
+        codec=codec,
         incarnation="here",
         patience=Patience(start_s=10.0, lost_s=60.0),
         log=logging.getLogger("test"),
     )
+    links.begin(5, lambda: None)
+    return links
+
+
+def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
+    links = links_of("fp32")
     win, pi5 = (open_session(links, node, 1 + n) for n, node in enumerate(NODES[1:]))
     for each in (win, pi5):
         links.handle(MessageReceived(each.session_id, LISTENING))
@@ -75,3 +115,49 @@ def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
     links.cut_silent(all_of_win, now, now + 61.0)
     assert pi5.reason == "it does not send the means of its buckets"
     assert not win.is_cut
+
+
+def given_terms(links: ReducingLinks, session_id: int) -> int:
+    """Of how many loss terms the residual is that a store begins with."""
+    given = open_session(links, "win", session_id).sent[0]
+    assert isinstance(given, Slice)
+    return given.residual_terms
+
+
+def test_a_residual_that_a_step_has_paid_is_not_given_again() -> None:
+    links = links_of("int8", num_terms=32)
+    assert given_terms(links, 1) == 32
+    links.handle(SessionClosed(1, "its power is gone"))
+    links.commit(commit_of(6))
+    assert given_terms(links, 2) == 0
+
+
+def test_a_store_is_not_believed_a_mean_of_another_step() -> None:
+    links = links_of("fp32")
+    open_session(links, "win", 1)
+    links.open_step(opened_step(6, [8], len(links.own_span)))
+    receiver = links.receiver_for(1)
+    assert receiver is not None
+    bucket = bucket_spec(get_codec("fp32"), slice(0, 64))
+    own = Reduced(attempt=links.attempt, version=6, bucket=3, num_buckets=10, tensor=bucket)
+    payload = memoryview(bytearray(bucket.nbytes))
+    assert isinstance(receiver(own, payload), MeanArrived)
+    with pytest.raises(ProtocolError, match="a mean of step 7, open is 6"):
+        receiver(own.model_copy(update={"version": 7}), payload)
+
+
+def test_who_comes_back_is_sent_nothing_before_it_asks() -> None:
+    """Its StepReceiver is a new one, and the server lets it have all means from the open step on."""
+    given = SLICE.model_copy(update={"contents": (), "rule": None})
+    hello = introduce("win", sets=(SESSION, STORE))
+    log = logging.getLogger("test")
+    setup = StoreSetup(hello, Address("127.0.0.1", 1), SECRET, 1.0, log, ReducingSlice)
+    answer = Accepted(bucket_bytes=512 * 4, heartbeat_timeout_s=1.0)
+    held = ReducingSlice(setup, answer, Inbox(), given, {})
+    instance, session = "a" * 16, cast("Session", FakeSession(1))
+    hello = hello.model_copy(update={"instance": instance})
+    held.handle(SessionOpened(session, cast("Authenticated", Client(hello))), session)
+    held.handle(MessageReceived(COORDINATOR, SendMeans(instance=instance)), session)
+    assert held._followers == {instance}
+    held.handle(SessionClosed(1, "the cable was pulled"), session)
+    assert held._followers == set()

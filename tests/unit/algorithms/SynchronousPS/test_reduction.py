@@ -24,11 +24,12 @@ from smolcluster.ps.push import GradientSender
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import LeaseKey, Pull, Skip
+from smolcluster.transport.messages import LeaseKey, Pull, Reduced, Skip
 from unit.algorithms.SynchronousPS.actors import (
     DENSE,
     DTYPES,
     LOSSY,
+    MeetingCodec,
     add_part,
     committed,
     decoded,
@@ -138,6 +139,25 @@ def test_what_does_not_count_changes_nothing() -> None:
     assert reduction.add(SEAT, push_of(assignment.key, 1), gradient[second], 1.0)
     mean = mean_of(reduction, 1)
     assert torch.equal(mean[: second.stop], gradient[: second.stop])
+
+
+def test_readers_of_several_stores_decode_one_after_the_other() -> None:
+    replica = replica_for("int4")
+    frames = reduce_step(Reduction(replica, "int4"), replica, 1, gradients_of(replica, 2))
+    reduction = Reduction(replica, "int4")
+    reduction._codec = codec = MeetingCodec()
+
+    def receive(frame: Frame) -> None:
+        message, payload = opened(frame)
+        assert isinstance(message, Reduced)
+        reduction.receive(message, payload)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(receive, frames[:2], timeout=DEADLINE_S))
+    assert not codec.have_met
+    number, bucket = 1, replica.buckets[1]
+    own = decoded(frames[number], "int4", torch.float32)
+    assert torch.equal(reduction.mean(1)[bucket], own)
 
 
 def test_a_large_model_has_two_sums_and_a_small_one_as_many_as_fit() -> None:

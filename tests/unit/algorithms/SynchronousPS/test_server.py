@@ -16,6 +16,7 @@ from harness import local_settings
 from peers import DEADLINE_S, Hand, hello, server_parts
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.members import FIRST_PAUSE_S, StepMember
+from smolcluster.algorithms.SynchronousPS.reducing_links import ReducingLinks
 from smolcluster.algorithms.SynchronousPS.reduction import PartArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
@@ -38,6 +39,7 @@ from smolcluster.transport.messages import (
     Assignment,
     Cancel,
     Commit,
+    Counted,
     LeaseKey,
     Park,
     Pull,
@@ -792,6 +794,59 @@ def test_what_a_fenced_session_still_pushes_does_not_count(stage: Stage) -> None
         stage.server.handle(event)
     assert stage.step.parts[0].finished_by is None
     assert stage.step.orphans() == [stage.step.parts[0]]
+
+
+@pytest.fixture
+def other_host(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As if a store on another host had one more bucket; why it was cut."""
+    cuts: list[str] = []
+    monkeypatch.setattr(ReducingLinks, "others", {"win": 1})
+    monkeypatch.setattr(stage.server.links, "node_of", lambda _: "win")
+    monkeypatch.setattr(stage.server.links, "cut", lambda _, reason: cuts.append(reason))
+    monkeypatch.setattr(stage.server.links, "cut_silent", lambda *_: cuts.append("it owes means"))
+    return cuts
+
+
+def counted(part: Assignment, num_buckets: int) -> Counted:
+    return Counted(instance=INSTANCE, lease=part.lease, num_buckets=num_buckets, is_finished=True)
+
+
+def test_a_store_owes_means_when_members_have_brought_all(
+    stage: Stage, other_host: list[str]
+) -> None:
+    one, its_part, other, other_part = two(stage)
+    one.push(its_part)
+    stage.advance()
+    assert other_host == []
+    rest = other.begin(other_part, count=NUM_BUCKETS - 1)
+    stage.advance()
+    assert other_host == []
+    began = time.monotonic()
+    other.send(rest)
+    stage.house.until(lambda: stage.step.has_ended_here)
+    stage.advance()
+    assert other_host == ["it owes means"]
+    assert stage.server.ended_at >= began
+
+
+def test_who_wins_here_and_was_beaten_at_a_store_keeps_no_residual(
+    stage: Stage, other_host: list[str]
+) -> None:
+    one, its_part, _, _ = two(stage)
+    one.push(its_part)
+    stage.server.on_counted(0, counted(its_part, 0))
+    cancel = one.hand.hear_a(Cancel)
+    assert (cancel.lease, cancel.num_buckets) == (its_part.lease, 0)
+    assert other_host == []
+
+
+def test_a_store_that_counts_more_buckets_than_it_has_is_cut(
+    stage: Stage, other_host: list[str]
+) -> None:
+    _, its_part, _, _ = two(stage)
+    stage.server.on_counted(0, counted(its_part, 2))
+    assert other_host == ["it counted more buckets than it has"]
+    assert stage.step.parts[0].waits_for == {"win"}
 
 
 @with_overrides("worker_update_interval=2")

@@ -217,6 +217,18 @@ def test_what_is_given_up_counts_no_more_and_can_be_given_up_twice() -> None:
     assert step.orphans() == step.parts
 
 
+def test_of_a_step_that_is_done_again_no_residual_is_kept() -> None:
+    """Also of a push that had been answered for."""
+    step = step_of(8, 8)
+    done, open_one = (step.grant(part, ONE, n, 0.0) for n, part in enumerate(step.parts))
+    for each in (done, open_one):
+        claim(step, each, 0, 1, 2)
+    step.give_up(done)
+    assert (done.num_settled, open_one.num_settled) == (3, 3)
+    step.abandon()
+    assert (done.num_settled, open_one.num_settled) == (0, 0)
+
+
 def test_the_loss_is_the_mean_over_samples_not_over_parts() -> None:
     step = step_of(1, 3, 12)
     for number, (part, loss) in enumerate(zip(step.parts, (8.0, 4.0, 1.0), strict=True)):

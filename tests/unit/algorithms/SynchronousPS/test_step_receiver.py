@@ -42,6 +42,7 @@ from smolcluster.transport.messages import (
 from smolcluster.utils.retry import Deadline
 from unit.algorithms.SynchronousPS.actors import (
     DTYPES,
+    MeetingCodec,
     commit_of,
     committed,
     deliver,
@@ -209,6 +210,59 @@ def test_a_mean_of_no_bytes_is_refused(receiver: StepReceiver, mean_of: MakeFram
         server.send(empty)
         with pytest.raises(ProtocolError, match="not of the agreed shape and codec"):
             worker.receive(deadline=Deadline(DEADLINE_S), place_for=receiver.place_for)
+
+
+def from_stores(receiver: StepReceiver) -> list[Receiver]:
+    """What takes the means of two stores, which have one bucket and two."""
+    return [receiver.from_store(span) for span in (range(1), range(1, 3))]
+
+
+def test_a_store_is_not_believed_a_bucket_that_it_has_not_or_has_sent(
+    receiver: StepReceiver, mean_of: MakeFrames
+) -> None:
+    first, second = from_stores(receiver)
+    frames = mean_of(1)
+    with pytest.raises(ProtocolError, match="bucket 1, which it has not"):
+        deliver(frames[1], first)
+    deliver_all([frames[0]], first)
+    deliver_all(frames[1:2], second)
+    with pytest.raises(ProtocolError, match="bucket 1 twice"):
+        deliver(frames[1], second)
+    deliver_all(frames[2:], second)
+    event = committed(receiver, 1)
+    assert receiver.complete(event)
+    assert event.gradient is not None
+    assert torch.equal(event.gradient, random_gradient(610, 1))
+
+
+def test_readers_of_two_stores_wait_for_one_buffer_and_both_go_on(
+    receiver: StepReceiver, mean_of: MakeFrames
+) -> None:
+    first, second = from_stores(receiver)
+    free, receiver._free = receiver._free, []
+    frames = mean_of(1)
+    with ThreadPoolExecutor(2) as pool:
+        reading = [
+            pool.submit(deliver_all, own, each)
+            for own, each in ((frames[:1], first), (frames[1:], second))
+        ]
+        receiver.give_back(free[0])
+        try:
+            assert sum(len(each.result(DEADLINE_S)) for each in reading) == 1, "the mean is whole"
+        finally:
+            receiver.close()
+    assert not receiver.has_fallen_behind
+    assert receiver.complete(committed(receiver, 1))
+
+
+def test_readers_of_two_stores_decode_one_after_the_other() -> None:
+    replica = replica_for("int4")
+    frames = reduce_step(Reduction(replica, "int4"), replica, 1, gradients_of(replica, 2))
+    receiver = StepReceiver(replica, "int4")
+    receiver._codec = codec = MeetingCodec()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(deliver, frames[:2], from_stores(receiver), timeout=DEADLINE_S))
+    assert not codec.have_met
 
 
 def test_who_waits_for_a_worker_that_leaves_is_let_go(
