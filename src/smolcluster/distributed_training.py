@@ -145,21 +145,21 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
     Raises:
         LaunchError: one failed; names the first.
     """
-    processes = {
-        rank: subprocess.Popen(  # noqa: S603 - this very program
-            [sys.executable, "-m", "smolcluster.distributed_training", *argv],
-            env={
-                **os.environ,
-                **environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank - here.start),
-                "WORLD_SIZE": str(world_size),
-            },
-            start_new_session=True,  # Ctrl-C is heard here: a rank that heard it twice would not save
-        )
-        for rank in here
-    }
+    processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
+        for rank in here:
+            processes[rank] = subprocess.Popen(  # noqa: S603 - this very program
+                [sys.executable, "-m", "smolcluster.distributed_training", *argv],
+                env={
+                    **os.environ,
+                    **environ,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank - here.start),
+                    "LOCAL_WORLD_SIZE": str(len(here)),
+                    "WORLD_SIZE": str(world_size),
+                },
+                start_new_session=True,  # Ctrl-C is heard here: a rank that heard it twice would not save
+            )
         running = dict(processes)
         while running:
             for rank, process in list(running.items()):
@@ -180,9 +180,9 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
 
 def _end(processes: Mapping[int, "subprocess.Popen[bytes]"]) -> None:
     """Let rank 0, which tells the others, end; kill what is left."""
-    first = next(iter(processes.values()))
-    with suppress(OSError):
-        first.terminate()
+    for first in list(processes.values())[:1]:
+        with suppress(OSError):
+            first.terminate()
     end = time.monotonic() + END_TIMEOUT_S
     try:
         for process in processes.values():

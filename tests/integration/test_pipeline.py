@@ -1,6 +1,7 @@
 """A pipeline's run: server and stages as threads, equal to one process, whatever the cut and the schedule."""
 
 import math
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,14 @@ import torch
 import own_workloads
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pretrained_models import adapters, saved
-from smolcluster.algorithms.PipelineParallel import server, worker
+from smolcluster.algorithms.PipelineParallel import links, server, worker
 from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.worker import Worker
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.cluster import link
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import ConnectTimeout, NonFiniteLoss, PeerLost
 from smolcluster.models.gpt import GPT
 from smolcluster.net.inbox import Event
 from smolcluster.ps.assignment import Assigned
@@ -28,6 +29,7 @@ from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.finetune import next_token_loss
 from smolcluster.training.pretrained import Pretrained
 from smolcluster.training.workload import Workload
+from smolcluster.utils.stopping import Interrupted
 
 SIZES = GPTConfig(
     type="GPT", model_dim=16, num_layers=8, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0
@@ -255,3 +257,45 @@ def test_a_stage_that_hangs_is_cut_and_the_others_go_on(
     expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
     assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
     assert any("worker 2 (win) has not answered for" in line for line in cluster.log_lines)
+
+
+def test_a_server_that_is_stopped_keeps_what_the_stages_have(tmp_path: Path) -> None:
+    settings = settings_for(2, "reconnect_timeout_s=1")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+
+    class Stopping(Worker):
+        def compute(self, step: Assigned) -> None:
+            if step.lease.epoch == 1:
+                cluster.stop.note(signal.SIGTERM)
+            super().compute(step)
+
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Stopping)]
+    assert isinstance(cluster.server.failure(), Interrupted)
+    for each in workers:  # they look for the server once more
+        assert isinstance(each.failure(), PeerLost | ConnectTimeout)
+    checkpoint = cluster.store.newest_good()
+    assert checkpoint is not None
+    assert checkpoint.state.step == len(cluster.metrics.steps) > 7
+
+
+def test_stages_that_cannot_reach_each_other_talk_through_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def blocked(*_: Any, **__: Any) -> None:
+        raise ConnectTimeout("a firewall is between them")
+
+    monkeypatch.setattr(links, "dial", blocked)
+    settings = settings_for(3)
+    cluster = run(settings, tmp_path, gpt())
+    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
+    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
+    assert any("server relays" in line for line in cluster.log_lines)
+
+
+def test_samples_of_the_server_are_trained_on_and_none_are_held_out(tmp_path: Path) -> None:
+    settings = settings_for(2, "dataset.source=server", "num_epochs=1", "batch_size=100")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline")
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
+    summary = cluster.finish(*workers)
+    assert summary.final.val_loss is None
+    assert cluster.store.count()

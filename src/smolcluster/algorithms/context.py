@@ -241,10 +241,12 @@ class ServerContext:
         receiver_for: Callable[[int], Receiver],
         stores: StoreLinks | None = None,
         num_more: int = 0,
+        check_stop: Callable[[], None] | None = None,
     ) -> WorkerPool:
         """Listen from now on; workers are let in as soon as the pool is asked for events, and so are stores.
 
-        `num_more`: frames that may wait for a worker besides those of weights.
+        `num_more`: frames that may wait for a worker besides those of weights. `check_stop`: raises when this
+        process shall stop, whatever goes on; None: the context's.
 
         Raises:
             PortBusy: another process listens there.
@@ -309,7 +311,7 @@ class ServerContext:
             report=report,
             events=self.events,
             log=self.log,
-            check_stop=self.check_stop,
+            check_stop=check_stop or self.check_stop,
         )
 
 

@@ -59,16 +59,16 @@ def initial_weights(model: nn.Module, context: ServerContext) -> Path | None:
 
 
 @torch.no_grad()
-def load_newest(model: nn.Module, context: ServerContext) -> None:
-    """Give a model the weights of the run's newest checkpoint, which is that of its end.
+def load_newest(model: nn.Module, context: ServerContext, step: int) -> None:
+    """Give a model the weights of the run's end, which is `step`.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: they could not be saved.
     """
     checkpoint = None if context.store is None else context.store.newest_good()
-    if checkpoint is None:
+    if checkpoint is None or checkpoint.state.step != step:
         raise CheckpointError(
-            "the trained weights are lost, because no checkpoint could be written: see above"
+            f"the weights of step {step} are lost, because they could not be saved: see above"
         )
     known: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in checkpoint.model.items():

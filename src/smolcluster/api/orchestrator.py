@@ -195,7 +195,7 @@ class Orchestrator:
                 self.model.load_state_dict(context.training.replica.model.state_dict())
             else:
                 summary = serve(replace(context, initial=initial_weights(self.model, context)))
-                load_newest(self.model, context)
+                load_newest(self.model, context, summary.steps)
             summaries.append(summary)
             return summary
 

@@ -200,7 +200,7 @@ class TrainingContext:
             NonFiniteLoss: the loss is NaN or infinite.
         """
         workload = self.workload
-        if workload.validation is None:
+        if workload.validation is None or self.replica.device.type == "meta":
             return None
         held_out, copied = (
             workload.validation,

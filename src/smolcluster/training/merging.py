@@ -113,16 +113,29 @@ def _changes(model: Pretrained, trained: Mapping[str, Tensor]) -> dict[str, _Rep
     """What becomes of each tensor of the base's files that changes."""
     outline = _outline(model)
     found: dict[str, _Replaced | _Merged] = {}
-    for name, parameter in outline.named_parameters():
-        stored = model.stored_as(name)
-        if stored is not None and parameter.requires_grad:
-            found[stored] = _Replaced(_value(trained, name))
+    tied: dict[int, list[str]] = {}
+    for name, parameter in outline.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and not is_adapter(name):
+            tied.setdefault(id(parameter), []).append(name)
+    for names in tied.values():
+        places = [each for each in map(model.stored_as, names) if each is not None]
+        if not places:
+            raise _nowhere(model, names[0])
+        found.update(dict.fromkeys(places, _Replaced(_value(trained, names[0]))))
     for name, layer in outline.named_modules():
         if hasattr(layer, "get_base_layer") and hasattr(layer, "merge"):
             stored = model.stored_as(f"{name}.base_layer.weight")
-            if stored is not None:
-                found[stored] = _Merged(layer, name, trained)
+            if stored is None:
+                raise _nowhere(model, name)
+            found[stored] = _Merged(layer, name, trained)
     return found
+
+
+def _nowhere(model: Pretrained, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} was trained, but {model.folder} stores it in several parts, or not at all: it cannot be "
+        "merged"
+    )
 
 
 def _outline(model: Pretrained) -> nn.Module:

@@ -89,7 +89,12 @@ class Pretrained:
         with alone:
             with torch.random.fork_rng(devices=[]):
                 model = AutoModelForCausalLM.from_pretrained(
-                    str(self.folder), dtype=self.dtype, local_files_only=True, use_safetensors=True
+                    str(self.folder),
+                    config=self._config(),
+                    dtype=self.dtype,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    trust_remote_code=False,
                 )
             adapted = self._adapted(model)
         if self.four_bit and can_quantize(torch.device("cuda")):
@@ -188,7 +193,9 @@ class Pretrained:
         from transformers import AutoConfig  # noqa: PLC0415 - slow to import
 
         try:
-            return AutoConfig.from_pretrained(str(self.folder), local_files_only=True)
+            return AutoConfig.from_pretrained(
+                str(self.folder), local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(

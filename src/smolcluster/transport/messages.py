@@ -903,6 +903,7 @@ class StageEvaluated(Message):
     values: Annotated[
         dict[Name, Annotated[float, Field(allow_inf_nan=False)]], Field(max_length=64)
     ]
+    is_finite: bool = True
 
 
 Kinds = frozenset[type[Message]]

@@ -5,6 +5,7 @@ when it is evaluated or saved. So a checkpoint is that of any other run, and a r
 mesh.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from enum import IntEnum
@@ -17,8 +18,8 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshStep, MeshTrainer
-from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.saver import CheckpointSource
+from smolcluster.cluster.report import Report, StepTaken
+from smolcluster.cluster.saver import CheckpointSource, Saver
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ConfigError, NonFiniteLoss, PeerLost
@@ -50,8 +51,10 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
     source = CheckpointSource(replica, dict, dict)
     context.resume(source, report)
     saver = context.new_saver(source, report)
-    trainer = _trainer(training.workload, context.run.train, config, groups, context.run.seed)
-    _share_state(trainer, replica)
+    train = training.recipe.applied_to(context.run.train)
+    with _lost_named():
+        trainer = _trainer(training.workload, train, config, groups, context.run.seed)
+        _share_state(trainer, replica)
     context.log.info(
         "training %s on %d ranks, %s: %d samples an epoch, %d epochs",
         *(type(replica.model).__name__, config.mesh.world_size, config.mesh),
@@ -59,32 +62,55 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
     )
     eval_steps = context.run.train.eval_steps
     with closing(training), _others_told(groups), report.until_its_end(), saver:
-        gathered = report.version
-        while not report.is_over:
-            try:
-                context.check_stop()
-            except Interrupted:
-                if gathered != report.version:
-                    saver.wait_for_copy()
-                    _gather(trainer, replica)
-                raise
-            applied = report.samples_applied
-            _tell(groups, Order.STEP, applied)
-            step, num = trainer.step(applied), trainer.num_samples_at(applied)
-            version = report.version + 1
-            report.step_taken(_taken(step, version, applied, num, trainer.num_samples))
-            is_evaluated = version % eval_steps == 0 and not report.is_over
-            if is_evaluated or report.is_over or saver.is_due(version):
-                saver.wait_for_copy()
-                _gather(trainer, replica)
-                gathered = version
-            evaluation = training.evaluate() if is_evaluated else None
-            if evaluation is not None:
-                report.evaluated(version, applied // trainer.num_samples, evaluation)
-            saver.after_step(is_evaluated=evaluation is not None)
-            saver.tick()
-            report.tick()
-        return report.summary()
+        whole = _Whole(trainer, replica, saver, report)
+        with whole.saved_only_if_newest():
+            while not report.is_over:
+                try:
+                    context.check_stop()
+                except Interrupted:
+                    whole.gather()
+                    raise
+                applied = report.samples_applied
+                _tell(groups, Order.STEP, applied)
+                step, num = trainer.step(applied), trainer.num_samples_at(applied)
+                version = report.version + 1
+                report.step_taken(_taken(step, version, applied, num, trainer.num_samples))
+                is_evaluated = version % eval_steps == 0 and not report.is_over
+                if is_evaluated or report.is_over or saver.is_due(version):
+                    whole.gather()
+                stop = context.check_stop
+                evaluation = training.evaluate(before_batch=stop) if is_evaluated else None
+                if evaluation is not None:
+                    report.evaluated(version, applied // trainer.num_samples, evaluation)
+                saver.after_step(is_evaluated=evaluation is not None)
+                saver.tick()
+                report.tick()
+            return report.summary()
+
+
+class _Whole:
+    """Rank 0's whole model, which is that of the step at which it was gathered last."""
+
+    def __init__(
+        self, trainer: MeshTrainer, replica: Replica, saver: Saver, report: Report
+    ) -> None:
+        self._trainer, self._replica, self._saver, self._report = trainer, replica, saver, report
+        self._version = report.version
+
+    def gather(self) -> None:
+        if self._version != self._report.version:
+            self._saver.wait_for_copy()
+            _gather(self._trainer, self._replica)
+            self._version = self._report.version
+
+    @contextmanager
+    def saved_only_if_newest(self) -> Iterator[None]:
+        """Let no end of the block be saved as a step that the model is older than."""
+        try:
+            yield
+        finally:
+            if self._version != self._report.version:
+                self._saver.skip_end()
 
 
 def follow(
@@ -95,9 +121,9 @@ def follow(
     Raises:
         PeerLost: another rank has ended.
     """
-    trainer = _trainer(workload, train, config, groups, seed)
-    _share_state(trainer, None)
     with _lost_named():
+        trainer = _trainer(workload, workload.training.applied_to(train), config, groups, seed)
+        _share_state(trainer, None)
         while True:
             order, applied = _hear(groups)
             if order == Order.STOP:
@@ -116,12 +142,16 @@ def _trainer(
 ) -> MeshTrainer:
     groups.check_agreed(
         [
-            ("the training configuration", train.model_dump_json()),
+            *((key, json.dumps(value)) for key, value in train.model_dump(mode="json").items()),
             ("the mesh", config.model_dump_json()),
             ("torch", torch.__version__),
             ("the dataset", workload.fingerprint),
         ]
     )
+    if train.ema_decay is not None:
+        raise ConfigError(
+            f"ema_decay is {train.ema_decay:g}, but on a mesh nobody averages weights: set it to null"
+        )
     return MeshTrainer(workload, train, config, groups, seed=seed)
 
 
@@ -173,7 +203,7 @@ def _state_of(replica: Replica) -> dict[str, Tensor]:
 
 @contextmanager
 def _others_told(groups: Groups) -> Iterator[None]:
-    """Tell the others when rank 0 ends, however it does, unless they are out of reach.
+    """Tell the others when rank 0 ends between two steps.
 
     Raises:
         PeerLost: one of them has ended before.
@@ -181,10 +211,18 @@ def _others_told(groups: Groups) -> Iterator[None]:
     try:
         with _lost_named():
             yield
-    finally:
-        with suppress(RuntimeError):
-            _tell(groups, Order.STOP)
-            dist.barrier()
+    except (Interrupted, NonFiniteLoss) as end:  # between two steps, or on all ranks alike
+        if not isinstance(end, Interrupted) or end.is_orderly:
+            _stop(groups)
+        raise
+    _stop(groups)
+
+
+def _stop(groups: Groups) -> None:
+    """Tell the others that it is over; within a step none would listen, and the process's end tells them."""
+    with suppress(RuntimeError):
+        _tell(groups, Order.STOP)
+        dist.barrier()
 
 
 @contextmanager
@@ -201,8 +239,7 @@ def _lost_named() -> Iterator[None]:
         if isinstance(error, dist.DistBackendError) or "gloo" in reason:
             raise PeerLost(
                 "another rank has ended, or has not answered in time: the message of the first one that "
-                "failed "
-                f"says why ({reason.partition(']')[2].strip()[:60]})"
+                f"failed says why ({reason.partition(']')[2].strip()[:60]})"
             ) from error
         raise
 

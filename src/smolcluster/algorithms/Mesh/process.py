@@ -58,7 +58,10 @@ def be_rank(
     )
     device = _device(settings)
     backend = pick_backend(config.backend, device.type)
-    use_threads(settings.node.threads or max(1, (os.cpu_count() or 1) // len(ranks.here)))
+    num_here = int(
+        os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1
+    )
+    use_threads(settings.node.threads or max(1, (os.cpu_count() or 1) // num_here))
     console = SteadyConsole(stderr=True)
     with process_log("trainer" if rank == 0 else "rank", host, rank, console=console) as log:
         if rank == 0 and vocab_size is not None:
@@ -81,6 +84,7 @@ def be_rank(
             workload = load_workload(
                 settings.train, settings.cluster.seed, settings.node.dataset, log.logger
             )
+            settings = settings.with_batch_size(workload.batch_size)
             run = settings.run_config("rank", SINGLE)
             loop.follow(workload, run.train, config, groups, run.seed)
         dist.destroy_process_group()

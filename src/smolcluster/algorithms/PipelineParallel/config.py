@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from smolcluster.configs.schema import AlgorithmConfig
+from smolcluster.configs.schema import AlgorithmConfig, TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES
 from smolcluster.utils.words import hint_at
 
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
+    from smolcluster.training.recipe import Training
 
 FLAT_OPTIMIZERS = ("adam", "adamw", "sgd")
 """Those whose state can be cut where layers are."""
@@ -57,7 +58,31 @@ class PipelineConfig(AlgorithmConfig):
                 f"schedule is {self.schedule!r}, must be one of {', '.join(SCHEDULES)}"
                 f"{hint_at(self.schedule, SCHEDULES)}"
             )
-        train = settings.train
+        self._check_train(settings.train)
+        if isinstance(self.shard_plan, dict):
+            for node in self.shard_plan:
+                if node not in settings.cluster.workers:
+                    known = ", ".join(settings.cluster.workers)
+                    raise ConfigError(
+                        f"shard_plan names {node!r}, must be one of workers ({known})"
+                        f"{hint_at(node, settings.cluster.workers)}"
+                    )
+
+    def check_training(self, recipe: "Training", train: TrainConfig) -> None:
+        """Refuse what the workload itself says and no pipeline does; `train` has it in its place.
+
+        Raises:
+            ConfigError: one line with the key, its value and what to change.
+        """
+        self._check_train(train)
+        said = recipe.optimizer_for(train)
+        if said.kind not in FLAT_OPTIMIZERS or said.groups is not None:
+            raise ConfigError(
+                f"the workload's optimizer is {said.kind!r} or has groups, a pipeline takes "
+                f"{', '.join(FLAT_OPTIMIZERS)} without groups"
+            )
+
+    def _check_train(self, train: TrainConfig) -> None:
         if train.samples_per_step % self.microbatches:
             raise ConfigError(
                 f"microbatches is {self.microbatches}, which does not divide the {train.samples_per_step} "
@@ -75,11 +100,3 @@ class PipelineConfig(AlgorithmConfig):
             raise ConfigError(
                 f"ema_decay is {train.ema_decay:g}, but in a pipeline nobody averages weights: set it to null"
             )
-        if isinstance(self.shard_plan, dict):
-            for node in self.shard_plan:
-                if node not in settings.cluster.workers:
-                    known = ", ".join(settings.cluster.workers)
-                    raise ConfigError(
-                        f"shard_plan names {node!r}, must be one of workers ({known})"
-                        f"{hint_at(node, settings.cluster.workers)}"
-                    )

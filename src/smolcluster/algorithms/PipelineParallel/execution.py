@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from smolcluster.algorithms.PipelineParallel.links import Links
-from smolcluster.data.dataset import Batch
+from smolcluster.data.dataset import Batch, Elsewhere
 from smolcluster.data.loading import every_index
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import Microbatch
@@ -214,13 +214,15 @@ class Execution:
             for each in tied
             if each is not None
         ]
-        return max(0.0, total - math.fsum(each * each for each in norms))
+        return max(total - math.fsum(each * each for each in norms), 0.0)  # NaN stays NaN
 
 
 def evaluate_stages(
-    execution: Execution, training: TrainingContext, turn: int
+    execution: Execution, training: TrainingContext, turn: int, batch_size: int
 ) -> Evaluation | None:
     """Compute all samples that are held out with the other stages; what came of it, at the last one.
+
+    `batch_size`: of them at once, where the workload does not say; the same on all stages.
 
     Raises:
         PeerLost: a neighbour is lost.
@@ -228,10 +230,9 @@ def evaluate_stages(
     """
     workload = training.workload
     held_out = workload.validation
-    if held_out is None:
+    if held_out is None or isinstance(held_out, Elsewhere):
         return None
-    size = workload.eval_batch_size or training.eval_batch_size.size
-    batches = torch.split(every_index(held_out), size or held_out.num_samples)
+    batches = torch.split(every_index(held_out), workload.eval_batch_size or batch_size)
     execution.begin_turn(turn)
     numbers = itertools.count()
 

@@ -39,7 +39,7 @@ from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
-from smolcluster.errors import ConfigError, NonFiniteLoss
+from smolcluster.errors import ClusterEmpty, ConfigError, NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
@@ -58,6 +58,7 @@ from smolcluster.transport.messages import (
     Listening,
     Message,
     Planned,
+    Relayed,
     StageDone,
     StageEvaluated,
     StageKept,
@@ -66,11 +67,24 @@ from smolcluster.transport.messages import (
     StageState,
     WantState,
 )
+from smolcluster.utils.retry import Deadline
+from smolcluster.utils.stopping import Interrupted
 from smolcluster.utils.units import format_duration
 
 TICK_S = 0.1
+STOP_TIMEOUT_S = 20.0
+"""How long a run that shall stop waits for its stages to send what they have."""
 PATIENCE_S, LEAST_PATIENCE_S = 600.0, 30.0
 """How long stages may take over anything, and over a step at least."""
+
+
+@dataclass(frozen=True)
+class RelayWanted(Event):
+    """What a stage says to another one that it cannot reach."""
+
+    session_id: int
+    relayed: Relayed
+    payload: bytes
 
 
 class StageReceiver(Receiver):
@@ -83,6 +97,8 @@ class StageReceiver(Receiver):
         if isinstance(message, StageState):
             self._keeper.take(message, payload)
             return None
+        if isinstance(message, Relayed):
+            return RelayWanted(self._session_id, message, bytes(payload))
         return MessageReceived(self._session_id, message)
 
 
@@ -104,12 +120,16 @@ class Peer:
 class Question:
     """What all stages have been asked, who has yet to answer, and what comes then."""
 
+    subject: tuple[object, ...]
+    """What an answer must be about."""
     then: Callable[[list[Any]], None]
     """Is given all answers, by rank."""
     asked_at: float
     patience_s: float
     answers: dict[int, Message] = field(default_factory=dict)
     """By session."""
+    moved: tuple[int, ...] = ()
+    """How much of what takes long had been sent and received when it was looked last."""
 
 
 @dataclass
@@ -122,6 +142,18 @@ class Crew:
     question: Question | None = None
 
 
+def subject_of(answer: Message) -> tuple[object, ...]:
+    """What an answer is about."""
+    match answer:
+        case StageDone():
+            return StageDone, answer.lease
+        case StageEvaluated():
+            return StageEvaluated, answer.turn
+        case StageKept():
+            return StageKept, answer.step
+    return (type(answer),)
+
+
 class Server:
     """One run of PipelineParallel."""
 
@@ -129,13 +161,18 @@ class Server:
         self.context = context
         self.train = context.training.recipe.applied_to(context.settings.train)
         self.config = context.run.of(PipelineConfig)
+        self.config.check_training(context.training.recipe, self.train)
         self.num_layers = num_layers(context.training.workload)
         self.orders = EpochOrders(context.training.order)
         self.feed = context.open_feed()
         outline = context.training.replica
         self.keeper = Keeper(context.store, outline, context.log)
         num_tensors = len(outline.parameters) * (1 + len(outline.optimizer.state))
-        self.pool = context.open_pool(partial(StageReceiver, self.keeper), num_more=2 * num_tensors)
+        self.pool = context.open_pool(
+            partial(StageReceiver, self.keeper),
+            num_more=2 * num_tensors,
+            check_stop=lambda: None,
+        )
         self.report = self.pool.report
         self.keeper.on_saved = self.report.saved
         self.keeper.kept = Kept(self.report.training_state({}), context.initial)
@@ -153,6 +190,10 @@ class Server:
         """Whether the last step is, as far as that is due."""
         self.step_s = self.step_began_at = 0.0
         """The longest step of this plan so far, and when the newest one was begun."""
+        self.stop_by: float | None = None
+        """When the run stops at the latest, once that was asked for."""
+        self.waiting: Deadline | None = None
+        """For more workers, where those that are there after a loss cannot have all layers."""
 
     @property
     def version(self) -> int:
@@ -166,11 +207,28 @@ class Server:
         """
         with closing(self.feed), self.pool, closing(self.keeper):
             while not (self.report.is_over and self.is_evaluated and self.is_kept):
+                self.heed_stop()
                 for event in self.pool.next_events(TICK_S):
                     self.handle(event)
                 self.advance()
                 self.report.tick()
             return self.report.summary()
+
+    def heed_stop(self) -> None:
+        """Stop if that is asked for: when the state is kept, if there are stages that can send it.
+
+        Raises:
+            Interrupted: now.
+        """
+        try:
+            self.context.check_stop()
+        except Interrupted:
+            now = time.monotonic()
+            self.stop_by = self.stop_by or now + STOP_TIMEOUT_S
+            self.keeper.settle(wait=True)
+            is_newer = self.version > self.keeper.kept.state.step
+            if not (self.crew and self.keeper.can_keep and is_newer) or now >= self.stop_by:
+                raise
 
     def advance(self) -> None:
         """Begin what comes next, where nothing is being waited for."""
@@ -188,10 +246,14 @@ class Server:
         if not self.pool.started or len(ready) < self.num_wanted:
             return
         by_name = named(ready)
-        written = self.config.shard_plan
-        if isinstance(written, dict) and not written.keys() <= by_name.keys():
+        try:
+            cut = self.cut(by_name)
+        except ConfigError as error:
+            if not self.num_attempts:
+                raise
+            self.wait_for_more(error)
             return
-        cut = self.cut(by_name)
+        self.waiting = None
         self.considered = {each.id for each in ready}
         self.num_attempts += 1
         self.step_s = 0.0
@@ -200,7 +262,19 @@ class Server:
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
         if self.context.folder is not None:
             PLAN.write(self.context.folder / PLAN_NAME, cut.document)
-        self.ask(crew, self.planned, lambda _: None)
+        self.ask(crew, (StageReady,), self.planned, lambda _: None)
+
+    def wait_for_more(self, error: ConfigError) -> None:
+        """Those that are there after a loss cannot have all layers: others may come back.
+
+        Raises:
+            ClusterEmpty: they have not for too long.
+        """
+        if self.waiting is None:
+            self.waiting = Deadline(self.context.settings.cluster.empty_cluster_timeout_s)
+            self.context.log.warning("%s; waiting for more workers", error)
+        if self.waiting.expired:
+            raise ClusterEmpty(str(error)) from error
 
     @property
     def ready(self) -> list[Peer]:
@@ -221,9 +295,11 @@ class Server:
             return automatic_cut(self.num_layers, machines, self.config, self.train)
         if self.config.shard_plan == "even":
             return unmeasured(even_cut(self.num_layers, list(peers), self.config), self.config)
+        written = self.config.shard_plan
+        if missing := sorted(written.keys() - peers.keys()):
+            raise ConfigError(f"shard_plan has layers for {', '.join(missing)}, which is not there")
         ranges = {
-            node: [each] if isinstance(each, tuple) else each
-            for node, each in self.config.shard_plan.items()
+            node: [each] if isinstance(each, tuple) else each for node, each in written.items()
         }
         return unmeasured(written_cut(self.num_layers, ranges, self.config), self.config)
 
@@ -253,18 +329,21 @@ class Server:
     def ask(
         self,
         crew: Crew,
+        subject: tuple[object, ...],
         tell: Callable[[Crew, int], None],
         then: Callable[[list[Any]], None],
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Tell all stages something, and go on when all have answered."""
-        crew.question = Question(then, time.monotonic(), patience_s)
+        crew.question = Question(subject, then, time.monotonic(), patience_s)
         for rank in range(len(crew.peers)):
             tell(crew, rank)
 
     def on_answer(self, session_id: int, attempt: int, answer: Message) -> None:
         crew = self.crew
         if crew is None or crew.question is None or attempt != crew.attempt:
+            return
+        if subject_of(answer) != crew.question.subject:
             return
         answers, then = crew.question.answers, crew.question.then
         answers[session_id] = answer
@@ -275,6 +354,10 @@ class Server:
 
     def cut_silent(self, crew: Crew, question: Question) -> None:
         """Cut the stage that holds all up, once that is certain: of those asked the one that waits least."""
+        backlogs = (each.worker.live_session.backlog for each in crew.peers)
+        moved = (self.keeper.num_pieces, *backlogs)
+        if moved != question.moved:
+            question.moved, question.asked_at = moved, time.monotonic()
         silent_s = time.monotonic() - question.asked_at
         if silent_s < question.patience_s:
             return
@@ -290,8 +373,10 @@ class Server:
         self.turn += 1
         if not self.is_evaluated:
             evaluate = EvaluateStages(attempt=crew.attempt, turn=self.turn)
-            self.ask(crew, partial(self.tell, evaluate), self.evaluated)
-        elif not self.is_kept:
+            subject = StageEvaluated, self.turn
+            tell, patience_s = partial(self.tell, evaluate), self.evaluation_patience_s
+            self.ask(crew, subject, tell, self.evaluated, patience_s)
+        elif not self.is_kept or self.stop_by:
             self.keep(crew)
         elif not self.report.is_over:
             self.begin_step(crew)
@@ -300,6 +385,13 @@ class Server:
     def step_patience_s(self) -> float:
         """How long a step may take: by what others of this plan took, or long."""
         return max(LEAST_PATIENCE_S, 10 * self.step_s) if self.step_s else PATIENCE_S
+
+    @property
+    def evaluation_patience_s(self) -> float:
+        held_out = self.context.training.workload.validation
+        num_samples = 0 if held_out is None else held_out.num_samples
+        num_steps = math.ceil(num_samples / self.train.samples_per_step)
+        return max(PATIENCE_S, num_steps * self.step_patience_s)
 
     def is_time(self, every: int | None) -> bool:
         """Whether the last step was one of those, or the last one of all."""
@@ -310,7 +402,8 @@ class Server:
         state = self.report.with_evaluation(self.report.training_state({}))
         self.keeper.begin(crew.attempt, state)
         keep = KeepStages(attempt=crew.attempt, step=self.version)
-        self.ask(crew, partial(self.tell, keep), self.on_kept)
+        subject = StageKept, self.version
+        self.ask(crew, subject, partial(self.tell, keep), self.on_kept)
 
     def on_kept(self, _answers: list[StageKept]) -> None:
         """Nothing would be lost now: give those layers who have come since the last plan."""
@@ -361,6 +454,7 @@ class Server:
         )
         self.ask(
             crew,
+            (StageDone, lease),
             partial(self.assign, samples, lease),
             partial(self.commit, crew, samples),
             self.step_patience_s,
@@ -371,6 +465,8 @@ class Server:
         turn, session = self.turn, crew.peers[rank].worker.live_session
 
         def send(batch: ServedBatch | None) -> None:
+            if self.crew is not crew:
+                return  # the layers have been dealt out anew since
             told = assignment_of(lease, indices, batch, version=turn, learning_rate=0.0)
             send_assignment(session, *told, batch)
 
@@ -430,13 +526,24 @@ class Server:
         )
 
     def evaluated(self, answers: list[StageEvaluated]) -> None:
+        """All stages have computed what is held out.
+
+        Raises:
+            NonFiniteLoss: the loss is not finite.
+        """
         self.is_evaluated = True
+        if not all(each.is_finite for each in answers):
+            raise NonFiniteLoss(
+                f"the validation loss after step {self.version} is not finite; {DIVERGENCE_REMEDY}"
+            )
         values = {name: value for each in answers for name, value in each.values.items()}
         if "val_loss" in values:
             loss = values.pop("val_loss")
             metrics = {name.removeprefix("val_"): value for name, value in values.items()}
             epoch = max(0, self.report.samples_applied - 1) // self.context.training.num_samples
             self.report.evaluated(self.version, epoch, Evaluation(loss, metrics))
+        if self.report.is_over and self.keeper.can_keep:
+            self.is_kept = False
 
     def learning_rate(self) -> float:
         total = self.train.num_epochs * self.context.training.num_samples
@@ -453,26 +560,36 @@ class Server:
                 self.peers[peer.id] = peer
             case Departed(worker):
                 self.on_departure(worker)
-            case MessageReceived(session_id=id_, message=LayersMeasured() as measured):
-                if id_ in self.peers:
-                    self.peers[id_].measured = measured
-            case MessageReceived(session_id=id_, message=Listening() as listening):
-                if id_ in self.peers:
-                    self.peers[id_].listening = listening
-            case MessageReceived(session_id=id_, message=StageReady() as ready) if ready.reason:
-                self.on_trouble(id_, ready)
-            case MessageReceived(
-                session_id=id_,
-                message=StageReady() | StageDone() | StageEvaluated() | StageKept() as answer,
-            ):
-                self.on_answer(id_, answer.attempt, answer)
-            case MessageReceived(session_id=id_, message=WantState() as wanted):
-                self.send_state(id_, wanted)
+            case RelayWanted():
+                self.relay(event)
+            case MessageReceived(session_id=id_, message=message) if id_ in self.peers:
+                self.hear(self.peers[id_], message)
 
-    def send_state(self, session_id: int, wanted: WantState) -> None:
+    def hear(self, peer: Peer, message: Message) -> None:
+        match message:
+            case LayersMeasured():
+                peer.measured = message
+            case Listening():
+                peer.listening = message
+            case StageReady() if message.reason:
+                self.on_trouble(peer, message)
+            case StageReady() | StageDone() | StageEvaluated() | StageKept():
+                self.on_answer(peer.id, message.attempt, message)
+            case WantState():
+                self.send_state(peer, message)
+
+    def relay(self, wanted: RelayWanted) -> None:
+        """Hand on what one stage of the plan says to another one."""
+        peers = {each.id: each for each in self.crew.peers} if self.crew else {}
+        instances = {each.worker.member.instance: each for each in peers.values()}
+        sender, target = peers.get(wanted.session_id), instances.get(wanted.relayed.instance)
+        if sender is not None and target is not None:
+            told = wanted.relayed.model_copy(update={"instance": sender.worker.member.instance})
+            target.worker.live_session.send(told, wanted.payload)
+
+    def send_state(self, peer: Peer, wanted: WantState) -> None:
         """Send a stage what it wants of the state that is kept."""
-        crew, peer = self.crew, self.peers.get(session_id)
-        if peer is None or crew is None or wanted.attempt != crew.attempt:
+        if self.crew is None or wanted.attempt != self.crew.attempt:
             return
         for frame in self.keeper.frames(wanted, self.context.training.replica.bucket_bytes):
             peer.worker.live_session.send_frame(frame)
@@ -482,15 +599,10 @@ class Server:
         if self.crew is not None and peer in self.crew.peers:
             self.begin_again(f"{worker.name} is gone")
 
-    def on_trouble(self, session_id: int, ready: StageReady) -> None:
+    def on_trouble(self, peer: Peer, ready: StageReady) -> None:
         """A stage cannot reach a neighbour, or has lost it."""
-        if (
-            self.crew is not None
-            and ready.attempt == self.crew.attempt
-            and session_id in self.peers
-        ):
-            name = self.peers[session_id].worker.name
-            self.begin_again(f"{name}: {ready.reason}")
+        if self.crew is not None and ready.attempt == self.crew.attempt:
+            self.begin_again(f"{peer.worker.name}: {ready.reason}")
 
     def begin_again(self, reason: str) -> None:
         """Deal the layers out anew; what was computed since the state that was kept last is done again."""

@@ -50,12 +50,15 @@ def tensors_of(stage: OwnStage) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def state_frames(stage: OwnStage, attempt: int, step: int, piece_nbytes: int) -> Iterator[Frame]:
-    """A copy of a stage's state, in pieces; what is tied the first stage sends."""
+    """A stage's state in pieces, which must not change before they are sent.
+
+    What is tied the first stage sends.
+    """
     is_other = not stage.module.is_first
     for content, name, tensor in tensors_of(stage):
         if is_other and name in stage.module.tied:
             continue
-        data = bytes_of(tensor.to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8))
+        data = bytes_of(tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8))
         for offset in range(0, data.nbytes, piece_nbytes):
             piece = data[offset : offset + piece_nbytes]
             message = StageState(
@@ -139,6 +142,8 @@ class Keeper:
     ) -> None:
         self.kept: Kept
         """The newest one that is on the disk."""
+        self.num_pieces = 0
+        """That have come in this run."""
         self.on_saved: Callable[[int, Path], None] = lambda *_: None
         self._store, self._outline, self._log = store, outline, log
         self._layout = Layout(outline)
@@ -178,6 +183,7 @@ class Keeper:
             ProtocolError: it belongs nowhere.
         """
         with self._lock:
+            self.num_pieces += 1
             if self._writer is None or (piece.attempt, piece.step) != self._open:
                 return
             try:

@@ -14,6 +14,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
     raise SystemExit(main("pipeline", "worker"))
 
 
+import gc
 import math
 from collections.abc import Sequence
 from contextlib import closing
@@ -29,7 +30,8 @@ from smolcluster.algorithms.PipelineParallel.plan import schedule_of
 from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.cluster.link import Link, WorkerSetup
-from smolcluster.errors import ConnectTimeout, PeerLost, SmolclusterError
+from smolcluster.data.dataset import Place
+from smolcluster.errors import ConnectTimeout, NonFiniteLoss, PeerLost, SmolclusterError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.assignment import Assigned, AssignmentReceiver
@@ -176,7 +178,9 @@ class Worker:
         except PlanChanged:
             pass  # which comes next
         except (PeerLost, ConnectTimeout) as error:
-            self.link.next_event(0.0)  # raises where it is the server that is lost
+            self.newest = self.link.next_event(0.0)  # raises where the run is over
+            if self.link.is_cut:
+                raise
             self.link.send(StageReady(attempt=self.plan.attempt, reason=str(error)))
 
     def next_event(self) -> Event | None:
@@ -200,7 +204,8 @@ class Worker:
         """Build the layers that are one's own now, and reach the neighbours."""
         self.plan, training = plan, self.training
         device = pick_device(place.node.device)
-        self.stages = {}  # frees the memory of those before
+        self.stages.clear()  # the execution before has the same dict
+        gc.collect()  # a stage and what computes with it refer to each other
         for stage, rank in enumerate(plan.ranks):
             if rank == plan.rank:
                 layers = range(plan.cuts[stage], plan.cuts[stage + 1])
@@ -257,10 +262,12 @@ class Worker:
         """Compute the loss and the gradients of a step, and say what they have come to."""
         if step.failure is not None:
             raise step.failure
-        lists = schedule_of(self.config, 1 + max(self.plan.ranks), self.num_parts(step))
-        outcome = self.execution.run(
-            step.assignment.version, lists[self.plan.rank], self.parts(step)
-        )
+        if self.training.prefetch is not None:  # a stage in the middle takes none of them
+            place = Place(self.training.seed, step.lease.epoch, step.lease.start)
+            self.training.prefetch.forget_before(place)
+        parts = self.parts(step)
+        lists = schedule_of(self.config, 1 + max(self.plan.ranks), len(parts))
+        outcome = self.execution.run(step.assignment.version, lists[self.plan.rank], parts)
         has_loss = math.isfinite(outcome.loss.total)
         is_finite = math.isfinite(outcome.squared_norm)
         self.link.send(
@@ -277,9 +284,6 @@ class Worker:
 
     def microbatch_size(self) -> int:
         return self.train.samples_per_step // self.config.microbatches
-
-    def num_parts(self, step: Assigned) -> int:
-        return math.ceil(step.num_samples / self.microbatch_size())
 
     def parts(self, step: Assigned) -> Sequence[Microbatch]:
         """A step's samples, cut into microbatches; of an epoch's last step there may be fewer."""
@@ -302,8 +306,18 @@ class Worker:
 
     def evaluate(self, wanted: EvaluateStages) -> None:
         """Compute what is held out with all others; the last stage says what came of it."""
-        evaluation = evaluate_stages(self.execution, self.training, wanted.turn)
-        values = evaluation.values if evaluation else {}
-        finite = {name: each for name, each in values.items() if math.isfinite(each)}
-        answer = StageEvaluated(attempt=self.plan.attempt, turn=wanted.turn, values=finite)
-        self.link.send(answer)
+        is_finite, values, size = True, dict[str, float](), self.train.batch_size
+        try:
+            evaluation = evaluate_stages(self.execution, self.training, wanted.turn, size)
+        except NonFiniteLoss:
+            is_finite = False
+        else:
+            values = dict(evaluation.values) if evaluation else {}
+        self.link.send(
+            StageEvaluated(
+                attempt=self.plan.attempt,
+                turn=wanted.turn,
+                values={name: each for name, each in values.items() if math.isfinite(each)},
+                is_finite=is_finite,
+            )
+        )
