@@ -73,6 +73,7 @@ def no_namespaces() -> str:
     return ""
 
 
+@pytest.mark.bench
 def test_a_pipelines_step_is_measured_beside_torchs(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     command = [sys.executable, str(PROJECT / "benchmarks" / "pipeline.py"), "--json", str(file)]
