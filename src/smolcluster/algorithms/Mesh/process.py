@@ -58,6 +58,11 @@ def be_rank(
     )
     device = _device(settings)
     backend = pick_backend(config.backend, device.type)
+    if backend == "nccl" and config.mesh.pp > 1:
+        raise ConfigError(
+            f"mesh.pp is {config.mesh.pp} on NCCL, whose messages have no tags: those of a pipeline could be "
+            "taken for each other: set mesh.pp to 1"
+        )
     num_here = int(
         os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1
     )

@@ -193,7 +193,7 @@ class Server:
         self.stop_by: float | None = None
         """When the run stops at the latest, once that was asked for."""
         self.waiting: Deadline | None = None
-        """For more workers, where those that are there after a loss cannot have all layers."""
+        """For more workers, where those that are there cannot have all layers."""
 
     @property
     def version(self) -> int:
@@ -243,15 +243,18 @@ class Server:
     def plan(self) -> None:
         """Deal the layers out, once enough workers are there."""
         ready = self.ready
-        if not self.pool.started or len(ready) < self.num_wanted:
+        if not self.pool.started:
             return
         by_name = named(ready)
+        if missing := self.missing(by_name):
+            self.wait_for_more(missing)
+            return
         try:
             cut = self.cut(by_name)
         except ConfigError as error:
             if not self.num_attempts:
                 raise
-            self.wait_for_more(error)
+            self.wait_for_more(str(error))
             return
         self.waiting = None
         self.considered = {each.id for each in ready}
@@ -264,17 +267,27 @@ class Server:
             PLAN.write(self.context.folder / PLAN_NAME, cut.document)
         self.ask(crew, (StageReady,), self.planned, lambda _: None)
 
-    def wait_for_more(self, error: ConfigError) -> None:
-        """Those that are there after a loss cannot have all layers: others may come back.
+    def missing(self, peers: Mapping[str, Peer]) -> str | None:
+        """Who must come before layers can be dealt out: at first all, later those of a written plan."""
+        if isinstance(self.config.shard_plan, dict):
+            names = sorted(self.config.shard_plan.keys() - peers.keys())
+            return f"shard_plan has layers for {', '.join(names)}" if names else None
+        wanted = 1 if self.num_attempts else self.context.settings.cluster.num_workers
+        return f"{len(peers)} of {wanted} workers are there" if len(peers) < wanted else None
+
+    def wait_for_more(self, reason: str) -> None:
+        """Those that are there cannot have all layers: others may come, or come back.
 
         Raises:
             ClusterEmpty: they have not for too long.
         """
         if self.waiting is None:
-            self.waiting = Deadline(self.context.settings.cluster.empty_cluster_timeout_s)
-            self.context.log.warning("%s; waiting for more workers", error)
+            cluster = self.context.settings.cluster
+            self.waiting = Deadline(max(cluster.start_timeout_s, cluster.empty_cluster_timeout_s))
+            left = format_duration(self.waiting.remaining())
+            self.context.log.info("%s; waiting up to %s for more workers", reason, left)
         if self.waiting.expired:
-            raise ClusterEmpty(str(error)) from error
+            raise ClusterEmpty(reason)
 
     @property
     def ready(self) -> list[Peer]:
@@ -282,24 +295,15 @@ class Server:
         found = [each for each in self.peers.values() if each.listening is not None]
         return sorted(found, key=lambda each: each.worker.member.worker_id)
 
-    @property
-    def num_wanted(self) -> int:
-        """How many workers must be there: at first all, after a loss those that remain."""
-        if isinstance(self.config.shard_plan, dict):
-            return len(self.config.shard_plan)
-        return 1 if self.num_attempts else self.context.settings.cluster.num_workers
-
     def cut(self, peers: Mapping[str, Peer]) -> Cut:
         if self.config.shard_plan == "auto":
             machines = {name: reported(peer) for name, peer in peers.items()}
             return automatic_cut(self.num_layers, machines, self.config, self.train)
         if self.config.shard_plan == "even":
             return unmeasured(even_cut(self.num_layers, list(peers), self.config), self.config)
-        written = self.config.shard_plan
-        if missing := sorted(written.keys() - peers.keys()):
-            raise ConfigError(f"shard_plan has layers for {', '.join(missing)}, which is not there")
         ranges = {
-            node: [each] if isinstance(each, tuple) else each for node, each in written.items()
+            node: [each] if isinstance(each, tuple) else each
+            for node, each in self.config.shard_plan.items()
         }
         return unmeasured(written_cut(self.num_layers, ranges, self.config), self.config)
 
