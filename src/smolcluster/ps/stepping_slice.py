@@ -32,6 +32,7 @@ from smolcluster.transport.messages import (
     Message,
     SendWeights,
     Slice,
+    SliceRule,
 )
 
 PUSHES_HELD = 2
@@ -111,7 +112,7 @@ def store_of(given: Slice, buckets: Sequence[slice], values: Mapping[str, Tensor
         ProtocolError: these are not what its rule needs.
     """
     rule, weights = given.rule, values.get(WEIGHTS)
-    if rule is None or weights is None:
+    if not isinstance(rule, SliceRule) or weights is None:
         raise ProtocolError("it gave a slice without weights or rule to a store that takes steps")
     buffer = torch.empty_like(weights)
     optimizer = FlatOptimizer(

@@ -325,6 +325,10 @@ class HeldSlice(ABC):
     def _obey(self, message: Message, coordinator: Session) -> None:
         """The coordinator has said something about the slice."""
 
+    def _now(self) -> Mapping[str, Tensor]:
+        """What the coordinator is sent when it gathers, each (n,)."""
+        return self._contents
+
     def listen(self, addresses: Sequence[str]) -> tuple[HostPort, ...]:
         """Let workers in at these addresses; returns them with their ports."""
         setup, addresses = self._setup, tuple(dict.fromkeys(addresses))
@@ -372,7 +376,7 @@ class HeldSlice(ABC):
             case MessageReceived(session_id, message=Gather(version=version)) if (
                 session_id == COORDINATOR
             ):
-                for frame in self._frames(self._contents, version):
+                for frame in self._frames(self._now(), version):
                     coordinator.send_frame(frame)
             case MessageReceived(session_id, message) if session_id == COORDINATOR:
                 self._obey(message, coordinator)

@@ -38,6 +38,7 @@ from smolcluster.transport.messages import (
     Hello,
     Listening,
     Message,
+    OuterRule,
     Reject,
     Slice,
     SliceRule,
@@ -170,7 +171,7 @@ class StoreLinks(ABC):
     def _contents(self, place: slice) -> dict[str, Tensor]:
         """What a slice of the flat weights holds, by name: views of what was gathered last."""
 
-    def _rule(self, _place: slice) -> SliceRule | None:
+    def _rule(self, _place: slice) -> SliceRule | OuterRule | None:
         """How a slice steps; None: it takes no steps."""
         return None
 

@@ -92,6 +92,7 @@ SpanEntry = Annotated[
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:%_-]{1,253}$")]
 MAX_STORES, MAX_ADDRESSES, MAX_CONTENTS = 256, 8, 16
 MAX_PARTS = 4096
+MAX_LAYERS, MAX_CHANGES = 4096, 256
 MAX_STAGES, MAX_WANTED, MAX_LAYER_KINDS = 4096, 64, 200
 OptimizerArgument = bool | int | float | Annotated[tuple[float, ...], Strict(False)]
 WEIGHTS = "weights"
@@ -525,8 +526,16 @@ class Delta(Message):
     tensor: TensorSpec
 
 
+class DeltaSent(Message):
+    """Client: it has sent what a fragment has changed by to stores; the server holds no bucket of it."""
+
+    KIND: ClassVar[int] = 39
+    request: Count
+    fragment: Count
+
+
 class OuterStep(Message):
-    """Server: one bucket of a fragment's weights of `version`.
+    """Server, store: one bucket of a fragment's weights of `version`.
 
     With `base_version` it is what is to be taken from those of that version; null: the weights themselves.
     """
@@ -600,6 +609,22 @@ class SliceRule(HeaderModel):
     num_steps: Count
 
 
+class OuterRule(HeaderModel):
+    """Nesterov's momentum over what workers have changed in a slice.
+
+    The flat weights are those of tensors with as many elements as `layers` says, which are cut into
+    `num_fragments`. Outer steps are sent encoded with `codec_down`; null: weights are. `is_async`: after some
+    steps changes are applied one by one.
+    """
+
+    learning_rate: Annotated[float, Field(gt=0)]
+    momentum: Annotated[float, Field(ge=0, lt=1)]
+    is_async: bool
+    codec_down: Identifier | None
+    layers: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_LAYERS)]
+    num_fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
+
+
 class Slice(Message):
     """Server: what a store holds, and how it steps; followed by the State of its buckets.
 
@@ -620,7 +645,7 @@ class Slice(Message):
     contents: Annotated[tuple[Identifier, ...], Strict(False), Field(max_length=MAX_CONTENTS)]
     codec: Identifier
     has_loss_scale: bool
-    rule: SliceRule | None
+    rule: SliceRule | OuterRule | None
     residual_terms: Count = 0
 
 
@@ -663,11 +688,16 @@ class Discard(Message):
 
 
 class SendWeights(Message):
-    """Server: send the weights of now, which are those of `version`, to the worker `instance`."""
+    """Server: send the weights of now, which are those of `version`, to the worker `instance`.
+
+    With a `fragment` only what is held of that, which the worker has in `base_version`.
+    """
 
     KIND: ClassVar[int] = 46
     instance: Instance
     version: Count
+    fragment: Count | None = None
+    base_version: Count = 0
 
 
 class WorkerGone(Message):
@@ -717,6 +747,55 @@ class SendMeans(Message):
 
     KIND: ClassVar[int] = 51
     instance: Instance
+
+
+class BucketNorm(Message):
+    """Store: a bucket has come of what a fragment has changed by on the worker `instance`.
+
+    Its L2 norm, and that of the weights; null: it is not finite.
+    """
+
+    KIND: ClassVar[int] = 26
+    instance: Instance
+    request: Count
+    fragment: Count
+    bucket: Count
+    norm: Annotated[float, Field(ge=0)] | None
+    weights_norm: Annotated[float, Field(ge=0)] | None
+
+
+class CountedChange(HeaderModel):
+    """A change that a step takes: of the worker `instance`, `weight` times."""
+
+    instance: Instance
+    request: Count
+    weight: Annotated[float, Field(ge=0)]
+
+
+class TakeOuterStep(Message):
+    """Server: step a fragment from `base_version` to `version`, along the mean of these changes.
+
+    With a `share` there is one, which is applied by that; and momentum moves if `moves_by`, the sum of the
+    shares since it has moved last, is not null.
+    """
+
+    KIND: ClassVar[int] = 27
+    fragment: Count
+    base_version: Count
+    version: Count
+    changes: Annotated[
+        tuple[CountedChange, ...], Strict(False), Field(min_length=1, max_length=MAX_CHANGES)
+    ]
+    share: Annotated[float, Field(ge=0, le=1)] | None = None
+    moves_by: Annotated[float, Field(ge=0)] | None = None
+
+
+class DropChange(Message):
+    """Server: what a fragment has changed by on the worker `instance` is not to be applied."""
+
+    KIND: ClassVar[int] = 38
+    instance: Instance
+    request: Count
 
 
 class TransferPiece(HeaderModel):
@@ -955,13 +1034,13 @@ PS = MessageSet(
 """What a worker, which dials, and its server say to each other."""
 ROUNDS = MessageSet(
     "rounds",
-    from_dialler=frozenset({Stepped, Delta}),
+    from_dialler=frozenset({Stepped, Delta, DeltaSent}),
     from_listener=frozenset({Collect, OuterStep, Resumed, Saved}),
 )
 """What they say besides where a worker takes many steps of its own between two exchanges."""
 STORE = MessageSet(
     "store",
-    from_dialler=frozenset({Listening, Arrived, State, Reduced, Counted, Fault}),
+    from_dialler=frozenset({Listening, Arrived, State, Reduced, Counted, BucketNorm, Fault}),
     from_listener=frozenset(
         {
             Slice,
@@ -974,13 +1053,17 @@ STORE = MessageSet(
             OpenStep,
             Commit,
             SendMeans,
+            TakeOuterStep,
+            DropChange,
             End,
         }
     ),
 )
 """What a store on another machine, which dials, and the server say to each other."""
 SLICES = MessageSet(
-    "slices", from_dialler=frozenset({Push, Skip}), from_listener=frozenset({State, Reduced})
+    "slices",
+    from_dialler=frozenset({Push, Skip, Delta}),
+    from_listener=frozenset({State, Reduced, OuterStep}),
 )
 """What a worker, which dials, and such a store say to each other."""
 LINKS = MessageSet("links", from_dialler=frozenset({Transfer}), from_listener=frozenset({Transfer}))

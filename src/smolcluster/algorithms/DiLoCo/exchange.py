@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,26 +28,77 @@ from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Buffers, Collect, Delta, Message, OuterStep, frame_of
+from smolcluster.transport.messages import (
+    Buffers,
+    Collect,
+    Delta,
+    DeltaSent,
+    Message,
+    OuterStep,
+    StoreList,
+    frame_of,
+)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model's weights are cut: into fragments, and each of these into buckets."""
+    """How a model's weights are cut: into fragments, and each of these into buckets.
+
+    A fragment is cut where the flat weights are: so each of its buckets lies in one of theirs, and is the
+    same on any number of hosts. A `part` is what one host holds: of each fragment some buckets, or none.
+    """
 
     fragments: Sequence[Fragment]
     bucket_bytes: int
     dtype: torch.dtype
+    whole: "Layout | None" = None
+    """What it is a part of."""
+    held: range | None = None
+    """Numbers of the flat buckets that a part holds."""
 
     @classmethod
     def of(cls, replica: Replica, fragments: Sequence[Fragment]) -> "Layout":
         return cls(fragments, replica.bucket_bytes, replica.params.dtype)
 
+    def part(self, held: range) -> "Layout":
+        """What lies in these buckets of the flat weights; places count from the first of them."""
+        slice_ = slice(held.start * self._length, held.stop * self._length)
+        fragments = [fragment.within(slice_) for fragment in self.fragments]
+        return Layout(fragments, self.bucket_bytes, self.dtype, self, held)
+
+    @property
+    def _length(self) -> int:
+        return max(1, self.bucket_bytes // self.dtype.itemsize)
+
+    @cached_property
+    def _buckets(self) -> list[list[tuple[int, slice]]]:
+        return [fragment.buckets(self._length) for fragment in self.fragments]
+
+    @cached_property
+    def numbers(self) -> list[range]:
+        """By fragment: the numbers of its buckets that are held here."""
+        if self.whole is None or self.held is None:
+            return [range(len(each)) for each in self._buckets]
+        firsts = [
+            sum(home < self.held.start for home in self.whole.homes(number))
+            for number in range(len(self.fragments))
+        ]
+        return [
+            range(first, first + len(each))
+            for first, each in zip(firsts, self._buckets, strict=True)
+        ]
+
+    def num_buckets(self, number: int) -> int:
+        """Of a whole fragment."""
+        return len((self.whole or self)._buckets[number])
+
+    def homes(self, number: int) -> list[int]:
+        """By bucket of a fragment: the number of the flat bucket that it lies in, counted as places are."""
+        return [home for home, _ in self._buckets[number]]
+
     def buckets(self, number: int) -> list[slice]:
         """Places in the fragment's values, laid one after the other."""
-        length = max(1, self.bucket_bytes // self.dtype.itemsize)
-        numel = self.fragments[number].numel
-        return [slice(start, min(start + length, numel)) for start in range(0, numel, length)]
+        return [place for _, place in self._buckets[number]]
 
     def gather(self, number: int, flat: Tensor) -> Tensor:
         """A fragment's values of `flat` (num_params,), in memory of their own, on its device."""
@@ -61,10 +113,13 @@ class Layout:
 class Encoder:
     """Encodes a fragment's values, bucket by bucket; what is lost of them is added to the next ones."""
 
-    def __init__(self, codec_name: str, layout: Layout) -> None:
+    def __init__(
+        self, codec_name: str, layout: Layout, kept: Sequence[Fragment] | None = None
+    ) -> None:
+        """`kept`: fragments with as many values as what is lost has room for; None: the layout's."""
         self.codec = get_codec(codec_name)
         self._layout = layout
-        lossy = [] if self.codec.lossless else layout.fragments
+        lossy = [] if self.codec.lossless else kept or layout.fragments
         self.feedbacks = [ErrorFeedback(self.codec, fragment.numel) for fragment in lossy]
         """By fragment, with a lossy codec."""
 
@@ -108,7 +163,8 @@ class Encoder:
     def forget(self, number: int) -> None:
         """Whether the last values of a fragment have been applied is not known: nothing is owed twice."""
         if self.feedbacks:
-            self.feedbacks[number] = ErrorFeedback(self.codec, self._layout.fragments[number].numel)
+            numel = self.feedbacks[number].committed.numel()
+            self.feedbacks[number] = ErrorFeedback(self.codec, numel)
 
     def settle(self, number: int, *, is_applied: bool) -> None:
         """The last values of a fragment have been applied, or came to nothing."""
@@ -147,7 +203,7 @@ def outer_frames(
     version: int,
 ) -> list[Frame]:
     """A fragment's weights of `version`, or what is to be taken from those of `base_version`."""
-    buckets = layout.buckets(number)
+    buckets = zip(layout.numbers[number], layout.buckets(number), encoded, strict=True)
     return [
         frame_of(
             OuterStep(
@@ -155,18 +211,21 @@ def outer_frames(
                 base_version=base_version,
                 version=version,
                 bucket=place,
-                num_buckets=len(buckets),
+                num_buckets=layout.num_buckets(number),
                 tensor=bucket_spec(codec, bucket),
             ),
-            bytes_of(encoded[place]),
+            bytes_of(values),
         )
-        for place, bucket in enumerate(buckets)
+        for place, bucket, values in buckets
     ]
 
 
 @dataclass(frozen=True)
 class DeltaArrived(Event):
-    """A fragment's change has come whole: `values` (numel,), and what was added to the model's buffers."""
+    """A fragment's change has come, as far as it comes here: `values` (numel,), and what buffers have gained.
+
+    Where all of it belongs to other hosts it has no values, and has been sent to these.
+    """
 
     session_id: int
     request: int
@@ -177,13 +236,17 @@ class DeltaArrived(Event):
 
 @dataclass(frozen=True)
 class FragmentArrived(Event):
-    """A fragment's weights, `values` (numel,), or what is to be taken from those of `base_version`."""
+    """A fragment's weights, `values` (numel,), or what is to be taken from those of `base_version`.
+
+    From one of several hosts come those that it holds; its flat buckets are `first` on.
+    """
 
     fragment: int
     base_version: int | None
     version: int
     values: Tensor
     buffers: BufferValues
+    first: int = 0
 
 
 class Assembly:
@@ -193,7 +256,8 @@ class Assembly:
         self._layout = layout
         self._first: Delta | OuterStep | None = None
         self._next = 0
-        self._values = torch.empty(0)
+        self._values = self.newest = torch.empty(0)
+        """The fragment's values as far as they have come, and those of its newest bucket."""
 
     @property
     def in_progress(self) -> bool:
@@ -205,23 +269,26 @@ class Assembly:
         Raises:
             ProtocolError: it is not what may come next.
         """
-        if message.fragment >= len(self._layout.fragments):
-            raise ProtocolError(f"there is no fragment {message.fragment}")
-        buckets = self._layout.buckets(message.fragment)
+        layout, number = self._layout, message.fragment
+        if number >= len(layout.fragments) or not layout.numbers[number]:
+            raise ProtocolError(f"there is no fragment {number} here")
         if self._first is None:
             self._first, self._next = message, 0
-        place = self._next
-        tensor = bucket_spec(codec, buckets[place])
-        expected = {"bucket": place, "num_buckets": len(buckets), "tensor": tensor}
+            self._values = torch.empty(layout.fragments[number].numel, dtype=codec.dtype)
+        bucket = layout.buckets(number)[self._next]
+        expected = {
+            "bucket": layout.numbers[number][self._next],
+            "num_buckets": layout.num_buckets(number),
+            "tensor": bucket_spec(codec, bucket),
+        }
         if message != self._first.model_copy(update=expected):
             raise ProtocolError(
-                f"bucket {message.bucket} of fragment {message.fragment} is not what comes next"
+                f"bucket {message.bucket} of fragment {number} is not what comes next"
             )
-        if place == 0:
-            self._values = torch.empty(buckets[-1].stop, dtype=codec.dtype)
-        codec.decode(torch.frombuffer(payload, dtype=torch.uint8), self._values[buckets[place]])
+        self.newest = self._values[bucket]
+        codec.decode(torch.frombuffer(payload, dtype=torch.uint8), self.newest)
         self._next += 1
-        if self._next < len(buckets):
+        if self._next < len(layout.numbers[number]):
             return None
         self._first = None
         return self._values
@@ -235,6 +302,7 @@ class DeltaReceiver(Receiver):
     ) -> None:
         self._session_id = session_id
         self._codec = get_codec(codec_name)
+        self._layout = layout
         self._assembly = Assembly(layout)
         self._collector = collector
         self._buffers: BufferValues = {}
@@ -255,11 +323,14 @@ class DeltaReceiver(Receiver):
             if (buffers := self._collector.take(message, payload)) is not None:
                 self._buffers = buffers
             return None
-        if not isinstance(message, Delta):
+        if not isinstance(message, Delta | DeltaSent):
             return MessageReceived(self._session_id, message)
         if message.fragment in self._taken:
             raise ProtocolError(f"it sent fragment {message.fragment} again before it was answered")
-        values = self._assembly.take(message, payload, self._codec)
+        if isinstance(message, DeltaSent):
+            values = self._none_of(message.fragment)
+        else:
+            values = self._assembly.take(message, payload, self._codec)
         self.heard_at = time.monotonic()
         if values is None:
             return None
@@ -267,28 +338,44 @@ class DeltaReceiver(Receiver):
         added, self._buffers = self._buffers, {}
         return DeltaArrived(self._session_id, message.request, message.fragment, values, added)
 
+    def _none_of(self, fragment: int) -> Tensor:
+        numbers = self._layout.numbers
+        if fragment >= len(numbers) or numbers[fragment]:
+            raise ProtocolError(f"it sent nothing of fragment {fragment}, which is held here")
+        return torch.empty(0, dtype=self._codec.dtype)
+
 
 class FragmentReceiver(StateReceiver):
     """A worker's: takes fragments besides whole weights and assignments."""
 
-    def __init__(self, codec_name: str, layout: Layout, training: TrainingContext) -> None:
-        """`codec_name`: of outer steps."""
+    def __init__(
+        self, codec_name: str, layout: Layout, training: TrainingContext, span: range | None = None
+    ) -> None:
+        """Of the server, or of a store that holds the flat buckets `span`; `codec_name`: of outer steps."""
         replica = training.replica
-        collector = BufferCollector(replica.buffers, replica.bucket_bytes)
-        super().__init__(replica.buckets, replica.params.dtype, collector, training)
+        buckets, dtype = replica.buckets, replica.params.dtype
+        if span is None:
+            collector = BufferCollector(replica.buffers, replica.bucket_bytes)
+            super().__init__(buckets, dtype, collector, training)
+        else:
+            super().__init__(buckets, dtype, span=span)
         self._steps = get_codec(codec_name)
-        self._whole = layout.lossless
-        self._assembly = Assembly(layout)
+        self._lossless = layout.lossless
+        self._layout = layout
+        self._assembly = Assembly(layout if span is None else layout.part(span))
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         if not isinstance(message, OuterStep):
-            return super().__call__(message, payload)
-        codec = self._whole if message.base_version is None else self._steps
+            event = super().__call__(message, payload)
+            if isinstance(message, StoreList):
+                self._assembly = Assembly(self._layout.part(self._span))
+            return event
+        codec = self._lossless if message.base_version is None else self._steps
         values = self._assembly.take(message, payload, codec)
         if values is None:
             return None
         place = message.fragment, message.base_version, message.version
-        return FragmentArrived(*place, values, self.take_buffers())
+        return FragmentArrived(*place, values, self.take_buffers(), self._span.start)
 
 
 def name_of(fragment: Fragment, index: int, replica: Replica) -> str:

@@ -25,6 +25,42 @@ class Fragment:
     def numel(self) -> int:
         return sum(place.stop - place.start for place in self.places)
 
+    def buckets(self, length: int) -> list[tuple[int, slice]]:
+        """Its parts in the buckets of `length` values that the flat parameters are cut into, in order.
+
+        Each with the bucket's number, and where its values lie in the fragment.
+        """
+        stops: dict[int, int] = {}
+        stop = 0
+        for place in self.places:
+            for number in range(place.start // length, -(-place.stop // length)):
+                start = max(place.start, number * length)
+                stop += min(place.stop, (number + 1) * length) - start
+                stops[number] = stop
+        parts = itertools.pairwise((0, *stops.values()))
+        return [(number, slice(*part)) for number, part in zip(stops, parts, strict=True)]
+
+    def within(self, slice_: slice) -> "Fragment":
+        """What of it lies in a slice of the flat parameters, in places counted from that slice's start."""
+        places = (
+            slice(max(each.start, slice_.start), min(each.stop, slice_.stop))
+            for each in self.places
+        )
+        start = slice_.start
+        return Fragment(
+            tuple(
+                slice(each.start - start, each.stop - start)
+                for each in places
+                if each.start < each.stop
+            )
+        )
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The fragment's values of `flat`: a view if they are in one place, else a copy."""
+        if len(self.places) == 1:
+            return flat[self.places[0]]
+        return self.gather(flat, flat.new_empty(self.numel))
+
     def gather(self, flat: Tensor, out: Tensor) -> Tensor:
         """Copy the fragment's values of `flat` (num_params,) into `out` (numel,), and return that."""
         for place, part in self._parts(out):

@@ -133,6 +133,12 @@ class Ledger:
         for key in request.leases:
             self._entries[Range.of(key)].arrived.add(request.fragment)
 
+    def lose(self, requests: Iterable[Request]) -> None:
+        """Changes that were here are lost, and not applied: `take_back` gives their samples to others."""
+        for each in requests:
+            for key in each.leases:
+                self._entries[Range.of(key)].arrived.discard(each.fragment)
+
     def take_back(self, holder: int) -> list[LeaseKey]:
         """Forget what `holder` was asked for, and its leases that have not arrived whole; returns these."""
         self._uncovered.pop(holder, None)

@@ -12,6 +12,8 @@ momentum is delayed (Liu et al., 2401.09135): see `DelayedNesterov`.
 import torch
 from torch import Tensor
 
+from smolcluster.algorithms.DiLoCo.fragments import Fragment
+
 ALL = slice(None)
 
 BY_ROUNDS = ((1, 1.0, 0.0), (149, 0.7, 0.5), (999, 0.7, 0.8))
@@ -37,15 +39,23 @@ class OuterOptimizer:
         self.state = {"momentum": torch.zeros(size, dtype=dtype, device=device)}
         """What a checkpoint holds; to be copied into, not replaced."""
 
-    def step(self, theta: Tensor, delta: Tensor, place: slice = ALL) -> None:
+    def step(self, theta: Tensor, delta: Tensor, fragment: Fragment | None = None) -> None:
         """Step the weights `theta` (n,) in place along the mean change `delta` (n,).
 
-        `place`: which n of the vector's values they are; each is stepped once an outer step.
+        `fragment`: which n of the vector's values they are, each of which is stepped once an outer step.
         """
-        momentum = self.state["momentum"][place]
+        state = self.state["momentum"]
+        momentum = state if fragment is None else fragment.view(state)
         momentum.mul_(self.momentum).add_(delta)
         theta.sub_(delta, alpha=self.learning_rate)
         theta.sub_(momentum, alpha=self.learning_rate * self.momentum)
+        if fragment is not None and len(fragment.places) > 1:
+            fragment.scatter(momentum, state)
+
+    @property
+    def vectors(self) -> dict[str, Tensor]:
+        """What of the state is one value a parameter, by name, each (size,)."""
+        return {name: values for name, values in self.state.items() if values.ndim}
 
 
 class DelayedNesterov(OuterOptimizer):
@@ -85,22 +95,39 @@ class DelayedNesterov(OuterOptimizer):
             "delayed_share": torch.zeros((), dtype=torch.float64),
         }
 
-    def apply(self, theta: Tensor, delta: Tensor, share: float) -> None:
-        """Change the weights `theta` (size,) in place by one worker's `delta` (size,), of weight `share`."""
-        theta.sub_(delta, alpha=self.learning_rate * share)
-        self.state["delayed"].add_(delta, alpha=share)
+    def count(self, share: float) -> float | None:
+        """Count a change; returns the sum of the shares if momentum moves with this one, else None."""
         self.state["num_delayed"] += 1
         self.state["delayed_share"] += share
-        if self.state["num_delayed"] >= self.momentum_delay:
-            self._move_by_momentum(theta)
-
-    def _move_by_momentum(self, theta: Tensor) -> None:
-        momentum = self.state["momentum"].mul_(self.momentum)
-        if (share := float(self.state["delayed_share"])) > 0:
-            momentum.add_(self.state["delayed"], alpha=1 / share)
-        theta.sub_(momentum, alpha=self.learning_rate * self.momentum)
-        for name in ("delayed", "num_delayed", "delayed_share"):
+        if self.state["num_delayed"] < self.momentum_delay:
+            return None
+        total = float(self.state["delayed_share"])
+        for name in ("num_delayed", "delayed_share"):
             self.state[name].zero_()
+        return total
+
+    def apply(
+        self,
+        theta: Tensor,
+        delta: Tensor,
+        share: float,
+        moves_by: float | None,
+        place: slice = ALL,
+    ) -> None:
+        """Change the weights `theta` (n,) in place by one worker's `delta` (n,), of weight `share`.
+
+        `moves_by`: what `count` has said. `place`: which n of the vector's values they are.
+        """
+        theta.sub_(delta, alpha=self.learning_rate * share)
+        delayed = self.state["delayed"][place]
+        delayed.add_(delta, alpha=share)
+        if moves_by is None:
+            return
+        momentum = self.state["momentum"][place].mul_(self.momentum)
+        if moves_by > 0:
+            momentum.add_(delayed, alpha=1 / moves_by)
+        theta.sub_(momentum, alpha=self.learning_rate * self.momentum)
+        delayed.zero_()
 
 
 def outer_defaults(num_rounds: int) -> tuple[float, float]:

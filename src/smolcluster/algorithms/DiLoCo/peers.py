@@ -52,6 +52,8 @@ class Peer(Timing):
     outbox: Outbox = field(default_factory=Outbox)
     num_sent: int = 0
     """How many frames it had been sent when it was last seen to go on."""
+    is_joining: bool = False
+    """Whether it has still to reach the other hosts, and is given no work."""
     is_stalled: bool = False
     """Whether it was late, and has not been heard of since."""
     drift: float | None = None

@@ -46,6 +46,15 @@ from smolcluster.algorithms.DiLoCo.outer import (
     OuterOptimizer,
     outer_defaults,
 )
+from smolcluster.algorithms.DiLoCo.outer_links import (
+    Change,
+    ChangeKey,
+    Listeners,
+    NormArrived,
+    OuterLinks,
+    WholeChange,
+)
+from smolcluster.algorithms.DiLoCo.outer_store import WHOLE
 from smolcluster.algorithms.DiLoCo.pacing import (
     LEAST_STEP_S,
     MOST_STEP_S,
@@ -57,7 +66,6 @@ from smolcluster.algorithms.DiLoCo.pacing import (
 from smolcluster.algorithms.DiLoCo.peers import Peer, share_of
 from smolcluster.algorithms.DiLoCo.round import Round
 from smolcluster.algorithms.DiLoCo.rounds import warmed_up
-from smolcluster.algorithms.DiLoCo.store import WHOLE, Change, OuterStore
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
@@ -71,7 +79,6 @@ from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
 from smolcluster.ps.plausible import Failures, Norms, PushRefused, check_norm
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress
-from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -79,11 +86,13 @@ from smolcluster.transport.messages import (
     Collect,
     LeaseKey,
     Message,
+    Pull,
     Resumed,
     Saved,
     Skip,
     Stepped,
 )
+from smolcluster.utils.stopping import Interrupted
 
 DISPATCHER, ROUNDS = "dispatcher", "rounds"
 """Where a checkpoint's progress has their state."""
@@ -144,19 +153,20 @@ class Server:
         self.is_async = False
         """Whether workers no longer wait for each other, nor have rounds."""
         num_fragments = self.config.num_fragments(len(replica.layers))
-        self.layout = Layout.of(replica, cut(replica.layers, num_fragments))
         self.numbers = range(num_fragments)
         """Of the fragments."""
         self.outer = self.new_outer()
-        self.store = OuterStore(replica, self.layout, self.outer, self.config.codec_down)
+        self.stores = self.new_stores()
         self.ledger = Ledger(num_fragments)
         self.feed = context.open_feed()
-        self.pool = context.open_pool(self.receiver_for)
+        self.pool = context.open_pool(
+            self.receiver_for, self.stores, num_more=self.stores.num_frames
+        )
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
         self.version = 0
-        """Batches that have been applied: the run's steps. `store.version` counts outer steps."""
-        source = CheckpointSource(replica, self.progress, lambda: self.store.tensors)
+        """Batches that have been applied: the run's steps. `stores.version` counts outer steps."""
+        source = CheckpointSource(replica, self.progress, lambda: self.stores.tensors)
         self.resumed_at: int | None = None
         """The batches applied when the run went on from a checkpoint; with the next it is over."""
         if state := context.resume(source, self.report):
@@ -166,6 +176,8 @@ class Server:
             self.dispatcher.resume(stored, state.samples_applied)
             rounds = parse_progress(RoundsState, state.progress.get(ROUNDS), state.step)
             self.go_on_from(rounds)
+        listeners = Listeners(self.report.steps_undone, self.on_store_lost)
+        self.stores.begin(self.version, listeners)
         self.saver = context.new_saver(source, self.report)
         self.peers: dict[int, Peer] = {}
         self.workers: dict[int, Worker] = {}
@@ -204,6 +216,19 @@ class Server:
             dtype=self.replica.params.dtype,
         )
 
+    def new_stores(self) -> OuterLinks:
+        """Where the weights lie: here, and on the other hosts of `servers`.
+
+        Raises:
+            ConfigError: there are several, and this run needs all weights in one place.
+        """
+        self.context.check_average()
+        layout = Layout.of(self.replica, cut(self.replica.layers, len(self.numbers)))
+        codec_down = self.config.codec_down
+        return self.context.store_links(
+            partial(OuterLinks, outer=self.outer, layout=layout, codec_down=codec_down)
+        )
+
     def go_on_from(self, rounds: RoundsState) -> None:
         """Take up a checkpoint's state, and what the run has begun with where nothing is said.
 
@@ -215,7 +240,7 @@ class Server:
                 f"the run has {rounds.num_fragments} fragments, {len(self.numbers)} are asked for now: "
                 "resume with its own mode and fragments"
             )
-        self.store.resume(rounds.version)
+        self.stores.resume(rounds.version)
         self.ledger.resume(rounds.partly_applied)
         if self.config.outer_lr is None:
             self.outer.learning_rate = rounds.outer_lr
@@ -224,7 +249,7 @@ class Server:
 
     def progress(self) -> Progress:
         rounds = RoundsState(
-            version=self.store.version,
+            version=self.stores.version,
             num_fragments=len(self.numbers),
             outer_lr=self.outer.learning_rate,
             outer_momentum=self.outer.momentum,
@@ -237,7 +262,7 @@ class Server:
 
     def receiver_for(self, session_id: int) -> DeltaReceiver:
         collector = BufferCollector(self.replica.buffers, self.replica.bucket_bytes)
-        return DeltaReceiver(session_id, self.context.codec, self.layout, collector)
+        return DeltaReceiver(session_id, self.context.codec, self.stores.layout, collector)
 
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied.
@@ -245,27 +270,51 @@ class Server:
         Raises:
             NonFiniteLoss: the weights are ruined; the message names the change that may have done it.
         """
-        with closing(self.feed), self.pool, self.evaluator, self.saver:
+        told = self.stores.told(lambda: self.report.ending)
+        with closing(self.feed), self.pool, told, self.evaluator, self.saver:
             try:
                 return self.serve()
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"{error}{self.norms.suspect}") from error
+            except BaseException as error:
+                if not isinstance(error, Interrupted) or error.is_orderly:
+                    self.gather_for_the_end()
+                raise
 
     def serve(self) -> Summary:
         self.begin_round()
         while not (self.dispatcher.done or self.report.is_over):
-            for event in self.pool.next_events(TICK_S):
-                self.handle(event)
-            now = time.monotonic()
-            self.leave_late(now)
-            self.step(now)
-            for _ in self.numbers:
-                self.hand_out(now)
-                self.collect(now)
-            self.saver.tick()
-            self.report.tick()
+            self.serve_next()
+        while not self.gather():
+            self.serve_next()
         self.replica.check_weights("at the end of the run")
         return self.report.summary()
+
+    def serve_next(self) -> None:
+        for event in self.pool.next_events(TICK_S):
+            self.handle(event)
+        now = time.monotonic()
+        self.leave_late(now)
+        self.step(now)
+        for _ in self.numbers:
+            self.hand_out(now)
+            self.collect(now)
+        self.saver.tick()
+        self.report.tick()
+        self.stores.check_patience(now)
+        if self.stores.is_copy_due(now) or (self.peers and self.stores.are_silent(now)):
+            self.gather()
+
+    def gather(self) -> bool:
+        """Bring the weights of all hosts together in the replica; False: a store is missing."""
+        self.saver.wait_for_copy()
+        return self.stores.gather(self.version, self.context.check_stop)
+
+    def gather_for_the_end(self) -> None:
+        """Let what is saved at the end be of one version, or let nothing be saved."""
+        self.saver.wait_for_copy()
+        if not self.stores.gather(self.version):
+            self.saver.skip_end()
 
     def begin_round(self) -> None:
         """Choose how many batches a worker takes on average until the next outer step."""
@@ -274,10 +323,8 @@ class Server:
         )
         for peer in self.active:
             peer.begin()
-        if self.config.mode == "async" and self.store.version >= SYNCHRONOUS_ROUNDS:
+        if self.config.mode == "async" and self.stores.version >= SYNCHRONOUS_ROUNDS:
             self.is_async = True
-            for peer in self.active:
-                self.store.follow(peer.id)
 
     def measured_steps(self) -> int:
         return measured_steps(self.round, self.active, self.total_batches, self.config.mode)
@@ -285,7 +332,7 @@ class Server:
     @property
     def num_rounds(self) -> int:
         """How many times every fragment has been exchanged."""
-        return self.store.version // len(self.numbers)
+        return self.stores.version // len(self.numbers)
 
     @property
     def waits(self) -> bool:
@@ -294,7 +341,7 @@ class Server:
 
     def hand_out(self, now: float) -> None:
         """Give workers a few of the batches that they are to have in this round."""
-        if not self.pool.started or (self.round.asked and self.waits):
+        if not (self.pool.started and self.stores.is_ready) or (self.round.asked and self.waits):
             return
         takers = {peer.id: peer for peer in self.active if not peer.is_asked}
         mode: Mode = "sync" if self.waits else self.config.mode
@@ -331,7 +378,7 @@ class Server:
             lease.key,
             lease.indices,
             batch,
-            version=self.store.version,
+            version=self.stores.version,
             learning_rate=rate,
             loss_scale=self.replica.run_scale,
             fragments=None if len(fragments) == len(self.numbers) else sorted(fragments),
@@ -394,24 +441,21 @@ class Server:
     def apply(self, contribution: Contribution) -> None:
         """Apply one worker's change as it has come, and send it what the weights are now."""
         self.saver.wait_for_copy()
-        self.store.apply(contribution.change, contribution.share)
-        self.replica.check_weights(f"after outer step {self.store.version}")
+        self.stores.apply(contribution.change, contribution.share)
+        self.replica.check_weights(f"after outer step {self.stores.version}")
         peer = self.peers.get(contribution.request.holder)
         if peer is not None and not peer.is_stalled:
-            self.send(peer, self.store.own_frames(peer.id, peer.versions[WHOLE]))
-            peer.versions[WHOLE] = self.store.version
+            self.send_fragment(peer, WHOLE)
         self.applied(WHOLE, [contribution])
 
     def take_outer_step(self, number: int) -> None:
         """Step a fragment along the mean of what workers have changed, and send it to all."""
         self.saver.wait_for_copy()
         contributions, self.contributions[number] = self.contributions[number], []
-        self.store.step(number, [each.change for each in contributions])
-        self.replica.check_weights(f"after outer step {self.store.version}")
+        self.stores.step(number, [each.change for each in contributions])
+        self.replica.check_weights(f"after outer step {self.stores.version}")
         for peer in self.active:
-            frames = self.store.fragment_frames(number, peer.versions[number])
-            peer.versions[number] = self.store.version
-            self.send(peer, frames)
+            self.send_fragment(peer, number)
         self.applied(number, contributions)
 
     def applied(self, number: int, contributions: Sequence[Contribution]) -> None:
@@ -420,7 +464,7 @@ class Server:
         self.replica.update_average(len(applied))
         for each in contributions:
             name = self.workers[each.request.holder].name
-            self.norms.add(each.norm, f"{name} in outer step {self.store.version}")
+            self.norms.add(each.norm, f"{name} in outer step {self.stores.version}")
             if each.request.holder in self.peers:
                 self.receiver_of(self.peers[each.request.holder]).free(number)
         self.count(applied)
@@ -447,15 +491,22 @@ class Server:
                     layer_norms={},
                     num_terms=stepped.num_terms,
                     worker=worker,
-                    outer_step=self.store.version,
+                    outer_step=self.stores.version,
                     drift=peer.drift if peer else None,
                     is_skipped=stepped.overflow is not None,
                 )
             )
-        if not applied:
+        num_steps = len(applied)
+        is_due = self.evaluator.is_due(self.version, num_steps) or self.saver.is_due(
+            self.version, num_steps
+        )
+        if not applied or not is_due:
             return
-        is_evaluated = self.evaluator.after_step(self.version, epoch, len(applied))
-        if self.saver.after_step(is_evaluated=is_evaluated, num_steps=len(applied)):
+        if not self.gather():
+            self.context.log.warning("step %d is neither evaluated nor saved", self.version)
+            return
+        is_evaluated = self.evaluator.after_step(self.version, epoch, num_steps)
+        if self.saver.after_step(is_evaluated=is_evaluated, num_steps=num_steps):
             saved = Saved(step=self.version, keep_last=self.context.settings.cluster.keep_last)
             for peer in self.active:
                 self.tell(peer, saved)
@@ -464,27 +515,44 @@ class Server:
         match event:
             case MessageReceived(session_id=id_, message=Stepped() as stepped) if id_ in self.peers:
                 self.on_stepped(self.peers[id_], stepped)
-            case DeltaArrived(session_id=id_) if id_ in self.peers:
-                self.on_change(self.peers[id_], event)
+            case DeltaArrived(session_id=id_, request=number) if id_ in self.peers:
+                peer = self.peers[id_]
+                self.on_part(peer, ChangeKey(peer.worker.member.instance, number), event)
+            case NormArrived(key=key):
+                self.on_norm(key, event)
+            case MessageReceived(session_id=id_, message=Pull()) if id_ in self.peers:
+                self.welcome(self.peers[id_])
             case MessageReceived(session_id=id_, message=Skip() as skip) if id_ in self.peers:
                 self.on_skip(self.peers[id_], skip)
             case Joined(worker, ready):
                 self.on_join(worker, ready.samples_per_s)
             case Departed(worker):
                 self.on_departure(worker)
+            case _ if self.stores.handle(event):
+                for peer in self.peers.values():
+                    self.stores.introduce(peer.worker.live_session)
 
     def on_join(self, worker: Worker, samples_per_s: float) -> None:
         step_s = self.train.samples_per_push / samples_per_s if samples_per_s else UNKNOWN_STEP_S
         step_s = min(MOST_STEP_S, max(LEAST_STEP_S, step_s))
         peer = self.peers[worker.member.session_id] = Peer(step_s, worker=worker)
         self.workers[peer.id] = worker
+        peer.is_joining = True
+        if self.stores.introduce(worker.live_session):
+            self.welcome(peer)
+
+    def welcome(self, peer: Peer) -> None:
+        """A worker reaches all hosts: send it the weights, so that it can be given work."""
+        if not (peer.is_joining and self.stores.is_ready):
+            return
+        peer.is_joining = False
         self.send_weights(peer)
         if self.version == self.resumed_at:  # else what it kept then is of long ago
             self.tell(peer, Resumed(step=self.version))
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id)
-        self.store.leave(peer.id)
+        self.stores.leave(worker.member.instance)
         if self.receiver_of(peer).in_progress:
             self.report.lost_push(worker.name, "its connection broke")
         self.take_back(peer, "its worker has gone")
@@ -497,31 +565,47 @@ class Server:
         if self.ledger.stepped(peer.id, stepped):
             peer.stepped(stepped.compute_s, time.monotonic())
 
-    def on_change(self, peer: Peer, arrived: DeltaArrived) -> None:
-        """A worker's change has come: from now on its samples are safe, whatever befalls the worker."""
+    def on_norm(self, key: ChangeKey, part: NormArrived) -> None:
+        """A store has a bucket of a change."""
+        peers = (each for each in self.peers.values())
+        peer = next((each for each in peers if each.worker.member.instance == key.instance), None)
+        if peer is None:
+            self.stores.drop_part(part)
+        else:
+            self.on_part(peer, key, part)
+
+    def on_part(self, peer: Peer, key: ChangeKey, part: DeltaArrived | NormArrived) -> None:
+        """Some of a worker's change is where it belongs; when all of it is, decide on it."""
+        self.receiver_of(peer).heard_at = time.monotonic()
         self.heard(peer)
-        request = self.ledger.asked(arrived.request, peer.id, arrived.fragment)
-        if request is None:
-            self.receiver_of(peer).free(arrived.fragment)
+        request = self.ledger.asked(key.request, peer.id, part.fragment)
+        if request is not None:
+            if (whole := self.stores.whole(key, part)) is not None:
+                self.on_change(peer, request, whole)
+        elif isinstance(part, NormArrived):
+            self.stores.drop_part(part)
+        else:
+            self.receiver_of(peer).free(part.fragment)
             self.report.lost_push(peer.worker.name, "its samples had been taken back")
-            return
+
+    def on_change(self, peer: Peer, request: Request, arrived: WholeChange) -> None:
+        """A worker's change has come: from now on its samples are safe, whatever befalls the worker."""
         steps = self.ledger.steps_of(request)
         if len(steps) < len(request.leases):
             peer.worker.live_session.cut("it sent a change before it had taken its steps")
             return
         try:
-            norms = bucket_norms(arrived.values, self.layout.buckets(arrived.fragment))
-            norm = check_norm(math.hypot(*norms), self.norms.limit)
+            norm = check_norm(arrived.norm, self.norms.limit)
         except PushRefused as error:
+            self.stores.drop(arrived)
             self.refuse(peer, request, str(error))
             return
-        peer.drift = norm / (self.store.norm(request.fragment) or 1.0)
+        peer.drift = norm / (arrived.weights_norm or 1.0)
         self.report.board.measured(peer.worker, local_steps=len(steps), drift=peer.drift)
         change = Change(
+            arrived,
             float(sum(each.num_terms for each in steps if each.overflow is None)),
-            arrived.values,
             sum(Range.of(each).num_samples for each in request.leases),
-            arrived.buffers,
         )
         self.ledger.arrived(request)
         peer.answered(time.monotonic())
@@ -550,7 +634,7 @@ class Server:
         """
         self.receiver_of(peer).free(request.fragment)
         returned = set(self.take_back(peer, "its change was refused"))
-        ack = Ack(lease=request.leases[-1], outcome="non_finite", version=self.store.version)
+        ack = Ack(lease=request.leases[-1], outcome="non_finite", version=self.stores.version)
         peer.worker.live_session.send(ack)
         self.fail(peer, [each for each in request.leases if each in returned], reason)
         self.send_weights(peer)
@@ -563,15 +647,35 @@ class Server:
 
     def take_back(self, peer: Peer, reason: str) -> list[LeaseKey]:
         """Give to others what a worker was given since its last change that has come; returns that."""
-        returned = self.ledger.take_back(peer.id)
-        for lease in returned:
-            self.dispatcher.release(lease, peer.id)
-            self.report.lease_returned(peer.worker, Range.of(lease), reason)
-        self.round.num_handed -= len(returned)
+        returned = self.take_back_from(peer.id, reason)
+        self.stores.forget(peer.worker.member.instance)
         peer.outbox.clear()
         peer.unanswered.clear()
         peer.begin()
         return returned
+
+    def take_back_from(self, holder: int, reason: str) -> list[LeaseKey]:
+        returned = self.ledger.take_back(holder)
+        for lease in returned:
+            self.dispatcher.release(lease, holder)
+            self.report.lease_returned(self.workers[holder], Range.of(lease), reason)
+        self.round.num_handed -= len(returned)
+        return returned
+
+    def on_store_lost(self) -> None:
+        """A store is lost, with its part of all changes that wait for others: their samples are done again.
+
+        Workers begin anew, as soon as it is back: what is on its way between them and other hosts is void.
+        """
+        lost = [each for waiting in self.contributions.values() for each in waiting]
+        self.contributions = {each: [] for each in self.numbers}
+        self.ledger.lose(each.request for each in lost)
+        for each in lost:
+            self.stores.drop(each.change.arrived)
+        for holder in {each.request.holder for each in lost}.difference(self.peers):
+            self.take_back_from(holder, "a store was lost")
+        for peer in self.peers.values():
+            peer.worker.live_session.cut("a store was lost")
 
     def heard(self, peer: Peer) -> None:
         if peer.is_stalled:
@@ -599,7 +703,7 @@ class Server:
 
     @property
     def active(self) -> list[Peer]:
-        return [peer for peer in self.peers.values() if not peer.is_stalled]
+        return [each for each in self.peers.values() if not (each.is_stalled or each.is_joining)]
 
     def receiver_of(self, peer: Peer) -> DeltaReceiver:
         receiver = peer.worker.live_session.receiver
@@ -608,11 +712,17 @@ class Server:
 
     def send_weights(self, peer: Peer) -> None:
         """Send the whole weights: what the worker was sent before, and has not answered, is void."""
-        self.replica.check_weights(f"after outer step {self.store.version}")
-        peer.versions = list(self.store.versions)
-        if self.is_async:
-            self.store.follow(peer.id)
-        self.send(peer, self.store.whole_frames(self.context.incarnation))
+        self.replica.check_weights(f"after outer step {self.stores.version}")
+        peer.versions = list(self.stores.versions)
+        instance = peer.worker.member.instance
+        self.send(peer, self.stores.send_whole(instance, self.context.incarnation))
+
+    def send_fragment(self, peer: Peer, number: int) -> None:
+        """Send a worker what has become of a fragment."""
+        instance = peer.worker.member.instance
+        frames = self.stores.send_fragment(instance, number, peer.versions[number])
+        peer.versions[number] = self.stores.versions[number]
+        self.send(peer, frames)
 
     def send(self, peer: Peer, frames: Sequence[Frame]) -> None:
         def send() -> None:

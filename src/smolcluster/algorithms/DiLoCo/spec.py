@@ -19,5 +19,6 @@ SPEC = AlgorithmSpec(
     ),
     costs=f"{__package__}.costs",
     messages=frozenset({"ps", "rounds"}),
+    roles={"server": "server.py", "worker": "worker.py", "store": "store.py"},
     has_local_steps=True,
 )

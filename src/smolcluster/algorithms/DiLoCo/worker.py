@@ -35,6 +35,7 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     delta_frames,
 )
 from smolcluster.algorithms.DiLoCo.fragments import cut
+from smolcluster.algorithms.DiLoCo.hosts import Hosts
 from smolcluster.cluster.link import Link, wait_until
 from smolcluster.codec.base import NonFiniteValue
 from smolcluster.codec.registry import lossless_for
@@ -57,6 +58,7 @@ from smolcluster.transport.messages import (
     Saved,
     Skip,
     Stepped,
+    StoreList,
     Welcome,
 )
 
@@ -83,6 +85,11 @@ class Worker:
         self.layout = Layout.of(self.replica, cut(self.replica.layers, num_fragments))
         self.encoder = Encoder(welcome.codec, self.layout)
         self.codec_down = config.codec_down or lossless_for(self.replica.params.dtype)
+        self.hosts = Hosts(
+            self.layout,
+            len(self.replica.buckets),
+            lambda span: FragmentReceiver(self.codec_down, self.layout, training, span),
+        )
         self.scale = ScaleFollower()
         self.stream: deque[Assigned | Collect | Saved | Resumed] = deque()
         """What the server wants next, in order."""
@@ -111,6 +118,7 @@ class Worker:
     def take_part(self, link: Link) -> None:
         """Train until the link raises. The server sends its weights first."""
         self.link, self.is_void = link, True
+        self.hosts.begin(link)
         for number in self.sent:  # over the session before
             self.encoder.forget(number)
         self.sent.clear()
@@ -198,6 +206,10 @@ class Worker:
             NonFiniteLoss: it holds NaN or infinity.
         """
         number, replica = collect.fragment, self.replica
+        if self.hosts.is_several:  # some of its new weights may still be on their way
+            self.wait_until(lambda: self.is_void or number not in self.sent)
+            if self.is_void:
+                return
         is_old = self.newest_request is not None and collect.request <= self.newest_request
         if is_old or number >= len(self.layout.fragments) or number in self.sent:
             raise ProtocolError(f"the server asks for fragment {number} out of turn")
@@ -217,8 +229,9 @@ class Worker:
         self.sent[number], self.num_terms[number] = now, 0
         frames = delta_frames(self.layout, collect, encoded, self.encoder.codec)
         version = self.versions[number]
-        for frame in buffer_frames(buffers, replica.bucket_bytes, version=version) + frames:
-            self.link.send_frame(frame)
+        self.hosts.send(
+            collect, buffer_frames(buffers, replica.bucket_bytes, version=version), frames
+        )
         replica.meter.raw_bytes += delta.nbytes
         replica.meter.encoded_bytes += sum(each.nbytes for each in encoded)
         if collect.wait:
@@ -261,6 +274,11 @@ class Worker:
         wait_until(self.link, condition, self.handle, self.replica.meter)
 
     def handle(self, event: Event) -> None:
+        for each in self.hosts.take(event):
+            self.follow(each)
+
+    def follow(self, event: Event) -> None:
+        """Take what hosts have sent, in order."""
         match event:
             case Assigned() | MessageReceived(message=Collect() | Saved()) if self.is_void:
                 pass  # what comes next is the whole weights, and other samples
@@ -272,6 +290,9 @@ class Worker:
                 self.take_fragment(event)
             case WeightsArrived():
                 self.begin_with(event)
+            case MessageReceived(message=StoreList() as stores):
+                self.is_void = True
+                self.hosts.reach(stores)
             case MessageReceived(message=Ack(outcome="non_finite")) if not self.is_void:
                 self.was_refused()
 

@@ -43,4 +43,5 @@ def worker_of(
     )
     worker = kind(welcome, training)
     worker.link, worker.is_void = cast(Link, Wire()), False
+    worker.hosts.begin(worker.link)
     return worker

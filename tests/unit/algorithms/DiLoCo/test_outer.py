@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smolcluster.algorithms.DiLoCo.fragments import Fragment
 from smolcluster.algorithms.DiLoCo.outer import (
     DelayedNesterov,
     OuterOptimizer,
@@ -36,8 +37,10 @@ def test_part_by_part_is_the_whole() -> None:
     for number in range(3):
         delta = torch.arange(10.0) + number
         whole.step(expected, delta)
-        for place in (slice(0, 4), slice(4, 10)):
-            parts.step(theta[place], delta[place], place)
+        for fragment in (Fragment((slice(0, 2), slice(7, 10))), Fragment((slice(2, 7),))):
+            values = fragment.view(theta).clone()
+            parts.step(values, fragment.view(delta), fragment)
+            fragment.scatter(values, theta)
     assert torch.equal(theta, expected)
 
 
@@ -76,7 +79,8 @@ def test_delayed_momentum_is_that_of_the_formulas(
     values = torch.ones(1, dtype=torch.float64)
     outer = DelayedNesterov(1, gamma, beta, delay, dtype=torch.float64)
     for delta, share in pushes:
-        outer.apply(values, torch.tensor([delta], dtype=torch.float64), share)
+        values_of = torch.tensor([delta], dtype=torch.float64)
+        outer.apply(values, values_of, share, outer.count(share))
         theta -= gamma * share * delta
         buffered.append((delta, share))
         if len(buffered) == delay:
@@ -96,7 +100,7 @@ def test_equal_changes_of_n_workers_with_a_delay_of_n_are_synchronous_steps() ->
         delta = torch.arange(3.0) - number
         synchronous.step(together, delta)
         for _ in range(4):
-            delayed.apply(one_by_one, delta, 0.25)
+            delayed.apply(one_by_one, delta, 0.25, delayed.count(0.25))
         torch.testing.assert_close(one_by_one, together)
 
 
@@ -106,11 +110,11 @@ def test_it_goes_on_from_its_state(num_before: int) -> None:
     theta = torch.zeros(5)
     first, second = (DelayedNesterov(5, 0.7, 0.9, momentum_delay=3) for _ in range(2))
     for delta in deltas[:num_before]:
-        first.apply(theta, delta, 0.5)
+        first.apply(theta, delta, 0.5, first.count(0.5))
     for name, values in first.state.items():
         second.state[name].copy_(values)
     copy = theta.clone()
     for delta in deltas[num_before:]:
-        first.apply(theta, delta, 0.5)
-        second.apply(copy, delta, 0.5)
+        first.apply(theta, delta, 0.5, first.count(0.5))
+        second.apply(copy, delta, 0.5, second.count(0.5))
     assert torch.equal(copy, theta)

@@ -10,7 +10,7 @@ from peers import opened
 from smolcluster.algorithms.DiLoCo.exchange import Assembly, Layout
 from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
-from smolcluster.algorithms.DiLoCo.store import Change, OuterStore
+from smolcluster.algorithms.DiLoCo.outer_store import OuterStore
 from smolcluster.codec.registry import get_codec
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
@@ -50,13 +50,14 @@ def store_of(
 ) -> tuple[OuterStore, Layout]:
     layout = Layout.of(replica, cut(replica.layers, num_fragments))
     outer = OuterOptimizer(replica.num_params, 0.7, 0.5)
-    return OuterStore(replica, layout, outer, codec_down), layout
+    return OuterStore(replica.params, layout, outer, codec_down), layout
 
 
 def step(store: OuterStore, layout: Layout, number: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(layout.fragments[number].numel, generator=generator) * 0.01
-    store.step(number, [Change(1.0, values, 8, {})])
+    base_version, version = store.versions[number], max(store.versions) + 1
+    store.step(number, [(1.0, values)], base_version=base_version, version=version)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_who_is_some_outer_steps_behind_comes_to_the_stores_weights(
             step(store, layout, number, seed)
         if (seed + 1) % behind == 0:
             for number in range(num_fragments):
-                follower.take(store.fragment_frames(number, follower.versions[number]))
+                follower.take(store.frames_for("it", number, follower.versions[number]))
             assert torch.equal(follower.weights, replica.params)
     assert follower.num_whole == (2 * num_fragments if is_whole else 0)
 
@@ -89,21 +90,21 @@ def test_what_a_followed_worker_is_sent_leads_to_the_weights(codec_down: str | N
     replica = small_replica()
     layout = Layout.of(replica, cut(replica.layers, 1))
     outer = DelayedNesterov(replica.num_params, 0.7, 0.5, momentum_delay=2)
-    store = OuterStore(replica, layout, outer, codec_down)
+    store = OuterStore(replica.params, layout, outer, codec_down, is_async=True)
     follower = Follower(layout, replica.params, codec_down or "fp32")
-    store.follow(7)
+    store.follow("it")
     generator = torch.Generator().manual_seed(0)
-    for _ in range(3):  # as often as others have brought changes meanwhile
+    for version in (1, 2, 3):  # as often as others have brought changes meanwhile
         values = torch.randn(replica.num_params, generator=generator) * 0.01
-        store.apply(Change(1.0, values, 8, {}), 0.25)
+        store.apply(values, 0.25, outer.count(0.25), version)
     for _ in range(8):
-        follower.take(store.own_frames(7, follower.versions[0]))
+        follower.take(store.frames_for("it", 0, follower.versions[0]))
     assert follower.versions == [3]
     torch.testing.assert_close(follower.weights, replica.params, rtol=0, atol=1e-6)
-    store.leave(7)
+    store.leave("it")
 
 
 def test_changes_one_by_one_need_delayed_momentum() -> None:
     store, _ = store_of(replica := small_replica(), None, 1)
     with pytest.raises(TypeError, match="OuterOptimizer takes the changes of all workers at once"):
-        store.apply(Change(1.0, torch.zeros(replica.num_params), 8, {}), 1.0)
+        store.apply(torch.zeros(replica.num_params), 1.0, None, 1)

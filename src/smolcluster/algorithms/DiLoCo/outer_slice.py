@@ -1,0 +1,259 @@
+"""A store's slice of the weights θ, with the outer optimizer's state: `outer_links.py` is the other side.
+
+    worker      -> Delta            decoded; BucketNorm with the norm of each bucket goes on
+    coordinator -> TakeOuterStep    a step along the changes that it names
+    coordinator -> DropChange       a change is not wanted any more
+    coordinator -> SendWeights      all weights, or those of a fragment, to a worker
+
+Of each fragment it has what lies in its buckets, which may be nothing.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import Tensor
+
+from smolcluster.algorithms.DiLoCo.exchange import Assembly, Layout
+from smolcluster.algorithms.DiLoCo.fragments import Fragment, cut
+from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
+from smolcluster.algorithms.DiLoCo.outer_links import RESIDUAL, ChangeKey
+from smolcluster.algorithms.DiLoCo.outer_store import OuterStore
+from smolcluster.codec.registry import get_codec
+from smolcluster.errors import ConfigError, ProtocolError
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.net.session import Receiver, Session
+from smolcluster.ps.store_host import HeldSlice
+from smolcluster.training.optimizer import bucket_norms
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import (
+    WEIGHTS,
+    BucketNorm,
+    Delta,
+    DropChange,
+    Message,
+    OuterRule,
+    SendWeights,
+    Slice,
+    TakeOuterStep,
+)
+
+CHANGES_HELD = 2
+"""Of a worker and a fragment: one that is void, as the coordinator has still to say, and the next."""
+
+
+@dataclass(frozen=True)
+class BucketArrived(Event):
+    """A bucket of a change has come; with the last one all `values` (numel,) that are held."""
+
+    session_id: int
+    delta: Delta
+    bucket: Tensor
+    values: Tensor | None
+    receiver: "DeltaSliceReceiver"
+
+
+@dataclass(frozen=True)
+class HeldChange:
+    """A change that waits for the coordinator's word."""
+
+    fragment: int
+    values: Tensor
+    receiver: "DeltaSliceReceiver"
+
+    def free(self) -> None:
+        self.receiver.free(self.fragment)
+
+
+class OuterSlice(HeldSlice):
+    """A slice of θ that takes the outer steps that the coordinator says."""
+
+    def __init__(self, *session: Any) -> None:
+        """See `HeldSlice`.
+
+        Raises:
+            ProtocolError: its contents do not fit its rule, or the rule not the weights.
+        """
+        super().__init__(*session)
+        given = self._given
+        rule, codec = given.rule, get_codec(given.codec)
+        if not isinstance(rule, OuterRule):
+            raise ProtocolError("it gave a slice without an outer optimizer's rule")
+        bucket_bytes = given.bucket_length * codec.dtype.itemsize
+        whole = Layout(_fragments(given, rule), bucket_bytes, codec.dtype)
+        self._layout = whole.part(self._span)
+        weights, self._outer = self._contents.get(WEIGHTS), _outer_of(rule, self._contents)
+        if weights is None or set(self._contents) != {WEIGHTS, *self._outer.vectors} | (
+            {RESIDUAL} & set(self._contents)
+        ):
+            raise ProtocolError("it gave a slice of other contents than an outer optimizer has")
+        self._weights = weights
+        self._store = OuterStore(
+            weights, self._layout, self._outer, rule.codec_down, is_async=rule.is_async
+        )
+        self._take_residual()
+        self._changes: dict[ChangeKey, HeldChange] = {}
+        self._snapshot: tuple[int, list[Frame]] | None = None
+        """A version, and frames of the weights then."""
+
+    def _take_residual(self) -> None:
+        residual = self._contents.get(RESIDUAL)
+        if bool(self._store.residuals) != (residual is not None):
+            raise ProtocolError("what its codec owes is not of the codec that its rule names")
+        for number, feedback in enumerate(self._store.residuals):
+            assert residual is not None  # noqa: S101 - there are none else
+            feedback.committed.copy_(self._layout.gather(number, residual))
+        self._store.resume(self._store.versions)
+
+    def _now(self) -> dict[str, Tensor]:
+        """What the coordinator is sent when it gathers."""
+        contents = {WEIGHTS: self._weights, **self._outer.vectors}
+        if (residual := self._contents.get(RESIDUAL)) is not None:
+            for fragment, feedback in zip(
+                self._layout.fragments, self._store.residuals, strict=True
+            ):
+                fragment.scatter(feedback.committed, residual)
+            contents[RESIDUAL] = residual
+        return contents
+
+    def _receiver_for(self, session_id: int) -> "DeltaSliceReceiver":
+        return DeltaSliceReceiver(session_id, self._given.codec, self._layout)
+
+    def _on_event(self, event: Event, coordinator: Session) -> None:
+        """Tell the norm of a bucket; keep a change that is whole until the coordinator decides on it."""
+        if not isinstance(event, BucketArrived):
+            return
+        delta, instance = event.delta, self._instance_of(event.session_id)
+        if instance is None:  # the same process has connected again: this is void
+            return
+        if event.values is not None:
+            change = HeldChange(delta.fragment, event.values, event.receiver)
+            self._changes[ChangeKey(instance, delta.request)] = change
+        [norm] = bucket_norms(event.bucket, [slice(None)])
+        first = self._layout.numbers[delta.fragment].start
+        weights_norm = self._store.norms(delta.fragment)[delta.bucket - first]
+        coordinator.send(
+            BucketNorm(
+                instance=instance,
+                request=delta.request,
+                fragment=delta.fragment,
+                bucket=delta.bucket,
+                norm=_finite(norm),
+                weights_norm=_finite(weights_norm),
+            )
+        )
+
+    def _obey(self, message: Message, _coordinator: Session) -> None:
+        match message:
+            case TakeOuterStep():
+                self._step(message)
+            case DropChange(instance=instance, request=request):
+                self._taken(ChangeKey(instance, request)).free()
+            case SendWeights(instance=instance, fragment=None, version=version):
+                if self._snapshot is None or self._snapshot[0] != version:  # all share one copy
+                    self._snapshot = version, self._frames({WEIGHTS: self._weights}, version)
+                self._send(instance, self._snapshot[1])
+                self._store.follow(instance)
+            case SendWeights(instance=instance, fragment=int(number), base_version=base_version):
+                self._check(number)
+                self._send(instance, self._store.frames_for(instance, number, base_version))
+
+    def _step(self, step: TakeOuterStep) -> None:
+        self._check(step.fragment)
+        keys = [ChangeKey(each.instance, each.request) for each in step.changes]
+        changes = [self._taken(key) for key in keys]
+        if any(each.fragment != step.fragment for each in changes):
+            raise ProtocolError("it took a step with changes of another fragment")
+        if step.share is not None:
+            if len(changes) != 1 or not isinstance(self._outer, DelayedNesterov):
+                raise ProtocolError("it applied changes one by one that are taken together")
+            self._store.apply(changes[0].values, step.share, step.moves_by, step.version)
+        else:
+            counted = [
+                (each.weight, change.values)
+                for each, change in zip(step.changes, changes, strict=True)
+            ]
+            self._store.step(
+                step.fragment, counted, base_version=step.base_version, version=step.version
+            )
+        for change in changes:
+            change.free()
+
+    def _check(self, fragment: int) -> None:
+        numbers = self._layout.numbers
+        if fragment >= len(numbers) or not numbers[fragment]:
+            raise ProtocolError(f"it spoke of fragment {fragment}, of which nothing is here")
+
+    def _taken(self, key: ChangeKey) -> HeldChange:
+        if (change := self._changes.pop(key, None)) is None:
+            raise ProtocolError("it decided on a change that has not arrived")
+        return change
+
+    def _on_gone(self, instance: str) -> None:
+        super()._on_gone(instance)
+        self._store.leave(instance)
+
+
+def _fragments(given: Slice, rule: OuterRule) -> list[Fragment]:
+    """Those of the whole model.
+
+    Raises:
+        ProtocolError: its tensors are not those of the slice.
+    """
+    stops = list(accumulate(rule.layers, initial=0))
+    if stops[-1] != given.num_params:
+        raise ProtocolError(f"its tensors have {stops[-1]} weights, the model {given.num_params}")
+    layers = [("", slice(*ends)) for ends in pairwise(stops)]
+    try:
+        return cut(layers, rule.num_fragments)
+    except ConfigError as error:
+        raise ProtocolError(str(error)) from error
+
+
+def _outer_of(rule: OuterRule, contents: Mapping[str, Tensor]) -> OuterOptimizer:
+    """The outer optimizer; the contents become its state. When momentum moves, the coordinator says."""
+    optimizer: OuterOptimizer
+    if rule.is_async:
+        optimizer = DelayedNesterov(0, rule.learning_rate, rule.momentum, momentum_delay=1)
+    else:
+        optimizer = OuterOptimizer(0, rule.learning_rate, rule.momentum)
+    for name in optimizer.vectors:
+        if name in contents:
+            optimizer.state[name] = contents[name]
+    return optimizer
+
+
+def _finite(norm: float) -> float | None:
+    return norm if math.isfinite(norm) else None
+
+
+class DeltaSliceReceiver(Receiver):
+    """Puts one worker's changes together; each bucket is told of as it comes."""
+
+    def __init__(self, session_id: int, codec_name: str, layout: Layout) -> None:
+        self._session_id = session_id
+        self._codec = get_codec(codec_name)
+        self._assembly = Assembly(layout)
+        self._held = Counter[int]()
+        """By fragment: changes that the coordinator has not decided on."""
+
+    @property
+    def in_progress(self) -> bool:
+        return self._assembly.in_progress
+
+    def free(self, fragment: int) -> None:
+        """The coordinator has decided on a change. Any thread."""
+        self._held[fragment] -= 1
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        if not isinstance(message, Delta):
+            return MessageReceived(self._session_id, message)
+        if self._held[message.fragment] >= CHANGES_HELD:
+            raise ProtocolError(f"it sent fragment {message.fragment} again before it was answered")
+        values = self._assembly.take(message, payload, self._codec)
+        if values is not None:
+            self._held[message.fragment] += 1
+        return BucketArrived(self._session_id, message, self._assembly.newest, values, self)
