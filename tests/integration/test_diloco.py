@@ -382,9 +382,9 @@ def test_a_server_goes_on_from_its_last_round(tmp_path: Path, mode: tuple[str, .
     again = cluster_for(settings, tmp_path, resume=True)
     core = again.core
     assert isinstance(core, Server)
-    assert (core.version, core.store.version) == (version, outer_version)
+    assert (core.version, core.stores.version) == (version, outer_version)
     assert core.ledger.partly_applied == partly
-    assert_same(core.store.tensors, before)
+    assert_same(core.stores.tensors, before)
     worker = again.worker(1)
     again.server.finish()
     worker.finish()

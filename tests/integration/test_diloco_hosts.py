@@ -57,7 +57,8 @@ def after_outer_step(cluster: Cluster, step: int, act: Callable[[], None]) -> No
     """Do something when the server has counted the batches of that outer step."""
     core = cluster.core
     assert isinstance(core, Server)
-    count, has_acted = core.count, []
+    count = core.count
+    has_acted: list[int] = []
 
     def watched(applied: list[Applied]) -> None:
         count(applied)
@@ -77,9 +78,7 @@ def test_any_number_of_hosts_gives_the_same_bits(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     own = (*overrides, "outer_momentum=0.5", "checkpoint_steps=30", "eval_steps=20")
-    whole, *others = (
-        run(settings_for(hosts, *own), tmp_path / str(hosts)) for hosts in (1, 2, 3)
-    )
+    whole, *others = (run(settings_for(hosts, *own), tmp_path / str(hosts)) for hosts in (1, 2, 3))
     losses = [record.values["loss"] for record in whole.metrics.steps]
     for other in others:
         other.assert_every_sample_applied_once()

@@ -327,6 +327,7 @@ class DeltaReceiver(Receiver):
             return MessageReceived(self._session_id, message)
         if message.fragment in self._taken:
             raise ProtocolError(f"it sent fragment {message.fragment} again before it was answered")
+        values: Tensor | None
         if isinstance(message, DeltaSent):
             values = self._none_of(message.fragment)
         else:

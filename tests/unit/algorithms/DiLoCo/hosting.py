@@ -1,0 +1,254 @@
+"""All hosts of DiLoCo's weights in one thread: what one says is heard by the other at once."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from harness import SECRET, local_settings
+from peers import opened, small_replica
+from smolcluster.algorithms.DiLoCo.exchange import (
+    DeltaArrived,
+    DeltaReceiver,
+    Encoder,
+    Layout,
+    delta_frames,
+)
+from smolcluster.algorithms.DiLoCo.fragments import cut
+from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
+from smolcluster.algorithms.DiLoCo.outer_links import (
+    Change,
+    ChangeKey,
+    Listeners,
+    NormArrived,
+    OuterLinks,
+    WholeChange,
+)
+from smolcluster.algorithms.DiLoCo.outer_slice import OuterSlice
+from smolcluster.net.acceptor import SessionOpened
+from smolcluster.net.dialling import Address
+from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
+from smolcluster.net.session import Session
+from smolcluster.ps.buffers import BufferCollector
+from smolcluster.ps.slices import SliceCollector
+from smolcluster.ps.store_host import COORDINATOR, StoreSetup, buckets_of
+from smolcluster.ps.store_links import Patience
+from smolcluster.transport.frames import Buffer, Frame
+from smolcluster.transport.handshake import Authenticated, introduce
+from smolcluster.transport.messages import (
+    SESSION,
+    STORE,
+    Accepted,
+    Collect,
+    Delta,
+    HostPort,
+    Listening,
+    Message,
+    Slice,
+    State,
+)
+from unit.ps.test_store_links import Client
+
+RUN = local_settings(algorithm="diloco").run_config("test-run", "diloco")
+NODES = ("mini1", "win", "pi5")
+WORKER_SESSION = 1
+"""Each store numbers its workers' sessions from here, in their order."""
+LISTENING = Listening(places=(HostPort(host="127.0.0.1", port=1),))
+Hears = Callable[[Message, memoryview], None]
+
+
+@dataclass
+class Line:
+    """One direction of a session: what is sent is heard at once."""
+
+    session_id: int
+    hears: Hears
+    num_sent: int = 0
+    is_cut: bool = False
+
+    def send(self, message: Message, payload: Buffer = b"") -> None:
+        self.hears(message, memoryview(bytearray(payload)))
+
+    def send_frame(self, frame: Frame) -> None:
+        self.hears(*opened(frame))
+
+    def cut(self, _reason: str) -> None:
+        self.is_cut = True
+
+
+@dataclass
+class StoreHost:
+    """A store's process: its slice, if it has one, and the workers' receivers."""
+
+    hosting: "Hosting"
+    session_id: int
+    held: OuterSlice | None = None
+    collector: SliceCollector | None = None
+    given: Slice | None = None
+    receivers: dict[str, Callable[[Message, memoryview], Event | None]] = field(
+        default_factory=dict
+    )
+    sent: dict[str, list[tuple[Message, memoryview]]] = field(default_factory=dict)
+    """What workers have been sent."""
+
+    def hear(self, message: Message, payload: memoryview) -> None:
+        """The coordinator has said something."""
+        bucket_bytes = self.hosting.replica.bucket_bytes
+        if isinstance(message, Slice):
+            self.given, span = message, range(message.first, message.stop)
+            buckets = buckets_of(message, bucket_bytes)
+            self.collector = SliceCollector(buckets, span, message.contents, torch.float32)
+        elif isinstance(message, State):
+            assert self.collector is not None
+            if self.collector.take(message, payload):
+                self._begin(self.collector.values)
+        else:
+            assert self.held is not None
+            self.held.handle(MessageReceived(COORDINATOR, message), self.to_coordinator)
+
+    def _begin(self, values: Mapping[str, Tensor]) -> None:
+        hosting = self.hosting
+        hello, address = introduce("win", sets=(SESSION, STORE)), Address("127.0.0.1", 1)
+        log = logging.getLogger("test")
+        setup = StoreSetup(hello, address, SECRET, 1.0, log, OuterSlice)
+        bucket_bytes = hosting.replica.bucket_bytes
+        answer = Accepted(bucket_bytes=bucket_bytes, heartbeat_timeout_s=1.0)
+        assert self.given is not None
+        self.held = held = OuterSlice(setup, answer, Inbox(), self.given, values)
+        for number, worker in enumerate(hosting.workers):
+            session_id = WORKER_SESSION + number
+            self.receivers[worker] = held._receiver_for(session_id)
+            inbox = self.sent.setdefault(worker, [])
+            line = Line(session_id, lambda *said, inbox=inbox: inbox.append(said))
+            held._workers[worker] = cast(Session, line)
+        hosting.links.handle(MessageReceived(self.session_id, LISTENING))
+
+    @property
+    def to_coordinator(self) -> Session:
+        return cast(Session, Line(COORDINATOR, self._told))
+
+    def _told(self, message: Message, payload: memoryview) -> None:
+        receiver = self.hosting.links.receiver_for(self.session_id)
+        assert receiver is not None
+        event = receiver(message, payload)
+        if event is not None:
+            self.hosting.events.append(event)
+
+    def deliver(self, worker: str, message: Message, payload: memoryview) -> None:
+        """A worker has sent something."""
+        assert self.held is not None
+        event = self.receivers[worker](message, payload)
+        if event is not None:
+            self.held.handle(event, self.to_coordinator)
+
+
+class Hosting:
+    """The server's links to `num_hosts` - 1 stores, with workers that only bring changes."""
+
+    def __init__(
+        self,
+        num_hosts: int,
+        workers: Sequence[str],
+        *,
+        num_fragments: int = 1,
+        codec_up: str = "fp32",
+        codec_down: str | None = None,
+        is_async: bool = False,
+    ) -> None:
+        self.workers, self.events = workers, list[Event]()
+        self.replica = small_replica()
+        self.layout = Layout.of(self.replica, cut(self.replica.layers, num_fragments))
+        self.outer: OuterOptimizer = OuterOptimizer(self.replica.num_params, 0.7, 0.5)
+        if is_async:
+            self.outer = DelayedNesterov(self.replica.num_params, 0.7, 0.5, momentum_delay=3)
+        self.codec_up = codec_up
+        self.encoders = {worker: Encoder(codec_up, self.layout) for worker in workers}
+        self.undone: list[tuple[str, int, float]] = []
+        self.num_lost = 0
+        self.links = OuterLinks(
+            self.replica,
+            NODES[:num_hosts],
+            outer=self.outer,
+            layout=self.layout,
+            codec_down=codec_down,
+            run=RUN,
+            codec=codec_up,
+            incarnation="here",
+            patience=Patience(start_s=10.0, lost_s=60.0),
+            log=logging.getLogger("test"),
+        )
+        self.links.begin(0, Listeners(lambda *what: self.undone.append(what), self._lost))
+        collector = BufferCollector(self.replica.buffers, self.replica.bucket_bytes)
+        self.receivers = {
+            worker: DeltaReceiver(number, codec_up, self.links.layout, collector)
+            for number, worker in enumerate(workers)
+        }
+        self.stores: list[StoreHost] = []
+        for number, node in enumerate(NODES[1:num_hosts]):
+            self.open(node, 1 + number)
+        self.num_requests = 0
+
+    def _lost(self) -> None:
+        self.num_lost += 1
+
+    def open(self, node: str, session_id: int) -> None:
+        """A store's process comes, and is given its slice."""
+        store = StoreHost(self, session_id)
+        self.stores.append(store)
+        hello = introduce(node, sets=(SESSION, STORE))
+        self.links.admit(session_id, hello)
+        client = cast("Authenticated", Client(hello))
+        session = cast(Session, Line(session_id, store.hear))
+        self.links.handle(SessionOpened(session, client))
+
+    def lose(self, store: StoreHost) -> None:
+        self.stores.remove(store)
+        self.links.handle(SessionClosed(store.session_id, "its power is gone"))
+
+    def host_of(self, home: int) -> StoreHost | None:
+        """Who holds a flat bucket; None: the server."""
+        for store in self.stores:
+            assert store.given is not None
+            if home in range(store.given.first, store.given.stop):
+                return store
+        return None
+
+    def bring(self, worker: str, fragment: int, values: Tensor) -> WholeChange:
+        """A worker sends what a fragment has changed by; returns what the server makes of all parts."""
+        encoder, self.num_requests = self.encoders[worker], self.num_requests + 1
+        encoded = encoder.encode(fragment, values, 1)
+        encoder.settle(fragment, is_applied=True)
+        collect = Collect(request=self.num_requests, fragment=fragment, wait=False)
+        key, whole = ChangeKey(worker, self.num_requests), None
+        own: DeltaArrived | None = None
+        homes = self.layout.homes(fragment)
+        for home, frame in zip(
+            homes, delta_frames(self.layout, collect, encoded, encoder.codec), strict=True
+        ):
+            message, payload = opened(frame)
+            assert isinstance(message, Delta)
+            if (store := self.host_of(home)) is not None:
+                store.deliver(worker, message, payload)
+            else:
+                event = self.receivers[worker](message, payload)
+                own = event if isinstance(event, DeltaArrived) else own
+        if own is None:
+            own = DeltaArrived(0, self.num_requests, fragment, torch.empty(0), {})
+        self.receivers[worker].free(fragment)
+        for part in (*self.events, own):
+            assert isinstance(part, DeltaArrived | NormArrived)
+            whole = self.links.whole(key, part) or whole
+        self.events.clear()
+        assert whole is not None
+        return whole
+
+    def step(self, fragment: int, *changes: tuple[str, Tensor, float]) -> None:
+        """Workers bring these changes with these weights, and a fragment steps along them."""
+        brought = [
+            Change(self.bring(worker, fragment, values), weight, 8)
+            for worker, values, weight in changes
+        ]
+        self.links.step(fragment, brought)

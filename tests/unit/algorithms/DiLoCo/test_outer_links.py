@@ -1,0 +1,245 @@
+"""Any number of hosts makes the same of the same changes, bit for bit, and sends workers the same."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from peers import opened
+from smolcluster.algorithms.DiLoCo.exchange import Assembly, DeltaArrived
+from smolcluster.algorithms.DiLoCo.outer_links import Change, ChangeKey, NormArrived
+from smolcluster.codec.registry import get_codec
+from smolcluster.errors import ProtocolError
+from smolcluster.transport.messages import BucketNorm, OuterStep
+from unit.algorithms.DiLoCo.hosting import Hosting
+
+FAST, SLOW = "a" * 8, "b" * 8
+WORKERS = (FAST, SLOW)
+CODECS = [("fp32", None), ("int8", "int8"), ("int4", "int4"), ("topk", None)]
+
+
+def changes_of(hosting: Hosting, fragment: int, seed: int) -> list[tuple[str, Tensor, float]]:
+    generator = torch.Generator().manual_seed(seed)
+    numel = hosting.layout.fragments[fragment].numel
+    return [
+        (worker, torch.randn(numel, generator=generator) * 0.01, weight)
+        for worker, weight in zip(WORKERS, (24.0, 7.0), strict=True)
+    ]
+
+
+def state_of(hosting: Hosting) -> dict[str, Tensor]:
+    assert hosting.links.gather(1)
+    return {"weights": hosting.replica.params, **hosting.links.tensors}
+
+
+def assert_same(hosting: Hosting, other: Hosting) -> None:
+    ours, theirs = state_of(hosting), state_of(other)
+    assert ours.keys() == theirs.keys()
+    for name, values in ours.items():
+        assert torch.equal(values, theirs[name]), name
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+@pytest.mark.parametrize("num_fragments", [1, 3])
+@pytest.mark.parametrize(("codec_up", "codec_down"), CODECS)
+def test_steps_are_the_same_on_any_number_of_hosts(
+    num_hosts: int, num_fragments: int, codec_up: str, codec_down: str | None
+) -> None:
+    alone, spread = (
+        Hosting(
+            hosts,
+            WORKERS,
+            num_fragments=num_fragments,
+            codec_up=codec_up,
+            codec_down=codec_down,
+        )
+        for hosts in (1, num_hosts)
+    )
+    for number in range(4 * num_fragments):
+        for each in (alone, spread):
+            fragment = number % num_fragments
+            each.step(fragment, *changes_of(each, fragment, number))
+    assert_same(alone, spread)
+
+
+@pytest.mark.parametrize("codec_down", [None, "int8", "int4"])
+def test_changes_that_are_applied_one_by_one_are_the_same(codec_down: str | None) -> None:
+    alone, spread = (
+        Hosting(hosts, WORKERS, codec_down=codec_down, is_async=True) for hosts in (1, 3)
+    )
+    for each in (alone, spread):
+        for worker in WORKERS:
+            each.links.send_whole(worker, "here")
+        each.step(0, *changes_of(each, 0, 0))
+        copies = {worker: Copy(each, worker) for worker in WORKERS}
+        for copy in copies.values():
+            copy.follow(0)
+        for seed in range(1, 8):
+            worker, values, weight = changes_of(each, 0, seed)[seed % 2]
+            change = Change(each.bring(worker, 0, values), weight, 8)
+            each.links.apply(change, 0.5)
+            copies[worker].follow(0)
+        if codec_down is None:
+            continue
+        for copy in copies.values():
+            for _ in range(8):  # what the codec loses of one way is in the next
+                copy.follow(0)
+        for copy in copies.values():
+            torch.testing.assert_close(copy.weights, state_of(each)["weights"], rtol=0, atol=1e-6)
+    assert_same(alone, spread)
+
+
+class Copy:
+    """A worker's copy of the weights, which it puts together of what hosts send it."""
+
+    def __init__(self, hosting: Hosting, worker: str) -> None:
+        self._hosting, self._worker = hosting, worker
+        start = Hosting(1, WORKERS).replica  # all begin with the same weights
+        self.weights = start.params.clone()
+        self.versions = [0] * len(hosting.layout.fragments)
+
+    def follow(self, number: int) -> None:
+        """Get what has become of a fragment."""
+        hosting, layout = self._hosting, self._hosting.layout
+        for store in hosting.stores:
+            store.sent[self._worker].clear()
+        own = hosting.links.send_fragment(self._worker, number, self.versions[number])
+        spans = [(hosting.links.own_span, [opened(frame) for frame in own])]
+        for store in hosting.stores:
+            assert store.given is not None
+            span = range(store.given.first, store.given.stop)
+            spans.append((span, store.sent[self._worker]))
+        base = layout.gather(number, self.weights)
+        parts: list[Tensor] = []
+        for span, said in spans:
+            part = layout.part(span)
+            start = sum(values.numel() for values in parts)
+            values = base[start : start + part.fragments[number].numel]
+            assembly = Assembly(part)
+            for message, payload in said:
+                assert isinstance(message, OuterStep)
+                is_whole = message.base_version is None
+                codec = get_codec("fp32" if is_whole else self._codec)
+                arrived = assembly.take(message, payload, codec)
+                if arrived is not None:
+                    values = arrived if is_whole else values - arrived
+            parts.append(values)
+        layout.fragments[number].scatter(torch.cat(parts), self.weights)
+        self.versions[number] = hosting.links.versions[number]
+
+    @property
+    def _codec(self) -> str:
+        return self._hosting.links._codec_down or "fp32"
+
+
+@pytest.mark.parametrize("codec_down", [None, "int8", "int4"])
+def test_a_worker_that_follows_has_the_weights_whoever_holds_them(codec_down: str | None) -> None:
+    hosting = Hosting(3, WORKERS, num_fragments=3, codec_down=codec_down)
+    prompt, late = Copy(hosting, FAST), Copy(hosting, SLOW)
+    for number in range(6):
+        hosting.step(number % 3, *changes_of(hosting, number % 3, number))
+        prompt.follow(number % 3)
+    for number in range(3):
+        late.follow(number)
+    weights = state_of(hosting)["weights"]
+    assert torch.equal(prompt.weights, weights)
+    assert torch.equal(late.weights, weights)
+
+
+@pytest.mark.parametrize("num_after", [1, 2])
+def test_what_one_number_of_hosts_has_saved_another_goes_on_from(num_after: int) -> None:
+    """As through a checkpoint: weights, momentum, and what the codec owes."""
+    whole, before, after = (
+        Hosting(hosts, WORKERS, num_fragments=2, codec_down="int4") for hosts in (1, 3, num_after)
+    )
+    for number in range(4):
+        for each in (whole, before):
+            each.step(number % 2, *changes_of(each, number % 2, number))
+    saved = {name: values.clone() for name, values in state_of(before).items()}
+    after = Hosting(1, WORKERS, num_fragments=2, codec_down="int4")
+    resumed = fill(after, saved) if num_after == 1 else goes_on(num_after, saved)
+    for number in range(4, 8):
+        for each in (whole, resumed):
+            each.step(number % 2, *changes_of(each, number % 2, number))
+    assert_same(whole, resumed)
+
+
+def fill(hosting: Hosting, saved: dict[str, Tensor]) -> Hosting:
+    hosting.replica.params.copy_(saved["weights"])
+    for name, values in hosting.links.tensors.items():
+        values.copy_(saved[name])
+    hosting.links.resume(4)
+    return hosting
+
+
+def goes_on(num_hosts: int, saved: dict[str, Tensor]) -> Hosting:
+    """Its stores come when the checkpoint has been restored."""
+    hosting = Hosting(num_hosts, WORKERS, num_fragments=2, codec_down="int4")
+    for store in list(hosting.stores):
+        hosting.lose(store)
+    fill(hosting, saved)
+    hosting.links.begin(0, hosting.links._listeners)
+    hosting.open("win", 9)
+    return hosting
+
+
+def test_a_store_that_is_lost_gets_its_slice_as_it_was_gathered_last() -> None:
+    hosting = Hosting(3, WORKERS, num_fragments=2, codec_down="int8")
+    hosting.step(0, *changes_of(hosting, 0, 1))
+    gathered = state_of(hosting)["weights"].clone()
+    hosting.step(0, *changes_of(hosting, 0, 2))
+    hosting.step(1, *changes_of(hosting, 1, 3))  # of which win holds nothing
+    win = hosting.stores[0]
+    assert win.held is not None
+    span = hosting.links._stores[0].span
+    hosting.lose(win)
+    assert (hosting.num_lost, hosting.links.is_ready) == (1, False)
+    [(node, num_steps, share)] = hosting.undone
+    assert (node, num_steps) == ("win", 1)
+    assert share == pytest.approx(256 / 610)
+    hosting.open("win", 9)
+    weights = state_of(hosting)["weights"]
+    place = slice(256 * span.start, 256 * span.stop)
+    assert torch.equal(weights[place], gathered[place])
+    assert not torch.equal(weights, gathered), "the others keep what they have learnt since"
+
+
+def test_the_norm_of_a_change_is_that_of_all_its_parts() -> None:
+    hosting = Hosting(3, WORKERS)
+    [(worker, values, _), *_] = changes_of(hosting, 0, 0)
+    change = hosting.bring(worker, 0, values)
+    assert change.norm == pytest.approx(float(values.norm()))
+    assert change.weights_norm == pytest.approx(float(hosting.replica.params.norm()))
+    values[600] = 1e30  # its square is no float32
+    assert hosting.bring(worker, 0, values).norm == pytest.approx(1e30)
+
+
+def test_a_part_that_is_not_finite_makes_no_finite_norm() -> None:
+    hosting = Hosting(3, WORKERS)
+    receiver, key = hosting.links.receiver_for(1), ChangeKey(FAST, 1)
+    assert receiver is not None
+    own = DeltaArrived(0, 1, 0, torch.zeros(256), {})
+    assert hosting.links.whole(key, own) is None
+    assert hosting.links.whole(key, NormArrived(2, key, 0, 2, 1.0, 1.0)) is None
+    told = BucketNorm(instance=FAST, request=1, fragment=0, bucket=1, norm=None, weights_norm=1.0)
+    part = receiver(told, memoryview(b""))
+    assert isinstance(part, NormArrived)
+    whole = hosting.links.whole(key, part)
+    assert whole is not None
+    assert math.isnan(whole.norm)
+
+
+def test_what_is_dropped_is_kept_nowhere() -> None:
+    hosting = Hosting(3, WORKERS)
+    hosting.links.drop(hosting.bring(FAST, 0, changes_of(hosting, 0, 0)[0][1]))
+    assert all(store.held is not None and not store.held._changes for store in hosting.stores)
+
+
+def test_a_store_is_not_believed_a_bucket_that_it_does_not_hold() -> None:
+    hosting = Hosting(3, WORKERS)
+    receiver = hosting.links.receiver_for(1)
+    assert receiver is not None
+    told = BucketNorm(instance=FAST, request=1, fragment=0, bucket=0, norm=1.0, weights_norm=1.0)
+    with pytest.raises(ProtocolError, match="bucket 0 of fragment 0, which it has not"):
+        receiver(told, memoryview(b""))
