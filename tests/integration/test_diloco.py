@@ -367,7 +367,7 @@ def test_a_server_goes_on_from_its_last_round(tmp_path: Path, mode: tuple[str, .
 
     def watched(applied: Sequence[Applied]) -> None:
         count(applied)
-        partly, store = stopped.ledger.partly_applied, stopped.store
+        partly, store = stopped.ledger.partly_applied, stopped.stores
         if not saved and applied and store.version >= 5 and bool(partly) == (mode == STREAMING):
             tensors = {name: each.clone() for name, each in store.tensors.items()}
             saved.append((stopped.version, store.version, partly, tensors))

@@ -90,7 +90,7 @@ def test_any_number_of_hosts_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("mode", [STREAMING, ("mode=async",)], ids=["streaming", "async"])
-@pytest.mark.parametrize("codecs", [(), ("codec_up=topk", "codec_down=int8")])
+@pytest.mark.parametrize("codecs", [(), ("codec_up=int4", "codec_down=int8")])
 def test_several_workers_apply_every_sample_once(
     tmp_path: Path, mode: tuple[str, ...], codecs: tuple[str, ...]
 ) -> None:
@@ -103,7 +103,8 @@ def test_several_workers_apply_every_sample_once(
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
 def test_a_run_goes_on_with_more_hosts_or_fewer(tmp_path: Path, before: int, after: int) -> None:
-    own = "mode=sync", "codec_down=int8", "outer_momentum=0.5", "checkpoint_steps=20"
+    sgd = "optimizer=sgd", "learning_rate=0.1"  # whose workers have no state of their own
+    own = "mode=sync", "codec_down=int8", "outer_momentum=0.5", "checkpoint_steps=20", *sgd
     whole = run(settings_for(1, *own), tmp_path / "whole")
     cluster, _ = start(settings_for(before, *own), tmp_path / "run")
     after_outer_step(cluster, 12, lambda: cluster.stop.note(signal.SIGTERM))
@@ -111,7 +112,9 @@ def test_a_run_goes_on_with_more_hosts_or_fewer(tmp_path: Path, before: int, aft
     assert isinstance(cluster.server.failure(), Interrupted)
     resumed = run(settings_for(after, *own), tmp_path / "run", resume=True)
     assert 0 < len(resumed.metrics.steps) < len(whole.metrics.steps)
-    resumed.assert_every_sample_applied_once()
+    assert resumed.server.summary is not None
+    assert resumed.server.summary.samples_applied == 2 * resumed.training.num_samples
+    assert torch.equal(resumed.training.replica.params, whole.training.replica.params)
 
 
 def test_a_store_that_is_lost_costs_no_sample(tmp_path: Path) -> None:
@@ -135,5 +138,5 @@ def test_a_store_that_is_lost_costs_no_sample(tmp_path: Path) -> None:
 
 
 def test_an_average_of_weights_needs_them_in_one_place(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="ema_decay is 0.9 and servers lists several"):
+    with pytest.raises(ConfigError, match=r"ema_decay is 0\.9 and servers lists several"):
         Cluster(settings_for(2, "ema_decay=0.9"), tmp_path, algorithm="diloco")

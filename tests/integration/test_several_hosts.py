@@ -270,6 +270,6 @@ def test_loops_of_ones_own_with_several_servers_are_refused(
 
 
 def test_an_algorithm_without_stores_refuses_several_servers() -> None:
-    settings = local_settings("servers=[mini1, win]", algorithm="diloco")
-    with pytest.raises(ConfigError, match="servers lists mini1, win, but DiLoCo keeps its weights"):
-        check_algorithm(settings, "diloco")
+    settings = local_settings("servers=[mini1, win]", algorithm="pipeline")
+    with pytest.raises(ConfigError, match=r"servers lists mini1, win, but .* keeps its weights"):
+        check_algorithm(settings, "pipeline")

@@ -285,7 +285,7 @@ def check_algorithm(settings: Settings, algorithm: AlgorithmName) -> None:
         listed = ", ".join(settings.cluster.store_nodes)
         raise ConfigError(
             f"servers lists {listed}, but {spec.title} keeps its weights on one; set servers to null, or "
-            "launch edp or syncps"
+            "launch edp, syncps or diloco"
         )
     for other in algorithms().values():
         for key, reason in config_of(other).claims.items():
