@@ -1,6 +1,5 @@
 """DiLoCo with weights that lie on several hosts: the server, and stores that have dialled it."""
 
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,12 +9,15 @@ import torch
 
 import harness
 from harness import Cluster, Outcome, local_settings
+from integration.test_diloco_resume import killed_after
+from smolcluster.algorithms.DiLoCo.exchange import delta_frames
 from smolcluster.algorithms.DiLoCo.ledger import Applied
 from smolcluster.algorithms.DiLoCo.server import Server
+from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ConfigError
 from smolcluster.training.build import build
-from smolcluster.utils.stopping import Interrupted
+from smolcluster.transport.messages import Collect
 
 NODES = ("mini1", "win", "pi5")
 STREAMING = "mode=streaming", "fragments=3"
@@ -103,22 +105,20 @@ def test_several_workers_apply_every_sample_once(
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
 def test_a_run_goes_on_with_more_hosts_or_fewer(tmp_path: Path, before: int, after: int) -> None:
-    sgd = "optimizer=sgd", "learning_rate=0.1"  # whose workers have no state of their own
-    own = "mode=sync", "codec_down=int8", "outer_momentum=0.5", "checkpoint_steps=20", *sgd
-    whole = run(settings_for(1, *own), tmp_path / "whole")
-    cluster, _ = start(settings_for(before, *own), tmp_path / "run")
-    after_outer_step(cluster, 12, lambda: cluster.stop.note(signal.SIGTERM))
-    cluster.worker(1)
-    assert isinstance(cluster.server.failure(), Interrupted)
-    resumed = run(settings_for(after, *own), tmp_path / "run", resume=True)
-    assert 0 < len(resumed.metrics.steps) < len(whole.metrics.steps)
-    assert resumed.server.summary is not None
-    assert resumed.server.summary.samples_applied == 2 * resumed.training.num_samples
+    """From a checkpoint of an undisturbed run, and what the worker has kept for it."""
+    own = "mode=sync", "codec_up=int8", "codec_down=int4", "outer_momentum=0.5", "local_steps=5"
+    saved = "checkpoint_steps=30", "keep_last=100"
+    whole = run(settings_for(before, *own, *saved), tmp_path / "whole")
+    folder = killed_after(whole.folder, tmp_path / "resumed", 60)
+    resumed = run(settings_for(after, *own, *saved), folder, resume=True)
+    assert len(resumed.metrics.steps) == 30
     assert torch.equal(resumed.training.replica.params, whole.training.replica.params)
 
 
-def test_a_store_that_is_lost_costs_no_sample(tmp_path: Path) -> None:
-    settings = settings_for(3, *STREAMING, "num_epochs=4", "eval_steps=20", workers=2)
+@pytest.mark.parametrize("mode", [("mode=sync",), STREAMING, ("mode=async",)])
+def test_a_store_that_is_lost_costs_no_sample(tmp_path: Path, mode: tuple[str, ...]) -> None:
+    own = (*mode, "codec_up=int8", "codec_down=int8", "num_epochs=8", "eval_steps=20")
+    settings = settings_for(3, *own, workers=2)
     cluster, stores = start(settings, tmp_path)
 
     def cut() -> None:
@@ -127,14 +127,50 @@ def test_a_store_that_is_lost_costs_no_sample(tmp_path: Path) -> None:
         assert session is not None
         session.cut("its power is gone")
 
-    after_outer_step(cluster, 20, cut)
+    after_outer_step(cluster, 5, cut)
     workers = cluster.worker(1), cluster.worker(2)
     summary = cluster.finish(*workers, *stores)
-    assert summary.train_samples == 4 * cluster.training.num_samples
+    assert summary.samples_applied == 8 * cluster.training.num_samples
     told = [line for line in cluster.log_lines if "the store win" in line]
     assert "as they were at step 0" in told[0]
     assert "is lost: its power is gone; training pauses" in told[1]
     assert "holds buckets" in told[2]
+
+
+class Unplugged(Worker):
+    """Loses a store, and then the server, when it has just sent a part of a change."""
+
+    num_lost = 0
+
+    def send_change(self, collect: Collect) -> None:
+        if self.num_lost < 2 and collect.fragment == 0:
+            self.num_lost += 1
+            frame = delta_frames(
+                self.layout,
+                collect,
+                self.encoder.encode(0, self.anchor_of(0), 1),
+                self.encoder.codec,
+            )[0]
+            self.encoder.forget(0)
+            self.link.send_frame(frame)
+            last = self.hosts.session_of(len(self.replica.buckets) - 1)
+            assert last is not self.link
+            (last if self.num_lost == 1 else self.link).cut("the cable was pulled")
+        super().send_change(collect)
+
+    def anchor_of(self, number: int) -> torch.Tensor:
+        return self.layout.gather(number, self.anchor)
+
+
+@pytest.mark.parametrize("mode", [("mode=sync",), STREAMING, ("mode=async",)])
+def test_a_worker_that_is_lost_in_the_middle_of_a_change_costs_no_sample(
+    tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    cluster, stores = start(settings_for(3, *mode, "num_epochs=8", workers=2), tmp_path)
+    workers = cluster.worker(1), cluster.worker(2, make=Unplugged)
+    cluster.finish(*workers, *stores)
+    joined = [line for line in cluster.log_lines if "trying to reconnect" in line]
+    assert len(joined) >= 2, cluster.log_lines
 
 
 def test_an_average_of_weights_needs_them_in_one_place(tmp_path: Path) -> None:

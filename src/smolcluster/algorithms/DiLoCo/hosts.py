@@ -14,6 +14,7 @@ from smolcluster.algorithms.DiLoCo.exchange import FragmentArrived, FragmentRece
 from smolcluster.cluster.link import Link
 from smolcluster.errors import PeerLost
 from smolcluster.net.inbox import Event
+from smolcluster.net.session import Session
 from smolcluster.ps.store_client import StoreClient
 from smolcluster.ps.weights import WeightsArrived
 from smolcluster.transport.frames import Frame
@@ -71,9 +72,13 @@ class Hosts:
         for frame in buffers:
             self._link.send_frame(frame)
         for home, frame in zip(self._layout.homes(collect.fragment), frames, strict=True):
-            self._client.session_of(home).send_frame(frame)
+            self.session_of(home).send_frame(frame)
         if SERVER not in self._holders[collect.fragment]:
             self._link.send(DeltaSent(request=collect.request, fragment=collect.fragment))
+
+    def session_of(self, bucket: int) -> Session:
+        """With who holds this flat bucket."""
+        return self._client.session_of(bucket)
 
     def take(self, event: Event) -> Iterator[Event]:
         """What may be known of now that this has come, in order.
