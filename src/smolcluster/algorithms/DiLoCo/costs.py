@@ -29,6 +29,7 @@ from smolcluster.algorithms.planning.costs import (
     seconds_of,
     up_rates,
 )
+from smolcluster.algorithms.planning.stores import Traffic, as_spread, with_stores
 from smolcluster.configs.resolve import Settings
 
 UNKNOWN_EPOCH = 100_000
@@ -45,6 +46,7 @@ def step_nbytes(job: Job, settings: Settings) -> tuple[int, int]:
 def predict(site: Site, job: Job, settings: Settings) -> Forecast:
     """What a run will be like once its rounds are as long as they get."""
     config, (up, down) = settings.of(DiLoCoConfig), _round_nbytes(job, settings)
+    site = as_spread(site, settings, Traffic(up, down))
     run = Run(
         mode=config.mode,
         num_fragments=config.num_fragments(DEFAULT_FRAGMENTS),
@@ -65,10 +67,13 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
     )
 
 
-def candidates(_site: Site, _job: Job, _settings: Settings) -> Iterator[dict[str, Any]]:
-    """Codecs for both ways; how many steps a round has is best left to what is measured."""
-    for codec in ("fp32", "int8", "int4"):
-        yield {"codec_up": codec, "codec_down": codec, "local_steps": None}
+def candidates(site: Site, job: Job, settings: Settings) -> Iterator[dict[str, Any]]:
+    """Stores, and codecs for both ways; how many steps a round has is best left to what is measured."""
+    codecs = ("fp32", "int8", "int4")
+    choices: Iterator[dict[str, Any]] = (
+        {"codec_up": codec, "codec_down": codec, "local_steps": None} for codec in codecs
+    )
+    return with_stores(site, settings, choices, Traffic(*_round_nbytes(job, settings)))
 
 
 def _of_long_rounds(site: Site, run: Run) -> Found:

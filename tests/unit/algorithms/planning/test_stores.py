@@ -1,11 +1,13 @@
 """Shares of the weights by what links carry: against brute force, and where the answer is known."""
 
 from math import inf
+from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smolcluster.algorithms.DiLoCo import costs as diloco
 from smolcluster.algorithms.planning.costs import Interface, Job, Site, Worker
 from smolcluster.algorithms.planning.stores import (
     Host,
@@ -15,8 +17,9 @@ from smolcluster.algorithms.planning.stores import (
     exchange_s,
     least_time,
 )
-from smolcluster.algorithms.SynchronousPS.costs import candidates, predict
+from smolcluster.algorithms.SynchronousPS import costs as syncps
 from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import AlgorithmName
 
 STEPS = 10
 
@@ -79,6 +82,7 @@ def test_a_server_that_nobody_can_fill_holds_all(server: float) -> None:
 
 
 LINK = 1e6
+MODES = "sync", "streaming"
 
 
 def site_of(num_workers: int) -> Site:
@@ -86,20 +90,30 @@ def site_of(num_workers: int) -> Site:
     return Site(tuple(workers), {"eth0": Interface(LINK, LINK)})
 
 
-def test_syncps_is_predicted_to_be_faster_with_the_stores_that_it_tries_first() -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "costs", "more"),
+    [
+        ("syncps", syncps, ()),
+        *(("diloco", diloco, (f"mode={mode}", "local_steps=2")) for mode in MODES),
+    ],
+)
+def test_stores_that_are_tried_first_are_predicted_to_be_faster(
+    algorithm: AlgorithmName, costs: ModuleType, more: tuple[str, ...]
+) -> None:
     names = ", ".join(f"w{number}" for number in range(4))
     overrides = (
         f"workers=[{names}]",
         "num_workers=4",
         "server=mini1",
         f"host_ip={{mini1: 10.0.0.1, {', '.join(f'w{n}: 10.0.0.1' for n in range(4))}}}",
+        *more,
     )
     site, job = site_of(4), Job(1_000_000)
-    own = load_settings("syncps", "stdlib", None, overrides, {})
-    first = next(candidates(site, job, own))
+    own = load_settings(algorithm, "stdlib", None, overrides, {})
+    first = next(costs.candidates(site, job, own))
     assert first["servers"][0] == "mini1"
     keys = tuple(f"{name}={value}" for name, value in first.items())
-    spread = load_settings("syncps", "stdlib", None, (*overrides, *keys), {})
-    slow, fast = predict(site, job, own), predict(site, job, spread)
+    spread = load_settings(algorithm, "stdlib", None, (*overrides, *keys), {})
+    slow, fast = (costs.predict(site, job, each) for each in (own, spread))
     assert fast.samples_per_s > 1.5 * slow.samples_per_s
     assert as_spread(site, own, Traffic(1.0, 1.0)) is site
