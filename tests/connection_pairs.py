@@ -110,6 +110,22 @@ def handshake_and_steps() -> list[m.Message]:
             nbytes=64,
             tensor=m.TensorSpec(codec="raw", dtype="uint8", shape=(0,), nbytes=0),
         ),
+        m.BucketNorm(
+            instance="0123456789abcdef",
+            request=1,
+            fragment=0,
+            bucket=2,
+            norm=0.5,
+            weights_norm=None,
+        ),
+        m.TakeOuterStep(
+            fragment=0,
+            base_version=3,
+            version=4,
+            changes=(m.CountedChange(instance="0123456789abcdef", request=1, weight=32.0),),
+            share=0.25,
+            moves_by=0.75,
+        ),
     ]
 
 
@@ -123,6 +139,8 @@ def rounds() -> list[m.Message]:
         ),
         m.Saved(step=30, keep_last=3),
         m.Resumed(step=30),
+        m.DropChange(instance="0123456789abcdef", request=1),
+        m.DeltaSent(request=1, fragment=2),
     ]
 
 
