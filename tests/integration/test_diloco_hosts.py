@@ -11,7 +11,9 @@ import harness
 from harness import Cluster, Outcome, local_settings
 from integration.test_diloco_resume import killed_after
 from smolcluster.algorithms.DiLoCo.exchange import delta_frames
-from smolcluster.algorithms.DiLoCo.ledger import Applied
+from smolcluster.algorithms.DiLoCo.ledger import Request
+from smolcluster.algorithms.DiLoCo.outer_links import WholeChange
+from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.resolve import Settings
@@ -55,20 +57,21 @@ def run(settings: Settings, folder: Path, *, resume: bool = False) -> Cluster:
     return cluster
 
 
-def after_outer_step(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
-    """Do something when the server has counted the batches of that outer step."""
+def when_changes_wait(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
+    """Do something when after so many outer steps a change has come and is not applied yet."""
     core = cluster.core
     assert isinstance(core, Server)
-    count = core.count
+    on_change = core.on_change
     has_acted: list[int] = []
 
-    def watched(applied: list[Applied]) -> None:
-        count(applied)
+    def watched(peer: Peer, request: Request, arrived: WholeChange) -> None:
+        on_change(peer, request, arrived)
         if core.stores.version >= step and not has_acted:
+            assert core.contributions[request.fragment]
             has_acted.append(step)
             act()
 
-    core.count = watched  # type: ignore[method-assign,assignment]
+    core.on_change = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ def test_a_store_that_is_lost_costs_no_sample(tmp_path: Path, mode: tuple[str, .
         assert session is not None
         session.cut("its power is gone")
 
-    after_outer_step(cluster, 5, cut)
+    when_changes_wait(cluster, 5, cut)
     workers = cluster.worker(1), cluster.worker(2)
     summary = cluster.finish(*workers, *stores)
     assert summary.samples_applied == 8 * cluster.training.num_samples

@@ -10,6 +10,8 @@ from smolcluster.data.permutation import Range
 from smolcluster.errors import CheckpointError
 from smolcluster.transport.messages import LeaseKey, Stepped
 
+NUM_HOLDERS = 3
+
 
 def key(start: int, grant: int) -> LeaseKey:
     return LeaseKey(incarnation="a", epoch=0, start=start, stop=start + 10, grant=grant)
@@ -148,6 +150,14 @@ class Chance:
         if self.draw.random() < 0.3:
             self.waiting += [Range.of(each) for each in self.ledger.take_back(holder)]
 
+    def lose_store(self, _holder: int) -> None:
+        """With it a part of all changes that wait; all workers begin again."""
+        if self.draw.random() < 0.1:
+            self.ledger.lose(self.arrived)
+            self.arrived = []
+            for holder in range(NUM_HOLDERS):
+                self.waiting += [Range.of(each) for each in self.ledger.take_back(holder)]
+
 
 @pytest.mark.parametrize("num_fragments", [1, 3])
 @pytest.mark.parametrize("seed", range(5))
@@ -156,8 +166,9 @@ def test_every_sample_counts_once_in_every_fragment_whoever_is_lost(
 ) -> None:
     chance = Chance(num_fragments, seed)
     acts = [chance.give, chance.give, chance.ask, chance.answer, chance.apply, chance.lose]
+    acts.append(chance.lose_store)
     while sum(chance.counted.values()) < 40:
-        chance.draw.choice(acts)(chance.draw.randrange(3))
+        chance.draw.choice(acts)(chance.draw.randrange(NUM_HOLDERS))
     assert set(chance.counted.values()) == {1}
     assert len(chance.in_fragment) == 40 * num_fragments
     assert set(chance.in_fragment.values()) == {1}
