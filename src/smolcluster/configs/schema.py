@@ -313,9 +313,9 @@ class ClusterConfig(Section):
     server: NodeName = Field(description="Name of the server's node.")
     servers: NodeNames | None = Field(
         None,
-        description="Nodes among which the weights and their optimizer are spread (EDP, DiLoCo), or that add up "
-        "the gradients (SyncPS), the server first; each worker sends them in pieces what it has computed. "
-        "null: the server alone.",
+        description="Nodes among which the weights and their optimizer are spread (EDP, DiLoCo), or that add "
+        "up the gradients (SyncPS), the server first; each worker sends them in pieces what it has "
+        "computed. null: the server alone.",
     )
     store_shares: Shares | None = Field(
         None,

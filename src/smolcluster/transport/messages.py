@@ -92,7 +92,7 @@ SpanEntry = Annotated[
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:%_-]{1,253}$")]
 MAX_STORES, MAX_ADDRESSES, MAX_CONTENTS = 256, 8, 16
 MAX_PARTS = 4096
-MAX_LAYERS, MAX_CHANGES = 4096, 256
+MAX_LAYERS, MAX_CHANGES = 4096, 512
 MAX_STAGES, MAX_WANTED, MAX_LAYER_KINDS = 4096, 64, 200
 OptimizerArgument = bool | int | float | Annotated[tuple[float, ...], Strict(False)]
 WEIGHTS = "weights"

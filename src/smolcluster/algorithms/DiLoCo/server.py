@@ -567,8 +567,8 @@ class Server:
 
     def on_norm(self, key: ChangeKey, part: NormArrived) -> None:
         """A store has a bucket of a change."""
-        peers = (each for each in self.peers.values())
-        peer = next((each for each in peers if each.worker.member.instance == key.instance), None)
+        of_instance = (p for p in self.peers.values() if p.worker.member.instance == key.instance)
+        peer = next(of_instance, None)
         if peer is None:
             self.stores.drop_part(part)
         else:
@@ -592,6 +592,7 @@ class Server:
         """A worker's change has come: from now on its samples are safe, whatever befalls the worker."""
         steps = self.ledger.steps_of(request)
         if len(steps) < len(request.leases):
+            self.stores.drop(arrived)
             peer.worker.live_session.cut("it sent a change before it had taken its steps")
             return
         try:
