@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from smolcluster.observability.curves import (
@@ -53,25 +53,29 @@ def csv_of(timeline: Timeline) -> str:
     return text.getvalue()
 
 
-def picture_of(timelines: Mapping[str, Timeline], form: str = "svg") -> bytes:
+def picture_of(
+    timelines: Mapping[str, Timeline], form: str = "svg", names: Sequence[str] = ()
+) -> bytes:
     """One panel a timeline, under its title, all on one axis of time; `form` is svg, png or pdf.
+
+    `names`: of the ranks; empty: they are numbered.
 
     Raises:
         SmolclusterError: matplotlib failed.
     """
-    return rendered(lambda: _figure(timelines), form, "a pipeline's step")
+    return rendered(lambda: _figure(timelines, names), form, "a pipeline's step")
 
 
-def _lanes(timeline: Timeline) -> Iterator[tuple[str, tuple[Span, ...]]]:
+def _lanes(timeline: Timeline, names: Sequence[str] = ()) -> Iterator[tuple[str, tuple[Span, ...]]]:
     """Each rank, followed by the links on which it sends."""
     for rank, spans in enumerate(timeline.ranks):
-        yield f"rank {rank}", spans
+        yield names[rank] if names else f"rank {rank}", spans
         for (sender, receiver), sent in timeline.links.items():
             if sender == rank:
                 yield f"link {sender}>{receiver}", sent
 
 
-def _figure(timelines: Mapping[str, Timeline]) -> "Figure":
+def _figure(timelines: Mapping[str, Timeline], names: Sequence[str]) -> "Figure":
     from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second
     from matplotlib.patches import Patch  # noqa: PLC0415
 
@@ -82,15 +86,15 @@ def _figure(timelines: Mapping[str, Timeline]) -> "Figure":
         len(heights), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
     )[:, 0]
     for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
-        _draw(axes, title, timeline)
+        _draw(axes, title, timeline, names)
     panels[-1].set_xlabel("seconds", color=INK)
     legend = [Patch(facecolor=color, label=text) for text, color in MEANINGS.items()]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
     return figure
 
 
-def _draw(axes: "Axes", title: str, timeline: Timeline) -> None:
-    lanes = list(_lanes(timeline))
+def _draw(axes: "Axes", title: str, timeline: Timeline, names: Sequence[str]) -> None:
+    lanes = list(_lanes(timeline, names))
     is_labelled = sum(len(spans) for _, spans in lanes) <= MOST_LABELLED
     for row, (lane, spans) in enumerate(lanes):
         is_link = lane.startswith("link")
