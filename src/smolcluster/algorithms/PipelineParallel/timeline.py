@@ -31,6 +31,7 @@ FORMS = ("svg", "png", "pdf", "csv")
 COMPUTING = (PHASES.index("forward"), PHASES.index("backward"))
 MICRO = 1e-6
 
+SIMULATED = "simulated, each stage at its usual pace"
 Stretch = tuple[float, float]
 """Start and end, in seconds since 1970."""
 
@@ -63,7 +64,7 @@ def write_timeline(paths: RunPaths, out: Path) -> StepView:
     if form == "csv":
         write_whole(out, csv_of(view.measured).encode(), durable=False)
     else:
-        panels = {"measured": view.measured, "simulated": view.simulated}
+        panels = {"measured": view.measured, SIMULATED: view.simulated}
         write_whole(out, picture_of(panels, form, view.names), durable=False)
     return view
 

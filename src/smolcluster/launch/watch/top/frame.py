@@ -229,6 +229,11 @@ def _staged(form: Callable[[StageView], str]) -> Callable[[Row], str]:
     return cell
 
 
+def _sends(stage: StageView) -> str:
+    """`2: 1.6, 3: 0.2`: to whom, and how much."""
+    return ", ".join(f"{rank + 1}: {format_megabytes(each)}" for rank, each in stage.sends.items())
+
+
 def _op(name: str) -> Callable[[Row], str]:
     return _vital(f"op_s/{name}", bars.short_delay)
 
@@ -287,7 +292,7 @@ COLUMNS = (
     Column("layers", 6, _staged(lambda stage: stage.ranges)),
     Column("waits", 5, _staged(lambda stage: f"{stage.bubble:.0%}")),
     *(Column(title, 7, _op(name)) for title, name in OPS.items()),
-    Column("MB/s to", 7, _staged(lambda stage: stage.rates)),
+    Column("MB/s to", 7, _staged(_sends)),
     Column("cpu", 5, _vital("cpu", lambda cores: f"{100 * cores:.0f}%")),
     Column("gpu", 4, _vital("gpu/utilization", lambda share: f"{share:.0%}")),
     Column("gpu mem", 7, _vital("gpu/memory_bytes", bars.short_bytes)),

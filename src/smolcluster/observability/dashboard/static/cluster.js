@@ -29,6 +29,8 @@ export function sends(worker) {
   return Object.entries(worker.process_stats ?? {}).filter(([name]) => name.startsWith("to/")).map(([name, speed]) => [Number(name.slice(3)), speed]);
 }
 
+const bubble = (worker) => worker.process_stats.bubble;
+
 export function condition(worker) {
   if (worker.state !== "joined") return worker.state;
   return share(worker, "wait") > WAITS ? "waiting" : "training";
@@ -82,7 +84,7 @@ function link(worker, from, to, server, radius, isOver, isCrowded, isNarrow) {
     lines = isNarrow ? [rate(flow.up + flow.down), delay]
       : [`↑ ${megabytes(flow.up)}  ↓ ${rate(flow.down)}`, [delay, codec].filter(Boolean).join(" · ")];
   }
-  const label = lines.length && !isCrowded ? beside(lines.filter(Boolean), a, b, width, isNarrow) : null;
+  const label = lines.length && !isCrowded && !stage(worker) ? beside(lines.filter(Boolean), a, b, width, isNarrow) : null;
   group.append(svg("title", {}, lines.join("\n") || worker.state));
   return { group, label };
 }
@@ -100,7 +102,7 @@ function beside(lines, a, b, width, isNarrow) {
   return text;
 }
 
-/** What flows between two stages of a pipeline, both ways together. */
+/** What flows between stages of a pipeline that are neighbours, both ways together: lines, and words on them. */
 function neighbours(state, spots) {
   if (state.is_over) return [];
   const at = new Map(state.workers.map((worker, index) => [worker.rank, index]));
@@ -114,11 +116,11 @@ function neighbours(state, spots) {
     const [one, other] = key.split("-").map((rank) => spots[at.get(Number(rank))]);
     const line = { x1: one.x, y1: one.y, x2: other.x, y2: other.y };
     const width = 1.5 + Math.min(6, 1.7 * Math.log10(1 + speed / 3e4));
-    const middle = { x: (one.x + other.x) / 2, y: (one.y + other.y) / 2 };
-    return svg("g", { class: "link stages training" }, svg("line", { ...line, "stroke-width": width }),
+    const group = svg("g", { class: "link training" }, svg("line", { ...line, "stroke-width": width }),
       svg("line", { ...line, class: "flow", "stroke-width": Math.max(1.5, width * 0.6) }),
-      svg("text", { class: "flow-label", x: middle.x, y: middle.y - 8 }, rate(speed)),
       svg("title", {}, `activations and gradients: ${rate(speed)}`));
+    const label = svg("text", { class: "flow-label", x: (one.x + other.x) / 2, y: (one.y + other.y) / 2 - 8 }, rate(speed));
+    return { group, label };
   });
 }
 
@@ -156,14 +158,15 @@ export function drawCluster(state) {
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
   const spots = places(num, width, height, { x: isNarrow ? 58 : 96, y: 66 });
   const links = state.workers.map((worker, index) => link(worker, middle, spots[index], server, radius, state.is_over, isCrowded, isNarrow));
-  picture.append(...links.map(({ group }) => group), ...neighbours(state, spots));
+  const between = neighbours(state, spots);
+  picture.append(...[...links, ...between].map(({ group }) => group));
   state.workers.forEach((worker, index) => picture.append(drawWorker(worker, spots[index], radius, state.is_over, isCrowded)));
   picture.append(svg("g", { class: `node server ${state.is_over ? "over" : state.state}` },
     svg("circle", { ...circle(middle), r: server, class: "body" }),
     ...ring(middle.x, middle.y, server + 5, state.server.process_stats),
     svg("text", { x: middle.x, y: middle.y - 2, class: "rank" }, role),
     svg("text", { x: middle.x, y: middle.y + 14, class: "said" }, (state.server.node ?? "").slice(0, 12))));
-  picture.append(...links.map(({ label: words }) => words).filter(Boolean));
+  picture.append(...[...links, ...(isCrowded ? [] : between)].map(({ label: words }) => words).filter(Boolean));
   box.replaceChildren(picture);
   say(byId("insight"), insight(state));
 }
@@ -176,6 +179,11 @@ function insight(state) {
   const here = state.workers.filter((worker) => worker.state === "joined" && worker.process_stats);
   const gone = state.workers.filter((worker) => worker.state === "lost");
   const said = gone.length ? [`Lost: ${gone.map((worker) => title(worker)).join(", ")}.`] : [];
+  const stages = here.filter(stage);
+  if (stages.length > 1) {
+    const slowest = stages.reduce((one, other) => (bubble(other) < bubble(one) ? other : one));
+    return [...said, `${title(slowest)} sets the pace: it computes ${percent(1 - bubble(slowest))} of a step.`].join(" ");
+  }
   const waiting = here.filter((worker) => share(worker, "wait") > WAITS);
   const busiest = [...here].sort((a, b) => (share(a, "wait") ?? 1) - (share(b, "wait") ?? 1))[0];
   if (waiting.length && state.is_synchronous && busiest && !waiting.includes(busiest)) {
