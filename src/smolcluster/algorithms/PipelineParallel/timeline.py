@@ -28,12 +28,13 @@ from smolcluster.training.schedules.simulation import Boundary, Costs, Span, Tim
 from smolcluster.utils.meter import PHASES, STEP
 
 FORMS = ("svg", "png", "pdf", "csv")
-COMPUTING = (PHASES.index("forward"), PHASES.index("backward"))
+FORWARD = PHASES.index("forward")
+COMPUTING = (FORWARD, PHASES.index("backward"))
 MICRO = 1e-6
 
 SIMULATED = "simulated, each stage at its usual pace"
-Stretch = tuple[float, float]
-"""Start and end, in seconds since 1970."""
+Stretch = tuple[float, float, int]
+"""Start and end, in seconds since 1970, and the phase or `STEP`."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _nothing(paths: RunPaths, what: str) -> str:
 
 def _steps_taken(paths: RunPaths) -> dict[str, list[list[Stretch]]]:
     """What each machine of the plan has computed in each step, in order, by its name in the plan."""
-    spans: dict[tuple[str, int], list[tuple[float, float, int]]] = defaultdict(list)
+    spans: dict[tuple[str, int], list[Stretch]] = defaultdict(list)
     for line in read_spans(paths.spans):
         if line.role == "worker" and line.rank is not None:
             spans[line.node, line.rank] += (
@@ -116,11 +117,11 @@ def _steps_taken(paths: RunPaths) -> dict[str, list[list[Stretch]]]:
     return found
 
 
-def _by_step(spans: Sequence[tuple[float, float, int]]) -> Iterator[list[Stretch]]:
+def _by_step(spans: Sequence[Stretch]) -> Iterator[list[Stretch]]:
     """What lies within each whole step that computed anything."""
-    computed = sorted((start, end) for start, end, what in spans if what in COMPUTING)
+    computed = sorted(each for each in spans if each[2] in COMPUTING)
     at = 0
-    for began, ended in sorted((start, end) for start, end, what in spans if what == STEP):
+    for began, ended, _ in sorted(each for each in spans if each[2] == STEP):
         while at < len(computed) and computed[at][0] < began - MICRO:
             at += 1
         first = at
@@ -144,18 +145,24 @@ def _lists(plan: PlanFile, num_ranks: int, steps: Sequence[Sequence[Stretch]]) -
     kind = SCHEDULES[plan.schedule]
     for num_microbatches in range(plan.num_microbatches, 0, -1):
         lists = kind.generate(num_ranks, num_microbatches, kind.chunks[0])
-        if [len(each) for each in lists] == [len(each) for each in steps]:
+        if all(_are(own, step) for own, step in zip(lists, steps, strict=True)):
             return lists
     return None
 
 
+def _are(instructions: Sequence[Instruction], computed: Sequence[Stretch]) -> bool:
+    """Whether these phases, in this order, can have been those instructions."""
+    forward = [each.op is Op.FORWARD for each in instructions]
+    return forward == [what == FORWARD for _, _, what in computed]
+
+
 def _measured(lists: Schedule, steps: Sequence[Sequence[Stretch]]) -> Timeline:
-    zero = min(start for step in steps for start, _ in step)
+    zero = min(start for step in steps for start, *_ in step)
     return Timeline(
         tuple(
             tuple(
                 Span(each, start - zero, end - zero)
-                for each, (start, end) in zip(own, step, strict=True)
+                for each, (start, end, _) in zip(own, step, strict=True)
             )
             for own, step in zip(lists, steps, strict=True)
         )

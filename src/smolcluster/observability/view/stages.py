@@ -36,7 +36,8 @@ class StageView(Strict):
     @classmethod
     def of(cls, stats: Mapping[str, float]) -> Self | None:
         """What the numbers of a worker say; None: it is no stage."""
-        numbers = sorted(int(name.split("/")[1]) for name in stats if name.endswith("/start"))
+        ends = {name for name in stats if name.startswith(f"{LAYERS}/") and name.endswith("/end")}
+        numbers = sorted(int(name.split("/")[1]) for name in ends)
         if not numbers:
             return None
         layers = [
