@@ -7,8 +7,8 @@ sleep's beginning to the last one's end, over all stages; times are medians over
 
 * `schedules`: stages that take the same time, on loopback: the simulated step's share of the measured one,
   and torch's 1F1B, whose steps alternate with ours.
-* `unequal`: machines of speeds 4:2:1:1: the planner's cut beside the equal one, predicted and measured, and
-  the best of all cuts as simulated.
+* `unequal`: machines of speeds 4:2:1:1: the planner's cut beside the equal one, and the best of all cuts as
+  simulated. `predicted` is what a user is told: of layers as a worker measures them, not as they are paced.
 * `slow-link` (Linux, root): a network namespace a stage, at 100 Mbit/s: activations in fp32 and in int8.
 * `coded`: a small GPT trained by three stages, with activations in fp32 and in int8: the losses at the end.
 """
@@ -60,6 +60,7 @@ from smolcluster.training.schedules.instructions import (
 from smolcluster.training.schedules.simulation import Boundary, Costs, Span, Timeline, simulate
 from smolcluster.training.stages.compute import StageCompute
 from smolcluster.training.stages.cut import Stage
+from smolcluster.training.stages.measure import LayerToMeasure, measure_layers
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.security import Secret
@@ -426,10 +427,10 @@ def schedules(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def unequal(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The planner's cut, the equal one, and the best of all as simulated."""
     names = [f"speed{speed}-{number}" for number, speed in enumerate(SPEEDS)]
-    machines = tuple(
-        Machine(name, (Costs(*[SLOW_LAYER_S / speed] * 3),) * 32)
-        for name, speed in zip(names, SPEEDS, strict=True)
-    )
+    paces = {
+        name: Costs(*[SLOW_LAYER_S / speed] * 3) for name, speed in zip(names, SPEEDS, strict=True)
+    }
+    machines = tuple(Machine(name, (as_measured(each),) * 32) for name, each in paces.items())
     problem = Problem((Layer(0),) * 32, machines, {}, num_microbatches=32)
     plan = plan_layers(problem)
     best_s = min(each for each in simulated_cuts(problem, plan.step_s))
@@ -437,10 +438,26 @@ def unequal(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     equal = [(name, 8 * rank, 8 * rank + 8) for rank, name in enumerate(names)]
     hosts = (Host("127.0.0.1", "lo"),) * NUM_STAGES
     for kind, ranges in (("planned", planned), ("equal", equal)):
-        layers = tuple(problem.machine(name).costs[start:end] for name, start, end in ranges)
+        layers = tuple((paces[name],) * (end - start) for name, start, end in ranges)
         case = Case("1f1b", 32, layers, 0.26, hosts)
         found = measure(case, max(1, arguments.steps // 3))
-        yield found | {"kind": kind, "best_s": best_s, "cut": str(ranges)}
+        predicted_s = predict(problem, ranges).step_s
+        yield found | {
+            **{"kind": kind, "predicted_s": predicted_s, "best_s": best_s, "cut": str(ranges)},
+            "predicted_share": predicted_s / found["measured_s"],
+        }
+
+
+def as_measured(pace: Costs) -> Costs:
+    """What a worker measures of a layer of that pace when it joins: sleeps last longer than asked for."""
+    width = Case("1f1b", 1, (), 0.26, ()).width
+    layers = [
+        LayerToMeasure(place, partial(PacedLayer, pace, width, is_first=place == 0))
+        for place in range(3)
+    ]
+    value, device = torch.zeros(ROWS, width), torch.device("cpu")
+    _, found, _ = measure_layers(layers, value, torch.Tensor.mean, device)
+    return Costs(found.forward_s, found.input_s, found.weight_s)
 
 
 def simulated_cuts(problem: Problem, bound_s: float) -> Iterator[float]:
@@ -507,7 +524,7 @@ CASES: Mapping[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = 
     "slow-link": slow_link,
     "coded": coded,
 }
-IN_MS = {"simulated_s", "measured_s", "torch_s", "best_s"}
+IN_MS = {"simulated_s", "measured_s", "predicted_s", "torch_s", "best_s"}
 
 
 def shown(name: str, value: object) -> str:
@@ -521,7 +538,9 @@ def main() -> None:
         description="A pipeline's step beside its simulation and torch's."
     )
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["schedules", "unequal"])
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zero-bubble", "zb-v"])
+    parser.add_argument(
+        "--schedules", nargs="+", default=["1f1b", "eager-1f1b", "zero-bubble", "zb-v"]
+    )
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.26, 4.0])
     parser.add_argument("--unit", type=float, default=1e3 * UNIT_S, help="ms of each computation")
     parser.add_argument("--steps", type=int, default=9, help="timed steps of a case")

@@ -26,7 +26,9 @@ from processes import Child, Processes
 from proxy import Proxy
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.view.stages import numbers_of
 from smolcluster.runs.events import CheckpointSaved
+from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.status import read_status
 from waiting import DEADLINE_S, eventually
@@ -414,3 +416,24 @@ def test_without_the_token_the_browser_shows_what_to_do(
     _, address = dashboard(processes, "edp-first")
     browser.get(address.partition("?")[0])
     assert "Open the whole address" in text_of(browser, "body")
+
+
+def test_stages_of_a_pipeline_have_columns_and_links_between_them(
+    processes: Processes, browser: Chrome
+) -> None:
+    run = MadeRun(processes.runs, "pipeline-made")
+    run.started(algorithm="pipeline", num_workers=2)
+    first = numbers_of({0: (0, 4), 3: (10, 12)}, {"forward": 0.02, "backward": 0.05}, 0.3, {1: 2e6})
+    second = numbers_of({1: (4, 10)}, {"forward": 0.01, "backward": 0.02}, 0.6, {0: 1e6})
+    workers = (worker_status(0, process_stats=first), worker_status(1, process_stats=second))
+    with run_lock(run.paths.lock):
+        run.status("training", None, *workers)
+        _, address = dashboard(processes, "pipeline-made")
+        browser.get(address)
+        eventually(lambda: "0–3, 10–11" in text_of(browser, "#workers tbody"))
+        row = text_of(browser, "#workers tbody tr")
+        told = ("20 ms", "50 ms", "30%", "2 MB/s to 2")
+        assert [word in row for word in told] == [True] * 4, row
+        assert text_of(browser, "#cluster .flow-label") == "3 MB/s"
+        assert "sets the pace: it computes 70% of a step" in text_of(browser, "#insight")
+        assert complaints(browser) == []

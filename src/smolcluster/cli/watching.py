@@ -193,7 +193,11 @@ def _compare(
 
 @app.command(
     "trace",
-    epilog=below("smolcluster trace", "smolcluster trace latest --steps 50 --out trace.json"),
+    epilog=below(
+        "smolcluster trace",
+        "smolcluster trace latest --steps 50 --out trace.json",
+        "smolcluster trace latest --timeline step.svg     one step of a pipeline",
+    ),
 )
 def _trace(
     run: Run = "latest",
@@ -205,6 +209,15 @@ def _trace(
         Path | None,
         typer.Option("--out", metavar="FILE", help="Where to.  [default: trace.json of the run]"),
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline",
+            metavar="FILE",
+            help="Of a pipeline instead: draw its newest step, as measured and as simulated (svg, png, pdf), "
+            "or write its times (csv).",
+        ),
+    ] = None,
 ) -> int:
     """Write a trace of a run's newest steps: what each process did when, all on one clock.
 
@@ -214,6 +227,15 @@ def _trace(
     from smolcluster.observability.trace import write_trace  # noqa: PLC0415
 
     paths = brought(run, checkpoints=False)
+    if timeline is not None:
+        from smolcluster.algorithms.PipelineParallel.timeline import (  # noqa: PLC0415
+            write_timeline,
+        )
+
+        view = write_timeline(paths, timeline)
+        measured, simulated = view.measured.makespan_s, view.simulated.makespan_s
+        typer.echo(f"{1e3 * measured:.4g} ms, simulated {1e3 * simulated:.4g} ms: {timeline}")
+        return 0
     file = out or paths.trace
     num_steps = write_trace(paths, steps, file)
     typer.echo(f"{num_steps} steps of {paths.run_id}: {file}")

@@ -910,7 +910,7 @@ class StageDone(Message):
     """Stage: what it has come to in a step: its gradients wait for the Commit.
 
     `loss` is the sum of `num_terms` loss terms, on the last stage; `squared_norm` that of the gradient of
-    the sum, null: not finite.
+    the sum, null: not finite. `sent_bytes`: to each rank, for this step.
     """
 
     KIND: ClassVar[int] = 54
@@ -921,6 +921,7 @@ class StageDone(Message):
     squared_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
     seconds: Annotated[dict[Identifier, Seconds], Field(max_length=8)]
     peak_bytes: Count = 0
+    sent_bytes: Annotated[tuple[Count, ...], Strict(False), Field(max_length=MAX_STAGES)] = ()
 
 
 class KeepStages(Message):

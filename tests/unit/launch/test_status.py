@@ -24,6 +24,7 @@ from smolcluster.launch.watch.report import (
 )
 from smolcluster.launch.watch.status import gpu_cell, head, look_at, notes, row, status
 from smolcluster.observability.view.snapshot import State
+from smolcluster.observability.view.stages import numbers_of
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import RunStatus, instant, write_status
 
@@ -64,6 +65,28 @@ def test_gpus_have_a_column_where_there_are_any(
     table = shown_with({f"gpu/{name}": value for name, value in GPU.items()})
     assert "gpu" in table
     assert "88%" in table
+
+
+def test_what_each_stage_of_a_pipeline_does_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = launched_run(tmp_path, server(), worker(0, "pi5", "pi5"))
+    written = status_of(now=NOW, workers={0: ("pi5", "joined")})
+    numbers = numbers_of({1: (4, 10)}, {"forward": 0.1, "backward": 0.2}, 0.25, {1: 2e6})
+    [pi5] = [each.model_copy(update={"process_stats": numbers}) for each in written.workers]
+    answers = {
+        "mini1": said(["running"], written.model_copy(update={"workers": [pi5]})),
+        "pi5": said(["running"]),
+    }
+    ask: Ask = lambda host, _: answers[host.node]  # noqa: E731
+    assert status(str(paths.root), as_json=False, watch=False, ask=ask) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "worker 1 (pi5) has layers 4-9; a step: forward 0.1 s, backward 0.2 s" in shown
+    assert "waits 25%; sends 2 MB/s to 2" in shown
+    assert status(str(paths.root), as_json=True, watch=False, ask=ask) == 0
+    [_, told] = json.loads(capsys.readouterr().out)["processes"]
+    assert told["stage"]["layers"] == [[4, 10]]
+    assert told["stage"]["sends"] == {"1": 2e6}
 
 
 def test_a_cluster_is_shown_with_the_age_of_each_heartbeat_by_the_servers_clock(

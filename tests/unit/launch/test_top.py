@@ -39,6 +39,7 @@ from smolcluster.launch.watch.top.source import EventLine, Point, Snapshot, Snap
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.observability.terminal import SteadyConsole, displayable
+from smolcluster.observability.view.stages import numbers_of
 from smolcluster.runs.events import CheckpointSaved, Evaluated, EventLog, WorkerJoined, WorkerLost
 from smolcluster.runs.files import json_line
 from smolcluster.runs.paths import RunPaths, create_run
@@ -167,6 +168,18 @@ def test_gpus_have_columns_where_there_are_any() -> None:
     assert title.split()[7:14] == ["cpu", "gpu", "gpu", "mem", "temp", "power", "rtt"]
     [row] = [line for line in shown if line.startswith("mini2")]
     assert row.replace("█", "").split()[6:11] == ["153%", "88%", "12G", "61C", "240W"]
+
+
+def test_stages_of_a_pipeline_have_columns() -> None:
+    stage = numbers_of({0: (0, 4), 3: (10, 12)}, {"forward": 0.02, "backward": 0.05}, 0.3, {1: 2e6})
+    shown = lines(picture_of(three_workers(PROCESS_STATS | stage)), canvas(width=180))
+    [title] = [line for line in shown if line.startswith("node")]
+    for name in ("layers", "waits", "forward", "backw.", "MB/s to"):
+        assert name in title
+    assert "weights" not in title
+    [row] = [line for line in shown if line.startswith("mini2")]
+    for told in ("0-3, 10-11", "30%", "20 ms", "50 ms", "2: 2"):
+        assert told in row
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

@@ -254,6 +254,14 @@ class Links:
         outboxes = [self._outbox(each) for each in self._route.neighbours]
         return all(each.session.flush(deadline.remaining()) for each in outboxes if each)
 
+    def take_sent(self) -> tuple[int, ...]:
+        """The bytes, as encoded, that have begun to leave for each rank since this was asked last."""
+        sent = [0] * (1 + max(self._route.ranks))
+        for neighbour in self._route.neighbours:
+            if (outbox := self._outbox(neighbour)) is not None:
+                sent[neighbour.rank] = outbox.take_sent()
+        return tuple(sent)
+
     def place_for(self, message: Relayed) -> memoryview | None:
         """Where the payload of what the server relays shall be written; its session's reader asks."""
         if message.piece is None or message.tensor is None:
@@ -463,14 +471,24 @@ class _Outbox:
         self.session = session
         self._mailbox = mailbox
         self._relayed = relayed
-        self._queued_nbytes = 0
+        self._queued_nbytes = self._sent_nbytes = 0
+        self._is_awaited = False
+        """Whether somebody waits for room: to wake who only waits for input would cost it the interpreter."""
         self._lock = threading.Lock()
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes may be queued now; anything may be where nothing else is."""
         with self._lock:
             queued = self._queued_nbytes
-        return queued == 0 or queued + nbytes <= MAX_QUEUED_NBYTES
+            has_room = queued == 0 or queued + nbytes <= MAX_QUEUED_NBYTES
+            self._is_awaited = not has_room
+        return has_room
+
+    def take_sent(self) -> int:
+        """Bytes, as encoded, that have begun to leave since this was asked last."""
+        with self._lock:
+            sent, self._sent_nbytes = self._sent_nbytes, 0
+        return sent
 
     def queue(self, key: Key, tree: Batch, nbytes: int, codec: str) -> None:
         """Have the session's writer encode a tree on the CPU, of so many bytes, and send it."""
@@ -489,7 +507,11 @@ class _Outbox:
         finally:
             with self._lock:
                 self._queued_nbytes -= nbytes
-            self._mailbox.notify()
+                is_awaited = self._is_awaited
+            if is_awaited:
+                self._mailbox.notify()
+        with self._lock:
+            self._sent_nbytes += encoded.nbytes
         frames, offset = [], 0
         for part in encoded.slices(self.session.connection.max_payload):
             piece = TransferPiece(**key._asdict(), offset=offset, nbytes=encoded.nbytes)

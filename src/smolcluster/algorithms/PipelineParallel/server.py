@@ -42,12 +42,14 @@ from smolcluster.data.permutation import EpochOrders, Range, global_batches
 from smolcluster.errors import ClusterEmpty, ConfigError, NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
+from smolcluster.observability.view.stages import numbers_of
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.runs.summary import Summary
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.schedule import learning_rate
+from smolcluster.training.schedules.instructions import Op
 from smolcluster.training.stages.build import num_layers
 from smolcluster.transport.messages import (
     Commit,
@@ -140,6 +142,31 @@ class Crew:
     map: StageMap
     peers: list[Peer]
     question: Question | None = None
+
+
+OPS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward_input",
+    Op.BACKWARD_WEIGHT: "backward_weight",
+}
+
+
+def stage_figures(crew: Crew, rank: int, done: StageDone, took_s: float) -> dict[str, float]:
+    """What is shown of a worker's part in a step that took so long, by the names of its status."""
+    layers = {
+        stage: (crew.map.cuts[stage], crew.map.cuts[stage + 1])
+        for stage, of in enumerate(crew.map.ranks)
+        if of == rank
+    }
+    op_s = {name: done.seconds[op] for op, name in OPS.items() if op in done.seconds}
+    busy_s = math.fsum(op_s.values())
+    sends = {
+        crew.peers[other].worker.rank: nbytes / took_s
+        for other, nbytes in enumerate(done.sent_bytes[: len(crew.peers)])
+        if nbytes and took_s > 0
+    }
+    return numbers_of(layers, op_s, max(0.0, 1 - busy_s / took_s) if took_s > 0 else 0.0, sends)
 
 
 def subject_of(answer: Message) -> tuple[object, ...]:
@@ -485,7 +512,11 @@ class Server:
         for rank, each in enumerate(answers):
             if each.loss is None or each.squared_norm is None:
                 raise NonFiniteLoss(self.not_finite(crew, rank, each))
-        self.step_s = max(self.step_s, time.monotonic() - self.step_began_at)
+        took_s = time.monotonic() - self.step_began_at
+        self.step_s = max(self.step_s, took_s)
+        for rank, each in enumerate(answers):
+            figures = stage_figures(crew, rank, each, took_s)
+            self.report.board.measured(crew.peers[rank].worker, **figures)
         num_terms = max(1, sum(each.num_terms for each in answers))
         loss = sum(each.loss for each in answers if each.loss is not None) / num_terms
         squares = [each.squared_norm for each in answers if each.squared_norm is not None]

@@ -278,6 +278,7 @@ class Worker:
                 num_terms=outcome.loss.num_terms,
                 squared_norm=outcome.squared_norm if is_finite else None,
                 seconds=dict(outcome.seconds),
+                sent_bytes=self.links.take_sent(),
             )
         )
         self.training.replica.meter.step_done(step.num_samples)

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from smolcluster.observability.view.snapshot import State, state_of, summed_up
+from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.launched import Process
 from smolcluster.runs.model_file import WithMetrics
@@ -48,6 +49,7 @@ class ProcessReport(Process):
     peak_bytes: dict[str, float] = Field(
         {}, description="Most memory by phase, where memory_profiling is on."
     )
+    stage: StageView | None = Field(None, description="Of a pipeline: its part in the newest step.")
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ def _worker(
         "loss": worker.loss,
         "samples": worker.samples,
         "peak_bytes": peaks_in(worker.process_stats),
+        "stage": StageView.of(worker.process_stats),
     }
     if not is_over:
         values |= {

@@ -18,6 +18,7 @@ from smolcluster.launch.find import find
 from smolcluster.launch.watch.probe import Ask, look
 from smolcluster.launch.watch.report import ProcessReport, RunReport, report_of
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.evaluated import metrics_in, told
 from smolcluster.runs.launched import launched_of
 from smolcluster.runs.paths import RunPaths
@@ -90,11 +91,17 @@ def shown(console: Console, report: RunReport) -> RenderableType:
         texts = [Text(displayable(console, cell)) for cell in cells]
         texts[1].stylize(style)
         table.add_row(*texts)
+    stages = [Text(displayable(console, line)) for line in stage_lines(report)]
     peaks = [Text(displayable(console, line)) for line in peak_lines(report)]
     fixes = [Text(displayable(console, each.fix)) for each in report.processes if each.fix]
     lines = [Text(displayable(console, line)) for line in notes(report)]
     return Group(
-        _head(console, report), *lines, *([table] if report.processes else []), *peaks, *fixes
+        _head(console, report),
+        *lines,
+        *([table] if report.processes else []),
+        *stages,
+        *peaks,
+        *fixes,
     )
 
 
@@ -163,6 +170,23 @@ def row(process: ProcessReport) -> list[str]:
         "" if process.samples_per_s is None else f"{process.samples_per_s:,.0f}",
         "" if age is None else f"{format_duration(age)} ago",
     ]
+
+
+def stage_lines(report: RunReport) -> list[str]:
+    """What each stage of a pipeline has done in the newest step."""
+    return [
+        "; ".join(
+            filter(None, (f"{each.title} has layers {each.stage.ranges}", told_stage(each.stage)))
+        )
+        for each in report.processes
+        if each.stage
+    ]
+
+
+def told_stage(stage: StageView) -> str:
+    """`a step: forward 120 ms, backward 240 ms, waits 27%; sends 1.2 MB/s to 2`."""
+    sends = f"; sends {stage.rates}" if stage.sends else ""
+    return f"a step: {stage.times}, waits {stage.bubble:.0%}{sends}"
 
 
 def peak_lines(report: RunReport) -> list[str]:

@@ -16,6 +16,7 @@ from smolcluster.observability.report.render import UNKNOWN, drawn, loss, or_unk
 from smolcluster.observability.report.settings import changed_settings
 from smolcluster.observability.view.facts import ReportData, Worker, read_facts, workers_of
 from smolcluster.observability.view.process_stats import SHARES, shares_of, step_s_of, title_of
+from smolcluster.observability.view.stages import WORDS, StageView
 from smolcluster.observability.view.story import Happening, told
 from smolcluster.runs.advice import Prediction
 from smolcluster.runs.evaluated import cell, metrics_in
@@ -32,7 +33,7 @@ from smolcluster.runs.events import (
     WorkerStalled,
 )
 from smolcluster.runs.files import seconds_of
-from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.runs.series import ProcessSeries, Total
 from smolcluster.runs.status import STALENESS_EDGES
 from smolcluster.utils.meter import PEAK, PHASES
@@ -83,6 +84,7 @@ def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path
         curves=curves,
         workers=_workers(facts, workers),
         staleness=_staleness(workers),
+        stages=_stages(facts),
         phases=[each for each in (*SHARES, "other") if any(each in parts for _, parts in splits)],
         splits=splits,
         peaks=_peaks(facts),
@@ -226,6 +228,28 @@ def _staleness(workers: Sequence[Worker]) -> Table:
         if is_stale and (total := sum(counts := list(worker.staleness)[: len(TAUS)]))
     ]
     return Table(["worker", *TAUS], rows, range(1, 1 + len(TAUS)))
+
+
+def _stages(facts: ReportData) -> Table:
+    """What each stage of a pipeline did in the newest step; none of other runs."""
+    seen = [
+        (process_title("worker", each.node, each.rank), stage)
+        for each in (facts.status.workers if facts.status else ())
+        if (stage := StageView.of(each.process_stats))
+    ]
+    ops = [name for name in WORDS if any(name in stage.op_s for _, stage in seen)]
+    rows = [
+        [
+            title,
+            stage.ranges,
+            *(or_unknown(_short_time, stage.op_s.get(name)) for name in ops),
+            f"{stage.bubble:.0%}",
+            stage.rates or UNKNOWN,
+        ]
+        for title, stage in seen
+    ]
+    head = ["worker", "layers", *(WORDS[name] for name in ops), "waits", "sends"]
+    return Table(head, rows, range(2, 3 + len(ops)))
 
 
 def _part(count: int, total: int) -> str:

@@ -10,6 +10,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.page import write_report
 from smolcluster.observability.report.render import MAX_ROWS, cut
+from smolcluster.observability.view.stages import numbers_of
 from smolcluster.runs.advice import ADVICE, Prediction
 from smolcluster.runs.events import (
     CheckpointSaved,
@@ -378,6 +379,16 @@ def test_staleness_is_told_by_worker_where_something_was_stale(tmp_path: Path) -
     assert ["worker 1 (pi5)", "90%", "–", "10%", "<1%", *["–"] * 4] in rows
     run.status("ended", "", worker_status(0, staleness=[900, 0, 0, 0, 0, 0, 0, 0]))
     assert "Staleness" not in report_of(run).words("workers")
+
+
+def test_stages_of_a_pipeline_are_told_by_worker(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    assert "Stages" not in report_of(run).words("workers")
+    stage = numbers_of({0: (0, 4)}, {"forward": 0.3, "backward": 0.6}, 0.25, {1: 2e6})
+    run.status("ended", "", worker_status(0, process_stats=stage))
+    rows = report_of(run).rows["workers"]
+    assert ["worker", "layers", "forward", "backward", "waits", "sends"] in rows
+    assert ["worker 1 (pi5)", "0-3", "300 ms", "600 ms", "25%", "2 MB/s to 2"] in rows
 
 
 def test_the_settings_that_are_not_defaults_come_first(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from smolcluster.launch.watch.status import STYLES, measured, notes, progress, t
 from smolcluster.launch.watch.top import bars
 from smolcluster.launch.watch.top.source import AT_END, EventLine, Snapshot
 from smolcluster.observability.sinks.console import fit
+from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.status import RunStatus, WorkerStatus
 from smolcluster.utils.units import format_duration, format_megabytes
 
@@ -218,6 +219,34 @@ def _vital(name: str, form: Callable[[float], str]) -> Callable[[Row], str]:
     return lambda row: form(row.process_stats[name]) if name in row.process_stats else ""
 
 
+def _staged(form: Callable[[StageView], str]) -> Callable[[Row], str]:
+    """A cell of what a stage of a pipeline did in the newest step."""
+
+    def cell(row: Row) -> str:
+        stage = StageView.of(row.process_stats)
+        return "" if stage is None else form(stage)
+
+    return cell
+
+
+def _sends(stage: StageView) -> str:
+    """`2: 1.6, 3: 0.2`: to whom, and how much."""
+    return ", ".join(f"{rank + 1}: {format_megabytes(each)}" for rank, each in stage.sends.items())
+
+
+def _op(name: str) -> Callable[[Row], str]:
+    return _vital(f"op_s/{name}", bars.short_delay)
+
+
+OPS = {
+    "forward": "forward",
+    "backw.": "backward",
+    "inputs": "backward_input",
+    "weights": "backward_weight",
+}
+"""Columns of seconds of a step, by what a stage computes: their titles, and what they are called."""
+
+
 def _rate(row: Row) -> str:
     rate = row.process.samples_per_s
     return "" if rate is None or row.state != "training" else f"{rate:,.0f}"
@@ -260,6 +289,10 @@ COLUMNS = (
     Column("stale", 5, _staleness),
     Column("local", 5, _vital("local_steps", lambda steps: f"{steps:.0f}")),
     Column("drift", 6, _vital("drift", lambda share: f"{share:.2%}")),
+    Column("layers", 6, _staged(lambda stage: stage.ranges)),
+    Column("waits", 5, _staged(lambda stage: f"{stage.bubble:.0%}")),
+    *(Column(title, 7, _op(name)) for title, name in OPS.items()),
+    Column("MB/s to", 7, _staged(_sends)),
     Column("cpu", 5, _vital("cpu", lambda cores: f"{100 * cores:.0f}%")),
     Column("gpu", 4, _vital("gpu/utilization", lambda share: f"{share:.0%}")),
     Column("gpu mem", 7, _vital("gpu/memory_bytes", bars.short_bytes)),

@@ -15,6 +15,22 @@ export function parts(process_stats) {
   return found.length && rest > 0.005 ? [...found, ["other", rest]] : found;
 }
 
+/** A pipeline's layers that a worker has, and where they begin; null: it has none. */
+export function stage(worker) {
+  const stats = worker.process_stats ?? {};
+  const starts = Object.keys(stats).filter((name) => /^layers\/\d+\/start$/.test(name)).map((name) => [stats[name], stats[name.replace("start", "end")]]);
+  if (!starts.length) return null;
+  starts.sort((one, other) => one[0] - other[0]);
+  return { first: starts[0][0], ranges: starts.map(([start, end]) => (end - start > 1 ? `${start}–${end - 1}` : `${start}`)).join(", ") };
+}
+
+/** Bytes a second that a stage sends to each neighbour, by their ranks. */
+export function sends(worker) {
+  return Object.entries(worker.process_stats ?? {}).filter(([name]) => name.startsWith("to/")).map(([name, speed]) => [Number(name.slice(3)), speed]);
+}
+
+const bubble = (worker) => worker.process_stats.bubble;
+
 export function condition(worker) {
   if (worker.state !== "joined") return worker.state;
   return share(worker, "wait") > WAITS ? "waiting" : "training";
@@ -68,7 +84,7 @@ function link(worker, from, to, server, radius, isOver, isCrowded, isNarrow) {
     lines = isNarrow ? [rate(flow.up + flow.down), delay]
       : [`↑ ${megabytes(flow.up)}  ↓ ${rate(flow.down)}`, [delay, codec].filter(Boolean).join(" · ")];
   }
-  const label = lines.length && !isCrowded ? beside(lines.filter(Boolean), a, b, width, isNarrow) : null;
+  const label = lines.length && !isCrowded && !stage(worker) ? beside(lines.filter(Boolean), a, b, width, isNarrow) : null;
   group.append(svg("title", {}, lines.join("\n") || worker.state));
   return { group, label };
 }
@@ -86,6 +102,28 @@ function beside(lines, a, b, width, isNarrow) {
   return text;
 }
 
+/** What flows between stages of a pipeline that are neighbours, both ways together: lines, and words on them. */
+function neighbours(state, spots) {
+  if (state.is_over) return [];
+  const at = new Map(state.workers.map((worker, index) => [worker.rank, index]));
+  const flows = new Map();
+  for (const worker of state.workers) for (const [rank, speed] of sends(worker)) {
+    if (!at.has(rank)) continue;
+    const key = [worker.rank, rank].sort((one, other) => one - other).join("-");
+    flows.set(key, (flows.get(key) ?? 0) + speed);
+  }
+  return [...flows].map(([key, speed]) => {
+    const [one, other] = key.split("-").map((rank) => spots[at.get(Number(rank))]);
+    const line = { x1: one.x, y1: one.y, x2: other.x, y2: other.y };
+    const width = 1.5 + Math.min(6, 1.7 * Math.log10(1 + speed / 3e4));
+    const group = svg("g", { class: "link training" }, svg("line", { ...line, "stroke-width": width }),
+      svg("line", { ...line, class: "flow", "stroke-width": Math.max(1.5, width * 0.6) }),
+      svg("title", {}, `activations and gradients: ${rate(speed)}`));
+    const label = svg("text", { class: "flow-label", x: (one.x + other.x) / 2, y: (one.y + other.y) / 2 - 8 }, rate(speed));
+    return { group, label };
+  });
+}
+
 function drawWorker(worker, at, radius, isOver, isCrowded) {
   const state = isOver && worker.state === "joined" ? "over" : condition(worker);
   const waits = share(worker, "wait");
@@ -100,7 +138,8 @@ function drawWorker(worker, at, radius, isOver, isCrowded) {
   const words = isOver ? "" : state === "training" && worker.samples_per_s > 0 ? `${number(worker.samples_per_s, 3)} samples/s`
     : state === "waiting" ? `waits ${percent(waits)}` : state;
   group.append(svg("text", { x: at.x, y, class: "name" }, worker.node.length > 18 ? `${worker.node.slice(0, 17)}…` : worker.node));
-  if (!isCrowded) group.append(svg("text", { x: at.x, y: y + 15, class: `said ${state}` }, words));
+  const held = stage(worker);
+  if (!isCrowded) group.append(svg("text", { x: at.x, y: y + 15, class: `said ${state}` }, held ? `layers ${held.ranges}` : words));
   group.append(svg("title", {}, `${title(worker)}: ${state}`));
   return group;
 }
@@ -119,14 +158,15 @@ export function drawCluster(state) {
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
   const spots = places(num, width, height, { x: isNarrow ? 58 : 96, y: 66 });
   const links = state.workers.map((worker, index) => link(worker, middle, spots[index], server, radius, state.is_over, isCrowded, isNarrow));
-  picture.append(...links.map(({ group }) => group));
+  const between = neighbours(state, spots);
+  picture.append(...[...links, ...between].map(({ group }) => group));
   state.workers.forEach((worker, index) => picture.append(drawWorker(worker, spots[index], radius, state.is_over, isCrowded)));
   picture.append(svg("g", { class: `node server ${state.is_over ? "over" : state.state}` },
     svg("circle", { ...circle(middle), r: server, class: "body" }),
     ...ring(middle.x, middle.y, server + 5, state.server.process_stats),
     svg("text", { x: middle.x, y: middle.y - 2, class: "rank" }, role),
     svg("text", { x: middle.x, y: middle.y + 14, class: "said" }, (state.server.node ?? "").slice(0, 12))));
-  picture.append(...links.map(({ label: words }) => words).filter(Boolean));
+  picture.append(...[...links, ...(isCrowded ? [] : between)].map(({ label: words }) => words).filter(Boolean));
   box.replaceChildren(picture);
   say(byId("insight"), insight(state));
 }
@@ -139,6 +179,11 @@ function insight(state) {
   const here = state.workers.filter((worker) => worker.state === "joined" && worker.process_stats);
   const gone = state.workers.filter((worker) => worker.state === "lost");
   const said = gone.length ? [`Lost: ${gone.map((worker) => title(worker)).join(", ")}.`] : [];
+  const stages = here.filter(stage);
+  if (stages.length > 1) {
+    const slowest = stages.reduce((one, other) => (bubble(other) < bubble(one) ? other : one));
+    return [...said, `${title(slowest)} sets the pace: it computes ${percent(1 - bubble(slowest))} of a step.`].join(" ");
+  }
   const waiting = here.filter((worker) => share(worker, "wait") > WAITS);
   const busiest = [...here].sort((a, b) => (share(a, "wait") ?? 1) - (share(b, "wait") ?? 1))[0];
   if (waiting.length && state.is_synchronous && busiest && !waiting.includes(busiest)) {

@@ -2,7 +2,7 @@
 
 import { el, byId, say, rankColour } from "./dom.js";
 import { bytes, count, duration, number, percent, rate, title } from "./format.js";
-import { condition, parts, PHASES } from "./cluster.js";
+import { condition, parts, PHASES, sends, stage } from "./cluster.js";
 
 const vital = (name) => (worker) => worker.process_stats?.[name];
 
@@ -11,11 +11,17 @@ function flow(name, total) {
   return (worker, state) => (state.is_over ? optional(worker[total], bytes) : optional(vital(name)(worker), rate));
 }
 
+/** Seconds of a pipeline's step, by what a stage computes. */
+function op(name) {
+  return (worker) => optional(vital(`op_s/${name}`)(worker), duration);
+}
+
 /** A column that is hidden where no worker has a GPU that tells it. */
 function gpu(name, format) {
   return (worker) => optional(vital(`gpu/${name}`)(worker), format);
 }
 
+const OF_STAGES = ["layers", "forward", "backward", "input gradients", "weight gradients", "bubble", "to neighbours"];
 const COLUMNS = [
   ["worker", (worker) => title(worker)],
   ["state", (worker, state) => (state.is_over ? worker.state : condition(worker))],
@@ -27,6 +33,13 @@ const COLUMNS = [
   ["staleness", (worker) => number(worker.mean_staleness, 3)],
   ["local steps", (worker) => optional(vital("local_steps")(worker), count)],
   ["drift", (worker) => optional(vital("drift")(worker), percent)],
+  ["layers", (worker) => stage(worker)?.ranges ?? ""],
+  ["forward", op("forward")],
+  ["backward", op("backward")],
+  ["input gradients", op("backward_input")],
+  ["weight gradients", op("backward_weight")],
+  ["bubble", (worker) => optional(vital("bubble")(worker), percent)],
+  ["to neighbours", (worker, state) => (state.is_over ? "" : sends(worker).map(([rank, speed]) => `${rate(speed)} to ${rank + 1}`).join(", "))],
   ["time of a step", null],
   ["CPU cores", (worker) => optional(vital("cpu")(worker), (value) => number(value, 2))],
   ["memory", (worker) => optional(vital("memory_bytes")(worker), bytes)],
@@ -40,7 +53,7 @@ const COLUMNS = [
   ["queue", (worker) => optional(vital("queue")(worker), count)],
   ["last seen", (worker) => optional(worker.silent_s, (silent) => (silent < 1.5 ? "now" : `${duration(silent)} ago`))],
 ];
-const RIGHT = new Set(["step", "loss", "samples", "samples/s", "staleness", "local steps", "drift", "CPU cores", "memory", "GPU", "GPU memory", "GPU °C", "GPU W", "up", "down", "round trip", "queue", "last seen"]);
+const RIGHT = new Set(["step", "loss", "samples", "samples/s", "staleness", "local steps", "drift", ...OF_STAGES, "CPU cores", "memory", "GPU", "GPU memory", "GPU °C", "GPU W", "up", "down", "round trip", "queue", "last seen"]);
 
 const optional = (value, format) => (value === undefined || value === null || value === 0 && format === bytes ? "" : format(value));
 
@@ -70,7 +83,7 @@ export function drawWorkers(state) {
 /** Columns of what not every machine or algorithm has. */
 function hideEmpty(table) {
   COLUMNS.forEach(([name], index) => {
-    if (!name.startsWith("GPU") && name !== "local steps" && name !== "drift") return;
+    if (!name.startsWith("GPU") && !["local steps", "drift", ...OF_STAGES].includes(name)) return;
     const cells = [...table.rows].map((row) => row.cells[index]).filter(Boolean);
     const isEmpty = !cells.slice(1).some((cell) => cell.textContent !== "");
     for (const cell of cells) cell.hidden = isEmpty;
