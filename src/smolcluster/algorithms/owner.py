@@ -240,7 +240,7 @@ def bucket_bytes_for(cluster: ClusterConfig) -> int:
     but stores have whole buckets each, of which there shall be enough.
     """
     addresses = cluster.bind or tuple(cluster.host_ip.values())
-    is_large = len(cluster.store_nodes) == 1 and all(map(is_loopback_name, addresses))
+    is_large = all(map(is_loopback_name, addresses))
     return LOCAL_BUCKET_BYTES if is_large else DEFAULT_BUCKET_BYTES
 
 
