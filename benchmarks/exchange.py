@@ -10,7 +10,7 @@ commit; ratios are medians of the rounds' ratios.
 * `--network loopback`: all processes share this machine's cores and memory, which is what is measured.
 * `--network namespaces` (Linux, root): a network namespace a host, at 100 Mbit/s in both directions through a
   bridge, with cubic as congestion control, as on most systems. `wire` is what the busiest link needs for what
-  comes to it (with one server N pushes), at the speed at which a plain socket fills it; it sends at the same time.
+  comes to it (with one server N pushes), at the speed at which a plain socket fills it, while it sends.
 
 `--stores server`: gradients are added up by the server alone. `--stores workers`: each worker's host adds up
 its share in a process of its own, as in a ring, and the server a smaller one, because it receives the others'

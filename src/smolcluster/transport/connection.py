@@ -117,8 +117,8 @@ class Connection:
 
     Until `proved` is called, at most `max_unproved` bytes are received in all. `peer` and `phase`
     appear in every error and may be set as more becomes known. `address` is the peer's IP address; of a Unix
-    socket the one that it stands for, or empty. `bytes_sent` and `bytes_received` count everything said, before
-    it is encrypted.
+    socket the one that it stands for, or empty. `bytes_sent` and `bytes_received` count everything said,
+    before it is encrypted.
     """
 
     def __init__(
