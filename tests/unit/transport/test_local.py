@@ -10,7 +10,6 @@ import pytest
 
 from connection_pairs import push
 from smolcluster.errors import ProtocolError
-from smolcluster.transport import local
 from smolcluster.transport.connection import Connection, accept_next, connect
 from smolcluster.transport.local import address_of, listen_beside, reach
 from smolcluster.transport.messages import Push, frame_of
@@ -89,7 +88,7 @@ def test_a_socket_of_another_user_is_left_alone(
 ) -> None:
     [beside] = listen_beside([listener])
     with beside:
-        monkeypatch.setattr(local.os, "geteuid", lambda: os.getuid() + 1)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         assert reach("127.0.0.1", port_of(listener)) is None
 
 
