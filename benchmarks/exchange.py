@@ -9,8 +9,12 @@ commit; ratios are medians of the rounds' ratios.
 
 * `--network loopback`: all processes share this machine's cores and memory, which is what is measured.
 * `--network namespaces` (Linux, root): a network namespace a host, at 100 Mbit/s in both directions through a
-  bridge, with cubic as congestion control, as on most systems. `wire` is what the server's link alone needs
-  for N pushes, at the speed at which a plain socket fills it; the means go back at the same time.
+  bridge, with cubic as congestion control, as on most systems. `wire` is what the busiest link needs for what
+  comes to it (with one server N pushes), at the speed at which a plain socket fills it, while it sends.
+
+`--stores server`: gradients are added up by the server alone. `--stores workers`: each worker's host adds up
+its share in a process of its own, as in a ring, and the server a smaller one, because it receives the others'
+means as well: shares are such that no host's link carries more than another's.
 
 `CPU` is what all processes of a side take of it in a step. `copies` is the server's memory for the exchange
 in copies of the parameters: all tensors that the reduction holds, without error feedback, whose residual is
@@ -55,6 +59,7 @@ from smolcluster.algorithms.entry import SWITCH_INTERVAL_S
 from smolcluster.algorithms.owner import bucket_bytes_for
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
+from smolcluster.algorithms.SynchronousPS.store import Held
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.link import WorkerSetup, follow
 from smolcluster.codec.registry import get_codec
@@ -62,6 +67,7 @@ from smolcluster.configs.resolve import Settings, resolve
 from smolcluster.data.dataset import Split
 from smolcluster.net.dialling import Address
 from smolcluster.observability.metrics import Metrics
+from smolcluster.ps.store_host import StoreSetup, hold
 from smolcluster.runs.events import EventLog
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import cross_entropy
@@ -69,7 +75,7 @@ from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.workload import Workload
 from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import Welcome
+from smolcluster.transport.messages import SESSION, STORE, Welcome
 from smolcluster.transport.security import Secret
 
 DIGESTS_EVERY = {"on": 4, "off": NEVER}
@@ -92,7 +98,7 @@ Stamps = list[tuple[float, int]]
 class Network:
     """What is measured on a network, unless the command line says otherwise.
 
-    `targets`, by number of workers: for time over Gloo's on loopback, else for Gloo's over int8's.
+    `targets`, by stores and number of workers: for time over Gloo's on loopback, else for Gloo's over int8's.
     """
 
     megabytes: float
@@ -101,12 +107,22 @@ class Network:
     steps: int
     rounds: int
     warm_up: int
-    targets: Mapping[int, float]
+    targets: Mapping[str, Mapping[int, float]]
 
 
 NETWORKS = {
-    "loopback": Network(70, (2, 4, 8), ("on", "off"), 8, 8, 2, {2: 1.6, 4: 1.6, 8: 1.8}),
-    "namespaces": Network(40, (2, 4), ("on",), 4, 1, 2, {2: 1.8, 4: 1.35}),
+    "loopback": Network(
+        70,
+        (2, 4, 8),
+        ("on", "off"),
+        8,
+        8,
+        2,
+        {"server": {2: 1.6, 4: 1.6, 8: 1.8}, "workers": {4: 1.4, 8: 1.4}},
+    ),
+    "namespaces": Network(
+        40, (2, 4), ("on",), 4, 1, 2, {"server": {2: 1.8, 4: 1.35}, "workers": {4: 3.5}}
+    ),
 }
 
 
@@ -140,6 +156,7 @@ class Case:
     megabytes: float
     digests: str = "off"
     warm_up: int = 0
+    stores: str = "server"
     port: int = field(default_factory=free_port)
     secret: Secret = field(default_factory=lambda: Secret(Path(), secrets.token_bytes(32)))
 
@@ -153,12 +170,34 @@ class Case:
         return len(self.hosts) - 1
 
     @property
+    def is_spread(self) -> bool:
+        """Whether workers' hosts add gradients up."""
+        return self.stores == "workers"
+
+    @property
+    def shares(self) -> list[int]:
+        """Of the server and of each worker's host, of the gradient."""
+        num_others = self.num_workers - 1
+        return [max(1, num_others - 1), *[num_others] * self.num_workers]
+
+    @property
+    def wire_shares(self) -> float:
+        """Gradients that must come over the busiest link in a step."""
+        if not self.is_spread:
+            return self.num_workers
+        of_server, of_worker = (share / sum(self.shares) for share in self.shares[:2])
+        to_server = 1 + (self.num_workers - 1) * of_server
+        return max(to_server, 1 + (self.num_workers - 2) * of_worker)
+
+    @property
     def settings(self) -> Settings:
         """A cluster that does nothing but exchange, and all workers take part in every step."""
         names = [f"worker{number}" for number in range(1, len(self.hosts))]
         address = self.hosts[0].address
         cluster = {
             "host_ip": dict.fromkeys(("server", *names), address),
+            "servers": ["server", *names] if self.is_spread else None,
+            "store_shares": self.shares if self.is_spread else None,
             "bind": [address],
             "port": self.port,
             "server": "server",
@@ -288,6 +327,23 @@ def work(_pipe: Pipe, case: Case, worker_id: int) -> None:
         case, worker_id, lambda welcome: make_bench(case, worker_id, welcome.bucket_bytes)
     )
     follow(setup, Worker)
+
+
+def add_up(_pipe: Pipe, case: Case, worker_id: int) -> None:
+    """A store on a worker's host."""
+    host, cluster = case.hosts[worker_id], case.settings.cluster
+    host.enter()
+    setup = StoreSetup(
+        hello=introduce(f"worker{worker_id}", sets=(SESSION, STORE)),
+        address=Address(case.hosts[0].address, case.port),
+        secret=case.secret,
+        start_timeout_s=cluster.start_timeout_s,
+        encryption=cluster.encryption,
+        log=logging.getLogger(),
+        held=Held,
+        addresses=(host.address,),
+    )
+    hold(setup)
 
 
 def setup_of(
@@ -432,6 +488,7 @@ class Measured:
     workers: int
     codec: str
     digests: str
+    stores: str
     ms: float
     gloo_ms: float
     cpu_ms: float
@@ -448,6 +505,8 @@ def measure(case: Case, steps: int, rounds: int, wire_bytes_per_s: float) -> Mea
     """Take `rounds` rounds of so many timed steps of each side."""
     with Children() as children:
         server = children.start(serve, case)
+        for worker_id in range(1, len(case.hosts) if case.is_spread else 0):
+            children.start(add_up, case, worker_id)
         for worker_id in range(1, len(case.hosts)):
             children.start(work, case, worker_id)
         syncps = Side([server], tuple(children.processes))
@@ -458,12 +517,13 @@ def measure(case: Case, steps: int, rounds: int, wire_bytes_per_s: float) -> Mea
             for _ in range(rounds)
         ]
         held_nbytes, grown_nbytes = children.ask([server], 0)
-    pushed_nbytes = case.num_workers * get_codec(case.codec).encoded_nbytes(case.numel)
+    wire_nbytes = case.wire_shares * get_codec(case.codec).encoded_nbytes(case.numel)
     ratios = [ours.step_s / gloos.step_s for ours, gloos in pairs]
     return Measured(
         workers=case.num_workers,
         codec=case.codec,
         digests=case.digests,
+        stores=case.stores,
         ms=1e3 * statistics.median(ours.step_s for ours, _ in pairs),
         gloo_ms=1e3 * statistics.median(gloos.step_s for _, gloos in pairs),
         cpu_ms=1e3 * statistics.median(ours.cpu_s for ours, _ in pairs),
@@ -473,7 +533,7 @@ def measure(case: Case, steps: int, rounds: int, wire_bytes_per_s: float) -> Mea
         partial_steps=sum(ours.num_partial for ours, _ in pairs),
         copies=held_nbytes / (4 * case.numel),
         grown=grown_nbytes / (4 * case.numel),
-        wire_ms=1e3 * pushed_nbytes / wire_bytes_per_s,
+        wire_ms=1e3 * wire_nbytes / wire_bytes_per_s,
     )
 
 
@@ -562,7 +622,8 @@ def send_bare(_pipe: Pipe, host: Host, address: str, nbytes: int) -> None:
 
 
 def row(found: Measured, target: float, *, shaped: bool) -> dict[str, str]:
-    shown = {"N": str(found.workers), "codec": found.codec, "digests": found.digests}
+    shown = {"N": str(found.workers), "stores": found.stores, "codec": found.codec}
+    shown |= {"digests": found.digests}
     shown |= {"ms": f"{found.ms:.1f}", "Gloo": f"{found.gloo_ms:.1f}"}
     if shaped:
         to_wire = found.ms / found.wire_ms
@@ -580,8 +641,10 @@ def row(found: Measured, target: float, *, shaped: bool) -> dict[str, str]:
 
 def cases(arguments: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[Case]:
     """Everything that is to be measured, each with a folder of its own."""
-    chosen = itertools.product(arguments.workers, arguments.codec, arguments.digests)
-    for num_workers, codec, digests in chosen:
+    chosen = itertools.product(
+        arguments.workers, arguments.stores, arguments.codec, arguments.digests
+    )
+    for num_workers, stores, codec, digests in chosen:
         with TemporaryDirectory() as folder:
             yield Case(
                 hosts=tuple(hosts[: num_workers + 1]),
@@ -590,6 +653,7 @@ def cases(arguments: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[Case
                 megabytes=arguments.megabytes,
                 digests=digests,
                 warm_up=arguments.warm_up,
+                stores=stores,
             )
 
 
@@ -599,6 +663,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", metavar="N")
     parser.add_argument("--megabytes", type=float, help="size of the gradient in fp32")
     parser.add_argument("--codec", nargs="+", choices=("fp32", "int8"), default=("fp32", "int8"))
+    parser.add_argument("--stores", nargs="+", choices=("server", "workers"), default=("server",))
     parser.add_argument("--digests", nargs="+", choices=list(DIGESTS_EVERY))
     parser.add_argument("--steps", type=int, help="timed steps of each side in a round")
     parser.add_argument("--rounds", type=int)
@@ -621,7 +686,10 @@ def main() -> None:
     title = f"Exchange of {arguments.megabytes:g} MB, {arguments.network}"
     title += f", where a plain socket carries {8e-6 * wire:.1f} Mbit/s" if shaped else ""
     targets = NETWORKS[arguments.network].targets
-    shown = [row(each, targets.get(each.workers, math.nan), shaped=shaped) for each in measured]
+    shown = [
+        row(each, targets[each.stores].get(each.workers, math.nan), shaped=shaped)
+        for each in measured
+    ]
     report(title, [list(shown[0]), *(list(each.values()) for each in shown)])
     if arguments.json:
         options = {"steps": arguments.steps, "rounds": arguments.rounds}

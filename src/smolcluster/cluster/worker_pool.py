@@ -132,11 +132,28 @@ class WorkerPool:
             SmolclusterError: the weights could not be evaluated.
         """
         self._check_stop()
-        with self.report.meter("wait"):
-            event = self._inbox.get(timeout_s)
+        event = self._next_but_reports(timeout_s)
         self._check_quorum()
         if event is not None:
             yield from self._take(event)
+
+    def _next_but_reports(self, timeout_s: float) -> Event | None:
+        """The next event but for what workers report of themselves, which is settled on the way.
+
+        After an event a server looks at all its workers. Their reports, one a second of each, call for none
+        of that, and would make it quadratic in their number.
+        """
+        deadline = Deadline(timeout_s)
+        while True:
+            with self.report.meter("wait"):
+                event = self._inbox.get(deadline.remaining())
+            match event:
+                case MessageReceived(session_id, Telemetry() as report):
+                    self._hear(session_id, report)
+                case _:
+                    return event
+            if deadline.expired:
+                return None
 
     def _take(self, event: Event) -> Iterator[Event]:
         """Settle what is settled here; of all else the algorithm hears."""
@@ -157,7 +174,7 @@ class WorkerPool:
                 self._evaluated(event)
             case MessageReceived(session_id, Ready() as ready):
                 yield from self._join(session_id, ready)
-            case MessageReceived(session_id, Goodbye() | Telemetry() | Logged() as message):
+            case MessageReceived(session_id, Goodbye() | Logged() as message):
                 self._hear(session_id, message)
             case MessageReceived(session_id, Fault() as fault):
                 self._hear_fault(session_id, fault)

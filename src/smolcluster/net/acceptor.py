@@ -27,6 +27,7 @@ from smolcluster.transport.handshake import (
     refuse,
     server_authenticate,
 )
+from smolcluster.transport.local import listen_beside
 from smolcluster.transport.messages import Accepted, Hello, Welcome, from_dialler
 from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.retry import Deadline
@@ -83,7 +84,7 @@ class Acceptor:
         log: logging.Logger,
         session_ids: Iterator[int] | None = None,
     ) -> None:
-        self._listeners = listeners
+        self._listeners = [*listeners, *listen_beside(listeners)]
         self._scratch = Scratch()
         self._door = door
         self._inbox = inbox

@@ -5,7 +5,8 @@
 
 The first line is the prefix, 20 bytes. Network byte order. `header_sum` is the low half of xxh3-64
 over prefix and header, `payload_sum` is xxh3-64 over the payload and is there also when the payload
-is empty. The sums find damage, not forgery.
+is empty. The sums find damage, not forgery. Where something else does (TLS, or a machine's own Unix
+socket), the sum of a payload that is not empty is neither computed nor looked at.
 
 Everything here is pure: no sockets, no clocks. Lengths are judged as soon as the prefix is read,
 before any memory is taken for what they announce.
@@ -29,6 +30,7 @@ _HEADER_SUM = struct.Struct("!I")
 _PAYLOAD_SUM = struct.Struct("!Q")
 
 PREFIX_NBYTES = _PREFIX.size
+NO_SUM = bytes(_PAYLOAD_SUM.size)
 HEADER_SUM_NBYTES = _HEADER_SUM.size
 PAYLOAD_SUM_NBYTES = _PAYLOAD_SUM.size
 
@@ -79,6 +81,13 @@ class Frame:
         if self.payload.nbytes == 0:
             return (self.head + self.payload_sum,)
         return (self.head, self.payload, self.payload_sum)
+
+    @property
+    def unsummed_buffers(self) -> tuple[Buffer, ...]:
+        """The same for a connection that cannot damage a payload: its sum is not computed."""
+        if self.payload.nbytes == 0:
+            return self.buffers
+        return (self.head, self.payload, NO_SUM)
 
 
 def frame_nbytes(header_nbytes: int, payload_nbytes: int) -> int:

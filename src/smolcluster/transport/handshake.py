@@ -50,7 +50,7 @@ from smolcluster.transport.security import (
     proof,
     proofs_match,
 )
-from smolcluster.transport.tls import ServerIdentity, client_context, is_loopback
+from smolcluster.transport.tls import ServerIdentity, client_context
 from smolcluster.utils.retry import Deadline
 
 M = TypeVar("M", bound=Message)
@@ -139,9 +139,9 @@ class Authenticated:
     sets: tuple[MessageSet, ...]
 
 
-def must_encrypt(encryption: Encryption, address: str) -> bool:
-    """Whether what is said to the peer at this IP address has to be encrypted."""
-    return encryption == "on" or (encryption == "auto" and not is_loopback(address))
+def must_encrypt(encryption: Encryption, *, stays_here: bool) -> bool:
+    """Whether what is said to a peer has to be encrypted; `stays_here`: none of it leaves this machine."""
+    return encryption == "on" or (encryption == "auto" and not stays_here)
 
 
 def client_handshake(
@@ -165,7 +165,7 @@ def client_handshake(
     """
     try:
         talk = Talk(connection, secret, deadline)
-        if must_encrypt(encryption, connection.address):
+        if must_encrypt(encryption, stays_here=connection.stays_here):
             talk.binding = connection.encrypt(
                 client_context(), server_side=False, deadline=deadline
             )
@@ -191,7 +191,7 @@ def server_authenticate(connection: Connection, door: Door, deadline: Deadline) 
             context = door.identity.context
             connection.encrypt(context, server_side=True, deadline=deadline)
             talk.binding = door.identity.fingerprint
-        elif must_encrypt(door.encryption, connection.address):
+        elif must_encrypt(door.encryption, stays_here=connection.stays_here):
             sentence = "this server takes encrypted connections only: mend encryption on the worker"
             reject(connection, ENCRYPTION, sentence)
             raise ProtocolError(

@@ -40,6 +40,7 @@ MAX_SENTENCE_CHARS = 1000
 MAX_BUCKET_BYTES = 64 * 1024 * 1024
 MAX_BATCH_NBYTES = 4 * 1024 * 1024 * 1024
 MAX_SETS = 16
+UNSUMMED = "payloads without checksums over TLS and Unix sockets"
 
 
 def one_line(text: object) -> object:
@@ -1010,11 +1011,12 @@ class MessageSet:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of who may say what, and of what it may hold: what two versions must agree on."""
+        """SHA-256 of who may say what, of what it may hold, and how: what two versions must agree on."""
         schemas = {kind.__name__: [kind.KIND, kind.model_json_schema()] for kind in self.kinds}
         sides = (self.from_dialler, self.from_listener, self.in_handshake)
         names = [sorted(kind.__name__ for kind in side) for side in sides]
-        return hashlib.sha256(json.dumps([names, schemas], sort_keys=True).encode()).hexdigest()
+        agreed = [names, schemas, UNSUMMED]
+        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
 
 
 SESSION = MessageSet(

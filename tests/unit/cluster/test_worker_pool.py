@@ -24,6 +24,7 @@ from peers import (
 from smolcluster.cluster import worker_pool as room
 from smolcluster.cluster.evaluator import EvaluationFailed, EvaluationFinished
 from smolcluster.cluster.joining import RunOver, join
+from smolcluster.cluster.process_stats import ProcessStats
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import (
@@ -49,6 +50,7 @@ from smolcluster.runs.events import (
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.transport.handshake import refuse
 from smolcluster.transport.messages import End, Fault, Goodbye, Pull, Reject
+from smolcluster.utils.meter import Meter
 from smolcluster.utils.retry import Deadline
 
 pytestmark = pytest.mark.usefixtures("short_farewell")
@@ -619,3 +621,16 @@ def test_a_worker_that_never_answers_cannot_keep_the_server(parts: Parts, rooms:
     assert hand.hear_a(End).ok
     hand.hear_the_end()
     wait_for_threads()
+
+
+def test_what_workers_report_of_themselves_makes_nobody_look_at_all_of_them(
+    house: HandledHub,
+) -> None:
+    """One call brings the next event that matters, however many reports stand before it."""
+    house.join(hello())
+    (seat,) = joined_seats(house)
+    reports = [ProcessStats(Meter()).report() for _ in range(3)]
+    for message in (*reports, Pull()):
+        house.pool._inbox.put(MessageReceived(seat, message))
+    assert list(house.pool.next_events(DEADLINE_S)) == [MessageReceived(seat, Pull())]
+    assert house.pool.workers[0].gauge._last == reports[-1]
