@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from computing import cross_entropy
 from pipelines import SEED, by_hand, whole
 from smolcluster.algorithms.PipelineParallel.execution import OwnStage
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.data.dataset import Batch
 from smolcluster.models.gpt import GPT
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.layer_seeds import drawing_layers, may_draw
 from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.replica import Replica
