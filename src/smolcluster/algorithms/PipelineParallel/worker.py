@@ -25,6 +25,7 @@ import torch
 from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, evaluate_stages
+from smolcluster.algorithms.PipelineParallel.link_speed import measure_link
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.PipelineParallel.plan import schedule_of
 from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames
@@ -45,7 +46,9 @@ from smolcluster.transport.messages import (
     KeepStages,
     LayersMeasured,
     LeaseKey,
+    LinkMeasured,
     Listening,
+    MeasureLink,
     Message,
     Planned,
     Relayed,
@@ -105,7 +108,7 @@ class StageReceiver(Receiver):
                 return self._samples.assigned(message, payload)
             case StageState():
                 return StateArrived(message, bytes(payload))
-            case Planned() if self.links:
+            case Planned() | MeasureLink() if self.links:
                 self.links.interrupt(PlanChanged("the plan has changed"), message.attempt - 1)
         return MessageReceived(0, message)
 
@@ -189,6 +192,8 @@ class Worker:
 
     def handle(self, event: Event | None, place: WorkerSetup) -> None:
         match event:
+            case MessageReceived(message=MeasureLink() as wanted):
+                self.measure_link(wanted)
             case MessageReceived(message=Planned() as plan):
                 self.begin(plan, place)
             case Assigned() as step:
@@ -199,6 +204,27 @@ class Worker:
                 self.evaluate(wanted)
             case MessageReceived(message=KeepStages() as wanted):
                 self.send_state(wanted)
+
+    def measure_link(self, wanted: MeasureLink) -> None:
+        """Say how much is carried from here to another worker, without what hinders that."""
+        other, attempt = wanted.neighbour, wanted.attempt
+        route = Route(
+            rank=wanted.rank,
+            attempt=attempt,
+            step=0,
+            ranks=(0, 1),
+            neighbours=(Neighbour(other.rank, other.node, other.instance, other.places),),
+            codec="fp32",
+        )
+        try:
+            found = measure_link(self.links, route, self.link)
+        except (PeerLost, ConnectTimeout) as error:
+            if self.link.is_cut:
+                raise
+            self.link.send(LinkMeasured(attempt=attempt, reason=str(error)))
+        else:
+            speed, latency = found.bytes_s, found.latency_s
+            self.link.send(LinkMeasured(attempt=attempt, bytes_s=speed, latency_s=latency))
 
     def begin(self, plan: Planned, place: WorkerSetup) -> None:
         """Build the layers that are one's own now, and reach the neighbours."""
