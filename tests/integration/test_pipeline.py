@@ -24,7 +24,7 @@ from smolcluster.cluster import link
 from smolcluster.cluster.link import WorkerSetup
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig
-from smolcluster.errors import ConnectTimeout, NonFiniteLoss, PeerLost
+from smolcluster.errors import ConnectTimeout, NonFiniteLoss, OutOfMemory, PeerLost
 from smolcluster.models.gpt import GPT
 from smolcluster.net.inbox import Event
 from smolcluster.ps.assignment import Assigned
@@ -283,8 +283,44 @@ def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
     assert 1 <= sizes["win"] <= 2, "4 before"
     [why] = [line for line in cluster.log_lines if "dealt out again" in line]
     assert "win takes 36 s a microbatch instead of 12 s" in why
-    [event] = [each.event for each in cluster.events if isinstance(each.event, LayersMoved)]
+    [event] = [each.event for each in cluster.events() if isinstance(each.event, LayersMoved)]
     assert event.reason in why
+
+
+class Narrow(Worker):
+    """One whose device has room for two layers."""
+
+    def compute(self, step: Assigned) -> None:
+        if sum(len(each.module.layers) for each in self.stages.values()) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+        super().compute(step)
+
+
+def test_a_stage_that_is_out_of_memory_gets_fewer_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * SIZES.num_layers))
+    settings = settings_for(2, "shard_plan=auto", "num_epochs=1")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Narrow)]
+    cluster.finish(*workers)
+    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
+    assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
+    plan = PLAN.read(tmp_path / PLAN_NAME)
+    assert {each.machine: each.end - each.start for each in plan.stages} == {"pi5": 6, "win": 2}
+
+
+def test_where_layers_were_not_measured_it_ends_with_a_cut_that_takes_less(tmp_path: Path) -> None:
+    cluster = Cluster(settings_for(2), tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Narrow)]
+    error = cluster.server.failure()
+    assert isinstance(error, OutOfMemory)
+    assert str(error).startswith(
+        "out of memory: worker 2 (win), layers 4 to 7: CUDA out of memory."
+    )
+    assert "{pi5: [0, 6], win: [6, 8]}" in str(error)
+    for each in workers:
+        each.failure()
 
 
 @pytest.mark.parametrize("is_blocked", [False, True])

@@ -839,11 +839,15 @@ class LinkMeasured(Message):
 
 
 class StageReady(Message):
-    """Stage: it has its layers and reaches its neighbours. Or, with a `reason`: it does not."""
+    """Stage: it has its layers and reaches its neighbours. Or, with a `reason`: it does not, or no more.
+
+    `out_of_memory`: they are too much for its device.
+    """
 
     KIND: ClassVar[int] = 53
     attempt: Count
     reason: Sentence = ""
+    out_of_memory: bool = False
 
 
 class StageDone(Message):

@@ -16,7 +16,7 @@ from smolcluster.training.schedules.instructions import Op
 from smolcluster.utils.units import format_duration
 
 NUM_STEPS = 9
-"""Steps by whose median stages are judged; odd, so that it is one of them. A plan's first one is not counted."""
+"""By whose median stages are judged; odd, so that it is one of them. A plan's first one is not counted."""
 WORTH_A_LOOK = 0.1
 """A stage must differ by this share from what was considered last for the model to be planned again."""
 

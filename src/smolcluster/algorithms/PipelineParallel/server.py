@@ -46,13 +46,13 @@ from smolcluster.algorithms.PipelineParallel.moving import (
 )
 from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut, written_cut
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
-from smolcluster.algorithms.planning.layers import Link
+from smolcluster.algorithms.planning.layers import LayerPlan, Link
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
-from smolcluster.errors import ClusterEmpty, ConfigError, NonFiniteLoss
+from smolcluster.errors import ClusterEmpty, ConfigError, NonFiniteLoss, OutOfMemory
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
@@ -89,6 +89,8 @@ from smolcluster.utils.units import format_duration
 TICK_S = 0.1
 STOP_TIMEOUT_S = 20.0
 """How long a run that shall stop waits for its stages to send what they have."""
+LESS_MEMORY = 0.9
+"""Of what a stage was planned to take: what its machine is counted on for once that was too much."""
 PATIENCE_S, LEAST_PATIENCE_S = 600.0, 30.0
 """How long stages may take over anything, and over a step at least."""
 
@@ -158,6 +160,7 @@ class Crew:
     attempt: int
     map: StageMap
     peers: list[Peer]
+    plan: LayerPlan | None = None
     times: StageTimes | None = None
     """None: the layers were not dealt out by what they take."""
     question: Question | None = None
@@ -295,7 +298,7 @@ class Server:
         self.step_s = 0.0
         peers = [by_name[name] for name in cut.map.nodes]
         times = StageTimes(cut.problem, cut.plan) if cut.problem and cut.plan else None
-        crew = self.crew = Crew(self.num_attempts, cut.map, peers, times)
+        crew = self.crew = Crew(self.num_attempts, cut.map, peers, cut.plan, times)
         if links := in_words(self.links(by_name)):
             self.context.log.info("links: %s", links)
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
@@ -636,13 +639,9 @@ class Server:
 
     def not_finite(self, crew: Crew, rank: int, answer: StageDone) -> str:
         name = crew.peers[rank].worker.name
-        stages = [stage for stage, each in enumerate(crew.map.ranks) if each == rank]
-        layers = ", ".join(
-            f"{crew.map.cuts[each]} to {crew.map.cuts[each + 1] - 1}" for each in stages
-        )
         what = "the loss" if answer.loss is None else "the gradient"
         return (
-            f"step {self.version + 1}: {what} of {name}, layers {layers}, is not finite; "
+            f"step {self.version + 1}: {what} of {name}, layers {crew.map.layers_of(rank)}, is not finite; "
             f"{DIVERGENCE_REMEDY}"
         )
 
@@ -726,9 +725,33 @@ class Server:
             self.begin_again(f"{worker.name} is gone")
 
     def on_trouble(self, peer: Peer, ready: StageReady) -> None:
-        """A stage cannot reach a neighbour, or has lost it."""
+        """A stage cannot reach a neighbour, has lost it, or has too little memory."""
         if self.crew is not None and ready.attempt == self.crew.attempt:
+            if ready.out_of_memory:
+                self.relieve(self.crew, peer, ready.reason)
             self.begin_again(f"{peer.worker.name}: {ready.reason}")
+
+    def relieve(self, crew: Crew, peer: Peer, reason: str) -> None:
+        """Count on less memory of a worker than its layers were planned to take.
+
+        Raises:
+            OutOfMemory: it cannot have fewer, or they were not dealt out by what they take.
+        """
+        rank = crew.peers.index(peer)
+        what = f"out of memory: {peer.worker.name}, layers {crew.map.layers_of(rank)}: {reason}"
+        if crew.plan is None or peer.measured is None:
+            advice = "set recompute, raise microbatches, or set shard_plan to auto"
+            if cut := crew.map.relieved(rank):
+                advice = f"less is {cut} as shard_plan; or {advice}"
+            raise OutOfMemory(f"{what}; {advice}")
+        host = reported(peer).host
+        num_sharing = sum(reported(each).host == host for each in self.ready)
+        less = int(LESS_MEMORY * crew.plan.stages[rank].memory_bytes * num_sharing)
+        peer.measured = peer.measured.model_copy(update={"memory_bytes": less})
+        try:
+            self.cut(named(self.ready))
+        except ConfigError as error:
+            raise OutOfMemory(f"{what}; with fewer layers there: {error}") from None
 
     def begin_again(self, reason: str) -> None:
         """Deal the layers out anew; what was computed since the state that was kept last is done again."""

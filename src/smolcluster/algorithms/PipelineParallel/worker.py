@@ -61,6 +61,7 @@ from smolcluster.transport.messages import (
     Welcome,
 )
 from smolcluster.utils.device import pick_device
+from smolcluster.utils.device_errors import empty_cache, is_out_of_memory
 
 WAIT_S = 1.0
 PATIENCE_S = 3600.0
@@ -185,6 +186,18 @@ class Worker:
             if self.link.is_cut:
                 raise
             self.link.send(StageReady(attempt=self.plan.attempt, reason=str(error)))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            self.free()
+            self.link.send(StageReady(attempt=self.plan.attempt, reason=reason, out_of_memory=True))
+
+    def free(self) -> None:
+        """Give back what the layers of the newest plan take."""
+        self.stages.clear()  # the execution has the same dict
+        gc.collect()  # a stage and what computes with it refer to each other
+        empty_cache()
 
     def next_event(self) -> Event | None:
         with self.training.replica.meter("wait"):
@@ -230,8 +243,7 @@ class Worker:
         """Build the layers that are one's own now, and reach the neighbours."""
         self.plan, training = plan, self.training
         device = pick_device(place.node.device)
-        self.stages.clear()  # the execution before has the same dict
-        gc.collect()  # a stage and what computes with it refer to each other
+        self.free()
         for stage, rank in enumerate(plan.ranks):
             if rank == plan.rank:
                 layers = range(plan.cuts[stage], plan.cuts[stage + 1])
