@@ -3,9 +3,9 @@
 A Llama of random weights lies in a folder, in files of about a layer each. Each stage is a process of its own
 whose memory is limited (`RLIMIT_DATA`) to what its machine is said to have free, on top of what the
 interpreter and PyTorch take before the stage is built. The planner cuts the model from layers that were
-measured; the peak is of resident memory, by Linux's own count, from before the stage is built to the last step.
+measured; the peak is of resident memory, by Linux's own count, from before the build to the last step.
 
-* `full`: all weights are trained with AdamW: they, gradients and two moments are three times a stage's limit.
+* `full`: all weights are trained with AdamW: they, gradients and moments are three times a stage's limit.
 * `lora`: weights are frozen, and alone three times a stage's limit.
 """
 
