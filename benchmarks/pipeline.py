@@ -10,6 +10,7 @@ sleep's beginning to the last one's end, over all stages; times are medians over
 * `unequal`: machines of speeds 4:2:1:1: the planner's cut beside the equal one, and the best of all cuts as
   simulated. `predicted` is what a user is told: of layers as a worker measures them, not as they are paced.
 * `slow-link` (Linux, root): a network namespace a stage, at 100 Mbit/s: activations in fp32 and in int8.
+* `memory` (Linux): a Llama three times as large as any stage's limit: see `pipeline_memory.py`.
 * `coded`: a small GPT trained by three stages, with activations in fp32 and in int8: the losses at the end.
 """
 
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+import pipeline_memory
 from common import free_port, report, say
 from exchange import Children, Host, hosts_of
 from pipelines import even_cuts, executions, parts_of, run_step, stages_of
@@ -508,6 +510,12 @@ def coded(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {"codec": codec, "first": losses[0], "loss": reached}
 
 
+def memory(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Peaks of stages beside the plan, of all weights trained and of adapters alone."""
+    for is_lora in (False, True):
+        yield from pipeline_memory.measured(arguments.layers, arguments.width, is_lora=is_lora)
+
+
 def chain(generator: torch.Generator) -> Batch:
     """(8, 33) tokens, each of which depends on the one before, by a rule, in three of four cases."""
     tokens = torch.randint(0, VOCABULARY, (8, 33), generator=generator)
@@ -523,6 +531,7 @@ CASES: Mapping[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = 
     "unequal": unequal,
     "slow-link": slow_link,
     "coded": coded,
+    "memory": memory,
 }
 IN_MS = {"simulated_s", "measured_s", "predicted_s", "torch_s", "best_s"}
 
@@ -545,6 +554,8 @@ def main() -> None:
     parser.add_argument("--unit", type=float, default=1e3 * UNIT_S, help="ms of each computation")
     parser.add_argument("--steps", type=int, default=9, help="timed steps of a case")
     parser.add_argument("--train", type=int, default=150, help="steps of the case coded")
+    parser.add_argument("--layers", type=int, default=16, help="of the model of the case memory")
+    parser.add_argument("--width", type=int, default=512, help="of the model of the case memory")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw a zero-bubble step (svg)"
     )

@@ -249,6 +249,17 @@ def links() -> list[m.Message]:
     return [
         m.Transfer(piece=piece, tensor=tensor(16)),
         m.Relayed(instance="0123456789abcdef", piece=piece, tensor=tensor(16)),
+        m.MeasureLink(
+            attempt=1,
+            rank=1,
+            neighbour=m.StageNeighbour(
+                rank=0,
+                node="pi5",
+                instance="0123456789abcdef",
+                places=(m.HostPort(host="10.0.0.5", port=1),),
+            ),
+        ),
+        m.LinkMeasured(attempt=1, bytes_s=1e6, latency_s=0.1),
     ]
 
 

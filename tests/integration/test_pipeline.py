@@ -3,7 +3,8 @@
 import math
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,26 @@ import own_workloads
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pretrained_models import adapters, saved
 from smolcluster.algorithms.PipelineParallel import links, server, worker
-from smolcluster.algorithms.PipelineParallel.automatic import measure
+from smolcluster.algorithms.PipelineParallel.automatic import Reported, measure
+from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
+from smolcluster.algorithms.PipelineParallel.server import Peer
 from smolcluster.algorithms.PipelineParallel.worker import Worker
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.cluster import link
+from smolcluster.cluster.link import WorkerSetup
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig
-from smolcluster.errors import ConnectTimeout, NonFiniteLoss, PeerLost
+from smolcluster.errors import ConnectTimeout, NonFiniteLoss, OutOfMemory, PeerLost
 from smolcluster.models.gpt import GPT
 from smolcluster.net.inbox import Event
 from smolcluster.ps.assignment import Assigned
+from smolcluster.runs.events import LayersMoved
 from smolcluster.training.build import build, stage_replica
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.finetune import next_token_loss
 from smolcluster.training.pretrained import Pretrained
 from smolcluster.training.workload import Workload
+from smolcluster.transport.messages import LayersMeasured, MeasuredLayer, Planned
 from smolcluster.utils.stopping import Interrupted
 
 SIZES = GPTConfig(
@@ -213,6 +219,136 @@ def test_the_layers_are_dealt_out_by_what_they_take(tmp_path: Path) -> None:
     assert plan.step_s > 0
     assert all(each.machine in told and each.device for each in plan.stages)
     assert [plan.stages[0].start, plan.stages[-1].end] == [0, 8]
+
+
+def costing(seconds: Sequence[float]) -> LayersMeasured:
+    """Layers that cost the same anywhere, and take so long."""
+    kinds = tuple(
+        MeasuredLayer(
+            forward_s=each,
+            input_s=each,
+            weight_s=each,
+            trained_bytes=1000,
+            frozen_bytes=0,
+            activation_bytes=10,
+            output_bytes=4096,
+        )
+        for each in dict.fromkeys(seconds)
+    )
+    layers = tuple(list(dict.fromkeys(seconds)).index(each) for each in seconds)
+    return LayersMeasured(kinds=kinds, layers=layers, memory_bytes=10**9, device="cpu")
+
+
+def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both say that a layer takes 3 s; one of them takes three times as long in steps."""
+    monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * SIZES.num_layers))
+    settings = settings_for(2, "shard_plan=auto", "num_epochs=4", "batch_size=4")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+
+    class Paced(Worker):
+        """One whose stages say what its layers would take, so that no clock decides."""
+
+        layer_s = 1.0
+
+        def begin(self, plan: Planned, place: WorkerSetup) -> None:
+            super().begin(plan, place)
+            execution, own = self.execution, self.stages
+            run = execution.run
+
+            def paced(*args: Any) -> StepOutcome:
+                outcome = run(*args)
+                num = sum(len(each.module.layers) for each in own.values())
+                seconds = num * self.layer_s * self.config.microbatches
+                return replace(outcome, seconds={"F": seconds, "B": 2 * seconds})
+
+            monkeypatch.setattr(execution, "run", paced)
+
+    class Slow(Paced):
+        layer_s = 3.0
+
+    workers = [
+        cluster.worker(1, node="pi5", make=Paced),
+        cluster.worker(2, node="win", make=Slow),
+    ]
+    cluster.finish(*workers)
+    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
+    assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
+    cuts = [line for line in cluster.log_lines if "bottleneck: " in line]
+    assert len(cuts) == 2, "and then they stay"
+    plan = PLAN.read(tmp_path / PLAN_NAME)
+    sizes = {each.machine: each.end - each.start for each in plan.stages}
+    assert sum(sizes.values()) == SIZES.num_layers
+    assert 1 <= sizes["win"] <= 2, "4 before"
+    [why] = [line for line in cluster.log_lines if "dealt out again" in line]
+    assert "win takes 36 s a microbatch instead of 12 s" in why
+    [event] = [each.event for each in cluster.events() if isinstance(each.event, LayersMoved)]
+    assert event.reason in why
+
+
+class Narrow(Worker):
+    """One whose device has room for two layers."""
+
+    def compute(self, step: Assigned) -> None:
+        if sum(len(each.module.layers) for each in self.stages.values()) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+        super().compute(step)
+
+
+def test_a_stage_that_is_out_of_memory_gets_fewer_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * SIZES.num_layers))
+    settings = settings_for(2, "shard_plan=auto", "num_epochs=1")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Narrow)]
+    cluster.finish(*workers)
+    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
+    assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
+    plan = PLAN.read(tmp_path / PLAN_NAME)
+    assert {each.machine: each.end - each.start for each in plan.stages} == {"pi5": 6, "win": 2}
+
+
+def test_where_layers_were_not_measured_it_ends_with_a_cut_that_takes_less(tmp_path: Path) -> None:
+    cluster = Cluster(settings_for(2), tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Narrow)]
+    error = cluster.server.failure()
+    assert isinstance(error, OutOfMemory)
+    assert str(error).startswith(
+        "out of memory: worker 2 (win), layers 4 to 7: CUDA out of memory."
+    )
+    assert "{pi5: [0, 6], win: [6, 8]}" in str(error)
+    for each in workers:
+        each.failure()
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_links_between_machines_are_measured_and_planned_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_blocked: bool
+) -> None:
+    """Where two cannot reach each other, what the server relays is measured."""
+
+    def blocked(*_: Any, **__: Any) -> None:
+        raise ConnectTimeout("a firewall is between them")
+
+    def on_machines_of_their_own(peer: Peer) -> Reported:
+        return Reported(peer.instance, peer.measured)
+
+    if is_blocked:
+        monkeypatch.setattr(links, "dial", blocked)
+    monkeypatch.setattr(server, "reported", on_machines_of_their_own)
+    monkeypatch.setattr(worker, "measure", lambda *_: costing([0.1] * SIZES.num_layers))
+    settings = settings_for(3, "shard_plan=auto", "num_epochs=1")
+    cluster = run(settings, tmp_path, gpt())
+    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
+    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
+    [told] = [line for line in cluster.log_lines if "links: " in line]
+    assert told.count("/s and ") == 6, "three pairs, both ways"
+    plan = PLAN.read(tmp_path / PLAN_NAME)
+    assert len(plan.stages) == 3
+    assert all(each.forward_s > 0 and each.latency_s > 0 for each in plan.links)
+    assert any("server relays" in line for line in cluster.log_lines) == is_blocked
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_and_names_worker_and_layers(

@@ -29,6 +29,7 @@ from smolcluster.runs.events import (
     EpochFinished,
     Evaluated,
     EventLog,
+    LayersMoved,
     LeaseReturned,
     PushDropped,
     RunEnded,
@@ -180,7 +181,7 @@ class Report:
 
     def started(self) -> None:
         """Training begins now: rates and times count from here."""
-        self._total_steps = self.version + self._steps_left()
+        self._total_steps = self.version + self.steps_left
         self._started = time.monotonic()
         self._samples_rate = SteadyRate(lambda: self.samples_applied, window_s=WINDOW_S)
         self._samples_pace = SteadyRate(lambda: self.samples_applied)
@@ -338,6 +339,11 @@ class Report:
             "%s has not answered for %s: %s", worker.name, format_duration(silent_s), reason
         )
         self._events.write(WorkerStalled(**worker.who, silent_s=silent_s, reason=reason))
+
+    def layers_moved(self, reason: str) -> None:
+        """The layers of a pipeline are dealt out again, though none of its stages was lost."""
+        self._log.info("the layers are dealt out again: %s", reason)
+        self._events.write(LayersMoved(step=self.version, reason=reason))
 
     def steps_undone(self, node: str, num_steps: int, share: float) -> None:
         """The store on `node` is lost; its slice is `share` of the weights, 0 to 1."""
@@ -598,7 +604,8 @@ class Report:
         self.started()
         self._events.write(RunResumed(step=self.version, samples_applied=self.samples_applied))
 
-    def _steps_left(self) -> int:
+    @property
+    def steps_left(self) -> int:
         """Steps to come; one more or less where a resumed run of EDP had begun two epochs."""
         left = self._run.train.num_epochs * self._epoch_size - self.samples_applied
         epochs, samples = divmod(left, self._epoch_size)

@@ -111,6 +111,13 @@ class StepOverdue(WorkerEvent):
     reason: str
 
 
+class LayersMoved(_Event):
+    """PipelineParallel: the layers are dealt out again after `step`, though no stage was lost."""
+
+    step: int
+    reason: str
+
+
 class StepsUndone(_Event):
     """EDP: a store on another host is lost; its slice, `share` of the weights, goes back by so many steps."""
 
@@ -181,6 +188,7 @@ Event = (
     | LeaseReturned
     | PushDropped
     | StepOverdue
+    | LayersMoved
     | StepsUndone
     | WorkerParked
     | EpochFinished

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,16 @@ from smolcluster.configs.schema import DatasetPlace, TrainConfig
 from smolcluster.data.dataset import Batch, Elsewhere, Place
 from smolcluster.data.prefetch import Prefetch, prefetch_of
 from smolcluster.data.pytree import sliced
-from smolcluster.errors import DataError
+from smolcluster.errors import DataError, SmolclusterError
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
 from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate
+from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
 from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.optimizer import LocalOptimizer
 from smolcluster.training.recipe import Training
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
-from smolcluster.training.stages.build import build_stage, outline
+from smolcluster.training.stages.build import build_stage, model_layers, outline
 from smolcluster.training.unused import UnusedParameters
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
@@ -74,9 +75,8 @@ class TrainingContext:
     def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:
         """The mean loss of the training samples `indices` (n,), whose gradient is in the replica then.
 
-        What dropout leaves out, and what PyTorch's generator draws as samples are gathered, depends on the
-        seed, on `epoch`, and on `start`, the place of the first sample in the epoch's order: there is no
-        state of a generator to be saved.
+        What dropout leaves out depends on the seed, on `epoch`, on the place in its order where samples that
+        are computed at once begin, and on the layer (`layer_seeds.py`).
 
         Raises:
             NonFiniteLoss: the loss or the gradient is NaN or infinite.
@@ -88,7 +88,7 @@ class TrainingContext:
             self.prefetch.forget_before(Place(self.seed, epoch, start))
 
         cut = partial(self.parts, indices, epoch, start)
-        return self._compute(len(indices), cut, epoch, start)
+        return self._compute(len(indices), cut)
 
     def parts(self, indices: Tensor, epoch: int, start: int, at_once: int) -> list[Microbatch]:
         """The training samples `indices` (n,), which stand in an epoch's order from `start` on, cut."""
@@ -118,7 +118,7 @@ class TrainingContext:
             DataError: they do not fit the model.
         """
         cut = partial(self.received_parts, batch, num_samples, epoch, start)
-        return self._compute(num_samples, cut, epoch, start)
+        return self._compute(num_samples, cut)
 
     def received_parts(
         self, batch: Batch, num_samples: int, epoch: int, start: int, at_once: int
@@ -142,25 +142,25 @@ class TrainingContext:
             for first, piece in zip(range(0, num_samples, size), pieces, strict=True)
         ]
 
-    def _compute(
-        self,
-        num_samples: int,
-        cut: Callable[[int], list[Microbatch]],
-        epoch: int,
-        start: int,
-    ) -> BatchLoss:
+    @cached_property
+    def _drawing_layers(self) -> list[nn.Module | None]:
+        """What the layers begin with that may draw at random; of a model that has no layers, nothing."""
+        model = self.replica.model
+        if not may_draw(model):
+            return []
+        try:
+            return drawing_layers(model, model_layers(model, self.workload))
+        except SmolclusterError:
+            return []  # it cannot be cut, so that nobody computes a part of it
+
+    def _compute(self, num_samples: int, cut: Callable[[int], list[Microbatch]]) -> BatchLoss:
         """`cut` gives the batch in parts of so many samples."""
-        buffers = self.replica.buffers
-        kept = buffers.values()
+        replica, buffers = self.replica, self.replica.buffers
+        kept, seeds = buffers.values(), LayerSeeds(self.seed, self.replica.device)
 
         def compute(at_once: int) -> BatchLoss:
-            seed = derive_seed(self.seed, "dropout", epoch, start)
-            # torch.manual_seed asks for every kind of device, which takes 0.1 ms and more
-            if self.replica.device.type == "cpu":
-                torch.default_generator.manual_seed(seed)
-            else:
-                torch.manual_seed(seed)
-            return forward_backward(self.replica, self.workload.loss, cut(at_once))
+            with seeds.hooked(replica.model, self._drawing_layers):
+                return forward_backward(replica, self.workload.loss, cut(at_once), seeds.begin)
 
         def undo() -> None:
             buffers.find()

@@ -40,11 +40,17 @@ class Microbatch(NamedTuple):
     place: Place = Place(0, 0, 0)
 
 
-def forward_backward(replica: Replica, loss: LossFunction, parts: list[Microbatch]) -> BatchLoss:
+def forward_backward(
+    replica: Replica,
+    loss: LossFunction,
+    parts: list[Microbatch],
+    begin: Callable[[Place], None] = lambda _: None,
+) -> BatchLoss:
     """Return the mean over all loss terms of a batch's parts, and leave its gradient in `replica.grads`.
 
-    How many terms there are in all is known when all parts have gone through. Until then it is judged by the
-    first part: where samples have equally many terms that is right, and the gradient need not be scaled.
+    `begin` is told of each part, before it is gathered and computed. How many terms there are in all is known
+    when all parts have gone through. Until then it is judged by the first part: where samples have equally
+    many terms that is right, and the gradient need not be scaled.
 
     Raises:
         NonFiniteLoss: the loss or the gradient is NaN or infinite; the message names the layer.
@@ -58,6 +64,7 @@ def forward_backward(replica: Replica, loss: LossFunction, parts: list[Microbatc
     divisor: float | Tensor = 0.0
     has_gradient = False
     for part in parts:
+        begin(part.place)
         with replica.meter("data"), user_code("data"):
             batch = placed(part.gather(), replica.device, replica.params.dtype)
         with replica.meter("forward"), autocast(replica.precision, replica.device):

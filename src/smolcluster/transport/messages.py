@@ -899,12 +899,35 @@ class LayersMeasured(Message):
     device: Name
 
 
+class MeasureLink(Message):
+    """Server: measure what you send this process, which does the same; you are `rank` 0 or 1 of the two."""
+
+    KIND: ClassVar[int] = 62
+    attempt: Count
+    rank: Count
+    neighbour: StageNeighbour
+
+
+class LinkMeasured(Message):
+    """Stage: what it sends the other one that a MeasureLink named; or the `reason` why it cannot."""
+
+    KIND: ClassVar[int] = 63
+    attempt: Count
+    bytes_s: Speed = 0.0
+    latency_s: Seconds = 0.0
+    reason: Sentence = ""
+
+
 class StageReady(Message):
-    """Stage: it has its layers and reaches its neighbours. Or, with a `reason`: it does not."""
+    """Stage: it has its layers and reaches its neighbours. Or, with a `reason`: it does not, or no more.
+
+    `out_of_memory`: they are too much for its device.
+    """
 
     KIND: ClassVar[int] = 53
     attempt: Count
     reason: Sentence = ""
+    out_of_memory: bool = False
 
 
 class StageDone(Message):
@@ -1077,6 +1100,7 @@ STAGES = MessageSet(
         {
             LayersMeasured,
             Listening,
+            LinkMeasured,
             StageReady,
             StageDone,
             StageEvaluated,
@@ -1086,7 +1110,9 @@ STAGES = MessageSet(
             Relayed,
         }
     ),
-    from_listener=frozenset({Planned, EvaluateStages, KeepStages, StageState, Relayed}),
+    from_listener=frozenset(
+        {MeasureLink, Planned, EvaluateStages, KeepStages, StageState, Relayed}
+    ),
 )
 """What a worker that has some of the layers, and its server say to each other besides."""
 SETS = (SESSION, PS, ROUNDS, STAGES)

@@ -2,12 +2,16 @@
 
 from smolcluster.errors import DeviceFailed, OutOfMemory, SmolclusterError
 
-_OUT_OF_MEMORY = ("MPS backend out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = (
+    "MPS backend out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+)
 _FAILED = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "cuDNN error")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an accelerator had too little memory: less work at a time may fit."""
+    """Whether a device had too little memory: less work at a time may fit."""
     import torch  # noqa: PLC0415  (nothing at the foot of the house imports torch by being imported)
 
     if not isinstance(error, RuntimeError):

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from smolcluster.algorithms.Mesh.config import Recompute
-from smolcluster.data.dataset import Batch
+from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import ConfigError
+from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.deferred import Deferred, backward_input
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import LossFunction, Terms, count_terms, whole_count
-from smolcluster.utils.seed import derive_seed
 
 OutputLoss = Callable[[Any, Batch], Terms | Tensor]
 Autocast = Callable[[], AbstractContextManager[object]]
@@ -29,13 +29,13 @@ class Part:
     """A microbatch: what the model takes of it, and what the loss does.
 
     Attributes:
-        place: of its first sample in the run: (epoch, start).
+        place: of its first sample in the run.
         num_samples: 0: it only keeps others company, and counts nothing.
         model_input: for the first stage.
         batch: for the last stage.
     """
 
-    place: tuple[int, int]
+    place: Place
     num_samples: int
     model_input: Any = None
     batch: Batch = None
@@ -61,20 +61,20 @@ class StageCompute:
         output_loss: OutputLoss,
         loss_name: LossFunction,
         *,
-        seed: int,
+        seeds: LayerSeeds,
         autocast: Autocast,
         recompute: Recompute,
     ) -> None:
         self.stage = stage
         self.loss = (0.0, 0)
         self._output_loss, self._loss_name = output_loss, loss_name
-        self._seed, self._autocast = seed, autocast
+        self._autocast = autocast
+        self._seeds = seeds
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
         self._deferred: dict[int, Deferred] = {}
         self._scale = 1.0
-        self._place = (0, 0)
-        stage.before_layer = self._seed_layer
+        stage.before_layer = seeds
         if recompute != "none":
             _recompute(stage, every=1 if recompute == "full" else 2)
 
@@ -98,7 +98,7 @@ class StageCompute:
         Raises:
             ConfigError: the stage returns no tensor, so that it cannot be sent.
         """
-        self._place = part.place
+        self._seeds.place = part.place
         if self.stage.is_first:
             given = part.model_input
         else:
@@ -108,6 +108,7 @@ class StageCompute:
             output = self.stage(given)
         if self.stage.is_last:
             with self._autocast(), user_code("loss"):
+                self._seeds.begin(part.place)  # what it draws, it draws again: see `model_input`
                 result = self._output_loss(output, part.batch)
             total, count = count_terms(result, part.size, of=self._loss_name)
             if part.num_samples:
@@ -162,10 +163,6 @@ class StageCompute:
         if gradient is None:
             return torch.full_like(output, self._scale)
         return gradient
-
-    def _seed_layer(self, layer: int) -> None:
-        epoch, start = self._place
-        torch.manual_seed(derive_seed(self._seed, "dropout", epoch, start, layer))
 
 
 def _recompute(stage: Stage, every: int) -> None:

@@ -20,6 +20,7 @@ from smolcluster.data.dataset import Place
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.compute import autocast, placed
+from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.scaler import LEAST_SCALE, LossScaler
 from smolcluster.training.schedule import learning_rate
@@ -93,6 +94,7 @@ class MeshTrainer:
         self.num_samples = workload.train.num_samples
         self._train = workload.training.applied_to(train)
         self._seed, self._num_parts = seed, config.microbatches
+        self._seeds = LayerSeeds(seed, groups.device)
         self._orders = EpochOrders(lambda epoch: workload.train.order(epoch, seed))
         schedule = config.instructions()
         ranks = stage_ranks(schedule)
@@ -128,7 +130,7 @@ class MeshTrainer:
             stage,
             output_loss(self.workload),
             self.workload.loss,
-            seed=self._seed,
+            seeds=self._seeds,
             autocast=partial(autocast, self._train.precision, self.groups.device),
             recompute=config.activation_checkpointing,
         )
@@ -256,14 +258,15 @@ class MeshTrainer:
     def _part(self, indices: Tensor, piece: range, epoch: int, start: int) -> Part:
         # an empty piece computes the step's first sample, and counts nothing
         taken = piece or range(1)
-        part = Part((epoch, start + taken.start), len(piece))
+        place = Place(self._seed, epoch, start + taken.start)
+        part = Part(place, len(piece))
         if self._is_first or self._is_last:
             with user_code("data"):
-                place = Place(self._seed, epoch, start + taken.start)
                 batch = self.workload.train.batch(indices[taken.start : taken.stop], place)
                 batch = placed(batch, self.groups.device, self.dtype)
             part.batch = batch
             if self._is_first:
+                self._seeds.begin(place)
                 part.model_input = model_input(self.workload, batch)
         return part
 

@@ -8,12 +8,13 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut
-from smolcluster.algorithms.planning.layers import in_words, plan_layers
+from smolcluster.algorithms.planning.layers import LayerPlan, Link, Problem, in_words, plan_layers
 from smolcluster.algorithms.planning.measured import problem_of
 from smolcluster.algorithms.planning.plan_file import PlanFile, PlanLink, PlanStage, document_of
 from smolcluster.configs.schema import TrainConfig
@@ -44,11 +45,14 @@ class Cut:
 
     Attributes:
         words: the step that is predicted, in one line; empty: nothing was measured.
+        problem, plan: from which the cut was made; None: nothing was measured.
     """
 
     map: StageMap
     document: PlanFile
     words: str = ""
+    problem: Problem | None = None
+    plan: LayerPlan | None = None
 
 
 def is_measured(config: PipelineConfig) -> bool:
@@ -95,11 +99,15 @@ def message_of(speeds: LayerSpeeds) -> LayersMeasured:
 
 
 def automatic_cut(
-    num_layers: int, machines: Mapping[str, Reported], config: PipelineConfig, train: TrainConfig
+    num_layers: int,
+    machines: Mapping[str, Reported],
+    config: PipelineConfig,
+    train: TrainConfig,
+    links: Mapping[tuple[str, str], Link] = MappingProxyType({}),
 ) -> Cut:
     """The fastest cut over some or all of the machines, if all have measured; else an even one.
 
-    Links are not measured: they are taken to cost nothing.
+    `links` by sender and receiver; what is missing costs nothing, as between processes of one machine.
 
     Raises:
         ConfigError: nothing fits in their memory, or there are more stages than layers.
@@ -109,7 +117,7 @@ def automatic_cut(
         return unmeasured(even_cut(num_layers, list(machines), config), config)
     problem = problem_of(
         known,
-        {},
+        links,
         train,
         num_microbatches=config.microbatches,
         schedule=config.schedule,
@@ -124,7 +132,22 @@ def automatic_cut(
     devices = {name: each.device for name, each in known.items()}
     unused = [name for name in machines if name not in stages.nodes]
     spare = f"; not used, because a step would be longer: {', '.join(unused)}" if unused else ""
-    return Cut(stages, document_of(problem, plan, devices), in_words(plan) + spare)
+    return Cut(stages, document_of(problem, plan, devices), in_words(plan) + spare, problem, plan)
+
+
+def slowed(measured: LayersMeasured, factor: float) -> LayersMeasured:
+    """The same with every layer as much slower as a stage turned out to be."""
+    kinds = (
+        each.model_copy(
+            update={
+                "forward_s": factor * each.forward_s,
+                "input_s": factor * each.input_s,
+                "weight_s": factor * each.weight_s,
+            }
+        )
+        for each in measured.kinds
+    )
+    return measured.model_copy(update={"kinds": tuple(kinds)})
 
 
 def speeds_of(num_layers: int, machines: Mapping[str, Reported]) -> dict[str, LayerSpeeds]:

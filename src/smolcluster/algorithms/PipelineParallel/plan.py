@@ -33,6 +33,33 @@ class StageMap:
         both = {*pairs, *((b, a) for a, b in pairs)}
         return {b for a, b in both if a == rank and b != rank}
 
+    def layers_of(self, rank: int) -> str:
+        """In words."""
+        return ", ".join(
+            f"{self.cuts[stage]} to {self.cuts[stage + 1] - 1}"
+            for stage, each in enumerate(self.ranks)
+            if each == rank
+        )
+
+    def relieved(self, rank: int) -> str:
+        """A cut in which this rank has half of its layers, as `shard_plan` has it; empty: there is none.
+
+        The rest goes to the stage next to it that has fewer.
+        """
+        if self.num_stages != len(self.nodes) or self.num_stages == 1:
+            return ""
+        start, end = self.cuts[rank], self.cuts[rank + 1]
+        if end - start < 2:
+            return ""
+        others = [each for each in (rank - 1, rank + 1) if 0 <= each < self.num_stages]
+        target, cuts = min(others, key=lambda each: len(self.layers(each))), list(self.cuts)
+        if target < rank:
+            cuts[rank] = end - (end - start) // 2
+        else:
+            cuts[rank + 1] = start + (end - start) // 2
+        pairs = zip(self.nodes, pairwise(cuts), strict=True)
+        return f"{{{', '.join(f'{node}: [{one}, {other}]' for node, (one, other) in pairs)}}}"
+
     def __str__(self) -> str:
         return ", ".join(
             f"{self.nodes[rank]} {self.cuts[stage]} to {self.cuts[stage + 1] - 1}"

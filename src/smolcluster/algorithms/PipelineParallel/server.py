@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 from smolcluster.algorithms.context import ServerContext
@@ -29,17 +30,29 @@ from smolcluster.algorithms.PipelineParallel.automatic import (
     Cut,
     Reported,
     automatic_cut,
+    is_measured,
+    slowed,
     unmeasured,
 )
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.algorithms.PipelineParallel.link_speed import (
+    PATIENCE_S as LINKS_PATIENCE_S,
+)
+from smolcluster.algorithms.PipelineParallel.link_speed import UNMEASURED, Survey, in_words
+from smolcluster.algorithms.PipelineParallel.moving import (
+    Decision,
+    StageTimes,
+    seconds_computed,
+)
 from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut, written_cut
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
+from smolcluster.algorithms.planning.layers import LayerPlan, Link
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
-from smolcluster.errors import ClusterEmpty, ConfigError, NonFiniteLoss
+from smolcluster.errors import ClusterEmpty, ConfigError, NonFiniteLoss, OutOfMemory
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.observability.view.stages import numbers_of
@@ -57,7 +70,9 @@ from smolcluster.transport.messages import (
     KeepStages,
     LayersMeasured,
     LeaseKey,
+    LinkMeasured,
     Listening,
+    MeasureLink,
     Message,
     Planned,
     Relayed,
@@ -76,6 +91,8 @@ from smolcluster.utils.units import format_duration
 TICK_S = 0.1
 STOP_TIMEOUT_S = 20.0
 """How long a run that shall stop waits for its stages to send what they have."""
+LESS_MEMORY = 0.9
+"""Of what a stage was planned to take: what its machine is counted on for once that was too much."""
 PATIENCE_S, LEAST_PATIENCE_S = 600.0, 30.0
 """How long stages may take over anything, and over a step at least."""
 
@@ -117,6 +134,10 @@ class Peer:
     def id(self) -> int:
         return self.worker.member.session_id
 
+    @property
+    def instance(self) -> str:
+        return self.worker.member.instance
+
 
 @dataclass
 class Question:
@@ -141,7 +162,13 @@ class Crew:
     attempt: int
     map: StageMap
     peers: list[Peer]
+    plan: LayerPlan | None = None
+    times: StageTimes | None = None
+    """None: the layers were not dealt out by what they take."""
     question: Question | None = None
+    moving: Decision | None = None
+    """To deal the layers out again when the state has been kept."""
+    begun_at: float = field(default_factory=time.monotonic)
 
 
 OPS = {
@@ -217,8 +244,13 @@ class Server:
         """Whether the last step is, as far as that is due."""
         self.step_s = self.step_began_at = 0.0
         """The longest step of this plan so far, and when the newest one was begun."""
+        self.dealing_s = 0.0
+        """What it took the last time until all stages had their layers."""
         self.stop_by: float | None = None
         """When the run stops at the latest, once that was asked for."""
+        self.survey = Survey()
+        self.surveying: Deadline | None = None
+        """Until when the pairs of the survey must have answered, while they are asked."""
         self.waiting: Deadline | None = None
         """For more workers, where those that are there cannot have all layers."""
 
@@ -260,7 +292,9 @@ class Server:
     def advance(self) -> None:
         """Begin what comes next, where nothing is being waited for."""
         self.keeper.settle()
-        if self.crew is None:
+        if self.surveying is not None:
+            self.await_links(self.surveying)
+        elif self.crew is None:
             self.plan()
         elif self.crew.question is None:
             self.next_turn(self.crew)
@@ -276,6 +310,8 @@ class Server:
         if missing := self.missing(by_name):
             self.wait_for_more(missing)
             return
+        if self.measure_links(by_name):
+            return
         try:
             cut = self.cut(by_name)
         except ConfigError as error:
@@ -288,11 +324,18 @@ class Server:
         self.num_attempts += 1
         self.step_s = 0.0
         peers = [by_name[name] for name in cut.map.nodes]
-        crew = self.crew = Crew(self.num_attempts, cut.map, peers)
+        times = StageTimes(cut.problem, cut.plan) if cut.problem and cut.plan else None
+        crew = self.crew = Crew(self.num_attempts, cut.map, peers, cut.plan, times)
+        if links := in_words(self.links(by_name)):
+            self.context.log.info("links: %s", links)
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
         if self.context.folder is not None:
             PLAN.write(self.context.folder / PLAN_NAME, cut.document)
-        self.ask(crew, (StageReady,), self.planned, lambda _: None)
+        self.ask(crew, (StageReady,), self.planned, partial(self.dealt, crew))
+
+    def dealt(self, crew: Crew, _answers: list[StageReady]) -> None:
+        """All stages have their layers."""
+        self.dealing_s = time.monotonic() - crew.begun_at
 
     def missing(self, peers: Mapping[str, Peer]) -> str | None:
         """Who must come before layers can be dealt out: at first all, later those of a written plan."""
@@ -316,6 +359,55 @@ class Server:
         if self.waiting.expired:
             raise ClusterEmpty(reason)
 
+    def measure_links(self, peers: Mapping[str, Peer]) -> bool:
+        """Have those workers measure how they reach each other that have not yet; False: all have."""
+        if not is_measured(self.config) or any(each.measured is None for each in peers.values()):
+            return False
+        hosts = {each.instance: reported(each).host for each in peers.values()}
+        if not self.survey.begin(hosts):
+            return False
+        self.num_attempts += 1
+        self.surveying = Deadline(LINKS_PATIENCE_S)
+        by_instance = {each.instance: each for each in peers.values()}
+        for one, other in self.survey.pairs:
+            pair = (by_instance[one], by_instance[other])
+            for rank, each in enumerate(pair):
+                neighbour = self.neighbour(1 - rank, pair[1 - rank])
+                message = MeasureLink(attempt=self.num_attempts, rank=rank, neighbour=neighbour)
+                each.worker.live_session.send(message)
+        return True
+
+    def await_links(self, deadline: Deadline) -> None:
+        """See whether all pairs have measured their links, or cannot."""
+        if not self.survey.is_over and not deadline.expired:
+            return
+        names = {each.instance: name for name, each in named(self.ready).items()}
+        for sender, receiver in self.survey.give_up():
+            one, other = names.get(sender, sender), names.get(receiver, receiver)
+            self.context.log.warning(
+                "the link from %s to %s was not measured, and is taken for slow", one, other
+            )
+        self.surveying = None
+
+    def on_link(self, peer: Peer, measured: LinkMeasured) -> None:
+        if self.surveying is None or measured.attempt != self.num_attempts:
+            return
+        link = Link(measured.bytes_s, measured.latency_s)
+        if measured.reason or not measured.bytes_s:
+            self.context.log.warning("%s: a link is slow: %s", peer.worker.name, measured.reason)
+            link = UNMEASURED
+        self.survey.take(peer.instance, link)
+
+    def links(self, peers: Mapping[str, Peer]) -> dict[tuple[str, str], Link]:
+        """Those that were measured between workers, by their names."""
+        known = self.survey.links
+        pairs = permutations(peers.items(), 2)
+        return {
+            (one, other): known[a.instance, b.instance]
+            for (one, a), (other, b) in pairs
+            if (a.instance, b.instance) in known
+        }
+
     @property
     def ready(self) -> list[Peer]:
         """The workers that neighbours could reach."""
@@ -325,7 +417,8 @@ class Server:
     def cut(self, peers: Mapping[str, Peer]) -> Cut:
         if self.config.shard_plan == "auto":
             machines = {name: reported(peer) for name, peer in peers.items()}
-            return automatic_cut(self.num_layers, machines, self.config, self.train)
+            links = self.links(peers)
+            return automatic_cut(self.num_layers, machines, self.config, self.train, links)
         if self.config.shard_plan == "even":
             return unmeasured(even_cut(self.num_layers, list(peers), self.config), self.config)
         ranges = {
@@ -338,13 +431,7 @@ class Server:
         """Tell a worker which layers are its own, and who its neighbours are."""
         layers = crew.map
         neighbours = [
-            StageNeighbour(
-                rank=other,
-                node=crew.peers[other].worker.member.node,
-                instance=crew.peers[other].worker.member.instance,
-                places=crew.peers[other].listening.places,  # type: ignore[union-attr]
-            )
-            for other in sorted(layers.neighbours(rank))
+            self.neighbour(other, crew.peers[other]) for other in sorted(layers.neighbours(rank))
         ]
         message = Planned(
             attempt=crew.attempt,
@@ -356,6 +443,12 @@ class Server:
             step=None if self.keeper.kept.folder is None else self.version,
         )
         self.tell(message, crew, rank)
+
+    def neighbour(self, rank: int, peer: Peer) -> StageNeighbour:
+        """How others reach a worker."""
+        assert peer.listening is not None  # noqa: S101 - it is ready
+        member, places = peer.worker.member, peer.listening.places
+        return StageNeighbour(rank=rank, node=member.node, instance=member.instance, places=places)
 
     def ask(
         self,
@@ -437,17 +530,28 @@ class Server:
         self.ask(crew, subject, partial(self.tell, keep), self.on_kept)
 
     def on_kept(self, _answers: list[StageKept]) -> None:
-        """Nothing would be lost now: give those layers who have come since the last plan."""
+        """Nothing would be lost now: deal the layers out again, if there is a reason."""
         self.keeper.finish()
         self.is_kept = True
-        newcomers = self.newcomers()
-        if not newcomers or self.report.is_over:
+        crew, newcomers = self.crew, self.newcomers()
+        moving = crew.moving if crew else None
+        if not (newcomers or moving) or self.report.is_over:
             return
         self.keeper.settle(wait=True)
         if self.keeper.kept.state.step == self.version:
-            names = ", ".join(each.worker.name for each in newcomers)
-            self.context.log.info("the layers are dealt out again: with %s", names)
+            reasons = [moving.reason] if moving else []
+            if newcomers:
+                reasons.append(f"with {', '.join(each.worker.name for each in newcomers)}")
+            self.report.layers_moved("; ".join(reasons))
+            if crew and moving:
+                self.take_as_measured(crew, moving)
             self.crew = None
+
+    def take_as_measured(self, crew: Crew, decision: Decision) -> None:
+        """Plan with what stages took from now on."""
+        for name, peer in zip(crew.map.nodes, crew.peers, strict=True):
+            if peer.measured is not None and name in decision.slowness:
+                peer.measured = slowed(peer.measured, decision.slowness[name])
 
     def newcomers(self) -> list[Peer]:
         """Workers that could take layers and have none."""
@@ -546,17 +650,29 @@ class Server:
         )
         every = self.config.redundancy or self.context.settings.cluster.checkpoint_steps
         self.is_evaluated = not self.is_time(self.train.eval_steps)
-        self.is_kept = not (self.keeper.can_keep and self.is_time(every))
+        self.judge(crew, samples, answers)
+        is_due = self.is_time(every) or crew.moving is not None
+        self.is_kept = not (self.keeper.can_keep and is_due)
+
+    def judge(self, crew: Crew, samples: Range, answers: list[StageDone]) -> None:
+        """See whether stages take what was planned; the last step of an epoch may have fewer samples."""
+        if crew.times is None or samples.num_samples < self.train.samples_per_step:
+            return
+        num = self.config.microbatches
+        crew.times.add(
+            {
+                name: seconds_computed(each.seconds) / num
+                for name, each in zip(crew.map.nodes, answers, strict=True)
+            }
+        )
+        decision = crew.times.decide(self.report.steps_left, self.dealing_s)
+        crew.moving = decision if decision.moves and self.keeper.can_keep else None
 
     def not_finite(self, crew: Crew, rank: int, answer: StageDone) -> str:
         name = crew.peers[rank].worker.name
-        stages = [stage for stage, each in enumerate(crew.map.ranks) if each == rank]
-        layers = ", ".join(
-            f"{crew.map.cuts[each]} to {crew.map.cuts[each + 1] - 1}" for each in stages
-        )
         what = "the loss" if answer.loss is None else "the gradient"
         return (
-            f"step {self.version + 1}: {what} of {name}, layers {layers}, is not finite; "
+            f"step {self.version + 1}: {what} of {name}, layers {crew.map.layers_of(rank)}, is not finite; "
             f"{DIVERGENCE_REMEDY}"
         )
 
@@ -606,6 +722,8 @@ class Server:
                 peer.measured = message
             case Listening():
                 peer.listening = message
+            case LinkMeasured():
+                self.on_link(peer, message)
             case StageReady() if message.reason:
                 self.on_trouble(peer, message)
             case StageReady() | StageDone() | StageEvaluated() | StageKept():
@@ -614,8 +732,9 @@ class Server:
                 self.send_state(peer, message)
 
     def relay(self, wanted: RelayWanted) -> None:
-        """Hand on what one stage of the plan says to another one."""
-        peers = {each.id: each for each in self.crew.peers} if self.crew else {}
+        """Hand on what one stage of the plan, or of a pair that is measured, says to another one."""
+        there = self.crew.peers if self.crew else self.ready
+        peers = {each.id: each for each in there}
         instances = {each.worker.member.instance: each for each in peers.values()}
         sender, target = peers.get(wanted.session_id), instances.get(wanted.relayed.instance)
         if sender is not None and target is not None:
@@ -631,13 +750,39 @@ class Server:
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id, None)
+        if peer is not None and self.survey.other(peer.instance) is not None:
+            self.surveying = None  # the others are asked again
         if self.crew is not None and peer in self.crew.peers:
             self.begin_again(f"{worker.name} is gone")
 
     def on_trouble(self, peer: Peer, ready: StageReady) -> None:
-        """A stage cannot reach a neighbour, or has lost it."""
+        """A stage cannot reach a neighbour, has lost it, or has too little memory."""
         if self.crew is not None and ready.attempt == self.crew.attempt:
+            if ready.out_of_memory:
+                self.relieve(self.crew, peer, ready.reason)
             self.begin_again(f"{peer.worker.name}: {ready.reason}")
+
+    def relieve(self, crew: Crew, peer: Peer, reason: str) -> None:
+        """Count on less memory of a worker than its layers were planned to take.
+
+        Raises:
+            OutOfMemory: it cannot have fewer, or they were not dealt out by what they take.
+        """
+        rank = crew.peers.index(peer)
+        what = f"out of memory: {peer.worker.name}, layers {crew.map.layers_of(rank)}: {reason}"
+        if crew.plan is None or peer.measured is None:
+            advice = "set recompute, raise microbatches, or set shard_plan to auto"
+            if cut := crew.map.relieved(rank):
+                advice = f"less is {cut} as shard_plan; or {advice}"
+            raise OutOfMemory(f"{what}; {advice}")
+        host = reported(peer).host
+        num_sharing = sum(reported(each).host == host for each in self.ready)
+        less = int(LESS_MEMORY * crew.plan.stages[rank].memory_bytes * num_sharing)
+        peer.measured = peer.measured.model_copy(update={"memory_bytes": less})
+        try:
+            self.cut(named(self.ready))
+        except ConfigError as error:
+            raise OutOfMemory(f"{what}; with fewer layers there: {error}") from None
 
     def begin_again(self, reason: str) -> None:
         """Deal the layers out anew; what was computed since the state that was kept last is done again."""

@@ -25,6 +25,7 @@ import torch
 from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, evaluate_stages
+from smolcluster.algorithms.PipelineParallel.link_speed import measure_link
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.PipelineParallel.plan import schedule_of
 from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames
@@ -45,7 +46,9 @@ from smolcluster.transport.messages import (
     KeepStages,
     LayersMeasured,
     LeaseKey,
+    LinkMeasured,
     Listening,
+    MeasureLink,
     Message,
     Planned,
     Relayed,
@@ -58,6 +61,7 @@ from smolcluster.transport.messages import (
     Welcome,
 )
 from smolcluster.utils.device import pick_device
+from smolcluster.utils.device_errors import empty_cache, is_out_of_memory
 
 WAIT_S = 1.0
 PATIENCE_S = 3600.0
@@ -105,7 +109,7 @@ class StageReceiver(Receiver):
                 return self._samples.assigned(message, payload)
             case StageState():
                 return StateArrived(message, bytes(payload))
-            case Planned() if self.links:
+            case Planned() | MeasureLink() if self.links:
                 self.links.interrupt(PlanChanged("the plan has changed"), message.attempt - 1)
         return MessageReceived(0, message)
 
@@ -182,6 +186,18 @@ class Worker:
             if self.link.is_cut:
                 raise
             self.link.send(StageReady(attempt=self.plan.attempt, reason=str(error)))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            self.free()
+            self.link.send(StageReady(attempt=self.plan.attempt, reason=reason, out_of_memory=True))
+
+    def free(self) -> None:
+        """Give back what the layers of the newest plan take."""
+        self.stages.clear()  # the execution has the same dict
+        gc.collect()  # a stage and what computes with it refer to each other
+        empty_cache()
 
     def next_event(self) -> Event | None:
         with self.training.replica.meter("wait"):
@@ -189,6 +205,8 @@ class Worker:
 
     def handle(self, event: Event | None, place: WorkerSetup) -> None:
         match event:
+            case MessageReceived(message=MeasureLink() as wanted):
+                self.measure_link(wanted)
             case MessageReceived(message=Planned() as plan):
                 self.begin(plan, place)
             case Assigned() as step:
@@ -200,12 +218,32 @@ class Worker:
             case MessageReceived(message=KeepStages() as wanted):
                 self.send_state(wanted)
 
+    def measure_link(self, wanted: MeasureLink) -> None:
+        """Say how much is carried from here to another worker, without what hinders that."""
+        other, attempt = wanted.neighbour, wanted.attempt
+        route = Route(
+            rank=wanted.rank,
+            attempt=attempt,
+            step=0,
+            ranks=(0, 1),
+            neighbours=(Neighbour(other.rank, other.node, other.instance, other.places),),
+            codec="fp32",
+        )
+        try:
+            found = measure_link(self.links, route, self.link)
+        except (PeerLost, ConnectTimeout) as error:
+            if self.link.is_cut:
+                raise
+            self.link.send(LinkMeasured(attempt=attempt, reason=str(error)))
+        else:
+            speed, latency = found.bytes_s, found.latency_s
+            self.link.send(LinkMeasured(attempt=attempt, bytes_s=speed, latency_s=latency))
+
     def begin(self, plan: Planned, place: WorkerSetup) -> None:
         """Build the layers that are one's own now, and reach the neighbours."""
         self.plan, training = plan, self.training
         device = pick_device(place.node.device)
-        self.stages.clear()  # the execution before has the same dict
-        gc.collect()  # a stage and what computes with it refer to each other
+        self.free()
         for stage, rank in enumerate(plan.ranks):
             if rank == plan.rank:
                 layers = range(plan.cuts[stage], plan.cuts[stage + 1])

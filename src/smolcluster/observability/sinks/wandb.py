@@ -32,6 +32,7 @@ from smolcluster.observability.sinks.wandb_child import KEPT
 from smolcluster.runs.events import (
     CheckpointSaved,
     Event,
+    LayersMoved,
     LeaseReturned,
     PushDropped,
     RunResumed,
@@ -63,6 +64,7 @@ COUNTED = (
     LeaseReturned,
     PushDropped,
     StepOverdue,
+    LayersMoved,
     StepsUndone,
     WorkerParked,
     CheckpointSaved,

@@ -12,6 +12,7 @@ from smolcluster.runs.events import (
     Evaluated,
     Event,
     EventRecord,
+    LayersMoved,
     LeaseReturned,
     PushDropped,
     RunEnded,
@@ -141,6 +142,8 @@ def told(event: Event) -> str:  # noqa: C901, PLR0911, PLR0912  (a table that re
             return f"a push of {_who(event)} was dropped as {outcome}: {event.reason}"
         case StepOverdue():
             return f"step {event.step:,} waited for {_who(event)}: {event.reason}"
+        case LayersMoved():
+            return f"the layers were dealt out again after step {event.step:,}: {event.reason}"
         case StepsUndone():
             steps = f"{event.num_steps:,} steps of {event.share:.0%} of the weights"
             return f"the store {event.node} is lost, with it {steps}"

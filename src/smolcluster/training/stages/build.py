@@ -55,6 +55,15 @@ def outlines(workload: Workload) -> list[nn.Module]:
         ConfigError: it cannot be cut.
     """
     model, _ = _recorded(workload)
+    return model_layers(model, workload)
+
+
+def model_layers(model: nn.Module, workload: Workload) -> list[nn.Module]:
+    """The layers of the workload's model; a Hugging Face model's blocks.
+
+    Raises:
+        ConfigError: it cannot be cut.
+    """
     if _is_language_model(model, workload):
         return blocks_of(model)
     return layers_of(model, workload.stages)

@@ -7,7 +7,7 @@
 Gradients are of the *sum* of the loss terms, and add up in `grad` of the stage's parameters: how many terms a
 step has only the last stage knows, and it is known when the step ends. Before each layer PyTorch's generator
 is seeded by the microbatch's place and the layer's number, so dropout masks do not depend on the cut or the
-schedule, and are the same when a layer is computed again.
+schedule, and are those of a single process with the same microbatches (`layer_seeds.py`).
 """
 
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import map_tensors, tensors_in
 from smolcluster.errors import ProtocolError
 from smolcluster.training.compute import autocast, placed
+from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.replica import Replica
 from smolcluster.training.stages.build import model_input, output_loss
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.deferred import Deferred, add_gradients, backward_input
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload, count_terms, whole_count
-from smolcluster.utils.seed import derive_seed
 
 Gradients = list[Tensor | None]
 """Of the tensors of floats in a tree, in order; None: nothing depends on one."""
@@ -74,7 +74,8 @@ class StageCompute:
         assert isinstance(replica.model, Stage)  # noqa: S101 - `stage_replica` has made it
         self.stage = replica.model
         self._replica, self._workload = replica, workload
-        self._seed, self._recompute = seed, recompute
+        self._recompute = recompute
+        self._seeds = LayerSeeds(seed, replica.device)
         self._loss = output_loss(workload)
         self._parameters: list[Tensor] = [
             each for each in self.stage.parameters() if each.requires_grad
@@ -83,7 +84,6 @@ class StageCompute:
         self._deferred: dict[int, Deferred] = {}
         self._totals: list[Tensor] = []
         self._counts: list[int | Tensor] = []
-        self._place = Place(seed, 0, 0)
         self.stage.before_layer = self._seed_layer
 
     @property
@@ -108,6 +108,7 @@ class StageCompute:
         Raises:
             UserCodeError: the model or the loss raised an exception.
         """
+        self._seeds.begin(place)
         value, batch = self._given(value, batch)
         held = _Held(place, value, batch)
         with self._replica.meter("forward"):
@@ -178,6 +179,7 @@ class StageCompute:
             held.edges = [_edge(each) for each in floats_in(output)]
             return output
         with user_code("loss"):
+            self._seeds.begin(held.place)  # what it draws, it draws again: see `model_input`
             result = self._loss(output, held.batch)
         held.batch = None
         total, count = count_terms(result, num_samples, of=self._loss)
@@ -187,7 +189,7 @@ class StageCompute:
         return None
 
     def _run(self, held: _Held, value: Batch) -> Any:
-        self._place = held.place
+        self._seeds.place = held.place
         with autocast(self._replica.precision, self._replica.device), user_code("model"):
             return self.stage(value)
 
@@ -217,14 +219,8 @@ class StageCompute:
         return held.leaves, entering
 
     def _seed_layer(self, number: int) -> None:
-        if not self.stage.training:
-            return
-        place = self._place
-        seed = derive_seed(self._seed, "dropout", place.epoch, place.start, number)
-        if self._replica.device.type == "cpu":
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.manual_seed(seed)
+        if self.stage.training:
+            self._seeds(number)
 
 
 def leaves_of(value: Batch) -> Batch:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
-from smolcluster.algorithms.PipelineParallel.plan import even_cut, written_cut
+from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut, written_cut
 from smolcluster.configs.resolve import check_algorithm, load_settings
 from smolcluster.errors import ConfigError
 
@@ -97,3 +97,14 @@ def test_a_plan_of_an_unknown_machine_is_refused() -> None:
         ConfigError, match=r"names 'pi6', must be one of workers .*did you mean pi5"
     ):
         check_algorithm(replace(settings, cluster=cluster), "pipeline")
+
+
+def test_a_cut_with_fewer_layers_for_one_machine() -> None:
+    """What it gives up the smaller of its neighbours has."""
+    cut = StageMap((0, 4, 9, 12), (0, 1, 2), ("a", "b", "c"))
+    assert cut.relieved(0) == "{a: [0, 2], b: [2, 9], c: [9, 12]}"
+    assert cut.relieved(1) == "{a: [0, 4], b: [4, 6], c: [6, 12]}"
+    assert cut.relieved(2) == "{a: [0, 4], b: [4, 11], c: [11, 12]}"
+    assert not StageMap((0, 1, 2), (0, 1), ("a", "b")).relieved(0), "a layer is the least"
+    assert not StageMap((0, 9), (0,), ("a",)).relieved(0)
+    assert not StageMap((0, 4, 8, 9), (0, 1, 0), ("a", "b")).relieved(0)

@@ -1,0 +1,151 @@
+"""How fast two machines reach each other, before layers are dealt out: over the very sessions of neighbours.
+
+One of the two sends a few bytes and waits for as few, several times: the shortest is the round trip. Then it
+sends more, in float32 as activations are, and waits again; then it is the other one's turn. Where the two do
+not reach each other the server relays, and what that carries is what is measured.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from smolcluster.algorithms.PipelineParallel.links import Links, Route
+from smolcluster.algorithms.planning.layers import Link
+from smolcluster.net.session import Session
+from smolcluster.utils.units import format_bytes, format_duration
+
+NUM_ROUND_TRIPS = 3
+LEAST_NBYTES, MOST_NBYTES = 64 * 1024, 1024 * 1024
+ENOUGH_S = 0.05
+"""What carries the least bytes within this time is sent the most as well."""
+CONNECT_TIMEOUT_S, SILENCE_TIMEOUT_S = 20.0, 10.0
+PATIENCE_S = 60.0
+"""How long the server waits for one round of pairs."""
+UNMEASURED = Link(1e5, 0.1)
+"""What a link is taken for that could not be measured: 100 kB/s."""
+
+
+def measure_link(links: Links, route: Route, server: Session | None) -> Link:
+    """What this process sends the only neighbour of `route`, which must do the same at this time.
+
+    The route has two stages, one of each process. Takes a second, or longer below 64 kB/s.
+
+    Raises:
+        ConnectTimeout, PeerLost: the other one was not reached, or is lost.
+        AuthError, Rejected: it does not let this process in.
+    """
+    links.connect(route, server, CONNECT_TIMEOUT_S)
+    is_first = route.rank == 0
+
+    def send(number: int, value: Tensor) -> None:
+        send_to = links.send_forward if is_first else links.send_backward
+        send_to(route.step, number, route.rank, value)
+
+    def receive(number: int) -> None:
+        receive_from = links.recv_backward if is_first else links.recv_forward
+        receive_from(route.step, number, route.rank, SILENCE_TIMEOUT_S)
+
+    num = NUM_ROUND_TRIPS + 2
+    own, other = (range(num), range(num, 2 * num))[:: 1 if is_first else -1]
+    if not is_first:
+        _answer(other, send, receive)
+    found = _ask(own, send, receive)
+    if is_first:
+        _answer(other, send, receive)
+    return found
+
+
+def _answer(
+    numbers: Sequence[int], send: Callable[[int, Tensor], None], receive: Callable[[int], None]
+) -> None:
+    for number in numbers:
+        receive(number)
+        send(number, torch.zeros(1))
+
+
+def _ask(
+    numbers: Sequence[int], send: Callable[[int, Tensor], None], receive: Callable[[int], None]
+) -> Link:
+    def seconds(number: int, nbytes: int) -> float:
+        value = torch.zeros(nbytes // 4)
+        started = time.perf_counter()
+        send(number, value)
+        receive(number)
+        return time.perf_counter() - started
+
+    *short, least, most = numbers
+    round_trip_s = min(seconds(number, 4) for number in short)
+    took_s = seconds(least, LEAST_NBYTES) - round_trip_s
+    nbytes = MOST_NBYTES if took_s < ENOUGH_S else LEAST_NBYTES
+    took_s = seconds(most, nbytes) - round_trip_s
+    return Link(nbytes / max(took_s, 1e-6), round_trip_s / 2)
+
+
+@dataclass
+class Survey:
+    """The links that the server has measured, one round of pairs after the other. Pure.
+
+    Processes are known by their instances. In a round each process has one other one at most.
+
+    Attributes:
+        pairs: what is being measured now.
+        answered: of these, who has said something.
+    """
+
+    links: dict[tuple[str, str], Link] = field(default_factory=dict)
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+    answered: set[str] = field(default_factory=set)
+
+    def begin(self, hosts: Mapping[str, str]) -> bool:
+        """Take the next pairs of these processes, by instance; False: all are known.
+
+        Processes of one host reach each other at no cost.
+        """
+        self.pairs, busy = [], set[str]()
+        self.answered = set()
+        for one, other in combinations(hosts, 2):
+            is_known = (one, other) in self.links or hosts[one] == hosts[other]
+            if not is_known and not busy & {one, other}:
+                self.pairs.append((one, other))
+                busy |= {one, other}
+        return bool(self.pairs)
+
+    def other(self, instance: str) -> str | None:
+        """With whom a process is measured now."""
+        for one, other in self.pairs:
+            if instance in (one, other):
+                return other if instance == one else one
+        return None
+
+    def take(self, sender: str, link: Link) -> None:
+        """What a process has measured of what it sends to the other one."""
+        receiver = self.other(sender)
+        if receiver is not None:
+            self.links[sender, receiver] = link
+            self.answered.add(sender)
+
+    @property
+    def is_over(self) -> bool:
+        return all({one, other} <= self.answered for one, other in self.pairs)
+
+    def give_up(self) -> Iterator[tuple[str, str]]:
+        """Take what is still missing for slow, and name it."""
+        for one, other in self.pairs:
+            for pair in ((one, other), (other, one)):
+                if pair[0] not in self.answered:
+                    self.links[pair] = UNMEASURED
+                    yield pair
+
+
+def in_words(links: Mapping[tuple[str, str], Link]) -> str:
+    """One line of what was measured, by the names of sender and receiver."""
+    return ", ".join(
+        f"{sender} to {receiver} {format_bytes(link.bytes_s)}/s and {format_duration(link.latency_s)}"
+        for (sender, receiver), link in links.items()
+        if math.isfinite(link.bytes_s)
+    )

@@ -1,0 +1,108 @@
+"""What a model draws at random as it computes, such as dropout masks, by seed, microbatch and layer.
+
+Before each layer PyTorch's generators are seeded by the run's seed, the place of the microbatch's first
+sample, and the layer's number. So masks do not depend on who computes a layer: a single process, a stage of a
+pipeline or of a mesh, and a second time where activations are not kept; and no generator's state is saved.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from smolcluster.data.dataset import Place
+from smolcluster.utils.seed import derive_seed
+
+
+class LayerSeeds:
+    """Seeds the generators of one device; a callback of a stage.
+
+    Attributes:
+        place: of the first sample of the microbatch that is computed.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self.place = Place(seed, 0, 0)
+
+    def begin(self, place: Place) -> None:
+        """A microbatch begins; what its loss draws before the model is called follows as well."""
+        self.place = place
+        self(0)
+
+    def __call__(self, layer: int) -> None:
+        """Layer number `layer` begins."""
+        place = self.place
+        seed = derive_seed(self._seed, "dropout", place.epoch, place.start, layer)
+        seed_generators(seed, self._device)
+
+    @contextmanager
+    def hooked(self, model: nn.Module, layers: Sequence[nn.Module | None]) -> Iterator[None]:
+        """Seed as these layers of a whole model begin; None: one that draws nothing.
+
+        The first one begins with the model itself, since what stands before a model's blocks is not always a
+        module that is called.
+        """
+        begins = [model if number == 0 and each else each for number, each in enumerate(layers)]
+        hooks = [
+            each.register_forward_pre_hook(self._hook(number))
+            for number, each in enumerate(begins)
+            if each is not None
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook(self, number: int) -> Any:
+        def seed(module: nn.Module, _inputs: object) -> None:
+            if module.training:
+                self(number)
+
+        return seed
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed PyTorch's generators of the CPU and of one device.
+
+    `torch.manual_seed` asks for every kind of device, which takes 0.1 ms and more.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    elif device.type != "cpu":
+        torch.manual_seed(seed)
+
+
+def drawing_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module | None]:
+    """The module of `model` that each layer begins with; None: the layer draws nothing at random.
+
+    A layer need not be a module of the model: it may hold several, of which the first is called first.
+    """
+    known = set(model.modules())
+    found: list[nn.Module | None] = []
+    for layer in layers:
+        inside = (each for each in layer.modules() if each in known)
+        first = next(inside, None) if may_draw(layer) else None
+        found.append(None if first in found else first)
+    return found
+
+
+def may_draw(layer: nn.Module) -> bool:
+    """Whether computing a layer could draw random numbers: PyTorch's own modules are known, others may."""
+    return any(_draws(each) for each in layer.modules())
+
+
+def _draws(module: nn.Module) -> bool:
+    match module:
+        case _DropoutNd():
+            return module.p > 0
+        case nn.MultiheadAttention() | nn.RNNBase():
+            return module.dropout > 0
+        case nn.RReLU() | nn.FractionalMaxPool2d() | nn.FractionalMaxPool3d():
+            return True
+    return not type(module).__module__.startswith("torch.nn.modules.")

@@ -1,0 +1,85 @@
+"""What a link carries: which pairs are measured at the same time, and one over loopback."""
+
+import logging
+from contextlib import ExitStack
+
+import pytest
+
+from harness import SECRET
+from peers import DEADLINE_S
+from pipelines import at_once
+from smolcluster.algorithms.PipelineParallel import link_speed
+from smolcluster.algorithms.PipelineParallel.link_speed import UNMEASURED, Survey, measure_link
+from smolcluster.algorithms.PipelineParallel.links import Links, Route
+from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
+from smolcluster.algorithms.planning.layers import Link
+from smolcluster.transport.handshake import introduce
+
+FAST = Link(1e8, 1e-3)
+
+
+def test_all_pairs_of_different_machines_are_measured_once_and_nobody_is_in_two() -> None:
+    survey, hosts, rounds = Survey(), {"a": "1", "b": "2", "c": "3", "d": "3"}, []
+    while survey.begin(hosts):
+        rounds.append(list(survey.pairs))
+        for pair in survey.pairs:
+            for each in pair:
+                assert not survey.is_over
+                survey.take(each, FAST)
+        assert survey.is_over
+        assert not list(survey.give_up())
+    assert all(len({end for pair in each for end in pair}) == 2 * len(each) for each in rounds)
+    assert sorted(pair for each in rounds for pair in each) == [
+        *(("a", "b"), ("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")),
+    ]
+    assert len(survey.links) == 10, "both ways"
+
+
+def test_who_comes_later_is_measured_and_nobody_else_again() -> None:
+    survey = Survey({("a", "b"): FAST, ("b", "a"): FAST})
+    assert not survey.begin({"a": "1", "b": "2"})
+    assert survey.begin({"a": "1", "b": "2", "c": "3"})
+    assert survey.pairs == [("a", "c")]
+    assert [survey.other(each) for each in "abc"] == ["c", None, "a"]
+
+
+def test_who_does_not_answer_is_taken_for_slow() -> None:
+    survey = Survey()
+    survey.begin({"a": "1", "b": "2"})
+    survey.take("a", FAST)
+    survey.take("x", FAST)
+    assert not survey.is_over
+    assert list(survey.give_up()) == [("b", "a")]
+    assert survey.links == {("a", "b"): FAST, ("b", "a"): UNMEASURED}
+    assert not survey.begin({"a": "1", "b": "2"})
+
+
+@pytest.mark.parametrize("enough_s", [0.0, 60.0], ids=["slow", "fast"])
+def test_two_processes_measure_what_each_sends_the_other(
+    enough_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_speed, "ENOUGH_S", enough_s)
+    with ExitStack() as stack:
+        links, known = [], []
+        for rank in range(2):
+            hello = introduce(f"node{rank}")
+            made = Links(
+                hello,
+                SECRET,
+                logging.getLogger("test"),
+                encryption="auto",
+                bucket_bytes=4096,
+                heartbeat_timeout_s=DEADLINE_S,
+            )
+            stack.callback(made.close)
+            known.append(Neighbour(rank, hello.node, hello.instance, made.listen(["127.0.0.1"])))
+            links.append(made)
+
+        def measured(rank: int) -> Link:
+            other = (known[1 - rank],)
+            route = Route(rank, attempt=1, step=0, ranks=(0, 1), neighbours=other, codec="fp32")
+            return measure_link(links[rank], route, None)
+
+        for each in at_once(measured, 2):
+            assert 0 < each.latency_s < DEADLINE_S
+            assert 1e3 < each.bytes_s < 1e12

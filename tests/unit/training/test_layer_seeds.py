@@ -1,0 +1,168 @@
+"""Dropout masks of stages are those of one process that computes the same microbatches."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipelines import SEED, by_hand, whole
+from smolcluster.algorithms.PipelineParallel.execution import OwnStage
+from smolcluster.configs.schema import GPTConfig
+from smolcluster.data.dataset import Batch
+from smolcluster.models.gpt import GPT
+from smolcluster.training.build import TrainingContext
+from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.layer_seeds import drawing_layers, may_draw
+from smolcluster.training.microbatching import Microbatching
+from smolcluster.training.replica import Replica
+from smolcluster.training.schedules.instructions import generate
+from smolcluster.training.stages.build import build_stage, num_layers
+from smolcluster.training.stages.compute import StageCompute
+from smolcluster.training.workload import Workload
+
+NUM_SAMPLES, SIZE, EPOCH, START = 8, 2, 3, 16
+SIZES = GPTConfig(
+    type="GPT", model_dim=16, num_layers=5, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.1
+)
+
+
+def rows(*shape: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(NUM_SAMPLES, *shape, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 3, (NUM_SAMPLES,), generator=generator)
+    return list(zip(inputs, targets, strict=True))
+
+
+def text() -> list[tuple[Tensor, Tensor]]:
+    tokens = torch.randint(0, 11, (NUM_SAMPLES, 7), generator=torch.Generator().manual_seed(3))
+    return list(zip(tokens[:, :-1], tokens[:, 1:], strict=True))
+
+
+def gpt() -> Workload:
+    return Workload(lambda: GPT(SIZES, 11).double(), cross_entropy, text())
+
+
+def layer(width: int = 6) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1))
+
+
+def sequential() -> Workload:
+    return Workload(
+        lambda: nn.Sequential(*(layer() for _ in range(5)), nn.Linear(6, 3)).double(),
+        cross_entropy,
+        rows(6),
+    )
+
+
+def noisy_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    """One that disturbs the model's input, and tells the model's output from that noise."""
+    inputs, _ = batch
+    noise = torch.randn_like(inputs)
+    return functional.mse_loss(model(inputs + noise), noise[:, :3], reduction="sum"), len(inputs)
+
+
+def noisy() -> Workload:
+    return Workload(sequential().maker, noisy_loss, rows(6))
+
+
+def hugging_face() -> Workload:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11,
+        n_positions=8,
+        n_embd=8,
+        n_layer=5,
+        n_head=2,
+        attn_implementation="eager",
+    )
+
+    def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        logits = model(batch[0]).logits
+        return functional.cross_entropy(
+            logits.flatten(0, 1), batch[1].flatten(), reduction="sum"
+        ), batch[1].numel()
+
+    def make() -> nn.Module:
+        model: nn.Module = transformers.GPT2LMHeadModel(config).double()
+        return model
+
+    return Workload(make, loss, text())
+
+
+def alone(workload: Workload, size: int = SIZE) -> tuple[TrainingContext, float, dict[str, Tensor]]:
+    """A single process that computes so many samples at once: the sum of the loss terms and its gradient."""
+    replica = Replica(whole(workload), "sgd")
+    training = TrainingContext(workload, replica, SEED, Microbatching(size))
+    found = training.compute(torch.arange(NUM_SAMPLES), EPOCH, START)
+    grads = {
+        name: each.grad * found.num_terms
+        for name, each in replica.parameters.items()
+        if each.grad is not None
+    }
+    return training, found.mean * found.num_terms, grads
+
+
+def built(workload: Workload, num_stages: int, *, recompute: bool) -> list[OwnStage]:
+    total, made = num_layers(workload), []
+    cuts = [round(stage * total / num_stages) for stage in range(num_stages + 1)]
+    for start, end in pairwise(cuts):
+        stage = build_stage(workload, start, end, SEED, torch.device("cpu"))
+        replica = Replica(stage, "sgd", is_stage=True)
+        made.append(OwnStage(replica, StageCompute(replica, workload, SEED, recompute=recompute)))
+    return made
+
+
+def summed(stages: list[OwnStage]) -> dict[str, Tensor]:
+    """The gradients by name; what first and last stage both hold is added up."""
+    found: dict[str, Tensor] = {}
+    for each in stages:
+        for name, parameter in each.replica.parameters.items():
+            assert parameter.grad is not None
+            found[name] = parameter.grad + found.get(name, torch.zeros(()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "num_ranks"),
+    [(sequential, (1, 3)), (gpt, (1, 2, 3, 4)), (noisy, (2,)), (hugging_face, (3,))],
+)
+def test_a_pipeline_with_dropout_gives_the_loss_and_gradients_of_one_process(
+    make: Callable[[], Workload], num_ranks: tuple[int, ...]
+) -> None:
+    workload = make()
+    training, expected, grads = alone(workload)
+    parts = training.parts(torch.arange(NUM_SAMPLES), EPOCH, START, SIZE)
+    for ranks in num_ranks:
+        lists = generate("zero-bubble", ranks, len(parts))
+        stages = built(workload, ranks, recompute=ranks > 2)
+        assert by_hand(lists, stages, parts).total == pytest.approx(expected, rel=1e-9)
+        found = summed(stages)
+        assert found.keys() == grads.keys()
+        for name, gradient in grads.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-11)
+
+
+def test_what_is_computed_at_once_has_masks_of_its_own() -> None:
+    one, other = (alone(gpt(), size)[1] for size in (SIZE, NUM_SAMPLES))
+    assert one != pytest.approx(other, rel=1e-6)
+
+
+def test_only_layers_that_may_draw_are_seeded() -> None:
+    """PyTorch's own modules without dropout are known to draw nothing, others are not."""
+    assert not may_draw(
+        nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0), nn.MultiheadAttention(4, 2))
+    )
+    assert may_draw(nn.Sequential(nn.Linear(2, 2), nn.Dropout2d(0.1)))
+    assert may_draw(nn.MultiheadAttention(4, 2, dropout=0.1))
+    assert may_draw(GPT(SIZES, 11))
+    drops, plain = nn.Dropout(0.1), nn.Linear(2, 2)
+    model = nn.Sequential(plain, drops)
+    assert drawing_layers(model, [plain, nn.Sequential(drops)]) == [None, drops]
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    training, *_ = alone(gpt())
+    assert not any(each._forward_pre_hooks for each in training.replica.model.modules())
