@@ -1,9 +1,9 @@
 """The copy of the weights that a worker's own steps change, and the weights that it began with.
 
 Where a worker takes many steps between two exchanges, it keeps θ, which its steps change, θ_start, from which
-its change Δ = θ_start - θ is counted, and θ of a fragment when its change was sent: what was learnt since then
-is kept when the fragment's new weights come. A `LocalCopy` has all three. Where they lie is its own matter:
-in this process (`OwnCopy`), or in parts on several.
+its change Δ = θ_start - θ is counted, and θ of a fragment when its change was sent: what was learnt since
+then is kept when the fragment's new weights come. A `LocalCopy` has all three. Where they lie is its own
+matter: in this process (`OwnCopy`), or in parts on several.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -69,7 +69,7 @@ class LocalCopy(Protocol):
         """Keep the moments of now, and `more`, under a step of the run."""
 
     def take_up(self, kept: KeptSteps, step: int) -> tuple[int, Mapping[str, Tensor]] | None:
-        """Go on with the moments of the newest step up to this one; that, and what was kept. None: nothing."""
+        """Go on with the moments of the newest step up to this one; that step, and what was kept."""
 
 
 class Followed:
