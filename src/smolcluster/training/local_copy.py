@@ -147,7 +147,7 @@ class OwnCopy:
 
     def follow(self, fragment: int, values: Tensor, *, is_difference: bool) -> None:
         sizes = [each.numel() for each in self._weights.now[fragment]]
-        parts = values.to(self._replica.device).split(sizes)
+        parts = torch.split(values.to(self._replica.device), sizes)
         self._weights.follow(fragment, parts, is_difference=is_difference)
 
     def load(self, weights: Sequence[Tensor]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
+from torch._C._distributed_c10d import FileStore
 
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh.config import MeshConfig, pick_backend
@@ -71,7 +72,7 @@ def join_group(setup: Setup, workload: Workload, log: logging.Logger) -> GroupRa
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(
         pick_backend(setup.mesh.backend, device.type),
-        store=dist.FileStore(setup.store, world_size),
+        store=FileStore(setup.store, world_size),
         rank=setup.rank,
         world_size=world_size,
         timeout=max(STEP_TIMEOUT, timedelta(seconds=START_TIMEOUT_S)),

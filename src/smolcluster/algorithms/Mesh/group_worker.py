@@ -43,6 +43,7 @@ from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.device import pick_device
 from smolcluster.utils.units import format_duration
 
+START = "start"
 POLL_S = 0.2
 END_TIMEOUT_S = 10.0
 """How long ranks may take to end, and this process to say why it ends."""
@@ -168,7 +169,7 @@ class Group:
         self.children = {setup.rank: _started(setup) for setup in setups[1:]}
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         try:
-            with self._doing("start"):
+            with self._doing(START):
                 self.own: GroupRank = join_group(setups[0], training.workload, log)
         except BaseException:
             self._kill()
@@ -244,7 +245,8 @@ class Group:
             raise loss from error
         finally:
             self._under_way = None
-        self._longest_s = max(self._longest_s, time.monotonic() - began)
+        if order != START:
+            self._longest_s = max(self._longest_s, time.monotonic() - began)
 
     def _wait_for_loss(self) -> RankLost | None:
         end = time.monotonic() + END_TIMEOUT_S

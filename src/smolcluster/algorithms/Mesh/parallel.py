@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from smolcluster.algorithms.Mesh.config import MeshSizes
 from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import Attention
 from smolcluster.training.stages.cut import Stage
