@@ -165,6 +165,8 @@ class Group:
         self._under_way: tuple[str, float] | None = None
         self._longest_s = 0.0
         self._closed = threading.Event()
+        self._is_within = False
+        """Whether an order was begun, and has not come to a good end."""
         self.grad_norm = 0.0
         self.children = {setup.rank: _started(setup) for setup in setups[1:]}
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
@@ -181,12 +183,9 @@ class Group:
         Raises:
             RankLost: one has ended; names it.
         """
-        line = f"{json.dumps([name, told])}\n".encode()
         with self._doing(name):
             for child in self.children.values():
-                assert child.stdin is not None  # noqa: S101 - `_started` has opened it
-                child.stdin.write(line)
-                child.stdin.flush()
+                _say(child, name, told)
             return getattr(self.own, name)(**told, **(given or {}))
 
     def compute(self, indices: Tensor, epoch: int, start: int, scale: float = 1.0) -> Computed:
@@ -201,17 +200,16 @@ class Group:
         if self._closed.is_set():
             return
         self._closed.set()
-        for child in self.children.values():
-            with suppress(OSError):
-                assert child.stdin is not None  # noqa: S101 - as above
-                child.stdin.write(f'["{END}", {{}}]\n'.encode())
-                child.stdin.flush()
-        end = time.monotonic() + END_TIMEOUT_S
-        dist.destroy_process_group()
-        for child in self.children.values():
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(max(0.0, end - time.monotonic()))
+        if not self._is_within:  # else they wait for each other, and read nothing
+            for child in self.children.values():
+                with suppress(OSError):
+                    _say(child, END, {})
+            end = time.monotonic() + END_TIMEOUT_S
+            for child in self.children.values():
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(max(0.0, end - time.monotonic()))
         self._kill()
+        dist.destroy_process_group()
 
     def _kill(self) -> None:
         self._closed.set()
@@ -232,7 +230,7 @@ class Group:
             RankLost: one has ended.
         """
         began = time.monotonic()
-        self._under_way = order, began
+        self._under_way, self._is_within = (order, began), True
         try:
             yield
         except (RuntimeError, BrokenPipeError) as error:
@@ -245,6 +243,7 @@ class Group:
             raise loss from error
         finally:
             self._under_way = None
+        self._is_within = False
         if order != START:
             self._longest_s = max(self._longest_s, time.monotonic() - began)
 
@@ -257,7 +256,7 @@ class Group:
     def _ended(self) -> RankLost | None:
         for rank, child in self.children.items():
             if (code := child.poll()) is not None:
-                return _loss_of(rank, len(self.children) + 1, code)
+                return loss_of(rank, len(self.children) + 1, code)
         return None
 
     def _hangs(self) -> RankLost | None:
@@ -266,10 +265,9 @@ class Group:
             return None
         order, began = under_way
         took_s = time.monotonic() - began
-        patience_s = max(LEAST_PATIENCE_S, PATIENCE * self._longest_s)
-        if took_s < (patience_s if self._longest_s else PATIENCE_S):
+        if took_s < patience_s(self._longest_s):
             return None
-        stopped = [str(rank) for rank, child in self.children.items() if _is_stopped(child.pid)]
+        stopped = [str(rank) for rank, child in self.children.items() if is_stopped(child.pid)]
         told = f"; stopped: rank {', '.join(stopped)}" if stopped else ""
         return RankLost(f"the ranks have not done {order!r} for {format_duration(took_s)}{told}")
 
@@ -391,15 +389,30 @@ def _started(setup: Setup) -> "subprocess.Popen[bytes]":
         [sys.executable, "-m", "smolcluster.algorithms.Mesh.group_rank"], stdin=subprocess.PIPE
     )
     with suppress(BrokenPipeError):  # it has ended, which is found out
-        assert child.stdin is not None  # noqa: S101 - opened one line above
-        child.stdin.write(f"{setup.model_dump_json()}\n".encode())
-        child.stdin.flush()
+        _write(child, setup.model_dump_json())
     return child
 
 
-def _loss_of(rank: int, world_size: int, code: int) -> RankLost:
+def _say(child: "subprocess.Popen[bytes]", order: str, told: Mapping[str, Any]) -> None:
+    _write(child, json.dumps([order, told]))
+
+
+def _write(child: "subprocess.Popen[bytes]", line: str) -> None:
+    assert child.stdin is not None  # noqa: S101 - `_started` has opened it
+    child.stdin.write(f"{line}\n".encode())
+    child.stdin.flush()
+
+
+def patience_s(longest_s: float) -> float:
+    """How long an order may take, after one that took `longest_s`; 0: none was done."""
+    return max(LEAST_PATIENCE_S, PATIENCE * longest_s) if longest_s else PATIENCE_S
+
+
+def loss_of(rank: int, world_size: int, code: int) -> RankLost:
     """A rank's end; one that says itself why it ends would end so again."""
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    how = f"ended with code {code}: its message is above"
+    if code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
     loss = RankLost(f"rank {rank} of the {world_size} of this worker {how}")
     if code > 0 and code not in (BUG, DEVICE_FAILED):
         loss.exit_code = code
@@ -413,7 +426,7 @@ def _is_of_another(error: Exception) -> bool:
     return "gloo" in str(error).lower() or "connection closed" in str(error).lower()
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     if not hasattr(os, "waitid"):
         return False
     flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
