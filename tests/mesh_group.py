@@ -75,7 +75,7 @@ def go_through(name: str, case: Case, folder: Path) -> None:
     torch.manual_seed(5)
     given = torch.randn(outline.num_params) / 4
     length = BUCKET_BYTES // 4
-    own.load(list(given.split(length)) if is_first else None)
+    own.load(list(torch.split(given, length)) if is_first else None)
     said["loaded"] = given, weights()
     step(0)
     said["stepped"] = weights()

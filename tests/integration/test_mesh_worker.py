@@ -107,8 +107,8 @@ def test_two_meshes_and_a_single_machine_train_while_meshes_die_and_are_back(
         *("--local", "--workers", "3", *told, "--override", place, *STORY, "=".join(args)),
         algorithm="diloco",
     )
-    first = started(processes, 1, "pi5", place, "ranks.dp=2", told=told, restarts=2)
-    second = started(processes, 2, "win", place, "ranks.fsdp=2", told=told)
+    first = started(processes, 1, "pi5", place, "ranks.fsdp=2", told=told, restarts=2)
+    second = started(processes, 2, "win", place, "ranks.dp=2", told=told)
     single = started(processes, 3, "macbook", place, told=told)
     server.wait_for("training starts")
     [rank] = ranks_below(first)
@@ -120,7 +120,7 @@ def test_two_meshes_and_a_single_machine_train_while_meshes_die_and_are_back(
     second.kill()
     assert second.wait() == -signal.SIGKILL
     eventually(lambda: not is_alive(rank))
-    again = started(processes, 2, "win", place, "ranks.fsdp=2", told=told)
+    again = started(processes, 2, "win", place, "ranks.dp=2", told=told)
     again.wait_for("joined run")
     hurry.touch()
     assert server.wait() == 0, server.output
@@ -146,7 +146,10 @@ def of_three_single_machines(folder: Path) -> Summary:
 def ranks_below(worker: Child) -> list[int]:
     """The processes of a worker's other ranks, with a supervisor between or not."""
     listed = subprocess.run(
-        ["ps", "-A", "-o", "pgid=,pid=,args="], capture_output=True, text=True, check=True
+        ["ps", "-Aww", "-o", "pgid=", "-o", "pid=", "-o", "args="],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()]
     group = str(worker.process.pid)  # each child of a test leads a process group

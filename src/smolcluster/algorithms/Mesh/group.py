@@ -14,6 +14,7 @@ from torch import Tensor
 
 from smolcluster.algorithms.Mesh.shards import Shards, pieces
 from smolcluster.algorithms.Mesh.trainer import Computed, MeshTrainer
+from smolcluster.errors import UserCodeError
 from smolcluster.training.kept import KeptSteps
 from smolcluster.training.local_copy import Followed
 from smolcluster.training.replica import cut
@@ -35,8 +36,18 @@ ORDERS = frozenset(
 )
 """Methods of `GroupRank` that rank 0 may name."""
 NUM_STEPS = "num_steps"
+LOST = "gloo", "connection closed"
+"""What backends say when another rank has gone."""
 Place = tuple[int, int]
 """Start and stop."""
+
+
+def is_of_another(error: BaseException) -> bool:
+    """Whether another rank's end may have led to it; sharded weights are gathered within the model's code."""
+    cause = error.__cause__ if isinstance(error, UserCodeError) else error
+    if isinstance(cause, BrokenPipeError | dist.DistError):
+        return True
+    return isinstance(cause, RuntimeError) and any(word in str(cause).lower() for word in LOST)
 
 
 class GroupRank:

@@ -11,6 +11,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch._C._distributed_c10d import FileStore
 
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh.config import MeshConfig, pick_backend
-from smolcluster.algorithms.Mesh.group import ORDERS, GroupRank
+from smolcluster.algorithms.Mesh.group import ORDERS, GroupRank, is_of_another
 from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.ranks import STEP_TIMEOUT
 from smolcluster.algorithms.Mesh.trainer import MeshTrainer
@@ -34,6 +35,8 @@ from smolcluster.training.workload import Workload
 from smolcluster.utils.device import pick_device, use_threads
 
 START_TIMEOUT_S = 300.0
+QUIET_S = 20.0
+"""How long a rank waits to be ended before it says that another one has."""
 END = "end"
 
 
@@ -102,7 +105,12 @@ def _be_rank() -> None:
             name, arguments = order
             if name not in ORDERS:
                 raise ConfigError(f"rank 0 says {name!r}, which no rank understands")
-            getattr(own, name)(**arguments)
+            try:
+                getattr(own, name)(**arguments)
+            except Exception as error:
+                if is_of_another(error):
+                    time.sleep(QUIET_S)  # rank 0 names the other one, and ends this one
+                raise
         dist.destroy_process_group()
 
 

@@ -27,12 +27,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smolcluster.algorithms.Mesh.config import MeshConfig
-from smolcluster.algorithms.Mesh.group import GroupRank
+from smolcluster.algorithms.Mesh.group import GroupRank, is_of_another
 from smolcluster.algorithms.Mesh.group_rank import END, Setup, join_group
 from smolcluster.algorithms.Mesh.groups import check_torch
 from smolcluster.algorithms.Mesh.trainer import Computed
 from smolcluster.configs.schema import GradientClipping, MeshSizes, NodeConfig
-from smolcluster.errors import DEVICE_FAILED, ConfigError, NonFiniteLoss, RankLost
+from smolcluster.errors import (
+    DEVICE_FAILED,
+    ConfigError,
+    NonFiniteLoss,
+    RankLost,
+    UserCodeError,
+)
 from smolcluster.training.build import TrainingContext, most_at_once
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.kept import KeptSteps
@@ -233,8 +239,8 @@ class Group:
         self._under_way, self._is_within = (order, began), True
         try:
             yield
-        except (RuntimeError, BrokenPipeError) as error:
-            if not _is_of_another(error):
+        except (RuntimeError, BrokenPipeError, UserCodeError) as error:
+            if not is_of_another(error):
                 raise
             loss = self._wait_for_loss() or RankLost(
                 f"the ranks of this worker have parted: {error}"
@@ -417,13 +423,6 @@ def loss_of(rank: int, world_size: int, code: int) -> RankLost:
     if code > 0 and code not in (BUG, DEVICE_FAILED):
         loss.exit_code = code
     return loss
-
-
-def _is_of_another(error: Exception) -> bool:
-    """Whether another rank's end may have led to it."""
-    if isinstance(error, BrokenPipeError | dist.DistError):
-        return True
-    return "gloo" in str(error).lower() or "connection closed" in str(error).lower()
 
 
 def is_stopped(pid: int) -> bool:

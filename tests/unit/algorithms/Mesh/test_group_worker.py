@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from smolcluster.algorithms.Mesh.group import is_of_another
 from smolcluster.algorithms.Mesh.group_worker import (
     device_of,
     is_stopped,
@@ -14,7 +15,8 @@ from smolcluster.algorithms.Mesh.group_worker import (
     patience_s,
 )
 from smolcluster.configs.schema import MeshSizes
-from smolcluster.errors import RANK_LOST, ConfigError
+from smolcluster.errors import RANK_LOST, ConfigError, UserCodeError
+from smolcluster.training.user_code import user_code
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from waiting import eventually
 
@@ -84,3 +86,17 @@ def test_a_stopped_rank_is_told_from_one_that_runs_or_has_ended() -> None:
             child.kill()
             child.wait(10)
     assert not is_stopped(child.pid)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("[…/gloo/transport/tcp/pair.cc:545] Read error", True), ("shapes do not fit", False)],
+)
+def test_what_a_backend_says_within_the_model_is_no_error_of_the_users_code(
+    said: str, expected: bool
+) -> None:
+    with pytest.raises(UserCodeError) as caught, user_code("backward of the model"):
+        raise RuntimeError(said)
+    assert is_of_another(caught.value) is expected
+    assert is_of_another(RuntimeError(said)) is expected
+    assert is_of_another(BrokenPipeError())
