@@ -174,12 +174,12 @@ def work(
             own_folder=own.own_folder,
             on_run_known=begin,
             on_stats=own.take,
-            spread=_spread(algorithm, args, node, log.logger),
+            spread=spread_over_ranks(algorithm, args, node, log.logger),
         )
         follow(place, make_participant)
 
 
-def _spread(
+def spread_over_ranks(
     algorithm: AlgorithmName, args: argparse.Namespace, node: NodeConfig, log: logging.Logger
 ) -> Callable[[Welcome, TrainingContext], TrainingContext] | None:
     """What spreads a worker over several processes of its machine; None: it is one.
