@@ -12,6 +12,7 @@
     ├── RunFailed               1   the server ended the run because of an error elsewhere
     ├── OutOfMemory             1   a device has too little memory even for one sample at a time
     ├── DeviceFailed            71  the device's driver reported an error: only a new process can go on
+    ├── RankLost                72  a rank of this worker's mesh has ended or hangs: a new process can go on
     ├── TryAgain                75  nothing is wrong with the configuration: try again
     │   ├── ConnectTimeout          no server answered in time
     │   ├── PeerLost                an established connection broke or fell silent
@@ -27,6 +28,7 @@ the thing, its value and the next move, and fits on one line.
 """
 
 DEVICE_FAILED = 71
+RANK_LOST = 72
 
 
 class SmolclusterError(Exception):
@@ -90,6 +92,12 @@ class DeviceFailed(SmolclusterError):
     """The device's driver reported an error, after which nothing in this process can use the device."""
 
     exit_code = DEVICE_FAILED
+
+
+class RankLost(SmolclusterError):
+    """A rank of the mesh that is this worker has ended, or does not go on; without it nothing can be done."""
+
+    exit_code = RANK_LOST
 
 
 class TryAgain(SmolclusterError):

@@ -29,6 +29,7 @@ from smolcluster.ps.assignment import Assigned
 from smolcluster.runs.events import LeaseReturned, PushDropped
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
+from smolcluster.training.local_copy import OwnCopy
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.transport.messages import Collect, Welcome
 from smolcluster.utils.stopping import Interrupted
@@ -133,7 +134,8 @@ def test_three_workers_learn_and_apply_every_sample_once(
     class Watched(Worker):
         def send_change(self, collect: Collect) -> None:
             number = collect.fragment
-            weights = self.layout.gather(number, self.anchor)
+            assert isinstance(self.copy, OwnCopy)
+            weights = self.copy.start(number)
             held[number, self.versions[number]].append(weights)
             super().send_change(collect)
 
@@ -398,7 +400,7 @@ def test_streaming_workers_compute_while_fragments_travel(tmp_path: Path) -> Non
 
     class Watched(Worker):
         def compute(self, lease: Assigned) -> BatchLoss:
-            steps_behind.append(len(self.sent))
+            steps_behind.append(len(self.copy.sent))
             return super().compute(lease)
 
     cluster = cluster_for(settings_for("local_steps=6", "num_epochs=4", *STREAMING), tmp_path)

@@ -19,6 +19,7 @@ from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ConfigError
 from smolcluster.training.build import build
+from smolcluster.training.local_copy import OwnCopy
 from smolcluster.transport.messages import Collect
 
 NODES = ("mini1", "win", "pi5")
@@ -162,7 +163,8 @@ class Unplugged(Worker):
         super().send_change(collect)
 
     def anchor_of(self, number: int) -> torch.Tensor:
-        return self.layout.gather(number, self.anchor)
+        assert isinstance(self.copy, OwnCopy)
+        return self.copy.start(number)
 
 
 @pytest.mark.parametrize("mode", [("mode=sync",), STREAMING, ("mode=async",)])

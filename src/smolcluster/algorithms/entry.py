@@ -18,7 +18,7 @@ from types import MappingProxyType, ModuleType
 from typing import Literal
 
 from smolcluster.configs.spec import AlgorithmSpec, get_algorithm
-from smolcluster.errors import DEVICE_FAILED, ConfigError, SmolclusterError
+from smolcluster.errors import DEVICE_FAILED, RANK_LOST, ConfigError, SmolclusterError
 from smolcluster.observability.terminal import HANGING
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
@@ -84,10 +84,13 @@ def guarded(
 
     `supervised`: who ends a process group is heard twice, by us and by the supervisor who hands it on.
     Where a thread still waits for a terminal that hangs, the process ends here: the interpreter, which
-    flushes it at its end, would abort. So it does after a device has failed, which may not be tidied up.
+    flushes it at its end, would abort. So it does after a device has failed, or a rank that others wait for,
+    which may not be tidied up.
     """
     code = _code_of(body, stop_on_stdin_eof=stop_on_stdin_eof, supervised=supervised)
-    if code == DEVICE_FAILED or any(thread.name == HANGING for thread in threading.enumerate()):
+    if code in (DEVICE_FAILED, RANK_LOST) or any(
+        thread.name == HANGING for thread in threading.enumerate()
+    ):
         os._exit(code)
     return code
 

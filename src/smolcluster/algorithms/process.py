@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -30,7 +31,8 @@ from smolcluster.configs.resolve import (
     load_settings,
     workload_overrides,
 )
-from smolcluster.configs.schema import AlgorithmName, RunConfig
+from smolcluster.configs.schema import AlgorithmName, NodeConfig, RunConfig
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.net.dialling import Address
 from smolcluster.observability.exporter import ProcessLabels
@@ -172,8 +174,31 @@ def work(
             own_folder=own.own_folder,
             on_run_known=begin,
             on_stats=own.take,
+            spread=spread_over_ranks(algorithm, args, node, log.logger),
         )
         follow(place, make_participant)
+
+
+def spread_over_ranks(
+    algorithm: AlgorithmName, args: argparse.Namespace, node: NodeConfig, log: logging.Logger
+) -> Callable[[Welcome, TrainingContext], TrainingContext] | None:
+    """What spreads a worker over several processes of its machine; None: it is one.
+
+    Raises:
+        ConfigError: workers of this algorithm are one process each.
+    """
+    if node.ranks is None:
+        return None
+    spec = get_algorithm(algorithm)
+    if not spec.has_local_steps:
+        raise ConfigError(
+            f"nodes.{args.node}.ranks is {node.ranks}, but a worker of {spec.title} is one process: set it "
+            "to null, or launch diloco"
+        )
+    from smolcluster.algorithms.Mesh.group_worker import spread  # noqa: PLC0415 - few need it
+
+    workload = args.workload and known_here(args.workload).text
+    return partial(spread, node=node, name=args.node, workload=workload, log=log)
 
 
 def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace, held: type[HeldSlice]) -> None:

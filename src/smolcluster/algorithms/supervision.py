@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from smolcluster.errors import DEVICE_FAILED
+from smolcluster.errors import DEVICE_FAILED, RANK_LOST
 from smolcluster.observability.logs import NodeLog
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.bugs import EXIT_CODE as BUG
@@ -37,7 +37,9 @@ SETTLED_S = 600.0
 """A process that lived for so long is not one that cannot live."""
 POLL_S = 0.1
 
-_DIED = MappingProxyType({BUG: "met an internal error", DEVICE_FAILED: "lost its device"})
+_DIED = MappingProxyType(
+    {BUG: "met an internal error", DEVICE_FAILED: "lost its device", RANK_LOST: "lost a rank"}
+)
 """Exit codes of a process that another one may do better than, and what it has done."""
 
 

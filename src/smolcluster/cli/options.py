@@ -15,6 +15,7 @@ EXIT_CODES = """Exit codes:
   4    advise, launch --auto: do not distribute this, one machine alone is about as fast
   70   an internal error; the message names the traceback
   71   the device's driver failed (CUDA error)
+  72   a process of a worker that has several (ranks) has ended or hangs
   75   try again: no server answered, the port or the run is in use, or no worker is there
   77   the cluster's secret is missing, open to others, or not the server's
   78   the server refused this worker

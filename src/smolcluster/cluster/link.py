@@ -83,6 +83,8 @@ class WorkerSetup:
     what the server's configuration names."""
     build: Callable[[Welcome], TrainingContext] | None = None
     """Makes what is trained instead of this module; None: a model and data of this process."""
+    spread: Callable[[Welcome, TrainingContext], TrainingContext] | None = None
+    """Spreads what is trained, of which there is an outline, over processes of this machine."""
     meter: Meter = field(default_factory=Meter)
     own_folder: Callable[[str], Path] | None = None
     """Where the worker keeps what is its own of the run of that id; None: nowhere."""
@@ -412,7 +414,7 @@ class _Life:
         workload = self._workload(run)
         if welcome.data is not None:
             workload = served_workload(run.train, welcome.data, workload)
-        return build(
+        built = build(
             run.train,
             run.seed,
             place.node.dataset,
@@ -422,8 +424,9 @@ class _Life:
             workload=workload,
             meter=place.meter,
             log=place.log,
-            is_outline=not has_whole_model(run.algorithm),
+            is_outline=place.spread is not None or not has_whole_model(run.algorithm),
         )
+        return built if place.spread is None else place.spread(welcome, built)
 
     def _ready(self) -> Ready:
         return Ready(

@@ -218,6 +218,29 @@ class DatasetConfig(DatasetPlace):
         return self.model_copy(update={"tokenizer": str(path.absolute())}) if is_here else self
 
 
+class MeshSizes(Section):
+    """How many ranks lie along each dimension; their product is the number of processes."""
+
+    dp: PositiveInt = Field(1, description="Replicas, which share a batch.")
+    fsdp: PositiveInt = Field(
+        1, description="Ranks that share a batch and hold a part of each weight (FSDP2)."
+    )
+    tp: PositiveInt = Field(1, description="Ranks that share each layer (tensor parallel).")
+    pp: PositiveInt = Field(1, description="Ranks that hold layers one after the other.")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.fsdp * self.tp * self.pp
+
+    @property
+    def num_shares(self) -> int:
+        """Ranks among which the samples of a step are divided."""
+        return self.dp * self.fsdp
+
+    def __str__(self) -> str:
+        return f"dp {self.dp} x fsdp {self.fsdp} x tp {self.tp} x pp {self.pp}"
+
+
 class NodeConfig(Section):
     """What belongs to a machine and only it can know."""
 
@@ -231,6 +254,11 @@ class NodeConfig(Section):
         None,
         description="Samples computed at once; null: the whole batch. Less takes less memory and "
         "gives the same result without dropout.",
+    )
+    ranks: MeshSizes | None = Field(
+        None,
+        description="DiLoCo: processes of this machine that are one worker, such as {dp: 2, tp: 1}: a mesh; "
+        "null: one process.",
     )
     dataset: DatasetPlace = DatasetPlace()
     secret_file: LocalPath | None = Field(

@@ -138,7 +138,7 @@ class ModelBuffers:
         tensor = slot.tensor
         slot.seen = tensor, 0 if tensor is None else tensor._version
         now = slot.shared
-        if now is None:
+        if now is None or now.is_meta:  # an outline's has no values
             return
         then = slot.initial.to(now.device)
         if not bool(((now == then) | (now.isnan() & then.isnan())).all()):

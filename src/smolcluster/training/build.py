@@ -17,6 +17,7 @@ from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
 from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate
 from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
+from smolcluster.training.local_copy import Fragments, LocalCopy, OwnCopy
 from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.optimizer import LocalOptimizer
 from smolcluster.training.recipe import Training
@@ -62,6 +63,10 @@ class TrainingContext:
     def optimizer(self) -> LocalOptimizer:
         """What steps this process's copy of the weights."""
         return self.replica.optimizer
+
+    def local_copy(self, fragments: Fragments) -> LocalCopy:
+        """What takes a worker's own steps, with the weights of now as θ_start."""
+        return OwnCopy(self.replica, self.optimizer, fragments)
 
     def order(self, epoch: int) -> Tensor:
         """The training samples' indices in the order of an epoch, int32 (num_samples,)."""

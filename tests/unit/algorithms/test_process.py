@@ -1,6 +1,8 @@
 """What every server and worker process has in common: how it begins, what it leaves, and how it ends."""
 
+import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -13,8 +15,10 @@ import pytest
 from harness import free_port, summary_of
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import main
+from smolcluster.algorithms.process import spread_over_ranks
 from smolcluster.cluster.link import Participant
 from smolcluster.configs.load import find_config
+from smolcluster.configs.schema import MeshSizes, NodeConfig
 from smolcluster.errors import (
     ClusterEmpty,
     ConfigError,
@@ -318,3 +322,14 @@ def test_a_worker_may_be_named_with_dots(
     arguments = ("--local", "--server", address, "--override", "start_timeout_s=0.1")
     assert work("1", "mini2.local", *arguments) == 75
     assert address in only_line(capsys)
+
+
+@pytest.mark.parametrize("algorithm", ["edp", "syncps", "pipeline"])
+def test_only_workers_that_take_local_steps_are_several_processes(algorithm: str) -> None:
+    args = argparse.Namespace(node="gpubox", workload=None)
+    node = NodeConfig(ranks=MeshSizes(dp=2))
+    log = logging.getLogger("test")
+    with pytest.raises(ConfigError, match=r"nodes\.gpubox\.ranks is dp 2 .* launch diloco"):
+        spread_over_ranks(algorithm, args, node, log)
+    assert spread_over_ranks(algorithm, args, NodeConfig(), log) is None
+    assert spread_over_ranks("diloco", args, node, log) is not None

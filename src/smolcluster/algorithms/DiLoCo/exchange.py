@@ -26,6 +26,7 @@ from smolcluster.ps.push import bucket_spec
 from smolcluster.ps.weights import StateReceiver
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.local_copy import Values
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -105,6 +106,10 @@ class Layout:
         fragment = self.fragments[number]
         return fragment.gather(flat, flat.new_empty(fragment.numel))
 
+    def nbytes(self, number: int) -> int:
+        """Bytes of a fragment's values as they are."""
+        return self.fragments[number].numel * self.dtype.itemsize
+
     @property
     def lossless(self) -> Codec:
         return get_codec(lossless_for(self.dtype))
@@ -123,8 +128,8 @@ class Encoder:
         self.feedbacks = [ErrorFeedback(self.codec, fragment.numel) for fragment in lossy]
         """By fragment, with a lossy codec."""
 
-    def encode(self, number: int, values: Tensor, weight: int) -> list[Tensor]:
-        """The buckets of fragment `number`, encoded; `values` (numel,), on the CPU, count `weight` times.
+    def encode(self, number: int, values: Values, weight: int) -> list[Tensor]:
+        """The buckets of fragment `number`, encoded; its `values` count `weight` times.
 
         Raises:
             NonFiniteValue: they hold NaN or infinity; its index is that in the fragment.

@@ -21,9 +21,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Callable
 
 from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.algorithms.DiLoCo.exchange import (
@@ -93,10 +91,8 @@ class Worker:
         self.scale = ScaleFollower()
         self.stream: deque[Assigned | Collect | Saved | Resumed] = deque()
         """What the server wants next, in order."""
-        self.anchor = self.replica.params.clone()
-        """The weights θ_start (num_params,) that changes are counted from."""
-        self.sent: dict[int, Tensor] = {}
-        """θ of a fragment when its change was sent, until its new weights come."""
+        self.copy = training.local_copy([each.places for each in self.layout.fragments])
+        """The weights: θ, which local steps change, and θ_start, that changes are counted from."""
         self.versions = [0] * len(self.layout.fragments)
         self.num_terms = [0] * len(self.layout.fragments)
         """Loss terms of the steps since a fragment's change was sent last, but for those that overflowed.
@@ -119,9 +115,9 @@ class Worker:
         """Train until the link raises. The server sends its weights first."""
         self.link, self.is_void = link, True
         self.hosts.begin(link)
-        for number in self.sent:  # over the session before
+        for number in self.copy.sent:  # over the session before
             self.encoder.forget(number)
-        self.sent.clear()
+        self.copy.forget_sent()
         while True:
             try:
                 self.wait_until(lambda: not self.is_void and bool(self.stream))
@@ -167,11 +163,13 @@ class Worker:
         self.replica.buffers.find()
         if is_repeat:
             self.replica.buffers.put(buffers)
-        grad_norm = self.replica.clip(self.train.gradient_clipping)
+        grad_norm = self.copy.clip(self.train.gradient_clipping)
         if not self.train.gradient_clipping.enabled:
             check_norm(grad_norm)
         if loss.overflow is None:
-            self.step_in(fragments, lease)
+            # in the others, what another worker has done with these samples is applied
+            others = set(range(len(self.versions))).difference(fragments)
+            self.copy.step(lease.assignment.learning_rate, others)
             for number in fragments:
                 self.num_terms[number] += loss.num_terms
         self.link.send(
@@ -187,15 +185,6 @@ class Worker:
         )
         self.replica.meter.step_done(lease.num_samples)
 
-    def step_in(self, fragments: Sequence[int], lease: Assigned) -> None:
-        """Step these fragments: in the others, what another worker has done with these samples is applied."""
-        others = set(range(len(self.versions))).difference(fragments)
-        kept = {number: self.layout.gather(number, self.replica.params) for number in others}
-        with self.replica.meter("apply"):
-            self.training.optimizer.step(lease.assignment.learning_rate)
-        for number, values in kept.items():
-            self.layout.fragments[number].scatter(values, self.replica.params)
-
     def compute(self, lease: Assigned) -> BatchLoss:
         return lease.compute(self.training)
 
@@ -207,18 +196,17 @@ class Worker:
         """
         number, replica = collect.fragment, self.replica
         if self.hosts.is_several:  # some of its new weights may still be on their way
-            self.wait_until(lambda: self.is_void or number not in self.sent)
+            self.wait_until(lambda: self.is_void or number not in self.copy.sent)
             if self.is_void:
                 return
         is_old = self.newest_request is not None and collect.request <= self.newest_request
-        if is_old or number >= len(self.layout.fragments) or number in self.sent:
+        if is_old or number >= len(self.layout.fragments) or number in self.copy.sent:
             raise ProtocolError(f"the server asks for fragment {number} out of turn")
         self.newest_request = collect.request
-        now = self.layout.gather(number, replica.params)
-        delta = self.layout.gather(number, self.anchor).sub_(now).cpu()
         with replica.meter("encode"):
             try:
-                encoded = self.encoder.encode(number, delta, self.num_terms[number])
+                change = self.copy.change(number)
+                encoded = self.encoder.encode(number, change, self.num_terms[number])
             except NonFiniteValue as error:
                 self.encoder.settle(number, is_applied=False)
                 fragment = self.layout.fragments[number]
@@ -226,16 +214,17 @@ class Worker:
             buffers = replica.buffers.difference() if number == BUFFERS_WITH else {}
         if number == BUFFERS_WITH:
             replica.buffers.mark()
-        self.sent[number], self.num_terms[number] = now, 0
+        self.copy.mark_sent(number)
+        self.num_terms[number] = 0
         frames = delta_frames(self.layout, collect, encoded, self.encoder.codec)
         version = self.versions[number]
         self.hosts.send(
             collect, buffer_frames(buffers, replica.bucket_bytes, version=version), frames
         )
-        replica.meter.raw_bytes += delta.nbytes
+        replica.meter.raw_bytes += self.layout.nbytes(number)
         replica.meter.encoded_bytes += sum(each.nbytes for each in encoded)
         if collect.wait:
-            self.wait_until(lambda: self.is_void or number not in self.sent)
+            self.wait_until(lambda: self.is_void or number not in self.copy.sent)
 
     def give_up(self, error: NonFiniteLoss) -> None:
         """Its own copy is not to be trusted any more: begin again from the server's weights.
@@ -248,26 +237,25 @@ class Worker:
                 f"{error} (again, now on the server's weights of version {max(self.versions)})"
             ) from error
         self.link.send(Skip(lease=self.newest_lease, compute_s=0.0, reason=str(error)))
-        self.training.optimizer.reset()
+        self.copy.reset()
         self.is_void = self.is_fresh = True
 
     def keep(self, saved: Saved) -> None:
         """Save what nobody else has of this moment of the run: moments, and what the codec owes."""
         if self.link.kept is not None:
-            tensors = {**self.training.optimizer.state, **self.encoder.tensors}
-            self.link.kept.save(saved.step, tensors, saved.keep_last)
+            more = self.encoder.tensors
+            self.copy.save(self.link.kept, saved.step, more, saved.keep_last)
 
     def take_up(self, resumed: Resumed) -> None:
         """Go on with what was saved then; of an earlier moment only with the moments, which hardly differ."""
         if self.link.kept is None or self.newest_lease is not None:
             return  # else it has been in the run since
-        found = self.link.kept.load(resumed.step)
+        found = self.copy.take_up(self.link.kept, resumed.step)
         if found is None:
             return
         step, tensors = found
         if step == resumed.step and is_like(self.encoder.tensors, tensors):
             self.encoder.resume(tensors)
-        self.training.optimizer.resume(tensors)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Take in all that has arrived, and go on until `condition` holds."""
@@ -298,26 +286,22 @@ class Worker:
 
     def begin_with(self, arrived: WeightsArrived) -> None:
         """Take the server's whole weights for one's own: what was computed before them is void."""
-        self.replica.load(*arrived.weights)
-        self.replica.buffers.load(arrived.buffers)
-        self.anchor.copy_(self.replica.params)
-        for number in self.sent:
+        for number in self.copy.sent:
             self.encoder.settle(number, is_applied=False)
-        self.sent.clear()
+        self.copy.load(arrived.weights)
+        self.replica.buffers.load(arrived.buffers)
         self.stream.clear()
         self.versions = [arrived.version] * len(self.versions)
         self.num_terms = [0] * len(self.num_terms)
         self.is_void = False
 
     def take_fragment(self, arrived: FragmentArrived) -> None:
-        """Take a fragment's new weights θ', and keep what was learnt since the change was sent.
-
-        θ = θ' + (θ_now - θ_at_send); without a change that was sent, since the fragment's last weights.
+        """Take a fragment's new weights, and keep what was learnt since the change was sent.
 
         Raises:
             ProtocolError: it does not follow on the weights that are here.
         """
-        number, fragment = arrived.fragment, self.layout.fragments[arrived.fragment]
+        number = arrived.fragment
         base_version = arrived.base_version
         own_version = self.versions[number]
         is_newer = arrived.version > own_version
@@ -327,15 +311,10 @@ class Worker:
                 f"fragment {number} of version {arrived.version} does not follow on version "
                 f"{own_version} here"
             )
-        base = self.layout.gather(number, self.anchor)
-        values = arrived.values.to(base.device)
-        new = values if base_version is None else base - values
-        was_sent = number in self.sent
-        learnt = self.layout.gather(number, self.replica.params)
-        learnt.sub_(self.sent.pop(number) if was_sent else base)
+        was_sent = number in self.copy.sent
         with self.replica.meter("apply"):
-            fragment.scatter(new, self.anchor)
-            fragment.scatter(learnt.add_(new), self.replica.params)
+            is_difference = base_version is not None
+            self.copy.follow(number, arrived.values, is_difference=is_difference)
         self.take_buffers(arrived)
         if was_sent:
             self.encoder.settle(number, is_applied=True)
@@ -365,5 +344,5 @@ class Worker:
                 f"the server has refused its change (again, now of its weights of version "
                 f"{max(self.versions)}); {DIVERGENCE_REMEDY}"
             )
-        self.training.optimizer.reset()
+        self.copy.reset()
         self.is_void = self.is_fresh = True

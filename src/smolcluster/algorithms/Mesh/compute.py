@@ -167,7 +167,7 @@ class StageCompute:
 
 def _recompute(stage: Stage, every: int) -> None:
     """Let every n-th layer compute its activations again in the backward."""
-    for layer in stage.layers[::every]:
+    for layer in stage.own_layers()[::every]:
         compute = layer.forward
 
         def again(*args: Any, compute: Any = compute, **named: Any) -> Any:

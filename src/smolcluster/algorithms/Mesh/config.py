@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from smolcluster.configs.schema import Section
+from smolcluster.configs.schema import MeshSizes, Section
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
 
@@ -18,29 +18,6 @@ ALIASES = {"zbv": "zb-v"}
 """What others call a schedule."""
 SPLIT = frozenset({"zero-bubble", "zb-v"})
 """Schedules that put weight gradients off."""
-
-
-class MeshSizes(Section):
-    """How many ranks lie along each dimension; their product is the number of processes."""
-
-    dp: PositiveInt = Field(1, description="Replicas, which share a batch.")
-    fsdp: PositiveInt = Field(
-        1, description="Ranks that share a batch and hold a part of each weight (FSDP2)."
-    )
-    tp: PositiveInt = Field(1, description="Ranks that share each layer (tensor parallel).")
-    pp: PositiveInt = Field(1, description="Ranks that hold layers one after the other.")
-
-    @property
-    def world_size(self) -> int:
-        return self.dp * self.fsdp * self.tp * self.pp
-
-    @property
-    def num_shares(self) -> int:
-        """Ranks among which the samples of a step are divided."""
-        return self.dp * self.fsdp
-
-    def __str__(self) -> str:
-        return f"dp {self.dp} x fsdp {self.fsdp} x tp {self.tp} x pp {self.pp}"
 
 
 class MeshConfig(Section):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from smolcluster.algorithms.Mesh.config import MeshSizes
+from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import ConfigError
 
 DIMENSIONS = ("pp", "dp", "fsdp", "tp")

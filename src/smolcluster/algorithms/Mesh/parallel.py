@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from smolcluster.algorithms.Mesh.config import MeshSizes
 from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import Attention
 from smolcluster.training.stages.cut import Stage
@@ -169,11 +169,11 @@ def _shard(stage: Stage, mesh: DeviceMesh, sizes: MeshSizes, *, splits: bool) ->
     """Shard each layer that is a module of the model and shares no weights in the stage; the rest as one."""
     ranks = mesh["dp", "fsdp"] if sizes.dp > 1 else mesh["fsdp"]
     keeps_whole = splits or sizes.pp > 1  # else each microbatch would gather the weights again
-    holders = Counter(id(each) for layer in stage.layers for each in layer.parameters())
+    holders = Counter(id(each) for layer in stage.own_layers() for each in layer.parameters())
     modules = {id(each) for child in stage.model_modules() for each in child.modules()}
     own = [
         layer
-        for layer in stage.layers
+        for layer in stage.own_layers()
         if id(layer) in modules and all(holders[id(each)] == 1 for each in layer.parameters())
     ]
     for module in (*own, stage):

@@ -53,6 +53,22 @@ class MeshStep:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """Loss and gradient of some samples, the same on all ranks but for `gradients`, of the rank's own parts.
+
+    Attributes:
+        loss: mean over the loss terms.
+        grad_norm: L2 norm of the whole gradient.
+        gradients: of each slot's local part; `MeshTrainer.apply` uses them up.
+    """
+
+    loss: float
+    num_terms: int
+    grad_norm: float
+    gradients: list[Tensor]
+
+
+@dataclass(frozen=True)
 class Whole:
     """A tensor of the whole model on its way to or from a mesh: `moment` of parameter `name`."""
 
@@ -145,6 +161,27 @@ class MeshTrainer:
         epoch, start = divmod(samples_applied, self.num_samples)
         indices = self._orders[epoch][start : start + train.samples_per_step]
         scale = 1.0 if self._scaler is None else self._scaler.scale
+        computed = self.compute(indices, epoch, start, scale, note)
+        rate = learning_rate(train, samples_applied, total, self.workload.training.schedule)
+        skipped = self._overflows(computed.loss, computed.grad_norm, scale)
+        if not skipped:
+            self.apply(computed, rate)
+        return MeshStep(
+            computed.loss, computed.num_terms, rate, computed.grad_norm, is_skipped=skipped
+        )
+
+    def compute(
+        self,
+        indices: Tensor,
+        epoch: int,
+        start: int,
+        scale: float = 1.0,
+        note: Callable[[Span], None] | None = None,
+    ) -> Computed:
+        """Loss and gradient of the samples `indices` (n,), from `start` on in an epoch; every rank must.
+
+        The loss is multiplied by `scale` for the backward alone.
+        """
         self._pipeline.run(list(self._parts(indices, epoch, start)), scale, note)
         gradients = sum_replicas(self.slots, self.groups)
         self._tied.exchange(gradients)
@@ -152,17 +189,22 @@ class MeshTrainer:
         for gradient in gradients:
             gradient.div_(max(1, terms) * scale)
         norm = self._optimizer.norm(gradients)
-        rate = learning_rate(train, samples_applied, total, self.workload.training.schedule)
-        mean = loss / max(1, terms)
-        skipped = self._overflows(mean, norm, scale)
-        if not skipped:
-            self._optimizer.step(gradients, norm, train.gradient_clipping, rate)
-        return MeshStep(mean, terms, rate, norm, is_skipped=skipped)
+        return Computed(loss / max(1, terms), terms, norm, gradients)
+
+    def apply(self, computed: Computed, rate: float) -> None:
+        """Step along a gradient, clipped as the configuration says; every rank must."""
+        clipping = self._train.gradient_clipping
+        self._optimizer.step(computed.gradients, computed.grad_norm, clipping, rate)
 
     def num_samples_at(self, samples_applied: int) -> int:
         """Samples of the step after so many: fewer at the end of an epoch."""
         left = self.num_samples - samples_applied % self.num_samples
         return min(left, self._train.samples_per_step)
+
+    @property
+    def optimizer(self) -> MeshOptimizer:
+        """What steps this rank's parts."""
+        return self._optimizer
 
     @property
     def num_steps(self) -> int:

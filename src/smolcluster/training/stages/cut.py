@@ -50,9 +50,8 @@ class Stage(nn.Module):
     def is_last(self) -> bool:
         return self.end == self.num_layers
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        """Its layers, where they are modules of their own."""
+    def own_layers(self) -> list[nn.Module]:
+        """Its layers, where they are modules of their own; a model may have modules called `layers`."""
         return list(getattr(self, _LAYERS, ()))
 
     def model_modules(self) -> list[nn.Module]:

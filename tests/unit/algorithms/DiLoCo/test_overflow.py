@@ -42,8 +42,7 @@ def test_a_change_without_a_step_pays_no_debts(overflows: bool) -> None:
         one.step(assigned(number))
         one.send_change(Collect(request=number, fragment=0, wait=False))
         one.encoder.settle(0, is_applied=True)
-        one.sent.clear()
-        one.anchor.copy_(one.replica.params)
+        one.copy.load([one.replica.params.clone()])
         owed.append(feedback.residual())
     assert bool(owed[0].any())
     assert torch.equal(*owed) == overflows

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from smolcluster.errors import NonFiniteLoss, ProtocolError
 
 def test_who_is_refused_twice_says_so_once() -> None:
     worker: Any = Worker.__new__(Worker)
-    worker.is_fresh, worker.versions, worker.sent = True, [7], {}
+    worker.is_fresh, worker.versions, worker.copy = True, [7], MagicMock(sent=())
     worker.hosts = Mock()
     worker.wait_until = lambda _: worker.was_refused()
     with pytest.raises(NonFiniteLoss) as caught:

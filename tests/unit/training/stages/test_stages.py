@@ -107,6 +107,21 @@ def test_a_stage_in_evaluation_mode_drops_nothing_out() -> None:
     assert torch.equal(first(TOKENS[0]), first(TOKENS[0]))
 
 
+def test_a_model_may_call_its_modules_layers() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def stages(self) -> list[nn.Module]:
+            return list(self.layers)
+
+    first, second = stages_of(workload(Plain), 2)
+    assert [name for each in (first, second) for name, _ in each.named_parameters()] == [
+        f"layers.{number}.{kind}" for number in range(2) for kind in ("weight", "bias")
+    ]
+
+
 def test_a_workload_says_its_own_layers() -> None:
     class Ring(nn.Module):
         def __init__(self) -> None:

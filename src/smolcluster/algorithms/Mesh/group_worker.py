@@ -1,0 +1,434 @@
+"""A mesh as one worker: this process is rank 0, holds the session, and starts the other ranks here.
+
+An algorithm whose workers take local steps finds in `GroupContext` what it finds in any process: what
+computes a batch, and a `LocalCopy`. Orders go to the other ranks as lines on their standard input, so that
+they may wait for ever; when it ends, so do they. A rank that ends or hangs ends this process, which names it:
+whoever supervises it starts it again, and it begins with the server's weights.
+"""
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smolcluster.algorithms.Mesh.config import MeshConfig
+from smolcluster.algorithms.Mesh.group import GroupRank, is_of_another
+from smolcluster.algorithms.Mesh.group_rank import END, Setup, join_group
+from smolcluster.algorithms.Mesh.groups import check_torch
+from smolcluster.algorithms.Mesh.trainer import Computed
+from smolcluster.configs.schema import GradientClipping, MeshSizes, NodeConfig
+from smolcluster.errors import (
+    DEVICE_FAILED,
+    ConfigError,
+    NonFiniteLoss,
+    RankLost,
+    UserCodeError,
+)
+from smolcluster.training.build import TrainingContext, most_at_once
+from smolcluster.training.compute import BatchLoss
+from smolcluster.training.kept import KeptSteps
+from smolcluster.training.local_copy import Fragments, LocalCopy, Values
+from smolcluster.training.replica import DIVERGENCE_REMEDY
+from smolcluster.transport.messages import Welcome
+from smolcluster.utils.bugs import EXIT_CODE as BUG
+from smolcluster.utils.device import pick_device
+from smolcluster.utils.units import format_duration
+
+START = "start"
+POLL_S = 0.2
+END_TIMEOUT_S = 10.0
+"""How long ranks may take to end, and this process to say why it ends."""
+PATIENCE_S, LEAST_PATIENCE_S, PATIENCE = 600.0, 30.0, 10.0
+"""How long an order may take before any was done; at least; and times the longest so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupContext(TrainingContext):
+    """What a mesh trains with; `replica` is an outline."""
+
+    group: "Group"
+
+    def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:
+        computed = self.group.compute(indices, epoch, start, self.replica.loss_scale)
+        mean, norm = computed.loss, computed.grad_norm
+        if math.isfinite(mean) and math.isfinite(norm):
+            return BatchLoss(mean, computed.num_terms)
+        if math.isfinite(mean) and self.replica.may_overflow:
+            return BatchLoss(mean, computed.num_terms, overflow=self.replica.loss_scale)
+        what = f"gradient's norm is {norm}" if math.isfinite(mean) else f"loss is {mean}"
+        raise NonFiniteLoss(f"the {what}; {DIVERGENCE_REMEDY}")
+
+    def rehearse(self, num_samples: int) -> bool:
+        self.group.compute(self.order(0)[:num_samples], 0, 0)
+        return True
+
+    def local_copy(self, fragments: Fragments) -> LocalCopy:
+        return GroupCopy(self.group, fragments)
+
+    def close(self) -> None:
+        self.group.close()
+        super().close()
+
+
+class GroupCopy:
+    """A `LocalCopy` of which each rank has a part."""
+
+    def __init__(self, group: "Group", fragments: Fragments) -> None:
+        self._group = group
+        places = [[(place.start, place.stop) for place in each] for each in fragments]
+        group.order("begin", fragments=places)
+
+    @property
+    def sent(self) -> Collection[int]:
+        return self._group.own.sent
+
+    def clip(self, clipping: GradientClipping) -> float:  # noqa: ARG002 - `step` clips: all ranks know how
+        return self._group.grad_norm
+
+    def step(self, learning_rate: float, held: Collection[int] = ()) -> None:
+        self._group.order("step", learning_rate=learning_rate, held=sorted(held))
+
+    def change(self, fragment: int) -> Values:
+        return _Change(self._group, fragment)
+
+    def mark_sent(self, fragment: int) -> None:
+        self._group.order("mark_sent", fragment=fragment)
+
+    def follow(self, fragment: int, values: Tensor, *, is_difference: bool) -> None:
+        told = {"fragment": fragment, "is_difference": is_difference}
+        self._group.order("follow", given={"values": values}, **told)
+
+    def load(self, weights: Sequence[Tensor]) -> None:
+        self._group.order("load", given={"weights": weights})
+
+    def forget_sent(self) -> None:
+        self._group.order("forget_sent")
+
+    def reset(self) -> None:
+        self._group.order("reset")
+
+    def save(self, kept: KeptSteps, step: int, more: Mapping[str, Tensor], keep_last: int) -> None:
+        told = {"folder": str(kept.folder), "step": step, "keep_last": keep_last}
+        self._group.order("save", given={"more": more}, **told)
+
+    def take_up(self, kept: KeptSteps, step: int) -> tuple[int, Mapping[str, Tensor]] | None:
+        found: tuple[int, Mapping[str, Tensor]] | None = self._group.order(
+            "take_up", folder=str(kept.folder), step=step
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What a fragment has changed by; it is gathered from the ranks as it is asked for."""
+
+    group: "Group"
+    fragment: int
+
+    def __getitem__(self, place: slice, /) -> Tensor:
+        found: Tensor = self.group.order(
+            "change", fragment=self.fragment, place=(place.start, place.stop)
+        )
+        return found
+
+
+class Group:
+    """All ranks, of which this process is rank 0.
+
+    Attributes:
+        own: rank 0's part.
+        grad_norm: of the newest gradient.
+    """
+
+    def __init__(
+        self,
+        setups: Sequence[Setup],
+        folder: "tempfile.TemporaryDirectory[str]",
+        training: TrainingContext,
+        log: logging.Logger,
+    ) -> None:
+        """Start the other ranks, and wait until they are there; they find each other by `folder`.
+
+        Raises:
+            RankLost: one has ended; names it.
+        """
+        self._log, self._folder = log, folder
+        self._under_way: tuple[str, float] | None = None
+        self._longest_s = 0.0
+        self._closed = threading.Event()
+        self._is_within = False
+        """Whether an order was begun, and has not come to a good end."""
+        self.grad_norm = 0.0
+        self.children = {setup.rank: _started(setup) for setup in setups[1:]}
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        try:
+            with self._doing(START):
+                self.own: GroupRank = join_group(setups[0], training.workload, log)
+        except BaseException:
+            self._kill()
+            raise
+
+    def order(self, name: str, *, given: Mapping[str, Any] | None = None, **told: Any) -> Any:
+        """Have all ranks do this; returns what comes of it on rank 0, to whom alone `given` is told.
+
+        Raises:
+            RankLost: one has ended; names it.
+        """
+        with self._doing(name):
+            for child in self.children.values():
+                _say(child, name, told)
+            return getattr(self.own, name)(**told, **(given or {}))
+
+    def compute(self, indices: Tensor, epoch: int, start: int, scale: float = 1.0) -> Computed:
+        computed: Computed = self.order(
+            "compute", indices=indices.tolist(), epoch=epoch, start=start, scale=scale
+        )
+        self.grad_norm = computed.grad_norm
+        return computed
+
+    def close(self) -> None:
+        """Let the ranks end."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if not self._is_within:  # else they wait for each other, and read nothing
+            for child in self.children.values():
+                with suppress(OSError):
+                    _say(child, END, {})
+            end = time.monotonic() + END_TIMEOUT_S
+            for child in self.children.values():
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(max(0.0, end - time.monotonic()))
+        self._kill()
+        dist.destroy_process_group()
+
+    def _kill(self) -> None:
+        self._closed.set()
+        for child in self.children.values():
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+            with suppress(OSError):
+                assert child.stdin is not None  # noqa: S101 - as above
+                child.stdin.close()
+        self._folder.cleanup()
+
+    @contextmanager
+    def _doing(self, order: str) -> Iterator[None]:
+        """Name the rank by which what all ranks do together has failed.
+
+        Raises:
+            RankLost: one has ended.
+        """
+        began = time.monotonic()
+        self._under_way, self._is_within = (order, began), True
+        try:
+            yield
+        except (RuntimeError, BrokenPipeError, UserCodeError) as error:
+            if not is_of_another(error):
+                raise
+            loss = self._wait_for_loss() or RankLost(
+                f"the ranks of this worker have parted: {error}"
+            )
+            self._kill()
+            raise loss from error
+        finally:
+            self._under_way = None
+        self._is_within = False
+        if order != START:
+            self._longest_s = max(self._longest_s, time.monotonic() - began)
+
+    def _wait_for_loss(self) -> RankLost | None:
+        end = time.monotonic() + END_TIMEOUT_S
+        while (loss := self._ended()) is None and time.monotonic() < end:
+            time.sleep(POLL_S / 4)
+        return loss
+
+    def _ended(self) -> RankLost | None:
+        for rank, child in self.children.items():
+            if (code := child.poll()) is not None:
+                return loss_of(rank, len(self.children) + 1, code)
+        return None
+
+    def _hangs(self) -> RankLost | None:
+        """Whether what is under way takes longer than it can."""
+        if (under_way := self._under_way) is None:
+            return None
+        order, began = under_way
+        took_s = time.monotonic() - began
+        if took_s < patience_s(self._longest_s):
+            return None
+        stopped = [str(rank) for rank, child in self.children.items() if is_stopped(child.pid)]
+        told = f"; stopped: rank {', '.join(stopped)}" if stopped else ""
+        return RankLost(f"the ranks have not done {order!r} for {format_duration(took_s)}{told}")
+
+    def _watch(self) -> None:
+        """End this process where its training thread waits for a rank that has ended, or hangs."""
+        while not self._closed.wait(POLL_S):
+            loss = self._ended() or self._hangs()
+            if loss is None or self._closed.wait(END_TIMEOUT_S):
+                continue
+            if self._ended() is None and self._hangs() is None:
+                continue
+            self._log.error("%s", loss)
+            self._kill()
+            time.sleep(1.0)  # the log is written by other threads
+            os._exit(loss.exit_code)
+
+
+def spread(
+    welcome: Welcome,
+    training: TrainingContext,
+    *,
+    node: NodeConfig,
+    name: str,
+    workload: str | None,
+    log: logging.Logger,
+) -> GroupContext:
+    """Spread what is trained over the ranks that node `name` is to have; `training` is its outline.
+
+    Args:
+        workload: the name of the function that makes it; None: what the run's configuration names.
+
+    Raises:
+        ConfigError: this machine, the model or the batch does not allow it.
+        RankLost: a rank has ended as it began; names it.
+    """
+    assert node.ranks is not None  # noqa: S101 - else nobody asks
+    check_torch()
+    if welcome.data is not None:
+        raise ConfigError(
+            f"the server sends the samples, but {name} has ranks, each of which reads its own: set "
+            f"dataset.source to local, or nodes.{name}.ranks to null"
+        )
+    frozen = [key for key, each in training.replica.parameters.items() if not each.requires_grad]
+    if frozen:
+        raise ConfigError(
+            f"the model has frozen weights ({frozen[0]}), which ranks cannot compare with the server's: set "
+            f"nodes.{name}.ranks to null"
+        )
+    train = training.recipe.applied_to(welcome.run.train)
+    at_once = most_at_once(train, node.microbatch)
+    mesh = mesh_for(node.ranks, train.samples_per_push, at_once, name)
+    folder = tempfile.TemporaryDirectory(prefix="smolcluster-ranks-")
+    layers = tuple((key, place.start, place.stop) for key, place in training.replica.layers)
+    size = node.ranks.world_size
+    setups = [
+        Setup(
+            node=name,
+            rank=rank,
+            store=str(Path(folder.name) / "store"),
+            device=device_of(node.device, rank),
+            num_threads=node.threads or max(1, (os.cpu_count() or 1) // size),
+            dataset=node.dataset,
+            workload=workload,
+            run=welcome.run,
+            mesh=mesh,
+            layers=layers,
+            bucket_bytes=training.replica.bucket_bytes,
+        )
+        for rank in range(size)
+    ]
+    log.info("this worker has %d ranks, %s", size, node.ranks)
+    group = Group(setups, folder, training, log)
+    own = {each.name: getattr(training, each.name) for each in fields(training)}
+    return GroupContext(**own, group=group)
+
+
+def mesh_for(sizes: MeshSizes, batch_size: int, at_once: int | None, name: str) -> MeshConfig:
+    """The mesh that computes batches of so many samples, `at_once` of them a rank at most.
+
+    Raises:
+        ConfigError: they cannot be divided.
+    """
+    share, rest = divmod(batch_size, sizes.num_shares)
+    possible = [number for number in range(sizes.pp, share + 1) if share % number == 0]
+    if rest or not possible:
+        least = sizes.num_shares * sizes.pp
+        raise ConfigError(
+            f"nodes.{name}.ranks is {sizes}, but a batch has {batch_size} samples: batch_size must be a "
+            f"multiple of {least} there"
+        )
+    wanted = max(2 * sizes.pp if sizes.pp > 1 else 1, math.ceil(share / (at_once or share)))
+    number = next((each for each in possible if each >= wanted), possible[-1])
+    return MeshConfig(mesh=sizes, microbatches=number)
+
+
+def device_of(name: str | None, rank: int) -> str:
+    """The device of a rank: of several GPUs its own.
+
+    Raises:
+        ConfigError: torch.distributed cannot use it, or there are too few.
+    """
+    device = pick_device(name)
+    if device.type == "mps":
+        raise ConfigError(
+            "device is mps, which ranks cannot use: set device to cpu, or ranks to null"
+        )
+    if device.type == "cuda":
+        if rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"rank {rank} of this machine has no GPU: it has {torch.cuda.device_count()}; set ranks to "
+                "fewer"
+            )
+        return f"cuda:{rank}"
+    return str(device)
+
+
+def _started(setup: Setup) -> "subprocess.Popen[bytes]":
+    child = subprocess.Popen(
+        [sys.executable, "-m", "smolcluster.algorithms.Mesh.group_rank"], stdin=subprocess.PIPE
+    )
+    with suppress(BrokenPipeError):  # it has ended, which is found out
+        _write(child, setup.model_dump_json())
+    return child
+
+
+def _say(child: "subprocess.Popen[bytes]", order: str, told: Mapping[str, Any]) -> None:
+    _write(child, json.dumps([order, told]))
+
+
+def _write(child: "subprocess.Popen[bytes]", line: str) -> None:
+    assert child.stdin is not None  # noqa: S101 - `_started` has opened it
+    child.stdin.write(f"{line}\n".encode())
+    child.stdin.flush()
+
+
+def patience_s(longest_s: float) -> float:
+    """How long an order may take, after one that took `longest_s`; 0: none was done."""
+    return max(LEAST_PATIENCE_S, PATIENCE * longest_s) if longest_s else PATIENCE_S
+
+
+def loss_of(rank: int, world_size: int, code: int) -> RankLost:
+    """A rank's end; one that says itself why it ends would end so again."""
+    how = f"ended with code {code}: its message is above"
+    if code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
+    loss = RankLost(f"rank {rank} of the {world_size} of this worker {how}")
+    if code > 0 and code not in (BUG, DEVICE_FAILED):
+        loss.exit_code = code
+    return loss
+
+
+def is_stopped(pid: int) -> bool:
+    if not hasattr(os, "waitid"):
+        return False
+    flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, flags) is not None
+    return False
