@@ -154,6 +154,21 @@ def test_a_joiner_gets_the_steps_of_the_buckets_that_it_has(house: House) -> Non
     assert (len(said(whole)), len(said(joiner))) == (sent[0] + 2, sent[1] + 1)
 
 
+def test_a_joiner_whose_link_takes_four_frames_a_step_joins(house: House) -> None:
+    """Means wait behind the state: behind all nine frames of it two would, and it would be parked."""
+    joiner = house.newcomer(1)
+    post = post_of(joiner.worker)
+    for version in range(1, 8):
+        for _ in range(4):
+            house.send_state(joiner)
+            post.num_sent = min(post.num_sent + 1, post.num_queued)
+        for bucket in range(3):
+            house.members.send_mean(bucket, frame_of_commit(version))
+        house.members.broadcast()
+        assert house.members.laggards == []
+    assert joiner.joined
+
+
 def test_who_has_not_answered_gets_no_new_part(house: House) -> None:
     one, other = house.member(1), house.member(2)
     assignment = house.give(one, house.step.parts[0])
