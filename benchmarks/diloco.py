@@ -17,13 +17,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from common import report
+from common import DEFAULT_DATA, report
 from equal_tokens import measure_loss, schedule
 from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
 from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round, warmed_up
@@ -245,18 +246,26 @@ PARTS = {
     "momentum": measure_momentum,
     "weighting": measure_weighting,
     "joiner": measure_joiner,
-    "loss": measure_loss,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="DiLoCo's outer step, in one process.")
-    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
+    parts = [*PARTS, "loss"]
+    parser.add_argument("--part", choices=parts, action="append", help="default: all")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each figure")
+    parser.add_argument("--steps", type=int, default=1500, help="of each worker, in `loss`")
+    parser.add_argument("--text", type=Path, default=DEFAULT_DATA / "tinyshakespeare.txt")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results = {part: PARTS[part](arguments.seeds) for part in arguments.part or PARTS}
+    results = {}
+    for part in arguments.part or parts:
+        results[part] = (
+            measure_loss(arguments.seeds, arguments.text, arguments.steps)
+            if part == "loss"
+            else PARTS[part](arguments.seeds)
+        )
     if arguments.json:
         print(json.dumps(results))
 

@@ -5,18 +5,22 @@ Four workers in one process, one after the other: a small GPT on the bytes of ti
 clipping and a cosine, whose moments stay; codec and error feedback on the way up and down, where the store
 takes the decoded outer step as workers do; the outer optimizer. What a network does is left out: all workers
 are equally fast, and nothing is late or lost.
+
+Each arm has the learning rate that suits it, the best of `RATES` on the first seed: an AdamW that sees a
+quarter of the batch takes other steps at the same rate. Arms that differ in their codecs alone have the same.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from common import DEFAULT_DATA, report
-from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer, outer_defaults
+from common import report, say
+from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer, outer_defaults
 from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round, warmed_up
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec
@@ -26,8 +30,9 @@ from smolcluster.models.gpt import build_gpt
 NUM_WORKERS = 4
 BATCH = 8
 LENGTH = 64
-STEPS = 300
-"""Of each worker; a synchronous one is a step of all of them."""
+RATES = 0.003, 0.006, 0.012, 0.024
+"""Highest inner learning rates to choose from."""
+LOCAL_STEPS = 10
 NUM_VALIDATED = 512
 """Windows of the end of the text."""
 MODEL = {"model_dim": 64, "num_layers": 2, "num_heads": 4, "ff_dim": 256, "dropout": 0.0}
@@ -36,6 +41,10 @@ LEAST_RATE = 0.1
 """Of the highest, at the end."""
 WEIGHT_DECAY = 0.01
 MAX_NORM = 1.0
+NUM_SYNC_ROUNDS = 4
+"""Before changes are applied as they come."""
+MOMENTUM_DELAY = 2
+"""Changes of each worker."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +52,34 @@ class Arm:
     """One way to train: in rounds of local steps, or all at once."""
 
     name: str
-    is_synchronous: bool = False
+    mode: Literal["together", "sync", "async"] = "sync"
+    """One process with the whole batch; or as DiLoCo's `mode`."""
     codec_up: str = "fp32"
     codec_down: str = "fp32"
-    has_momentum: bool = False
-    """Whether γ and β of the outer step go by the number of rounds; else they are 1 and 0."""
-    rate: float = 3e-3
-    """The highest inner learning rate."""
-    local_steps: int = 5
+    outer: tuple[float, float] | None = None
+    """γ and β of the outer step; None: by the number of rounds."""
+    local_steps: int = LOCAL_STEPS
     """Mean H."""
     wanted: float | None = None
     """How many nats it may lose on the first arm."""
 
+    @property
+    def family(self) -> "Arm":
+        """The arm whose learning rate it has."""
+        return replace(self, name="", codec_up="fp32", codec_down="fp32", wanted=None)
 
+
+AVERAGE = 1.0, 0.0
+"""γ and β with which θ becomes the workers' mean."""
 ARMS = (
-    Arm("synchronous", is_synchronous=True),
-    Arm("H = 1, fp32", local_steps=1),
+    Arm("synchronous", mode="together"),
+    Arm("H = 1, mean of the workers", outer=AVERAGE, local_steps=1),
+    Arm("mean of the workers", outer=AVERAGE),
     Arm("fp32"),
-    Arm("fp32, outer momentum by default", has_momentum=True, rate=1.5e-3),
     Arm("int8 up and down", codec_up="int8", codec_down="int8", wanted=0.02),
     Arm("int4 up and down", codec_up="int4", codec_down="int4", wanted=0.03),
-    Arm("topk up, int8 down", codec_up="topk", codec_down="int8"),
+    Arm("topk up, int8 down", codec_up="topk", codec_down="int8", outer=AVERAGE),
+    Arm("async, int4 up and down", "async", "int4", "int4", wanted=0.05),
 )
 
 
@@ -143,59 +159,82 @@ class Link:
 class Run:
     """One arm with one seed: `num_batches` in all, handed out in order."""
 
-    def __init__(self, arm: Arm, text: Text, seed: int, num_batches: int) -> None:
-        self._arm, self._text, self._total = arm, text, num_batches
+    def __init__(self, arm: Arm, rate: float, text: Text, seed: int, num_batches: int) -> None:
+        self._arm, self._rate, self._text, self._total = arm, rate, text, num_batches
         self._batches = text.batches()
         self._given = 0
-        self._learners = [Learner(seed) for _ in range(1 if arm.is_synchronous else NUM_WORKERS)]
+        self._learners = [
+            Learner(seed) for _ in range(1 if arm.mode == "together" else NUM_WORKERS)
+        ]
         self.theta = self._learners[0].flat.clone()
         numel = len(self.theta)
         self.up = [Link(arm.codec_up, numel) for _ in self._learners]
-        self.down = Link(arm.codec_down, numel)
+        self.down = [Link(arm.codec_down, numel) for _ in self._learners]
+        """To each worker; where all have the same weights, the first one's is for all."""
 
     def loss(self) -> float:
         """Train; the validation loss of θ."""
-        if self._arm.is_synchronous:
-            self._synchronous()
+        if self._arm.mode == "together":
+            self._together()
         else:
-            self._rounds()
+            self._apart()
         self._learners[0].flat.copy_(self.theta)
         return self._learners[0].loss(self._text.validation)
 
     @property
     def nbytes(self) -> int:
         """Sent up by a worker, and down to one."""
-        return self.up[0].nbytes + self.down.nbytes
+        return self.up[0].nbytes + self.down[0].nbytes
 
-    def _synchronous(self) -> None:
+    def _together(self) -> None:
         (learner,) = self._learners
         while self._given < self._total:
             rate = self._scheduled()
-            for _ in range(NUM_WORKERS):
-                learner.gradient(self._next())
-            learner.grads.div_(NUM_WORKERS)
+            batches = [self._next() for _ in range(NUM_WORKERS)]
+            learner.gradient(torch.cat(batches))
             learner.step(rate)
         self.theta.copy_(learner.flat)
 
-    def _rounds(self) -> None:
+    def _apart(self) -> None:
         rounds = list(_budgets(self._total, self._arm.local_steps))
-        gamma_beta = outer_defaults(len(rounds)) if self._arm.has_momentum else (1.0, 0.0)
-        outer = OuterOptimizer(len(self.theta), *gamma_beta)
-        for budget in rounds:
-            plan = plan_round(budget, {worker: Pace(1.0) for worker in range(NUM_WORKERS)})
-            for step in range(max(plan.values())):
-                for worker, learner in enumerate(self._learners):
-                    if step < plan.get(worker, 0):
-                        self._local_step(learner)
-            mean = torch.zeros_like(self.theta)
+        gamma_beta = outer_defaults(len(rounds)) if self._arm.outer is None else self._arm.outer
+        is_async = self._arm.mode == "async"
+        delay = MOMENTUM_DELAY * NUM_WORKERS
+        outer = DelayedNesterov(len(self.theta), *gamma_beta, delay if is_async else 1)
+        for budget in rounds[:NUM_SYNC_ROUNDS] if is_async else rounds:
+            self._round(budget, outer)
+        self._asynchronously(outer)
+
+    def _round(self, budget: int, outer: OuterOptimizer) -> None:
+        plan = plan_round(budget, {worker: Pace(1.0) for worker in range(NUM_WORKERS)})
+        for step in range(max(plan.values())):
             for worker, learner in enumerate(self._learners):
-                share = plan.get(worker, 0) / budget
-                mean.add_(self.up[worker].send(self.theta - learner.flat), alpha=share)
-            stepped = self.theta.clone()
-            outer.step(stepped, mean)
-            self.theta.sub_(self.down.send(self.theta - stepped))  # as workers decode it
-            for learner in self._learners:
-                learner.flat.copy_(self.theta)
+                if step < plan.get(worker, 0):
+                    self._local_step(learner)
+        mean = torch.zeros_like(self.theta)
+        for worker, learner in enumerate(self._learners):
+            share = plan.get(worker, 0) / budget
+            mean.add_(self.up[worker].send(self.theta - learner.flat), alpha=share)
+        stepped = self.theta.clone()
+        outer.step(stepped, mean)
+        self.theta.sub_(self.down[0].send(self.theta - stepped))  # as workers decode it
+        for learner in self._learners:
+            learner.flat.copy_(self.theta)
+
+    def _asynchronously(self, outer: DelayedNesterov) -> None:
+        """What is left: each worker brings its change every H steps, the workers at evenly spread times."""
+        begun = [self.theta.clone() for _ in self._learners]
+        every = self._arm.local_steps
+        step = 0
+        while self._given < self._total:
+            step += 1
+            for worker, learner in enumerate(self._learners):
+                self._local_step(learner)
+                if (step + worker * every // NUM_WORKERS) % every == 0:
+                    delta = self.up[worker].send(begun[worker] - learner.flat)
+                    outer.apply(self.theta, delta, 1 / NUM_WORKERS)
+                    begun[worker].sub_(self.down[worker].send(begun[worker] - self.theta))
+                    learner.flat.copy_(begun[worker])
 
     def _local_step(self, learner: Learner) -> None:
         rate = self._scheduled()
@@ -207,7 +246,7 @@ class Run:
         return next(self._batches)
 
     def _scheduled(self) -> float:
-        return self._arm.rate * schedule(self._given / self._total)
+        return self._rate * schedule(self._given / self._total)
 
 
 def schedule(progress: float) -> float:
@@ -225,32 +264,57 @@ def _budgets(total: int, local_steps: int) -> Iterator[int]:
         given, index = given + budget, index + 1
 
 
-def loss_of(arm: Arm, num_seeds: int) -> tuple[float, float, float | None]:
-    """Validation loss in nats a byte: mean over the seeds, half its spread; MB of one worker, both ways."""
-    losses, nbytes = [], 0
-    for seed in range(num_seeds):
-        text = Text(DEFAULT_DATA / "tinyshakespeare.txt", seed)
-        run = Run(arm, text, seed, NUM_WORKERS * STEPS)
-        losses.append(run.loss())
-        nbytes = run.nbytes
-    spread = (max(losses) - min(losses)) / 2
-    mb = None if arm.is_synchronous else nbytes / 1e6
-    return sum(losses) / num_seeds, spread, mb
+@dataclass(frozen=True)
+class Found:
+    """What became of an arm: losses in nats a byte, one a seed; MB of one worker, both ways."""
+
+    rate: float
+    losses: tuple[float, ...]
+    mb: float
+
+    @property
+    def mean(self) -> float:
+        return sum(self.losses) / len(self.losses)
+
+    @property
+    def spread(self) -> float:
+        """Half of what lies between the seeds."""
+        return (max(self.losses) - min(self.losses)) / 2
 
 
-def measure_loss(num_seeds: int) -> dict[str, object]:
-    """Print the table, and return its figures; the first arm is what the others are compared with."""
-    rows: list[tuple[str, ...]] = [("", "nats a byte", "±", "beyond", "wanted", "MB a worker")]
-    results: dict[str, object] = {}
-    reference = math.nan
+def trained(arm: Arm, rate: float, seed: int, text: Path, steps: int) -> tuple[float, float]:
+    """Validation loss, and MB."""
+    run = Run(arm, rate, Text(text, seed), seed, NUM_WORKERS * steps)
+    loss = run.loss()
+    say(f"{arm.name}, rate {rate:g}, seed {seed}: {loss:.4f}")
+    return loss, run.nbytes / 1e6
+
+
+def found_of(arm: Arm, rates: Sequence[float], num_seeds: int, text: Path, steps: int) -> Found:
+    """Choose the rate on the first seed, and train with the others as well."""
+    firsts = {rate: trained(arm, rate, 0, text, steps) for rate in rates}
+    rate = min(firsts, key=lambda each: firsts[each][0])
+    loss, mb = firsts[rate]
+    others = (trained(arm, rate, seed, text, steps)[0] for seed in range(1, num_seeds))
+    return Found(rate, (loss, *others), mb)
+
+
+def measure_loss(num_seeds: int, text: Path, steps: int) -> dict[str, object]:
+    """Print the table, and return its figures; the first arm is what the others are compared with.
+
+    `steps`: of each worker; a synchronous one is a step of all of them.
+    """
+    rows: list[tuple[str, ...]] = [
+        ("", "rate", "nats a byte", "±", "beyond", "wanted", "MB a worker")
+    ]
+    found: dict[str, Found] = {}
+    rates: dict[Arm, tuple[float, ...]] = {}
     for arm in ARMS:
-        loss, spread, mb = loss_of(arm, num_seeds)
-        reference = loss if math.isnan(reference) else reference
-        results[arm.name] = {"loss": round(loss, 4), "spread": round(spread, 4), "mb": mb}
+        own = found[arm.name] = found_of(arm, rates.get(arm.family, RATES), num_seeds, text, steps)
+        rates[arm.family] = (own.rate,)
+        beyond = own.mean - found[ARMS[0].name].mean
         wanted = "" if arm.wanted is None else f"<= {arm.wanted}"
-        shown = "" if mb is None else f"{mb:.1f}"
-        rows.append(
-            (arm.name, f"{loss:.4f}", f"{spread:.4f}", f"{loss - reference:+.4f}", wanted, shown)
-        )
-    report(f"Loss at equal tokens, {STEPS} steps of each of {NUM_WORKERS} workers", rows)
-    return results
+        figures = f"{own.rate:g}", f"{own.mean:.4f}", f"{own.spread:.4f}", f"{beyond:+.4f}"
+        rows.append((arm.name, *figures, wanted, f"{own.mb:.1f}" if own.mb else ""))
+    report(f"Loss at equal tokens, {steps} steps of each of {NUM_WORKERS} workers", rows)
+    return {name: asdict(each) for name, each in found.items()}

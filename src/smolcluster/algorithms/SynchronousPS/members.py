@@ -40,8 +40,9 @@ from smolcluster.transport.messages import (
     Skip,
 )
 
-FRAMES_AHEAD = 8
-"""Frames of the state that may wait in a joiner's session: what bounds the memory that it takes."""
+FRAMES_AHEAD = 2
+"""A joiner is sent another bucket of the state while fewer frames wait in its session. That bounds memory,
+and how long means wait behind the state: with those of two steps waiting it is parked, and begins anew."""
 FIRST_PAUSE_S, MOST_PAUSE_S = 5.0, 320.0
 """How long a parked member waits for the state at least: twice as long each time, up to the second."""
 SETTLED = 10.0

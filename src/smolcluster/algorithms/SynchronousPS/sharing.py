@@ -25,6 +25,8 @@ MOST_REST = 64
 """Steps without a part, at most, for a member that was waited for often."""
 FIRST_PROBE = 16
 """Steps without a part after which a member is measured again; doubles each time."""
+EARLY_PROBE = 2
+"""The same for who was measured but once, while other joiners' states took the link."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,14 @@ class Pace:
         if samples_per_s > 0:
             per_sample_s = min(max(1 / samples_per_s, LEAST_PER_SAMPLE_S), MOST_PER_SAMPLE_S)
         self.cost = Cost(0.0, per_sample_s)
-        self.is_measured = False
+        self._num_measured = 0
         self._is_fresh = True
         self._idle_steps = 0
         self._probe_after = FIRST_PROBE
+
+    @property
+    def is_measured(self) -> bool:
+        return self._num_measured > 0
 
     def measured(
         self,
@@ -81,7 +87,7 @@ class Pace:
             self.cost = Cost(
                 _moved(self.cost.fixed_s, fixed_s), _moved(self.cost.per_sample_s, per_sample_s)
             )
-        self.is_measured = True
+        self._num_measured += 1
         self._is_fresh = self._is_fresh and not whole
 
     def wants_probe(self, num_samples: int) -> bool:
@@ -90,9 +96,12 @@ class Pace:
             self._idle_steps, self._probe_after = 0, FIRST_PROBE
             return False
         self._idle_steps += 1
-        if self._idle_steps < self._probe_after:
+        is_early = self._num_measured == 1
+        if self._idle_steps < (EARLY_PROBE if is_early else self._probe_after):
             return False
-        self._idle_steps, self._probe_after = 0, 2 * self._probe_after
+        self._idle_steps = 0
+        if not is_early:
+            self._probe_after *= 2
         self._is_fresh = True
         return True
 

@@ -129,11 +129,12 @@ def house(replica: Replica) -> House:
 def test_the_state_waits_for_the_session(house: House) -> None:
     """A slow joiner must not pile up copies of the state."""
     member = house.newcomer(1)
+    post = post_of(member.worker)
     for _ in range(3):
         house.send_state(member)
+        post.num_sent = post.num_queued
     states = [each for each in said(member) if isinstance(each, State)]
     assert [each.bucket for each in states] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    post = post_of(member.worker)
     slow = house.newcomer(2)
     post = post_of(slow.worker)
     post.num_queued = FRAMES_AHEAD
@@ -152,6 +153,21 @@ def test_a_joiner_gets_the_steps_of_the_buckets_that_it_has(house: House) -> Non
     for bucket in (0, 1):
         house.members.send_mean(bucket, frame_of_commit(1))
     assert (len(said(whole)), len(said(joiner))) == (sent[0] + 2, sent[1] + 1)
+
+
+def test_a_joiner_whose_link_takes_five_frames_a_step_joins(house: House) -> None:
+    """Means wait behind the state: behind all nine frames of it two would, and it would be parked."""
+    joiner = house.newcomer(1)
+    post = post_of(joiner.worker)
+    for version in range(1, 8):
+        for _ in range(5):
+            house.send_state(joiner)
+            post.num_sent = min(post.num_sent + 1, post.num_queued)
+        for bucket in range(3):
+            house.members.send_mean(bucket, frame_of_commit(version))
+        house.members.broadcast()
+        assert house.members.laggards == []
+    assert joiner.joined
 
 
 def test_who_has_not_answered_gets_no_new_part(house: House) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smolcluster.algorithms.SynchronousPS.sharing import (
+    EARLY_PROBE,
     FIRST_PROBE,
     Cost,
     Pace,
@@ -167,6 +168,16 @@ def test_a_part_lets_the_probes_begin_anew() -> None:
     pace = Pace(1.0)
     assert probes(pace, 2 * FIRST_PROBE) == [FIRST_PROBE]
     assert not pace.wants_probe(5)
+    assert probes(pace, 2 * FIRST_PROBE) == [FIRST_PROBE]
+
+
+def test_who_was_measured_but_once_is_measured_again_soon() -> None:
+    """Its first push may have waited for the state of another that joined."""
+    pace = Pace(1.0)
+    pace.measured(8, 0.1, 5.0)
+    assert probes(pace, EARLY_PROBE) == [EARLY_PROBE]
+    pace.measured(1, 0.1, 0.3)
+    assert pace.cost.fixed_s == pytest.approx(0.2), "the first one no longer counts"
     assert probes(pace, 2 * FIRST_PROBE) == [FIRST_PROBE]
 
 
