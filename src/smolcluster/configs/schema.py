@@ -281,6 +281,11 @@ class AlgorithmConfig(Section):
         return {}
 
     @property
+    def num_ranks(self) -> int:
+        """Of a group: its processes."""
+        return 0
+
+    @property
     def uplink_codec(self) -> str | None:
         """The codec of what workers send; None: what `codec` and `use_quantization` say."""
         return None
@@ -779,10 +784,15 @@ def _own_schemas() -> dict[str, Any]:
 
 def _with_algorithms(shared: type[F], *, of_training: bool) -> type[F]:
     owners = dict.fromkeys((*ClusterConfig.model_fields, *TrainConfig.model_fields), "everybody's")
+    declared: dict[str, type] = {}
     fields: dict[str, Any] = {}
     for spec in algorithms().values():
         config = config_of(spec)
         for name, field in config.model_fields.items():
+            origin = next(each for each in config.__mro__ if name in each.__annotations__)
+            if declared.get(name) is origin and origin is not config:  # they have it from one class
+                continue
+            declared[name] = origin
             if name in owners:
                 raise ConfigError(
                     f"the algorithm {spec.name} has the key {name}, which is {owners[name]} already"

@@ -19,6 +19,7 @@ from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, No
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.packets import check_packets
 from smolcluster.launch.find import all_runs, find
+from smolcluster.launch.group_plan import check_systems, plan_group
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.installed import installed_project
 from smolcluster.launch.manifest import version_of
@@ -31,7 +32,15 @@ from smolcluster.launch.plan import (
     Request,
     plan_cluster,
 )
-from smolcluster.launch.prepare import Machine, bring, check_port, examine, forwarded, settings_in
+from smolcluster.launch.prepare import (
+    Machine,
+    bring,
+    check_port,
+    examine,
+    forwarded,
+    run_on_all,
+    settings_in,
+)
 from smolcluster.launch.requests import (
     DEFAULT_TRAINING,
     cluster_source,
@@ -119,7 +128,10 @@ def launch_remote(
     here = all_runs()
     places = places_of(request, settings.cluster, cluster_file, train_file, here)
     code, seen = _code_of(named)
-    launched = plan_cluster(seen, settings.cluster, places, run_id)
+    if request.algorithm.is_group:
+        launched = plan_group(seen, settings, places, run_id)
+    else:
+        launched = plan_cluster(seen, settings.cluster, places, run_id)
     if resume:
         launched = launched.resumed()
     if how.dry_run:
@@ -129,6 +141,10 @@ def launch_remote(
     machines = machines_of(settings.cluster, places, cluster_file)
     run = Run(launched, RunPaths(here / check_run_id(run_id)), SteadyConsole(), machines)
     examine(machines.values(), run.say, sync=how.sync)
+    if request.algorithm.is_group:
+        hosts = [machine.host for machine in machines.values()]
+        systems = run_on_all(hosts, lambda host: host.run("uname -s").stdout.strip())
+        check_systems(list(systems.items()))
     run.keep_what_waits(version_of(root) if how.sync else None)
     check_port(host_of(launched.server), launched.port)
     root_sent = root if how.sync else None
@@ -173,7 +189,9 @@ def put_configuration(
         put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", cluster_file)
         if code is not None:
             put_code(host_of(process), process.run_dir, code.packed, code.name)
-    put(host_of(server), f"{server.run_dir}/{TRAIN_FILE}", train_file)
+    readers = launched.processes if launched.is_group else (server,)
+    for process in readers:
+        put(host_of(process), f"{process.run_dir}/{TRAIN_FILE}", train_file)
 
 
 def own_secret_file() -> Path:

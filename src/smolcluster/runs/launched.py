@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
+from smolcluster.configs.spec import is_group
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.runs.paths import RunPaths, log_stem, process_title
 
@@ -101,6 +102,11 @@ class Launched(BaseModel):
             for some in (self.processes, self.shippers)
         )
         return self.model_copy(update={"processes": processes, "shippers": shippers})
+
+    @property
+    def is_group(self) -> bool:
+        """Whether its processes begin together, as a group of `torch.distributed` whose first one owns the run."""
+        return is_group(self.algorithm)
 
     @property
     def has_script(self) -> bool:

@@ -1,21 +1,25 @@
 """What a mesh understands of a configuration, and what can be refused before any process has started."""
 
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from smolcluster.configs.schema import Section
+from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig
+from smolcluster.configs.schema import GPTConfig, Section
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
+from smolcluster.utils.words import hint_at
+
+if TYPE_CHECKING:
+    from smolcluster.configs.resolve import Settings
 
 Backend = Literal["auto", "nccl", "gloo"]
 Recompute = Literal["none", "full", "selective"]
-ScheduleName = Literal[
-    "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zb-v", "zbv", "dualpipev"
-]
-ALIASES = {"zbv": "zb-v"}
-"""What others call a schedule."""
+NOT_BUILT = ("dualpipev",)
+"""Schedules that the field knows, and no mesh here runs."""
+OPTIMIZERS = ("adam", "adamw", "sgd")
+"""Those whose state is spread as the weights are."""
 SPLIT = frozenset({"zero-bubble", "zb-v"})
 """Schedules that put weight gradients off."""
 
@@ -43,20 +47,22 @@ class MeshSizes(Section):
         return f"dp {self.dp} x fsdp {self.fsdp} x tp {self.tp} x pp {self.pp}"
 
 
-class MeshConfig(Section):
-    """A mesh's own keys."""
+class MeshConfig(ScheduledConfig):
+    """A mesh's own keys, all of the cluster file."""
 
-    mesh: MeshSizes = Field(MeshSizes(), description="Ranks along each dimension.")
-    schedule: ScheduleName = Field("1f1b", description="Order of a pipeline's computations.")
-    microbatches: PositiveInt = Field(
-        1, description="Parts in which a rank's share of a step is computed."
-    )
+    mesh: MeshSizes = Field(MeshSizes(), description="Mesh: ranks along each dimension.")
     activation_checkpointing: Recompute = Field(
         "none",
-        description="Layers whose activations are computed again in the backward: full: all; selective: "
+        description="Mesh: layers whose activations are computed again in the backward: full: all; selective: "
         "every second one.",
     )
-    backend: Backend = Field("auto", description="auto: nccl where all ranks compute on CUDA.")
+    backend: Backend = Field(
+        "auto", description="Mesh: auto is nccl where all ranks compute on CUDA, else gloo."
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.world_size
 
     @property
     def schedule_name(self) -> str:
@@ -69,6 +75,12 @@ class MeshConfig(Section):
         Raises:
             ConfigError: the schedule cannot be made of these numbers.
         """
+        known = (*SCHEDULES, *ALIASES, *NOT_BUILT)
+        if self.schedule not in known:
+            raise ConfigError(
+                f"schedule is {self.schedule!r}, must be one of {', '.join(known)}"
+                f"{hint_at(self.schedule, known)}"
+            )
         if self.schedule_name not in SCHEDULES:
             raise ConfigError(
                 f"schedule is {self.schedule}, which is not built yet: take zbv, whose bubble is as small "
@@ -85,8 +97,31 @@ class MeshConfig(Section):
             )
         return generate(self.schedule_name, self.mesh.pp, self.microbatches)
 
-    def check(self, *, world_size: int, num_samples: int, num_layers: int) -> None:
-        """Refuse what cannot be divided; `num_samples` are those of a step.
+    def check(self, settings: "Settings") -> None:
+        """Refuse what a mesh cannot follow, as far as the files tell it."""
+        train = settings.train
+        if train.optimizer not in OPTIMIZERS:
+            raise ConfigError(
+                f"optimizer is {train.optimizer!r}, a mesh takes {', '.join(OPTIMIZERS)}"
+            )
+        if train.ema_decay is not None:
+            raise ConfigError(
+                f"ema_decay is {train.ema_decay:g}, but on a mesh nobody averages weights: set it to null"
+            )
+        is_gpt = train.workload is None and isinstance(train.model, GPTConfig)
+        self.check_division(
+            world_size=self.num_ranks,
+            num_samples=train.samples_per_step,
+            num_layers=train.model.num_layers if is_gpt else None,
+        )
+        if is_gpt and train.model.num_heads % self.mesh.tp:
+            raise ConfigError(
+                f"mesh.tp is {self.mesh.tp}, which does not divide the {train.model.num_heads} heads of "
+                "model.num_heads: change one of them"
+            )
+
+    def check_division(self, *, world_size: int, num_samples: int, num_layers: int | None) -> None:
+        """Refuse what cannot be divided; `num_samples` are those of a step, `num_layers` None: not known.
 
         Raises:
             ConfigError: one line with the key, its value and what to change.
@@ -99,7 +134,7 @@ class MeshConfig(Section):
                 "mesh, or start as many processes"
             )
         num_stages = max((each.stage for one in self.instructions() for each in one), default=0) + 1
-        if sizes.pp > 1 and num_layers < num_stages:
+        if sizes.pp > 1 and num_layers is not None and num_layers < num_stages:
             raise ConfigError(
                 f"schedule {self.schedule} with mesh.pp {sizes.pp} makes {num_stages} stages, but the "
                 "model has "

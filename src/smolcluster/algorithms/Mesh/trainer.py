@@ -84,7 +84,7 @@ class MeshTrainer:
             ConfigError: the sizes do not fit the model or the batch.
         """
         layers = num_layers(workload) if groups.sizes.pp > 1 else 1
-        config.check(
+        config.check_division(
             world_size=dist.get_world_size(),
             num_samples=train.samples_per_step,
             num_layers=layers,
