@@ -49,7 +49,7 @@ def json_schema(kind: Kind) -> Json:
 
 
 def _own_sections(properties: Json, definitions: Json) -> Iterator[tuple[str, Json]]:
-    """For each algorithm that has keys here, the section below its name, which may be a key of its own, too."""
+    """For each algorithm that has keys here, the section below its name, which may be a key, too."""
     for spec in algorithms().values():
         own = {key: properties[key] for key in properties if key in own_keys(spec.name)}
         if "$ref" in (same := own.pop(spec.name, {})):

@@ -94,6 +94,10 @@ Wait = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S)]
 HeartbeatTimeout = Annotated[float, Field(ge=0.1, le=LONGEST_WAIT_S)]
 FunctionNamed = Annotated[str, AfterValidator(check_name)]
 Activation = Literal["relu", "gelu", "silu", "tanh"]
+SlurmOption = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]{0,39}$")]
+SlurmValue = Annotated[str, StringConstraints(pattern=r"^[^\s\"'\\]+$", max_length=200)]
+ImageName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w./:@-]*$", max_length=255)]
+KubernetesName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
 AlgorithmName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
 """One of those that are installed, or `single`; part of the names of runs."""
 CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4"]
@@ -306,6 +310,54 @@ C = TypeVar("C", bound=AlgorithmConfig)
 F = TypeVar("F", bound=Section)
 
 
+class SlurmConfig(Section):
+    """How Slurm is asked for machines, with `launch --on slurm`."""
+
+    nodes: PositiveInt = Field(1, description="Machines; the ranks are shared equally among them.")
+    launcher: Literal["srun", "torchrun"] = Field(
+        "srun",
+        description="What starts the ranks of a machine; torchrun is itself started by srun.",
+    )
+    options: dict[SlurmOption, SlurmValue | int | None] = Field(
+        {},
+        description="Further options of sbatch, such as {partition: gpu, time: 24:00:00, gres: gpu:8}; null: "
+        "one without a value.",
+    )
+
+
+class KubernetesConfig(Section):
+    """What Kubernetes is told, with `launch --on kubernetes`."""
+
+    kind: Literal["job", "jobset", "trainjob"] = Field(
+        "job",
+        description="job: an Indexed Job and a headless Service; jobset: JobSet; trainjob: Kubeflow Trainer, "
+        "version 2.2 or newer.",
+    )
+    nodes: PositiveInt = Field(1, description="Pods; the ranks are shared equally among them.")
+    image: ImageName | None = Field(None, description="The image that has smolcluster installed.")
+    namespace: KubernetesName = Field("default", description="Where the objects are made.")
+    queue: KubernetesName | None = Field(
+        None, description="Kueue's local queue in which the run waits; null: none."
+    )
+    claim: KubernetesName | None = Field(
+        None,
+        description="The PersistentVolumeClaim that is mounted as /runs; null: the run's files end with it.",
+    )
+    secret: KubernetesName | None = Field(
+        None, description="A Secret whose keys become environment variables, such as WANDB_API_KEY."
+    )
+    env: dict[EnvName, str] = Field(
+        {}, description="Environment variables of the pods; what is secret belongs into `secret`."
+    )
+    gpus: NonNegativeInt = Field(0, description="GPUs of NVIDIA a pod.")
+    runtime: KubernetesName = Field(
+        "torch-distributed", description="Of a trainjob: its ClusterTrainingRuntime."
+    )
+    retries: NonNegativeInt = Field(
+        3, description="How often all pods are started again when one has failed."
+    )
+
+
 class ClusterConfig(Section):
     """The machines and how they work together (`cluster_config_*.yaml`)."""
 
@@ -393,6 +445,12 @@ class ClusterConfig(Section):
     )
     keep_last: PositiveInt = Field(
         3, description="Checkpoints that are kept, besides the one of the lowest validation loss."
+    )
+    slurm: SlurmConfig = Field(
+        SlurmConfig(), description="How Slurm is asked for machines, with `launch --on slurm`."
+    )
+    kubernetes: KubernetesConfig = Field(
+        KubernetesConfig(), description="What Kubernetes is told, with `launch --on kubernetes`."
     )
     encryption: Encryption = Field(
         "auto",

@@ -1,4 +1,4 @@
-"""What a launch of a group of `torch.distributed` starts: on each machine one command, which starts its ranks.
+"""What a launch of a group of `torch.distributed` starts: a command on each machine, for its ranks.
 
 Pure. The commands are those that a person types: `python -m smolcluster.distributed_training`.
 """
@@ -163,8 +163,8 @@ def check_addresses(cluster: ClusterConfig, places: PathsByNode) -> None:
     for node in cluster.workers:
         if is_loopback_name(cluster.host_ip[node]):
             raise ConfigError(
-                f"host_ip.{node} is {cluster.host_ip[node]}, {node}'s own loopback, so that each machine would "
-                f"wait for ranks of its own: set it to the address at which {node} reaches {cluster.server}"
+                f"host_ip.{node} is {cluster.host_ip[node]}, {node}'s own loopback, at which it would only "
+                f"find itself: set it to the address at which {node} reaches {cluster.server}"
             )
 
 

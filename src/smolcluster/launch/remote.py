@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
@@ -73,7 +73,7 @@ from smolcluster.runs.paths import (
 )
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.folders import checkout
-from smolcluster.utils.words import as_command
+from smolcluster.utils.words import as_command, hint_at
 
 NOT_INHERITED = (
     *("TMUX", "TMUX_PANE", "TERM", "PWD", "OLDPWD", "SHLVL", "_"),
@@ -83,6 +83,26 @@ NOT_INHERITED = (
 
 TOLD_FILE = "launch/told.json"
 """In a run's folder on the machine that launched it; it may hold secrets."""
+
+
+Place = Literal["ssh", "slurm", "kubernetes"]
+
+
+def place_of(stated: str, *, local: bool) -> Place:
+    """Where `--on` says that a run is.
+
+    Raises:
+        ConfigError: it says something else, or also --local.
+    """
+    known = get_args(Place)
+    if stated not in known:
+        raise ConfigError(
+            f"--on is {stated!r}, must be one of {', '.join(known)}{hint_at(stated, known)}"
+        )
+    if local and stated != "ssh":
+        raise ConfigError(f"--local and --on {stated} are two places: leave one of them out")
+    place: Place = stated
+    return place
 
 
 @dataclass(frozen=True)
@@ -98,6 +118,7 @@ class LaunchOptions:
         observe: start Grafana, Loki and Prometheus where they can be; None: as the cluster file says, and
             otherwise use those that run; False: leave them alone.
         prediction: what was predicted of the run; None: nothing.
+        on: where a group runs that is not this machine's alone.
     """
 
     dry_run: bool = False
@@ -107,6 +128,7 @@ class LaunchOptions:
     detach: bool = False
     observe: bool | None = None
     prediction: Prediction | None = None
+    on: Place = "ssh"
 
 
 def launch_remote(
@@ -258,7 +280,7 @@ def go_on(run: Run, launched: Launched, how: LaunchOptions) -> int:
     # A small one may end before its last worker is there, who must not wait for it.
     if not launched.has_sessions or run.is_over:
         return run.follow()
-    has_window = how.tmux and shutil.which("tmux") is not None
+    has_window = how.tmux and not launched.is_job and shutil.which("tmux") is not None
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if has_window and (how.detach or on_terminal):
         try:
@@ -285,7 +307,7 @@ def attach(run: str) -> int:
     """
     paths = find(run)
     launched = launched_of(paths)
-    if launched is None or not launched.has_sessions:
+    if launched is None or not launched.has_sessions or launched.is_job:
         raise ConfigError(
             f"run {paths.run_id} has no sessions to attach to: it ran without tmux, or was launched elsewhere"
         )

@@ -190,7 +190,8 @@ class Run:
                 if self._launched.has_sessions:
                     write_launched(self._paths.launched, self._launched)
                     self._start_server(asked)
-                    self._start_workers(asked)
+                    if not self._launched.is_job:
+                        self._start_workers(asked)
                     point_latest(self._paths.root.parent, self._launched.run_id)
                 else:
                     self._start_children()
@@ -259,6 +260,12 @@ class Run:
     def _start_server(self, asked: Interrupts) -> None:
         server = self._launched.server
         self._before = self.status()
+        if server.scheduler is not None:
+            self._begin(server)
+            self.say(
+                f"run {self._launched.run_id}: {server.scheduler} has it as a job of that name"
+            )
+            return
         self.say(
             f"run {self._launched.run_id}: starting the server on {server.node}; loading PyTorch takes "
             "some seconds"

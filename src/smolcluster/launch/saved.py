@@ -18,6 +18,7 @@ from smolcluster.configs.schema import GPTConfig, NodeConfig, config_of
 from smolcluster.configs.spec import SINGLE, algorithms, get_algorithm
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find, in_folder
+from smolcluster.launch.jobs.launch import resume_job
 from smolcluster.launch.local import launch_local
 from smolcluster.launch.plan import Request
 from smolcluster.launch.remote import LaunchOptions, resume_remote
@@ -207,6 +208,8 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: Lau
     """
     paths = find(run)
     launched = launched_of(paths)
+    if launched is not None and launched.is_job:
+        return resume_job(paths, launched, overrides, how)
     if launched is not None and not launched.is_local:
         if num_workers is not None:
             raise ConfigError("--workers: the workers of a cluster are those of its file")

@@ -53,8 +53,8 @@ class MeshConfig(ScheduledConfig):
     mesh: MeshSizes = Field(MeshSizes(), description="Mesh: ranks along each dimension.")
     activation_checkpointing: Recompute = Field(
         "none",
-        description="Mesh: layers whose activations are computed again in the backward: full: all; selective: "
-        "every second one.",
+        description="Mesh: layers whose activations are computed again in the backward: full is all, "
+        "selective every second one.",
     )
     backend: Backend = Field(
         "auto", description="Mesh: auto is nccl where all ranks compute on CUDA, else gloo."

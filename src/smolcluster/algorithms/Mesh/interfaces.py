@@ -10,14 +10,30 @@ from collections.abc import Mapping, MutableMapping
 
 import psutil
 
+from smolcluster.transport.tls import is_loopback_name
+
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+ELSEWHERE = "192.0.2.1"
+"""An address that is no machine's (RFC 5737), for the way out of this one."""
 
 
 def choose_interface(
-    address: str, port: int, environ: MutableMapping[str, str] = os.environ
+    address: str,
+    port: int,
+    environ: MutableMapping[str, str] = os.environ,
+    *,
+    is_spread: bool = False,
 ) -> None:
-    """Let both backends use the interface that leads to `address`, unless the user has said another one."""
-    name = interface_of(own_address(address, port), interfaces())
+    """Let both backends use the interface that leads to `address`, unless the user has said another one.
+
+    `is_spread`: over several machines, which do not find each other by their loopbacks.
+    """
+    own = own_address(address, port)
+    if (
+        is_spread and own is not None and is_loopback_name(own)
+    ):  # its own name resolves to that on many
+        own = own_address(ELSEWHERE, port)
+    name = interface_of(own, interfaces())
     for variable in VARIABLES:
         if name is not None:
             environ.setdefault(variable, name)

@@ -70,7 +70,9 @@ def be_rank(
     with process_log("trainer" if rank == 0 else "rank", host, rank, console=console) as log:
         if rank == 0 and vocab_size is not None:
             log.logger.info("--vocab-size %d: the vocabulary is the tokenizer's", vocab_size)
-        choose_interface(ranks.address, ranks.port or DEFAULT_PORT)
+        choose_interface(
+            ranks.address, ranks.port or DEFAULT_PORT, is_spread=num_here < ranks.world_size
+        )
         meet(rank, ranks, backend, start_timeout_s)
         groups = Groups(_sizes(config, ranks), device)
         if rank == 0:

@@ -13,9 +13,9 @@ SPEC = AlgorithmSpec(
     commands=(
         LaunchCommand(
             "mesh",
-            "Mesh: equal machines as one group of torch.distributed, whose ranks share batch, weights, layers "
-            "and the order of layers.\n\nThe training file is stdlib, a small GPT that needs no download, with "
-            "8 layers and 128 samples a step.",
+            "Mesh: equal machines as one group of torch.distributed, whose ranks share batch, weights and "
+            "layers.\n\nThe training file is stdlib, a small GPT that needs no download, with 8 layers and "
+            "128 samples a step.",
             train_config="stdlib",
             train_overrides=("model.num_layers=8", "batch_size=128", "eval_steps=100"),
         ),
