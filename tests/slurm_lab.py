@@ -20,6 +20,8 @@ NODES = ("n1", "n2")
 ADDRESSES = {"ctl": "10.83.0.10", "n1": "10.83.0.1", "n2": "10.83.0.2"}
 COMMAND_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 60.0
+IDLE = "while :; do sleep 3600 & wait $!; done"
+"""What a host's first process does: it reaps whom others have left, or Slurm would wait for them."""
 SLURM_CONF = """
 ClusterName=lab
 SlurmctldHost=ctl({ctl})
@@ -156,12 +158,12 @@ class SlurmLab:
             time.sleep(0.2)
 
     def _hold(self, host: str, namespaces: Sequence[str]) -> None:
-        argv = ["unshare", *namespaces, "--kill-child", "sleep", "infinity"]
+        argv = ["unshare", *namespaces, "--kill-child", "bash", "-c", IDLE]
         self._holders[host] = subprocess.Popen(argv, start_new_session=True)
         end = time.monotonic() + START_TIMEOUT_S
         own = Path("/proc/self/ns/net").readlink()
         while Path(f"/proc/{self._pid(host)}/ns/net").readlink() == own or (
-            Path(f"/proc/{self._pid(host)}/comm").read_text().strip() != "sleep"
+            Path(f"/proc/{self._pid(host)}/comm").read_text().strip() != "bash"
         ):
             assert time.monotonic() < end, f"{host} does not begin"
             time.sleep(0.02)

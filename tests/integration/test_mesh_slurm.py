@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurm_lab import SlurmLab, obstacle
+from smolcluster.runs.status import STOPPED
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("slurm")]
 DEADLINE_S = 240.0
@@ -76,7 +77,7 @@ def test_torchrun_starts_two_ranks_on_each_of_two_nodes(runs: Runs) -> None:
     said = runs.launch("mesh.dp=2", "mesh.tp=2", "slurm.launcher=torchrun", "num_epochs=1")
     assert "files of the run" in said
     summary = json.loads((runs.run / "summary.json").read_text())
-    assert summary["samples"] == 1438
+    assert summary["samples_applied"] == 1438
     assert runs.state() == "COMPLETED"
     assert "ended with code 0" in runs.smolcluster("status", runs.run.name)
 
@@ -93,10 +94,10 @@ def test_a_job_is_requeued_stopped_and_goes_on(runs: Runs) -> None:
     runs.smolcluster("stop", runs.run.name)
     assert runs.state() == "CANCELLED"
     status = json.loads((runs.run / "status.json").read_text())
-    assert status["word"] == "stopped" if "word" in status else status["state"] == "stopped"
+    assert (status["state"], status["reason"]) == ("ended", STOPPED)
     checkpoints = runs.smolcluster("checkpoints", runs.run.name)
     assert f"{status['step']:,}" in checkpoints
     epochs = 2 + status["epoch"]
     runs.smolcluster("resume", runs.run.name, "--override", f"num_epochs={epochs}")
     summary = json.loads((runs.run / "summary.json").read_text())
-    assert summary["samples"] == epochs * 1438
+    assert summary["samples_applied"] == epochs * 1438

@@ -98,6 +98,9 @@ SlurmOption = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]{0,39}$")]
 SlurmValue = Annotated[str, StringConstraints(pattern=r"^[^\s\"'\\]+$", max_length=200)]
 ImageName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w./:@-]*$", max_length=255)]
 KubernetesName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
+SecretKey = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]*/[\w.-]+$", max_length=253)
+]
 AlgorithmName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
 """One of those that are installed, or `single`; part of the names of runs."""
 CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4"]
@@ -343,11 +346,12 @@ class KubernetesConfig(Section):
         None,
         description="The PersistentVolumeClaim that is mounted as /runs; null: the run's files end with it.",
     )
-    secret: KubernetesName | None = Field(
-        None, description="A Secret whose keys become environment variables, such as WANDB_API_KEY."
+    secrets: dict[EnvName, SecretKey] = Field(
+        {},
+        description="Environment variables from Secrets, as in {WANDB_API_KEY: name-of-the-secret/its-key}.",
     )
     env: dict[EnvName, str] = Field(
-        {}, description="Environment variables of the pods; what is secret belongs into `secret`."
+        {}, description="Environment variables of the pods; what is secret belongs into `secrets`."
     )
     gpus: NonNegativeInt = Field(0, description="GPUs of NVIDIA a pod.")
     runtime: KubernetesName = Field(

@@ -10,7 +10,15 @@ pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
 
 
 def test_a_mesh_of_two_machines_is_one_command(launching: Launching) -> None:
-    words = ("launch", "mesh", "--config", "~/cluster.yaml", "--train-config", "digits", "--no-tmux")
+    words = (
+        "launch",
+        "mesh",
+        "--config",
+        "~/cluster.yaml",
+        "--train-config",
+        "digits",
+        "--no-tmux",
+    )
     keys = ("workers=[mini1, mini2]", "num_workers=2", "mesh.tp=2", "mesh.pp=1", "microbatches=2")
     options = ("--override", *keys, "num_epochs=1", "batch_size=64")
     running = launching.popen(launching.command(*words, *options))

@@ -6,7 +6,7 @@ Secrets come from a Secret of the namespace and are in no object here.
 """
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +93,11 @@ def _check(job: KubernetesJob, config: KubernetesConfig) -> None:
         raise ConfigError(
             f"run id {job.run_id!r} cannot name a host: use up to {MAX_NAME} small letters, digits and -"
         )
-    for name in config.env:
+    for name in (*config.env, *config.secrets):
         if name.startswith(RESERVED_PREFIX) or name in RESERVED:
             raise ConfigError(
-                f"kubernetes.env.{name} is torchrun's own, which says which ranks a pod has: take it out"
+                f"kubernetes gives pods {name}, which is torchrun's own and says which ranks they have: take it "
+                "out"
             )
 
 
@@ -157,7 +158,7 @@ def _jobset(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
 
 def _trainjob(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
     """A TrainJob: which pod is which, and where rank 0 is, Kubeflow tells torchrun by variables."""
-    container = {"name": NODE, "volumeMounts": _mounts(), **_env_from(config)}
+    container = {"name": NODE, "volumeMounts": _mounts()}
     pod = {"volumes": _volumes(job, config), "containers": [container]}
     node = {"name": NODE, "template": {"spec": {"template": {"spec": pod}}}}
     patch = {
@@ -171,8 +172,8 @@ def _trainjob(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
         "command": ["torchrun"],
         "args": [*COMMAND, *_arguments(job)],
     }
-    if config.env:
-        trainer["env"] = _env(config.env)
+    if env := _env(config):
+        trainer["env"] = env
     if config.gpus:
         trainer["resourcesPerNode"] = _resources(config)
     yield {
@@ -209,9 +210,8 @@ def _pod(job: KubernetesJob, config: KubernetesConfig, address: str) -> Json:
             *("--master-addr", address, "--master-port", str(job.port)),
             *(*COMMAND, *_arguments(job)),
         ],
-        "env": [{"name": "NODE_RANK", "valueFrom": index}, *_env(config.env)],
+        "env": [{"name": "NODE_RANK", "valueFrom": index}, *_env(config)],
         "volumeMounts": _mounts(),
-        **_env_from(config),
     }
     if config.gpus:
         container["resources"] = _resources(config)
@@ -236,12 +236,14 @@ def _arguments(job: KubernetesJob) -> list[str]:
     ]
 
 
-def _env(values: Mapping[str, str]) -> list[Json]:
-    return [{"name": name, "value": value} for name, value in values.items()]
-
-
-def _env_from(config: KubernetesConfig) -> Json:
-    return {} if config.secret is None else {"envFrom": [{"secretRef": {"name": config.secret}}]}
+def _env(config: KubernetesConfig) -> list[Json]:
+    plain = [{"name": name, "value": value} for name, value in config.env.items()]
+    secret = []
+    for variable, place in config.secrets.items():
+        name, _, key = place.partition("/")
+        reference = {"secretKeyRef": {"name": name, "key": key}}
+        secret.append({"name": variable, "valueFrom": reference})
+    return [*plain, *secret]
 
 
 def _resources(config: KubernetesConfig) -> Json:
