@@ -293,6 +293,11 @@ class AlgorithmConfig(Section):
         return 0
 
     @property
+    def portable(self) -> dict[str, Any]:
+        """Keys that name files of this machine, with what they hold instead."""
+        return {}
+
+    @property
     def uplink_codec(self) -> str | None:
         """The codec of what workers send; None: what `codec` and `use_quantization` say."""
         return None

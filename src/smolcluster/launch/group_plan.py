@@ -5,6 +5,7 @@ Pure. The commands are those that a person types: `python -m smolcluster.distrib
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from smolcluster.configs.resolve import Settings, public_overrides, without_workload
@@ -44,6 +45,13 @@ def num_ranks(request: Request, settings: Settings) -> int:
     if request.script is not None:
         raise ConfigError(f"--script: {title} serves no loops; launch edp, syncps or diloco")
     return total
+
+
+def portable_request(request: Request, settings: Settings) -> Request:
+    """The same request, without files that are this machine's own."""
+    portable = settings.of(config_of(request.algorithm)).portable
+    told = (f"{key}={json.dumps(value)}" for key, value in portable.items())
+    return replace(request, overrides=(*request.overrides, *told))
 
 
 def plan_group_local(

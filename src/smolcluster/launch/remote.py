@@ -19,7 +19,7 @@ from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, No
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.packets import check_packets
 from smolcluster.launch.find import all_runs, find
-from smolcluster.launch.group_plan import check_systems, plan_group
+from smolcluster.launch.group_plan import check_systems, plan_group, portable_request
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.installed import installed_project
 from smolcluster.launch.manifest import version_of
@@ -151,6 +151,7 @@ def launch_remote(
     places = places_of(request, settings.cluster, cluster_file, train_file, here)
     code, seen = _code_of(named)
     if request.algorithm.is_group:
+        seen = portable_request(seen, settings)
         launched = plan_group(seen, settings, places, run_id)
     else:
         launched = plan_cluster(seen, settings.cluster, places, run_id)

@@ -1,10 +1,12 @@
 """What a mesh understands of a configuration, and what can be refused before any process has started."""
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveInt
 
+from smolcluster.algorithms.Mesh.sharding import Cut, groups_of, read_sharding
 from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig
 from smolcluster.configs.schema import GPTConfig, Section
 from smolcluster.errors import ConfigError
@@ -56,6 +58,11 @@ class MeshConfig(ScheduledConfig):
         description="Mesh: layers whose activations are computed again in the backward: full is all, "
         "selective every second one.",
     )
+    sharding: str | dict[str, Any] | None = Field(
+        None,
+        description="Mesh: a sharding file, or what it holds: layers of stages, and which linear layers are cut "
+        "by columns or rows; null: layers are divided equally, GPT and SimpleNN cut as they need it.",
+    )
     backend: Backend = Field(
         "auto", description="Mesh: auto is nccl where all ranks compute on CUDA, else gloo."
     )
@@ -63,6 +70,31 @@ class MeshConfig(ScheduledConfig):
     @property
     def num_ranks(self) -> int:
         return self.mesh.world_size
+
+    @property
+    def portable(self) -> dict[str, Any]:
+        return {} if self.sharding is None else {"sharding": groups_of(self.sharding)}
+
+    def cut(self, num_layers: int, num_stages: int) -> Sequence[range]:
+        """The layers of each stage: as the sharding file names them, else divided equally.
+
+        Raises:
+            ConfigError: it names others than the model has, or for other stages.
+        """
+        named = None if self.sharding is None else read_sharding(self.sharding).layers
+        if named is None:
+            return cut_equally(num_layers, num_stages)
+        if len(named) != num_stages or named[-1].stop != num_layers:
+            raise ConfigError(
+                f"sharding names {named[-1].stop} layers of {len(named)} stages, but the model has "
+                f"{num_layers} layers, and schedule {self.schedule} makes {num_stages} stages: change the file's layers"
+            )
+        return named
+
+    @property
+    def plan(self) -> Mapping[str, Cut]:
+        """How the sharding file cuts linear layers, by patterns of their names."""
+        return {} if self.sharding is None else read_sharding(self.sharding).modules
 
     @property
     def schedule_name(self) -> str:
@@ -133,6 +165,7 @@ class MeshConfig(ScheduledConfig):
                 "change "
                 "mesh, or start as many processes"
             )
+        self._check_sharding()
         num_stages = max((each.stage for one in self.instructions() for each in one), default=0) + 1
         if sizes.pp > 1 and num_layers is not None and num_layers < num_stages:
             raise ConfigError(
@@ -146,6 +179,14 @@ class MeshConfig(ScheduledConfig):
                 f"a step has {num_samples} samples, which {sizes.num_shares} ranks (dp x fsdp) cannot "
                 "divide into "
                 f"{self.microbatches} microbatches each: make global_batch_size a multiple of {parts}"
+            )
+
+    def _check_sharding(self) -> None:
+        told = None if self.sharding is None else read_sharding(self.sharding)
+        if told is not None and (told.tp, told.pp) != (self.mesh.tp, self.mesh.pp):
+            raise ConfigError(
+                f"sharding has stages of {told.tp} ranks, {told.pp} in all, but mesh is {self.mesh}: set "
+                f"mesh.tp to {told.tp} and mesh.pp to {told.pp}, or change the file"
             )
 
 

@@ -96,7 +96,8 @@ class MeshTrainer:
         self._orders = EpochOrders(lambda epoch: workload.train.order(epoch, seed))
         schedule = config.instructions()
         ranks = stage_ranks(schedule)
-        cuts = cut_equally(num_layers(workload), len(ranks))
+        cuts = config.cut(num_layers(workload), len(ranks))
+        plan = {**config.plan, **plan}  # the first pattern that fits is taken
         self.slots: list[Slot] = []
         stages: dict[int, StageCompute] = {}
         tied: set[str] = set()

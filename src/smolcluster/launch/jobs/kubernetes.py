@@ -96,8 +96,8 @@ def _check(job: KubernetesJob, config: KubernetesConfig) -> None:
     for name in (*config.env, *config.secrets):
         if name.startswith(RESERVED_PREFIX) or name in RESERVED:
             raise ConfigError(
-                f"kubernetes gives pods {name}, which is torchrun's own and says which ranks they have: take it "
-                "out"
+                f"kubernetes gives pods {name}, which is torchrun's own and says which ranks they have: "
+                "take it out"
             )
 
 

@@ -18,7 +18,7 @@ from smolcluster.configs.resolve import (
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.find import all_runs
-from smolcluster.launch.group_plan import COMMAND, ROLE, num_ranks
+from smolcluster.launch.group_plan import COMMAND, ROLE, num_ranks, portable_request
 from smolcluster.launch.host import Host
 from smolcluster.launch.jobs.kubernetes import KubernetesJob, manifests, object_kind, to_yaml
 from smolcluster.launch.jobs.scheduler import SUBMIT_FILE
@@ -59,6 +59,7 @@ def launch_job(request: Request, how: LaunchOptions, *, run_id: str | None = Non
     request = naming_workload(request, settings)
     check_algorithm(settings, request.algorithm.name)
     num_ranks(request, settings)
+    request = portable_request(request, settings)
     run_id = run_id or new_run_id(request.algorithm.name, datetime.now().astimezone())
     here = all_runs()
     if how.on == "slurm":
