@@ -60,8 +60,8 @@ class MeshConfig(ScheduledConfig):
     )
     sharding: str | dict[str, Any] | None = Field(
         None,
-        description="Mesh: a sharding file, or what it holds: layers of stages, and which linear layers are cut "
-        "by columns or rows; null: layers are divided equally, GPT and SimpleNN cut as they need it.",
+        description="Mesh: a sharding file, or what it holds: layers of stages, and which linear layers are "
+        "cut by columns or rows; null: layers are divided equally, GPT and SimpleNN cut as they need it.",
     )
     backend: Backend = Field(
         "auto", description="Mesh: auto is nccl where all ranks compute on CUDA, else gloo."
@@ -87,7 +87,7 @@ class MeshConfig(ScheduledConfig):
         if len(named) != num_stages or named[-1].stop != num_layers:
             raise ConfigError(
                 f"sharding names {named[-1].stop} layers of {len(named)} stages, but the model has "
-                f"{num_layers} layers, and schedule {self.schedule} makes {num_stages} stages: change the file's layers"
+                f"{num_layers} layers, and {self.schedule} makes {num_stages} stages: change them in the file"
             )
         return named
 

@@ -5,8 +5,8 @@
     pp_stage0_rowpar: {shard: {axis: 0, workers: [0, 1]}}      # its layers cut by their inputs
 
 `axis` is that of a weight of (inputs, outputs). `layers: [0, 2]` names a stage's layers, end not included;
-where no stage names any they are divided equally. `modules: [patterns]` of a `_colpar` or `_rowpar` group name the
-linear layers that it means, as `fnmatch` does; without any the model's own plan says it.
+where no stage names any they are divided equally. `modules: [patterns]` of a `_colpar` or `_rowpar` group
+name the linear layers that it means, as `fnmatch` does; without any the model's own plan says it.
 """
 
 import re
