@@ -87,7 +87,8 @@ def test_a_job_is_requeued_stopped_and_goes_on(runs: Runs) -> None:
     runs.launch(*keys, "num_epochs=100000", options=("--detach",))
     runs.wait_until(lambda: runs.step > 40)
     assert "running" in runs.smolcluster("status", runs.run.name)
-    runs.lab.output("scontrol", "requeue", f"jobname={runs.run.name}")
+    job = runs.lab.output("squeue", "--noheader", f"--name={runs.run.name}", "--format=%i").strip()
+    runs.lab.output("scontrol", "requeue", job)
     runs.wait_until(lambda: "resuming run" in runs.console())
     before = runs.step
     runs.wait_until(lambda: runs.step > before + 20)

@@ -140,15 +140,15 @@ class MeshConfig(ScheduledConfig):
             raise ConfigError(
                 f"ema_decay is {train.ema_decay:g}, but on a mesh nobody averages weights: set it to null"
             )
-        is_gpt = train.workload is None and isinstance(train.model, GPTConfig)
+        gpt = train.model if isinstance(train.model, GPTConfig) and train.workload is None else None
         self.check_division(
             world_size=self.num_ranks,
             num_samples=train.samples_per_step,
-            num_layers=train.model.num_layers if is_gpt else None,
+            num_layers=None if gpt is None else gpt.num_layers,
         )
-        if is_gpt and train.model.num_heads % self.mesh.tp:
+        if gpt is not None and gpt.num_heads % self.mesh.tp:
             raise ConfigError(
-                f"mesh.tp is {self.mesh.tp}, which does not divide the {train.model.num_heads} heads of "
+                f"mesh.tp is {self.mesh.tp}, which does not divide the {gpt.num_heads} heads of "
                 "model.num_heads: change one of them"
             )
 
