@@ -2,7 +2,7 @@
 
 Core kinds are judged by `kubernetes-validate`. Of JobSet v1alpha2 and TrainJob v1alpha1 (Kubeflow Trainer
 2.2) the fields are written down here that a launch may use, with their types; what is not listed is refused.
-Where the environment variable CRDS names a folder with the published CustomResourceDefinitions, they judge as well.
+Where the environment variable CRDS names a folder of published CustomResourceDefinitions, they judge too.
 """
 
 import os
