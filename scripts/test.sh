@@ -8,7 +8,7 @@ root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd -- "$root"
 
 # Debian packages that tests need, separated by spaces.
-system_packages="openssh-server openssh-client tmux rsync iproute2 procps fish zsh prometheus chromium chromium-driver docker-compose nginx graphviz"
+system_packages="openssh-server openssh-client tmux rsync iproute2 procps fish zsh prometheus chromium chromium-driver docker-compose nginx graphviz slurmctld slurmd slurm-client"
 
 # shellcheck disable=SC2329 # `check` invokes it
 install_system_packages() {

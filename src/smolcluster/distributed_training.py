@@ -4,21 +4,29 @@ Without a rank it starts all ranks on this machine. The first one that fails is 
 """
 
 import argparse
+import json
 import os
 import platform
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from smolcluster.algorithms.entry import guarded
+from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
 from smolcluster.errors import LaunchError
+
+if TYPE_CHECKING:
+    from smolcluster.configs.resolve import Settings
 
 END_TIMEOUT_S = 60.0
 """How long rank 0 may save after a signal."""
+STOP_ON_STDIN_EOF = "--stop-on-stdin-eof"
 MODEL_FLAGS = {
     "hidden_size": "model.model_dim",
     "attention_heads": "model.num_heads",
@@ -36,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(given)
-    return guarded(lambda: _run(args, given))
+    return guarded(lambda: _run(args, given), stop_on_stdin_eof=args.stop_on_stdin_eof)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,18 +58,24 @@ def parser() -> argparse.ArgumentParser:
     ranks.add_argument("--nproc-per-node", type=int, help="ranks here, from --rank on; default 1")
     ranks.add_argument("--master-addr", help="where rank 0 is; default MASTER_ADDR, localhost")
     ranks.add_argument("--master-port", type=int, help="its port; default MASTER_PORT, 29500")
-    ranks.add_argument("--backend", choices=("auto", "nccl", "gloo", "mpi"), default="auto")
+    ranks.add_argument("--backend", choices=("auto", "nccl", "gloo", "mpi"), help="default auto")
     ranks.add_argument("--no-nccl", action="store_true", help="the same as --backend gloo")
     ranks.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS")
     mesh = made.add_argument_group("mesh")
     for name in ("dp", "fsdp", "tp", "pp"):
         mesh.add_argument(f"--{name}", type=int, help="ranks along it; default 1, of dp the rest")
-    mesh.add_argument("--schedule", default="1f1b")
+    mesh.add_argument("--schedule", help="default 1f1b")
     mesh.add_argument("--microbatches", type=int, help="default 1, or 2 x pp")
     mesh.add_argument("--use-gradient-checkpointing", action="store_true")
     mesh.add_argument(
-        "--activation-checkpointing", choices=("none", "full", "selective"), default="none"
+        "--activation-checkpointing", choices=("none", "full", "selective"), help="default none"
     )
+    mesh.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="cluster file, or a shipped name, whose mesh it is; flags win. Default: flags alone say it",
+    )
+    mesh.add_argument("--node", help="this machine's name in it; default: its server's")
     what = made.add_argument_group("training")
     what.add_argument("--config", default="stdlib", help="training file, or a shipped name")
     what.add_argument("--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
@@ -74,6 +88,11 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--mixed-precision", action="store_true", help="precision bf16")
     what.add_argument("--run-id")
     what.add_argument("--resume", metavar="RUN", help="a run to go on with, latest, or auto")
+    what.add_argument(
+        "--workload", metavar="FILE:FUNCTION", help="a function that makes a Workload"
+    )
+    what.add_argument("--no-progress", action="store_true", help="leave it to who started this")
+    made.add_argument(STOP_ON_STDIN_EOF, action="store_true", help=argparse.SUPPRESS)
     return made
 
 
@@ -100,19 +119,70 @@ def mesh_keys(args: argparse.Namespace, world_size: int) -> dict[str, object]:
     recompute = "full" if args.use_gradient_checkpointing else args.activation_checkpointing
     return {
         "mesh": {"dp": args.dp or max(1, rest), **sizes},
-        "schedule": args.schedule,
+        "schedule": args.schedule or "1f1b",
         "microbatches": args.microbatches or (2 * sizes["pp"] if sizes["pp"] > 1 else 1),
-        "activation_checkpointing": recompute,
-        "backend": "gloo" if args.no_nccl else args.backend,
+        "activation_checkpointing": recompute or "none",
+        "backend": "gloo" if args.no_nccl else args.backend or "auto",
     }
 
 
-def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    from smolcluster.algorithms.Mesh.ranks import ranks_of  # noqa: PLC0415 - it imports torch
+def stated_keys(args: argparse.Namespace) -> dict[str, object]:
+    """What flags say of the mesh, on top of a cluster file."""
+    sizes = {f"mesh.{name}": getattr(args, name) for name in ("dp", "fsdp", "tp", "pp")}
+    names = ("schedule", "microbatches", "activation_checkpointing", "backend")
+    keys = {**sizes, **{name: getattr(args, name) for name in names}}
+    if args.use_gradient_checkpointing:
+        keys["activation_checkpointing"] = "full"
+    if args.no_nccl:
+        keys["backend"] = "gloo"
+    return {key: value for key, value in keys.items() if value is not None}
 
+
+def configuration(
+    args: argparse.Namespace, world_size: int | None
+) -> tuple["Settings", dict[str, Any]]:
+    """The settings of this machine, and the mesh's keys.
+
+    Args:
+        world_size: how many ranks there are; None: as many as the cluster file's mesh has.
+
+    Raises:
+        ConfigError: a file, key or value is wrong.
+    """
+    from smolcluster.configs.resolve import load_settings, workload_overrides  # noqa: PLC0415
+    from smolcluster.configs.schema import config_of  # noqa: PLC0415 - they take time
+
+    keys = stated_keys(args) if args.cluster else mesh_keys(args, world_size or 1)
+    asked = {"backend": "mpi"} if keys.get("backend") == "mpi" else {}  # refused by who knows why
+    texts = [f"{key}={json.dumps(value)}" for key, value in keys.items() if key not in asked]
+
+    def settings_with(*more: str) -> "Settings":
+        return load_settings(
+            args.cluster or default_algorithm().name,
+            args.config,
+            args.node if args.cluster else None,
+            [*texts, *more, *workload_overrides(args.workload)],
+            local=True,
+            local_workers=1,
+        )
+
+    own = config_of(algorithm_of_groups())
+    mesh = settings_with(*args.override).of(own).model_dump()
+    num_shares = mesh["mesh"]["dp"] * mesh["mesh"]["fsdp"]
+    return settings_with(*overrides_of(args, num_shares)), {**mesh, **asked}
+
+
+def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    from smolcluster.algorithms.Mesh.config import config_of  # noqa: PLC0415 - it takes time
+    from smolcluster.algorithms.Mesh.ranks import RANK_VARIABLES, ranks_of  # noqa: PLC0415 - it imports torch
+
+    size = args.world_size
+    if args.cluster and size is None and not any(rank in os.environ for rank, _ in RANK_VARIABLES):
+        _, keys = configuration(args, None)
+        size = config_of(keys | {"backend": "auto"}).num_ranks
     ranks = ranks_of(
         os.environ,
-        world_size=args.world_size,
+        world_size=size,
         rank=args.rank,
         num_here=args.nproc_per_node,
         address=args.master_addr,
@@ -124,18 +194,18 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         return
     from smolcluster.algorithms.Mesh.process import be_rank  # noqa: PLC0415 - it imports torch
 
-    config = mesh_keys(args, ranks.world_size)
-    shares = config["mesh"]
-    num_shares = shares["dp"] * shares["fsdp"] if isinstance(shares, dict) else 1
+    settings, keys = configuration(args, ranks.world_size)
+    if args.stop_on_stdin_eof:
+        threading.Thread(target=_die_after_parent, name="parent", daemon=True).start()
     be_rank(
         ranks,
-        config,
-        args.config,
-        overrides_of(args, num_shares),
+        keys,
+        settings,
         start_timeout_s=args.start_timeout,
         vocab_size=args.vocab_size,
         run_id=args.run_id,
         resume=args.resume,
+        has_progress=not args.no_progress,
     )
 
 
@@ -146,10 +216,12 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
         LaunchError: one failed; names the first.
     """
     processes: dict[int, subprocess.Popen[bytes]] = {}
+    told = [*(each for each in argv if each != STOP_ON_STDIN_EOF), STOP_ON_STDIN_EOF]
     try:
         for rank in here:
             processes[rank] = subprocess.Popen(  # noqa: S603 - this very program
-                [sys.executable, "-m", "smolcluster.distributed_training", *argv],
+                [sys.executable, "-m", "smolcluster.distributed_training", *told],
+                stdin=subprocess.PIPE,  # its end tells a rank that its parent has gone
                 env={
                     **os.environ,
                     **environ,
@@ -193,6 +265,17 @@ def _end(processes: Mapping[int, "subprocess.Popen[bytes]"]) -> None:
             if process.poll() is None:
                 process.kill()
             process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def _die_after_parent() -> None:
+    """End this process some time after its parent: rank 0 saves meanwhile, the others wait for its word."""
+    with suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    time.sleep(END_TIMEOUT_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _free_port() -> int:

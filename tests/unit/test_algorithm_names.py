@@ -16,13 +16,17 @@ NAMES = {spec.name for spec in OURS} | {spec.package for spec in OURS}
 QUOTED = re.compile(rf"""(["'`])({"|".join(sorted(re.escape(name) for name in NAMES))})\1""")
 
 
+OWN = ("distributed_training.py", "cli/__init__.py", "cli/machines.py")
+"""A command of its own, and the file that is one, by names that users type."""
+
+
 def named(package: Path) -> list[str]:
     """Where a file outside the algorithms' folders imports one, or has its name as a text of its own."""
     folders = {package / "algorithms" / spec.folder.name for spec in OURS}
     return [
         f"{path.relative_to(package)}:{line}"
         for path, line in (*modules(package), *scripts(package))
-        if folders.isdisjoint(path.parents)
+        if folders.isdisjoint(path.parents) and path.relative_to(package).as_posix() not in OWN
     ]
 
 

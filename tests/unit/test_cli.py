@@ -16,6 +16,8 @@ from smolcluster.errors import PortBusy
 
 PROJECT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "torchvision", "wandb", "sklearn", "numpy", "pydantic", "ruamel"}
+SERVED = [spec.name for spec in algorithms().values() if not spec.is_group]
+"""Algorithms that have a server and workers."""
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +119,7 @@ def test_what_the_algorithm_cannot_follow_is_told_before_anything_starts(
     assert list(nothing_starts.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", algorithms())
+@pytest.mark.parametrize("name", SERVED)
 def test_a_dry_run_prints_the_plan_and_starts_nothing(
     name: str, capsys: pytest.CaptureFixture[str], nothing_starts: Path
 ) -> None:
@@ -131,7 +133,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
     assert list(nothing_starts.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", algorithms())
+@pytest.mark.parametrize("name", SERVED)
 def test_a_dry_run_without_local_prints_the_plan_of_the_cluster_and_starts_nothing(
     name: str, capsys: pytest.CaptureFixture[str], nothing_starts: Path
 ) -> None:
@@ -148,6 +150,21 @@ def test_a_dry_run_without_local_prints_the_plan_of_the_cluster_and_starts_nothi
         "```mermaid\n",
     ):
         assert part in captured.out
+    assert list(nothing_starts.iterdir()) == []
+
+
+def test_a_dry_run_of_a_mesh_prints_what_each_place_gets(
+    capsys: pytest.CaptureFixture[str], nothing_starts: Path
+) -> None:
+    image = ("--override", "kubernetes.image=me/smolcluster")
+    for options, told in (
+        (["--local"], "-m smolcluster.distributed_training --run-id mesh-"),
+        ([], "--world-size 8 --rank 4 --nproc-per-node 4 --master-addr 10.10.0.1"),
+        (["--on", "slurm"], "#SBATCH --requeue"),
+        (["--on", "kubernetes", *image], "completionMode: Indexed"),
+    ):
+        assert main(["launch", "mesh", "--dry-run", *options]) == 0
+        assert told in capsys.readouterr().out
     assert list(nothing_starts.iterdir()) == []
 
 
@@ -191,7 +208,7 @@ def test_all_algorithms_are_launched_with_the_same_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = []
-    for name in algorithms():
+    for name in SERVED:
         assert main(["launch", name, "--help"]) == 0
         text = capsys.readouterr().out
         assert all(part in text for part in ("Exit codes", "75 ", "77 ", "78 ", "130 "))

@@ -17,6 +17,7 @@ from smolcluster.cli.options import (
     Observe,
     Overrides,
     Overwrite,
+    Place,
     Run,
     Script,
     TrainFile,
@@ -92,6 +93,7 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
     def command(
         *,
         local: Local = False,
+        on: Place = "ssh",
         workers: Workers = None,
         dry_run: DryRun = False,
         detach: Detach = False,
@@ -106,7 +108,7 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         override: Overrides = None,
     ) -> int:
         from smolcluster.launch.advise.run import launch_advised, launch_as_stated  # noqa: PLC0415 - see above
-        from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415
+        from smolcluster.launch.remote import LaunchOptions, place_of  # noqa: PLC0415
         from smolcluster.launch.requests import request_of  # noqa: PLC0415
 
         request = request_of(
@@ -120,7 +122,15 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
             workload=workload,
             script=script,
         )
-        how = LaunchOptions(dry_run, not no_sync, overwrite, not no_tmux, detach, observe)
+        how = LaunchOptions(
+            dry_run,
+            not no_sync,
+            overwrite,
+            not no_tmux,
+            detach,
+            observe,
+            on=place_of(on, local=local),
+        )
         start = launch_advised if is_auto else launch_as_stated
         return start(request, how, local=local)
 
@@ -131,7 +141,8 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         epilog=below_training(*(AUTO_EXAMPLES if is_auto else _examples(name))),
     )(command)
     found = typer.main.get_command(alone)
-    found.params = [each for each in found.params if not (is_auto and each.name == "script")]
+    left_out = [*["script"] * is_auto, *["on"] * (not spec.is_group)]
+    found.params = [each for each in found.params if each.name not in left_out]
     return found
 
 

@@ -42,6 +42,14 @@ Workers = Annotated[
         help="Number of workers; needs --local.  [default: as many as the cluster file lists]",
     ),
 ]
+Place = Annotated[
+    str,
+    typer.Option(
+        "--on",
+        metavar="ssh|slurm|kubernetes",
+        help="What starts it: ssh on the machines of the cluster file, or a scheduler.",
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option(

@@ -31,7 +31,7 @@ def json_schema(kind: Kind) -> Json:
     )
     title = f"smolcluster: {kind} file"
     shared = schema["properties"]
-    schema["properties"] = shared | dict(_own_sections(shared))
+    schema["properties"] = shared | dict(_own_sections(shared, schema.get("$defs", {})))
     if kind == "cluster":
         return {"$schema": DIALECT, **schema, "title": title}
     definitions = schema.pop("$defs")
@@ -48,10 +48,12 @@ def json_schema(kind: Kind) -> Json:
     }
 
 
-def _own_sections(properties: Json) -> Iterator[tuple[str, Json]]:
-    """For each algorithm that has keys here, the section below its name."""
+def _own_sections(properties: Json, definitions: Json) -> Iterator[tuple[str, Json]]:
+    """For each algorithm that has keys here, the section below its name, which may be a key, too."""
     for spec in algorithms().values():
         own = {key: properties[key] for key in properties if key in own_keys(spec.name)}
+        if "$ref" in (same := own.pop(spec.name, {})):
+            own = own | definitions[same["$ref"].rpartition("/")[2]]["properties"]
         if own:
             yield spec.name, {"type": "object", "properties": own, "additionalProperties": False}
 

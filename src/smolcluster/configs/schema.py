@@ -94,6 +94,13 @@ Wait = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S)]
 HeartbeatTimeout = Annotated[float, Field(ge=0.1, le=LONGEST_WAIT_S)]
 FunctionNamed = Annotated[str, AfterValidator(check_name)]
 Activation = Literal["relu", "gelu", "silu", "tanh"]
+SlurmOption = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]{0,39}$")]
+SlurmValue = Annotated[str, StringConstraints(pattern=r"^[^\s\"'\\]+$", max_length=200)]
+ImageName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w./:@-]*$", max_length=255)]
+KubernetesName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
+SecretKey = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]*/[\w.-]+$", max_length=253)
+]
 AlgorithmName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
 """One of those that are installed, or `single`; part of the names of runs."""
 CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4"]
@@ -309,6 +316,16 @@ class AlgorithmConfig(Section):
         return {}
 
     @property
+    def num_ranks(self) -> int:
+        """Of a group: its processes."""
+        return 0
+
+    @property
+    def portable(self) -> dict[str, Any]:
+        """Keys that name files of this machine, with what they hold instead."""
+        return {}
+
+    @property
     def uplink_codec(self) -> str | None:
         """The codec of what workers send; None: what `codec` and `use_quantization` say."""
         return None
@@ -327,6 +344,55 @@ class AlgorithmConfig(Section):
 
 C = TypeVar("C", bound=AlgorithmConfig)
 F = TypeVar("F", bound=Section)
+
+
+class SlurmConfig(Section):
+    """How Slurm is asked for machines, with `launch --on slurm`."""
+
+    nodes: PositiveInt = Field(1, description="Machines; the ranks are shared equally among them.")
+    launcher: Literal["srun", "torchrun"] = Field(
+        "srun",
+        description="What starts the ranks of a machine; torchrun is itself started by srun.",
+    )
+    options: dict[SlurmOption, SlurmValue | int | None] = Field(
+        {},
+        description="Further options of sbatch, such as {partition: gpu, time: 24:00:00, gres: gpu:8}; null: "
+        "one without a value.",
+    )
+
+
+class KubernetesConfig(Section):
+    """What Kubernetes is told, with `launch --on kubernetes`."""
+
+    kind: Literal["job", "jobset", "trainjob"] = Field(
+        "job",
+        description="job: an Indexed Job and a headless Service; jobset: JobSet; trainjob: Kubeflow Trainer, "
+        "version 2.2 or newer.",
+    )
+    nodes: PositiveInt = Field(1, description="Pods; the ranks are shared equally among them.")
+    image: ImageName | None = Field(None, description="The image that has smolcluster installed.")
+    namespace: KubernetesName = Field("default", description="Where the objects are made.")
+    queue: KubernetesName | None = Field(
+        None, description="Kueue's local queue in which the run waits; null: none."
+    )
+    claim: KubernetesName | None = Field(
+        None,
+        description="The PersistentVolumeClaim that is mounted as /runs; null: the run's files end with it.",
+    )
+    secrets: dict[EnvName, SecretKey] = Field(
+        {},
+        description="Environment variables from Secrets, as in {WANDB_API_KEY: name-of-the-secret/its-key}.",
+    )
+    env: dict[EnvName, str] = Field(
+        {}, description="Environment variables of the pods; what is secret belongs into `secrets`."
+    )
+    gpus: NonNegativeInt = Field(0, description="GPUs of NVIDIA a pod.")
+    runtime: KubernetesName = Field(
+        "torch-distributed", description="Of a trainjob: its ClusterTrainingRuntime."
+    )
+    retries: NonNegativeInt = Field(
+        3, description="How often all pods are started again when one has failed."
+    )
 
 
 class ClusterConfig(Section):
@@ -416,6 +482,12 @@ class ClusterConfig(Section):
     )
     keep_last: PositiveInt = Field(
         3, description="Checkpoints that are kept, besides the one of the lowest validation loss."
+    )
+    slurm: SlurmConfig = Field(
+        SlurmConfig(), description="How Slurm is asked for machines, with `launch --on slurm`."
+    )
+    kubernetes: KubernetesConfig = Field(
+        KubernetesConfig(), description="What Kubernetes is told, with `launch --on kubernetes`."
     )
     encryption: Encryption = Field(
         "auto",
@@ -807,10 +879,15 @@ def _own_schemas() -> dict[str, Any]:
 
 def _with_algorithms(shared: type[F], *, of_training: bool) -> type[F]:
     owners = dict.fromkeys((*ClusterConfig.model_fields, *TrainConfig.model_fields), "everybody's")
+    declared: dict[str, type] = {}
     fields: dict[str, Any] = {}
     for spec in algorithms().values():
         config = config_of(spec)
         for name, field in config.model_fields.items():
+            origin = next(each for each in config.__mro__ if name in each.__annotations__)
+            if declared.get(name) is origin and origin is not config:  # they have it from one class
+                continue
+            declared[name] = origin
             if name in owners:
                 raise ConfigError(
                     f"the algorithm {spec.name} has the key {name}, which is {owners[name]} already"

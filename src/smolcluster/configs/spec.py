@@ -29,6 +29,7 @@ class LaunchCommand:
     Attributes:
         local_workers: number of workers with --local; None: as many as the cluster file lists.
         local_overrides: `key=value` texts with --local, below the user's own.
+        train_overrides: the same wherever it runs, where the training file is this one.
         cluster_overrides: the same on the machines of a cluster, where the training file is this one.
     """
 
@@ -37,6 +38,7 @@ class LaunchCommand:
     train_config: str | None = None
     local_workers: int | None = None
     local_overrides: tuple[str, ...] = ()
+    train_overrides: tuple[str, ...] = ()
     cluster_overrides: tuple[str, ...] = ()
 
 
@@ -58,6 +60,8 @@ class AlgorithmSpec:
         has_local_steps: whether a worker's own optimizer steps its copy of the weights, and only what came of
             several steps is sent.
         has_whole_model: whether server and workers have the whole model each, and not only its outline.
+        is_group: whether its processes are one group of `torch.distributed`, so that all must be there before
+            anything begins, and are started by the node instead of as server and workers.
         is_default: whether it is meant where no algorithm is named.
     """
 
@@ -77,6 +81,7 @@ class AlgorithmSpec:
     is_synchronous: bool = False
     has_local_steps: bool = False
     has_whole_model: bool = True
+    is_group: bool = False
     is_default: bool = False
 
     @property
@@ -152,6 +157,24 @@ def algorithm_of_stages() -> AlgorithmSpec:
     if found is None:
         raise ConfigError("no algorithm is installed that spreads a model's layers over machines")
     return found
+
+
+def algorithm_of_groups() -> AlgorithmSpec:
+    """The one whose processes are a group of `torch.distributed`.
+
+    Raises:
+        ConfigError: none is installed.
+    """
+    found = next((spec for spec in algorithms().values() if spec.is_group), None)
+    if found is None:
+        raise ConfigError("no algorithm is installed that trains on torch.distributed")
+    return found
+
+
+def is_group(name: str) -> bool:
+    """Whether the processes of the algorithm of that name, which need not be known here, are one group."""
+    spec = algorithms().get(name)
+    return spec is not None and spec.is_group
 
 
 def default_algorithm() -> AlgorithmSpec:

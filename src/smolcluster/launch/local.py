@@ -10,7 +10,9 @@ from pathlib import Path
 from smolcluster.cluster.listening import check_port
 from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.resolve import Settings, check_algorithm
+from smolcluster.launch.group_plan import plan_group_local
 from smolcluster.launch.host import Host
+from smolcluster.launch.jobs.launch import launch_job
 from smolcluster.launch.observe.beside import announce, beside_others, stack_for, within_reach
 from smolcluster.launch.plan import Request, plan_local
 from smolcluster.launch.prepare import Machine
@@ -31,6 +33,8 @@ def launch(request: Request, how: LaunchOptions, *, local: bool) -> int:
     Raises:
         SmolclusterError: what prevents it, in one line.
     """
+    if not local and how.on != "ssh":
+        return launch_job(for_any_folder(request), how)
     if not local:
         return launch_remote(for_any_folder(request), how)
     run_id = new_run_id(request.algorithm.name, datetime.now().astimezone())
@@ -97,6 +101,15 @@ def _plan(
     resume: bool,
     in_sessions: bool = False,
 ) -> Launched:
+    if request.algorithm.is_group:
+        return plan_group_local(
+            request,
+            settings,
+            run_dir=run_dir,
+            python=sys.executable,
+            resume=resume,
+            in_sessions=in_sessions,
+        )
     return plan_local(
         request,
         settings.cluster,

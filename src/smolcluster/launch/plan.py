@@ -111,7 +111,7 @@ def plan_local(
             run_dir=str(run_dir),
             session=_session(run_id, node, role, rank) if in_sessions else "",
             project_dir=str(run_dir.parent),
-            argv=(python, *argv, *_overrides(texts)),
+            argv=(python, *argv, *override_options(texts)),
         )
 
     server = planned(
@@ -151,10 +151,10 @@ def _local_server(
         *_local(request),
         *("--run-id", run_id),
         *(() if in_sessions else (NO_PROGRESS,)),
-        *_option("--resume", "auto" if resume else None),
-        *_option("--config", request.config if request.script is None else None),
-        *_option("--train-config", _train_config(request)),
-        *_option("--workload", request.workload),
+        *option("--resume", "auto" if resume else None),
+        *option("--config", request.config if request.script is None else None),
+        *option("--train-config", _train_config(request)),
+        *option("--workload", request.workload),
     )
 
 
@@ -173,13 +173,13 @@ def _local_other(
         *("--server", format_address(cluster.host_ip[node], cluster.port)),
         *("--run-id", run_id),
         *restarts(cluster),
-        *_option("--config", request.config),
-        *_option("--workload", None if rank is None else request.workload),
+        *option("--config", request.config),
+        *option("--workload", None if rank is None else request.workload),
     )
 
 
 def _local(request: Request) -> tuple[str, ...]:
-    return ("--local", *_option("--workers", request.num_workers))
+    return ("--local", *option("--workers", request.num_workers))
 
 
 def _role(cluster: ClusterConfig, node: str, rank: int | None) -> str:
@@ -244,16 +244,16 @@ def plan_cluster(
             project_dir=place.project_dir,
             argv=(
                 *(place.python, *argv, f"{run_dir}/{CLUSTER_FILE}", *_script(script, request)),
-                *_option(
+                *option(
                     "--workload",
-                    None if role == "store" else _in_run(request.workload, run_dir),
+                    None if role == "store" else in_run(request.workload, run_dir),
                 ),
             ),
             device=stated.device,
         )
 
     def overrides(node: str, texts: Sequence[str]) -> tuple[str, ...]:
-        return _overrides(
+        return override_options(
             (*texts, f"runs_dir={json.dumps(places[node].runs_dir, ensure_ascii=False)}")
         )
 
@@ -295,7 +295,7 @@ def plan_cluster(
     )
 
 
-def _in_run(workload: str | None, run_dir: str) -> str | None:
+def in_run(workload: str | None, run_dir: str) -> str | None:
     """How a process whose run is in `run_dir` is told the function that makes the workload."""
     if workload is None:
         return None
@@ -325,12 +325,12 @@ def _sent(file: Path) -> str:
 
 def restarts(cluster: ClusterConfig) -> tuple[str, ...]:
     """The option that gives a worker its supervisor; the server's way back is `resume`."""
-    return _option("--restarts", cluster.restarts or None)
+    return option("--restarts", cluster.restarts or None)
 
 
-def _option(flag: str, value: str | int | None) -> tuple[str, ...]:
+def option(flag: str, value: str | int | None) -> tuple[str, ...]:
     return () if value is None else (flag, str(value))
 
 
-def _overrides(texts: Sequence[str]) -> tuple[str, ...]:
+def override_options(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(item for text in texts for item in ("--override", text))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
@@ -19,6 +19,7 @@ from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, No
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.packets import check_packets
 from smolcluster.launch.find import all_runs, find
+from smolcluster.launch.group_plan import check_systems, plan_group, portable_request
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.installed import installed_project
 from smolcluster.launch.manifest import version_of
@@ -31,7 +32,15 @@ from smolcluster.launch.plan import (
     Request,
     plan_cluster,
 )
-from smolcluster.launch.prepare import Machine, bring, check_port, examine, forwarded, settings_in
+from smolcluster.launch.prepare import (
+    Machine,
+    bring,
+    check_port,
+    examine,
+    forwarded,
+    run_on_all,
+    settings_in,
+)
 from smolcluster.launch.requests import (
     DEFAULT_TRAINING,
     cluster_source,
@@ -64,7 +73,7 @@ from smolcluster.runs.paths import (
 )
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.folders import checkout
-from smolcluster.utils.words import as_command
+from smolcluster.utils.words import as_command, hint_at
 
 NOT_INHERITED = (
     *("TMUX", "TMUX_PANE", "TERM", "PWD", "OLDPWD", "SHLVL", "_"),
@@ -74,6 +83,26 @@ NOT_INHERITED = (
 
 TOLD_FILE = "launch/told.json"
 """In a run's folder on the machine that launched it; it may hold secrets."""
+
+
+Place = Literal["ssh", "slurm", "kubernetes"]
+
+
+def place_of(stated: str, *, local: bool) -> Place:
+    """Where `--on` says that a run is.
+
+    Raises:
+        ConfigError: it says something else, or also --local.
+    """
+    known = get_args(Place)
+    if stated not in known:
+        raise ConfigError(
+            f"--on is {stated!r}, must be one of {', '.join(known)}{hint_at(stated, known)}"
+        )
+    if local and stated != "ssh":
+        raise ConfigError(f"--local and --on {stated} are two places: leave one of them out")
+    place: Place = stated
+    return place
 
 
 @dataclass(frozen=True)
@@ -89,6 +118,7 @@ class LaunchOptions:
         observe: start Grafana, Loki and Prometheus where they can be; None: as the cluster file says, and
             otherwise use those that run; False: leave them alone.
         prediction: what was predicted of the run; None: nothing.
+        on: where a group runs that is not this machine's alone.
     """
 
     dry_run: bool = False
@@ -98,6 +128,7 @@ class LaunchOptions:
     detach: bool = False
     observe: bool | None = None
     prediction: Prediction | None = None
+    on: Place = "ssh"
 
 
 def launch_remote(
@@ -119,7 +150,11 @@ def launch_remote(
     here = all_runs()
     places = places_of(request, settings.cluster, cluster_file, train_file, here)
     code, seen = _code_of(named)
-    launched = plan_cluster(seen, settings.cluster, places, run_id)
+    if request.algorithm.is_group:
+        seen = portable_request(seen, settings)
+        launched = plan_group(seen, settings, places, run_id)
+    else:
+        launched = plan_cluster(seen, settings.cluster, places, run_id)
     if resume:
         launched = launched.resumed()
     if how.dry_run:
@@ -129,6 +164,10 @@ def launch_remote(
     machines = machines_of(settings.cluster, places, cluster_file)
     run = Run(launched, RunPaths(here / check_run_id(run_id)), SteadyConsole(), machines)
     examine(machines.values(), run.say, sync=how.sync)
+    if request.algorithm.is_group:
+        hosts = [machine.host for machine in machines.values()]
+        systems = run_on_all(hosts, lambda host: host.run("uname -s").stdout.strip())
+        check_systems(list(systems.items()))
     run.keep_what_waits(version_of(root) if how.sync else None)
     check_port(host_of(launched.server), launched.port)
     root_sent = root if how.sync else None
@@ -173,7 +212,9 @@ def put_configuration(
         put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", cluster_file)
         if code is not None:
             put_code(host_of(process), process.run_dir, code.packed, code.name)
-    put(host_of(server), f"{server.run_dir}/{TRAIN_FILE}", train_file)
+    readers = launched.processes if launched.is_group else (server,)
+    for process in readers:
+        put(host_of(process), f"{process.run_dir}/{TRAIN_FILE}", train_file)
 
 
 def own_secret_file() -> Path:
@@ -240,7 +281,7 @@ def go_on(run: Run, launched: Launched, how: LaunchOptions) -> int:
     # A small one may end before its last worker is there, who must not wait for it.
     if not launched.has_sessions or run.is_over:
         return run.follow()
-    has_window = how.tmux and shutil.which("tmux") is not None
+    has_window = how.tmux and not launched.is_job and shutil.which("tmux") is not None
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if has_window and (how.detach or on_terminal):
         try:
@@ -267,7 +308,7 @@ def attach(run: str) -> int:
     """
     paths = find(run)
     launched = launched_of(paths)
-    if launched is None or not launched.has_sessions:
+    if launched is None or not launched.has_sessions or launched.is_job:
         raise ConfigError(
             f"run {paths.run_id} has no sessions to attach to: it ran without tmux, or was launched elsewhere"
         )

@@ -110,12 +110,12 @@ def request_of(
             num_workers=num_workers,
             script=known_script(script),
         )
-    filled_in: tuple[str, ...] = ()
+    filled_in = command.train_overrides if train_config is None and workload is None else ()
     if local:
-        filled_in = command.local_overrides
+        filled_in += command.local_overrides
         num_workers = command.local_workers if num_workers is None else num_workers
     elif train_config is None:
-        filled_in = command.cluster_overrides
+        filled_in += command.cluster_overrides
     train_config = train_config or command.train_config
     if local and train_config == "gpt":
         train_config = SMALL_GPT

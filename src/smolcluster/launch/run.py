@@ -190,7 +190,8 @@ class Run:
                 if self._launched.has_sessions:
                     write_launched(self._paths.launched, self._launched)
                     self._start_server(asked)
-                    self._start_workers(asked)
+                    if not self._launched.is_job:
+                        self._start_workers(asked)
                     point_latest(self._paths.root.parent, self._launched.run_id)
                 else:
                     self._start_children()
@@ -221,8 +222,9 @@ class Run:
         stores = [format_count(len(self._launched.stores), "store")] * bool(self._launched.stores)
         workers = format_count(len(self._launched.workers), "worker")
         others = " and ".join([*stores, workers])
+        what = "all ranks" if self._launched.is_group else f"a server and {others}"
         self.say(
-            f"run {self._launched.run_id}: starting a server and {others}; Ctrl-C stops them. "
+            f"run {self._launched.run_id}: starting {what}; Ctrl-C stops them. "
             "Loading PyTorch takes each of them some seconds"
         )
         self._before = self.status()
@@ -258,6 +260,12 @@ class Run:
     def _start_server(self, asked: Interrupts) -> None:
         server = self._launched.server
         self._before = self.status()
+        if server.scheduler is not None:
+            self._begin(server)
+            self.say(
+                f"run {self._launched.run_id}: {server.scheduler} has it as a job of that name"
+            )
+            return
         self.say(
             f"run {self._launched.run_id}: starting the server on {server.node}; loading PyTorch takes "
             "some seconds"
@@ -266,9 +274,16 @@ class Run:
         self._ship([each for each in self._launched.shippers if each.node == server.node])
         if self._launched.has_script:  # the run begins when a script has told what is trained
             return
+        if self._launched.is_group:  # which begins when all are there
+            return
+        self._wait_until_it_listens(server, asked)
+
+    def _wait_until_it_listens(self, server: LaunchedProcess, asked: Interrupts) -> None:
         told, patience, newest = Deadline(TOLD_EVERY_S), Deadline(SERVER_SILENT_S), ""
         while self._new_status() is None:
-            self._check_alive([server], asked)
+            self._check_alive(
+                self._launched.processes if self._launched.is_group else [server], asked
+            )
             if told.expired:
                 if (line := newest_line(server)) != newest:
                     newest, patience = line, Deadline(SERVER_SILENT_S)
@@ -289,7 +304,7 @@ class Run:
         begun = [*self._launched.stores, *new_workers]
         there = [f"{', '.join(kept)} still there"] * bool(kept)
         new = [f"starting {', '.join(worker.title for worker in begun)}"] * bool(begun)
-        listens = ["it listens"] * (not self._launched.has_script)
+        listens = ["it listens"] * (not (self._launched.has_script or self._launched.is_group))
         self.say("; ".join([*listens, *there, *new]))
         by_node: dict[str, list[LaunchedProcess]] = {}
         for worker in begun:
@@ -302,6 +317,10 @@ class Run:
         run_on_all([self._machines[node].host for node in by_node], begin_there)
         elsewhere = {each.node for each in self._launched.others} - {self._launched.server.node}
         self._ship([each for each in self._launched.shippers if each.node in elsewhere])
+        if self._launched.is_group:
+            self._wait_until_it_listens(self._launched.server, asked)
+            self.say("all ranks are there")
+            return
         self._wait_for(workers, self._launched.processes, asked)
         self.say("all have joined")
 
@@ -485,7 +504,7 @@ class Run:
             self._is_lost = False
         if code is None and status is not None and self._told.expired:
             self._told = Deadline(TOLD_EVERY_S)
-            self.say(progress_line(status))
+            self.say(progress_line(status, is_group=self._launched.is_group))
         return code
 
     def _look_at_children(self) -> int | None:
@@ -504,6 +523,9 @@ class Run:
                 "the script has ended without smolcluster.attach(model, optimizer): nothing was trained"
             )
         have_failed = all(worker.stem in self._failed for worker in workers)
+        have_failed = (
+            have_failed and not self._launched.is_group
+        )  # which ends as its first one does
         if code is None and have_failed and self._is_deserted():
             self._end()
             endings = "; ".join(f"{each.title} {child.ending}" for each, child in workers.items())
@@ -654,7 +676,8 @@ class Run:
         self._show_progress()
         self._view.close()
         status = self._new_status()
-        if status is None or not status.workers:  # none has ever taken part
+        has_begun = status is not None and (status.workers or self._launched.is_group)
+        if not has_begun:  # none has ever taken part
             take_back_latest(self._paths, self._newest_before)
 
     def _show_summary(self) -> None:
@@ -719,7 +742,7 @@ def stop_command(paths: RunPaths) -> str:
     return shlex.join([sys.executable, "-c", program, "stop", str(paths.root.absolute())])
 
 
-def progress_line(status: RunStatus) -> str:
+def progress_line(status: RunStatus, *, is_group: bool = False) -> str:
     parts = [f"step {status.step:,} of {status.total_steps:,}"]
     if status.loss is not None:
         parts.append(f"loss {status.loss:.4g}")
@@ -727,6 +750,8 @@ def progress_line(status: RunStatus) -> str:
         number = f"{value:.3f}" if name == "accuracy" else f"{value:.4g}"
         parts.append(f"validation {name} {number}")
     parts.append(f"{status.samples_per_s:,.0f} samples/s")
+    if is_group:
+        return ", ".join(parts)
     present = sum(worker.state == "joined" for worker in status.workers)
     return ", ".join([*parts, format_count(present, "worker")])
 

@@ -18,6 +18,7 @@ from smolcluster.configs.schema import GPTConfig, NodeConfig, config_of
 from smolcluster.configs.spec import SINGLE, algorithms, get_algorithm
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find, in_folder
+from smolcluster.launch.jobs.launch import resume_job
 from smolcluster.launch.local import launch_local
 from smolcluster.launch.plan import Request
 from smolcluster.launch.remote import LaunchOptions, resume_remote
@@ -207,6 +208,8 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: Lau
     """
     paths = find(run)
     launched = launched_of(paths)
+    if launched is not None and launched.is_job:
+        return resume_job(paths, launched, overrides, how)
     if launched is not None and not launched.is_local:
         if num_workers is not None:
             raise ConfigError("--workers: the workers of a cluster are those of its file")
@@ -218,6 +221,8 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: Lau
         name = checkpoint.state.algorithm if checkpoint else _algorithm(paths)
     if checkpoint is None and store.count():
         raise CheckpointError(f"none of the {store.count()} checkpoints of {paths.run_id} is good")
+    if launched is not None and launched.is_group:
+        name = launched.algorithm
     if name == SINGLE:
         return _resume_single(paths, settings, num_workers, overrides, dry_run=how.dry_run)
     algorithm = get_algorithm(name)
@@ -226,7 +231,8 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: Lau
             f"run {paths.run_id} was not a local one: start its server with --resume {paths.run_id}, and its "
             "workers as before"
         )
-    script = None if launched is None else script_of(launched.workers[0])
+    is_served = launched is not None and not launched.is_group
+    script = script_of(launched.workers[0]) if launched is not None and is_served else None
     if script is None and settings.train.dataset.name == ATTACHED_DATA:
         raise ConfigError(
             f"run {paths.run_id} was not launched: go on with `smolcluster serve CLUSTER --algorithm "

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from smolcluster.algorithms.Mesh.config import ALIASES
+from smolcluster.algorithms.scheduled import ALIASES
 from smolcluster.runs.files import write_whole
 from smolcluster.training.schedules.drawing import csv_of, picture_of
 from smolcluster.training.schedules.instructions import generate, stage_ranks

@@ -17,6 +17,13 @@ from enum import IntEnum
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host, shell_path
+from smolcluster.launch.jobs.scheduler import (
+    LOOK,
+    end_lines,
+    left_function,
+    state_function,
+    submit,
+)
 from smolcluster.launch.tmux import start, target
 from smolcluster.observability.parsing import parse_log_line
 from smolcluster.runs.launched import LaunchedProcess
@@ -43,6 +50,9 @@ def begin(process: LaunchedProcess, env: Mapping[str, str]) -> None:
     Raises:
         LaunchError: the machine does not do it.
     """
+    if process.scheduler is not None:
+        submit(process)
+        return
     host = host_of(process)
     file = f"{process.run_dir}/launch/{process.stem}.sh"
     try:
@@ -89,6 +99,8 @@ def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
 def look_script(process: LaunchedProcess) -> str:
     """Prints `running`, `ended CODE`, or `gone` when it was killed or never started."""
     exits = f"{shell_path(process.run_dir)}/exits/{shlex.quote(process.stem)}"
+    if process.scheduler is not None:
+        return f"{state_function(process)}\n{LOOK} {exits}"
     session = f"tmux has-session -t {target(process.session)} 2>/dev/null ||" * bool(
         process.session
     )
@@ -221,8 +233,12 @@ def _signal(process: LaunchedProcess, signalling: list[str], wait_s: float) -> E
             f'if [ -n "$pid" ]; then n=0; until left || [ $n -ge 5 ]; do sleep {POLL_S}; n=$((n+1)); done',
             f"else {_pid(process)}; fi",
         ]
+    if process.scheduler is not None:
+        left, find, signalling = left_function(process), ["pid=job"], end_lines(process, signalling)
+    else:
+        left = _left(process)
     lines = [
-        _left(process),
+        left,
         *find,
         f"left || exit {Ending.WAS_OVER}",
         *signalling,

@@ -1,12 +1,15 @@
 """`launch.json`: which processes were started for a run, and where; kept on the machine that launched it."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
+from smolcluster.configs.spec import is_group
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.runs.paths import RunPaths, log_stem, process_title
+
+Scheduler = Literal["slurm", "kubernetes"]
 
 
 class Process(BaseModel):
@@ -36,11 +39,12 @@ class LaunchedProcess(Process):
         node: the machine's name in the cluster file.
         ssh: where `ssh` finds the machine; None: it is the one that launched.
         run_dir: the run's folder there, absolute or from `~/`.
-        session: name of the tmux session; empty: it is a child of its launcher.
+        session: name of the tmux session, or of the scheduler's job; empty: it is a child of its launcher.
         project_dir: the project's folder there, likewise; the command starts in it.
         argv: the command, an argument an item.
         device: what it computes on, where the configuration says so.
         pid: of a child.
+        scheduler: which has the job that it is; None: it is a process of ours.
     """
 
     ssh: str | None = None
@@ -50,6 +54,7 @@ class LaunchedProcess(Process):
     argv: tuple[str, ...] = ()
     device: str | None = None
     pid: PositiveInt | None = None
+    scheduler: Scheduler | None = None
 
     def with_arguments(self, *arguments: str) -> "LaunchedProcess":
         return self.model_copy(update={"argv": (*self.argv, *arguments)})
@@ -103,6 +108,11 @@ class Launched(BaseModel):
         return self.model_copy(update={"processes": processes, "shippers": shippers})
 
     @property
+    def is_group(self) -> bool:
+        """Whether its processes begin together, as a group of `torch.distributed`; the first owns the run."""
+        return is_group(self.algorithm)
+
+    @property
     def has_script(self) -> bool:
         """Whether its workers are a script of the user's own."""
         return any("--script" in worker.argv for worker in self.workers)
@@ -133,6 +143,11 @@ class Launched(BaseModel):
     def has_sessions(self) -> bool:
         """Whether it goes on without its launcher."""
         return bool(self.server.session)
+
+    @property
+    def is_job(self) -> bool:
+        """Whether a scheduler starts it, when there is room."""
+        return self.server.scheduler is not None
 
 
 LAUNCHED = ModelFile[Launched](Launched, "is damaged")

@@ -9,11 +9,11 @@ from smolcluster.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", algorithms())
-def test_an_algorithm_has_the_two_files_that_are_its_processes(name: str) -> None:
+def test_an_algorithm_has_the_files_that_are_its_processes(name: str) -> None:
     algorithm = get_algorithm(name)
     assert algorithm.name == name
-    assert algorithm.server.is_file()
-    assert algorithm.worker.is_file()
+    assert all((algorithm.folder / file).is_file() for file in algorithm.roles.values())
+    assert algorithm.is_group or algorithm.roles.keys() >= {"server", "worker"}
 
 
 @pytest.mark.parametrize("name", algorithms())

@@ -1,39 +1,77 @@
 """What a mesh understands of a configuration, and what can be refused before any process has started."""
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from smolcluster.configs.schema import MeshSizes, Section
+from smolcluster.algorithms.Mesh.sharding import Cut, groups_of, read_sharding
+from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig
+from smolcluster.configs.schema import GPTConfig, MeshSizes
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
+from smolcluster.utils.words import hint_at
+
+if TYPE_CHECKING:
+    from smolcluster.configs.resolve import Settings
 
 Backend = Literal["auto", "nccl", "gloo"]
 Recompute = Literal["none", "full", "selective"]
-ScheduleName = Literal[
-    "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zb-v", "zbv", "dualpipev"
-]
-ALIASES = {"zbv": "zb-v"}
-"""What others call a schedule."""
+NOT_BUILT = ("dualpipev",)
+"""Schedules that the field knows, and no mesh here runs."""
+OPTIMIZERS = ("adam", "adamw", "sgd")
+"""Those whose state is spread as the weights are."""
 SPLIT = frozenset({"zero-bubble", "zb-v"})
 """Schedules that put weight gradients off."""
 
 
-class MeshConfig(Section):
-    """A mesh's own keys."""
+class MeshConfig(ScheduledConfig):
+    """A mesh's own keys, all of the cluster file."""
 
-    mesh: MeshSizes = Field(MeshSizes(), description="Ranks along each dimension.")
-    schedule: ScheduleName = Field("1f1b", description="Order of a pipeline's computations.")
-    microbatches: PositiveInt = Field(
-        1, description="Parts in which a rank's share of a step is computed."
-    )
+    mesh: MeshSizes = Field(MeshSizes(), description="Mesh: ranks along each dimension.")
     activation_checkpointing: Recompute = Field(
         "none",
-        description="Layers whose activations are computed again in the backward: full: all; selective: "
-        "every second one.",
+        description="Mesh: layers whose activations are computed again in the backward: full is all, "
+        "selective every second one.",
     )
-    backend: Backend = Field("auto", description="auto: nccl where all ranks compute on CUDA.")
+    sharding: str | dict[str, Any] | None = Field(
+        None,
+        description="Mesh: a sharding file, or what it holds: layers of stages, and which linear layers are "
+        "cut by columns or rows; null: layers are divided equally, GPT and SimpleNN cut as they need it.",
+    )
+    backend: Backend = Field(
+        "auto", description="Mesh: auto is nccl where all ranks compute on CUDA, else gloo."
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.world_size
+
+    @property
+    def portable(self) -> dict[str, Any]:
+        return {} if self.sharding is None else {"sharding": groups_of(self.sharding)}
+
+    def cut(self, num_layers: int, num_stages: int) -> Sequence[range]:
+        """The layers of each stage: as the sharding file names them, else divided equally.
+
+        Raises:
+            ConfigError: it names others than the model has, or for other stages.
+        """
+        named = None if self.sharding is None else read_sharding(self.sharding).layers
+        if named is None:
+            return cut_equally(num_layers, num_stages)
+        if len(named) != num_stages or named[-1].stop != num_layers:
+            raise ConfigError(
+                f"sharding names {named[-1].stop} layers of {len(named)} stages, but the model has "
+                f"{num_layers} layers, and {self.schedule} makes {num_stages} stages: change them in the file"
+            )
+        return named
+
+    @property
+    def plan(self) -> Mapping[str, Cut]:
+        """How the sharding file cuts linear layers, by patterns of their names."""
+        return {} if self.sharding is None else read_sharding(self.sharding).modules
 
     @property
     def schedule_name(self) -> str:
@@ -46,6 +84,12 @@ class MeshConfig(Section):
         Raises:
             ConfigError: the schedule cannot be made of these numbers.
         """
+        known = (*SCHEDULES, *ALIASES, *NOT_BUILT)
+        if self.schedule not in known:
+            raise ConfigError(
+                f"schedule is {self.schedule!r}, must be one of {', '.join(known)}"
+                f"{hint_at(self.schedule, known)}"
+            )
         if self.schedule_name not in SCHEDULES:
             raise ConfigError(
                 f"schedule is {self.schedule}, which is not built yet: take zbv, whose bubble is as small "
@@ -62,8 +106,31 @@ class MeshConfig(Section):
             )
         return generate(self.schedule_name, self.mesh.pp, self.microbatches)
 
-    def check(self, *, world_size: int, num_samples: int, num_layers: int) -> None:
-        """Refuse what cannot be divided; `num_samples` are those of a step.
+    def check(self, settings: "Settings") -> None:
+        """Refuse what a mesh cannot follow, as far as the files tell it."""
+        train = settings.train
+        if train.optimizer not in OPTIMIZERS:
+            raise ConfigError(
+                f"optimizer is {train.optimizer!r}, a mesh takes {', '.join(OPTIMIZERS)}"
+            )
+        if train.ema_decay is not None:
+            raise ConfigError(
+                f"ema_decay is {train.ema_decay:g}, but on a mesh nobody averages weights: set it to null"
+            )
+        gpt = train.model if isinstance(train.model, GPTConfig) and train.workload is None else None
+        self.check_division(
+            world_size=self.num_ranks,
+            num_samples=train.samples_per_step,
+            num_layers=None if gpt is None else gpt.num_layers,
+        )
+        if gpt is not None and gpt.num_heads % self.mesh.tp:
+            raise ConfigError(
+                f"mesh.tp is {self.mesh.tp}, which does not divide the {gpt.num_heads} heads of "
+                "model.num_heads: change one of them"
+            )
+
+    def check_division(self, *, world_size: int, num_samples: int, num_layers: int | None) -> None:
+        """Refuse what cannot be divided; `num_samples` are those of a step, `num_layers` None: not known.
 
         Raises:
             ConfigError: one line with the key, its value and what to change.
@@ -75,8 +142,9 @@ class MeshConfig(Section):
                 "change "
                 "mesh, or start as many processes"
             )
+        self._check_sharding()
         num_stages = max((each.stage for one in self.instructions() for each in one), default=0) + 1
-        if sizes.pp > 1 and num_layers < num_stages:
+        if sizes.pp > 1 and num_layers is not None and num_layers < num_stages:
             raise ConfigError(
                 f"schedule {self.schedule} with mesh.pp {sizes.pp} makes {num_stages} stages, but the "
                 "model has "
@@ -88,6 +156,14 @@ class MeshConfig(Section):
                 f"a step has {num_samples} samples, which {sizes.num_shares} ranks (dp x fsdp) cannot "
                 "divide into "
                 f"{self.microbatches} microbatches each: make global_batch_size a multiple of {parts}"
+            )
+
+    def _check_sharding(self) -> None:
+        told = None if self.sharding is None else read_sharding(self.sharding)
+        if told is not None and (told.tp, told.pp) != (self.mesh.tp, self.mesh.pp):
+            raise ConfigError(
+                f"sharding has stages of {told.tp} ranks, {told.pp} in all, but mesh is {self.mesh}: set "
+                f"mesh.tp to {told.tp} and mesh.pp to {told.pp}, or change the file"
             )
 
 

@@ -3,7 +3,7 @@
 import os
 import platform
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ import torch.distributed as dist
 from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig, config_of, pick_backend
 from smolcluster.algorithms.Mesh.groups import Groups, check_torch
-from smolcluster.algorithms.Mesh.ranks import Ranks, meet
+from smolcluster.algorithms.Mesh.interfaces import choose_interface
+from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks, meet
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
-from smolcluster.configs.resolve import Settings, load_settings
-from smolcluster.configs.spec import SINGLE, default_algorithm
+from smolcluster.configs.resolve import Settings
+from smolcluster.configs.spec import SINGLE
 from smolcluster.errors import ConfigError
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.training.builtin import load_workload
@@ -26,20 +27,21 @@ from smolcluster.utils.device import pick_device, use_threads
 def be_rank(
     ranks: Ranks,
     keys: Mapping[str, Any],
-    train: str,
-    overrides: Sequence[str],
+    settings: Settings,
     *,
     start_timeout_s: float,
     vocab_size: int | None,
     run_id: str | None,
     resume: str | None,
+    has_progress: bool = True,
 ) -> None:
     """Be the rank that `ranks` names; rank 0 owns the run.
 
     Args:
         keys: the mesh's.
-        train: a training file or a shipped name; `overrides` of its keys and of the cluster file's.
+        settings: of this rank's machine.
         vocab_size: what was asked for; the vocabulary is the tokenizer's.
+        has_progress: whether rank 0 shows how far the run is, and what came of it.
 
     Raises:
         ConfigError: what this machine, the model or the batch cannot do.
@@ -53,9 +55,6 @@ def be_rank(
             "take gloo"
         )
     config = config_of(dict(keys))
-    settings = load_settings(
-        default_algorithm().name, train, None, overrides, local=True, local_workers=1
-    )
     device = _device(settings)
     backend = pick_backend(config.backend, device.type)
     if backend == "nccl" and config.mesh.pp > 1:
@@ -71,6 +70,9 @@ def be_rank(
     with process_log("trainer" if rank == 0 else "rank", host, rank, console=console) as log:
         if rank == 0 and vocab_size is not None:
             log.logger.info("--vocab-size %d: the vocabulary is the tokenizer's", vocab_size)
+        choose_interface(
+            ranks.address, ranks.port or DEFAULT_PORT, is_spread=num_here < ranks.world_size
+        )
         meet(rank, ranks, backend, start_timeout_s)
         groups = Groups(_sizes(config, ranks), device)
         if rank == 0:
@@ -80,8 +82,8 @@ def be_rank(
                 lambda context: loop.train(context, config, groups),
                 run_id=run_id,
                 resume=resume,
-                progress=console,
-                output=SteadyConsole(),
+                progress=console if has_progress else None,
+                output=SteadyConsole() if has_progress else None,
             )
         else:
             for signum in (signal.SIGINT, signal.SIGTERM):

@@ -101,7 +101,7 @@ class MeshTrainer:
             ConfigError: the sizes do not fit the model or the batch.
         """
         layers = num_layers(workload) if groups.sizes.pp > 1 else 1
-        config.check(
+        config.check_division(
             world_size=dist.get_world_size(),
             num_samples=train.samples_per_step,
             num_layers=layers,
@@ -114,7 +114,8 @@ class MeshTrainer:
         self._orders = EpochOrders(lambda epoch: workload.train.order(epoch, seed))
         schedule = config.instructions()
         ranks = stage_ranks(schedule)
-        cuts = cut_equally(num_layers(workload), len(ranks))
+        cuts = config.cut(num_layers(workload), len(ranks))
+        plan = {**config.plan, **plan}  # the first pattern that fits is taken
         self.slots: list[Slot] = []
         stages: dict[int, StageCompute] = {}
         tied: set[str] = set()

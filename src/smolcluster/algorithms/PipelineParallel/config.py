@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from smolcluster.configs.schema import AlgorithmConfig, TrainConfig
+from smolcluster.algorithms.scheduled import ScheduledConfig
+from smolcluster.configs.schema import TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES
 from smolcluster.utils.words import hint_at
@@ -22,7 +23,7 @@ LayerRange = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
 ShardPlan = dict[str, LayerRange | list[LayerRange]]
 
 
-class PipelineConfig(AlgorithmConfig):
+class PipelineConfig(ScheduledConfig):
     """PipelineParallel's own keys, all of the cluster file."""
 
     local: ClassVar[Mapping[str, Any]] = MappingProxyType({"shard_plan": "auto"})
@@ -31,10 +32,6 @@ class PipelineConfig(AlgorithmConfig):
         "auto",
         description="PipelineParallel: which layers are whose, such as {mini1: [0, 12], pi5: [12, 16]}, end "
         "not included; auto: by what layers take on the machines that are there; even: as many for each.",
-    )
-    schedule: str = Field("1f1b", description=f"PipelineParallel: one of {', '.join(SCHEDULES)}.")
-    microbatches: PositiveInt = Field(
-        4, description="PipelineParallel: parts of a batch that are on their way at the same time."
     )
     activation_codec: Literal["fp32", "bf16", "int8"] = Field(
         "fp32",

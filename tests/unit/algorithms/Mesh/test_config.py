@@ -11,7 +11,7 @@ from smolcluster.errors import ConfigError
 def check(mesh: dict[str, int], world_size: int = 8, **keys: Any) -> None:
     num_layers, num_samples = keys.pop("num_layers", 8), keys.pop("num_samples", 64)
     config = config_of({"mesh": mesh, **keys})
-    config.check(world_size=world_size, num_samples=num_samples, num_layers=num_layers)
+    config.check_division(world_size=world_size, num_samples=num_samples, num_layers=num_layers)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Groups that a scheduler starts: Slurm, Kubernetes."""

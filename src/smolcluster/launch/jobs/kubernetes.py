@@ -1,0 +1,264 @@
+"""A group as objects of Kubernetes: an Indexed Job with a headless Service, a JobSet, or a TrainJob. Pure.
+
+Each pod is a machine: torchrun starts its ranks. A ConfigMap brings the two configuration files; a
+PersistentVolumeClaim keeps the run, so that pods which are started again go on from its newest checkpoint.
+Secrets come from a Secret of the namespace and are in no object here.
+"""
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from smolcluster.configs.schema import KubernetesConfig
+from smolcluster.errors import ConfigError
+from smolcluster.launch.group_plan import COMMAND
+
+Json = dict[str, Any]
+
+KINDS = {
+    "job": "job.batch",
+    "jobset": "jobset.jobset.x-k8s.io",
+    "trainjob": "trainjob.trainer.kubeflow.org",
+}
+"""What `kubectl` calls the object that is the run."""
+QUEUE = "kueue.x-k8s.io/queue-name"
+NAME = "app.kubernetes.io/name"
+INDEX = "batch.kubernetes.io/job-completion-index"
+RESERVED_PREFIX = "PET_"
+RESERVED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+"""Variables of torchrun, or of what starts it."""
+CONFIG, RUNS = "/config", "/runs"
+CLUSTER, TRAIN = "cluster.yaml", "train.yaml"
+NODE = "node"
+"""The container, and the replicated job, as Kubeflow's runtimes for torch call it."""
+MAX_NAME = 63 - len("-node-0-99999")
+
+
+@dataclass(frozen=True)
+class KubernetesJob:
+    """What is run.
+
+    Attributes:
+        cluster_file, train_file: their text.
+        arguments: of each rank besides.
+        port: where rank 0 listens.
+    """
+
+    run_id: str
+    cluster_file: str
+    train_file: str
+    arguments: Sequence[str]
+    num_ranks: int
+    port: int
+
+
+def object_kind(config: KubernetesConfig) -> str:
+    return KINDS[config.kind]
+
+
+def manifests(job: KubernetesJob, config: KubernetesConfig) -> list[Json]:
+    """The objects, in the order in which they are made.
+
+    Raises:
+        ConfigError: the image is missing, a variable is reserved, the name cannot be a host's, or the ranks
+            cannot be shared equally.
+    """
+    _check(job, config)
+    kinds = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}
+    return [_config_map(job, config), *kinds[config.kind](job, config)]
+
+
+def to_yaml(objects: Sequence[Json]) -> str:
+    """The objects as one file."""
+    yaml, text = YAML(), io.StringIO()
+    yaml.default_flow_style = False
+    yaml.dump_all(objects, text)
+    return text.getvalue()
+
+
+def _check(job: KubernetesJob, config: KubernetesConfig) -> None:
+    if config.image is None:
+        raise ConfigError(
+            "kubernetes.image is null: name the image that has smolcluster installed; docs/mesh.md builds one"
+        )
+    if job.num_ranks % config.nodes:
+        raise ConfigError(
+            f"kubernetes.nodes is {config.nodes}, among which the {job.num_ranks} ranks of mesh cannot be "
+            "shared equally: change one of them"
+        )
+    if len(job.run_id) > MAX_NAME or not job.run_id.replace("-", "a").isalnum():
+        raise ConfigError(
+            f"run id {job.run_id!r} cannot name a host: use up to {MAX_NAME} small letters, digits and -"
+        )
+    for name in (*config.env, *config.secrets):
+        if name.startswith(RESERVED_PREFIX) or name in RESERVED:
+            raise ConfigError(
+                f"kubernetes gives pods {name}, which is torchrun's own and says which ranks they have: "
+                "take it out"
+            )
+
+
+def _metadata(job: KubernetesJob, config: KubernetesConfig, *, queued: bool = False) -> Json:
+    labels = {NAME: job.run_id}
+    if queued and config.queue is not None:
+        labels[QUEUE] = config.queue
+    return {"name": job.run_id, "namespace": config.namespace, "labels": labels}
+
+
+def _config_map(job: KubernetesJob, config: KubernetesConfig) -> Json:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(job, config),
+        "data": {CLUSTER: job.cluster_file, TRAIN: job.train_file},
+    }
+
+
+def _job(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
+    """An Indexed Job, whose pods find each other by a headless Service."""
+    yield {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job, config),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {NAME: job.run_id},
+            "ports": [{"name": "ranks", "port": job.port, "protocol": "TCP"}],
+        },
+    }
+    pod = _pod(job, config, f"{job.run_id}-0.{job.run_id}")
+    pod["spec"]["subdomain"] = job.run_id
+    yield {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(job, config, queued=True),
+        "spec": _indexed(config, pod, config.retries * config.nodes),
+    }
+
+
+def _jobset(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
+    pod = _pod(job, config, f"{job.run_id}-{NODE}-0-0.{job.run_id}")
+    yield {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(job, config, queued=True),
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": config.retries},
+            "replicatedJobs": [
+                {"name": NODE, "replicas": 1, "template": {"spec": _indexed(config, pod, 0)}}
+            ],
+        },
+    }
+
+
+def _trainjob(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
+    """A TrainJob: which pod is which, and where rank 0 is, Kubeflow tells torchrun by variables."""
+    container = {"name": NODE, "volumeMounts": _mounts()}
+    pod = {"volumes": _volumes(job, config), "containers": [container]}
+    node = {"name": NODE, "template": {"spec": {"template": {"spec": pod}}}}
+    patch = {
+        "manager": "smolcluster.io/launcher",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}},
+    }
+    trainer: Json = {
+        "image": config.image,
+        "numNodes": config.nodes,
+        "numProcPerNode": job.num_ranks // config.nodes,
+        "command": ["torchrun"],
+        "args": [*COMMAND, *_arguments(job)],
+    }
+    if env := _env(config):
+        trainer["env"] = env
+    if config.gpus:
+        trainer["resourcesPerNode"] = _resources(config)
+    yield {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(job, config, queued=True),
+        "spec": {
+            "runtimeRef": {"name": config.runtime},
+            "trainer": trainer,
+            "runtimePatches": [patch],
+        },
+    }
+
+
+def _indexed(config: KubernetesConfig, pod: Json, backoff_limit: int) -> Json:
+    return {
+        "completionMode": "Indexed",
+        "completions": config.nodes,
+        "parallelism": config.nodes,
+        "backoffLimit": backoff_limit,
+        "template": pod,
+    }
+
+
+def _pod(job: KubernetesJob, config: KubernetesConfig, address: str) -> Json:
+    index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
+    container: Json = {
+        "name": NODE,
+        "image": config.image,
+        "command": ["torchrun"],
+        "args": [
+            *("--nnodes", str(config.nodes), "--node-rank", "$(NODE_RANK)"),
+            *("--nproc-per-node", str(job.num_ranks // config.nodes)),
+            *("--master-addr", address, "--master-port", str(job.port)),
+            *(*COMMAND, *_arguments(job)),
+        ],
+        "env": [{"name": "NODE_RANK", "valueFrom": index}, *_env(config)],
+        "volumeMounts": _mounts(),
+    }
+    if config.gpus:
+        container["resources"] = _resources(config)
+    return {
+        "metadata": {"labels": {NAME: job.run_id}},
+        "spec": {
+            "restartPolicy": "Never",
+            "containers": [container],
+            "volumes": _volumes(job, config),
+        },
+    }
+
+
+def _arguments(job: KubernetesJob) -> list[str]:
+    return [
+        *("--run-id", job.run_id, "--resume", "auto"),
+        *("--cluster", f"{CONFIG}/{CLUSTER}", "--config", f"{CONFIG}/{TRAIN}"),
+        *(
+            each.replace("$(", "$$(") for each in job.arguments
+        ),  # which it would take for a variable
+        *("--override", f"runs_dir={RUNS}"),
+    ]
+
+
+def _env(config: KubernetesConfig) -> list[Json]:
+    plain = [{"name": name, "value": value} for name, value in config.env.items()]
+    secret = []
+    for variable, place in config.secrets.items():
+        name, _, key = place.partition("/")
+        reference = {"secretKeyRef": {"name": name, "key": key}}
+        secret.append({"name": variable, "valueFrom": reference})
+    return [*plain, *secret]
+
+
+def _resources(config: KubernetesConfig) -> Json:
+    return {"limits": {"nvidia.com/gpu": config.gpus}}
+
+
+def _mounts() -> list[Json]:
+    return [
+        {"name": "config", "mountPath": CONFIG, "readOnly": True},
+        {"name": "runs", "mountPath": RUNS},
+    ]
+
+
+def _volumes(job: KubernetesJob, config: KubernetesConfig) -> list[Json]:
+    runs: Json = {"emptyDir": {}}
+    if config.claim is not None:
+        runs = {"persistentVolumeClaim": {"claimName": config.claim}}
+    return [{"name": "config", "configMap": {"name": job.run_id}}, {"name": "runs", **runs}]

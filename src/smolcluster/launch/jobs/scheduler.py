@@ -1,0 +1,97 @@
+"""A run that a scheduler has as a job of the run's name: submitted, looked at and ended, by its own commands.
+
+Each function gives shell text in the words of `launch/sessions.py`, so that status, stop and following a run
+need not know who has it.
+"""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch.host import Host
+from smolcluster.runs.launched import LaunchedProcess
+
+ACTIVE = (
+    "PENDING|CONFIGURING|RUNNING|COMPLETING|SUSPENDED|STOPPED|SIGNALING|STAGE_OUT|REQUEUED|REQUEUE_HOLD|"
+    "REQUEUE_FED|RESIZING|RESV_DEL_HOLD|SPECIAL_EXIT"
+)
+"""States of Slurm's jobs that are not over."""
+LOOK = "look"
+"""The function of `state_function` that prints how the process is."""
+CANCELLED = 143
+SUBMIT_FILE = {"slurm": "launch/job.sh", "kubernetes": "launch/job.yaml"}
+"""What is handed over, in the run's folder."""
+
+
+def submit(process: LaunchedProcess) -> None:
+    """Hand the job over; its file, which lies in the run's folder, goes by standard input.
+
+    Raises:
+        LaunchError: the scheduler's command is not here, or refuses it.
+    """
+    file = Path(process.run_dir, SUBMIT_FILE[str(process.scheduler)])
+    done = Host(process.node).run(shlex.join(process.argv), stdin=file.read_bytes())
+    if not done.ok:
+        raise LaunchError(f"{process.argv[0]} does not take the job: {done.stderr_tail}")
+
+
+def state_function(process: LaunchedProcess) -> str:
+    """Defines `state`, the scheduler's word, and `look FILE`: `running`, `ended CODE` or `gone`.
+
+    A job that is over is forgotten some minutes later; FILE is where its script has left its exit code.
+    """
+    cases = {
+        "slurm": f"{ACTIVE}) echo running;; COMPLETED) echo ended 0;; CANCELLED) echo ended {CANCELLED};;",
+        "kubernetes": "Active) echo running;; Complete) echo ended 0;;",
+    }
+    return (
+        f"state() {{ {_state(process)}; }}\n"
+        f'{LOOK}() {{ case "$(state)" in {cases[str(process.scheduler)]}\n'
+        '"") if [ -s "$1" ]; then echo ended "$(cat "$1")"; else echo gone; fi;;\n'
+        '*) if [ -s "$1" ]; then echo ended "$(cat "$1")"; else echo ended 1; fi;; esac; }'
+    )
+
+
+def _state(process: LaunchedProcess) -> str:
+    name = shlex.quote(process.session)
+    if process.scheduler == "slurm":
+        return f'squeue --noheader --states=all --name={name} --user="$(id -un)" --format=%T | tail -n 1'
+    return kubernetes_state(process)
+
+
+def kubernetes_state(process: LaunchedProcess) -> str:
+    """A condition that is true of the object, of which the last one tells; empty: there is no such object."""
+    template = 'found {range .status.conditions[?(@.status=="True")]}{.type} {end}'
+    get = ("get", process.session, "--ignore-not-found", "-o", f"jsonpath={template}")
+    return (
+        f"found=$({shlex.join((*_kubectl(process), *get))}) || return; "
+        'case "$found" in "") ;; *Failed*) echo Failed;; *Complete*) echo Complete;; *) echo Active;; esac'
+    )
+
+
+def _kubectl(process: LaunchedProcess) -> Sequence[str]:
+    """`kubectl` and the namespace, as the command that makes the job has it."""
+    namespace = process.argv[process.argv.index("--namespace") + 1]
+    return ("kubectl", "--namespace", namespace, "--request-timeout", "10s")
+
+
+def left_function(process: LaunchedProcess) -> str:
+    return f'{state_function(process)}\nleft() {{ [ "$({LOOK} /dev/null)" = running ]; }}'
+
+
+def end_lines(process: LaunchedProcess, signalling: Sequence[str]) -> list[str]:
+    """The same with the scheduler's command in the place of signals; without any there is nothing to do."""
+    if not signalling:
+        return []
+    note = signalling[0]
+    is_kill = any("KILL" in line for line in signalling[1:])
+    name = shlex.quote(process.session)
+    if process.scheduler == "slurm":
+        kill = f'scancel --signal=KILL --full --name={name} --user="$(id -un)"\n' * is_kill
+        return [note, f'{kill}scancel --name={name} --user="$(id -un)"']
+    own = process.session.partition("/")[2]
+    targets = (process.session, f"service/{own}", f"configmap/{own}")
+    grace = ("--grace-period=0", "--force") if is_kill else ()
+    delete = ("delete", "--wait=false", "--ignore-not-found", *grace, *targets)
+    return [note, shlex.join((*_kubectl(process), *delete))]

@@ -1,0 +1,98 @@
+"""A group as a job of Slurm: the file that `sbatch` takes. Pure.
+
+The run's folder, the environment and the data must be where all nodes see them at the same place, as is the
+custom on such clusters. When Slurm has taken the nodes away, it begins the script again, and the run goes on
+from its newest checkpoint.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smolcluster.configs.schema import SlurmConfig
+from smolcluster.errors import ConfigError
+
+OWN = ("job-name", "nodes", "ntasks", "ntasks-per-node", "output", "error", "requeue", "open-mode")
+"""Options that a launch sets itself."""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What the script says.
+
+    Attributes:
+        run_dir: absolute, on every node.
+        stem: of the files that it leaves there.
+        python: the interpreter, absolute.
+        command: what each rank runs, without the interpreter.
+        port: where rank 0 listens.
+    """
+
+    run_id: str
+    run_dir: str
+    stem: str
+    python: str
+    command: Sequence[str]
+    num_ranks: int
+    port: int
+
+
+def sbatch_script(job: SlurmJob, config: SlurmConfig) -> str:
+    """The file, with all its options.
+
+    Raises:
+        ConfigError: an option is the launch's own, or the ranks cannot be shared equally.
+    """
+    for option in config.options:
+        if option in OWN:
+            raise ConfigError(
+                f"slurm.options.{option} is what a launch sets itself: use slurm.nodes and mesh"
+            )
+    if job.num_ranks % config.nodes:
+        raise ConfigError(
+            f"slurm.nodes is {config.nodes}, among which the {job.num_ranks} ranks of mesh cannot be shared "
+            "equally: change one of them"
+        )
+    share = job.num_ranks // config.nodes
+    ranks = share if config.launcher == "srun" else 1
+    output = f"{job.run_dir}/logs/{job.stem}.console.txt".replace("%", "%%")
+    options = {
+        "job-name": job.run_id,
+        "nodes": config.nodes,
+        "ntasks-per-node": ranks,
+        "output": f'"{output}"',
+        "open-mode": "append",
+        "requeue": None,
+        **config.options,
+    }
+    exits = shlex.quote(f"{job.run_dir}/exits/{job.stem}")
+    lines = [
+        "#!/bin/bash",
+        *(
+            f"#SBATCH --{key}" + ("" if value is None else f"={value}")
+            for key, value in options.items()
+        ),
+        "set -uo pipefail",
+        f"mkdir -p {shlex.quote(f'{job.run_dir}/exits')}; rm -f {exits}",
+        'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+        '[ -n "$MASTER_ADDR" ] || { echo "error: Slurm does not say which nodes the job has" >&2; exit 1; }',
+        f"export MASTER_ADDR MASTER_PORT={job.port}",
+        f"srun --kill-on-bad-exit=1 --nodes={config.nodes} --ntasks-per-node={ranks} \\",
+        f"  {_ranks(job, config, share)}",
+        "code=$?",
+        f"echo $code > {exits}",
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _ranks(job: SlurmJob, config: SlurmConfig, share: int) -> str:
+    if config.launcher == "srun":
+        return shlex.join([job.python, *job.command])
+    each = shlex.join([job.python, "-m", "torch.distributed.run"])
+    command = shlex.join(job.command)
+    started = (
+        f'exec {each} --nnodes {config.nodes} --node-rank "$SLURM_NODEID" --nproc-per-node {share} '
+        f'--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" {command}'
+    )
+    return f"bash -c {shlex.quote(started)}"

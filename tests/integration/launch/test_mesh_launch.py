@@ -1,0 +1,29 @@
+"""A mesh of two machines, launched over SSH."""
+
+import json
+
+import pytest
+
+from launching import LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching
+
+pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
+
+
+def test_a_mesh_of_two_machines_is_one_command(launching: Launching) -> None:
+    words = (
+        "launch",
+        "mesh",
+        "--config",
+        "~/cluster.yaml",
+        "--train-config",
+        "digits",
+        "--no-tmux",
+    )
+    keys = ("workers=[mini1, mini2]", "num_workers=2", "mesh.tp=2", "mesh.pp=1", "microbatches=2")
+    options = ("--override", *keys, "num_epochs=1", "batch_size=64")
+    running = launching.popen(launching.command(*words, *options))
+    assert running.wait(2 * LAUNCH_TIMEOUT_S) == 0, running.output
+    assert "all ranks are there" in running.output
+    summary = json.loads((launching.folder("mini1") / "summary.json").read_text())
+    assert summary["final"]["val_loss"] < 2.4
+    assert launching.is_clean(), launching.left()

@@ -1,0 +1,113 @@
+"""From a configuration to the commands that are the ranks of a group."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
+from smolcluster.configs.spec import get_algorithm
+from smolcluster.distributed_training import configuration, parser
+from smolcluster.errors import ConfigError
+from smolcluster.launch.group_plan import check_systems, plan_group, plan_group_local
+from smolcluster.launch.plan import NodePaths, PathsByNode, Request
+
+MESH = get_algorithm("mesh")
+PLACES: PathsByNode = {
+    "node1": NodePaths("node1", "~/smolcluster", "~/smolcluster/runs"),
+    "node2": NodePaths("me@node2", "/opt/s", "/mnt/runs"),
+}
+
+
+def settings(*overrides: str) -> Settings:
+    return load_settings("mesh", "stdlib", None, overrides, environ={})
+
+
+def remote(request: Request | None = None, **update: Any) -> Any:
+    told = settings()
+    cluster = told.cluster.model_copy(update=update)
+    return plan_group(request or Request(MESH), replace(told, cluster=cluster), PLACES, "mesh-1")
+
+
+def test_one_command_a_machine_starts_its_share_of_the_ranks() -> None:
+    launched = remote()
+    first, second = (parser().parse_args(each.argv[3:]) for each in launched.processes)
+    assert (first.world_size, first.rank, first.nproc_per_node, first.node) == (8, 0, 4, "node1")
+    assert (second.world_size, second.rank, second.nproc_per_node, second.node) == (
+        8,
+        4,
+        4,
+        "node2",
+    )
+    assert (second.master_addr, second.master_port) == ("10.10.0.1", 29500)
+    assert second.cluster == "/mnt/runs/mesh-1/launch/cluster.yaml"
+    assert [each.ssh for each in launched.processes] == ["node1", "me@node2"]
+    assert launched.is_group
+    assert launched.resumed().server.argv[-2:] == ("--resume", "auto")
+
+
+def test_the_command_on_this_machine_takes_the_mesh_from_the_file(tmp_path: Path) -> None:
+    request = Request(MESH, train_config="stdlib", overrides=("mesh.tp=1", "mesh.dp=2"))
+    told = settings(*request.overrides)
+    launched = plan_group_local(
+        request, told, run_dir=tmp_path / "mesh-1", python="python3", resume=False
+    )
+    args = parser().parse_args(launched.server.argv[3:])
+    own, keys = configuration(args, None)
+    assert keys["mesh"] == {"dp": 2, "fsdp": 1, "tp": 1, "pp": 4}
+    assert keys["microbatches"] == 8
+    assert own.train.dataset.name == "stdlib"
+
+
+def test_flags_win_over_the_cluster_file() -> None:
+    args = parser().parse_args(["--cluster", "mesh", "--tp", "4", "--no-nccl", "--batch-size", "4"])
+    told, keys = configuration(args, None)
+    assert (keys["mesh"]["tp"], keys["mesh"]["pp"], keys["backend"]) == (4, 4, "gloo")
+    assert told.train.samples_per_step == 4
+
+
+@pytest.mark.parametrize(
+    ("update", "told"),
+    [
+        ({"server": "node2"}, "server is node2, which has rank 0, but workers begins with node1"),
+        ({"workers": ("node1",) * 3}, "8 ranks, which the 3 machines"),
+        ({"host_ip": {"node1": "127.0.0.1", "node2": "10.0.0.1"}}, "host_ip.node1 is 127.0.0.1"),
+        ({"host_ip": {"node1": "10.0.0.1", "node2": "localhost"}}, "host_ip.node2 is localhost"),
+    ],
+)
+def test_ranks_that_cannot_be_laid_out(update: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        remote(**update)
+
+
+@pytest.mark.parametrize(
+    ("request_", "told"),
+    [(Request(MESH, num_workers=3), "--workers is 3"), (Request(MESH, script="a.py"), "--script")],
+)
+def test_what_a_group_has_not(request_: Request, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        remote(request_)
+
+
+def test_machines_of_two_systems_are_refused() -> None:
+    check_systems([("a", "Linux"), ("b", "Linux")])
+    with pytest.raises(ConfigError, match="a runs Linux and b Darwin"):
+        check_systems([("a", "Linux"), ("b", "Darwin")])
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("schedule=zbw", "schedule is 'zbw'"),
+        ("mesh.tp=8", "4 heads"),
+        ("mesh.pp=8", "microbatches"),
+        ("mesh.dp=3", "global_batch_size"),
+        ("optimizer=lion", "optimizer"),
+        ("ema_decay=0.9", "ema_decay is 0.9"),
+        ("schedule=zbv", "the model has 4 layers"),
+    ],
+)
+def test_what_a_mesh_cannot_follow_is_said_before_anything_starts(override: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_algorithm(settings("microbatches=4", override), "mesh")

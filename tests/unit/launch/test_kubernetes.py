@@ -1,0 +1,159 @@
+"""A group as objects of Kubernetes, which takes them as they are."""
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from kubernetes_schemas import REFUSALS, judge
+from smolcluster.configs.load import find_config
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import KubernetesConfig
+from smolcluster.configs.spec import get_algorithm
+from smolcluster.errors import ConfigError
+from smolcluster.launch.jobs.kubernetes import KubernetesJob, manifests, to_yaml
+from smolcluster.launch.jobs.launch import kubernetes_job
+from smolcluster.launch.plan import Request
+
+Json = dict[str, Any]
+KINDS = ("job", "jobset", "trainjob")
+JOB = KubernetesJob(
+    "mesh-1", "port: 1\n", "dataset: {name: digits}\n", ("--override", "a=$(b)"), 4, 29500
+)
+
+
+def objects(kind: str, **keys: Any) -> list[Json]:
+    told = {
+        **{"image": "me/smolcluster:1", "nodes": 2, "claim": "runs", "queue": "team", "gpus": 2},
+        **{"secrets": {"WANDB_API_KEY": "keys/wandb"}, "env": {"NCCL_DEBUG": "INFO"}},
+        **keys,
+    }
+    return manifests(JOB, KubernetesConfig.model_validate({"kind": kind, **told}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "keys", [{}, {"claim": None, "queue": None, "gpus": 0, "secrets": {}, "env": {}}]
+)
+def test_kubernetes_takes_every_object(kind: str, keys: Json) -> None:
+    made = objects(kind, **keys)
+    for each in made:
+        judge(each)
+    assert list(YAML(typ="safe").load_all(to_yaml(made))) == made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_run_waits_in_kueues_queue(kind: str) -> None:
+    assert objects(kind)[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert "kueue.x-k8s.io/queue-name" not in objects(kind, queue=None)[-1]["metadata"]["labels"]
+
+
+def spec(document: Json) -> Json:
+    found: Json = document["spec"]
+    return found
+
+
+def pod(document: Json) -> Json:
+    return next(each for each in walk(document) if "containers" in each)
+
+
+def walk(value: Any) -> list[Json]:
+    found = [value] if isinstance(value, dict) else []
+    for each in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
+        found += walk(each)
+    return found
+
+
+MUTANTS: Mapping[str, tuple[str, Callable[[Json], object]]] = {
+    "a kind that is none": ("job", lambda it: it.update(kind="Jobs")),
+    "another version of Job": ("job", lambda it: it.update(apiVersion="batch/v9")),
+    "a Job without a pod": ("job", lambda it: spec(it).pop("template")),
+    "completions as text": ("job", lambda it: spec(it).update(completions="2")),
+    "a key of Job that is none": ("job", lambda it: spec(it).update(completionMod="Indexed")),
+    "a key of a pod that is none": ("job", lambda it: pod(it).update(subdomains="x")),
+    "a container without a name": ("job", lambda it: pod(it)["containers"][0].pop("name")),
+    "an image that is a number": ("job", lambda it: pod(it)["containers"][0].update(image=1)),
+    "a command in one text": (
+        "job",
+        lambda it: pod(it)["containers"][0].update(command="torchrun"),
+    ),
+    "a variable that is a number": (
+        "job",
+        lambda it: pod(it)["containers"][0]["env"][1].update(value=1),
+    ),
+    "a variable without a name": ("job", lambda it: pod(it)["containers"][0]["env"][0].pop("name")),
+    "a mount without a path": (
+        "job",
+        lambda it: pod(it)["containers"][0]["volumeMounts"][0].pop("mountPath"),
+    ),
+    "a claim without a name": (
+        "job",
+        lambda it: pod(it)["volumes"][1].update(persistentVolumeClaim={}),
+    ),
+    "a JobSet without jobs": ("jobset", lambda it: spec(it).update(replicatedJobs=[])),
+    "a JobSet's job without a name": (
+        "jobset",
+        lambda it: spec(it)["replicatedJobs"][0].pop("name"),
+    ),
+    "a key of JobSet that is none": ("jobset", lambda it: spec(it).update(replicatedJob=[])),
+    "restarts as text": ("jobset", lambda it: spec(it)["failurePolicy"].update(maxRestarts="3")),
+    "a wrong pod in a JobSet": ("jobset", lambda it: pod(it).update(restartPolicies="Never")),
+    "a TrainJob without a runtime": ("trainjob", lambda it: spec(it).pop("runtimeRef")),
+    "what patches were called before": (
+        "trainjob",
+        lambda it: spec(it).update(podTemplateOverrides=spec(it).pop("runtimePatches")),
+    ),
+    "a patch that nobody makes": (
+        "trainjob",
+        lambda it: spec(it)["runtimePatches"][0].pop("manager"),
+    ),
+    "ranks a pod as text": (
+        "trainjob",
+        lambda it: spec(it)["trainer"].update(numProcPerNode="auto"),
+    ),
+    "a trainer's key that is none": ("trainjob", lambda it: spec(it)["trainer"].update(nodes=2)),
+    "an image in a patch": ("trainjob", lambda it: pod(it)["containers"][0].update(image="x")),
+    "labels that are no text": ("trainjob", lambda it: it["metadata"]["labels"].update(a=1)),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_what_is_wrong_is_refused(name: str) -> None:
+    kind, change = MUTANTS[name]
+    changed = copy.deepcopy(objects(kind)[-1])
+    change(changed)
+    assert changed != objects(kind)[-1]
+    with pytest.raises(REFUSALS):
+        judge(changed)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"image": None}, "kubernetes.image is null"),
+        ({"nodes": 3}, "kubernetes.nodes is 3"),
+        ({"env": {"PET_NNODES": "2"}}, "PET_NNODES, which is torchrun"),
+        ({"secrets": {"MASTER_ADDR": "a/b"}}, "MASTER_ADDR, which is torchrun"),
+    ],
+)
+def test_what_a_launch_cannot_say_is_refused(keys: Json, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        objects("job", **keys)
+
+
+def test_no_secret_is_in_an_object(tmp_path: Path) -> None:
+    overrides = ("kubernetes.image=a", "nodes.node1.env.TOKEN=sesame", "batch_size=32")
+    cluster = tmp_path / "c.yaml"
+    shipped = find_config("mesh", "cluster").read_text()
+    cluster.write_text(shipped + "nodes: {node2: {env: {KEY: sesame}}}\n")
+    settings = load_settings(cluster, "stdlib", None, overrides, environ={})
+    request = Request(get_algorithm("mesh"), str(cluster), "stdlib", overrides)
+    text, launched = kubernetes_job(request, settings, tmp_path / "mesh-1")
+    assert "sesame" not in text + str(launched)
+    assert "batch_size=32" in text
+    assert launched.server.argv[-2:] == ("-f", "-")
