@@ -228,9 +228,7 @@ def _trace(
 
     paths = brought(run, checkpoints=False)
     if timeline is not None:
-        from smolcluster.algorithms.PipelineParallel.timeline import (  # noqa: PLC0415
-            write_timeline,
-        )
+        from smolcluster.launch.timeline import write_timeline  # noqa: PLC0415
 
         view = write_timeline(paths, timeline)
         measured, simulated = view.measured.makespan_s, view.simulated.makespan_s

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from smolcluster.algorithms.Mesh.sharding import Cut, groups_of, read_sharding
 from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from connection_pairs import telemetry
-from smolcluster.algorithms.PipelineParallel.timeline import newest_step, write_timeline
 from smolcluster.algorithms.planning.plan_file import (
     PLAN,
     PLAN_NAME,
@@ -16,6 +15,7 @@ from smolcluster.algorithms.planning.plan_file import (
     PlanStage,
 )
 from smolcluster.errors import ConfigError, DataError
+from smolcluster.launch.timeline import newest_step, write_timeline
 from smolcluster.observability.spans import SpanLog
 from smolcluster.runs.paths import RunPaths
 from smolcluster.training.schedules.instructions import Op, generate, stage_ranks
