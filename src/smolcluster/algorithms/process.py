@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
@@ -32,7 +33,7 @@ from smolcluster.configs.resolve import (
     workload_overrides,
 )
 from smolcluster.configs.schema import AlgorithmName, NodeConfig, RunConfig
-from smolcluster.configs.spec import get_algorithm
+from smolcluster.configs.spec import algorithm_of_groups, get_algorithm
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.net.dialling import Address
 from smolcluster.observability.exporter import ProcessLabels
@@ -195,8 +196,7 @@ def spread_over_ranks(
             f"nodes.{args.node}.ranks is {node.ranks}, but a worker of {spec.title} is one process: set it "
             "to null, or launch diloco"
         )
-    from smolcluster.algorithms.Mesh.group_worker import spread  # noqa: PLC0415 - few need it
-
+    spread = import_module(f"{algorithm_of_groups().package}.group_worker").spread
     workload = args.workload and known_here(args.workload).text
     return partial(spread, node=node, name=args.node, workload=workload, log=log)
 
