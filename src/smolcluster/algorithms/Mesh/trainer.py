@@ -143,7 +143,10 @@ class MeshTrainer:
         epoch, start = divmod(samples_applied, self.num_samples)
         indices = self._orders[epoch][start : start + train.samples_per_step]
         scale = 1.0 if self._scaler is None else self._scaler.scale
-        self._pipeline.run(list(self._parts(indices, epoch, start)), scale, note)
+        self.groups.note(f"loading samples {start} to {start + len(indices)} of epoch {epoch}")
+        parts = list(self._parts(indices, epoch, start))
+        self._pipeline.run(parts, scale, note)
+        self.groups.note("summing gradients", waits=True)
         gradients = sum_replicas(self.slots, self.groups)
         self._tied.exchange(gradients)
         loss, terms = self._loss()
@@ -206,6 +209,7 @@ class MeshTrainer:
                 if name in seen:
                     continue
                 seen.add(name)
+                self.groups.note(f"gathering {name}", waits=self.groups["pp"] != pp)
                 if self.groups["pp"] == pp:
                     yield from self._give(slots[name], root)
                 elif self.groups.rank == 0:
