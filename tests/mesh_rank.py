@@ -65,6 +65,12 @@ CASES = {
     "fsdp2-pp2-zbv": Case(
         {"fsdp": 2, "pp": 2}, {"microbatches": 4, "schedule": "zbv"}, ADAM, double=True
     ),
+    "dp2-pp2-dualpipev": Case(
+        {"dp": 2, "pp": 2}, {"microbatches": 4, "schedule": "dualpipev"}, ADAM, double=True
+    ),
+    "fsdp2-pp2-dualpipev": Case(
+        {"fsdp": 2, "pp": 2}, {"microbatches": 4, "schedule": "dualpipev"}, ADAM, double=True
+    ),
     "tp2-fsdp2": Case({"tp": 2, "fsdp": 2}, {"activation_checkpointing": "selective"}),
     "tp2-pp2-interleaved": Case({"tp": 2, "pp": 2}, {"microbatches": 4, "schedule": "interleaved"}),
     "dp2-tp2-bf16": Case({"dp": 2, "tp": 2}, {}, {"precision": "bf16"}),

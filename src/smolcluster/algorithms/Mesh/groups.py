@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smolcluster.algorithms.Mesh.config import MeshSizes
 from smolcluster.algorithms.Mesh.watch import Watch
-from smolcluster.errors import ConfigError, PeerLost
+from smolcluster.errors import ConfigError, PeerLost, UserCodeError
 
 DIMENSIONS = ("pp", "dp", "fsdp", "tp")
 """From the outermost: ranks that share a layer are neighbours, on one machine where possible."""
@@ -125,9 +125,11 @@ def lost_named() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        reason = str(error)
-        if isinstance(error, dist.DistError) or "gloo" in reason.lower():
+    except (RuntimeError, UserCodeError) as error:
+        # a user's layer or loss may be what waits for another rank
+        raised = error.__cause__ if isinstance(error, UserCodeError) else error
+        reason = str(raised)
+        if isinstance(raised, dist.DistError) or "/gloo/" in reason:
             raise PeerLost(
                 "another rank has ended: the message of the first one that failed says why "
                 f"({reason.partition(']')[2].strip()[:60]})"

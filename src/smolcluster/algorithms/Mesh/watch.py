@@ -299,7 +299,7 @@ class Watch:
         """Say why, and let the process end by itself if it can."""
         self._say()
         if not self._over.wait(END_S[self.rank == 0]):
-            self._log.error("rank %d could not end by itself: it is ended", self.rank)
+            self._log.error("%s; rank %d waits still, and is ended", self._failure, self.rank)
             time.sleep(BEAT_S / 2)  # for the log
             self._leave(TryAgain.exit_code)
 
@@ -310,7 +310,7 @@ class Watch:
             return
         self._said = True
         told = {"stack": failure.stack} if failure.stack else {"stacks": stacks()}
-        self._log.error("%s", failure, extra=told)
+        self._log.debug("%s", failure, extra=told)  # what ends the process says it aloud
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:

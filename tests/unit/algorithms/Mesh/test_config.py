@@ -36,7 +36,7 @@ def test_what_can_be_divided_is_taken(mesh: dict[str, int], keys: dict[str, Any]
         ({"pp": 8}, {"microbatches": 4}, "microbatches is 4, fewer than the 8 stages"),
         ({"dp": 8}, {"microbatches": 3}, "multiple of 24"),
         ({"dp": 8}, {"schedule": "zbw"}, "schedule"),
-        ({"dp": 8}, {"schedule": "dualpipev"}, "not built yet"),
+        ({"pp": 8}, {"microbatches": 16, "schedule": "dualpipev"}, "16 stages"),
         ({"dp": 0}, {}, "mesh.dp"),
         ({"sp": 8}, {}, "mesh.sp"),
     ],
