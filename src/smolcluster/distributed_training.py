@@ -76,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
     mesh.add_argument(
         "--activation-checkpointing", choices=("none", "full", "selective"), default="none"
     )
+    mesh.add_argument(
+        "--instruction-log", metavar="FOLDER", help="write down what each rank computes when"
+    )
     what = made.add_argument_group("training")
     what.add_argument("--config", default="stdlib", help="training file, or a shipped name")
     what.add_argument("--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
@@ -117,6 +120,7 @@ def mesh_keys(args: argparse.Namespace, world_size: int) -> dict[str, object]:
         "schedule": args.schedule,
         "microbatches": args.microbatches or (2 * sizes["pp"] if sizes["pp"] > 1 else 1),
         "activation_checkpointing": recompute,
+        "instruction_log": args.instruction_log,
         "backend": "gloo" if args.no_nccl else args.backend,
     }
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from smolcluster.configs.schema import Section
+from smolcluster.configs.schema import LocalPath, Section
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import Schedule, generate
 
@@ -57,6 +57,11 @@ class MeshConfig(Section):
         "every second one.",
     )
     backend: Backend = Field("auto", description="auto: nccl where all ranks compute on CUDA.")
+
+    instruction_log: LocalPath | None = Field(
+        None,
+        description="Mesh: a folder for what each rank computes when, a line an instruction; null: none.",
+    )
 
     @property
     def schedule_name(self) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.groups import Groups, lost_named
+from smolcluster.algorithms.Mesh.instruction_log import InstructionLog, logged
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshStep, MeshTrainer
 from smolcluster.cluster.report import Report, StepTaken
 from smolcluster.cluster.saver import CheckpointSource, Saver
@@ -61,7 +62,13 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
         *(trainer.num_samples, context.run.train.num_epochs),
     )
     eval_steps = context.run.train.eval_steps
-    with closing(training), _others_told(groups), report.until_its_end(), saver:
+    with (
+        closing(training),
+        logged(config.instruction_log, 0, groups["pp"], context.log.warning) as instructions,
+        _others_told(groups),
+        report.until_its_end(),
+        saver,
+    ):
         whole = _Whole(trainer, replica, saver, report)
         with whole.saved_only_if_newest():
             while not report.is_over:
@@ -72,7 +79,8 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
                     raise
                 applied = report.samples_applied
                 _tell(groups, Order.STEP, applied)
-                step, num = trainer.step(applied), trainer.num_samples_at(applied)
+                step = _step(trainer, applied, instructions)
+                num = trainer.num_samples_at(applied)
                 version = report.version + 1
                 report.step_taken(_taken(step, version, applied, num, trainer.num_samples))
                 is_evaluated = version % eval_steps == 0 and not report.is_over
@@ -126,13 +134,18 @@ def follow(
     *,
     seed: int,
     begin: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> None:
-    """Any other rank: do what rank 0 says until it is over; `begin` is told the run's id.
+    """Any other rank: do what rank 0 says until it is over.
+
+    Args:
+        begin: is told the run's id.
+        warn: hears what does not end the run.
 
     Raises:
         PeerLost: another rank has ended.
     """
-    with lost_named():
+    with lost_named(), logged(config.instruction_log, groups.rank, groups["pp"], warn) as log:
         begin(groups.all_told("")[0])
         trainer = _trainer(workload, workload.training.applied_to(train), config, groups, seed)
         _share_state(trainer, None)
@@ -148,7 +161,14 @@ def follow(
                     pass
                 continue
             with suppress(NonFiniteLoss):  # rank 0 says so, and then stop
-                trainer.step(applied)
+                _step(trainer, applied, log)
+
+
+def _step(trainer: MeshTrainer, applied: int, log: InstructionLog | None) -> MeshStep:
+    if log is None:
+        return trainer.step(applied)
+    log.tick()
+    return trainer.step(applied, log.of_step(trainer.num_steps + 1))
 
 
 def _trainer(

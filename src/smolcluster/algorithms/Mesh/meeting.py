@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import psutil
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks
 from smolcluster.algorithms.Mesh.watch import Store
@@ -27,7 +27,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 QUIET_END_S = 10.0
 
 
-def open_store(rank: int, ranks: Ranks, timeout_s: float) -> TCPStore:
+def open_store(rank: int, ranks: Ranks, timeout_s: float) -> PrefixStore:
     """The store of a mesh: rank 0's, or the one that torchrun has at that address.
 
     Raises:
@@ -38,7 +38,7 @@ def open_store(rank: int, ranks: Ranks, timeout_s: float) -> TCPStore:
     port = ranks.port or DEFAULT_PORT
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
-        store = TCPStore(
+        served = TCPStore(
             ranks.address,
             port,
             is_master=is_master,
@@ -60,6 +60,9 @@ def open_store(rank: int, ranks: Ranks, timeout_s: float) -> TCPStore:
             f"rank {rank} cannot reach rank 0 at {ranks.address}{_loopback_hint(ranks.address)}, port "
             f"{port}: {reason}; start rank 0 there, and check --master-addr"
         ) from error
+    # torchrun's outlives a group that is formed again
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"mesh-{attempt}-{ranks.world_size}", served)
     if rank == 0:
         mark = secrets.token_hex(8)
         if store.compare_set("rank 0", "", mark).decode() != mark:
@@ -110,7 +113,7 @@ def compare(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> None
             )
 
 
-def connect(rank: int, ranks: Ranks, store: TCPStore, backend: str) -> None:
+def connect(rank: int, ranks: Ranks, store: PrefixStore, backend: str) -> None:
     """Make the process group, over the interface on which this rank reaches the others."""
     store.set(f"at/{rank}", json.dumps(_ways_to(ranks)))
     ways = [json.loads(store.get(f"at/{each}")) for each in range(ranks.world_size)]

@@ -145,7 +145,9 @@ def _follow(settings: Settings, config: MeshConfig, groups: Groups, log: NodeLog
         paths = create_run(runs_root(settings.node.runs_dir), run_id, newest=False)
         log.file_logs_to(paths.log_file("rank", platform.node(), groups.rank), run_id)
 
-    loop.follow(workload, run.train, config, groups, seed=run.seed, begin=begin)
+    loop.follow(
+        workload, run.train, config, groups, seed=run.seed, begin=begin, warn=log.logger.warning
+    )
 
 
 def _sizes(config: MeshConfig, ranks: Ranks) -> Any:
