@@ -75,6 +75,12 @@ THEIRS: dict[str, Callable[..., Any]] = {
 }
 CHECKED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
 CHECK_RANKS = 8
+PRELOAD = (
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "smolcluster.algorithms.Mesh.trainer",
+)
 
 
 def meet(case: Case, rank: int, pipe: Pipe) -> None:
@@ -151,7 +157,7 @@ def measure(schedule: str, unit_s: float, steps: int) -> dict[str, Any]:
     hosts = (Host("127.0.0.1", "lo"),) * NUM_STAGES
     make = partial(Case, schedule, NUM_MICROBATCHES, layers, MEGABYTES, hosts)
     case = make()
-    with Children() as children:
+    with Children(PRELOAD) as children:
         sides = [Side(children, case, compute_ours)]
         if schedule in THEIRS:
             sides.append(Side(children, make(), compute_torchs))

@@ -113,6 +113,19 @@ class MeshConfig(Section):
             )
 
 
+def what_takes_less(config: MeshConfig, num_samples: int) -> str:
+    """What to change where a rank's memory is too small; `num_samples` are those of its share of a step."""
+    more = [
+        each for each in range(config.microbatches + 1, num_samples + 1) if not num_samples % each
+    ]
+    advice = []
+    if more:
+        advice.append(f"raise microbatches from {config.microbatches} to {more[0]}")
+    if config.activation_checkpointing != "full":
+        advice.append("set activation_checkpointing to full")
+    return " or ".join([*advice, "take more ranks along fsdp, tp or pp"])
+
+
 def pick_backend(backend: Backend, device_type: str) -> str:
     """The backend of `torch.distributed` for ranks that compute on devices of this type.
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smolcluster.algorithms.Mesh.compute import Part, StageCompute
-from smolcluster.algorithms.Mesh.config import SPLIT, MeshConfig, cut_equally
+from smolcluster.algorithms.Mesh.config import SPLIT, MeshConfig, cut_equally, what_takes_less
 from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, TiedWeights, sum_replicas
 from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, Style, spread
@@ -18,7 +19,7 @@ from smolcluster.algorithms.Mesh.pipeline import Pipeline
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Place
 from smolcluster.data.permutation import EpochOrders
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import NonFiniteLoss, OutOfMemory, UserCodeError
 from smolcluster.training.compute import autocast, placed
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.scaler import LEAST_SCALE, LossScaler
@@ -29,6 +30,7 @@ from smolcluster.training.stages.build import build_stage, model_input, num_laye
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
+from smolcluster.utils.device_errors import is_out_of_memory
 
 WEIGHTS = ""
 """Names a parameter itself among its moments."""
@@ -92,7 +94,7 @@ class MeshTrainer:
         self.workload, self.groups = workload, groups
         self.num_samples = workload.train.num_samples
         self._train = workload.training.applied_to(train)
-        self._seed, self._num_parts = seed, config.microbatches
+        self._seed, self._config, self._num_parts = seed, config, config.microbatches
         self._orders = EpochOrders(lambda epoch: workload.train.order(epoch, seed))
         schedule = config.instructions()
         ranks = stage_ranks(schedule)
@@ -145,7 +147,8 @@ class MeshTrainer:
         scale = 1.0 if self._scaler is None else self._scaler.scale
         self.groups.note(f"loading samples {start} to {start + len(indices)} of epoch {epoch}")
         parts = list(self._parts(indices, epoch, start))
-        self._pipeline.run(parts, scale, note)
+        with self._memory_named():
+            self._pipeline.run(parts, scale, note)
         self.groups.note("summing gradients", waits=True)
         gradients = sum_replicas(self.slots, self.groups)
         self._tied.exchange(gradients)
@@ -159,6 +162,25 @@ class MeshTrainer:
         if not skipped:
             self._optimizer.step(gradients, norm, train.gradient_clipping, rate)
         return MeshStep(mean, terms, rate, norm, is_skipped=skipped)
+
+    @contextmanager
+    def _memory_named(self) -> Iterator[None]:
+        """Say of a device that is full which rank's it is, and what would take less.
+
+        Raises:
+            OutOfMemory: it is.
+        """
+        try:
+            yield
+        except (RuntimeError, UserCodeError) as error:
+            raised = error.__cause__ if isinstance(error, UserCodeError) else error
+            if raised is None or not is_out_of_memory(raised):
+                raise
+            share = self._train.samples_per_step // self.groups.sizes.num_shares
+            raise OutOfMemory(
+                f"{self.groups.device} of rank {self.groups.rank} is out of memory: "
+                f"{str(raised).strip().partition('. ')[0]}; {what_takes_less(self._config, share)}"
+            ) from error
 
     def num_samples_at(self, samples_applied: int) -> int:
         """Samples of the step after so many: fewer at the end of an epoch."""
