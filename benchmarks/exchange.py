@@ -397,10 +397,11 @@ def held_nbytes(values: list[object], besides: Tensor) -> int:
 class Children:
     """Processes that end with the block, and a pipe to each."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        """`preload`: what their modules import beside what all do; it takes each process seconds."""
         method = "forkserver" if sys.platform == "linux" else "spawn"
         self._context = multiprocessing.get_context(method)
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context.set_forkserver_preload([*PRELOAD, *preload])
         self.processes: list[BaseProcess] = []
 
     def __enter__(self) -> Self:

@@ -3,8 +3,11 @@
 Trains each case and leaves what came of it in FOLDER/CASE.json; the test compares it with one process.
 """
 
+import itertools
 import json
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,9 +22,12 @@ from smolcluster.algorithms.Mesh.config import MeshConfig, config_of
 from smolcluster.configs.schema import GPTConfig, TrainConfig
 from smolcluster.models.gpt import GPT
 from smolcluster.training.recipe import Training
+from smolcluster.training.schedules.instructions import SCHEDULES
 from smolcluster.training.workload import Workload
 
 SEED, NUM_STEPS, LENGTH, WORDS = 3, 3, 6, 24
+MOST_LAYERS = 16
+V_SHAPED = ("interleaved", "zb-v", "zbv", "dualpipev")
 CPU = torch.device("cpu")
 TRAIN: dict[str, Any] = {
     "dataset": {"name": "digits"},
@@ -43,6 +49,8 @@ class Case:
     keys: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
     double: bool = False
+    num_layers: int = 4
+    num_heads: int = 4
 
     @property
     def config(self) -> MeshConfig:
@@ -65,10 +73,40 @@ CASES = {
     "fsdp2-pp2-zbv": Case(
         {"fsdp": 2, "pp": 2}, {"microbatches": 4, "schedule": "zbv"}, ADAM, double=True
     ),
+    "dp2-pp2-dualpipev": Case(
+        {"dp": 2, "pp": 2}, {"microbatches": 4, "schedule": "dualpipev"}, ADAM, double=True
+    ),
+    "fsdp2-pp2-dualpipev": Case(
+        {"fsdp": 2, "pp": 2}, {"microbatches": 4, "schedule": "dualpipev"}, ADAM, double=True
+    ),
     "tp2-fsdp2": Case({"tp": 2, "fsdp": 2}, {"activation_checkpointing": "selective"}),
     "tp2-pp2-interleaved": Case({"tp": 2, "pp": 2}, {"microbatches": 4, "schedule": "interleaved"}),
     "dp2-tp2-bf16": Case({"dp": 2, "tp": 2}, {}, {"precision": "bf16"}),
 }
+
+
+def table(world_size: int, schedules: Sequence[str]) -> dict[str, Case]:
+    """Every mesh of so many ranks, with every schedule where it has stages; float64 with Adam."""
+    cases = {}
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    for mesh in itertools.product(sizes, repeat=4):
+        if math.prod(mesh) != world_size:
+            continue
+        dp, fsdp, tp, pp = mesh
+        for schedule in schedules if pp > 1 else ("gpipe",):
+            if pp * (1 + (schedule in V_SHAPED)) > MOST_LAYERS:
+                continue
+            num = 2 if pp == 1 else 16 // (dp * fsdp)
+            keys = {"microbatches": num, "schedule": schedule}
+            name = f"dp{dp}-fsdp{fsdp}-tp{tp}-pp{pp}-{schedule}"
+            cases[name] = Case(
+                {"dp": dp, "fsdp": fsdp, "tp": tp, "pp": pp},
+                *(keys, ADAM),
+                double=True,
+                num_layers=MOST_LAYERS,
+                num_heads=8,
+            )
+    return cases
 
 
 class Sentences:
@@ -93,7 +131,12 @@ def loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 def workload(case: Case) -> Workload:
     config = GPTConfig(
-        model_dim=16, num_layers=4, num_heads=4, ff_dim=32, max_seq_len=LENGTH, dropout=0.0
+        model_dim=16,
+        num_layers=case.num_layers,
+        num_heads=case.num_heads,
+        ff_dim=32,
+        max_seq_len=LENGTH,
+        dropout=0.0,
     )
     dtype = torch.float64 if case.double else torch.float32
     return Workload(
@@ -119,7 +162,41 @@ def train_case(name: str, case: Case, folder: Path) -> None:
     weights = {each.name: each.tensor for each in trainer.gather() if each.moment == WEIGHTS}
     if groups.rank == 0:
         said = {name: each.flatten().tolist() for name, each in weights.items()}
-        (folder / f"{name}.json").write_text(json.dumps({"steps": steps, "weights": said}))
+        whole = folder / f".{name}.json"
+        whole.write_text(json.dumps({"steps": steps, "weights": said}))
+        whole.rename(folder / f"{name}.json")
+
+
+def compare(name: str, case: Case, folder: Path) -> None:
+    import pytest
+
+    found = json.loads((folder / f"{name}.json").read_text())
+    steps, weights = alone(case)
+    exact = 1e-9 if case.double else 1e-5
+    tolerance = 2e-2 if case.train.get("precision") == "bf16" else exact
+    for mesh, single in zip(found["steps"], steps, strict=True):
+        assert mesh == pytest.approx(single, rel=tolerance, abs=tolerance), name
+    assert found["weights"].keys() == weights.keys(), name
+    for each, own in weights.items():
+        values = torch.tensor(found["weights"][each], dtype=own.dtype)
+        assert torch.allclose(values, own, rtol=tolerance, atol=tolerance), f"{name}: {each}"
+
+
+def alone(case: Case) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Loss, loss terms and norm of each step of one process, and its weights."""
+    from smolcluster.configs.schema import DatasetPlace
+    from smolcluster.training.build import build
+    from smolcluster.training.loop import training_steps
+
+    work, train = workload(case), case.training
+    training = build(train, SEED, DatasetPlace(), CPU, workload=work)
+    steps = []
+    for step in training_steps(training, train):
+        steps.append([step.loss, step.num_terms, step.grad_norm])
+        if len(steps) == NUM_STEPS:
+            break
+    weights = {name: each.detach().flatten() for name, each in training.replica.parameters.items()}
+    return steps, weights
 
 
 def main() -> None:
@@ -132,8 +209,9 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     torch.set_num_threads(1)
+    cases = CASES | table(int(world_size), [*SCHEDULES, "zbv"])
     for name in names:
-        train_case(name, CASES[name], Path(folder))
+        train_case(name, cases[name], Path(folder))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ Without a rank it starts all ranks on this machine. The first one that fails is 
 
 import argparse
 import json
+import math
 import os
 import platform
 import signal
@@ -13,13 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from smolcluster.algorithms.entry import guarded
 from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
-from smolcluster.errors import LaunchError
+from smolcluster.errors import LaunchError, PeerLost
 
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 END_TIMEOUT_S = 60.0
 """How long rank 0 may save after a signal."""
 STOP_ON_STDIN_EOF = "--stop-on-stdin-eof"
+FOLLOW_TIMEOUT_S = 12.0
+"""How long the others may take to see that one has failed."""
+NAMED_S = 15.0
+"""How long a rank that says that another one has ended may be ahead of that one's own end."""
 MODEL_FLAGS = {
     "hidden_size": "model.model_dim",
     "attention_heads": "model.num_heads",
@@ -61,6 +66,15 @@ def parser() -> argparse.ArgumentParser:
     ranks.add_argument("--backend", choices=("auto", "nccl", "gloo", "mpi"), help="default auto")
     ranks.add_argument("--no-nccl", action="store_true", help="the same as --backend gloo")
     ranks.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS")
+    ranks.add_argument(
+        "--hang-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long no rank may get on before the mesh ends",
+    )
+    ranks.add_argument("--launcher", type=int, help=argparse.SUPPRESS)
+    ranks.add_argument("--tell", type=int, help=argparse.SUPPRESS)
     mesh = made.add_argument_group("mesh")
     for name in ("dp", "fsdp", "tp", "pp"):
         mesh.add_argument(f"--{name}", type=int, help="ranks along it; default 1, of dp the rest")
@@ -76,6 +90,9 @@ def parser() -> argparse.ArgumentParser:
         help="cluster file, or a shipped name, whose mesh it is; flags win. Default: flags alone say it",
     )
     mesh.add_argument("--node", help="this machine's name in it; default: its server's")
+    mesh.add_argument(
+        "--instruction-log", metavar="FOLDER", help="write down what each rank computes when"
+    )
     what = made.add_argument_group("training")
     what.add_argument("--config", default="stdlib", help="training file, or a shipped name")
     what.add_argument("--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
@@ -122,6 +139,7 @@ def mesh_keys(args: argparse.Namespace, world_size: int) -> dict[str, object]:
         "schedule": args.schedule or "1f1b",
         "microbatches": args.microbatches or (2 * sizes["pp"] if sizes["pp"] > 1 else 1),
         "activation_checkpointing": recompute or "none",
+        "instruction_log": args.instruction_log,
         "backend": "gloo" if args.no_nccl else args.backend or "auto",
     }
 
@@ -129,7 +147,7 @@ def mesh_keys(args: argparse.Namespace, world_size: int) -> dict[str, object]:
 def stated_keys(args: argparse.Namespace) -> dict[str, object]:
     """What flags say of the mesh, on top of a cluster file."""
     sizes = {f"mesh.{name}": getattr(args, name) for name in ("dp", "fsdp", "tp", "pp")}
-    names = ("schedule", "microbatches", "activation_checkpointing", "backend")
+    names = ("schedule", "microbatches", "activation_checkpointing", "instruction_log", "backend")
     keys = {**sizes, **{name: getattr(args, name) for name in names}}
     if args.use_gradient_checkpointing:
         keys["activation_checkpointing"] = "full"
@@ -202,11 +220,19 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         keys,
         settings,
         start_timeout_s=args.start_timeout,
+        hang_timeout_s=args.hang_timeout,
+        launcher=_launcher(args.launcher),
+        tells=args.tell,
         vocab_size=args.vocab_size,
         run_id=args.run_id,
         resume=args.resume,
         has_progress=not args.no_progress,
     )
+
+
+def _launcher(ours: int | None) -> int | None:
+    """The process with which a rank ends: our launcher, or torchrun's agent."""
+    return os.getppid() if ours is None and "TORCHELASTIC_RUN_ID" in os.environ else ours
 
 
 def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Sequence[str]) -> None:
@@ -216,12 +242,19 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
         LaunchError: one failed; names the first.
     """
     processes: dict[int, subprocess.Popen[bytes]] = {}
-    told = [*(each for each in argv if each != STOP_ON_STDIN_EOF), STOP_ON_STDIN_EOF]
+    first: str | None = None
+    told, tells = os.pipe()
+    os.set_blocking(told, False)
+    own = [each for each in argv if each != STOP_ON_STDIN_EOF]
     try:
         for rank in here:
             processes[rank] = subprocess.Popen(  # noqa: S603 - this very program
-                [sys.executable, "-m", "smolcluster.distributed_training", *told],
-                stdin=subprocess.PIPE,  # its end tells a rank that its parent has gone
+                [
+                    *(sys.executable, "-m", "smolcluster.distributed_training"),
+                    *(*own, f"--launcher={os.getpid()}", f"--tell={tells}"),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(tells,),
                 env={
                     **os.environ,
                     **environ,
@@ -232,34 +265,67 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
                 },
                 start_new_session=True,  # Ctrl-C is heard here: a rank that heard it twice would not save
             )
-        running = dict(processes)
-        while running:
-            for rank, process in list(running.items()):
-                if (code := process.poll()) is None:
-                    continue
-                del running[rank]
-                if code:
-                    how = (
-                        f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                    )
-                    raise LaunchError(
-                        f"rank {rank} on {platform.node()} failed first ({how}): its message is above"
-                    )
-            time.sleep(0.05)
+        first = _first_to_fail(processes, told)
+        if first is not None:
+            raise LaunchError(first)
     finally:
-        _end(processes)
+        os.close(told)
+        os.close(tells)
+        _end(processes, has_failed=first is not None)
 
 
-def _end(processes: Mapping[int, "subprocess.Popen[bytes]"]) -> None:
-    """Let rank 0, which tells the others, end; kill what is left."""
-    for first in list(processes.values())[:1]:
-        with suppress(OSError):
-            first.terminate()
-    end = time.monotonic() + END_TIMEOUT_S
+def _first_to_fail(processes: Mapping[int, "subprocess.Popen[bytes]"], told: int) -> str | None:
+    """Wait until all ranks have ended, or one has failed: a sentence about it.
+
+    `told`: where ranks write who has failed first. One that ends because another one has is no first one, if
+    that is ours.
+    """
+    since = math.inf
+    while True:
+        codes = {rank: process.poll() for rank, process in processes.items()}
+        if said := _said(told):
+            return said
+        failed = {rank: code for rank, code in codes.items() if code}
+        first = {rank: code for rank, code in failed.items() if code != PeerLost.exit_code}
+        if first or (failed and time.monotonic() > since + NAMED_S):
+            rank, code = next(iter((first or failed).items()))
+            how = f"exit code {code}): its message is above"
+            if code < 0:
+                how = f"signal {signal.Signals(-code).name})"
+            if code == -signal.SIGKILL:
+                how += ": by hand, or by a system that is out of memory"
+            return f"rank {rank} on {platform.node()} failed first ({how}"
+        if failed:
+            since = min(since, time.monotonic())
+        if None not in codes.values():
+            return None
+        time.sleep(0.05)
+
+
+def _said(told: int) -> str:
+    """The first line that a rank has written; empty: none has."""
+    with suppress(BlockingIOError):
+        return os.read(told, 4096).decode(errors="replace").partition("\n")[0]
+    return ""
+
+
+def _end(processes: Mapping[int, "subprocess.Popen[bytes]"], *, has_failed: bool) -> None:
+    """Let rank 0, which tells the others, end; kill what is left.
+
+    When a rank has failed, those that do not notice are killed first: rank 0 waits for them, and has a record
+    to leave.
+    """
     try:
-        for process in processes.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
+        if has_failed:
+            others = [process for rank, process in processes.items() if rank != 0]
+            _wait(others, FOLLOW_TIMEOUT_S)
+            for process in others:
+                process.kill()
+            _wait(processes.values(), FOLLOW_TIMEOUT_S)
+        for first in list(processes.values())[:1]:
+            with suppress(OSError):
+                first.terminate()
+        _wait(processes.values(), END_TIMEOUT_S)
     finally:
         for process in processes.values():
             if process.poll() is None:
@@ -276,6 +342,13 @@ def _die_after_parent() -> None:
             pass
     time.sleep(END_TIMEOUT_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait(processes: Iterable["subprocess.Popen[bytes]"], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
 
 
 def _free_port() -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from smolcluster.algorithms.Mesh.ranks import ranks_of
 from smolcluster.distributed_training import mesh_keys, overrides_of, parser
@@ -42,6 +43,21 @@ def test_where_rank_0_is() -> None:
         ({"RANK": "1"}, {}, "WORLD_SIZE is not set"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, {}, "RANK is 'x'"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, {"world_size": 4}, "--world-size is 4"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "SLURM_NTASKS": "4"},
+            {},
+            "SLURM_NTASKS is 4, but WORLD_SIZE 1",
+        ),
+        (
+            {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"},
+            {},
+            "MASTER_ADDR is localhost, but ranks are on 2 nodes",
+        ),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+            {},
+            "GROUP_WORLD_SIZE",
+        ),
         ({}, {"world_size": 4, "rank": 4}, "ranks 4 to 4 are not within 0 to 3"),
         ({}, {"world_size": 4, "rank": 2, "num_here": 3}, "ranks 2 to 4"),
     ],
@@ -80,3 +96,10 @@ def test_flags_become_the_mesh_and_the_configuration() -> None:
         "global_batch_size=16",
         "precision=bf16",
     ]
+
+
+def test_torchrun_takes_no_flag_for_an_abbreviation_of_its_own() -> None:
+    theirs = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    ours = {flag for action in parser()._actions for flag in action.option_strings}
+    claimed = {flag for flag in ours - theirs if any(each.startswith(flag) for each in theirs)}
+    assert not claimed

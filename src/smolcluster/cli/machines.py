@@ -318,6 +318,24 @@ def _mesh_schedule(
     return schedule_command(schedule, pp, microbatches, csv, svg)
 
 
+@mesh_app.command("trace", epilog=below("smolcluster mesh trace instructions/ --svg step.svg"))
+def _mesh_trace(
+    folder: Annotated[Path, typer.Argument(help="What instruction_log names.")],
+    *,
+    step: Annotated[int | None, typer.Option("--step", help="[default: the last one]")] = None,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", help="Write what each rank did when.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", help="Write it as a picture, above its simulation.")
+    ] = None,
+) -> int:
+    """Show what each rank of a mesh computed in a step, and how that compares with its simulation."""
+    from smolcluster.launch.schedules import trace_command  # noqa: PLC0415 - takes time
+
+    return trace_command(folder, step, csv, svg)
+
+
 @config_app.command(
     "schema", epilog=below("smolcluster config schema cluster > cluster.schema.json")
 )

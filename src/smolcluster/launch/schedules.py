@@ -1,17 +1,66 @@
-"""`mesh schedule`: a pipeline's schedule as a table, a picture, and in numbers."""
+"""`mesh schedule` and `mesh trace`: what a pipeline will compute, and has: a table, a picture, numbers."""
 
+import statistics
 import sys
 from pathlib import Path
 
+from smolcluster.algorithms.instruction_log import read_step
 from smolcluster.algorithms.scheduled import ALIASES
 from smolcluster.runs.files import write_whole
 from smolcluster.training.schedules.drawing import csv_of, picture_of
-from smolcluster.training.schedules.instructions import generate, stage_ranks
-from smolcluster.training.schedules.simulation import Costs, simulate
+from smolcluster.training.schedules.instructions import Instruction, Op, generate, stage_ranks
+from smolcluster.training.schedules.simulation import Costs, Timeline, simulate
 from smolcluster.training.schedules.validation import validate
 
 FORWARD_S = 1.0
 """Of a microbatch through all layers of a rank; both halves of the backward take as long each."""
+
+
+def trace_command(folder: Path, step: int | None, csv: Path | None, svg: Path | None) -> int:
+    """Print what the ranks of a mesh computed in a step, beside the same instructions simulated.
+
+    Stages are simulated with what their instructions took in the middle. Returns the exit code.
+
+    Raises:
+        DataError: the step is not in the folder.
+    """
+    number, measured = read_step(folder, step)
+    schedule = tuple(tuple(span.instruction for span in spans) for spans in measured.ranks)
+    simulated = simulate(schedule, median_costs(measured))
+    if csv is not None:
+        write_whole(csv, csv_of(measured).encode())
+    if svg is not None:
+        write_whole(svg, picture_of({f"step {number}": measured, "simulated": simulated}))
+    rows = [
+        f"rank {rank}: {' '.join(_shown(each) for each in one)}"
+        for rank, one in enumerate(schedule)
+    ]
+    lines = [
+        f"step {number}: {1e3 * measured.makespan_s:.4g} ms, simulated {1e3 * simulated.makespan_s:.4g} ms",
+        f"efficiency {1 - measured.bubble:.1%}, simulated {1 - simulated.bubble:.1%}",
+        *rows,
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def median_costs(timeline: Timeline) -> list[Costs]:
+    """Of each stage; a backward as a whole counts as two halves."""
+    taken: dict[tuple[int, Op], list[float]] = {}
+    for span in (span for spans in timeline.ranks for span in spans):
+        each = span.instruction
+        taken.setdefault((each.stage, each.op), []).append(span.end_s - span.start_s)
+    middle = {key: statistics.median(each) for key, each in taken.items()}
+    costs = []
+    for stage in range(1 + max(stage for stage, _ in middle)):
+        whole = middle.get((stage, Op.BACKWARD), 0.0) / 2
+        halves = (middle.get((stage, op), whole) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+        costs.append(Costs(middle[stage, Op.FORWARD], *halves))
+    return costs
+
+
+def _shown(instruction: Instruction) -> str:
+    return f"{instruction.op}{instruction.microbatch}"
 
 
 def schedule_command(

@@ -99,8 +99,10 @@ def parse_log_stem(stem: str) -> tuple[str, str, int | None] | None:
 
 
 def process_title(role: str, node: str, rank: int | None = None) -> str:
-    """A process's name for people: `server mini1`, `worker 1 (pi5)`, who has rank 0."""
-    return f"{role} {node}" if rank is None else f"{role} {rank + 1} ({node})"
+    """A process's name for people: `server mini1`, `worker 1 (pi5)` of rank 0; of a mesh `rank 1 (pi5)`."""
+    if rank is None:
+        return f"{role} {node}"
+    return f"{role} {rank if role == 'rank' else rank + 1} ({node})"
 
 
 def runs_root(runs_dir: Path | None = None) -> Path:

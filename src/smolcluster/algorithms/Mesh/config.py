@@ -8,7 +8,7 @@ from pydantic import Field
 
 from smolcluster.algorithms.Mesh.sharding import Cut, groups_of, read_sharding
 from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig
-from smolcluster.configs.schema import GPTConfig, MeshSizes
+from smolcluster.configs.schema import GPTConfig, LocalPath, MeshSizes
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
 from smolcluster.utils.words import hint_at
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
 Backend = Literal["auto", "nccl", "gloo"]
 Recompute = Literal["none", "full", "selective"]
-NOT_BUILT = ("dualpipev",)
-"""Schedules that the field knows, and no mesh here runs."""
 OPTIMIZERS = ("adam", "adamw", "sgd")
 """Those whose state is spread as the weights are."""
-SPLIT = frozenset({"zero-bubble", "zb-v"})
+SPLIT = frozenset({"zero-bubble", "zb-v", "dualpipev"})
 """Schedules that put weight gradients off."""
 
 
@@ -42,6 +40,10 @@ class MeshConfig(ScheduledConfig):
     )
     backend: Backend = Field(
         "auto", description="Mesh: auto is nccl where all ranks compute on CUDA, else gloo."
+    )
+    instruction_log: LocalPath | None = Field(
+        None,
+        description="Mesh: a folder for what each rank computes when, a line an instruction; null: none.",
     )
 
     @property
@@ -84,17 +86,11 @@ class MeshConfig(ScheduledConfig):
         Raises:
             ConfigError: the schedule cannot be made of these numbers.
         """
-        known = (*SCHEDULES, *ALIASES, *NOT_BUILT)
+        known = (*SCHEDULES, *ALIASES)
         if self.schedule not in known:
             raise ConfigError(
                 f"schedule is {self.schedule!r}, must be one of {', '.join(known)}"
                 f"{hint_at(self.schedule, known)}"
-            )
-        if self.schedule_name not in SCHEDULES:
-            raise ConfigError(
-                f"schedule is {self.schedule}, which is not built yet: take zbv, whose bubble is as small "
-                "with "
-                "half the weights"
             )
         if self.mesh.pp == 1:
             return generate("gpipe" if self.microbatches == 1 else "1f1b", 1, self.microbatches)
@@ -165,6 +161,19 @@ class MeshConfig(ScheduledConfig):
                 f"sharding has stages of {told.tp} ranks, {told.pp} in all, but mesh is {self.mesh}: set "
                 f"mesh.tp to {told.tp} and mesh.pp to {told.pp}, or change the file"
             )
+
+
+def what_takes_less(config: MeshConfig, num_samples: int) -> str:
+    """What to change where a rank's memory is too small; `num_samples` are those of its share of a step."""
+    more = [
+        each for each in range(config.microbatches + 1, num_samples + 1) if not num_samples % each
+    ]
+    advice = []
+    if more:
+        advice.append(f"raise microbatches from {config.microbatches} to {more[0]}")
+    if config.activation_checkpointing != "full":
+        advice.append("set activation_checkpointing to full")
+    return " or ".join([*advice, "take more ranks along fsdp, tp or pp"])
 
 
 def pick_backend(backend: Backend, device_type: str) -> str:

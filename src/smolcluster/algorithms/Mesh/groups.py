@@ -1,15 +1,17 @@
 """The device mesh: where a rank stands in it, and what all ranks must agree on."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from smolcluster.algorithms.Mesh.watch import Watch
 from smolcluster.configs.schema import MeshSizes
-from smolcluster.errors import ConfigError
+from smolcluster.errors import ConfigError, PeerLost, UserCodeError
 
 DIMENSIONS = ("pp", "dp", "fsdp", "tp")
 """From the outermost: ranks that share a layer are neighbours, on one machine where possible."""
@@ -39,8 +41,9 @@ class Groups:
         device: that this rank computes on.
     """
 
-    def __init__(self, sizes: MeshSizes, device: torch.device) -> None:
+    def __init__(self, sizes: MeshSizes, device: torch.device, watch: Watch | None = None) -> None:
         """Make the groups; all ranks must do so at once."""
+        self._watch = watch
         shape = tuple(getattr(sizes, name) for name in DIMENSIONS)
         self.sizes, self.device = sizes, device
         self.mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
@@ -55,6 +58,16 @@ class Groups:
     def share(self) -> int:
         """Which share of a step's samples this rank computes."""
         return self["dp"] * self.sizes.fsdp + self["fsdp"]
+
+    def note(self, doing: str, *, waits: bool = False) -> None:
+        """Tell the watch what this rank does now; `waits`: it is for other ranks."""
+        if self._watch is not None:
+            self._watch.note(doing, waits=waits)
+
+    def end_watch(self) -> None:
+        """All ranks are told that it is over."""
+        if self._watch is not None:
+            self._watch.close()
 
     def rank_at(self, **place: int) -> int:
         """The rank that stands there, and where this rank does along the other dimensions."""
@@ -101,3 +114,24 @@ class Groups:
                         "same code "
                         "and configuration"
                     )
+
+
+@contextmanager
+def lost_named() -> Iterator[None]:
+    """Translate what a backend says when another rank has gone.
+
+    Raises:
+        PeerLost: it has.
+    """
+    try:
+        yield
+    except (RuntimeError, UserCodeError) as error:
+        # a user's layer or loss may be what waits for another rank
+        raised = error.__cause__ if isinstance(error, UserCodeError) else error
+        reason = str(raised)
+        if isinstance(raised, dist.DistError) or "/gloo/" in reason:
+            raise PeerLost(
+                "another rank has ended: the message of the first one that failed says why "
+                f"({reason.partition(']')[2].strip()[:60]})"
+            ) from error
+        raise

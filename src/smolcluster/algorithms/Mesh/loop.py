@@ -5,8 +5,7 @@ when it is evaluated or saved. So a checkpoint is that of any other run, and a r
 mesh.
 """
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from enum import IntEnum
 
@@ -15,14 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.instruction_log import InstructionLog, logged
 from smolcluster.algorithms.Mesh.config import MeshConfig
-from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.algorithms.Mesh.groups import Groups, lost_named
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshStep, MeshTrainer
 from smolcluster.cluster.report import Report, StepTaken
 from smolcluster.cluster.saver import CheckpointSource, Saver
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.permutation import Range
-from smolcluster.errors import ConfigError, NonFiniteLoss, PeerLost
+from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.runs.summary import Summary
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import Replica
@@ -52,7 +52,8 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
     context.resume(source, report)
     saver = context.new_saver(source, report)
     train = training.recipe.applied_to(context.run.train)
-    with _lost_named():
+    with lost_named():
+        groups.all_told(context.run.run_id)
         trainer = _trainer(training.workload, train, config, groups, context.run.seed)
         _share_state(trainer, replica)
     context.log.info(
@@ -61,7 +62,13 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
         *(trainer.num_samples, context.run.train.num_epochs),
     )
     eval_steps = context.run.train.eval_steps
-    with closing(training), _others_told(groups), report.until_its_end(), saver:
+    with (
+        closing(training),
+        logged(config.instruction_log, 0, groups["pp"], context.log.warning) as instructions,
+        _others_told(groups),
+        report.until_its_end(),
+        saver,
+    ):
         whole = _Whole(trainer, replica, saver, report)
         with whole.saved_only_if_newest():
             while not report.is_over:
@@ -72,16 +79,22 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
                     raise
                 applied = report.samples_applied
                 _tell(groups, Order.STEP, applied)
-                step, num = trainer.step(applied), trainer.num_samples_at(applied)
+                step = _step(trainer, applied, instructions)
+                num = trainer.num_samples_at(applied)
                 version = report.version + 1
                 report.step_taken(_taken(step, version, applied, num, trainer.num_samples))
                 is_evaluated = version % eval_steps == 0 and not report.is_over
                 if is_evaluated or report.is_over or saver.is_due(version):
                     whole.gather()
-                stop = context.check_stop
-                evaluation = training.evaluate(before_batch=stop) if is_evaluated else None
+
+                def before_batch() -> None:
+                    context.check_stop()
+                    groups.note("evaluating")
+
+                evaluation = training.evaluate(before_batch=before_batch) if is_evaluated else None
                 if evaluation is not None:
                     report.evaluated(version, applied // trainer.num_samples, evaluation)
+                groups.note("recording the step")
                 saver.after_step(is_evaluated=evaluation is not None)
                 saver.tick()
                 report.tick()
@@ -114,19 +127,33 @@ class _Whole:
 
 
 def follow(
-    workload: Workload, train: TrainConfig, config: MeshConfig, groups: Groups, seed: int
+    workload: Workload,
+    train: TrainConfig,
+    config: MeshConfig,
+    groups: Groups,
+    *,
+    seed: int,
+    begin: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> None:
     """Any other rank: do what rank 0 says until it is over.
+
+    Args:
+        begin: is told the run's id.
+        warn: hears what does not end the run.
 
     Raises:
         PeerLost: another rank has ended.
     """
-    with _lost_named():
+    with lost_named(), logged(config.instruction_log, groups.rank, groups["pp"], warn) as log:
+        begin(groups.all_told("")[0])
         trainer = _trainer(workload, workload.training.applied_to(train), config, groups, seed)
         _share_state(trainer, None)
         while True:
+            groups.note("waiting for rank 0's word", waits=True)
             order, applied = _hear(groups)
             if order == Order.STOP:
+                groups.end_watch()
                 dist.barrier()
                 return
             if order == Order.GATHER:
@@ -134,20 +161,20 @@ def follow(
                     pass
                 continue
             with suppress(NonFiniteLoss):  # rank 0 says so, and then stop
-                trainer.step(applied)
+                _step(trainer, applied, log)
+
+
+def _step(trainer: MeshTrainer, applied: int, log: InstructionLog | None) -> MeshStep:
+    if log is None:
+        return trainer.step(applied)
+    log.tick()
+    return trainer.step(applied, log.of_step(trainer.num_steps + 1))
 
 
 def _trainer(
     workload: Workload, train: TrainConfig, config: MeshConfig, groups: Groups, seed: int
 ) -> MeshTrainer:
-    groups.check_agreed(
-        [
-            *((key, json.dumps(value)) for key, value in train.model_dump(mode="json").items()),
-            ("the mesh", config.model_dump_json()),
-            ("torch", torch.__version__),
-            ("the dataset", workload.fingerprint),
-        ]
-    )
+    groups.check_agreed([("the dataset", workload.fingerprint)])
     if train.ema_decay is not None:
         raise ConfigError(
             f"ema_decay is {train.ema_decay:g}, but on a mesh nobody averages weights: set it to null"
@@ -209,7 +236,7 @@ def _others_told(groups: Groups) -> Iterator[None]:
         PeerLost: one of them has ended before.
     """
     try:
-        with _lost_named():
+        with lost_named():
             yield
     except (Interrupted, NonFiniteLoss) as end:  # between two steps, or on all ranks alike
         if not isinstance(end, Interrupted) or end.is_orderly:
@@ -222,26 +249,8 @@ def _stop(groups: Groups) -> None:
     """Tell the others that it is over; within a step none would listen, and the process's end tells them."""
     with suppress(RuntimeError):
         _tell(groups, Order.STOP)
+        groups.end_watch()
         dist.barrier()
-
-
-@contextmanager
-def _lost_named() -> Iterator[None]:
-    """Translate what a backend says when another rank has gone.
-
-    Raises:
-        PeerLost: it has.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error)
-        if isinstance(error, dist.DistBackendError) or "gloo" in reason:
-            raise PeerLost(
-                "another rank has ended, or has not answered in time: the message of the first one that "
-                f"failed says why ({reason.partition(']')[2].strip()[:60]})"
-            ) from error
-        raise
 
 
 def _tell(groups: Groups, order: Order, applied: int = 0) -> None:

@@ -129,7 +129,7 @@ class Pipeline:
     ) -> None:
         """`stages`: those of this rank, by number."""
         self.instructions = schedule[groups["pp"]]
-        self.stages = stages
+        self.stages, self._groups = stages, groups
         ranks = stage_ranks(schedule)
         self._last = len(ranks) - 1
         num_microbatches = 1 + max(each.microbatch for each in self.instructions)
@@ -149,6 +149,7 @@ class Pipeline:
                 if (key := self._needs(coming)) is not None:
                     self._transfers.ask(key, parts[coming.microbatch].size)
             self._execute(instruction, parts, note)
+        self._groups.note("waiting until all is sent", waits=True)
         self._transfers.finish()
         for stage in self.stages.values():
             stage.finish()
@@ -162,7 +163,10 @@ class Pipeline:
         stage, number = instruction.stage, instruction.microbatch
         part, compute = parts[number], self.stages[stage]
         key = self._needs(instruction)
+        if key is not None:
+            self._groups.note(f"waiting for what {instruction} takes", waits=True)
         given = None if key is None else self._transfers.take(key, part.size)
+        self._groups.note(str(instruction))
         begin = time.perf_counter()
         match instruction.op:
             case Op.FORWARD:

@@ -1,27 +1,34 @@
 """A rank as a process: its configuration, its device, its log, and its part of the run."""
 
+import json
 import os
 import platform
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+import smolcluster
 from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig, config_of, pick_backend
-from smolcluster.algorithms.Mesh.groups import Groups, check_torch
-from smolcluster.algorithms.Mesh.interfaces import choose_interface
-from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks, meet
+from smolcluster.algorithms.Mesh.groups import Groups, check_torch, lost_named
+from smolcluster.algorithms.Mesh.meeting import connect, meet, open_store, part
+from smolcluster.algorithms.Mesh.ranks import Ranks
+from smolcluster.algorithms.Mesh.watch import Failure, Watch
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.spec import SINGLE
 from smolcluster.errors import ConfigError
+from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.runs.paths import create_run, runs_root
 from smolcluster.training.builtin import load_workload
 from smolcluster.utils.device import pick_device, use_threads
+
+MOST_LINE = 500
 
 
 def be_rank(
@@ -30,6 +37,9 @@ def be_rank(
     settings: Settings,
     *,
     start_timeout_s: float,
+    hang_timeout_s: float,
+    launcher: int | None,
+    tells: int | None,
     vocab_size: int | None,
     run_id: str | None,
     resume: str | None,
@@ -40,12 +50,16 @@ def be_rank(
     Args:
         keys: the mesh's.
         settings: of this rank's machine.
+        hang_timeout_s: how long no rank may get on before the mesh ends.
+        launcher: the process with which this one ends; None: it does not.
+        tells: a file descriptor for a line about who has failed first.
         vocab_size: what was asked for; the vocabulary is the tokenizer's.
         has_progress: whether rank 0 shows how far the run is, and what came of it.
 
     Raises:
         ConfigError: what this machine, the model or the batch cannot do.
         ConnectTimeout: ranks are missing; names them.
+        PeerLost: another rank failed first, which is named.
     """
     rank, host = ranks.here.start, platform.node()
     check_torch()
@@ -67,34 +81,71 @@ def be_rank(
     )
     use_threads(settings.node.threads or max(1, (os.cpu_count() or 1) // num_here))
     console = SteadyConsole(stderr=True)
-    with process_log("trainer" if rank == 0 else "rank", host, rank, console=console) as log:
+    role, number = ("trainer", None) if rank == 0 else ("rank", rank)
+    with process_log(role, host, number, console=console) as log:
         if rank == 0 and vocab_size is not None:
             log.logger.info("--vocab-size %d: the vocabulary is the tokenizer's", vocab_size)
-        choose_interface(
-            ranks.address, ranks.port or DEFAULT_PORT, is_spread=num_here < ranks.world_size
+        store = open_store(rank, ranks, start_timeout_s)
+        watch = Watch(
+            *(store.clone(), rank, ranks.world_size, log.logger),
+            hang_timeout_s=hang_timeout_s,
+            launcher=launcher,
+            on_failure=lambda failure: None if tells is None else _tell(tells, failure),
         )
-        meet(rank, ranks, backend, start_timeout_s)
-        groups = Groups(_sizes(config, ranks), device)
-        if rank == 0:
-            own_run(
-                Owner(SINGLE, "trainer", host, settings),
-                log,
-                lambda context: loop.train(context, config, groups),
-                run_id=run_id,
-                resume=resume,
-                progress=console if has_progress else None,
-                output=SteadyConsole() if has_progress else None,
-            )
-        else:
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(signum, signal.SIG_IGN)  # rank 0 says when it is over
-            workload = load_workload(
-                settings.train, settings.cluster.seed, settings.node.dataset, log.logger
-            )
-            settings = settings.with_batch_size(workload.batch_size)
-            run = settings.run_config("rank", SINGLE)
-            loop.follow(workload, run.train, config, groups, run.seed)
-        dist.destroy_process_group()
+        with watch.watched(), lost_named():
+            meet(rank, ranks, store, told(settings, config), start_timeout_s)
+            connect(rank, ranks, store, backend)
+            groups = Groups(_sizes(config, ranks), device, watch)
+            if rank == 0:
+                own_run(
+                    Owner(SINGLE, "trainer", host, settings),
+                    log,
+                    lambda context: loop.train(context, config, groups),
+                    run_id=run_id,
+                    resume=resume,
+                    progress=console if has_progress else None,
+                    output=SteadyConsole() if has_progress else None,
+                )
+            else:
+                _follow(settings, config, groups, log)
+        part(rank, ranks.world_size, store)
+
+
+def _tell(tells: int, failure: Failure) -> None:
+    line = " ".join(str(failure).split()).encode()[:MOST_LINE] + b"\n"  # a pipe takes so much whole
+    with suppress(OSError):
+        os.write(tells, line)
+
+
+def told(settings: Settings, config: MeshConfig) -> dict[str, str]:
+    """What must be the same on all ranks, by what it is."""
+    train = settings.train.model_dump(mode="json").items()
+    mesh = config.model_dump(mode="json").items()
+    return {
+        "smolcluster": smolcluster.__version__,
+        "torch": torch.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        **{key: json.dumps(value) for key, value in (*train, *mesh)},
+    }
+
+
+def _follow(settings: Settings, config: MeshConfig, groups: Groups, log: NodeLog) -> None:
+    """Be a rank that does what rank 0 says; its log lies in the run's folder."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # rank 0 says when it is over
+    workload = load_workload(
+        settings.train, settings.cluster.seed, settings.node.dataset, log.logger
+    )
+    settings = settings.with_batch_size(workload.batch_size)
+    run = settings.run_config("rank", SINGLE)
+
+    def begin(run_id: str) -> None:
+        paths = create_run(runs_root(settings.node.runs_dir), run_id, newest=False)
+        log.file_logs_to(paths.log_file("rank", platform.node(), groups.rank), run_id)
+
+    loop.follow(
+        workload, run.train, config, groups, seed=run.seed, begin=begin, warn=log.logger.warning
+    )
 
 
 def _sizes(config: MeshConfig, ranks: Ranks) -> Any:

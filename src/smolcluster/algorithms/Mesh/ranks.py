@@ -1,20 +1,16 @@
-"""Which ranks of a mesh this process is or starts, and how they find each other."""
+"""Which ranks of a mesh this process is or starts; pure."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
-
-from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy
+from smolcluster.errors import ConfigError
 
 RANK_VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 """Of torchrun, and of srun: this process's rank, and how many there are."""
 DEFAULT_PORT = 29500
-STEP_TIMEOUT = timedelta(minutes=30)
-"""Longest that a rank waits for another one: rank 0 evaluates and saves alone."""
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+NODE_COUNTS = ("SLURM_NNODES", "GROUP_WORLD_SIZE")
+"""Of srun, and of torchrun: on how many machines ranks are."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,7 @@ def ranks_of(
                 raise ConfigError(
                     f"--world-size is {world_size}, but {size_variable} is {size}: leave --world-size out"
                 )
+            _check_one_world(environ, size, address)
             known = port or (_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None)
             return _checked(Ranks(range(own, own + 1), size, True, address, known or DEFAULT_PORT))
     size = world_size or 1
@@ -66,6 +63,27 @@ def ranks_of(
         return Ranks(range(size), size, size == 1, address, port)
     here = range(rank, rank + (num_here or 1))
     return _checked(Ranks(here, size, len(here) == 1, address, port or DEFAULT_PORT))
+
+
+def _check_one_world(environ: Mapping[str, str], size: int, address: str) -> None:
+    """Refuse ranks of several machines that would be a mesh on each.
+
+    Raises:
+        ConfigError: there are more tasks than ranks, or rank 0 is said to be on every machine.
+    """
+    tasks = _number(environ, "SLURM_NTASKS") if "SLURM_NTASKS" in environ else size
+    if tasks > size:
+        raise ConfigError(
+            f"SLURM_NTASKS is {tasks}, but WORLD_SIZE {size}: each node would train on its own; unset RANK "
+            "and WORLD_SIZE in the job, or give torchrun --nnodes"
+        )
+    for variable in NODE_COUNTS:
+        nodes = _number(environ, variable) if variable in environ else 1
+        if nodes > 1 and address in LOOPBACK:
+            raise ConfigError(
+                f"MASTER_ADDR is {address}, but ranks are on {nodes} nodes ({variable}), each of which would "
+                "look for rank 0 on itself: set MASTER_ADDR or --master-addr to the node of rank 0"
+            )
 
 
 def _checked(ranks: Ranks) -> Ranks:
@@ -81,48 +99,3 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if not environ[name].isdecimal():
         raise ConfigError(f"{name} is {environ[name]!r}, must be a number")
     return int(environ[name])
-
-
-def meet(rank: int, ranks: Ranks, backend: str, timeout_s: float) -> None:
-    """Wait until all ranks are there, and make the process group.
-
-    Raises:
-        ConnectTimeout: some never came; names them.
-        PortBusy: another process listens on the port.
-    """
-    port = ranks.port or DEFAULT_PORT
-    try:
-        store = TCPStore(
-            ranks.address,
-            port,
-            is_master=rank == 0,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    except (RuntimeError, dist.DistNetworkError) as error:
-        reason = str(error).partition("\n")[0]
-        if rank == 0:
-            raise PortBusy(
-                f"rank 0 cannot listen on port {port}: {reason}; choose another --master-port"
-            ) from error
-        raise ConnectTimeout(
-            f"rank {rank} cannot reach rank 0 at {ranks.address}, port {port}: {reason}; start rank 0 "
-            "there, and "
-            "check --master-addr"
-        ) from error
-    store.set(f"here/{rank}", "1")
-    end = time.monotonic() + timeout_s
-    missing = set(range(ranks.world_size))
-    while missing := {each for each in missing if not store.check([f"here/{each}"])}:
-        if time.monotonic() > end:
-            told = ", ".join(map(str, sorted(missing)))
-            raise ConnectTimeout(
-                f"after {timeout_s:.0f} s ranks {told} of {ranks.world_size} are missing: start them, "
-                "with --rank R for "
-                "one process, --rank R --nproc-per-node K for ranks R to R+K-1, or no --rank for all on "
-                "this machine"
-            )
-        time.sleep(0.05)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks.world_size, timeout=STEP_TIMEOUT
-    )

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smolcluster.algorithms.Mesh.compute import Part, StageCompute
-from smolcluster.algorithms.Mesh.config import SPLIT, MeshConfig, cut_equally
+from smolcluster.algorithms.Mesh.config import SPLIT, MeshConfig, cut_equally, what_takes_less
 from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, TiedWeights, sum_replicas
 from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, Style, spread
@@ -18,7 +19,7 @@ from smolcluster.algorithms.Mesh.pipeline import Pipeline
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Place
 from smolcluster.data.permutation import EpochOrders
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import NonFiniteLoss, OutOfMemory, UserCodeError
 from smolcluster.training.compute import autocast, placed
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.replica import DIVERGENCE_REMEDY
@@ -30,6 +31,7 @@ from smolcluster.training.stages.build import build_stage, model_input, num_laye
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
+from smolcluster.utils.device_errors import is_out_of_memory
 
 WEIGHTS = ""
 """Names a parameter itself among its moments."""
@@ -109,7 +111,7 @@ class MeshTrainer:
         self.workload, self.groups = workload, groups
         self.num_samples = workload.train.num_samples
         self._train = workload.training.applied_to(train)
-        self._seed, self._num_parts = seed, config.microbatches
+        self._seed, self._config, self._num_parts = seed, config, config.microbatches
         self._seeds = LayerSeeds(seed, groups.device)
         self._orders = EpochOrders(lambda epoch: workload.train.order(epoch, seed))
         schedule = config.instructions()
@@ -183,7 +185,11 @@ class MeshTrainer:
 
         The loss is multiplied by `scale` for the backward alone.
         """
-        self._pipeline.run(list(self._parts(indices, epoch, start)), scale, note)
+        self.groups.note(f"loading samples {start} to {start + len(indices)} of epoch {epoch}")
+        parts = list(self._parts(indices, epoch, start))
+        with self._memory_named():
+            self._pipeline.run(parts, scale, note)
+        self.groups.note("summing gradients", waits=True)
         gradients = sum_replicas(self.slots, self.groups)
         self._tied.exchange(gradients)
         loss, terms = self._loss()
@@ -196,6 +202,25 @@ class MeshTrainer:
         """Step along a gradient, clipped as the configuration says; every rank must."""
         clipping = self._train.gradient_clipping
         self._optimizer.step(computed.gradients, computed.grad_norm, clipping, rate)
+
+    @contextmanager
+    def _memory_named(self) -> Iterator[None]:
+        """Say of a device that is full which rank's it is, and what would take less.
+
+        Raises:
+            OutOfMemory: it is.
+        """
+        try:
+            yield
+        except (RuntimeError, UserCodeError) as error:
+            raised = error.__cause__ if isinstance(error, UserCodeError) else error
+            if raised is None or not is_out_of_memory(raised):
+                raise
+            share = self._train.samples_per_step // self.groups.sizes.num_shares
+            raise OutOfMemory(
+                f"{self.groups.device} of rank {self.groups.rank} is out of memory: "
+                f"{str(raised).strip().partition('. ')[0]}; {what_takes_less(self._config, share)}"
+            ) from error
 
     def num_samples_at(self, samples_applied: int) -> int:
         """Samples of the step after so many: fewer at the end of an epoch."""
@@ -251,6 +276,7 @@ class MeshTrainer:
                 if name in seen:
                     continue
                 seen.add(name)
+                self.groups.note(f"gathering {name}", waits=self.groups["pp"] != pp)
                 if self.groups["pp"] == pp:
                     yield from self._give(slots[name], root)
                 elif self.groups.rank == 0:

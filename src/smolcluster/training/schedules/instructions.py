@@ -6,7 +6,8 @@ stage s needs the output of stage s-1 for the same microbatch and sends its own 
 BACKWARD_INPUT need the gradient from stage s+1 likewise, and BACKWARD_WEIGHT needs nothing from elsewhere.
 
 Sources: GPipe 1811.06965; 1F1B (PipeDream-Flush) 2006.09503; interleaved 1F1B 2104.04473; eager 1F1B
-2211.05322; ZB-H1 2401.10241; ZB-V 2405.15362.
+2211.05322; ZB-H1 2401.10241; ZB-V 2405.15362; DualPipeV, the half of DualPipe (2412.19437) that needs no
+second copy of the weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -198,6 +199,81 @@ def _zb_v_rank(rank: int, num_ranks: int, num_microbatches: int) -> list[Instruc
     return rows.instructions
 
 
+def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """DualPipeV: two streams of microbatches, one on its way down the ranks and one on its way back.
+
+    Stages lie as in ZB-V. In the steady part each forward of one stage is followed by a backward of the
+    other, whose transfers and computing could overlap: weight gradients are put off only where a rank would
+    wait, so that fewer are kept than in ZB-V. Needs as many microbatches as there are stages; of fewer those
+    that do not exist are left out.
+    """
+    padded = max(num_microbatches, 2 * num_ranks)
+    lists = (_dualpipe_v_rank(rank, num_ranks, padded) for rank in range(num_ranks))
+    return _without_padding(lists, num_microbatches)
+
+
+def _dualpipe_v_rank(rank: int, num_ranks: int, num_microbatches: int) -> list[Instruction]:
+    rows, after = _PuttingOff((rank, 2 * num_ranks - 1 - rank)), num_ranks - rank - 1
+    for _ in range(2 * after):
+        rows.add(Op.FORWARD, 0)
+    for _ in range(rank + 1):
+        rows.add(Op.FORWARD, 0)
+        rows.add(Op.FORWARD, 1)
+    for _ in range(after):
+        rows.put_off(1)
+        rows.catch_up()
+        rows.add(Op.FORWARD, 1)
+    for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
+        for chunk in (0, 1):
+            rows.add(Op.FORWARD, chunk)
+            rows.add_whole(1 - chunk)
+    for _ in range(after):
+        rows.add_whole(1)
+        rows.add(Op.FORWARD, 1)
+        rows.add_whole(0)
+    rows.drain(rank + 1, after)
+    return rows.instructions
+
+
+class _PuttingOff(_TwoChunks):
+    """Whole backwards, and some whose weight gradients are computed later, the oldest first."""
+
+    def __init__(self, stages: tuple[int, int]) -> None:
+        super().__init__(stages)
+        self._late: list[tuple[int, int]] = []
+
+    def add_whole(self, chunk: int) -> None:
+        self._backward(Op.BACKWARD, chunk)
+
+    def put_off(self, chunk: int) -> None:
+        self._late.append((self._backward(Op.BACKWARD_INPUT, chunk), self._stages[chunk]))
+
+    def catch_up(self) -> None:
+        if self._late:
+            self.instructions.append(Instruction(Op.BACKWARD_WEIGHT, *self._late.pop(0)))
+
+    def drain(self, num_pairs: int, num_last: int) -> None:
+        """The backwards of both stages that are left, the second half of them without weight gradients."""
+        is_late = False
+        for pair in range(num_pairs):
+            for chunk in (1, 0):
+                # an odd rank begins in the middle of a pair, so that neighbours take turns
+                if pair == num_pairs // 2 and chunk == 1 - num_pairs % 2:
+                    is_late = True
+                (self.put_off if is_late else self.add_whole)(chunk)
+        for _ in range(num_last):
+            self.catch_up()
+            self.put_off(0)
+        while self._late:
+            self.catch_up()
+
+    def _backward(self, op: Op, chunk: int) -> int:
+        microbatch = self._next.get((Op.BACKWARD, chunk), 0)
+        self._next[Op.BACKWARD, chunk] = microbatch + 1
+        self.instructions.append(Instruction(op, microbatch, self._stages[chunk]))
+        return microbatch
+
+
 def _all(op: Op, microbatches: range, stage: int) -> Iterator[Instruction]:
     return (Instruction(op, microbatch, stage) for microbatch in microbatches)
 
@@ -233,6 +309,9 @@ SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
         "eager-1f1b": ScheduleKind(lambda ranks, num, _: eager_one_f_one_b(ranks, num)),
         "interleaved": ScheduleKind(interleaved, range(2, 17), needs_full=True),
         "zero-bubble": ScheduleKind(lambda ranks, num, _: zero_bubble(ranks, num)),
+        "dualpipev": ScheduleKind(
+            lambda ranks, num, _: dualpipe_v(ranks, num), range(2, 3), needs_full=True
+        ),
         "zb-v": ScheduleKind(lambda ranks, num, _: zb_v(ranks, num), range(2, 3), needs_full=True),
     }
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from smolcluster.algorithms.Mesh.config import config_of, cut_equally, pick_backend
+from smolcluster.algorithms.Mesh.config import config_of, cut_equally, pick_backend, what_takes_less
 from smolcluster.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def test_what_can_be_divided_is_taken(mesh: dict[str, int], keys: dict[str, Any]
         ({"pp": 8}, {"microbatches": 4}, "microbatches is 4, fewer than the 8 stages"),
         ({"dp": 8}, {"microbatches": 3}, "multiple of 24"),
         ({"dp": 8}, {"schedule": "zbw"}, "schedule"),
-        ({"dp": 8}, {"schedule": "dualpipev"}, "not built yet"),
+        ({"pp": 8}, {"microbatches": 16, "schedule": "dualpipev"}, "16 stages"),
         ({"dp": 0}, {}, "mesh.dp"),
         ({"sp": 8}, {}, "mesh.sp"),
     ],
@@ -46,6 +46,18 @@ def test_what_cannot_be_divided_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         check(mesh, **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_samples", "advice"),
+    [
+        ({"microbatches": 2}, 12, "raise microbatches from 2 to 3 or set activation_checkpointing"),
+        ({"microbatches": 12}, 12, "set activation_checkpointing to full or take more ranks"),
+        ({"microbatches": 12, "activation_checkpointing": "full"}, 12, "take more ranks along"),
+    ],
+)
+def test_what_takes_less_memory(keys: dict[str, Any], num_samples: int, advice: str) -> None:
+    assert what_takes_less(config_of(keys), num_samples).startswith(advice)
 
 
 def test_nccl_needs_cuda() -> None:

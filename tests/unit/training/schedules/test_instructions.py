@@ -1,6 +1,9 @@
 """The generated lists: executable, complete, within their memory, and as short as the papers say."""
 
+from types import SimpleNamespace
+
 import pytest
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import (
@@ -8,6 +11,7 @@ from smolcluster.training.schedules.instructions import (
     Instruction,
     Op,
     Schedule,
+    dualpipe_v,
     generate,
     interleaved,
     one_f_one_b,
@@ -33,6 +37,8 @@ def most_held(name: str, ranks: int, num: int, chunks: int) -> list[int]:
             most = [ranks] * ranks
         case "zb-v":
             most = [2 * ranks] * ranks
+        case "dualpipev":
+            most = [2 * ranks + 1] * ranks
         case _:
             most = [2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1 for rank in range(ranks)]
     return [min(each, num * chunks) for each in most]
@@ -80,6 +86,23 @@ def test_zb_v_waits_for_the_first_microbatch_alone(ranks: int, num: int) -> None
     timeline = simulate(zb_v(ranks, num), [Costs(0.5, 0.5, 0.5)] * (2 * ranks))
     assert timeline.makespan_s == pytest.approx(3 * num + 0.5 * (ranks - 1))
     assert stage_ranks(zb_v(ranks, num))[0] == stage_ranks(zb_v(ranks, num))[-1] == 0
+
+
+@pytest.mark.parametrize(("ranks", "num"), [(1, 2), (2, 5), (3, 6), (4, 8), (5, 13)])
+def test_dualpipe_v_is_that_of_torch(ranks: int, num: int) -> None:
+    """What it would overlap is forward, then backward, here."""
+    size = SimpleNamespace(pp_group_size=ranks, _n_microbatches=num)
+    ops = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    for rank, own in enumerate(dualpipe_v(ranks, num)):
+        theirs = ScheduleDualPipeV._calculate_single_rank_operations(size, rank)
+        assert own == tuple(
+            Instruction(
+                Op(ops[part.computation_type.name]), part.microbatch_index, part.stage_index
+            )
+            for each in theirs
+            if each is not None
+            for part in each.sub_actions or (each,)
+        )
 
 
 def test_1f1b_reads_as_in_the_paper() -> None:

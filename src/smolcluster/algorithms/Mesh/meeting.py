@@ -1,0 +1,198 @@
+"""How the ranks of a mesh find each other: over a key-value store, before a backend connects them.
+
+What a backend would say by a broken connection is looked at first: ranks that are missing, two that call
+themselves rank 0, other versions and configurations, an address that leads elsewhere.
+"""
+
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks
+from smolcluster.algorithms.Mesh.watch import Store
+from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy
+
+STEP_TIMEOUT = timedelta(hours=24)
+"""Of a backend: the watch says sooner, and by name, who keeps others waiting."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+QUIET_END_S = 10.0
+
+
+def open_store(rank: int, ranks: Ranks, timeout_s: float) -> PrefixStore:
+    """The store of a mesh: rank 0's, or the one that torchrun has at that address.
+
+    Raises:
+        ConnectTimeout: rank 0 is not there.
+        PortBusy: another process listens on the port.
+        ConfigError: the address is not rank 0's machine.
+    """
+    port = ranks.port or DEFAULT_PORT
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    try:
+        served = TCPStore(
+            ranks.address,
+            port,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, dist.DistNetworkError) as error:
+        reason = str(error).partition("\n")[0]
+        if is_master and is_elsewhere(ranks.address):
+            raise ConfigError(
+                f"rank 0 is on {socket.gethostname()}, but MASTER_ADDR or --master-addr is {ranks.address}, "
+                "which is another machine: name the one of rank 0"
+            ) from error
+        if is_master:
+            raise PortBusy(
+                f"rank 0 cannot listen on port {port}: {reason}; choose another --master-port"
+            ) from error
+        raise ConnectTimeout(
+            f"rank {rank} cannot reach rank 0 at {ranks.address}{_loopback_hint(ranks.address)}, port "
+            f"{port}: {reason}; start rank 0 there, and check --master-addr"
+        ) from error
+    # torchrun's outlives a group that is formed again
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"mesh-{attempt}-{ranks.world_size}", served)
+    if rank == 0:
+        mark = secrets.token_hex(8)
+        if store.compare_set("rank 0", "", mark).decode() != mark:
+            raise ConfigError(
+                f"two processes are rank 0 of {ranks.address}, port {port}: give each node the --rank of its "
+                "first process and the same --world-size, or another --master-port to another mesh"
+            )
+    return store
+
+
+def meet(rank: int, ranks: Ranks, store: Store, told: Mapping[str, str], timeout_s: float) -> None:
+    """Wait until all ranks are there, and see to it that they are of one mind.
+
+    Args:
+        told: what must be the same on all ranks, by what it is.
+
+    Raises:
+        ConnectTimeout: some never came; names them.
+        ConfigError: this rank has another value than rank 0; names the first one.
+    """
+    store.set(f"here/{rank}", json.dumps(dict(told)))
+    end = time.monotonic() + timeout_s
+    missing = set(range(ranks.world_size))
+    while missing := {each for each in missing if not store.check([f"here/{each}"])}:
+        if time.monotonic() > end:
+            names = ", ".join(map(str, sorted(missing)))
+            raise ConnectTimeout(
+                f"after {timeout_s:.0f} s ranks {names} of {ranks.world_size} are missing: start them, "
+                "with --rank R for one process, --rank R --nproc-per-node K for ranks R to R+K-1, or no "
+                "--rank for all on this machine"
+            )
+        time.sleep(0.05)
+    compare(rank, told, json.loads(store.get("here/0")))
+
+
+def compare(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> None:
+    """See to it that this rank has rank 0's values.
+
+    Raises:
+        ConfigError: one differs.
+    """
+    for name in {**first, **own}:
+        here, there = (each.get(name, "not known") for each in (own, first))
+        if here != there:
+            raise ConfigError(
+                f"{name} is {there} on rank 0 and {here} on rank {rank}: start all ranks with the same code "
+                "and configuration"
+            )
+
+
+def connect(rank: int, ranks: Ranks, store: PrefixStore, backend: str) -> None:
+    """Make the process group, over the interface on which this rank reaches the others."""
+    store.set(f"at/{rank}", json.dumps(_ways_to(ranks)))
+    ways = [json.loads(store.get(f"at/{each}")) for each in range(ranks.world_size)]
+    name = interface_of(_addresses(), rank, ways)
+    if name is not None:
+        for variable in INTERFACE_VARIABLES:
+            os.environ.setdefault(variable, name)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=ranks.world_size, timeout=STEP_TIMEOUT
+    )
+
+
+def part(rank: int, world_size: int, store: Store) -> None:
+    """End quietly after a good end: the store goes with rank 0, so that rank 0 goes last."""
+    dist.destroy_process_group()
+    store.set(f"gone/{rank}", "1")
+    end = time.monotonic() + QUIET_END_S
+    while rank == 0 and time.monotonic() < end:
+        if store.check([f"gone/{each}" for each in range(world_size)]):
+            return
+        time.sleep(0.02)
+
+
+def interface_of(
+    addresses: Mapping[str, str], rank: int, ways: list[tuple[str, str]]
+) -> str | None:
+    """The network interface to take; None: any will do, as all ranks are on one machine.
+
+    Args:
+        addresses: the name of each of this machine's addresses.
+        ways: of each rank, the address from which it reaches rank 0's, and the latter.
+    """
+    own, _ = ways[rank]
+    if all(_is_loopback(each) for each, _ in ways):
+        return None
+    if rank == 0 or _is_loopback(own):  # on rank 0's machine: as the others see it
+        own = next(there for here, there in ways if not _is_loopback(here))
+    return addresses.get(own)
+
+
+def is_elsewhere(address: str) -> bool:
+    """Whether it leads to no address of this machine."""
+    return not any(each in _addresses() or _is_loopback(each) for each in _resolved(address))
+
+
+def _ways_to(ranks: Ranks) -> tuple[str, str]:
+    try:
+        with socket.create_connection((ranks.address, ranks.port or DEFAULT_PORT), 10) as way:
+            return way.getsockname()[0], way.getpeername()[0]
+    except OSError:  # the store was reached: what is left is that any interface may do
+        return "127.0.0.1", "127.0.0.1"
+
+
+def _addresses() -> dict[str, str]:
+    return {
+        each.address.partition("%")[0]: name
+        for name, all_ in psutil.net_if_addrs().items()
+        for each in all_
+    }
+
+
+def _resolved(address: str) -> set[str]:
+    try:
+        return {str(each[4][0]) for each in socket.getaddrinfo(address, None)}
+    except OSError:
+        return set()
+
+
+def _loopback_hint(address: str) -> str:
+    found = next((each for each in _resolved(address) if _is_loopback(each)), None)
+    if found is None:
+        return ""
+    return f" ({found}: on this machine that leads to itself; name an address that all nodes can reach)"
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return bool((mapped or found).is_loopback)

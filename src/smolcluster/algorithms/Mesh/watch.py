@@ -1,0 +1,332 @@
+"""What ranks of a mesh know of each other's end: who failed first, who has fallen silent, who hangs.
+
+Backends only say that some connection broke, or wait. So a thread of each rank tells a key-value store each
+second what its rank does and how often it has got on, and reads whether somebody has failed; rank 0's judges
+all of them. The store is rank 0's, or torchrun's. Another thread sees by its own clock when that does not
+answer any more, since a call of it has no timeout.
+
+* A rank that raises an error writes it with its stack, if no other one has before.
+* A rank whose thread has not been heard of for `silence_s` (stopped, killed, its machine gone) is named; when
+  a rank has lost a connection, `GONE_S` is enough.
+* If no rank gets on for `hang_timeout_s`, or five times as long as one ever took, those are named that are
+  not waiting for others.
+
+Whatever it was, each rank has its stacks in its log and ends within `END_S`.
+"""
+
+import faulthandler
+import json
+import logging
+import math
+import os
+import platform
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from smolcluster.errors import PeerLost, SmolclusterError, TryAgain
+
+BEAT_S = 1.0
+SILENCE_S = 60.0
+GONE_S = 5.0
+"""Silence of a rank that is believed to be gone when another one has lost a connection."""
+END_S = {True: 25.0, False: 8.0}
+"""How long rank 0, which leaves a record, and the others have to end by themselves."""
+SETUP_S = 1800.0
+"""Before the first step, in which rank 0 may download a dataset."""
+SLOWER = 5.0
+MOST_STACK = 20_000
+FAILED, LOST = "failed", "lost"
+
+
+class Store(Protocol):
+    """What is used of torch's TCPStore."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a mesh ends.
+
+    Attributes:
+        rank: the first that failed.
+        reason: an end of a sentence.
+        stack: of its error, else empty.
+    """
+
+    rank: int
+    host: str
+    reason: str
+    stack: str = ""
+
+    def __str__(self) -> str:
+        where = f" on {self.host}" if self.host else ""
+        return f"rank {self.rank}{where} failed first: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says each second.
+
+    Attributes:
+        number: of its beats.
+        num_done: how often it has got on.
+        doing: what it does now.
+        waits: whether that is waiting for others.
+    """
+
+    number: int
+    num_done: int
+    doing: str
+    waits: bool
+    host: str
+
+
+class Judge:
+    """Says from all ranks' beats which one has failed; pure but for what it remembers of them."""
+
+    def __init__(self, *, silence_s: float, hang_timeout_s: float, now: float) -> None:
+        self._silence_s, self._hang_timeout_s = silence_s, hang_timeout_s
+        self._heard: dict[int, float] = {}
+        self._beats: dict[int, Beat] = {}
+        self._moved, self._longest = now, 0.0
+        self._looked = now
+
+    def judge(self, beats: Mapping[int, Beat], now: float, *, is_lost: bool) -> Failure | None:
+        """Whether the mesh must end now.
+
+        Args:
+            beats: the newest one of each rank that has had any.
+            is_lost: whether a rank has lost a connection.
+        """
+        if now - self._looked > self._silence_s / 2:  # it was this process that stood still
+            self._heard = dict.fromkeys(self._heard, now)
+            self._moved = now
+        self._looked = now
+        for rank, beat in beats.items():
+            before = self._beats.get(rank)
+            if before is None or before.number != beat.number:
+                self._heard[rank] = now
+            if before is None or before.num_done != beat.num_done:
+                if self._beats.keys() == beats.keys():
+                    self._longest = max(self._longest, now - self._moved)
+                self._moved = now
+        self._beats = dict(beats)
+        return self._silent(now, is_lost=is_lost) or self._hanging(now)
+
+    def _silent(self, now: float, *, is_lost: bool) -> Failure | None:
+        allowed = min(GONE_S, self._silence_s) if is_lost else self._silence_s
+        for rank, heard in sorted(self._heard.items(), key=lambda each: each[1]):
+            if now - heard > allowed:
+                beat = self._beats[rank]
+                return Failure(
+                    *(rank, beat.host),
+                    f"nothing was heard of it for {now - heard:.0f} s, so that it was killed or stopped, "
+                    f"or its machine is gone; it was last at: {beat.doing}",
+                )
+        return None
+
+    def _hanging(self, now: float) -> Failure | None:
+        has_begun = any(beat.num_done for beat in self._beats.values())
+        slow = SLOWER * self._longest if has_begun else SETUP_S
+        if not self._beats or now - self._moved <= max(self._hang_timeout_s, slow):
+            return None
+        busy = [rank for rank, beat in self._beats.items() if not beat.waits]
+        rank = min(busy or self._beats, key=lambda each: (self._beats[each].num_done, each))
+        told = "; ".join(f"rank {rank}: {beat.doing}" for rank, beat in sorted(self._beats.items()))
+        return Failure(
+            *(rank, self._beats[rank].host),
+            f"no rank has got on for {now - self._moved:.0f} s ({told}); if a step may take longer, raise "
+            "--hang-timeout",
+        )
+
+
+class Watch:
+    """This rank's watch."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        log: logging.Logger,
+        *,
+        hang_timeout_s: float,
+        launcher: int | None = None,
+        on_failure: Callable[[Failure], None] = lambda _: None,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            store: not used by any other thread.
+            on_failure: hears once who has failed first.
+            launcher: the process that must be the parent of this one while it lives; None: any.
+            leave: ends the process at once.
+        """
+        self.rank, self.world_size = rank, world_size
+        self._store, self._log, self._leave = store, log, leave
+        self._on_failure = on_failure
+        self._silence_s = min(SILENCE_S, hang_timeout_s)
+        self._launcher = launcher
+        self._judge = Judge(
+            silence_s=self._silence_s,
+            hang_timeout_s=hang_timeout_s if rank == 0 else math.inf,
+            now=time.monotonic(),
+        )
+        self._num_done, self._doing, self._waits = 0, "the beginning", False
+        self._answered = time.monotonic()
+        self._own: Failure | None = None
+        self._lost, self._said = False, False
+        self._over = threading.Event()
+        self._failure: Failure | None = None
+        self._known = threading.Event()
+        self._threads = [
+            threading.Thread(target=each, name=each.__name__.strip("_"), daemon=True)
+            for each in (self._beat, self._guard)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def note(self, doing: str, *, waits: bool = False) -> None:
+        """The rank has got on, and now does this; `waits`: it is for other ranks."""
+        self._doing, self._waits = doing, waits
+        self._num_done += 1
+
+    def close(self) -> None:
+        """The rank ends as it should."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(2 * BEAT_S)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Tell others of an error that ends the block; one that they caused says which of them did.
+
+        Raises:
+            PeerLost: another rank has failed, which is named.
+        """
+        try:
+            yield
+        except PeerLost as error:
+            self._lost = True
+            self._known.wait(2 * GONE_S)
+            self._say()
+            self._let_others_read()
+            if self._failure is None or self._failure.rank == self.rank:
+                raise
+            raise PeerLost(str(self._failure)) from error
+        except Exception as error:
+            self._own = failure_of(error, self.rank)
+            self._known.wait(3 * BEAT_S)  # until it is written
+            self._let_others_read()
+            raise
+        finally:
+            self.close()
+
+    def _let_others_read(self) -> None:
+        """The store may end with rank 0."""
+        if self.rank == 0:
+            time.sleep(2 * BEAT_S)
+
+    def _beat(self) -> None:
+        """Talk to the store until the rank is over."""
+        number = 0
+        with suppress(RuntimeError):  # the store is gone: the guard sees it
+            while True:
+                number += 1
+                beat = Beat(number, self._num_done, self._doing, self._waits, platform.node())
+                self._store.set(_beat_key(self.rank), json.dumps(asdict(beat)))
+                if self._lost:
+                    self._store.set(LOST, str(self.rank))
+                if (failure := self._own or self._judged()) is not None:
+                    self._store.compare_set(FAILED, "", json.dumps(asdict(failure)))
+                if self._store.check([FAILED]):
+                    self._fail(Failure(**json.loads(self._store.get(FAILED))))
+                    return
+                self._answered = time.monotonic()
+                if self._over.wait(BEAT_S if self._own is None and not self._lost else 0.2):
+                    return
+
+    def _judged(self) -> Failure | None:
+        ranks = range(self.world_size) if self.rank == 0 else range(1)
+        beats = {
+            rank: Beat(**json.loads(self._store.get(_beat_key(rank))))
+            for rank in ranks
+            if self._store.check([_beat_key(rank)])
+        }
+        return self._judge.judge(beats, time.monotonic(), is_lost=self._store.check([LOST]))
+
+    def _guard(self) -> None:
+        """See by our own clock that the store answers, and that who started this process lives."""
+        looked = time.monotonic()
+        while not self._over.wait(BEAT_S):
+            now = time.monotonic()
+            if now - looked > self._silence_s / 2:  # this process was stopped, and goes on
+                self._answered = now
+            looked = now
+            if self._launcher is not None and os.getppid() != self._launcher:
+                self._own = Failure(
+                    self.rank, platform.node(), "the process that had started it has ended"
+                )
+                self._known.wait(3 * BEAT_S)
+                self._fail(self._own)
+            elif now - self._answered > (GONE_S if self._lost else self._silence_s):
+                silent = "the store, which is rank 0's or torchrun's, does not answer"
+                self._fail(Failure(0, "", silent))
+            if self._known.is_set():
+                self._end()
+                return
+
+    def _fail(self, failure: Failure) -> None:
+        """Let it be known here."""
+        if self._known.is_set():
+            return
+        self._failure = failure
+        self._on_failure(failure)
+        self._known.set()
+
+    def _end(self) -> None:
+        """Say why, and let the process end by itself if it can."""
+        self._say()
+        if not self._over.wait(END_S[self.rank == 0]):
+            self._log.error("%s; rank %d waits still, and is ended", self._failure, self.rank)
+            time.sleep(BEAT_S / 2)  # for the log
+            self._leave(TryAgain.exit_code)
+
+    def _say(self) -> None:
+        """Once: who failed; with the stack of its error, or what this rank does where there is none."""
+        failure = self._failure
+        if failure is None or self._said or failure is self._own:
+            return
+        self._said = True
+        told = {"stack": failure.stack} if failure.stack else {"stacks": stacks()}
+        self._log.debug("%s", failure, extra=told)  # what ends the process says it aloud
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """What others are told of an error."""
+    stack = "".join(traceback.format_exception(error))[-MOST_STACK:]
+    kind = "" if isinstance(error, SmolclusterError) else f"{type(error).__name__}: "
+    return Failure(rank, platform.node(), kind + " ".join(str(error).split()), stack)
+
+
+def stacks() -> str:
+    """Of all threads of this process."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+
+def _beat_key(rank: int) -> str:
+    return f"beat/{rank}"

@@ -1,0 +1,115 @@
+"""What each rank of a mesh has computed: a JSON line an instruction, a file a rank; read back as a timeline.
+
+`start_s` and `end_s` are of the wall clock, so that ranks of one machine stand on one axis; those of several
+are as far apart as the machines' clocks.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from smolcluster.errors import DataError
+from smolcluster.runs.files import Follower, LineWriter
+from smolcluster.training.schedules.instructions import Instruction, Op
+from smolcluster.training.schedules.simulation import Span, Timeline
+
+Note = Callable[[Span], None]
+
+
+class InstructionLog:
+    """Writes `rank-<rank>.jsonl` of a folder."""
+
+    def __init__(self, folder: Path, rank: int, pp: int, warn: Callable[[str], None]) -> None:
+        """`pp`: this rank's place in the pipeline.
+
+        Raises:
+            DataError: the folder cannot be made.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"instruction_log {folder} cannot be made: {error}") from error
+        self._rank = {"rank": rank, "pp": pp}
+        self._lines = LineWriter(folder / f"rank-{rank}.jsonl", warn=warn)
+        self._wall = time.time() - time.perf_counter()
+
+    def of_step(self, step: int) -> Note:
+        """What writes down the instructions of this step."""
+
+        def note(span: Span) -> None:
+            each = span.instruction
+            told = {"op": each.op.value, "microbatch": each.microbatch, "stage": each.stage}
+            times = {"start_s": self._wall + span.start_s, "end_s": self._wall + span.end_s}
+            self._lines.write({"step": step, **self._rank, **told, **times})
+
+        return note
+
+    def tick(self) -> None:
+        self._lines.tick()
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+@contextmanager
+def logged(
+    folder: Path | None, rank: int, pp: int, warn: Callable[[str], None]
+) -> Iterator[InstructionLog | None]:
+    """A log, where a folder is named, that ends with the block."""
+    log = None if folder is None else InstructionLog(folder, rank, pp, warn)
+    try:
+        yield log
+    finally:
+        if log is not None:
+            log.close()
+
+
+def read_step(folder: Path, step: int | None = None) -> tuple[int, Timeline]:
+    """The step, and what the first rank at each place of the pipeline did, in seconds from its beginning.
+
+    `step` None: the last one that all ranks have written.
+
+    Raises:
+        DataError: there is no such step.
+    """
+    ranks = dict(_read(folder))
+    written = [{number for number, _ in spans} for spans in ranks.values()]
+    common = set[int]().union(*written[:1]).intersection(*written)
+    found = max(common, default=None) if step is None else step
+    if found not in common or found is None:
+        told = f"{min(common)} to {max(common)}" if common else "none"
+        raise DataError(
+            f"{folder} has no instructions of step {step or 'any'}; all {len(ranks)} ranks have: {told}"
+        )
+    kept = [[span for number, span in spans if number == found] for spans in ranks.values()]
+    begin = min(span.start_s for spans in kept for span in spans)
+    moved = (
+        tuple(
+            Span(each.instruction, each.start_s - begin, each.end_s - begin)
+            for each in sorted(spans, key=lambda span: span.start_s)
+        )
+        for spans in kept
+    )
+    return found, Timeline(tuple(moved))
+
+
+def _read(folder: Path) -> Iterator[tuple[int, list[tuple[int, Span]]]]:
+    """Of each place along pp the spans of the rank with the lowest number, in the order of places."""
+    files = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.partition("-")[2]))
+    places: dict[int, list[tuple[int, Span]]] = {}
+    for file in files:
+        lines = Follower(file, _parsed).poll()
+        if lines:
+            places.setdefault(lines[0][0], [(step, span) for _, step, span in lines])
+    yield from sorted(places.items())
+
+
+def _parsed(line: dict[str, Any]) -> tuple[int, int, Span] | None:
+    try:
+        instruction = Instruction(Op(line["op"]), int(line["microbatch"]), int(line["stage"]))
+        span = Span(instruction, float(line["start_s"]), float(line["end_s"]))
+        return int(line["pp"]), int(line["step"]), span
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,109 @@
+"""Ranks of a mesh that are killed, stopped, or raise an error; and torchrun, which forms the group again."""
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness import free_port
+from processes import Child, Processes
+from smolcluster.runs.paths import find_run
+from waiting import DEADLINE_S
+
+FLAGS = ("--config", "digits", "--run-id", "spread", "--batch-size", "64")
+MODULE = ("-m", "smolcluster.distributed_training")
+
+
+def ranks_below(child: Child) -> dict[int, psutil.Process]:
+    """The processes of a launcher that are ranks, by rank."""
+    found = {}
+    for process in psutil.Process(child.process.pid).children(recursive=True):
+        try:
+            rank = process.environ().get("RANK")
+        except psutil.Error:
+            continue
+        if rank is not None and any("distributed_training" in each for each in process.cmdline()):
+            found[int(rank)] = process
+    return found
+
+
+def wait_until(condition: Callable[[], object], child: Child) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, child.output
+        time.sleep(0.05)
+
+
+def is_training(folder: Path) -> bool:
+    return newest_step(folder) > 0
+
+
+def newest_step(folder: Path) -> int:
+    """Of all checkpoints of all runs; 0: there are none."""
+    steps = [int(each.name.partition("-")[2]) for each in folder.glob("*/checkpoints/step-*")]
+    return max(steps, default=0)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_ends_the_mesh_by_its_name(processes: Processes, how: int) -> None:
+    child = processes.start(
+        *(sys.executable, *MODULE, *FLAGS, "--world-size", "2", "--tp", "2"),
+        *("--epochs", "100000", "--save-interval", "5", "--hang-timeout", "4"),
+        forked=False,
+    )
+    wait_until(lambda: is_training(processes.runs), child)
+    ranks = ranks_below(child)
+    assert ranks.keys() == {0, 1}
+    ranks[1].send_signal(how)
+    assert child.wait() != 0
+    assert re.search(r"^error: rank 1 on .* failed first", child.output, re.MULTILINE), child.output
+    assert not any(each.is_running() for each in ranks.values())
+    paths = find_run(processes.runs)
+    logs = "".join(each.read_text() for each in paths.logs.glob("trainer*"))
+    assert "rank 1 on" in logs and "this is a bug" not in logs + child.output
+
+
+def test_no_rank_outlives_its_launcher(processes: Processes) -> None:
+    child = processes.start(
+        *(sys.executable, *MODULE, *FLAGS, "--world-size", "2", "--dp", "2"),
+        *("--epochs", "100000", "--save-interval", "5"),
+        forked=False,
+    )
+    wait_until(lambda: is_training(processes.runs), child)
+    ranks = ranks_below(child)
+    assert len(ranks) == 2
+    child.kill(signal.SIGKILL)
+    _, alive = psutil.wait_procs(ranks.values(), DEADLINE_S)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_torchrun_forms_the_group_again_from_the_last_checkpoint(
+    processes: Processes, how: int
+) -> None:
+    """Of a stopped rank torchrun itself takes half a minute to be rid."""
+    child = processes.start(
+        *(sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1"),
+        *("--master-port", str(free_port()), "--nproc-per-node", "2", "--max-restarts", "1"),
+        *(*MODULE, *FLAGS, "--fsdp", "2", "--epochs", "100000", "--save-interval", "5"),
+        *("--resume", "auto", "--hang-timeout", "4"),
+        forked=False,
+    )
+    wait_until(lambda: is_training(processes.runs), child)
+    before = ranks_below(child)
+    before[1].send_signal(how)
+    _, alive = psutil.wait_procs(before.values(), DEADLINE_S)
+    assert not alive, child.output
+    reached = newest_step(processes.runs)
+    wait_until(lambda: newest_step(processes.runs) > reached, child)
+    assert ranks_below(child).keys() == {0, 1}
+    assert "resuming run spread" in child.output, child.output
+    child.kill(signal.SIGTERM)
+    child.wait()

@@ -1,0 +1,89 @@
+"""What ranks look at before a backend connects them."""
+
+import socket
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from harness import free_port
+from smolcluster.algorithms.Mesh.meeting import (
+    compare,
+    interface_of,
+    is_elsewhere,
+    meet,
+    open_store,
+)
+from smolcluster.algorithms.Mesh.ranks import Ranks
+from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy
+
+HERE = "127.0.0.1"
+
+
+def ranks(world_size: int, port: int, address: str = HERE) -> Ranks:
+    return Ranks(range(1), world_size, True, address, port)
+
+
+def test_ranks_of_other_code_or_configuration_are_named() -> None:
+    first = {"smolcluster": "1.0", "batch_size": "16"}
+    compare(2, first, dict(first))
+    with pytest.raises(ConfigError, match="batch_size is 16 on rank 0 and 32 on rank 2"):
+        compare(2, {**first, "batch_size": "32"}, first)
+    with pytest.raises(ConfigError, match="ema is 1 on rank 0 and not known on rank 1"):
+        compare(1, first, {**first, "ema": "1"})
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    there = ranks(4, free_port())
+    store = open_store(0, there, 10)
+    store.set("here/2", "{}")
+    with pytest.raises(ConnectTimeout, match="ranks 1, 3 of 4 are missing"):
+        meet(0, there, store, {}, 0.1)
+
+
+def test_two_ranks_0_are_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    port = free_port()
+    agent = TCPStore(HERE, port, is_master=True, timeout=timedelta(seconds=10))
+    open_store(0, ranks(2, port), 10)
+    with pytest.raises(ConfigError, match="two processes are rank 0"):
+        open_store(0, ranks(2, port), 10)
+    del agent
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server((HERE, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortBusy, match=f"port {port}"):
+            open_store(0, ranks(2, port), 1)
+
+
+def test_an_address_that_leads_to_oneself_is_said() -> None:
+    with pytest.raises(ConnectTimeout, match="on this machine that leads to itself"):
+        open_store(1, ranks(2, free_port(), "localhost"), 0.5)
+
+
+def test_whose_address_it_is() -> None:
+    assert not is_elsewhere("localhost")
+    assert is_elsewhere("192.0.2.7")  # a documentation address (RFC 5737), nobody's
+
+
+HEAD, WORKER = "10.0.0.1", "10.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("rank", "ways", "name"),
+    [
+        (0, [(HERE, HERE), (HERE, HERE)], None),
+        (1, [(HERE, HERE), (WORKER, HEAD)], "eth1"),
+        # the head's own name is 127.0.1.1 to itself: it takes the interface at which others find it
+        (0, [("127.0.1.1", "127.0.1.1"), (WORKER, HEAD)], "eth0"),
+        (1, [(HERE, HERE), (HERE, HERE), (WORKER, HEAD)], "eth0"),
+        (0, [(HERE, HERE), ("10.9.9.9", "198.51.100.4")], None),
+    ],
+)
+def test_the_interface_is_the_one_that_leads_to_the_others(
+    rank: int, ways: list[tuple[str, str]], name: str | None
+) -> None:
+    addresses = {HERE: "lo", HEAD: "eth0", WORKER: "eth1"}
+    assert interface_of(addresses, rank, ways) == name

@@ -1,0 +1,187 @@
+"""Who of a mesh is named when it ends: by all ranks' beats, and by what they tell each other."""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from smolcluster.algorithms.Mesh import watch as watching
+from smolcluster.algorithms.Mesh.watch import SETUP_S, Beat, Failure, Judge, Watch
+from smolcluster.errors import DataError, PeerLost
+
+DEADLINE_S = 30.0
+
+
+def beat(number: int, num_done: int, doing: str = "F0 of stage 0", *, waits: bool = False) -> Beat:
+    return Beat(number, num_done, doing, waits, "pi5")
+
+
+def judge() -> Judge:
+    return Judge(silence_s=60, hang_timeout_s=300, now=0)
+
+
+def test_a_mesh_that_gets_on_is_left_alone() -> None:
+    judging = judge()
+    for second in range(1000):
+        beats = {rank: beat(second, second // 200, waits=rank > 0) for rank in range(3)}
+        assert judging.judge(beats, second, is_lost=False) is None
+
+
+@pytest.mark.parametrize(("is_lost", "after"), [(False, 60), (True, 5)])
+def test_a_rank_that_says_nothing_is_named(is_lost: bool, after: int) -> None:
+    judging, found = judge(), None
+    for second in range(100):
+        beats = {0: beat(second, second), 1: beat(min(second, 10), 3, "W2 of stage 1")}
+        found = judging.judge(beats, second, is_lost=is_lost and second >= 10)
+        if found is not None:
+            assert second == 10 + after + 1
+            break
+    assert found is not None
+    assert (found.rank, found.host) == (1, "pi5")
+    assert "W2 of stage 1" in found.reason
+
+
+def test_of_a_mesh_that_hangs_the_rank_is_named_that_waits_for_nobody() -> None:
+    judging, found = judge(), None
+    for second in range(400):
+        beats = {
+            0: beat(second, min(second, 20), "receiving", waits=True),
+            1: beat(second, min(second, 22), "F3 of stage 1"),
+            2: beat(second, min(second, 21), "receiving", waits=True),
+        }
+        if (found := judging.judge(beats, second, is_lost=False)) is not None:
+            break
+    assert found is not None
+    assert (second, found.rank) == (22 + 301, 1)
+    assert all(f"rank {rank}: " in found.reason for rank in range(3))
+
+
+def test_steps_that_take_long_are_no_hang() -> None:
+    judging = judge()
+    for second in range(
+        0, 9000, 10
+    ):  # each step takes as long as the first one, or four times that
+        beats = {
+            0: beat(second, 1 + second // 250 if second < 2000 else 9 + (second - 2000) // 1000)
+        }
+        assert judging.judge(beats, second, is_lost=False) is None
+
+
+def test_before_the_first_step_a_dataset_may_be_downloaded() -> None:
+    judging = judge()
+    seconds = range(0, int(SETUP_S) + 20, 10)
+    named = [judging.judge({0: beat(s, 0)}, s, is_lost=False) is not None for s in seconds]
+    assert named.index(True) * 10 > SETUP_S
+
+
+def test_who_was_stopped_himself_judges_nobody() -> None:
+    judging = judge()
+    assert judging.judge({0: beat(1, 1), 1: beat(1, 1)}, 0, is_lost=False) is None
+    assert judging.judge({0: beat(2, 1), 1: beat(1, 1)}, 1000, is_lost=False) is None
+
+
+class Memory:
+    """A store in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.answers = threading.Event()
+        self.answers.set()
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str, /) -> None:
+        self.answers.wait(DEADLINE_S)
+        with self._lock:
+            self.values[key] = value.encode()
+
+    def get(self, key: str, /) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        return all(key in self.values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        assert expected == ""
+        with self._lock:
+            return self.values.setdefault(key, desired.encode())
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "BEAT_S", 0.02)
+    monkeypatch.setattr(watching, "END_S", {True: 0.1, False: 0.1})
+
+
+@contextmanager
+def watches(
+    store: Memory, *ranks: int, hang_timeout_s: float = DEADLINE_S
+) -> Iterator[tuple[list[Watch], list[Failure], list[int]]]:
+    """Watches of these ranks, the failures that they report, and the exit codes by which they leave."""
+    told: list[Failure] = []
+    left: list[int] = []
+    log = logging.Logger("test")
+    made = [
+        Watch(
+            *(store, rank, 2, log),
+            hang_timeout_s=hang_timeout_s,
+            on_failure=told.append,
+            leave=left.append,
+        )
+        for rank in ranks
+    ]
+    try:
+        yield made, told, left
+    finally:
+        for each in made:
+            each.close()
+
+
+def wait_until(condition: object) -> None:
+    assert callable(condition)
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_first_error_is_what_others_say_when_they_lose_a_connection() -> None:
+    store = Memory()
+    with watches(store, 0, 1) as (made, told, _):
+        with pytest.raises(DataError), made[1].watched():
+            raise DataError("train.bin is damaged")
+        named = r"rank 1 on .* failed first: train.bin is damaged"
+        with pytest.raises(PeerLost, match=named), made[0].watched():
+            raise PeerLost("connection reset")
+    assert {failure.rank for failure in told} == {1}
+    assert "in test_the_first_error" in json.loads(store.values["failed"])["stack"]
+
+
+def test_a_rank_that_cannot_end_by_itself_is_ended() -> None:
+    store = Memory()
+    with watches(store, 0, 1) as (made, told, left):
+        with pytest.raises(DataError), made[1].watched():
+            raise DataError("x")
+        wait_until(lambda: left == [PeerLost.exit_code])
+        assert told[-1].rank == 1
+
+
+def test_a_store_that_does_not_answer_ends_the_rank() -> None:
+    store = Memory()
+    with watches(store, 1, hang_timeout_s=0.5) as (_, told, left):
+        store.answers.clear()
+        wait_until(lambda: left == [PeerLost.exit_code])
+        store.answers.set()
+        assert (told[0].rank, len(told)) == (0, 1)
+
+
+def test_a_good_end_is_told_nobody() -> None:
+    store = Memory()
+    with watches(store, 0, 1) as (made, told, left):
+        for each in made:
+            with each.watched():
+                each.note("F0 of stage 0")
+    assert not told and not left and "failed" not in store.values
