@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="cluster file, or a shipped name, whose mesh it is; flags win. Default: flags alone say it",
     )
-    mesh.add_argument("--node", help="this machine's name in it; default: its server's")
+    mesh.add_argument("--machine", help="this machine's name in it; default: its server's")
     mesh.add_argument(
         "--instruction-log", metavar="FOLDER", help="write down what each rank computes when"
     )
@@ -178,7 +178,7 @@ def configuration(
         return load_settings(
             args.cluster or default_algorithm().name,
             args.config,
-            args.node if args.cluster else None,
+            args.machine if args.cluster else None,
             [*texts, *more, *workload_overrides(args.workload)],
             local=True,
             local_workers=1,

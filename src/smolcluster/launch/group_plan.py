@@ -116,7 +116,7 @@ def plan_group(request: Request, settings: Settings, places: PathsByNode, run_id
             *("--world-size", str(total), "--rank", str(index * share)),
             *("--nproc-per-node", str(share)),
             *("--master-addr", cluster.host_ip[node], "--master-port", str(cluster.port)),
-            *("--cluster", f"{run_dir}/{CLUSTER_FILE}", "--node", node),
+            *("--cluster", f"{run_dir}/{CLUSTER_FILE}", "--machine", node),
             *("--config", f"{run_dir}/{TRAIN_FILE}"),
             *option("--workload", in_run(request.workload, run_dir)),
             *override_options((*public, runs_dir)),

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from smolcluster.configs.schema import (
     NodeConfig,
     TrainConfig,
 )
-from smolcluster.data.dataset import Batch
+from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
@@ -111,9 +112,14 @@ def test_the_node_says_how_many_samples_it_computes_at_once(
     microbatches: list[int | None] = []
     real = compute.forward_backward
 
-    def noted(replica: Replica, loss: LossFunction, parts: list[Microbatch]) -> BatchLoss:
+    def noted(
+        replica: Replica,
+        loss: LossFunction,
+        parts: list[Microbatch],
+        begin: Callable[[Place], None],
+    ) -> BatchLoss:
         microbatches.append(parts[0].num_samples)
-        return real(replica, loss, parts)
+        return real(replica, loss, parts, begin)
 
     monkeypatch.setattr("smolcluster.training.build.forward_backward", noted)
     run(tmp_path, digits_config(num_epochs=1), NodeConfig(device="cpu", microbatch=7))

@@ -121,9 +121,9 @@ class StageCompute:
             return None
         if not isinstance(output, Tensor):
             raise ConfigError(
-                f"layer {self.stage.end - 1} returns a {type(output).__name__}, but stages of a mesh send "
-                "one "
-                "tensor: cut the model so that layers return one, or set mesh.pp to 1"
+                f"layer {self.stage.end - 1} returns a {type(output).__name__}, but stages of a "
+                "mesh send one tensor: cut the model so that layers return one, or set mesh.pp to "
+                "1"
             )
         self._outputs[number] = output
         return output.detach()

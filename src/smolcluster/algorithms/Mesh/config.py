@@ -96,9 +96,9 @@ class MeshConfig(ScheduledConfig):
             return generate("gpipe" if self.microbatches == 1 else "1f1b", 1, self.microbatches)
         if self.microbatches < self.mesh.pp:
             raise ConfigError(
-                f"microbatches is {self.microbatches}, fewer than the {self.mesh.pp} stages of mesh.pp, "
-                "so that "
-                f"most ranks would wait: set microbatches to {2 * self.mesh.pp} or more"
+                f"microbatches is {self.microbatches}, fewer than the {self.mesh.pp} stages of "
+                f"mesh.pp, so that most ranks would wait: set microbatches to {2 * self.mesh.pp} "
+                "or more"
             )
         return generate(self.schedule_name, self.mesh.pp, self.microbatches)
 
@@ -134,24 +134,23 @@ class MeshConfig(ScheduledConfig):
         sizes = self.mesh
         if sizes.world_size != world_size:
             raise ConfigError(
-                f"mesh is {sizes}, which makes {sizes.world_size} processes, but there are {world_size}: "
-                "change "
-                "mesh, or start as many processes"
+                f"mesh is {sizes}, which makes {sizes.world_size} processes, but there are "
+                f"{world_size}: change mesh, or start as many processes"
             )
         self._check_sharding()
         num_stages = max((each.stage for one in self.instructions() for each in one), default=0) + 1
         if sizes.pp > 1 and num_layers is not None and num_layers < num_stages:
             raise ConfigError(
-                f"schedule {self.schedule} with mesh.pp {sizes.pp} makes {num_stages} stages, but the "
-                "model has "
-                f"{num_layers} layers: lower mesh.pp, or take a schedule with one stage a rank"
+                f"schedule {self.schedule} with mesh.pp {sizes.pp} makes {num_stages} stages, but "
+                f"the model has {num_layers} layers: lower mesh.pp, or take a schedule with one "
+                "stage a rank"
             )
         parts = sizes.num_shares * self.microbatches
         if num_samples % parts:
             raise ConfigError(
-                f"a step has {num_samples} samples, which {sizes.num_shares} ranks (dp x fsdp) cannot "
-                "divide into "
-                f"{self.microbatches} microbatches each: make global_batch_size a multiple of {parts}"
+                f"a step has {num_samples} samples, which {sizes.num_shares} ranks (dp x fsdp) "
+                f"cannot divide into {self.microbatches} microbatches each: make global_batch_size "
+                f"a multiple of {parts}"
             )
 
     def _check_sharding(self) -> None:

@@ -24,7 +24,6 @@ from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh.config import MeshConfig, pick_backend
 from smolcluster.algorithms.Mesh.group import ORDERS, GroupRank, is_of_another
 from smolcluster.algorithms.Mesh.groups import Groups
-from smolcluster.algorithms.Mesh.ranks import STEP_TIMEOUT
 from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 from smolcluster.algorithms.process import process_log
 from smolcluster.configs.schema import DatasetPlace, RunConfig
@@ -34,7 +33,8 @@ from smolcluster.training.named import load_named
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device import pick_device, use_threads
 
-START_TIMEOUT_S = 300.0
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Who gives the ranks their orders ends sooner those that hang."""
 QUIET_S = 20.0
 """How long a rank waits to be ended before it says that another one has."""
 END = "end"
@@ -78,7 +78,7 @@ def join_group(setup: Setup, workload: Workload, log: logging.Logger) -> GroupRa
         store=FileStore(setup.store, world_size),
         rank=setup.rank,
         world_size=world_size,
-        timeout=max(STEP_TIMEOUT, timedelta(seconds=START_TIMEOUT_S)),
+        timeout=COLLECTIVE_TIMEOUT,
     )
     groups = Groups(setup.mesh.mesh, device)
     groups.check_agreed([("torch", torch.__version__), ("the dataset", workload.fingerprint)])

@@ -110,9 +110,8 @@ class Groups:
             for (name, own), (_, first) in zip(values, everyone[0], strict=True):
                 if own != first:
                     raise ConfigError(
-                        f"{name} is {first} on rank 0 and {own} on rank {rank}: start all ranks with the "
-                        "same code "
-                        "and configuration"
+                        f"{name} is {first} on rank 0 and {own} on rank {rank}: start all ranks "
+                        "with the same code and configuration"
                     )
 
 
