@@ -192,6 +192,11 @@ class Puppet:
             assert isinstance(message, Reduced), message
             buckets[message.bucket] = torch.frombuffer(bytearray(payload), dtype=torch.float32)
 
+    def read_step(self) -> None:
+        """Take from the link what comes up to the next commit: who does not is parked."""
+        while not isinstance(self.hand.hear()[0], Commit):
+            pass
+
     def beaten_step(self) -> tuple[LeaseKey, int]:
         """The next step up to its commit, in which a push is cancelled: which, and how much had counted."""
         heard = [self.hand.hear()[0] for _ in range(NUM_BUCKETS + 2)]
@@ -428,6 +433,8 @@ class Clocked:
                 self.now += STEP_S / 10
                 server.advance(self.now)
                 self.push_all()
+            for puppet in self.hung:
+                puppet.read_step()
             after_each()
         return self.now - began - count * STEP_S
 
@@ -539,6 +546,13 @@ def test_who_is_parked_and_asks_gets_the_newest_state_and_takes_part_again(stage
     stage.advance()
     assert not stage.server.members.joining, "not before its time"
     stage.advance(FIRST_PAUSE_S)
+
+    def is_sent() -> bool:
+        """A bucket follows when those before it have left."""
+        stage.advance()
+        return laggard.slow.member.joined
+
+    stage.house.until(is_sent)
     states = [laggard.slow.hand.hear_a(State) for _ in range(NUM_BUCKETS)]
     assert [state.bucket for state in states] == list(range(NUM_BUCKETS))
     assert {state.version for state in states} == {stage.server.version}
