@@ -245,8 +245,8 @@ class Server:
             )
         if len(self.numbers) > 1 and rounds.momentum_order != "weights":
             raise CheckpointError(
-                "an earlier version of smolcluster has saved this streaming run, with its momentum in another "
-                "order: resume with that version, or begin a new run"
+                "an earlier version of smolcluster has saved this streaming run, with its momentum in "
+                "another order: resume with that version, or begin a new run"
             )
         self.stores.resume(rounds.version)
         self.ledger.resume(rounds.partly_applied)
