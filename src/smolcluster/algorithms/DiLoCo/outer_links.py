@@ -344,7 +344,8 @@ class OuterLinks(StoreLinks):
         share: float | None = None,
         moves_by: float | None = None,
     ) -> None:
-        holders = self._holders(number)
+        if not (holders := self._holders(number)):
+            return
         for store in self._stores:
             store.num_steps += store.node in holders and store.listens is not None
         counted = (

@@ -11,7 +11,7 @@ from smolcluster.algorithms.DiLoCo.exchange import Assembly, DeltaArrived, delta
 from smolcluster.algorithms.DiLoCo.outer_links import Change, ChangeKey, NormArrived
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
-from smolcluster.transport.messages import BucketNorm, Collect, OuterStep
+from smolcluster.transport.messages import MAX_CHANGES, BucketNorm, Collect, OuterStep
 from unit.algorithms.DiLoCo.hosting import Hosting, StoreHost
 
 FAST, SLOW = "a" * 8, "b" * 8
@@ -292,3 +292,10 @@ def test_a_change_that_is_sent_to_a_store_twice_counts_once() -> None:
     alone = Hosting(1, WORKERS)
     alone.step(0, (FAST, values, 1.0))
     assert_same(hosting, alone)
+
+
+def test_one_host_takes_more_changes_than_a_message_to_stores_may_name() -> None:
+    hosting = Hosting(1, WORKERS)
+    change = Change(hosting.bring(FAST, 0, torch.ones(610)), 1.0, 8)
+    hosting.links.step(0, [change] * (MAX_CHANGES + 1))
+    assert hosting.links.version == 1
