@@ -9,7 +9,7 @@ The other side is `outer_slice.py`.
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -220,7 +220,7 @@ class OuterLinks(StoreLinks):
             share = (place.stop - place.start) / self._replica.num_params
             self._listeners.on_undone(store.node, store.num_steps, share)
             store.num_steps = 0
-        self._pending.clear()
+        self._forget(self._pending)
         self._listeners.on_lost()
 
     def _hear(
@@ -252,7 +252,6 @@ class OuterLinks(StoreLinks):
             pending.own = part
         else:
             pending.norms[part.bucket] = part.norm, part.weights_norm
-            self._heard_of(part)
         number, own = part.fragment, pending.own
         own_buckets = self.layout.buckets(number)
         num_others = self._whole.num_buckets(number) - len(own_buckets)
@@ -270,9 +269,12 @@ class OuterLinks(StoreLinks):
             math.hypot(*self._own.norms(number), *(norm for _, norm in others)),
         )
 
-    def _heard_of(self, part: NormArrived) -> None:
-        if (store := self._of_session(part.session_id)) is not None:
-            store.heard_at = time.monotonic()
+    def hear(self, part: NormArrived) -> bool:
+        """A store has a bucket; returns whether it has it still, and was not given its slice anew since."""
+        if (store := self._of_session(part.session_id)) is None:
+            return False
+        store.heard_at = time.monotonic()
+        return True
 
     def drop(self, change: WholeChange) -> None:
         """A change that has arrived is not to be applied."""
@@ -280,7 +282,6 @@ class OuterLinks(StoreLinks):
 
     def drop_part(self, part: NormArrived) -> None:
         """Nobody waits for a change of which a part has come: its store drops it when it has all of it."""
-        self._heard_of(part)
         for store, held in zip(self._stores, self._parts, strict=True):
             if part.bucket == _last(held.numbers[part.fragment]):
                 self._tell([store.node], _dropped(part.key))
@@ -290,7 +291,10 @@ class OuterLinks(StoreLinks):
 
         What is still on its way to a store is dropped when it comes: see `drop_part`.
         """
-        for key in [each for each in self._pending if each.instance == instance]:
+        self._forget(each for each in self._pending if each.instance == instance)
+
+    def _forget(self, keys: Iterable[ChangeKey]) -> None:
+        for key in list(keys):
             pending = self._pending.pop(key)
             for store, held in zip(self._stores, self._parts, strict=True):
                 if _last(held.numbers[pending.fragment]) in pending.norms:
@@ -340,7 +344,8 @@ class OuterLinks(StoreLinks):
         share: float | None = None,
         moves_by: float | None = None,
     ) -> None:
-        holders = self._holders(number)
+        if not (holders := self._holders(number)):
+            return
         for store in self._stores:
             store.num_steps += store.node in holders and store.listens is not None
         counted = (

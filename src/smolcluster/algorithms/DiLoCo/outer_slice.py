@@ -131,7 +131,10 @@ class OuterSlice(HeldSlice):
             return
         if event.values is not None:
             change = HeldChange(delta.fragment, event.values, event.receiver)
-            self._changes[ChangeKey(instance, delta.request)] = change
+            if (key := ChangeKey(instance, delta.request)) in self._changes:
+                change.free()  # it was sent twice, and the coordinator may count on the first
+                return
+            self._changes[key] = change
         [norm] = bucket_norms(event.bucket, [slice(None)])
         first = self._layout.numbers[delta.fragment].start
         weights_norm = self._store.norms(delta.fragment)[delta.bucket - first]

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from pydantic import (
     BaseModel,
@@ -118,6 +119,8 @@ class RoundsState(BaseModel):
     outer_momentum: NonNegativeFloat
     partly_applied: list[tuple[int, int, int, list[int]]]
     """Samples that have been applied in some fragments: epoch, start, stop, and these fragments."""
+    momentum_order: Literal["fragments", "weights"] = "fragments"
+    """How momentum is laid; earlier versions, which do not say it, have laid it fragment by fragment."""
 
 
 @dataclass(frozen=True)
@@ -233,12 +236,17 @@ class Server:
         """Take up a checkpoint's state, and what the run has begun with where nothing is said.
 
         Raises:
-            CheckpointError: the weights were cut into other fragments.
+            CheckpointError: the weights were cut into other fragments, or momentum is laid otherwise.
         """
         if rounds.num_fragments != len(self.numbers):
             raise CheckpointError(
                 f"the run has {rounds.num_fragments} fragments, {len(self.numbers)} are asked for now: "
                 "resume with its own mode and fragments"
+            )
+        if len(self.numbers) > 1 and rounds.momentum_order != "weights":
+            raise CheckpointError(
+                "an earlier version of smolcluster has saved this streaming run, with its momentum in "
+                "another order: resume with that version, or begin a new run"
             )
         self.stores.resume(rounds.version)
         self.ledger.resume(rounds.partly_applied)
@@ -254,6 +262,7 @@ class Server:
             outer_lr=self.outer.learning_rate,
             outer_momentum=self.outer.momentum,
             partly_applied=self.ledger.partly_applied,
+            momentum_order="weights",
         )
         return {
             DISPATCHER: self.dispatcher.state.model_dump(mode="json"),
@@ -567,6 +576,8 @@ class Server:
 
     def on_norm(self, key: ChangeKey, part: NormArrived) -> None:
         """A store has a bucket of a change."""
+        if not self.stores.hear(part):
+            return
         of_instance = (p for p in self.peers.values() if p.worker.member.instance == key.instance)
         peer = next(of_instance, None)
         if peer is None:

@@ -120,7 +120,7 @@ class Worker:
         self.copy.forget_sent()
         while True:
             try:
-                self.wait_until(lambda: not self.is_void and bool(self.stream))
+                self.wait_until(lambda: self.can_go_on)
                 self.do(self.stream.popleft())
             except RefusedAgain:
                 raise
@@ -128,6 +128,19 @@ class Worker:
                 self.give_up(error)
             except ProtocolError as error:
                 link.cut(str(error))  # of which the next wait hears
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether something is wanted, and may be done now.
+
+        Where several hosts hold the weights, some of a fragment's may still be on their way when it is asked
+        for again.
+        """
+        if self.is_void or not self.stream:
+            return False
+        wanted = self.stream[0]
+        is_early = isinstance(wanted, Collect) and wanted.fragment in self.copy.sent
+        return not (self.hosts.is_several and is_early)
 
     def do(self, wanted: Assigned | Collect | Saved | Resumed) -> None:
         """Do what the server wants next.
@@ -195,10 +208,6 @@ class Worker:
             NonFiniteLoss: it holds NaN or infinity.
         """
         number, replica = collect.fragment, self.replica
-        if self.hosts.is_several:  # some of its new weights may still be on their way
-            self.wait_until(lambda: self.is_void or number not in self.copy.sent)
-            if self.is_void:
-                return
         is_old = self.newest_request is not None and collect.request <= self.newest_request
         if is_old or number >= len(self.layout.fragments) or number in self.copy.sent:
             raise ProtocolError(f"the server asks for fragment {number} out of turn")

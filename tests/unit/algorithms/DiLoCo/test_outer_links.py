@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from peers import opened
-from smolcluster.algorithms.DiLoCo.exchange import Assembly, DeltaArrived
+from smolcluster.algorithms.DiLoCo.exchange import Assembly, DeltaArrived, delta_frames
 from smolcluster.algorithms.DiLoCo.outer_links import Change, ChangeKey, NormArrived
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
-from smolcluster.transport.messages import BucketNorm, OuterStep
-from unit.algorithms.DiLoCo.hosting import Hosting
+from smolcluster.transport.messages import MAX_CHANGES, BucketNorm, Collect, OuterStep
+from unit.algorithms.DiLoCo.hosting import Hosting, StoreHost
 
 FAST, SLOW = "a" * 8, "b" * 8
 WORKERS = (FAST, SLOW)
@@ -243,3 +243,59 @@ def test_a_store_is_not_believed_a_bucket_that_it_does_not_hold() -> None:
     told = BucketNorm(instance=FAST, request=1, fragment=0, bucket=0, norm=1.0, weights_norm=1.0)
     with pytest.raises(ProtocolError, match="bucket 0 of fragment 0, which it has not"):
         receiver(told, memoryview(b""))
+
+
+def send_to(store: StoreHost, hosting: Hosting, request: int, values: Tensor) -> None:
+    """FAST sends a store what that holds of a change."""
+    encoder = hosting.encoders[FAST]
+    encoded = encoder.encode(0, values, 1)
+    collect = Collect(request=request, fragment=0, wait=False)
+    frames = delta_frames(hosting.layout, collect, encoded, encoder.codec)
+    for home, frame in zip(hosting.layout.homes(0), frames, strict=True):
+        if hosting.host_of(home) is store:
+            store.deliver(FAST, *opened(frame))
+
+
+def test_what_a_lost_store_leaves_in_parts_is_kept_by_no_other() -> None:
+    hosting = Hosting(3, WORKERS)
+    win, pi5 = hosting.stores
+    assert pi5.held is not None
+    send_to(pi5, hosting, 1, changes_of(hosting, 0, 0)[0][1])
+    [part] = hosting.events
+    assert isinstance(part, NormArrived)
+    assert hosting.links.whole(ChangeKey(FAST, 1), part) is None
+    assert pi5.held._changes
+    hosting.lose(win)
+    assert not pi5.held._changes
+
+
+def test_what_a_store_has_told_before_it_was_lost_is_not_heard() -> None:
+    """Decided on, it would be a change that the store has not: it would end its session again."""
+    hosting = Hosting(2, WORKERS)
+    parts = [NormArrived(number, ChangeKey(FAST, 1), 0, 1, 1.0, 1.0) for number in (1, 9)]
+    assert [hosting.links.hear(part) for part in parts] == [True, False]
+    hosting.lose(hosting.stores[0])
+    hosting.open("win", 9)
+    assert [hosting.links.hear(part) for part in parts] == [False, True]
+
+
+def test_a_change_that_is_sent_to_a_store_twice_counts_once() -> None:
+    hosting = Hosting(2, WORKERS)
+    (store,) = hosting.stores
+    values = changes_of(hosting, 0, 0)[0][1]
+    change = Change(hosting.bring(FAST, 0, values), 1.0, 8)
+    send_to(store, hosting, change.arrived.key.request, 2 * values)
+    norms = [each for each in hosting.events if isinstance(each, NormArrived)]
+    for part in norms:
+        hosting.links.drop_part(part)  # nobody waits for it
+    hosting.links.step(0, [change])
+    alone = Hosting(1, WORKERS)
+    alone.step(0, (FAST, values, 1.0))
+    assert_same(hosting, alone)
+
+
+def test_one_host_takes_more_changes_than_a_message_to_stores_may_name() -> None:
+    hosting = Hosting(1, WORKERS)
+    change = Change(hosting.bring(FAST, 0, torch.ones(610)), 1.0, 8)
+    hosting.links.step(0, [change] * (MAX_CHANGES + 1))
+    assert hosting.links.version == 1

@@ -1,5 +1,6 @@
 """DiLoCo's worker without a server: how it ends."""
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -10,6 +11,8 @@ import torch
 from smolcluster.algorithms.DiLoCo.exchange import FragmentArrived
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.ps.weights import WeightsArrived
+from smolcluster.transport.messages import Collect
 
 
 def test_who_is_refused_twice_says_so_once() -> None:
@@ -32,3 +35,18 @@ def test_an_outer_step_that_is_not_newer_or_leaves_one_out_is_refused(
     arrived = FragmentArrived(0, base_version, version, torch.zeros(1), {})
     with pytest.raises(ProtocolError, match="does not follow on version 7"):
         worker.take_fragment(arrived)
+
+
+def test_a_request_that_whole_weights_overtake_is_not_answered() -> None:
+    """Its samples are others' by then: its worker would wait in vain for what becomes of its change."""
+    worker: Any = Worker.__new__(Worker)
+    worker.is_void, worker.hosts, worker.encoder = False, SimpleNamespace(is_several=True), Mock()
+    worker.copy, worker.replica = MagicMock(sent={0}), MagicMock()
+    worker.versions, worker.num_terms = [3], [32]
+    worker.stream = deque([Collect(request=7, fragment=0, wait=True)])
+    assert not worker.can_go_on, "a part of the fragment is still on its way"
+    worker.begin_with(WeightsArrived(4, []))
+    worker.copy.sent = ()
+    assert not worker.can_go_on
+    worker.stream.append(Collect(request=8, fragment=0, wait=True))
+    assert worker.can_go_on

@@ -1,0 +1,44 @@
+"""What DiLoCo's server goes on from, without a run."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from smolcluster.algorithms.DiLoCo.outer_links import ChangeKey, NormArrived
+from smolcluster.algorithms.DiLoCo.server import RoundsState, Server
+from smolcluster.errors import CheckpointError
+
+
+def go_on_from(num_fragments: int, **more: Any) -> Mock:
+    """The stores that have taken up a checkpoint, which holds `more`."""
+    rounds = RoundsState(
+        version=7,
+        num_fragments=num_fragments,
+        outer_lr=0.7,
+        outer_momentum=0.5,
+        partly_applied=[],
+        **more,
+    )
+    server: Any = SimpleNamespace(numbers=range(num_fragments), ledger=Mock(), stores=Mock())
+    server.config, server.outer = SimpleNamespace(outer_lr=0.5, outer_momentum=0.5), Mock()
+    Server.go_on_from(server, rounds)
+    stores: Mock = server.stores
+    return stores
+
+
+def test_momentum_that_is_laid_fragment_by_fragment_is_not_read_as_the_weights_are() -> None:
+    with pytest.raises(CheckpointError, match="earlier version"):
+        go_on_from(2)
+    go_on_from(1).resume.assert_called_with(7)  # there both are one order
+    go_on_from(2, momentum_order="weights").resume.assert_called_with(7)
+
+
+def test_a_bucket_that_its_store_has_lost_is_not_decided_on() -> None:
+    server: Any = SimpleNamespace(peers={}, stores=Mock())
+    part = NormArrived(1, ChangeKey("a" * 8, 1), 0, 1, 1.0, 1.0)
+    for is_there in (False, True):
+        server.stores.hear.return_value = is_there
+        Server.on_norm(server, part.key, part)
+        assert server.stores.drop_part.called == is_there
