@@ -232,7 +232,8 @@ class Run:
                 self._local_step(learner)
                 if (step + worker * every // NUM_WORKERS) % every == 0:
                     delta = self.up[worker].send(begun[worker] - learner.flat)
-                    outer.apply(self.theta, delta, 1 / NUM_WORKERS)
+                    share = 1 / NUM_WORKERS
+                    outer.apply(self.theta, delta, share, outer.count(share))
                     begun[worker].sub_(self.down[worker].send(begun[worker] - self.theta))
                     learner.flat.copy_(begun[worker])
 

@@ -54,9 +54,11 @@ from pipeline import (
 )
 from pipeline import Pipeline as Side
 from smolcluster.algorithms.Mesh.compute import Part, StageCompute
-from smolcluster.algorithms.Mesh.config import MeshSizes
 from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.pipeline import Pipeline
+from smolcluster.configs.schema import MeshSizes
+from smolcluster.data.dataset import Place
+from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.schedules.instructions import SCHEDULES, stage_ranks
 from smolcluster.training.schedules.simulation import Span
 from smolcluster.training.stages.cut import Stage
@@ -108,13 +110,18 @@ def compute_ours(pipe: Pipe, case: Case, rank: int) -> None:
         stage = Stage(nn.Sequential(*own), own, 0, len(own))
         stage.start, stage.end, stage.num_layers = number, number + 1, len(ranks)
         stages[number] = StageCompute(
-            stage, _loss, lambda: None, seed=0, autocast=nullcontext, recompute="none"
+            stage,
+            _loss,
+            lambda model, _: mean_loss(model(None), torch.zeros(())),
+            seeds=LayerSeeds(0, CPU),
+            autocast=nullcontext,
+            recompute="none",
         )
         layers += own
     pipeline = Pipeline(groups, case.lists, stages)
     batch = torch.zeros(ROWS, case.width)
     parts = [
-        Part((0, number), ROWS, model_input=batch, batch=batch)
+        Part(Place(0, 0, number), ROWS, model_input=batch, batch=batch)
         for number in range(case.num_microbatches)
     ]
     while pipe.recv() >= 0:

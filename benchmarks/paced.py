@@ -153,11 +153,9 @@ class Paced(TrainingContext):
         self,
         num_samples: int,
         cut: Callable[[int], list[Microbatch]],
-        epoch: int,
-        start: int,
     ) -> BatchLoss:
         with self.pace.stretching(num_samples):
-            return super()._compute(num_samples, cut, epoch, start)
+            return super()._compute(num_samples, cut)
 
 
 def serve(

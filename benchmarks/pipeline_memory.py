@@ -83,8 +83,9 @@ def saved_llama(folder: Path, num_layers: int, width: int) -> int:
         vocab_size=VOCABULARY,
         tie_word_embeddings=False,
     )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    nbytes = sum(each.nbytes for each in model.parameters())
+    make: Any = transformers.AutoModelForCausalLM.from_config
+    model = make(config, dtype=torch.float32)
+    nbytes: int = sum(each.nbytes for each in model.parameters())
     model.save_pretrained(folder, max_shard_size=f"{nbytes // num_layers // 1000}KB")
     return nbytes
 

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,10 @@ import torch
 from processes import Processes
 from smolcluster.algorithms import context
 from smolcluster.cluster import worker_pool
+from smolcluster.net import acceptor
 from smolcluster.training import checkpoint
 from smolcluster.transport.connection import listen
+from smolcluster.transport.local import listen_beside
 from smolcluster.utils.stopping import SIGNALS
 
 for number in SIGNALS:  # nohup, for one, has its children ignore a hang-up, which the tests send
@@ -81,7 +83,12 @@ def closed_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         opened.extend(listeners := listen(addresses, port))
         return listeners
 
+    def recorded_beside(listeners: Iterable[socket.socket]) -> list[socket.socket]:
+        opened.extend(beside := listen_beside(listeners))
+        return beside
+
     monkeypatch.setattr(context, "listen", recorded)
+    monkeypatch.setattr(acceptor, "listen_beside", recorded_beside)
     yield
     for listener in opened:
         listener.close()

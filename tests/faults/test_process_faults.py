@@ -739,6 +739,7 @@ STAMPS = {
     "launch/watch/top/source.py",  # say how old something is
     *("launch/observe/targets.py", "launch/watch/listing.py"),  # compare with a file's time
     *("launch/clean.py", "runs/status.py"),  # and these
+    "algorithms/instruction_log.py",  # ranks stand on one axis by it
     "runs/files.py",  # says from when to when lines were lost
 }
 """Where the clock on the wall is read, mostly as the default of `now`, for time stamps."""

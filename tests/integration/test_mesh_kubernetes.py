@@ -57,7 +57,7 @@ def start(container: Json, index: int, folder: Path) -> "subprocess.Popen[str]":
 
     def local(text: str) -> str:
         text = re.sub(r"(?<!\$)\$\((\w+)\)", lambda found: env[found[1]], text)
-        text = re.sub(r"^mesh-1-0\.mesh-1$", "127.0.0.1", text)
+        text = re.sub(r"^mesh-1-0\.mesh-1$", "127.0.0.2", text)
         return text.replace("/config/", f"{folder}/config/").replace("=/runs", f"={folder}/runs")
 
     program = str(Path(sys.executable).with_name(container["command"][0]))

@@ -259,7 +259,7 @@ def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
 
             def paced(*args: Any) -> StepOutcome:
                 outcome = run(*args)
-                num = sum(len(each.module.layers) for each in own.values())
+                num = sum(len(each.module.own_layers()) for each in own.values())
                 seconds = num * self.layer_s * self.config.microbatches
                 return replace(outcome, seconds={"F": seconds, "B": 2 * seconds})
 
@@ -291,7 +291,7 @@ class Narrow(Worker):
     """One whose device has room for two layers."""
 
     def compute(self, step: Assigned) -> None:
-        if sum(len(each.module.layers) for each in self.stages.values()) > 2:
+        if sum(len(each.module.own_layers()) for each in self.stages.values()) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
         super().compute(step)
 

@@ -236,11 +236,12 @@ def _conclude(paths: RunPaths, summary: Summary, log: NodeLog, output: Console |
 def bucket_bytes_for(cluster: ClusterConfig) -> int:
     """How large buckets are: small enough that a link is busy in both directions at the same time.
 
-    Where all processes are on this machine there is no link to fill, and each message costs its processor.
+    Where all processes are on this machine there is no link to fill, and each message costs its processor;
+    but stores have whole buckets each, of which there shall be enough.
     """
     addresses = cluster.bind or tuple(cluster.host_ip.values())
-    is_local = all(map(is_loopback_name, addresses))
-    return LOCAL_BUCKET_BYTES if is_local else DEFAULT_BUCKET_BYTES
+    is_large = len(cluster.store_nodes) == 1 and all(map(is_loopback_name, addresses))
+    return LOCAL_BUCKET_BYTES if is_large else DEFAULT_BUCKET_BYTES
 
 
 def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContext:

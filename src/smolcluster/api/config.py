@@ -53,7 +53,9 @@ _PIPELINES = ("micro_batches", "allow_act_reuse", "act_cache_steps", "log_act")
 
 def _synchronous() -> str:
     """The first algorithm whose workers share each step."""
-    return next(spec.name for spec in algorithms().values() if spec.is_synchronous)
+    return next(
+        spec.name for spec in algorithms().values() if spec.is_synchronous and not spec.is_group
+    )
 
 
 class DistributedConfig(BaseModel):

@@ -88,21 +88,23 @@ TOLD_FILE = "launch/told.json"
 Place = Literal["ssh", "slurm", "kubernetes"]
 
 
+PLACES: Mapping[str, Place] = {each: each for each in get_args(Place)}
+
+
 def place_of(stated: str, *, local: bool) -> Place:
     """Where `--on` says that a run is.
 
     Raises:
         ConfigError: it says something else, or also --local.
     """
-    known = get_args(Place)
+    known = tuple(PLACES)
     if stated not in known:
         raise ConfigError(
             f"--on is {stated!r}, must be one of {', '.join(known)}{hint_at(stated, known)}"
         )
     if local and stated != "ssh":
         raise ConfigError(f"--local and --on {stated} are two places: leave one of them out")
-    place: Place = stated
-    return place
+    return PLACES[stated]
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def test_good_files_are_summed_up(capsys: Out) -> None:
     [line] = capsys.readouterr().out.splitlines()
     assert line == (
         "ok: server mini1, 3 workers (pi5, win, macbook), port 65432; SimpleNN on MNIST, 2 epochs of "
-        "batches of 32; for edp, diloco, pipeline, syncps"
+        "batches of 32; for edp, diloco, mesh, pipeline, syncps"
     )
 
 

@@ -33,8 +33,8 @@ def remote(request: Request | None = None, **update: Any) -> Any:
 def test_one_command_a_machine_starts_its_share_of_the_ranks() -> None:
     launched = remote()
     first, second = (parser().parse_args(each.argv[3:]) for each in launched.processes)
-    assert (first.world_size, first.rank, first.nproc_per_node, first.node) == (8, 0, 4, "node1")
-    assert (second.world_size, second.rank, second.nproc_per_node, second.node) == (
+    assert (first.world_size, first.rank, first.nproc_per_node, first.machine) == (8, 0, 4, "node1")
+    assert (second.world_size, second.rank, second.nproc_per_node, second.machine) == (
         8,
         4,
         4,

@@ -166,7 +166,7 @@ def test_what_could_be_executed_is_refused_in_one_line(
         ({"port": 0}, r"^--port is 0, must be a whole number from 1 to 65535$"),
         (
             {"algorithm": "epd"},
-            r"^unknown algorithm 'epd' \(known: edp, diloco, pipeline, syncps\)$",
+            r"^unknown algorithm 'epd' \(known: edp, diloco, mesh, pipeline, syncps\)$",
         ),
         (
             {"project_dir": "smol"},

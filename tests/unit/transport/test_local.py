@@ -39,8 +39,8 @@ def ends(listener: socket.socket) -> tuple[Connection, Connection]:
     for each in beside:
         each.close()
     assert accepted is not None
-    for each in (dialled, accepted):
-        each.proved(max_payload=1024, stall_timeout_s=DEADLINE_S)
+    for connection in (dialled, accepted):
+        connection.proved(max_payload=1024, stall_timeout_s=DEADLINE_S)
     return dialled, accepted
 
 

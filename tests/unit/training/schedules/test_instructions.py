@@ -1,6 +1,7 @@
 """The generated lists: executable, complete, within their memory, and as short as the papers say."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
@@ -91,13 +92,13 @@ def test_zb_v_waits_for_the_first_microbatch_alone(ranks: int, num: int) -> None
 @pytest.mark.parametrize(("ranks", "num"), [(1, 2), (2, 5), (3, 6), (4, 8), (5, 13)])
 def test_dualpipe_v_is_that_of_torch(ranks: int, num: int) -> None:
     """What it would overlap is forward, then backward, here."""
-    size = SimpleNamespace(pp_group_size=ranks, _n_microbatches=num)
+    size: Any = SimpleNamespace(pp_group_size=ranks, _n_microbatches=num)
     ops = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     for rank, own in enumerate(dualpipe_v(ranks, num)):
         theirs = ScheduleDualPipeV._calculate_single_rank_operations(size, rank)
         assert own == tuple(
             Instruction(
-                Op(ops[part.computation_type.name]), part.microbatch_index, part.stage_index
+                Op(ops[part.computation_type.name]), part.microbatch_index or 0, part.stage_index
             )
             for each in theirs
             if each is not None
