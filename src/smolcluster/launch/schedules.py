@@ -1,6 +1,5 @@
 """`mesh schedule` and `mesh trace`: what a pipeline will compute, and has: a table, a picture, numbers."""
 
-import statistics
 import sys
 from pathlib import Path
 
@@ -8,8 +7,8 @@ from smolcluster.algorithms.instruction_log import read_step
 from smolcluster.algorithms.scheduled import ALIASES
 from smolcluster.runs.files import write_whole
 from smolcluster.training.schedules.drawing import csv_of, picture_of
-from smolcluster.training.schedules.instructions import Instruction, Op, generate, stage_ranks
-from smolcluster.training.schedules.simulation import Costs, Timeline, simulate
+from smolcluster.training.schedules.instructions import Instruction, generate, stage_ranks
+from smolcluster.training.schedules.simulation import Costs, median_costs, simulate
 from smolcluster.training.schedules.validation import validate
 
 FORWARD_S = 1.0
@@ -42,21 +41,6 @@ def trace_command(folder: Path, step: int | None, csv: Path | None, svg: Path | 
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
-
-
-def median_costs(timeline: Timeline) -> list[Costs]:
-    """Of each stage; a backward as a whole counts as two halves."""
-    taken: dict[tuple[int, Op], list[float]] = {}
-    for span in (span for spans in timeline.ranks for span in spans):
-        each = span.instruction
-        taken.setdefault((each.stage, each.op), []).append(span.end_s - span.start_s)
-    middle = {key: statistics.median(each) for key, each in taken.items()}
-    costs = []
-    for stage in range(1 + max(stage for stage, _ in middle)):
-        whole = middle.get((stage, Op.BACKWARD), 0.0) / 2
-        halves = (middle.get((stage, op), whole) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
-        costs.append(Costs(middle[stage, Op.FORWARD], *halves))
-    return costs
 
 
 def _shown(instruction: Instruction) -> str:

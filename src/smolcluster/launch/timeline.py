@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME, PlanFile
 from smolcluster.errors import ConfigError, DataError
@@ -24,7 +23,13 @@ from smolcluster.training.schedules.instructions import (
     Op,
     Schedule,
 )
-from smolcluster.training.schedules.simulation import Boundary, Costs, Span, Timeline, simulate
+from smolcluster.training.schedules.simulation import (
+    Boundary,
+    Span,
+    Timeline,
+    median_costs,
+    simulate,
+)
 from smolcluster.utils.meter import PHASES, STEP
 
 FORMS = ("svg", "png", "pdf", "csv")
@@ -89,7 +94,7 @@ def newest_step(paths: RunPaths) -> StepView:
             return StepView(
                 tuple(f"{name} {_layers(plan, name)}" for name in names),
                 measured,
-                simulate(lists, _costs(measured, len(plan.stages)), _boundaries(plan)),
+                simulate(lists, median_costs(measured), _boundaries(plan)),
             )
     raise DataError(_nothing(paths, "that all stages have kept whole"))
 
@@ -167,23 +172,6 @@ def _measured(lists: Schedule, steps: Sequence[Sequence[Stretch]]) -> Timeline:
             for own, step in zip(lists, steps, strict=True)
         )
     )
-
-
-def _costs(measured: Timeline, num_stages: int) -> list[Costs]:
-    """What is usual for each stage's instructions in this step."""
-    lengths: dict[tuple[int, Op], list[float]] = defaultdict(list)
-    for span in (each for spans in measured.ranks for each in spans):
-        instruction: Instruction = span.instruction
-        lengths[instruction.stage, instruction.op].append(span.end_s - span.start_s)
-    usual = {key: median(each) for key, each in lengths.items()}
-    found = []
-    for stage in range(num_stages):
-        inputs = usual.get((stage, Op.BACKWARD_INPUT))
-        weights = usual.get((stage, Op.BACKWARD_WEIGHT), 0.0)
-        if inputs is None:
-            inputs = max(0.0, usual.get((stage, Op.BACKWARD), weights) - weights)
-        found.append(Costs(usual[stage, Op.FORWARD], inputs, weights))
-    return found
 
 
 def _boundaries(plan: PlanFile) -> list[Boundary]:

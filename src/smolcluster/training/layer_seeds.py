@@ -1,8 +1,9 @@
 """What a model draws at random as it computes, such as dropout masks, by seed, microbatch and layer.
 
 Before each layer PyTorch's generators are seeded by the run's seed, the place of the microbatch's first
-sample, and the layer's number. So masks do not depend on who computes a layer: a single process, a stage of a
-pipeline or of a mesh, and a second time where activations are not kept; and no generator's state is saved.
+sample, and the layer's number, and once more when the model has returned, for what its loss draws. So masks
+do not depend on who computes a layer: a single process, a stage of a pipeline or of a mesh, and a second time
+where activations are not kept; and no generator's state is saved.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from smolcluster.data.dataset import Place
 from smolcluster.utils.seed import derive_seed
+
+LOSS = -1
+"""In a layer's place: what the loss draws once its model has returned."""
 
 
 class LayerSeeds:
@@ -39,12 +43,16 @@ class LayerSeeds:
         seed = derive_seed(self._seed, "dropout", place.epoch, place.start, layer)
         seed_generators(seed, self._device)
 
+    def model_returned(self) -> None:
+        """What the loss draws now must not depend on where the last layer was computed."""
+        self(LOSS)
+
     @contextmanager
     def hooked(self, model: nn.Module, layers: Sequence[nn.Module | None]) -> Iterator[None]:
-        """Seed as these layers of a whole model begin; None: one that draws nothing.
+        """Seed as these layers of a whole model begin, and as it returns; None: one that draws nothing.
 
         The first one begins with the model itself, since what stands before a model's blocks is not always a
-        module that is called.
+        module that is called. Without layers the model draws nothing, and nothing is seeded.
         """
         begins = [model if number == 0 and each else each for number, each in enumerate(layers)]
         hooks = [
@@ -52,11 +60,17 @@ class LayerSeeds:
             for number, each in enumerate(begins)
             if each is not None
         ]
+        if layers:
+            hooks.append(model.register_forward_hook(self._after))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _after(self, module: nn.Module, *_: object) -> None:
+        if module.training:
+            self.model_returned()
 
     def _hook(self, number: int) -> Any:
         def seed(module: nn.Module, _inputs: object) -> None:

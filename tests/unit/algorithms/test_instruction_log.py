@@ -8,9 +8,9 @@ import pytest
 
 from smolcluster.algorithms.instruction_log import InstructionLog, logged, read_step
 from smolcluster.errors import DataError
-from smolcluster.launch.schedules import median_costs, trace_command
+from smolcluster.launch.schedules import trace_command
 from smolcluster.training.schedules.instructions import generate
-from smolcluster.training.schedules.simulation import Costs, Timeline, simulate
+from smolcluster.training.schedules.simulation import Costs, Timeline, median_costs, simulate
 
 COSTS = [Costs(0.2, 0.1, 0.1), Costs(0.3, 0.2, 0.2)]
 

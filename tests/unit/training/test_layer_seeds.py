@@ -68,6 +68,30 @@ def noisy() -> Workload:
     return Workload(sequential().maker, noisy_loss, rows(6))
 
 
+def to_noise(output: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    noise = torch.randn_like(output)
+    return functional.mse_loss(output, noise, reduction="sum"), len(batch[0])
+
+
+def noise_after(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    """A loss that draws once its model has returned."""
+    return to_noise(model(batch[0]), batch)
+
+
+def noisy_targets() -> Workload:
+    return Workload(sequential().maker, noise_after, rows(6))
+
+
+def noisy_targets_of_outputs() -> Workload:
+    return Workload(sequential().maker, noise_after, rows(6), output_loss=to_noise)
+
+
+def noisy_targets_without_dropout() -> Workload:
+    return Workload(
+        lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double(), noise_after, rows(6)
+    )
+
+
 def hugging_face() -> Workload:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
@@ -127,7 +151,15 @@ def summed(stages: list[OwnStage]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("make", "num_ranks"),
-    [(sequential, (1, 3)), (gpt, (1, 2, 3, 4)), (noisy, (2,)), (hugging_face, (3,))],
+    [
+        (sequential, (1, 3)),
+        (gpt, (1, 2, 3, 4)),
+        (noisy, (2,)),
+        (hugging_face, (3,)),
+        (noisy_targets, (1, 2)),
+        (noisy_targets_of_outputs, (2,)),
+        (noisy_targets_without_dropout, (2,)),
+    ],
 )
 def test_a_pipeline_with_dropout_gives_the_loss_and_gradients_of_one_process(
     make: Callable[[], Workload], num_ranks: tuple[int, ...]
@@ -165,4 +197,5 @@ def test_only_layers_that_may_draw_are_seeded() -> None:
 
 def test_nothing_is_left_on_the_model() -> None:
     training, *_ = alone(gpt())
-    assert not any(each._forward_pre_hooks for each in training.replica.model.modules())
+    modules = list(training.replica.model.modules())
+    assert not any(each._forward_pre_hooks or each._forward_hooks for each in modules)

@@ -145,9 +145,10 @@ class MeshTrainer:
         self._holders = groups.all_told([[slot.name, slot.shape] for slot in self.slots])
 
     def _compute_of(self, stage: Stage, config: MeshConfig) -> StageCompute:
+        returned = self._seeds.model_returned if stage.model_draws else lambda: None
         return StageCompute(
             stage,
-            output_loss(self.workload),
+            output_loss(self.workload, returned),
             self.workload.loss,
             seeds=self._seeds,
             autocast=partial(autocast, self._train.precision, self.groups.device),

@@ -6,6 +6,7 @@ other, while the rank computes on; the two directions of a link do not disturb e
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from smolcluster.training.schedules.instructions import Instruction, Op, Schedule, stage_ranks
 from smolcluster.training.schedules.validation import (
@@ -93,6 +94,21 @@ class Timeline:
         """The share of all ranks' time in which they wait, in 0..1."""
         busy = sum(self.busy_s(rank) for rank in range(len(self.ranks)))
         return 1 - busy / (len(self.ranks) * self.makespan_s)
+
+
+def median_costs(timeline: Timeline) -> list[Costs]:
+    """What is usual for each stage's instructions; a backward as a whole counts as two halves."""
+    taken: dict[tuple[int, Op], list[float]] = {}
+    for span in (span for spans in timeline.ranks for span in spans):
+        each = span.instruction
+        taken.setdefault((each.stage, each.op), []).append(span.end_s - span.start_s)
+    middle = {key: median(each) for key, each in taken.items()}
+    costs = []
+    for stage in range(1 + max(stage for stage, _ in middle)):
+        whole = middle.get((stage, Op.BACKWARD), 0.0) / 2
+        halves = (middle.get((stage, op), whole) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+        costs.append(Costs(middle[stage, Op.FORWARD], *halves))
+    return costs
 
 
 def simulate(

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -206,12 +207,28 @@ def model_input(workload: Workload, batch: Batch) -> Any:
     )
 
 
-def output_loss(workload: Workload) -> Callable[[Any, Batch], Terms | Tensor]:
-    """(the last stage's output, batch) to what the workload's loss returns where its model gives that."""
-    if workload.output_loss is not None:
-        return workload.output_loss
+def output_loss(
+    workload: Workload, model_returned: Callable[[], None] = lambda: None
+) -> Callable[[Any, Batch], Terms | Tensor]:
+    """(the last stage's output, batch) to what the workload's loss returns where its model gives that.
+
+    `model_returned` is called where the model would return, such as to seed what the loss draws then.
+    """
+    own = workload.output_loss
+    if own is not None:
+
+        @wraps(own, updated=())
+        def of_output(output: Any, batch: Batch) -> Terms | Tensor:
+            model_returned()
+            return own(output, batch)
+
+        return of_output
 
     def loss(output: Any, batch: Batch) -> Terms | Tensor:
-        return workload.loss(Answer(lambda: output), batch)
+        def answer() -> Any:
+            model_returned()
+            return output
+
+        return workload.loss(Answer(answer), batch)
 
     return loss

@@ -76,7 +76,7 @@ class StageCompute:
         self._replica, self._workload = replica, workload
         self._recompute = recompute
         self._seeds = LayerSeeds(seed, replica.device)
-        self._loss = output_loss(workload)
+        self._loss = output_loss(workload, self._model_returned)
         self._parameters: list[Tensor] = [
             each for each in self.stage.parameters() if each.requires_grad
         ]
@@ -221,6 +221,10 @@ class StageCompute:
     def _seed_layer(self, number: int) -> None:
         if self.stage.training:
             self._seeds(number)
+
+    def _model_returned(self) -> None:
+        if self.stage.model_draws:
+            self._seeds.model_returned()
 
 
 def leaves_of(value: Batch) -> Batch:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from smolcluster.errors import ConfigError
+from smolcluster.training.layer_seeds import may_draw
 from smolcluster.training.user_code import user_code, wrong_result
 
 _LAYERS = "_stage_layers"
@@ -25,6 +26,7 @@ class Stage(nn.Module):
     Attributes:
         start, end, num_layers: which of how many layers.
         tied: the names of parameters that an earlier or later stage has as well.
+        model_draws: whether the whole model may draw random numbers as it computes.
         before_layer: called with a layer's number before it computes, such as to seed dropout.
     """
 
@@ -36,6 +38,7 @@ class Stage(nn.Module):
         """
         super().__init__()
         self.start, self.end, self.num_layers = start, end, len(layers)
+        self.model_draws = may_draw(model)
         self.before_layer: Callable[[int], None] = do_nothing
         own = layers[start:end]
         _register(self, model, own)

@@ -36,7 +36,15 @@ def tokens(num: int) -> list[Batch]:
 
 @pytest.mark.parametrize(
     ("schedule", "ranks"),
-    [("1f1b", 1), ("1f1b", 2), ("gpipe", 3), ("zero-bubble", 4), ("zb-v", 2), ("interleaved", 3)],
+    [
+        ("1f1b", 1),
+        ("1f1b", 2),
+        ("gpipe", 3),
+        ("zero-bubble", 4),
+        ("zb-v", 2),
+        ("dualpipev", 2),
+        ("interleaved", 3),
+    ],
 )
 def test_two_steps_in_turn_have_the_loss_gradient_and_norm_of_one_process(
     schedule: str, ranks: int
@@ -72,3 +80,20 @@ def test_coded_activations_change_the_loss_little(codec: str, rel: float) -> Non
     for name, values in gradients_of(stages).items():
         error = torch.linalg.vector_norm(values - expected[name])
         assert error < 0.1 * torch.linalg.vector_norm(expected[name]), name
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_activations_may_have_another_shape_in_each_microbatch_and_step(codec: str) -> None:
+    """Sequences of 8, 5 and 3 tokens, then of fewer."""
+    lists = generate("1f1b", 2, 3)
+    stages = stages_of(gpt(), even_cuts(gpt(), 2))
+    with executions(lists, stages, codec=codec) as made:
+        for turn in range(2):
+            batches = [
+                (each[:, : size - turn], goal[:, : size - turn])
+                for (each, goal), size in zip(tokens(3), (8, 5, 3), strict=True)
+            ]
+            total, count, _ = alone(gpt(), batches)
+            loss = run_step(made, lists, parts_of(batches, [2] * 3), turn)[-1].loss
+            assert loss.num_terms == count
+            assert loss.total == pytest.approx(total, rel=1e-5 if codec == "fp32" else 1e-2)
