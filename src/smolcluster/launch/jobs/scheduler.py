@@ -39,7 +39,8 @@ def submit(process: LaunchedProcess) -> None:
 def state_function(process: LaunchedProcess) -> str:
     """Defines `state`, the scheduler's word, and `look FILE`: `running`, `ended CODE` or `gone`.
 
-    A job that is over is forgotten some minutes later; FILE is where its script has left its exit code.
+    Both fail where the scheduler does not answer. A job that is over is forgotten some minutes later; FILE is
+    where its script has left its exit code.
     """
     cases = {
         "slurm": f"{ACTIVE}) echo running;; COMPLETED) echo ended 0;; CANCELLED) echo ended {CANCELLED};;",
@@ -47,7 +48,7 @@ def state_function(process: LaunchedProcess) -> str:
     }
     return (
         f"state() {{ {_state(process)}; }}\n"
-        f'{LOOK}() {{ case "$(state)" in {cases[str(process.scheduler)]}\n'
+        f'{LOOK}() {{ word=$(state) || return; case "$word" in {cases[str(process.scheduler)]}\n'
         '"") if [ -s "$1" ]; then echo ended "$(cat "$1")"; else echo gone; fi;;\n'
         '*) if [ -s "$1" ]; then echo ended "$(cat "$1")"; else echo ended 1; fi;; esac; }'
     )
@@ -56,7 +57,10 @@ def state_function(process: LaunchedProcess) -> str:
 def _state(process: LaunchedProcess) -> str:
     name = shlex.quote(process.session)
     if process.scheduler == "slurm":
-        return f'squeue --noheader --states=all --name={name} --user="$(id -un)" --format=%T | tail -n 1'
+        query = (
+            f'squeue --noheader --states=all --name={name} --user="$(id -un)" --sort=i --format=%T'
+        )
+        return f'found=$({query}) || return; printf "%s\\n" "$found" | tail -n 1'
     return kubernetes_state(process)
 
 
@@ -66,7 +70,8 @@ def kubernetes_state(process: LaunchedProcess) -> str:
     get = ("get", process.session, "--ignore-not-found", "-o", f"jsonpath={template}")
     return (
         f"found=$({shlex.join((*_kubectl(process), *get))}) || return; "
-        'case "$found" in "") ;; *Failed*) echo Failed;; *Complete*) echo Complete;; *) echo Active;; esac'
+        'case "$found" in "") ;; *" Failed "*) echo Failed;; '
+        '*" Complete "*|*" Completed "*) echo Complete;; *) echo Active;; esac'
     )
 
 
@@ -77,7 +82,9 @@ def _kubectl(process: LaunchedProcess) -> Sequence[str]:
 
 
 def left_function(process: LaunchedProcess) -> str:
-    return f'{state_function(process)}\nleft() {{ [ "$({LOOK} /dev/null)" = running ]; }}'
+    """Defines `left`; who cannot be asked is not said to have ended."""
+    look = f'looked=$({LOOK} /dev/null) || exit 1; [ "$looked" = running ]'
+    return f"{state_function(process)}\nleft() {{ {look}; }}"
 
 
 def end_lines(process: LaunchedProcess, signalling: Sequence[str]) -> list[str]:
