@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,19 @@ def test_what_is_wrong_is_refused(name: str) -> None:
 def test_what_a_launch_cannot_say_is_refused(keys: Json, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         objects("job", **keys)
+
+
+def test_no_text_is_taken_for_a_variable_or_a_truth() -> None:
+    """Kubernetes expands `$(…)` and `$$`, and kubectl reads YAML 1.1."""
+    job = replace(JOB, arguments=("a=$(b)", "c$$d"), cluster_file="yes")
+    config = KubernetesConfig.model_validate({"image": "a", "env": {"A": "$(B)", "C": "off"}})
+    made = manifests(job, config)
+    [container] = pod(made[-1])["containers"]
+    assert {"a=$$(b)", "c$$$$d"} <= set(container["args"])
+    assert {"name": "A", "value": "$$(B)"} in container["env"]
+    old = YAML(typ="safe", pure=True)
+    old.version = (1, 1)
+    assert list(old.load_all(to_yaml(made))) == made
 
 
 def test_no_secret_is_in_an_object(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Secrets come from a Secret of the namespace and are in no object here.
 """
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,9 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 RESERVED_PREFIX = "PET_"
 RESERVED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 """Variables of torchrun, or of what starts it."""
+PLAIN = re.compile(r"[A-Za-z][\w./-]*")
+NO_TEXT = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+"""Of YAML 1.1, without quotes."""
 CONFIG, RUNS = "/config", "/runs"
 CLUSTER, TRAIN = "cluster.yaml", "train.yaml"
 NODE = "node"
@@ -72,11 +76,20 @@ def manifests(job: KubernetesJob, config: KubernetesConfig) -> list[Json]:
 
 
 def to_yaml(objects: Sequence[Json]) -> str:
-    """The objects as one file."""
-    yaml, text = YAML(), io.StringIO()
+    """The objects as one file; `kubectl` reads YAML 1.1, to which `yes` without quotes is no text."""
+    yaml, text = YAML(typ="safe", pure=True), io.StringIO()
     yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.representer.add_representer(str, _quoted)
     yaml.dump_all(objects, text)
     return text.getvalue()
+
+
+def _quoted(representer: Any, text: str) -> Any:
+    style = "|" if "\n" in text else '"'
+    if PLAIN.fullmatch(text) and text.lower() not in NO_TEXT:
+        style = ""
+    return representer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 def _check(job: KubernetesJob, config: KubernetesConfig) -> None:
@@ -229,15 +242,18 @@ def _arguments(job: KubernetesJob) -> list[str]:
     return [
         *("--run-id", job.run_id, "--resume", "auto"),
         *("--cluster", f"{CONFIG}/{CLUSTER}", "--config", f"{CONFIG}/{TRAIN}"),
-        *(
-            each.replace("$(", "$$(") for each in job.arguments
-        ),  # which it would take for a variable
+        *map(_escaped, job.arguments),
         *("--override", f"runs_dir={RUNS}"),
     ]
 
 
+def _escaped(text: str) -> str:
+    """Kubernetes puts a variable's value in the place of `$(NAME)`, and `$` in that of `$$`."""
+    return text.replace("$", "$$")
+
+
 def _env(config: KubernetesConfig) -> list[Json]:
-    plain = [{"name": name, "value": value} for name, value in config.env.items()]
+    plain = [{"name": name, "value": _escaped(value)} for name, value in config.env.items()]
     secret = []
     for variable, place in config.secrets.items():
         name, _, key = place.partition("/")
