@@ -16,6 +16,8 @@ from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.training.schedules.simulation import Span, Timeline
 
 Note = Callable[[Span], None]
+Line = tuple[int, int, Span]
+"""The place along pp, the step, and what was computed."""
 
 
 class InstructionLog:
@@ -96,17 +98,36 @@ def read_step(folder: Path, step: int | None = None) -> tuple[int, Timeline]:
 
 
 def _read(folder: Path) -> Iterator[tuple[int, list[tuple[int, Span]]]]:
-    """Of each place along pp the spans of the rank with the lowest number, in the order of places."""
+    """Of each place along pp the spans of the rank with the lowest number, in the order of places.
+
+    A folder may have been used before: only what came of its last use counts, which had perhaps fewer ranks.
+
+    Raises:
+        DataError: no rank has written anything.
+    """
     files = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.partition("-")[2]))
+    ranks = [lines for file in files if (lines := _newest_use(Follower(file, _parsed).poll()))]
+    if not ranks:
+        raise DataError(f"{folder} has no instructions: name the folder that instruction_log names")
+    begin = ranks[0][0][2].start_s
     places: dict[int, list[tuple[int, Span]]] = {}
-    for file in files:
-        lines = Follower(file, _parsed).poll()
-        if lines:
+    for lines in ranks:
+        if lines[-1][2].end_s >= begin:
             places.setdefault(lines[0][0], [(step, span) for _, step, span in lines])
     yield from sorted(places.items())
 
 
-def _parsed(line: dict[str, Any]) -> tuple[int, int, Span] | None:
+def _newest_use(lines: list[Line]) -> list[Line]:
+    """What was written since a step came a second time, or an earlier one."""
+    first, seen = 0, set[tuple[int, Instruction]]()
+    for number, (_, step, span) in enumerate(lines):
+        if (step, span.instruction) in seen or (number and step < lines[number - 1][1]):
+            first, seen = number, set()
+        seen.add((step, span.instruction))
+    return lines[first:]
+
+
+def _parsed(line: dict[str, Any]) -> Line | None:
     try:
         instruction = Instruction(Op(line["op"]), int(line["microbatch"]), int(line["stage"]))
         span = Span(instruction, float(line["start_s"]), float(line["end_s"]))

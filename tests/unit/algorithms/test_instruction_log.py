@@ -1,6 +1,7 @@
 """What ranks have computed, written and read back."""
 
 import logging
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -58,11 +59,28 @@ def test_it_is_shown_beside_its_simulation(
 
 
 def test_a_step_that_nobody_has_written(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="none"):
+    with pytest.raises(DataError, match="has no instructions: name the folder"):
         read_step(tmp_path)
     written(tmp_path)
     with pytest.raises(DataError, match="step 9; all 2 ranks have: 1 to 2"):
         read_step(tmp_path, 9)
+
+
+def test_a_folder_that_was_used_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a mesh of more ranks, and by one as it is now."""
+    written(tmp_path, num_steps=3)
+    later = time.time() + 100.0
+    monkeypatch.setattr("time.time", lambda: later)
+    alone = simulate(generate("1f1b", 1, 4), COSTS[:1])
+    for _ in range(2):
+        log = InstructionLog(tmp_path, 0, 0, logging.getLogger().warning)
+        note = log.of_step(1)
+        for span in alone.ranks[0]:
+            note(span)
+        log.close()
+    step, read = read_step(tmp_path)
+    assert (step, len(read.ranks)) == (1, 1)
+    assert len(read.ranks[0]) == 8
 
 
 def test_without_a_folder_nothing_is_written() -> None:
