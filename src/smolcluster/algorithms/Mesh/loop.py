@@ -153,8 +153,8 @@ def follow(
             groups.note("waiting for rank 0's word", waits=True)
             order, applied = _hear(groups)
             if order == Order.STOP:
-                groups.end_watch()
                 dist.barrier()
+                groups.end_watch()
                 return
             if order == Order.GATHER:
                 for _ in trainer.gather():
@@ -249,8 +249,8 @@ def _stop(groups: Groups) -> None:
     """Tell the others that it is over; within a step none would listen, and the process's end tells them."""
     with suppress(RuntimeError):
         _tell(groups, Order.STOP)
-        groups.end_watch()
         dist.barrier()
+        groups.end_watch()
 
 
 def _tell(groups: Groups, order: Order, applied: int = 0) -> None:

@@ -118,14 +118,17 @@ def _tell(tells: int, failure: Failure) -> None:
 
 
 def told(settings: Settings, config: MeshConfig) -> dict[str, str]:
-    """What must be the same on all ranks, by what it is."""
-    train = settings.train.model_dump(mode="json").items()
-    mesh = config.model_dump(mode="json").items()
+    """What must be the same on all ranks, by what it is: nothing that belongs to one machine."""
+    run = settings.run_config("rank", SINGLE)
+    train = run.train.model_dump(mode="json")
+    mesh = config.model_dump(mode="json", exclude={"instruction_log"}) | config.portable
     return {
         "smolcluster": smolcluster.__version__,
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
-        **{key: json.dumps(value) for key, value in (*train, *mesh)},
+        "seed": str(run.seed),
+        **{key: json.dumps(value) for key, value in {**train, **mesh}.items()},
+        "workload": str(run.workload),
     }
 
 
