@@ -39,6 +39,13 @@ TRAIN: dict[str, Any] = {
     "weight_decay": 0.01,
 }
 ADAM = {"optimizer": "adam", "learning_rate": 0.01}
+SHARDING = {
+    "pp_stage0": {"workers": [0, 1]},
+    "pp_stage1": {"workers": [2, 3]},
+    "pp_stage0_colpar": {"workers": [0, 1], "modules": ["*.c_attn", "*.c_fc"]},
+    "pp_stage0_rowpar": {"workers": [0, 1], "modules": ["*.c_proj"]},
+}
+"""Queries, keys and values are cut by columns, as others say of them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,9 @@ CASES = {
     "tp4": Case({"tp": 4}),
     "fsdp4": Case({"fsdp": 4}, {"microbatches": 2}, ADAM, double=True),
     "dp2-fsdp2": Case({"dp": 2, "fsdp": 2}, {"activation_checkpointing": "full"}),
-    "tp2-pp2-1f1b": Case({"tp": 2, "pp": 2}, {"microbatches": 4}, ADAM, double=True),
+    "tp2-pp2-1f1b": Case(
+        {"tp": 2, "pp": 2}, {"microbatches": 4, "sharding": SHARDING}, ADAM, double=True
+    ),
     "pp4-gpipe": Case({"pp": 4}, {"microbatches": 4, "schedule": "gpipe"}),
     "dp2-pp2-zero-bubble": Case(
         {"dp": 2, "pp": 2}, {"microbatches": 2, "schedule": "zero-bubble"}, ADAM, double=True

@@ -138,11 +138,15 @@ def spread(stage: Stage, plan: Mapping[str, Style], groups: Groups, *, splits: b
 def _cut_layers(stage: Stage, plan: Mapping[str, Style], groups: Groups) -> dict[str, int]:
     """Cut layers along tp; the parameters whose rows were put in order."""
     mesh, size, fused, found = groups.mesh["tp"], groups.sizes.tp, dict[str, int](), False
+    joined = set[str]()
     for name, module in list(stage.named_modules()):
         if isinstance(module, Attention):
             _divided(f"the {module.num_heads} heads of {name}", module.num_heads, size)
             module.num_heads //= size
+            joined.add(f"{name}.c_attn")
         style = next((s for pattern, s in plan.items() if fnmatchcase(name, pattern)), None)
+        if style == "column" and name in joined:  # as a sharding file may call it
+            style = "fused3"
         if style is None or not isinstance(module, nn.Linear):
             continue
         found = True
