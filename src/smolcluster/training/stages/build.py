@@ -144,7 +144,7 @@ def _check_new(model: nn.Module, workload: Workload) -> None:
     Raises:
         ConfigError: it returns some that another call returns as well.
     """
-    # what is on `meta` was made in this call; of real ones, as of `torch.tensor([...])`, only another call tells
+    # what is on `meta` was made in this call; of real ones (`torch.tensor([...])`) only another call tells
     real = {id(each): name for name, each in model.named_parameters() if not each.is_meta}
     if not real:
         return
