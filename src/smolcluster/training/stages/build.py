@@ -119,7 +119,7 @@ def _recorded(workload: Workload) -> tuple[nn.Module, Tape | None]:
     """The model on `meta`, and what makes it real; None: it is real, because that could not be recorded.
 
     Raises:
-        ConfigError: the workload's model was made before.
+        ConfigError: the workload's model, or a part of it, was made before.
     """
     if isinstance(workload.maker, Pretrained):
         with recording() as tape:
@@ -131,9 +131,30 @@ def _recorded(workload: Workload) -> tuple[nn.Module, Tape | None]:
         )
     try:
         with recording() as tape:
-            return workload.new_model(), tape
+            model = workload.new_model()
     except SmolclusterError:
         return workload.new_model(), None
+    _check_new(model, workload)
+    return model, tape
+
+
+def _check_new(model: nn.Module, workload: Workload) -> None:
+    """See that each call of the function makes its parameters: what it shares belongs to all models.
+
+    Raises:
+        ConfigError: it returns some that another call returns as well.
+    """
+    # what is on `meta` was made in this call; of real ones (`torch.tensor([...])`) only another call tells
+    real = {id(each): name for name, each in model.named_parameters() if not each.is_meta}
+    if not real:
+        return
+    with recording():
+        again = workload.new_model()
+    if shared := [real[id(each)] for each in again.parameters() if id(each) in real]:
+        raise ConfigError(
+            f"the function that makes the workload's model returns the same {shared[0]} at each call: a "
+            "pipeline needs one that makes all layers anew, so that each stage makes its own"
+        )
 
 
 def _read_weights(

@@ -191,3 +191,22 @@ def test_a_module_that_is_built_already_is_refused() -> None:
     built = Workload(sequential(), cross_entropy, [(torch.zeros(6), 0)])
     with pytest.raises(ConfigError, match="a function that makes it"):
         build_stage(built, 0, 1, SEED, CPU)
+
+
+def test_a_function_that_returns_layers_made_before_is_refused() -> None:
+    shared = nn.Linear(4, 4)
+    trained = workload(lambda: nn.Sequential(shared, nn.Linear(4, 1)))
+    with pytest.raises(ConfigError, match=r"returns the same 0\.weight at each call"):
+        num_layers(trained)
+    assert not shared.weight.is_meta
+
+
+def test_a_function_that_makes_parameters_of_values_is_taken() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.scale = nn.Parameter(torch.tensor([2.0, 3.0, 4.0, 5.0]))
+
+    trained = workload(lambda: nn.Sequential(Scaled(), nn.Linear(4, 1)))
+    stage, _ = stages_of(trained, 1)
+    assert stage.get_parameter("0.scale").tolist() == [2.0, 3.0, 4.0, 5.0]
