@@ -150,6 +150,7 @@ class Outcome(threading.Thread):
             self.summary = self._body()
         except BaseException as error:
             self.error = error
+            logging.getLogger("outcome").warning("%s ended with %r", self.name, error)
 
     def finish(self) -> None:
         """Wait for the end.

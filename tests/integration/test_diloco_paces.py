@@ -1,5 +1,6 @@
 """DiLoCo with workers whose speed or number changes in mid-run: every sample counts once, whoever is slow."""
 
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -10,11 +11,15 @@ import pytest
 from harness import Cluster, local_settings
 from proxy import Proxy
 from smolcluster.algorithms.DiLoCo.ledger import Applied
+from smolcluster.algorithms.DiLoCo.pacing import MOST_BEHIND
+from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
 from smolcluster.cluster.worker import Worker
 from smolcluster.ps.assignment import Assigned
 from smolcluster.training.compute import BatchLoss
+from smolcluster.transport.frames import Frame
+from smolcluster.utils.retry import Deadline
 
 STEP_S = 0.002
 FAST_BYTES_PER_S = 2e6
@@ -70,6 +75,44 @@ def test_who_was_held_up_takes_part_again_when_it_is_as_fast_as_before(tmp_path:
     cluster = Cluster(settings, tmp_path, algorithm="diloco")
     cluster.finish(cluster.worker(1, make=Changing), cluster.worker(2, make=HeldUp))
     assert HeldUp.after > 20
+
+
+class NothingIsSentMeanwhile(Server):
+    """Gives all that it has to give before the first of it is sent."""
+
+    most_held = 0
+
+    def on_join(self, worker: Worker, samples_per_s: float) -> None:
+        connection = worker.live_session.connection
+        send, self.sends = connection.send_frame, threading.Lock()
+
+        def send_frame(frame: Frame, deadline: Deadline | None = None) -> None:
+            with self.sends:
+                send(frame, deadline)
+
+        connection.send_frame = send_frame  # type: ignore[method-assign]
+        super().on_join(worker, samples_per_s)
+
+    def hand_out(self, now: float) -> None:
+        if self.active:
+            with self.sends:
+                super().hand_out(now)
+            self.most_held = max(self.most_held, *(len(each.unanswered) for each in self.active))
+
+
+def test_all_that_a_worker_is_ever_given_at_once_may_wait_on_its_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Peer, "num_wanted", lambda peer, _busy_s: MOST_BEHIND - len(peer.unanswered)
+    )
+    settings = local_settings(
+        *("mode=sync", "local_steps=400", "num_epochs=12"), algorithm="diloco"
+    )
+    cluster = Cluster(settings, tmp_path, NothingIsSentMeanwhile, algorithm="diloco")
+    summary = cluster.finish(cluster.worker(1))
+    assert isinstance(cluster.core, NothingIsSentMeanwhile)
+    assert (cluster.core.most_held, summary.leases_returned) == (MOST_BEHIND, 0)
 
 
 @pytest.mark.parametrize("mode", ["sync", "streaming", "async"])

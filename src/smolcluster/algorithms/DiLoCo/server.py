@@ -58,6 +58,7 @@ from smolcluster.algorithms.DiLoCo.outer_links import (
 from smolcluster.algorithms.DiLoCo.outer_store import WHOLE
 from smolcluster.algorithms.DiLoCo.pacing import (
     LEAST_STEP_S,
+    MOST_BEHIND,
     MOST_STEP_S,
     SYNCHRONOUS_ROUNDS,
     has_enough,
@@ -163,7 +164,7 @@ class Server:
         self.ledger = Ledger(num_fragments)
         self.feed = context.open_feed()
         self.pool = context.open_pool(
-            self.receiver_for, self.stores, num_more=self.stores.num_frames
+            self.receiver_for, self.stores, num_more=self.stores.num_frames + MOST_BEHIND
         )
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
