@@ -1,10 +1,12 @@
 """Which device a worker has, what its loss is known by, and what becomes of a process that dies."""
 
 import functools
+import gc
 import logging
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,21 @@ def test_code_is_compared_by_its_source() -> None:
     assert code_digest(OtherNet(), twice) != digest
     assert code_digest(Net(), functools.partial(twice)) == digest
     assert code_digest(Net(), functional.mse_loss) != digest
+
+
+def test_several_workers_of_one_process_read_their_source_at_the_same_time(
+    request: pytest.FixtureRequest,
+) -> None:
+    def lets_others_run(*_: object) -> None:
+        time.sleep(0)
+
+    request.addfinalizer(functools.partial(gc.set_threshold, *gc.get_threshold()))
+    request.addfinalizer(functools.partial(gc.callbacks.remove, lets_others_run))
+    gc.callbacks.append(lets_others_run)  # it is called in the middle of parsing
+    gc.set_threshold(100)
+    with ThreadPoolExecutor(4) as threads:
+        digests = set(threads.map(lambda _: code_digest(Net(), twice), range(60)))
+    assert digests == {code_digest(Net(), twice)}
 
 
 class Process(BaseProcess):

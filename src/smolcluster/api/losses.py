@@ -4,6 +4,7 @@ import functools
 import hashlib
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from smolcluster.training.workload import LossFunction, Terms
 LOSS = "loss"
 """Where a run says how the loss is called."""
 DEFAULT = "default"
+_PARSES = threading.Lock()
+"""Two threads that parse at the same time fail in CPython 3.11 (gh-106905); `inspect` parses."""
 OutputLoss = Callable[[Any, Any], Tensor]
 """`(output, target)` to the mean loss, (), as PyTorch's losses have it."""
 
@@ -118,6 +121,7 @@ def _source(thing: Any) -> str:
     if module in ("torch", "smolcluster", "builtins") or "<lambda>" in name:
         return str(name)
     try:
-        return textwrap.dedent(inspect.getsource(thing))
+        with _PARSES:
+            return textwrap.dedent(inspect.getsource(thing))
     except (OSError, TypeError):  # typed by hand, or not written in Python
         return str(name)
