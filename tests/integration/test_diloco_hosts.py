@@ -107,6 +107,20 @@ def test_several_workers_apply_every_sample_once(
     assert (cluster.server.summary.final.val_accuracy or 0) > 0.7
 
 
+def test_what_a_worker_says_it_has_received_came_from_all_hosts(tmp_path: Path) -> None:
+    received: list[tuple[int, int]] = []
+
+    class Watched(Worker):
+        def send_change(self, collect: Collect) -> None:
+            super().send_change(collect)
+            received.append((self.link.bytes_moved()[1], self.link.connection.bytes_received))
+
+    cluster, stores = start(settings_for(3, "mode=sync"), tmp_path)
+    cluster.finish(cluster.worker(1, make=Watched), *stores)
+    from_all, from_server = received[-1]
+    assert from_all > 2 * from_server
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
 def test_a_run_goes_on_with_more_hosts_or_fewer(tmp_path: Path, before: int, after: int) -> None:
     """From a checkpoint of an undisturbed run, and what the worker has kept for it."""
