@@ -195,3 +195,8 @@ def test_a_worker_that_is_lost_in_the_middle_of_a_change_costs_no_sample(
 def test_an_average_of_weights_needs_them_in_one_place(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ema_decay is 0\.9 and servers lists several"):
         Cluster(settings_for(2, "ema_decay=0.9"), tmp_path, algorithm="diloco")
+
+
+def test_more_workers_than_stores_can_be_told_of_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_workers is 513, more than the 512"):
+        Cluster(settings_for(2, workers=513), tmp_path, algorithm="diloco")

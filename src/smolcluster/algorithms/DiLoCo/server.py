@@ -73,7 +73,7 @@ from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import Range
-from smolcluster.errors import CheckpointError, NonFiniteLoss
+from smolcluster.errors import CheckpointError, ConfigError, NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.ps.buffers import BufferCollector
@@ -84,6 +84,7 @@ from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
+    MAX_CHANGES,
     Ack,
     Collect,
     LeaseKey,
@@ -224,9 +225,16 @@ class Server:
         """Where the weights lie: here, and on the other hosts of `servers`.
 
         Raises:
-            ConfigError: there are several, and this run needs all weights in one place.
+            ConfigError: there are several, and this run needs all weights in one place, or has more workers
+                than stores can be told of.
         """
         self.context.check_average()
+        cluster = self.context.settings.cluster
+        if len(cluster.store_nodes) > 1 and cluster.num_workers > MAX_CHANGES:
+            raise ConfigError(
+                f"servers lists several, but num_workers is {cluster.num_workers}, more than the "
+                f"{MAX_CHANGES} whose changes stores add up; set servers to null"
+            )
         layout = Layout.of(self.replica, cut(self.replica.layers, len(self.numbers)))
         codec_down = self.config.codec_down
         return self.context.store_links(
