@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import harness
-from harness import Cluster, Outcome, local_settings
+import several_hosts
+from harness import Cluster, local_settings
 from integration.test_diloco_resume import killed_after
+from several_hosts import many_buckets, on_hosts  # noqa: F401 - a fixture
 from smolcluster.algorithms.DiLoCo.exchange import delta_frames
 from smolcluster.algorithms.DiLoCo.ledger import Request
 from smolcluster.algorithms.DiLoCo.outer_links import WholeChange
@@ -18,44 +19,25 @@ from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ConfigError
-from smolcluster.training.build import build
 from smolcluster.training.local_copy import OwnCopy
 from smolcluster.transport.messages import Collect
 
-NODES = ("mini1", "win", "pi5")
+start = partial(several_hosts.start, algorithm="diloco")
+run = partial(several_hosts.run, algorithm="diloco")
+pytestmark = pytest.mark.usefixtures("many_buckets")
 STREAMING = "mode=streaming", "fragments=3"
 
 
-@pytest.fixture(autouse=True)
-def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets of 2048 weights, so that a small model has several."""
-    monkeypatch.setattr(harness, "build", partial(build, bucket_bytes=8192))
-
-
 def settings_for(num_hosts: int, *overrides: str, workers: int = 1) -> Settings:
-    servers = f"servers=[{', '.join(NODES[:num_hosts])}]"
     common = (f"min_workers={workers}", "num_epochs=2", "local_steps=4", "reconnect_timeout_s=20")
     return local_settings(
-        servers, *common, "outer_lr=0.7", *overrides, workers=workers, algorithm="diloco"
+        on_hosts(num_hosts),
+        *common,
+        "outer_lr=0.7",
+        *overrides,
+        workers=workers,
+        algorithm="diloco",
     )
-
-
-def start(
-    settings: Settings, folder: Path, *, resume: bool = False
-) -> tuple[Cluster, list[Outcome]]:
-    """A server and its stores."""
-    cluster = Cluster(settings, folder, algorithm="diloco", resume=resume)
-    return cluster, [cluster.start_store(node) for node in settings.cluster.store_nodes[1:]]
-
-
-def run(settings: Settings, folder: Path, *, resume: bool = False) -> Cluster:
-    """A run that ends well, for its stores too, and has applied every sample once."""
-    cluster, stores = start(settings, folder, resume=resume)
-    workers = [cluster.worker(number + 1) for number in range(settings.cluster.num_workers)]
-    cluster.server.finish()
-    for each in (*workers, *stores):
-        each.finish()
-    return cluster
 
 
 def when_changes_wait(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
