@@ -183,13 +183,14 @@ def _limits(schema: Json) -> str:
     above, low = schema.get("exclusiveMinimum"), schema.get("minimum")
     below, high = schema.get("exclusiveMaximum"), schema.get("maximum")
     if below is not None and schema["type"] == "integer":
-        high = below - 1
+        below, high = None, below - 1
     if low is not None and high is not None:
         return f" from {low} to {high}"
     bounds = [
         f"above {above}" if above is not None else "",
         f"of {low} or more" if low is not None else "",
         f"of {high} or less" if high is not None else "",
+        f"below {below}" if below is not None else "",
     ]
     stated = " and ".join(bound for bound in bounds if bound)
     return f" {stated}" if stated else ""

@@ -1,8 +1,8 @@
 """What DiLoCo alone understands of a configuration."""
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from smolcluster.configs.schema import AlgorithmConfig, CodecName, Wait
 from smolcluster.errors import ConfigError
@@ -61,16 +61,6 @@ class DiLoCoConfig(AlgorithmConfig):
         "four times that, at least 30.",
     )
 
-    @model_validator(mode="after")
-    def _sparse_changes_go_without_momentum(self) -> Self:
-        """What is left out and comes later is momentum already (SparseLoCo, 2508.15706)."""
-        if self.codec_up == "topk" and self.outer_momentum:
-            raise ValueError(
-                f"outer_momentum is {self.outer_momentum:g} with codec_up topk, which has momentum of "
-                "its own; set outer_momentum to 0 or null"
-            )
-        return self
-
     def num_fragments(self, num_tensors: int) -> int:
         """Into how many fragments a model of so many trainable tensors is cut."""
         if self.mode != "streaming":
@@ -78,7 +68,18 @@ class DiLoCoConfig(AlgorithmConfig):
         return self.fragments or min(DEFAULT_FRAGMENTS, num_tensors)
 
     def check(self, settings: "Settings") -> None:  # noqa: ARG002 - that of all algorithms
-        """Only streaming has fragments, which must not be more than can be named; only async a delay."""
+        """Refuse keys that mean nothing to `mode`, and momentum beside that of `codec_up: topk`.
+
+        What topk leaves out and sends later is momentum already (SparseLoCo, 2508.15706).
+
+        Raises:
+            ConfigError: one line with the key, its value and what to change.
+        """
+        if self.codec_up == "topk" and self.outer_momentum:
+            raise ConfigError(
+                f"outer_momentum is {self.outer_momentum:g}, but codec_up is topk, which has momentum of its "
+                "own; set outer_momentum to 0 or null, or codec_up to int4"
+            )
         if self.momentum_delay is not None and self.mode != "async":
             raise ConfigError(
                 f"momentum_delay is {self.momentum_delay}, but mode is {self.mode}, whose momentum acts in "

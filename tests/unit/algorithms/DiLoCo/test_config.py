@@ -9,14 +9,22 @@ from smolcluster.configs.resolve import check_algorithm
 from smolcluster.errors import ConfigError
 
 
-@pytest.mark.parametrize("momentum", [None, 0.0])
-def test_sparse_changes_go_without_momentum(momentum: float | None) -> None:
-    assert DiLoCoConfig(codec_up="topk", outer_momentum=momentum).uplink_codec == "topk"
+@pytest.mark.parametrize("momentum", ["null", "0"])
+def test_sparse_changes_go_without_momentum(momentum: str) -> None:
+    settings = local_settings("codec_up=topk", f"outer_momentum={momentum}", algorithm="diloco")
+    check_algorithm(settings, "diloco")
 
 
 def test_sparse_changes_with_momentum_are_refused_in_one_line() -> None:
-    with pytest.raises(ValidationError, match=r"outer_momentum is 0\.9 with codec_up topk"):
-        DiLoCoConfig(codec_up="topk", outer_momentum=0.9)
+    settings = local_settings("codec_up=topk", "outer_momentum=0.9", algorithm="diloco")
+    with pytest.raises(ConfigError, match=r"^outer_momentum is 0\.9, but codec_up is topk"):
+        check_algorithm(settings, "diloco")
+
+
+@pytest.mark.parametrize("momentum", ["1", "1.5", "-0.1"])
+def test_the_message_names_both_bounds_of_the_outer_momentum(momentum: str) -> None:
+    with pytest.raises(ConfigError, match="must be a number of 0 or more and below 1, or null"):
+        local_settings(f"outer_momentum={momentum}", algorithm="diloco")
 
 
 def test_outer_steps_are_never_sparse() -> None:
