@@ -183,7 +183,7 @@ def _limits(schema: Json) -> str:
     above, low = schema.get("exclusiveMinimum"), schema.get("minimum")
     below, high = schema.get("exclusiveMaximum"), schema.get("maximum")
     if below is not None and schema["type"] == "integer":
-        below, high = None, below - 1
+        high, below = below - 1, None
     if low is not None and high is not None:
         return f" from {low} to {high}"
     bounds = [
