@@ -88,6 +88,12 @@ def test_one_worker_without_momentum_is_sequential_training(
         torch.testing.assert_close(buffers_of(ours.model)[name], buffer, rtol=10 * rel, atol=rel)
 
 
+def test_rounds_that_the_server_chooses_are_never_said_to_be_too_long(tmp_path: Path) -> None:
+    settings = settings_for("batch_size=2000", "num_epochs=1", "local_steps=null", workers=2)
+    cluster = cluster_for(settings, tmp_path, normed())
+    assert not [line for line in cluster.log_lines if "local_steps" in line]
+
+
 def steep() -> Workload:
     """Its gradients overflow in float16 until the loss scale has been halved some times."""
 

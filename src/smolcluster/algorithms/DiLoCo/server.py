@@ -195,11 +195,14 @@ class Server:
         self.norms, self.failures = Norms(), Failures()
 
     def tell_of_long_rounds(self, epoch_batches: int) -> None:
-        round_batches = (self.config.local_steps or 1) * self.context.settings.cluster.num_workers
+        local_steps = self.config.local_steps
+        if local_steps is None:
+            return
+        round_batches = local_steps * self.context.settings.cluster.num_workers
         if round_batches > epoch_batches:
             self.context.log.warning(
-                "local_steps is %d: a round has %d batches, an epoch %d; all learn more from more rounds",
-                *(self.config.local_steps, round_batches, epoch_batches),
+                "local_steps is %d: a round has %d batches, an epoch %d; lower it, or set it to null",
+                *(local_steps, round_batches, epoch_batches),
             )
 
     def new_outer(self) -> OuterOptimizer:
