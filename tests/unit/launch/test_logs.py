@@ -99,6 +99,7 @@ def test_moments() -> None:
     assert since_when("2026-11-22T10:00", NOW) == NOW.timestamp() - 7200
     assert since_when(None, NOW) == 0
     assert parse_level("Error") == 40
+    assert (parse_level("warn"), parse_level("FATAL")) == (30, 50), "as the console shows them"
 
 
 def test_no_log_line_moves_the_cursor_or_is_read_as_markup(

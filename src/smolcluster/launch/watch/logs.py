@@ -92,12 +92,12 @@ def is_over(paths: RunPaths) -> bool:
 
 
 def parse_level(level: str) -> int:
-    """A level's number, whatever its case.
+    """A level's number, whatever its case; as lines of the console name it (`WARN`, `FATAL`), too.
 
     Raises:
         ConfigError: there is no such level.
     """
-    if level.upper() in LEVELS:
+    if level.upper() in {*LEVELS, "WARN", "FATAL"}:
         return logging.getLevelNamesMapping()[level.upper()]
     hint = hint_at(level, LEVELS)
     raise ConfigError(f"--level {one_line(level)}: there are {', '.join(LEVELS)}{hint}")
