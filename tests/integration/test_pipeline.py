@@ -14,17 +14,25 @@ import torch
 import own_workloads
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pretrained_models import adapters, saved
-from smolcluster.algorithms.PipelineParallel import links, server, worker
+from smolcluster.algorithms.PipelineParallel import dealing, links, server, worker
 from smolcluster.algorithms.PipelineParallel.automatic import Reported, measure
 from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
-from smolcluster.algorithms.PipelineParallel.server import Peer
+from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.worker import Worker
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.cluster import link
 from smolcluster.cluster.link import WorkerSetup
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig
-from smolcluster.errors import ConnectTimeout, NonFiniteLoss, OutOfMemory, PeerLost
+from smolcluster.errors import (
+    ConfigError,
+    ConnectTimeout,
+    DataError,
+    NonFiniteLoss,
+    OutOfMemory,
+    PeerLost,
+    RunFailed,
+)
 from smolcluster.models.gpt import GPT
 from smolcluster.net.inbox import Event
 from smolcluster.ps.assignment import Assigned
@@ -323,6 +331,75 @@ def test_where_layers_were_not_measured_it_ends_with_a_cut_that_takes_less(tmp_p
         each.failure()
 
 
+def test_workers_that_all_fail_to_build_their_layers_end_the_run_with_their_errors(
+    tmp_path: Path,
+) -> None:
+    class Unable(Worker):
+        def begin(self, _plan: Planned, place: WorkerSetup) -> None:
+            raise DataError(f"{place.hello.node} has no weights")
+
+    cluster = Cluster(settings_for(2), tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(i, node=node, make=Unable) for i, node in ((1, "pi5"), (2, "win"))]
+    error = cluster.server.failure()
+    assert isinstance(error, RunFailed)
+    assert str(error) == (
+        "no worker is left that can build its layers: worker 1 (pi5): it cannot go on: pi5 has no weights; "
+        "worker 2 (win): it cannot go on: win has no weights"
+    )
+    for each in workers:
+        assert isinstance(each.failure(), DataError)
+
+
+def test_where_one_of_two_cannot_build_its_layers_the_other_one_has_all(tmp_path: Path) -> None:
+    class Unable(Worker):
+        def begin(self, _plan: Planned, _place: WorkerSetup) -> None:
+            raise DataError("no weights")
+
+    settings = settings_for(2, "num_epochs=1")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    unable, able = cluster.worker(1, node="pi5", make=Unable), cluster.worker(2, node="win")
+    assert isinstance(unable.failure(), DataError)
+    cluster.server.finish()
+    able.finish()
+
+
+def test_memory_that_runs_out_while_layers_are_built_ends_the_run_with_a_cut_that_takes_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(worker, "stage_replica", full)
+    cluster = Cluster(settings_for(2), tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
+    error = cluster.server.failure()
+    assert isinstance(error, OutOfMemory)
+    assert "MemoryError; less is {pi5: [0, " in str(error)
+    for each in workers:
+        each.failure()
+
+
+def test_a_first_plan_that_fits_nowhere_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where links were measured before it."""
+    monkeypatch.setattr(dealing, "reported", on_machines_of_their_own)
+    too_large = costing([0.1] * SIZES.num_layers).model_copy(update={"memory_bytes": 1})
+    monkeypatch.setattr(worker, "measure", lambda *_: too_large)
+    settings = settings_for(2, "shard_plan=auto")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
+    error = cluster.server.failure()
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith("layer 0 alone needs 0.00401 MB and pi5")
+    for each in workers:
+        each.failure()
+
+
+def on_machines_of_their_own(peer: Peer) -> Reported:
+    return Reported(peer.instance, peer.measured)
+
+
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_links_between_machines_are_measured_and_planned_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_blocked: bool
@@ -332,12 +409,9 @@ def test_links_between_machines_are_measured_and_planned_with(
     def blocked(*_: Any, **__: Any) -> None:
         raise ConnectTimeout("a firewall is between them")
 
-    def on_machines_of_their_own(peer: Peer) -> Reported:
-        return Reported(peer.instance, peer.measured)
-
     if is_blocked:
         monkeypatch.setattr(links, "dial", blocked)
-    monkeypatch.setattr(server, "reported", on_machines_of_their_own)
+    monkeypatch.setattr(dealing, "reported", on_machines_of_their_own)
     monkeypatch.setattr(worker, "measure", lambda *_: costing([0.1] * SIZES.num_layers))
     settings = settings_for(3, "shard_plan=auto", "num_epochs=1")
     cluster = run(settings, tmp_path, gpt())

@@ -354,10 +354,11 @@ class Heartbeat(Message):
 
 
 class Goodbye(Message):
-    """Client: leaves on purpose."""
+    """Client: leaves on purpose, or because it `has_failed` and cannot go on."""
 
     KIND: ClassVar[int] = 13
     reason: Sentence
+    has_failed: bool = False
 
 
 class Fault(Message):

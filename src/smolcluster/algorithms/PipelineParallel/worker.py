@@ -61,7 +61,7 @@ from smolcluster.transport.messages import (
     Welcome,
 )
 from smolcluster.utils.device import pick_device
-from smolcluster.utils.device_errors import empty_cache, is_out_of_memory
+from smolcluster.utils.device_errors import empty_cache, first_line, is_out_of_memory
 
 WAIT_S = 1.0
 PATIENCE_S = 3600.0
@@ -186,12 +186,12 @@ class Worker:
             if self.link.is_cut:
                 raise
             self.link.send(StageReady(attempt=self.plan.attempt, reason=str(error)))
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            reason = str(error).strip().partition("\n")[0]
             self.free()
-            self.link.send(StageReady(attempt=self.plan.attempt, reason=reason, out_of_memory=True))
+            attempt, reason = self.plan.attempt, first_line(error)
+            self.link.send(StageReady(attempt=attempt, reason=reason, out_of_memory=True))
 
     def free(self) -> None:
         """Give back what the layers of the newest plan take."""
