@@ -396,6 +396,27 @@ def test_a_first_plan_that_fits_nowhere_ends_the_run_at_once(
         each.failure()
 
 
+def test_a_plan_by_hand_that_does_not_fit_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reported(peer: Peer) -> Reported:
+        has = 150_000 if peer.worker.member.node == "pi5" else 10**9
+        assert peer.measured is not None
+        return Reported(peer.instance, peer.measured.model_copy(update={"memory_bytes": has}))
+
+    monkeypatch.setattr(dealing, "reported", reported)
+    settings = settings_for(2, 'shard_plan={"pi5": [0, 6], "win": [6, 8]}')
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
+    error = cluster.server.failure()
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith("shard_plan: layers 0 to 5 of pi5 need ")
+    assert "the device has 0.15 MB free: {" in str(error)
+    assert not cluster.metrics.steps
+    for each in workers:
+        each.failure()
+
+
 def on_machines_of_their_own(peer: Peer) -> Reported:
     return Reported(peer.instance, peer.measured)
 

@@ -24,6 +24,7 @@ from smolcluster.algorithms.PipelineParallel.link_speed import (
     Survey,
     in_words,
 )
+from smolcluster.algorithms.PipelineParallel.memory import check_memory
 from smolcluster.algorithms.PipelineParallel.peers import Peer, named, reported
 from smolcluster.algorithms.PipelineParallel.plan import even_cut, written_cut
 from smolcluster.algorithms.planning.layers import Link
@@ -77,6 +78,9 @@ class Dealer:
             return None
         try:
             cut = self.cut(peers)
+            if not self._has_dealt and isinstance(self._config.shard_plan, dict):
+                machines = {name: reported(peer) for name, peer in peers.items()}
+                check_memory(cut.map, machines, self._config, self._train)
         except ConfigError as error:
             if not self._has_dealt:
                 raise
@@ -120,8 +124,8 @@ class Dealer:
             if cut := crew.map.relieved(rank):
                 advice = f"less is {cut} as shard_plan; or {advice}"
             raise OutOfMemory(f"{what}; {advice}")
-        host = reported(peer).host
-        num_sharing = sum(reported(each).host == host for each in ready)
+        place = reported(peer).place
+        num_sharing = sum(reported(each).place == place for each in ready)
         less = int(LESS_MEMORY * crew.plan.stages[rank].memory_bytes * num_sharing)
         peer.measured = peer.measured.model_copy(update={"memory_bytes": less})
         try:
