@@ -60,10 +60,13 @@ class Dealer:
         self.attempt = 0
         """Of the newest plan or survey; each has a larger one than those before."""
 
-    def deal(self, peers: Mapping[str, Peer], *, are_all_ready: bool = True) -> Cut | None:
+    def deal(
+        self, peers: Mapping[str, Peer], *, are_all_ready: bool, num_unable: int
+    ) -> Cut | None:
         """The cut for these workers, by their names; None: it is not time for one.
 
-        `are_all_ready`: whether no other one is there, which still measures its layers.
+        `are_all_ready`: whether no other one is there, which still measures its layers; `num_unable`: others
+        that can have no layers.
 
         Raises:
             ConfigError: at first, the layers cannot be cut for all that are there.
@@ -71,7 +74,7 @@ class Dealer:
         """
         if self._surveying is not None and not self._have_answered(peers, self._surveying):
             return None
-        if missing := self._missing(peers):
+        if missing := self._missing(peers, num_unable):
             self._wait_for_more(missing, are_all_ready=are_all_ready)
             return None
         if self._measure_links(peers):
@@ -148,12 +151,12 @@ class Dealer:
         if self._survey.other(peer.instance) is not None:
             self._surveying = None
 
-    def _missing(self, peers: Mapping[str, Peer]) -> str | None:
+    def _missing(self, peers: Mapping[str, Peer], num_unable: int) -> str | None:
         """Who must come before layers can be dealt out: at first all, later those of a written plan."""
         if isinstance(self._config.shard_plan, dict):
             names = sorted(self._config.shard_plan.keys() - peers.keys())
             return f"shard_plan has layers for {', '.join(names)}" if names else None
-        wanted = 1 if self._has_dealt else self._cluster.num_workers
+        wanted = 1 if self._has_dealt else max(1, self._cluster.num_workers - num_unable)
         return f"{len(peers)} of {wanted} workers are there" if len(peers) < wanted else None
 
     def _wait_for_more(self, reason: str, *, are_all_ready: bool = True) -> None:

@@ -47,7 +47,7 @@ from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
-from smolcluster.errors import ConfigError, NonFiniteLoss, RunFailed
+from smolcluster.errors import ConfigError, NonFiniteLoss, OutOfMemory, RunFailed
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
@@ -216,8 +216,9 @@ class Server:
             raise RunFailed(f"no worker is left that can build its layers: {why}")
         ready = self.ready
         by_name = named(ready)
-        are_all_ready = len(ready) == len(self.peers)
-        cut = self.dealer.deal(by_name, are_all_ready=are_all_ready)
+        unable = sum(each.is_unable for each in self.peers.values())
+        are_all_ready = len(ready) + unable == len(self.peers)
+        cut = self.dealer.deal(by_name, are_all_ready=are_all_ready, num_unable=unable)
         if cut is None:
             return
         self.considered = {each.id for each in ready}
@@ -226,6 +227,11 @@ class Server:
         times = StageTimes(cut.problem, cut.plan) if cut.problem and cut.plan else None
         crew = self.crew = Crew(self.dealer.attempt, cut.map, peers, cut.plan, times)
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
+        for each in self.peers.values():
+            if each not in peers:
+                self.report.board.measured(
+                    each.worker
+                )  # the layers that it had are not its own any more
         if self.context.folder is not None:
             PLAN.write(self.context.folder / PLAN_NAME, cut.document)
         self.ask(crew, (StageReady,), self.planned, partial(self.dealt, crew))
@@ -236,8 +242,12 @@ class Server:
 
     @property
     def ready(self) -> list[Peer]:
-        """The workers that neighbours could reach."""
-        found = [each for each in self.peers.values() if each.listening is not None]
+        """The workers that neighbours could reach, and that can have layers."""
+        found = [
+            each
+            for each in self.peers.values()
+            if each.listening is not None and not each.is_unable
+        ]
         return sorted(found, key=lambda each: each.worker.member.worker_id)
 
     def planned(self, crew: Crew, rank: int) -> None:
@@ -582,10 +592,28 @@ class Server:
     def on_trouble(self, peer: Peer, ready: StageReady) -> None:
         """A stage cannot reach a neighbour, has lost it, or has too little memory."""
         peer.is_building = False
+        if not ready.attempt:
+            self.on_unable(peer, ready.reason)
         if self.crew is not None and ready.attempt == self.crew.attempt:
             if ready.out_of_memory:
                 self.dealer.relieve(self.crew, peer, ready.reason, self.ready)
             self.begin_again(f"{peer.worker.name}: {ready.reason}")
+
+    def on_unable(self, peer: Peer, reason: str) -> None:
+        """A worker has no memory for a single layer: it stays without, and the others share them.
+
+        Raises:
+            OutOfMemory: `shard_plan` gives it some.
+        """
+        peer.is_unable, worker = True, peer.worker
+        what = f"{worker.name} can have no layers: {reason}"
+        if (
+            isinstance(self.config.shard_plan, dict)
+            and worker.member.node in self.config.shard_plan
+        ):
+            raise OutOfMemory(f"{what}; leave it out of shard_plan, or raise microbatches")
+        self.builders.failed(worker.member.worker_id, what)
+        self.context.log.warning("%s; it takes no part", what)
 
     def begin_again(self, reason: str) -> None:
         """Deal the layers out anew; what was computed since the state that was kept last is done again."""

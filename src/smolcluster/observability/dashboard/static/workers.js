@@ -83,7 +83,7 @@ export function drawWorkers(state) {
 /** Columns of what not every machine or algorithm has. */
 function hideEmpty(table) {
   COLUMNS.forEach(([name], index) => {
-    if (!name.startsWith("GPU") && !["local steps", "drift", ...OF_STAGES].includes(name)) return;
+    if (!name.startsWith("GPU") && !["staleness", "local steps", "drift", ...OF_STAGES].includes(name)) return;
     const cells = [...table.rows].map((row) => row.cells[index]).filter(Boolean);
     const isEmpty = !cells.slice(1).some((cell) => cell.textContent !== "");
     for (const cell of cells) cell.hidden = isEmpty;
