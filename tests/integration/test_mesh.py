@@ -13,7 +13,10 @@ from smolcluster.runs.summary import read_summary
 WORLD_SIZE = 4
 
 
-IN_CI = ("dp2-fsdp2", "tp2-pp2-1f1b", "fsdp2-pp2-zbv", "dp2-tp2-bf16")
+IN_CI = (
+    *("dp2-fsdp2", "tp2-pp2-1f1b", "fsdp2-pp2-zbv", "dp2-tp2-bf16", "tp2-pp2-sequence-loss"),
+    "dp2-tp2-llama",
+)
 
 
 @pytest.mark.parametrize(

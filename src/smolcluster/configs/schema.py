@@ -226,7 +226,10 @@ class DatasetConfig(DatasetPlace):
 
 
 class MeshSizes(Section):
-    """How many ranks lie along each dimension; their product is the number of processes."""
+    """How many ranks lie along each dimension, and what those along tp share besides layers.
+
+    The product of the sizes is the number of processes.
+    """
 
     dp: PositiveInt = Field(1, description="Replicas, which share a batch.")
     fsdp: PositiveInt = Field(
@@ -234,6 +237,14 @@ class MeshSizes(Section):
     )
     tp: PositiveInt = Field(1, description="Ranks that share each layer (tensor parallel).")
     pp: PositiveInt = Field(1, description="Ranks that hold layers one after the other.")
+    sequence_parallel: bool = Field(
+        False,
+        description="Between layers that are cut over tp each rank has its part of every sequence (GPT).",
+    )
+    loss_parallel: bool = Field(
+        False,
+        description="Each rank along tp has its part of the vocabulary: of embedding, logits and loss (GPT).",
+    )
 
     @property
     def world_size(self) -> int:

@@ -1,7 +1,7 @@
 """Forward and backward of a stage's microbatches on this rank."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 from smolcluster.algorithms.Mesh.config import Recompute
@@ -64,8 +66,11 @@ class StageCompute:
         seeds: LayerSeeds,
         autocast: Autocast,
         recompute: Recompute,
+        is_loss_parallel: bool = False,
     ) -> None:
+        """`is_loss_parallel`: each rank has the logits of its part of the vocabulary."""
         self.stage = stage
+        self._loss_kernels = loss_parallel if is_loss_parallel and stage.is_last else nullcontext
         self.loss = (0.0, 0)
         self._output_loss, self._loss_name = output_loss, loss_name
         self._autocast = autocast
@@ -107,10 +112,12 @@ class StageCompute:
         with self._autocast(), user_code("model"):
             output = self.stage(given)
         if self.stage.is_last:
-            with self._autocast(), user_code("loss"):
+            with self._autocast(), self._loss_kernels(), user_code("loss"):
                 self._seeds.begin(part.place)  # what it draws, it draws again: see `model_input`
                 result = self._output_loss(output, part.batch)
             total, count = count_terms(result, part.size, of=self._loss_name)
+            if isinstance(total, DTensor):
+                total = total.full_tensor()
             if part.num_samples:
                 sum_, terms = self.loss
                 counted = whole_count(count, of=self._loss_name)
@@ -132,7 +139,7 @@ class StageCompute:
         """All gradients; returns that of the input, for the stage before."""
         output = self._outputs.pop(number)
         given = self._inputs.pop(number, None)
-        with user_code("backward of the model"):
+        with self._loss_kernels(), user_code("backward of the model"):
             torch.autograd.backward([output], [self._entering(output, gradient)])
         return None if given is None else given.grad
 
@@ -142,13 +149,13 @@ class StageCompute:
         given = self._inputs.pop(number, None)
         trained = [each for each in self.stage.parameters() if each.requires_grad]
         entering = [(get_gradient_edge(output), self._entering(output, gradient))]
-        with user_code("backward of the model"):
+        with self._loss_kernels(), user_code("backward of the model"):
             inputs = [] if given is None else [given]
             found, self._deferred[number] = backward_input(entering, inputs, trained)
         return found[0] if found else None
 
     def backward_weight(self, number: int) -> None:
-        with user_code("backward of the model"):
+        with self._loss_kernels(), user_code("backward of the model"):
             self._deferred.pop(number).run()
 
     def finish(self) -> None:

@@ -124,6 +124,11 @@ class MeshConfig(ScheduledConfig):
                 f"mesh.tp is {self.mesh.tp}, which does not divide the {gpt.num_heads} heads of "
                 "model.num_heads: change one of them"
             )
+        if gpt is not None and self.mesh.sequence_parallel and gpt.max_seq_len % self.mesh.tp:
+            raise ConfigError(
+                f"mesh.sequence_parallel cuts sequences over the {self.mesh.tp} ranks of mesh.tp, which does "
+                f"not divide model.max_seq_len, {gpt.max_seq_len}: change one of them"
+            )
 
     def check_division(self, *, world_size: int, num_samples: int, num_layers: int | None) -> None:
         """Refuse what cannot be divided; `num_samples` are those of a step, `num_layers` None: not known.

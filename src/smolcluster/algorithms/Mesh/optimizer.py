@@ -109,6 +109,9 @@ def sum_replicas(slots: Sequence[Slot], groups: Groups) -> list[Tensor]:
     """The gradients of each slot's local part, summed over ranks that hold the same part."""
     gradients = [slot.gradient for slot in slots]
     sizes = groups.sizes
+    for slot, gradient in zip(slots, gradients, strict=True):
+        if slot.is_summed:
+            dist.all_reduce(gradient, group=groups.mesh["tp"].get_group())
     if sizes.fsdp > 1 or sizes.dp == 1:
         return gradients
     group = groups.mesh["dp"].get_group()

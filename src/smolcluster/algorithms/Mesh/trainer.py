@@ -14,7 +14,7 @@ from smolcluster.algorithms.Mesh.compute import Part, StageCompute
 from smolcluster.algorithms.Mesh.config import SPLIT, MeshConfig, cut_equally, what_takes_less
 from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, TiedWeights, sum_replicas
-from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, Style, spread
+from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, Style, seed_parts, spread
 from smolcluster.algorithms.Mesh.pipeline import Pipeline
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Place
@@ -112,7 +112,8 @@ class MeshTrainer:
         self.num_samples = workload.train.num_samples
         self._train = workload.training.applied_to(train)
         self._seed, self._config, self._num_parts = seed, config, config.microbatches
-        self._seeds = LayerSeeds(seed, groups.device)
+        part = groups["tp"] if groups.sizes.sequence_parallel else 0
+        self._seeds = LayerSeeds(seed, groups.device, part=part)
         self._orders = EpochOrders(lambda epoch: workload.train.order(epoch, seed))
         schedule = config.instructions()
         ranks = stage_ranks(schedule)
@@ -127,6 +128,8 @@ class MeshTrainer:
             stage = build_stage(workload, cut.start, cut.stop, seed, groups.device)
             stage.train()
             slots = spread(stage, plan, groups, splits=config.schedule_name in SPLIT)
+            if part:
+                seed_parts(stage, self._seeds)
             stages[number] = self._compute_of(stage, config)
             tied |= set(stage.tied)
             self.slots += slots
@@ -153,6 +156,7 @@ class MeshTrainer:
             seeds=self._seeds,
             autocast=partial(autocast, self._train.precision, self.groups.device),
             recompute=config.activation_checkpointing,
+            is_loss_parallel=config.mesh.loss_parallel and config.mesh.tp > 1,
         )
 
     def step(self, samples_applied: int, note: Callable[[Span], None] | None = None) -> MeshStep:

@@ -109,6 +109,12 @@ class HuggingFaceStage(Stage):
             self.peft_config = model.peft_config
         self._inner = (inner,)  # in a tuple, so that it is no module of this one
 
+    @property
+    def text_config(self) -> Any:
+        """The configuration of transformers' model."""
+        [inner] = self._inner
+        return inner.config.get_text_config()
+
     def _announce(self, number: int) -> Any:
         return lambda *_: self.before_layer(number)
 
