@@ -63,6 +63,8 @@ class Case:
     num_words: int = WORDS
     architecture: str | None = None
     """Of transformers; None: the GPT of ours."""
+    is_bare: bool = False
+    """Whether it has layers without parameters instead of either."""
 
     @property
     def config(self) -> MeshConfig:
@@ -111,6 +113,20 @@ CASES = {
     "tp2-dp2-uneven-loss": Case({"tp": 2, "dp": 2, "loss_parallel": True}, num_words=25),
     "dp2-tp2-llama": Case({"dp": 2, "tp": 2}, architecture="Llama"),
     "tp2-fsdp2-qwen3": Case({"tp": 2, "fsdp": 2}, architecture="Qwen3"),
+    "tp2-pp2-compiled": Case(
+        {"tp": 2, "pp": 2, "sequence_parallel": True, "loss_parallel": True},
+        {"microbatches": 2, "compile": True},
+    ),
+    "fsdp2-pp2-compiled": Case(
+        {"fsdp": 2, "pp": 2},
+        {"microbatches": 2, "compile": True, "activation_checkpointing": "full"},
+    ),
+    "pp4-bare": Case({"pp": 4}, {"microbatches": 4}, ADAM, double=True, is_bare=True),
+    "dp2-pp2-bare-zero-bubble": Case(
+        *({"dp": 2, "pp": 2}, {"microbatches": 4, "schedule": "zero-bubble"}, ADAM),
+        double=True,
+        is_bare=True,
+    ),
     "dp2-tp2-bf16": Case({"dp": 2, "tp": 2}, {}, {"precision": "bf16"}),
 }
 
@@ -172,6 +188,8 @@ def workload(case: Case) -> Workload:
     dtype = torch.float64 if case.double else torch.float32
 
     def model() -> torch.nn.Module:
+        if case.is_bare:
+            return bare().to(dtype)
         if case.architecture is None:
             return GPT(config, case.num_words).to(dtype)
         return of_transformers(case.architecture, case).to(dtype)
@@ -183,6 +201,17 @@ def workload(case: Case) -> Workload:
         name="arithmetic",
         training=Training(),
     )
+
+
+class AsFloats(torch.nn.Module):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.one_hot(tokens, WORDS).to(torch.float64)
+
+
+def bare() -> torch.nn.Sequential:
+    """The first and the third layer have no parameters."""
+    first, second = torch.nn.Linear(WORDS, 8), torch.nn.Linear(8, WORDS)
+    return torch.nn.Sequential(AsFloats(), first, torch.nn.Tanh(), second)
 
 
 def of_transformers(architecture: str, case: Case) -> torch.nn.Module:
@@ -230,11 +259,15 @@ def train_case(name: str, case: Case, folder: Path) -> None:
             step = trainer.step(applied)
             applied += trainer.num_samples_at(applied)
             steps.append([step.loss, step.num_terms, step.grad_norm])
-    if case.architecture is None:
+    if case.architecture is None and not case.is_bare:
         mesh = case.config.mesh
         assert lengths == {LENGTH // mesh.tp if mesh.sequence_parallel else LENGTH}
         words = next((each.local.shape for each in trainer.slots if each.name == "wte.weight"), [0])
         assert words[0] < case.num_words or not mesh.loss_parallel
+    if case.config.compile:
+        from torch._dynamo.utils import counters
+
+        assert counters["stats"]["unique_graphs"] > 0
     weights = {each.name: each.tensor for each in trainer.gather() if each.moment == WEIGHTS}
     if groups.rank == 0:
         said = {name: each.flatten().tolist() for name, each in weights.items()}

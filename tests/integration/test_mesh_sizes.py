@@ -23,7 +23,16 @@ from texts import TINY, write_text
 
 BATCH_SIZE, STEPS = 8, 3
 """STEPS: of each part of the run but the last."""
-MESHES = {"fsdp": 2, "tp": 2, "pp": 2}, {"tp": 2, "pp": 2}, {"dp": 1}, {"dp": 2, "fsdp": 2, "pp": 2}
+MESHES = {"fsdp": 2, "tp": 2, "pp": 2}, {"tp": 2, "pp": 2}, {"dp": 1}, {"tp": 2, "pp": 4}
+SHARDING = """
+pp_stage{stage}:
+  shard: {{axis: 0, workers: {workers}}}
+pp_stage{stage}_colpar:
+  shard: {{axis: 1, workers: {workers}}}
+pp_stage{stage}_rowpar:
+  shard: {{axis: 0, workers: {workers}}}
+"""
+"""Of the last part: each of four stages on two ranks."""
 MOMENTS = "exp_avg", "exp_avg_sq"
 CLI = sys.executable, "-m", "smolcluster.cli"
 
@@ -33,12 +42,17 @@ def train_part(processes: Processes, number: int, overrides: Sequence[str]) -> P
     folder, is_last = processes.folder / f"part-{number}", number == len(MESHES) - 1
     folder.mkdir()
     world_size = math.prod(MESHES[number].values())
+    sharding = processes.folder / "sharding.yaml"
+    stages = [{"stage": each, "workers": [2 * each, 2 * each + 1]} for each in range(4)]
+    sharding.write_text("".join(SHARDING.format(**stage) for stage in stages))
+    told = [f"sharding={sharding}"] if is_last else []
     arguments = (
         *(str(folder), "0" if is_last else str(STEPS)),
         *("--world-size", str(world_size), "--master-port", str(free_port())),
         *(f"--{name}={size}" for name, size in MESHES[number].items()),
-        *("--microbatches=2", "--config=stdlib", "--run-id=spread", "--resume=auto"),
-        *("--override", *overrides),
+        *("--microbatches", "4" if is_last else "2"),
+        *("--config=stdlib", "--run-id=spread", "--resume=auto"),
+        *("--override", *overrides, *told),
     )
     program = sys.executable, mesh_resumed.__file__
     ranks = [
@@ -75,7 +89,7 @@ def test_a_run_on_8_then_4_then_1_then_8_ranks_is_that_of_one_process(
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
     text = write_text(processes.folder / "text.txt", 250)
     overrides = (
-        *(*TINY, "model.num_layers=2", f"training.batch_size={BATCH_SIZE}", "training.epochs=2"),
+        *(*TINY, "model.num_layers=4", f"training.batch_size={BATCH_SIZE}", "training.epochs=2"),
         *("training.eval_steps=1000", "keep_last=10", f"data.root={text}"),
     )
     folders = [train_part(processes, number, overrides) for number in range(len(MESHES))]

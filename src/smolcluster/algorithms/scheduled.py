@@ -7,6 +7,8 @@ from smolcluster.training.schedules.instructions import SCHEDULES
 
 ALIASES = {"zbv": "zb-v"}
 """What others call a schedule."""
+NAMES = f"{', '.join(SCHEDULES)} ({', '.join(f'{old} is also called {new}' for new, old in ALIASES.items())})"
+"""Of a mesh, for messages."""
 
 
 class ScheduledConfig(AlgorithmConfig):

@@ -259,6 +259,18 @@ class MeshSizes(Section):
         return f"dp {self.dp} x fsdp {self.fsdp} x tp {self.tp} x pp {self.pp}"
 
 
+class ProfileConfig(Section):
+    """Which steps `torch.profiler` records, counted from the start of the process."""
+
+    wait: NonNegativeInt = Field(1, description="Steps before it is warmed up.")
+    warmup: NonNegativeInt = Field(1, description="Steps that are recorded and thrown away.")
+    active: PositiveInt = Field(3, description="Steps that are kept.")
+
+    @property
+    def num_steps(self) -> int:
+        return self.wait + self.warmup + self.active
+
+
 class NodeConfig(Section):
     """What belongs to a machine and only it can know."""
 

@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 
 from smolcluster.algorithms.instruction_log import read_step
-from smolcluster.algorithms.scheduled import ALIASES
+from smolcluster.configs.schema import config_of
+from smolcluster.configs.spec import algorithm_of_groups
 from smolcluster.runs.files import write_whole
 from smolcluster.training.schedules.drawing import csv_of, picture_of
-from smolcluster.training.schedules.instructions import Instruction, generate, stage_ranks
+from smolcluster.training.schedules.instructions import Instruction, stage_ranks
 from smolcluster.training.schedules.simulation import Costs, median_costs, simulate
 from smolcluster.training.schedules.validation import validate
 
@@ -55,7 +56,8 @@ def schedule_command(
     Raises:
         ConfigError: there is no such schedule, or it cannot be made of these numbers.
     """
-    schedule = generate(ALIASES.get(name, name), num_ranks, num_microbatches)
+    keys = {"mesh": {"pp": num_ranks}, "schedule": name, "microbatches": num_microbatches}
+    schedule = config_of(algorithm_of_groups()).model_validate(keys).instructions()
     held = validate(schedule, num_microbatches)
     num_stages = len(stage_ranks(schedule))
     share = FORWARD_S * num_ranks / num_stages

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
+from smolcluster.algorithms.Mesh.compiling import compile_layers, compiler_named
 from smolcluster.algorithms.Mesh.config import Recompute
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import ConfigError
@@ -67,8 +68,13 @@ class StageCompute:
         autocast: Autocast,
         recompute: Recompute,
         is_loss_parallel: bool = False,
+        is_compiled: bool = False,
     ) -> None:
-        """`is_loss_parallel`: each rank has the logits of its part of the vocabulary."""
+        """`is_loss_parallel`: each rank has the logits of its part of the vocabulary.
+
+        Raises:
+            ConfigError: its layers shall be compiled, but PyTorch's compiler does not work here.
+        """
         self.stage = stage
         self._loss_kernels = loss_parallel if is_loss_parallel and stage.is_last else nullcontext
         self.loss = (0.0, 0)
@@ -80,6 +86,9 @@ class StageCompute:
         self._deferred: dict[int, Deferred] = {}
         self._scale = 1.0
         stage.before_layer = seeds
+        self._compiling = compiler_named if is_compiled else nullcontext
+        if is_compiled:
+            compile_layers(stage)
         if recompute != "none":
             _recompute(stage, every=1 if recompute == "full" else 2)
 
@@ -109,7 +118,7 @@ class StageCompute:
         else:
             given = given.detach().requires_grad_()
             self._inputs[number] = given
-        with self._autocast(), user_code("model"):
+        with self._autocast(), user_code("model"), self._compiling():
             output = self.stage(given)
         if self.stage.is_last:
             with self._autocast(), self._loss_kernels(), user_code("loss"):
@@ -139,7 +148,9 @@ class StageCompute:
         """All gradients; returns that of the input, for the stage before."""
         output = self._outputs.pop(number)
         given = self._inputs.pop(number, None)
-        with self._loss_kernels(), user_code("backward of the model"):
+        if not output.requires_grad:  # a first stage without weights
+            return None
+        with self._loss_kernels(), user_code("backward of the model"), self._compiling():
             torch.autograd.backward([output], [self._entering(output, gradient)])
         return None if given is None else given.grad
 
@@ -147,6 +158,9 @@ class StageCompute:
         """The gradient of the input alone; `backward_weight` makes the others."""
         output = self._outputs.pop(number)
         given = self._inputs.pop(number, None)
+        if not output.requires_grad:
+            self._deferred[number] = Deferred([], [], [])
+            return None
         trained = [each for each in self.stage.parameters() if each.requires_grad]
         entering = [(get_gradient_edge(output), self._entering(output, gradient))]
         with self._loss_kernels(), user_code("backward of the model"):

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from smolcluster.algorithms.Mesh.sharding import Cut, groups_of, read_sharding
-from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig
-from smolcluster.configs.schema import GPTConfig, LocalPath, MeshSizes
+from smolcluster.algorithms.scheduled import ALIASES, NAMES, ScheduledConfig
+from smolcluster.configs.schema import GPTConfig, LocalPath, MeshSizes, ProfileConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
 from smolcluster.utils.words import hint_at
@@ -16,7 +16,7 @@ from smolcluster.utils.words import hint_at
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
 
-Backend = Literal["auto", "nccl", "gloo"]
+Backend = Literal["auto", "nccl", "gloo", "mpi"]
 Recompute = Literal["none", "full", "selective"]
 OPTIMIZERS = ("adam", "adamw", "sgd")
 """Those whose state is spread as the weights are."""
@@ -33,6 +33,9 @@ class MeshConfig(ScheduledConfig):
         description="Mesh: layers whose activations are computed again in the backward: full is all, "
         "selective every second one.",
     )
+    compile: bool = Field(
+        False, description="Mesh: whether each rank has its layers compiled by torch.compile."
+    )
     sharding: str | dict[str, Any] | None = Field(
         None,
         description="Mesh: a sharding file, or what it holds: layers of stages, and which linear layers are "
@@ -40,6 +43,14 @@ class MeshConfig(ScheduledConfig):
     )
     backend: Backend = Field(
         "auto", description="Mesh: auto is nccl where all ranks compute on CUDA, else gloo."
+    )
+    profile: ProfileConfig | None = Field(
+        None,
+        description="Mesh: which steps torch.profiler records, such as {wait: 10, active: 3}; the traces of "
+        "all ranks, and one of all of them, are in the run's folder; null: none.",
+    )
+    hang_timeout_s: PositiveFloat = Field(
+        300.0, description="Mesh: seconds in which no rank gets on after which the mesh ends."
     )
     instruction_log: LocalPath | None = Field(
         None,
@@ -80,6 +91,21 @@ class MeshConfig(ScheduledConfig):
         """As `training/schedules` calls it."""
         return ALIASES.get(self.schedule, self.schedule)
 
+    def backend_on(self, device_type: str) -> str:
+        """As `pick_backend`."""
+        return pick_backend(self.backend, device_type)
+
+    def check_here(self, device: str | None) -> None:
+        """Refuse a backend that this machine's device (None: its best one) cannot use.
+
+        Raises:
+            ConfigError: as `pick_backend`.
+        """
+        if self.backend == "nccl":
+            from smolcluster.utils.device import pick_device  # noqa: PLC0415 - it imports torch
+
+            self.backend_on(pick_device(device).type)
+
     def instructions(self) -> Schedule:
         """What each rank of a pipeline computes.
 
@@ -89,7 +115,7 @@ class MeshConfig(ScheduledConfig):
         known = (*SCHEDULES, *ALIASES)
         if self.schedule not in known:
             raise ConfigError(
-                f"schedule is {self.schedule!r}, must be one of {', '.join(known)}"
+                f"schedule is {self.schedule!r}, must be one of {NAMES}"
                 f"{hint_at(self.schedule, known)}"
             )
         if self.mesh.pp == 1:
@@ -105,6 +131,7 @@ class MeshConfig(ScheduledConfig):
     def check(self, settings: "Settings") -> None:
         """Refuse what a mesh cannot follow, as far as the files tell it."""
         train = settings.train
+        pick_backend(self.backend, "cuda")
         if train.optimizer not in OPTIMIZERS:
             raise ConfigError(
                 f"optimizer is {train.optimizer!r}, a mesh takes {', '.join(OPTIMIZERS)}"
@@ -143,12 +170,21 @@ class MeshConfig(ScheduledConfig):
                 f"{world_size}: change mesh, or start as many processes"
             )
         self._check_sharding()
+        if self.compile and sizes.pp > 1 and self.schedule_name in SPLIT:
+            raise ConfigError(
+                f"compile is true, but schedule {self.schedule} puts weight gradients off, and a compiled "
+                "layer makes all its gradients at once: set schedule to 1f1b or interleaved, or compile to "
+                "false"
+            )
         num_stages = max((each.stage for one in self.instructions() for each in one), default=0) + 1
         if sizes.pp > 1 and num_layers is not None and num_layers < num_stages:
+            has_one_each = num_stages == sizes.pp
+            remedy = (
+                "a deeper model" if has_one_each else "a schedule with one stage a rank, as 1f1b"
+            )
             raise ConfigError(
                 f"schedule {self.schedule} with mesh.pp {sizes.pp} makes {num_stages} stages, but "
-                f"the model has {num_layers} layers: lower mesh.pp, or take a schedule with one "
-                "stage a rank"
+                f"the model has {num_layers} layers: lower mesh.pp, or take {remedy}"
             )
         parts = sizes.num_shares * self.microbatches
         if num_samples % parts:
@@ -184,8 +220,13 @@ def pick_backend(backend: Backend, device_type: str) -> str:
     """The backend of `torch.distributed` for ranks that compute on devices of this type.
 
     Raises:
-        ConfigError: NCCL without CUDA.
+        ConfigError: NCCL without CUDA, or MPI.
     """
+    if backend == "mpi":
+        raise ConfigError(
+            "backend is mpi, which no wheel of PyTorch has: build PyTorch from source beside an MPI, or set "
+            "backend to gloo, or to nccl on CUDA"
+        )
     if backend == "nccl" and device_type != "cuda":
         raise ConfigError(
             f"backend is nccl, which needs CUDA, but this rank computes on {device_type}: set backend to gloo"

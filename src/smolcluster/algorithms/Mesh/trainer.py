@@ -85,6 +85,7 @@ class MeshTrainer:
     Attributes:
         slots: the parameters of this rank's stages.
         num_samples: of an epoch.
+        dtype: of the weights, those of other ranks included.
     """
 
     def __init__(
@@ -146,6 +147,9 @@ class MeshTrainer:
         self._is_first = any(stage.is_first for stage in stages_here)
         self._is_last = any(stage.is_last for stage in stages_here)
         self._holders = groups.all_told([[slot.name, slot.shape] for slot in self.slots])
+        own = str(self.slots[0].parameter.dtype).partition(".")[2] if self.slots else ""
+        dtype = next((each for each in groups.all_told(own) if each), "float32")
+        self.dtype: torch.dtype = getattr(torch, dtype)
 
     def _compute_of(self, stage: Stage, config: MeshConfig) -> StageCompute:
         returned = self._seeds.model_returned if stage.model_draws else lambda: None
@@ -157,6 +161,7 @@ class MeshTrainer:
             autocast=partial(autocast, self._train.precision, self.groups.device),
             recompute=config.activation_checkpointing,
             is_loss_parallel=config.mesh.loss_parallel and config.mesh.tp > 1,
+            is_compiled=config.compile,
         )
 
     def step(self, samples_applied: int, note: Callable[[Span], None] | None = None) -> MeshStep:
@@ -266,11 +271,6 @@ class MeshTrainer:
         if count:
             self._optimizer.resume(moments, int(count))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self.slots[0].parameter.dtype
-
     def gather(self) -> Iterator[Whole]:
         """Every parameter and its moments whole, on rank 0; every rank must go through it, and gets none."""
         slots = {slot.name: place for place, slot in reversed(list(enumerate(self.slots)))}
@@ -297,7 +297,7 @@ class MeshTrainer:
                 dist.send(whole.contiguous(), dst=0)
 
     def _receive(self, name: str, shape: Sequence[int], root: int) -> Iterator[Whole]:
-        for moment in (WEIGHTS, *self._optimizer.moments(0)):
+        for moment in (WEIGHTS, *(self._optimizer.moment_names if self.num_steps else ())):
             whole = torch.empty(tuple(shape), dtype=self.dtype, device=self.groups.device)
             dist.recv(whole, src=root)
             yield Whole(name, moment, whole)

@@ -115,6 +115,10 @@ class HuggingFaceStage(Stage):
         [inner] = self._inner
         return inner.config.get_text_config()
 
+    def own_layers(self) -> list[nn.Module]:
+        [inner] = self._inner
+        return list(_blocks(inner)[1][self.start : self.end])
+
     def _announce(self, number: int) -> Any:
         return lambda *_: self.before_layer(number)
 
