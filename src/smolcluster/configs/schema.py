@@ -357,6 +357,13 @@ class AlgorithmConfig(Section):
         """Keys of the training file that stay as they are when the number of workers changes."""
         return {}
 
+    def check_device(self, device: str | None) -> None:
+        """Refuse what ranks of a group cannot do on a device, as a node names it; None: this machine's best.
+
+        Raises:
+            ConfigError: one line with the key, its value and what to change.
+        """
+
     def check(self, settings: "Settings") -> None:
         """Refuse what the algorithm cannot follow.
 

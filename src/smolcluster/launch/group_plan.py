@@ -95,15 +95,6 @@ def plan_group_local(
     )
 
 
-def _check_backend(request: Request, settings: Settings, device: str) -> None:
-    """Refuse a backend that ranks on this device could not use.
-
-    Raises:
-        ConfigError: it is NCCL, without CUDA.
-    """
-    settings.of(config_of(request.algorithm)).backend_on(device.partition(":")[0])
-
-
 def plan_group(request: Request, settings: Settings, places: PathsByNode, run_id: str) -> Launched:
     """The commands on the machines of a cluster, each in a tmux session of its own, rank 0's first.
 
@@ -118,7 +109,7 @@ def plan_group(request: Request, settings: Settings, places: PathsByNode, run_id
     for node in cluster.workers:
         stated = cluster.nodes.get(node, NodeConfig()).device
         if stated is not None:
-            _check_backend(request, settings, stated)
+            settings.of(config_of(request.algorithm)).check_device(stated)
 
     def planned(index: int, node: str) -> LaunchedProcess:
         place, stated = places[node], cluster.nodes.get(node, NodeConfig())

@@ -56,7 +56,7 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
     request = naming_workload(request, settings)
     check_algorithm(settings, request.algorithm.name)
     if request.algorithm.is_group:
-        settings.of(config_of(request.algorithm)).check_here(settings.node.device)
+        settings.of(config_of(request.algorithm)).check_device(settings.node.device)
     root = runs_root(settings.node.runs_dir)
     if how.dry_run:
         for process in _plan(request, settings, root / run_id, resume=resume).processes:

@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 from smolcluster.algorithms.instruction_log import read_step
-from smolcluster.configs.schema import config_of
-from smolcluster.configs.spec import algorithm_of_groups
+from smolcluster.algorithms.scheduled import mesh_schedule
 from smolcluster.runs.files import write_whole
 from smolcluster.training.schedules.drawing import csv_of, picture_of
 from smolcluster.training.schedules.instructions import Instruction, stage_ranks
@@ -56,8 +55,7 @@ def schedule_command(
     Raises:
         ConfigError: there is no such schedule, or it cannot be made of these numbers.
     """
-    keys = {"mesh": {"pp": num_ranks}, "schedule": name, "microbatches": num_microbatches}
-    schedule = config_of(algorithm_of_groups()).model_validate(keys).instructions()
+    schedule = mesh_schedule(name, num_ranks, num_microbatches)
     held = validate(schedule, num_microbatches)
     num_stages = len(stage_ranks(schedule))
     share = FORWARD_S * num_ranks / num_stages

@@ -1,6 +1,7 @@
 """Dropout masks of stages are those of one process that computes the same microbatches."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -204,12 +205,10 @@ def test_nothing_is_left_on_the_model() -> None:
 def test_who_has_another_part_of_sequences_draws_another_mask_where_they_are_cut() -> None:
     def drawn(part: int) -> list[Tensor]:
         seeds, found = LayerSeeds(SEED, torch.device("cpu"), part=part), list[Tensor]()
-        for begin in (
-            lambda: seeds(0),
-            seeds.sequences_cut,
-            lambda: seeds(1),
-            seeds.model_returned,
-        ):
+        begins: list[Callable[[], None]] = [
+            *(partial(seeds, 0), seeds.sequences_cut, partial(seeds, 1), seeds.model_returned)
+        ]
+        for begin in begins:
             begin()
             found.append(torch.rand(4))
         return found

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from smolcluster.algorithms.Mesh.sharding import Cut, groups_of, read_sharding
-from smolcluster.algorithms.scheduled import ALIASES, NAMES, ScheduledConfig
+from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig, mesh_schedule
 from smolcluster.configs.schema import GPTConfig, LocalPath, MeshSizes, ProfileConfig
 from smolcluster.errors import ConfigError
-from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
-from smolcluster.utils.words import hint_at
+from smolcluster.training.schedules.instructions import Schedule
 
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
@@ -91,20 +90,19 @@ class MeshConfig(ScheduledConfig):
         """As `training/schedules` calls it."""
         return ALIASES.get(self.schedule, self.schedule)
 
-    def backend_on(self, device_type: str) -> str:
-        """As `pick_backend`."""
-        return pick_backend(self.backend, device_type)
-
-    def check_here(self, device: str | None) -> None:
-        """Refuse a backend that this machine's device (None: its best one) cannot use.
+    def check_device(self, device: str | None) -> None:
+        """Refuse a backend that ranks on this device cannot use.
 
         Raises:
             ConfigError: as `pick_backend`.
         """
-        if self.backend == "nccl":
+        if self.backend != "nccl":
+            return
+        if device is None:
             from smolcluster.utils.device import pick_device  # noqa: PLC0415 - it imports torch
 
-            self.backend_on(pick_device(device).type)
+            device = pick_device(None).type
+        pick_backend(self.backend, device.partition(":")[0])
 
     def instructions(self) -> Schedule:
         """What each rank of a pipeline computes.
@@ -112,21 +110,7 @@ class MeshConfig(ScheduledConfig):
         Raises:
             ConfigError: the schedule cannot be made of these numbers.
         """
-        known = (*SCHEDULES, *ALIASES)
-        if self.schedule not in known:
-            raise ConfigError(
-                f"schedule is {self.schedule!r}, must be one of {NAMES}"
-                f"{hint_at(self.schedule, known)}"
-            )
-        if self.mesh.pp == 1:
-            return generate("gpipe" if self.microbatches == 1 else "1f1b", 1, self.microbatches)
-        if self.microbatches < self.mesh.pp:
-            raise ConfigError(
-                f"microbatches is {self.microbatches}, fewer than the {self.mesh.pp} stages of "
-                f"mesh.pp, so that most ranks would wait: set microbatches to {2 * self.mesh.pp} "
-                "or more"
-            )
-        return generate(self.schedule_name, self.mesh.pp, self.microbatches)
+        return mesh_schedule(self.schedule, self.mesh.pp, self.microbatches)
 
     def check(self, settings: "Settings") -> None:
         """Refuse what a mesh cannot follow, as far as the files tell it."""
