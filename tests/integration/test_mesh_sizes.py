@@ -24,6 +24,8 @@ from texts import TINY, write_text
 BATCH_SIZE, STEPS = 8, 3
 """STEPS: of each part of the run but the last."""
 MESHES = {"fsdp": 2, "tp": 2, "pp": 2}, {"tp": 2, "pp": 2}, {"dp": 1}, {"tp": 2, "pp": 4}
+SHARED = {1: ("--sequence-parallel", "--loss-parallel")}
+"""Further flags, by part: the 257 tokens of the vocabulary are not divided equally."""
 SHARDING = """
 pp_stage{stage}:
   shard: {{axis: 0, workers: {workers}}}
@@ -50,7 +52,7 @@ def train_part(processes: Processes, number: int, overrides: Sequence[str]) -> P
         *(str(folder), "0" if is_last else str(STEPS)),
         *("--world-size", str(world_size), "--master-port", str(free_port())),
         *(f"--{name}={size}" for name, size in MESHES[number].items()),
-        *("--microbatches", "4" if is_last else "2"),
+        *("--microbatches", "4" if is_last else "2", *SHARED.get(number, ())),
         *("--config=stdlib", "--run-id=spread", "--resume=auto"),
         *("--override", *overrides, *told),
     )
