@@ -200,11 +200,11 @@ def test_a_run_that_goes_on_is_shown_as_it_is(processes: Processes, browser: Chr
 
     eventually(lambda: count(browser, "#curves canvas") >= 4)
     script = "const done = arguments[1]; fetch(arguments[0]).then((it) => it.json()).then(done)"
-    points: dict[int, float] = {}
+    points: list[tuple[int, float]] = []
 
     def are_read() -> bool:
         series = browser.execute_async_script(script, f"/api/runs/{paths.run_id}/series")
-        points.update(zip(series["steps"]["step"], series["steps"]["loss"], strict=True))
+        points[:] = zip(series["steps"]["step"], series["steps"]["loss"], strict=True)
         return len(points) > 20
 
     eventually(are_read)
@@ -213,8 +213,11 @@ def test_a_run_that_goes_on_is_shown_as_it_is(processes: Processes, browser: Chr
         for line in read_metrics(paths.metrics)
         if line.record.kind == "step"
     }
-    for step, loss in points.items():
-        assert loss == pytest.approx(written[step], rel=1e-5)
+    for (before, _), (step, loss), (after, _) in zip(points, points[1:], points[2:], strict=False):
+        near = [
+            written[each] for each in range(before + 1, after)
+        ]  # a long run's point is of several
+        assert 0.9999 * min(near) <= loss <= 1.0001 * max(near), step
 
     resources = "return performance.getEntriesByType('resource').map((each) => each.name)"
     origin = address.partition("/?")[0]

@@ -282,9 +282,19 @@ def test_a_worker_that_fails_also_from_fresh_weights_leaves_and_the_others_go_on
 ) -> None:
     settings = settings_for("local_steps=4", workers=2)
     cluster = cluster_for(settings, tmp_path)
-    innocent, broken = cluster.worker(1), cluster.worker(2, make=Exploding)
+    has_failed = threading.Event()
+
+    class Patient(Worker):
+        """Takes no step before the other has failed, or it might have taken all."""
+
+        def compute(self, lease: Assigned) -> BatchLoss:
+            assert has_failed.wait(DEADLINE_S)
+            return super().compute(lease)
+
+    innocent = cluster.worker(1, make=Patient)
+    assert isinstance(cluster.worker(2, make=Exploding).failure(), NonFiniteLoss)
+    has_failed.set()
     cluster.finish(innocent)
-    assert isinstance(broken.failure(), NonFiniteLoss)
 
 
 def test_a_run_on_which_every_worker_fails_has_failed(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import harness
-from harness import Cluster, Outcome, local_settings
+import several_hosts
+from harness import Cluster, local_settings
 from integration.test_diloco_resume import killed_after
+from several_hosts import many_buckets, on_hosts  # noqa: F401 - a fixture
 from smolcluster.algorithms.DiLoCo.exchange import delta_frames
 from smolcluster.algorithms.DiLoCo.ledger import Request
 from smolcluster.algorithms.DiLoCo.outer_links import WholeChange
@@ -18,44 +19,25 @@ from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ConfigError
-from smolcluster.training.build import build
 from smolcluster.training.local_copy import OwnCopy
 from smolcluster.transport.messages import Collect
 
-NODES = ("mini1", "win", "pi5")
+start = partial(several_hosts.start, algorithm="diloco")
+run = partial(several_hosts.run, algorithm="diloco")
+pytestmark = pytest.mark.usefixtures("many_buckets")
 STREAMING = "mode=streaming", "fragments=3"
 
 
-@pytest.fixture(autouse=True)
-def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets of 2048 weights, so that a small model has several."""
-    monkeypatch.setattr(harness, "build", partial(build, bucket_bytes=8192))
-
-
 def settings_for(num_hosts: int, *overrides: str, workers: int = 1) -> Settings:
-    servers = f"servers=[{', '.join(NODES[:num_hosts])}]"
     common = (f"min_workers={workers}", "num_epochs=2", "local_steps=4", "reconnect_timeout_s=20")
     return local_settings(
-        servers, *common, "outer_lr=0.7", *overrides, workers=workers, algorithm="diloco"
+        on_hosts(num_hosts),
+        *common,
+        "outer_lr=0.7",
+        *overrides,
+        workers=workers,
+        algorithm="diloco",
     )
-
-
-def start(
-    settings: Settings, folder: Path, *, resume: bool = False
-) -> tuple[Cluster, list[Outcome]]:
-    """A server and its stores."""
-    cluster = Cluster(settings, folder, algorithm="diloco", resume=resume)
-    return cluster, [cluster.start_store(node) for node in settings.cluster.store_nodes[1:]]
-
-
-def run(settings: Settings, folder: Path, *, resume: bool = False) -> Cluster:
-    """A run that ends well, for its stores too, and has applied every sample once."""
-    cluster, stores = start(settings, folder, resume=resume)
-    workers = [cluster.worker(number + 1) for number in range(settings.cluster.num_workers)]
-    cluster.server.finish()
-    for each in (*workers, *stores):
-        each.finish()
-    return cluster
 
 
 def when_changes_wait(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
@@ -105,6 +87,20 @@ def test_several_workers_apply_every_sample_once(
     cluster.assert_every_sample_applied_once()
     assert cluster.server.summary is not None
     assert (cluster.server.summary.final.val_accuracy or 0) > 0.7
+
+
+def test_what_a_worker_says_it_has_received_came_from_all_hosts(tmp_path: Path) -> None:
+    received: list[tuple[int, int]] = []
+
+    class Watched(Worker):
+        def send_change(self, collect: Collect) -> None:
+            super().send_change(collect)
+            received.append((self.link.bytes_moved()[1], self.link.connection.bytes_received))
+
+    cluster, stores = start(settings_for(3, "mode=sync"), tmp_path)
+    cluster.finish(cluster.worker(1, make=Watched), *stores)
+    from_all, from_server = received[-1]
+    assert from_all > 2 * from_server
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
@@ -181,3 +177,8 @@ def test_a_worker_that_is_lost_in_the_middle_of_a_change_costs_no_sample(
 def test_an_average_of_weights_needs_them_in_one_place(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ema_decay is 0\.9 and servers lists several"):
         Cluster(settings_for(2, "ema_decay=0.9"), tmp_path, algorithm="diloco")
+
+
+def test_more_workers_than_stores_can_be_told_of_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_workers is 513, more than the 512"):
+        Cluster(settings_for(2, workers=513), tmp_path, algorithm="diloco")

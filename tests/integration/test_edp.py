@@ -231,9 +231,19 @@ def test_a_worker_that_fails_also_from_fresh_weights_leaves_and_the_others_go_on
 ) -> None:
     overrides = "gradient_clipping.enabled=false", "min_workers=2", "num_epochs=4"
     cluster = Cluster(local_settings(*overrides, workers=2), tmp_path)
-    innocent, broken = cluster.worker(1), cluster.worker(2, make=algorithm_of_one)
+    has_failed = threading.Event()
+
+    class Patient(Worker):
+        """Takes no step before the other has failed, or it might have taken all."""
+
+        def compute(self, lease: Assigned) -> BatchLoss:
+            assert has_failed.wait(DEADLINE_S)
+            return super().compute(lease)
+
+    innocent = cluster.worker(1, make=Patient)
+    assert isinstance(cluster.worker(2, make=algorithm_of_one).failure(), NonFiniteLoss)
+    has_failed.set()
     summary = cluster.finish(innocent)
-    assert isinstance(broken.failure(), NonFiniteLoss)
     assert summary.pushes.non_finite > 0
     left = [r.event for r in cluster.events() if isinstance(r.event, WorkerLeft)]
     assert 1 in {event.rank for event in left}

@@ -8,48 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
-import harness
+import several_hosts
 from harness import Cluster, Outcome, local_settings
+from several_hosts import many_buckets, on_hosts  # noqa: F401 - a fixture
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ClusterEmpty, RunFailed
 from smolcluster.ps.assignment import Assigned
-from smolcluster.training.build import build
 from smolcluster.utils.stopping import Interrupted
 
-NODES = ("mini1", "win", "pi5", "macbook")
-
-
-@pytest.fixture(autouse=True)
-def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets of 2048 weights, so that a small model has several."""
-    monkeypatch.setattr(harness, "build", partial(build, bucket_bytes=8192))
+start = partial(several_hosts.start, algorithm="syncps")
+run = partial(several_hosts.run, algorithm="syncps")
+pytestmark = pytest.mark.usefixtures("many_buckets")
 
 
 def settings_for(num_hosts: int, *overrides: str, workers: int = 1) -> Settings:
-    servers = f"servers=[{', '.join(NODES[:num_hosts])}]"
     common = ("num_epochs=1", f"min_workers={workers}", "reconnect_timeout_s=20", *overrides)
-    return local_settings(servers, *common, workers=workers, algorithm="syncps")
-
-
-def start(
-    settings: Settings, folder: Path, *, resume: bool = False
-) -> tuple[Cluster, list[Outcome]]:
-    """A server and its stores."""
-    cluster = Cluster(settings, folder, algorithm="syncps", resume=resume)
-    return cluster, [cluster.start_store(node) for node in settings.cluster.store_nodes[1:]]
-
-
-def run(settings: Settings, folder: Path, *, resume: bool = False) -> Cluster:
-    """A run that ends well, for its stores too."""
-    cluster, stores = start(settings, folder, resume=resume)
-    workers = [cluster.worker(number + 1) for number in range(settings.cluster.num_workers)]
-    cluster.server.finish()
-    for each in (*workers, *stores):
-        each.finish()
-    return cluster
+    return local_settings(on_hosts(num_hosts), *common, workers=workers, algorithm="syncps")
 
 
 def after_step(cluster: Cluster, version: int, act: Callable[[], None]) -> None:

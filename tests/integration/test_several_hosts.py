@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import harness
-from harness import Cluster, Outcome, local_settings
+import several_hosts
+from harness import DEADLINE_S, Cluster, local_settings
+from several_hosts import many_buckets, on_hosts  # noqa: F401 - a fixture
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP.server import Peer, Server
 from smolcluster.algorithms.EDP.worker import Worker
@@ -22,42 +23,18 @@ from smolcluster.net.session import Session
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import Pushed
 from smolcluster.ps.stepping_slice import SteppingSlice
-from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.messages import LeaseKey, Message, Reject
 from smolcluster.utils.stopping import Interrupted
 
-NODES = ("mini1", "win", "pi5", "macbook")
-
-
-@pytest.fixture(autouse=True)
-def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets of 2048 weights, so that a small model has several."""
-    monkeypatch.setattr(harness, "build", partial(build, bucket_bytes=8192))
+start = partial(several_hosts.start, algorithm="edp")
+run = partial(several_hosts.run, algorithm="edp")
+pytestmark = pytest.mark.usefixtures("many_buckets")
 
 
 def settings_for(num_hosts: int, *overrides: str, workers: int = 1) -> Settings:
-    servers = f"servers=[{', '.join(NODES[:num_hosts])}]"
     common = ("num_epochs=2", f"min_workers={workers}", "reconnect_timeout_s=20", *overrides)
-    return local_settings(servers, *common, workers=workers)
-
-
-def start(
-    settings: Settings, folder: Path, *, resume: bool = False, **options: object
-) -> tuple[Cluster, list[Outcome]]:
-    """A server and its stores."""
-    cluster = Cluster(settings, folder, resume=resume, **options)  # type: ignore[arg-type]
-    return cluster, [cluster.start_store(node) for node in settings.cluster.store_nodes[1:]]
-
-
-def run(settings: Settings, folder: Path, *, resume: bool = False) -> Cluster:
-    """A run that ends well, for its stores too."""
-    cluster, stores = start(settings, folder, resume=resume)
-    workers = [cluster.worker(number + 1) for number in range(settings.cluster.num_workers)]
-    cluster.server.finish()
-    for each in (*workers, *stores):
-        each.finish()
-    return cluster
+    return local_settings(on_hosts(num_hosts), *common, workers=workers)
 
 
 EXACT = ("worker_update_interval=1", "optimizer=adamw", "weight_decay=0.1", "eval_steps=20")
@@ -149,7 +126,7 @@ def test_a_worker_that_pushes_for_the_lease_of_another_is_answered_and_changes_n
         def compute(self, lease: Assigned) -> BatchLoss:
             if not named.done():
                 named.set_result(lease.lease)
-                assert has_lied.wait(harness.DEADLINE_S)
+                assert has_lied.wait(DEADLINE_S)
             return super().compute(lease)
 
     class Liar(Worker):
@@ -158,7 +135,7 @@ def test_a_worker_that_pushes_for_the_lease_of_another_is_answered_and_changes_n
         def compute(self, lease: Assigned) -> BatchLoss:
             loss = super().compute(lease)
             if not has_lied.is_set():
-                stolen = named.result(harness.DEADLINE_S)
+                stolen = named.result(DEADLINE_S)
                 frames = list(self.sender.frames(stolen, self.base_version, loss, 0.0))
                 self.sender.settle(0)
                 self.unacknowledged = stolen

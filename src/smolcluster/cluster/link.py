@@ -117,7 +117,7 @@ class Link(Session, Receiver):
         self,
         connection: Connection,
         heartbeat_timeout_s: float,
-        report: Callable[[Session], Message | None] = lambda _: None,
+        report: Callable[["Link"], Message | None] = lambda _: None,
         place: WorkerSetup | None = None,
         kept: KeptSteps | None = None,
     ) -> None:
@@ -142,6 +142,14 @@ class Link(Session, Receiver):
             report=lambda: report(self),
         )
         self.start()
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Bytes (sent, received) by this session and those with other peers."""
+        connections = [each.connection for each in (self, *self._others)]
+        return (
+            sum(each.bytes_sent for each in connections),
+            sum(each.bytes_received for each in connections),
+        )
 
     def place_for(self, message: Message) -> memoryview | None:
         return self._inner.place_for(message) if self._inner else None
@@ -343,15 +351,13 @@ class _Life:
             self.made_progress |= link.heard
             link.leave(close_message)
 
-    def _report(self, session: Session) -> Telemetry:
+    def _report(self, link: Link) -> Telemetry:
         """What this worker has done so far."""
-        meter, clocks = self._place.meter, session.clocks.best
+        meter, clocks = self._place.meter, link.clocks.best
         if clocks is not None:
             meter.clock_offset_s = -clocks.offset_s
         is_dated = clocks is not None  # or the server could not say when its spans were
-        report = self._process_stats.report(
-            session.connection, session.backlog, with_spans=is_dated
-        )
+        report = self._process_stats.report(link.bytes_moved(), link.backlog, with_spans=is_dated)
         self._place.on_stats(report)
         return report
 

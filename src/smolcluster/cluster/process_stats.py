@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import psutil
 
-from smolcluster.transport.connection import Connection
 from smolcluster.transport.messages import Telemetry
 from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.meter import MAX_SPANS, PEAK, PHASES, Meter
@@ -31,9 +30,9 @@ class ProcessStats:
         self._process = psutil.Process()
 
     def report(
-        self, connection: Connection | None = None, queued: int = 0, *, with_spans: bool = True
+        self, moved: tuple[int, int] = (0, 0), queued: int = 0, *, with_spans: bool = True
     ) -> Telemetry:
-        """What it has counted by now; `connection`: its session's, on which `queued` frames wait."""
+        """What it has counted by now; `moved`: bytes (sent, received), `queued`: frames that wait."""
         meter = self.meter
         cpu_s, memory_bytes = self._cost()
         spans = meter.take_spans() if with_spans else []
@@ -47,8 +46,8 @@ class ProcessStats:
             encoded_bytes=meter.encoded_bytes,
             cpu_s=cpu_s,
             memory_bytes=memory_bytes,
-            sent_bytes=connection.bytes_sent if connection else 0,
-            received_bytes=connection.bytes_received if connection else 0,
+            sent_bytes=moved[0],
+            received_bytes=moved[1],
             queued=max(0, queued),
             peak_bytes=tuple(meter.peak_bytes) if meter.peaks else (),
             gpu=dict(meter.gpu()),
@@ -115,12 +114,14 @@ class Gauge:
         self.values: dict[str, float] = {}
         """The newest rates; empty before there are any."""
         self._cadence = cadence or Cadence(NUM_KEPT_FIRST, KEPT_EVERY_S)
+        self.received_bytes = 0
+        """As the newest report says."""
         self._last: Telemetry | None = None
         self._last_kept: Telemetry | None = None
 
     def take(self, report: Telemetry) -> dict[str, float] | None:
         """Take the next report; returns rates that are to be kept, since those before, if it is time."""
-        last = self._last
+        last, self.received_bytes = self._last, report.received_bytes
         if last is None or self._last_kept is None or not follows(last, report):
             self._last = self._last_kept = report
             return None

@@ -81,7 +81,7 @@ class Layout:
         if self.whole is None or self.held is None:
             return [range(len(each)) for each in self._buckets]
         firsts = [
-            sum(home < self.held.start for home in self.whole.homes(number))
+            len([home for home in self.whole.homes(number) if home < self.held.start])
             for number in range(len(self.fragments))
         ]
         return [

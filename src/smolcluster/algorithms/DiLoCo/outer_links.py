@@ -347,7 +347,8 @@ class OuterLinks(StoreLinks):
         if not (holders := self._holders(number)):
             return
         for store in self._stores:
-            store.num_steps += store.node in holders and store.listens is not None
+            if store.node in holders and store.listens is not None:
+                store.num_steps += 1
         counted = (
             CountedChange(
                 instance=each.arrived.key.instance,

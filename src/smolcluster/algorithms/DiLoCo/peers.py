@@ -10,6 +10,8 @@ from smolcluster.cluster.worker import Worker
 
 LEAST_PATIENCE_S, PATIENCE = 30.0, 4.0
 """So long, and so many times what was expected, a worker may take for a step, or for its change."""
+LEAST_RECEIVED_NBYTES = 64 * 1024
+"""More than heartbeats are in that time, even from many hosts."""
 
 
 class Outbox:
@@ -52,6 +54,8 @@ class Peer(Timing):
     outbox: Outbox = field(default_factory=Outbox)
     num_sent: int = 0
     """How many frames it had been sent when it was last seen to go on."""
+    num_received: int = 0
+    """How many bytes it had received when it was last seen to go on."""
     is_joining: bool = False
     """Whether it has still to reach the other hosts, and is given no work."""
     is_stalled: bool = False
@@ -70,7 +74,8 @@ class Peer(Timing):
     ) -> bool:
         """Whether it has not gone on for too long with what it is to do.
 
-        What it has not been sent yet is not expected of it: a slow link is no slow worker.
+        What it has not been sent yet, by this or another host, is not expected of it: a slow link is no slow
+        worker.
 
         Args:
             now: on the same clock as all times.
@@ -80,8 +85,11 @@ class Peer(Timing):
         """
         num_sent = self.worker.live_session.num_sent
         is_idle = not (self.unanswered or owes_change) or self.outbox.is_waiting
-        if is_idle or num_sent != self.num_sent:
+        num_received = self.worker.gauge.received_bytes
+        is_receiving = num_received - self.num_received >= LEAST_RECEIVED_NBYTES
+        if is_idle or is_receiving or num_sent != self.num_sent:
             self.progressed_at, self.num_sent = now, num_sent
+            self.num_received = num_received
         self.progressed_at = max(self.progressed_at, heard_at)
         expected_s = self.step_s if self.unanswered else self.upload_s
         patience_s = max(LEAST_PATIENCE_S, PATIENCE * expected_s)

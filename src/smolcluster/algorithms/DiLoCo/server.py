@@ -73,10 +73,11 @@ from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import Range
-from smolcluster.errors import CheckpointError, NonFiniteLoss
+from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.ps.buffers import BufferCollector
+from smolcluster.ps.gathering import Gathering
 from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
 from smolcluster.ps.plausible import Failures, Norms, PushRefused, check_norm
 from smolcluster.runs.summary import Summary
@@ -84,6 +85,7 @@ from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
+    MAX_CHANGES,
     Ack,
     Collect,
     LeaseKey,
@@ -94,7 +96,6 @@ from smolcluster.transport.messages import (
     Skip,
     Stepped,
 )
-from smolcluster.utils.stopping import Interrupted
 
 DISPATCHER, ROUNDS = "dispatcher", "rounds"
 """Where a checkpoint's progress has their state."""
@@ -183,6 +184,7 @@ class Server:
         listeners = Listeners(self.report.steps_undone, self.on_store_lost)
         self.stores.begin(self.version, listeners)
         self.saver = context.new_saver(source, self.report)
+        self.hosts = Gathering(self.stores, self.saver, lambda: self.version, context.check_stop)
         self.peers: dict[int, Peer] = {}
         self.workers: dict[int, Worker] = {}
         """All that have ever taken part, by session."""
@@ -224,9 +226,16 @@ class Server:
         """Where the weights lie: here, and on the other hosts of `servers`.
 
         Raises:
-            ConfigError: there are several, and this run needs all weights in one place.
+            ConfigError: there are several, and this run needs all weights in one place, or has more workers
+                than stores can be told of.
         """
         self.context.check_average()
+        cluster = self.context.settings.cluster
+        if len(cluster.store_nodes) > 1 and cluster.num_workers > MAX_CHANGES:
+            raise ConfigError(
+                f"servers lists several, but num_workers is {cluster.num_workers}, more than the "
+                f"{MAX_CHANGES} whose changes stores add up; set servers to null"
+            )
         layout = Layout.of(self.replica, cut(self.replica.layers, len(self.numbers)))
         codec_down = self.config.codec_down
         return self.context.store_links(
@@ -281,21 +290,22 @@ class Server:
             NonFiniteLoss: the weights are ruined; the message names the change that may have done it.
         """
         told = self.stores.told(lambda: self.report.ending)
-        with closing(self.feed), self.pool, told, self.evaluator, self.saver:
-            try:
-                return self.serve()
-            except NonFiniteLoss as error:
-                raise NonFiniteLoss(f"{error}{self.norms.suspect}") from error
-            except BaseException as error:
-                if not isinstance(error, Interrupted) or error.is_orderly:
-                    self.gather_for_the_end()
-                raise
+        with (
+            closing(self.feed),
+            self.pool,
+            told,
+            self.evaluator,
+            self.saver,
+            self.norms.naming_suspect(),
+            self.hosts.at_an_early_end(),
+        ):
+            return self.serve()
 
     def serve(self) -> Summary:
         self.begin_round()
         while not (self.dispatcher.done or self.report.is_over):
             self.serve_next()
-        while not self.gather():
+        while not self.hosts.gather():
             self.serve_next()
         self.replica.check_weights("at the end of the run")
         return self.report.summary()
@@ -311,20 +321,7 @@ class Server:
             self.collect(now)
         self.saver.tick()
         self.report.tick()
-        self.stores.check_patience(now)
-        if self.stores.is_copy_due(now) or (self.peers and self.stores.are_silent(now)):
-            self.gather()
-
-    def gather(self) -> bool:
-        """Bring the weights of all hosts together in the replica; False: a store is missing."""
-        self.saver.wait_for_copy()
-        return self.stores.gather(self.version, self.context.check_stop)
-
-    def gather_for_the_end(self) -> None:
-        """Let what is saved at the end be of one version, or let nothing be saved."""
-        self.saver.wait_for_copy()
-        if not self.stores.gather(self.version):
-            self.saver.skip_end()
+        self.hosts.gather_if_due(now, is_at_work=bool(self.peers))
 
     def begin_round(self) -> None:
         """Choose how many batches a worker takes on average until the next outer step."""
@@ -512,7 +509,7 @@ class Server:
         )
         if not applied or not is_due:
             return
-        if not self.gather():
+        if not self.hosts.gather():
             self.context.log.warning("step %d is neither evaluated nor saved", self.version)
             return
         is_evaluated = self.evaluator.after_step(self.version, epoch, num_steps)

@@ -34,10 +34,10 @@ from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import Range
-from smolcluster.errors import NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.ps.buffers import BufferCollector, buffer_frames
+from smolcluster.ps.gathering import Gathering
 from smolcluster.ps.hosted_stores import NormsArrived
 from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
 from smolcluster.ps.plausible import Failures, Norms, PushRefused
@@ -49,7 +49,6 @@ from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Ack, LeaseKey, Outcome, Pull, Skip
-from smolcluster.utils.stopping import Interrupted
 
 DISPATCHER = "dispatcher"
 """Where a checkpoint's progress has its state."""
@@ -105,6 +104,7 @@ class Server:
             self.dispatcher.resume(stored, state.samples_applied)
         self.stores.begin(self.version, self.report.steps_undone)
         self.saver = context.new_saver(source, self.report)
+        self.hosts = Gathering(self.stores, self.saver, lambda: self.version, context.check_stop)
         self.peers: dict[int, Peer] = {}
         self.last_applied: dict[str, LeaseKey] = {}
         self.snapshot: tuple[int, list[Frame]] | None = None
@@ -129,20 +129,21 @@ class Server:
             NonFiniteLoss: the weights are ruined; the message names the push that may have done it.
         """
         told = self.stores.told(lambda: self.report.ending)
-        with closing(self.feed), self.pool, told, self.evaluator, self.saver:
-            try:
-                return self.serve()
-            except NonFiniteLoss as error:
-                raise NonFiniteLoss(f"{error}{self.norms.suspect}") from error
-            except BaseException as error:
-                if not isinstance(error, Interrupted) or error.is_orderly:
-                    self.gather_for_the_end()
-                raise
+        with (
+            closing(self.feed),
+            self.pool,
+            told,
+            self.evaluator,
+            self.saver,
+            self.norms.naming_suspect(),
+            self.hosts.at_an_early_end(),
+        ):
+            return self.serve()
 
     def serve(self) -> Summary:
         while not (self.dispatcher.done or self.report.is_over):
             self.serve_next()
-        while not self.gather():
+        while not self.hosts.gather():
             self.serve_next()
         self.replica.check_weights("at the end of the run")
         if self.context.is_attached:
@@ -157,20 +158,7 @@ class Server:
         self.saver.tick()
         self.report.tick()
         now = time.monotonic()
-        self.stores.check_patience(now)
-        if self.stores.is_copy_due(now) or (self.peers and self.stores.are_silent(now)):
-            self.gather()
-
-    def gather(self) -> bool:
-        """Bring the weights of all hosts together in the replica; False: a store is missing."""
-        self.saver.wait_for_copy()
-        return self.stores.gather(self.version, self.context.check_stop)
-
-    def gather_for_the_end(self) -> None:
-        """Let what is saved at the end be of one version, or let nothing be saved."""
-        self.saver.wait_for_copy()
-        if not self.stores.gather(self.version):
-            self.saver.skip_end()
+        self.hosts.gather_if_due(now, is_at_work=bool(self.peers))
 
     def give_result(self) -> None:
         """Send the final weights to loops of a user's own, which go on with them."""
@@ -379,7 +367,7 @@ class Server:
             )
         )
         is_due = self.evaluator.is_due(self.version) or self.saver.is_due(self.version)
-        if is_due and not self.gather():
+        if is_due and not self.hosts.gather():
             self.context.log.warning("step %d is neither evaluated nor saved", self.version)
             return
         self.saver.after_step(is_evaluated=self.evaluator.after_step(self.version, epoch))

@@ -109,6 +109,16 @@ class HuggingFaceStage(Stage):
             self.peft_config = model.peft_config
         self._inner = (inner,)  # in a tuple, so that it is no module of this one
 
+    @property
+    def text_config(self) -> Any:
+        """The configuration of transformers' model."""
+        [inner] = self._inner
+        return inner.config.get_text_config()
+
+    def own_layers(self) -> list[nn.Module]:
+        [inner] = self._inner
+        return list(_blocks(inner)[1][self.start : self.end])
+
     def _announce(self, number: int) -> Any:
         return lambda *_: self.before_layer(number)
 

@@ -19,7 +19,7 @@ def key(number: int) -> LeaseKey:
 def peer_with(num_batches: int) -> Peer:
     """A worker that has joined at 0, and was given so many batches then."""
     session = SimpleNamespace(num_sent=num_batches)
-    worker = SimpleNamespace(live_session=session)
+    worker = SimpleNamespace(live_session=session, gauge=SimpleNamespace(received_bytes=0))
     peer = Peer(STEP_S, worker=worker, stepped_at=0.0, progressed_at=0.0, num_sent=num_batches)  # type: ignore[arg-type]
     for number in range(num_batches):
         peer.gets(key(number), 0.0)
@@ -53,6 +53,18 @@ def test_what_is_still_being_sent_or_loaded_is_not_expected_yet() -> None:
     assert not is_late(peer, 5000.0)
     peer.outbox.clear()
     assert is_late(peer, 5000.0 + LEAST_PATIENCE_S)
+
+
+def test_who_still_receives_weights_from_other_hosts_is_not_late() -> None:
+    peer = peer_with(2)
+    for now in range(0, 1000, 20):
+        assert not is_late(peer, float(now))
+        peer.worker.gauge.received_bytes += 100_000
+    heartbeats = range(0, 60, 5)
+    assert not is_late(peer, 1000.0)
+    for each in heartbeats:
+        peer.worker.gauge.received_bytes += 500
+        assert is_late(peer, 1000.0 + each) == (each >= LEAST_PATIENCE_S)
 
 
 def test_a_change_that_comes_slowly_is_not_late() -> None:
