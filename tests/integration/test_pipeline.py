@@ -447,13 +447,12 @@ def test_a_machine_without_memory_for_a_single_layer_has_none(
     """Also where it only measures its link to another one: that counts as slow."""
 
     small: list[TrainingContext] = []
-    usual = worker.measure
 
-    def full(*_: Any) -> None:
+    def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def measured(training: TrainingContext, *rest: Any) -> LayersMeasured | None:
-        return full() if any(training is each for each in small) else usual(training, *rest)
+        return full() if any(training is each for each in small) else measure(training, *rest)
 
     class Small(Worker):
         def tell_speed(self, link: Link, place: WorkerSetup) -> None:
@@ -501,7 +500,8 @@ def flattened() -> Workload:
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         assert batch.dtype == torch.float64
-        return (model(batch) - batch).square().mean()
+        mean: torch.Tensor = (model(batch) - batch).square().mean()
+        return mean
 
     return Workload(model, loss, rows.unbind(), rows[:8].unbind())
 

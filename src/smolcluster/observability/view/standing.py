@@ -52,7 +52,7 @@ def standing(
 
 def _setup(read: RunSnapshot, started: RunStarted | None) -> dict[str, Any]:
     """What does not change while it runs."""
-    algorithm = read.algorithm or (started and started.algorithm)
+    algorithm = read.algorithm or (started.algorithm if started else None)
     spec = algorithms().get(algorithm or "")
     names = ("num_workers", "batch_size", "codec", "dataset", "model", "num_params")
     return {
