@@ -148,6 +148,7 @@ def learn(pipe: Pipe, machine: Machine, folder: Path, rank: int, training: Train
         for _ in range(wanted):
             part.step()
         pipe.send(validation_loss(part, training.num_held_out) if rank == 0 else 0.0)
+    leave()
 
 
 def take_time(pipe: Pipe, machine: Machine, folder: Path, rank: int, training: Training) -> None:
@@ -162,6 +163,13 @@ def take_time(pipe: Pipe, machine: Machine, folder: Path, rank: int, training: T
         part.step(before_backward=lambda: rest_of(pace, training.settings.train.batch_size))
         times.append(time.monotonic() - started)
     pipe.send(times)
+    leave()
+
+
+def leave() -> None:
+    """End when all can: Gloo's threads abort a process whose peers are gone."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def rest_of(pace: Pace, num_samples: int) -> None:

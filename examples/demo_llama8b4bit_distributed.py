@@ -8,20 +8,9 @@ Each machine finds by its addresses which part is its own. `--resume_step N` goe
 the frozen weights have 4 bits, elsewhere 16. It needs peft: `uv pip install peft`.
 """
 
-import json
 from pathlib import Path
 
-import torch
-from datasets import load_dataset
-from huggingface_hub import snapshot_download
-from torch import Tensor
-from torch.utils.data import Dataset
-
-from smolcluster import Workload
-from smolcluster.data.tokenizer import Tokenizer, load_tokenizer
 from smolcluster.launch.hetero.start import main
-from smolcluster.training.finetune import lora_config, next_token_loss
-from smolcluster.training.pretrained import Pretrained
 
 OUTPUT_DIR = "./lora_unsloth_sft_distributed"
 TRAINING = {
@@ -32,6 +21,23 @@ TRAINING = {
     "checkpoint_steps": 20,
     "gradient_clipping": {"enabled": True, "max_norm": 1.0},
 }
+
+if __name__ == "__main__":  # the processes that it starts load PyTorch, it does not
+    raise SystemExit(main(Path(__file__), output_dir=OUTPUT_DIR, training=TRAINING))
+
+import json
+
+import torch
+from datasets import load_dataset
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from smolcluster import Workload
+from smolcluster.data.tokenizer import Tokenizer, load_tokenizer
+from smolcluster.training.finetune import lora_config, next_token_loss
+from smolcluster.training.pretrained import Pretrained
+
 SYSTEM = "You are a helpful assistant."
 MASKED = -100
 """A target that is no loss term."""
@@ -88,7 +94,3 @@ def workload(
     samples = Instructions(rows_of(data, num_rows), load_tokenizer(str(folder)), max_length)
     model = Pretrained(folder, lora=lora, four_bit=four_bit)
     return Workload(model, next_token_loss, samples)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(Path(__file__), output_dir=OUTPUT_DIR, training=TRAINING))

@@ -24,6 +24,7 @@ from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.entry import module_of
 from smolcluster.algorithms.PipelineParallel import server as pipeline
+from smolcluster.algorithms.PipelineParallel.crew import Crew
 from smolcluster.algorithms.PipelineParallel.worker import Worker as PipelineWorker
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
@@ -291,7 +292,7 @@ class Cluster:
         """Count the samples of a step that all stages take; what is done again counts again."""
         commit = core.commit
 
-        def watched_commit(crew: pipeline.Crew, samples: Range, answers: list[StageDone]) -> None:
+        def watched_commit(crew: Crew, samples: Range, answers: list[StageDone]) -> None:
             commit(crew, samples, answers)
             order = core.orders[samples.epoch]
             self.applied[samples.epoch].update(order[samples.start : samples.stop].tolist())

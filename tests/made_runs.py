@@ -46,6 +46,7 @@ class MadeRun:
         self.paths.logs.mkdir(parents=True, exist_ok=True)
         self.now = 0.0
         self._incarnation = incarnation
+        self._algorithm = "edp"
 
     def config(self, *overrides: str, train: str = "digits") -> None:
         settings = load_settings("edp", train, None, overrides, environ={}, local=True)
@@ -72,6 +73,7 @@ class MadeRun:
             **{"num_workers": 3, "num_epochs": 2, "train_samples": 1600, "batch_size": BATCH},
             **{"codec": "fp32", "dataset": "digits", "model": "SimpleNN", "num_params": 9610},
         }
+        self._algorithm = str(changes.get("algorithm", self._algorithm))
         self.event(RunStarted.model_validate(values | changes))
 
     def joined(self, rank: int, node: str | None = None, *, rejoined: bool = False) -> None:
@@ -126,7 +128,13 @@ class MadeRun:
         status = status_of(state, now=BEGAN + self.now, age_s=0.0, reason=reason)
         write_status(
             self.paths.status,
-            status.model_copy(update={"workers": list(workers), "run_id": self.paths.run_id}),
+            status.model_copy(
+                update={
+                    "workers": list(workers),
+                    "run_id": self.paths.run_id,
+                    "algorithm": self._algorithm,
+                }
+            ),
         )
 
     def summary(self, **changes: object) -> Summary:

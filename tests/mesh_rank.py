@@ -7,7 +7,8 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from smolcluster.algorithms.Mesh.config import MeshConfig, config_of
 from smolcluster.configs.schema import GPTConfig, TrainConfig
@@ -58,6 +60,11 @@ class Case:
     double: bool = False
     num_layers: int = 4
     num_heads: int = 4
+    num_words: int = WORDS
+    architecture: str | None = None
+    """Of transformers; None: the GPT of ours."""
+    is_bare: bool = False
+    """Whether it has layers without parameters instead of either."""
 
     @property
     def config(self) -> MeshConfig:
@@ -90,6 +97,36 @@ CASES = {
     ),
     "tp2-fsdp2": Case({"tp": 2, "fsdp": 2}, {"activation_checkpointing": "selective"}),
     "tp2-pp2-interleaved": Case({"tp": 2, "pp": 2}, {"microbatches": 4, "schedule": "interleaved"}),
+    "dp2-tp2-sequence": Case({"dp": 2, "tp": 2, "sequence_parallel": True}),
+    "tp2-pp2-sequence-loss": Case(
+        {"tp": 2, "pp": 2, "sequence_parallel": True, "loss_parallel": True},
+        *({"microbatches": 4}, ADAM),
+        double=True,
+    ),
+    "tp2-pp2-zero-bubble-sequence": Case(
+        {"tp": 2, "pp": 2, "sequence_parallel": True, "loss_parallel": True},
+        {"microbatches": 4, "schedule": "zero-bubble"},
+    ),
+    "tp2-fsdp2-loss": Case(
+        {"tp": 2, "fsdp": 2, "loss_parallel": True}, {"activation_checkpointing": "full"}
+    ),
+    "tp2-dp2-uneven-loss": Case({"tp": 2, "dp": 2, "loss_parallel": True}, num_words=25),
+    "dp2-tp2-llama": Case({"dp": 2, "tp": 2}, architecture="Llama"),
+    "tp2-fsdp2-qwen3": Case({"tp": 2, "fsdp": 2}, architecture="Qwen3"),
+    "tp2-pp2-compiled": Case(
+        {"tp": 2, "pp": 2, "sequence_parallel": True, "loss_parallel": True},
+        {"microbatches": 2, "compile": True},
+    ),
+    "fsdp2-pp2-compiled": Case(
+        {"fsdp": 2, "pp": 2},
+        {"microbatches": 2, "compile": True, "activation_checkpointing": "full"},
+    ),
+    "pp4-bare": Case({"pp": 4}, {"microbatches": 4}, ADAM, double=True, is_bare=True),
+    "dp2-pp2-bare-zero-bubble": Case(
+        *({"dp": 2, "pp": 2}, {"microbatches": 4, "schedule": "zero-bubble"}, ADAM),
+        double=True,
+        is_bare=True,
+    ),
     "dp2-tp2-bf16": Case({"dp": 2, "tp": 2}, {}, {"precision": "bf16"}),
 }
 
@@ -133,7 +170,8 @@ class Sentences:
 
 
 def loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    logits, targets = model(batch["inputs"]), batch["targets"].flatten()
+    output, targets = model(batch["inputs"]), batch["targets"].flatten()
+    logits = getattr(output, "logits", output)
     total = functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
     return total, (targets != -100).sum()
 
@@ -148,13 +186,65 @@ def workload(case: Case) -> Workload:
         dropout=0.0,
     )
     dtype = torch.float64 if case.double else torch.float32
+
+    def model() -> torch.nn.Module:
+        if case.is_bare:
+            return bare().to(dtype)
+        if case.architecture is None:
+            return GPT(config, case.num_words).to(dtype)
+        return of_transformers(case.architecture, case).to(dtype)
+
     return Workload(
-        lambda: GPT(config, WORDS).to(dtype),
+        model,
         loss,
         Sentences(),
         name="arithmetic",
         training=Training(),
     )
+
+
+class AsFloats(torch.nn.Module):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.one_hot(tokens, WORDS).to(torch.float64)
+
+
+def bare() -> torch.nn.Sequential:
+    """The first and the third layer have no parameters."""
+    first, second = torch.nn.Linear(WORDS, 8), torch.nn.Linear(8, WORDS)
+    return torch.nn.Sequential(AsFloats(), first, torch.nn.Tanh(), second)
+
+
+def of_transformers(architecture: str, case: Case) -> torch.nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{architecture}Config")(
+        vocab_size=case.num_words,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=case.num_layers,
+        num_attention_heads=case.num_heads,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=LENGTH,
+    )
+    model: torch.nn.Module = getattr(transformers, f"{architecture}ForCausalLM")(config)
+    return model
+
+
+@contextmanager
+def lengths_of_norms() -> Iterator[set[int]]:
+    """The numbers of tokens that layer norms are given on this rank."""
+    lengths = set[int]()
+
+    def note(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(module, torch.nn.LayerNorm):
+            lengths.add(getattr(inputs[0], "_local_tensor", inputs[0]).size(1))
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield lengths
+    finally:
+        handle.remove()
 
 
 def train_case(name: str, case: Case, folder: Path) -> None:
@@ -164,10 +254,21 @@ def train_case(name: str, case: Case, folder: Path) -> None:
     groups = Groups(case.config.mesh, CPU)
     trainer = MeshTrainer(workload(case), case.training, case.config, groups, seed=SEED)
     applied, steps = 0, []
-    for _ in range(NUM_STEPS):
-        step = trainer.step(applied)
-        applied += trainer.num_samples_at(applied)
-        steps.append([step.loss, step.num_terms, step.grad_norm])
+    with lengths_of_norms() as lengths:
+        for _ in range(NUM_STEPS):
+            step = trainer.step(applied)
+            applied += trainer.num_samples_at(applied)
+            steps.append([step.loss, step.num_terms, step.grad_norm])
+    if case.architecture is None and not case.is_bare:
+        mesh = case.config.mesh
+        assert lengths == {LENGTH // mesh.tp if mesh.sequence_parallel else LENGTH}
+        words = next((each.local.shape for each in trainer.slots if each.name == "wte.weight"), [0])
+        most = -(-case.num_words // (mesh.tp * mesh.fsdp))
+        assert words[0] <= most or not mesh.loss_parallel
+    if case.config.compile:
+        from torch._dynamo.utils import counters
+
+        assert counters["stats"]["unique_graphs"] > 0
     weights = {each.name: each.tensor for each in trainer.gather() if each.moment == WEIGHTS}
     if groups.rank == 0:
         said = {name: each.flatten().tolist() for name, each in weights.items()}

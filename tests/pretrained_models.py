@@ -33,9 +33,10 @@ def saved(
     architecture: str = "llama",
     dtype: torch.dtype = torch.float32,
     part_size: str = "5GB",
+    **sizes: int,
 ) -> Path:
-    """The folder of a random model; `part_size`: of each of its files."""
-    config = transformers.AutoConfig.for_model(architecture, **SIZES[architecture])
+    """The folder of a random model; `part_size`: of each of its files; `sizes`: other ones."""
+    config = transformers.AutoConfig.for_model(architecture, **{**SIZES[architecture], **sizes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -43,6 +43,8 @@ MODEL_FLAGS = {
     "save_interval": "checkpoint_steps",
 }
 """Flags, and the keys of the configuration that they set."""
+PROFILED = {"wait": 1}
+"""What `--profile` sets; the rest are defaults."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,9 +71,8 @@ def parser() -> argparse.ArgumentParser:
     ranks.add_argument(
         "--hang-timeout",
         type=float,
-        default=300.0,
         metavar="SECONDS",
-        help="how long no rank may get on before the mesh ends",
+        help="how long no rank may get on before the mesh ends; default 300",
     )
     ranks.add_argument("--launcher", type=int, help=argparse.SUPPRESS)
     ranks.add_argument("--tell", type=int, help=argparse.SUPPRESS)
@@ -80,6 +81,9 @@ def parser() -> argparse.ArgumentParser:
         mesh.add_argument(f"--{name}", type=int, help="ranks along it; default 1, of dp the rest")
     mesh.add_argument("--schedule", help="default 1f1b")
     mesh.add_argument("--microbatches", type=int, help="default 1, or 2 x pp")
+    mesh.add_argument("--sequence-parallel", action="store_true", help="GPT, with --tp")
+    mesh.add_argument("--loss-parallel", action="store_true", help="GPT, with --tp")
+    mesh.add_argument("--compile", action="store_true", help="torch.compile each layer")
     mesh.add_argument("--use-gradient-checkpointing", action="store_true")
     mesh.add_argument(
         "--activation-checkpointing", choices=("none", "full", "selective"), help="default none"
@@ -92,6 +96,11 @@ def parser() -> argparse.ArgumentParser:
     mesh.add_argument("--machine", help="this machine's name in it; default: its server's")
     mesh.add_argument(
         "--instruction-log", metavar="FOLDER", help="write down what each rank computes when"
+    )
+    mesh.add_argument(
+        "--profile",
+        action="store_true",
+        help="profile some steps of all ranks; which ones --override profile.wait=10 profile.active=3 says",
     )
     what = made.add_argument_group("training")
     what.add_argument("--config", default="stdlib", help="training file, or a shipped name")
@@ -135,12 +144,20 @@ def mesh_keys(args: argparse.Namespace, world_size: int) -> dict[str, object]:
     rest = world_size // (sizes["fsdp"] * sizes["tp"] * sizes["pp"])
     recompute = "full" if args.use_gradient_checkpointing else args.activation_checkpointing
     return {
-        "mesh": {"dp": args.dp or max(1, rest), **sizes},
+        "mesh": {
+            "dp": args.dp or max(1, rest),
+            **sizes,
+            "sequence_parallel": args.sequence_parallel,
+            "loss_parallel": args.loss_parallel,
+        },
+        "compile": args.compile,
+        "profile": PROFILED if args.profile else None,
         "schedule": args.schedule or "1f1b",
         "microbatches": args.microbatches or (2 * sizes["pp"] if sizes["pp"] > 1 else 1),
         "activation_checkpointing": recompute or "none",
         "instruction_log": args.instruction_log,
         "backend": "gloo" if args.no_nccl else args.backend or "auto",
+        "hang_timeout_s": args.hang_timeout or 300.0,
     }
 
 
@@ -148,11 +165,19 @@ def stated_keys(args: argparse.Namespace) -> dict[str, object]:
     """What flags say of the mesh, on top of a cluster file."""
     sizes = {f"mesh.{name}": getattr(args, name) for name in ("dp", "fsdp", "tp", "pp")}
     names = ("schedule", "microbatches", "activation_checkpointing", "instruction_log", "backend")
-    keys = {**sizes, **{name: getattr(args, name) for name in names}}
+    keys: dict[str, object] = {**sizes, **{name: getattr(args, name) for name in names}}
+    said = {
+        "mesh.sequence_parallel": (args.sequence_parallel, True),
+        "mesh.loss_parallel": (args.loss_parallel, True),
+        "compile": (args.compile, True),
+        "profile": (args.profile, PROFILED),
+    }
+    keys |= {key: value for key, (is_said, value) in said.items() if is_said}
     if args.use_gradient_checkpointing:
         keys["activation_checkpointing"] = "full"
     if args.no_nccl:
         keys["backend"] = "gloo"
+    keys["hang_timeout_s"] = args.hang_timeout
     return {key: value for key, value in keys.items() if value is not None}
 
 
@@ -171,8 +196,7 @@ def configuration(
     from smolcluster.configs.schema import config_of  # noqa: PLC0415 - they take time
 
     keys = stated_keys(args) if args.cluster else mesh_keys(args, world_size or 1)
-    asked = {"backend": "mpi"} if keys.get("backend") == "mpi" else {}  # refused by who knows why
-    texts = [f"{key}={json.dumps(value)}" for key, value in keys.items() if key not in asked]
+    texts = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
     def settings_with(*more: str) -> "Settings":
         return load_settings(
@@ -187,7 +211,7 @@ def configuration(
     own = config_of(algorithm_of_groups())
     mesh = settings_with(*args.override).of(own).model_dump()
     num_shares = mesh["mesh"]["dp"] * mesh["mesh"]["fsdp"]
-    return settings_with(*overrides_of(args, num_shares)), {**mesh, **asked}
+    return settings_with(*overrides_of(args, num_shares)), mesh
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
@@ -197,7 +221,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     size = args.world_size
     if args.cluster and size is None and not any(rank in os.environ for rank, _ in RANK_VARIABLES):
         _, keys = configuration(args, None)
-        size = config_of(keys | {"backend": "auto"}).num_ranks
+        size = config_of(keys).num_ranks
     ranks = ranks_of(
         os.environ,
         world_size=size,
@@ -220,7 +244,6 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         keys,
         settings,
         start_timeout_s=args.start_timeout,
-        hang_timeout_s=args.hang_timeout,
         launcher=_launcher(args.launcher),
         tells=args.tell,
         vocab_size=args.vocab_size,

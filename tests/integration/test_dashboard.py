@@ -438,5 +438,8 @@ def test_stages_of_a_pipeline_have_columns_and_links_between_them(
         told = ("20 ms", "50 ms", "30%", "2 MB/s to 2")
         assert [word in row for word in told] == [True] * 4, row
         assert text_of(browser, "#cluster .flow-label") == "3 MB/s"
+        of_pushes = ("//h2[text()='Pushes']/..", "//th[text()='staleness']")
+        hidden = [browser.find_element("xpath", each).get_property("hidden") for each in of_pushes]
+        assert hidden == [True, True]
         assert "sets the pace: it computes 70% of a step" in text_of(browser, "#insight")
         assert complaints(browser) == []

@@ -1,6 +1,9 @@
 """Meshes of real processes take the steps that one process takes."""
 
+import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,10 @@ from smolcluster.runs.summary import read_summary
 WORLD_SIZE = 4
 
 
-IN_CI = ("dp2-fsdp2", "tp2-pp2-1f1b", "fsdp2-pp2-zbv", "dp2-tp2-bf16")
+IN_CI = (
+    *("dp2-fsdp2", "tp2-pp2-1f1b", "fsdp2-pp2-zbv", "dp2-tp2-bf16", "tp2-pp2-sequence-loss"),
+    *("dp2-tp2-llama", "pp4-bare"),
+)
 
 
 @pytest.mark.parametrize(
@@ -35,16 +41,45 @@ def test_a_mesh_trains_as_one_process_does(processes: Processes, names: tuple[st
         mesh_rank.compare(name, mesh_rank.CASES[name], processes.folder)
 
 
+def check_profile(folder: Path, num_ranks: int) -> None:
+    """All that each rank computed in the profiled steps is in one file, at the same place in time."""
+    whole = json.loads((folder / "trace.json").read_text())
+    for rank in range(num_ranks):
+        own = json.loads((folder / f"rank-{rank}.json").read_text())
+        names, times = [
+            [
+                [event[key] for event in trace["traceEvents"] if is_product(event)]
+                for trace in (own, {"traceEvents": of_rank(whole, rank)})
+            ]
+            for key in ("name", "ts")
+        ]
+        assert names[0] and names[0] == names[1]
+        later = (own["baseTimeNanoseconds"] - whole["baseTimeNanoseconds"]) / 1000
+        assert times[1] == [each + later for each in times[0]]
+
+
+def of_rank(trace: dict[str, Any], rank: int) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["pid"] == rank]
+
+
+def is_product(event: dict[str, Any]) -> bool:
+    return event.get("ph") == "X" and event["name"] in ("aten::addmm", "aten::mm")
+
+
 def test_a_run_goes_on_with_another_mesh(processes: Processes) -> None:
-    """It leaves what every run leaves, and its checkpoint is of no mesh."""
+    """It leaves what every run leaves, and a profile; its checkpoint is of no mesh."""
     program = (sys.executable, "-m", "smolcluster.distributed_training", "--config", "digits")
     flags = ("--batch-size", "128", "--run-id", "spread", "--epochs", "1", "--tp", "2")
     port = str(free_port())
     there = ("--world-size", "2", "--master-port", port)
-    ranks = [processes.start(*program, *there, "--rank", str(r), *flags) for r in (0, 1)]
+    ranks = [
+        processes.start(*program, *there, "--rank", str(r), *flags, "--profile") for r in (0, 1)
+    ]
     for rank in ranks:
         assert rank.wait() == 0, rank.output
     paths = find_run(processes.runs)
+    assert str(paths.root / "profile" / "trace.json") in ranks[0].output
+    check_profile(paths.root / "profile", 2)
     first = read_summary(paths.summary)
     alone = processes.start(
         *(*program, "--batch-size", "128", "--resume", "spread", "--epochs", "2"),

@@ -10,26 +10,36 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import own_workloads
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pretrained_models import adapters, saved
-from smolcluster.algorithms.PipelineParallel import links, server, worker
+from smolcluster.algorithms.PipelineParallel import dealing, links, server, worker
 from smolcluster.algorithms.PipelineParallel.automatic import Reported, measure
 from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
-from smolcluster.algorithms.PipelineParallel.server import Peer
+from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.worker import Worker
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.cluster import link
-from smolcluster.cluster.link import WorkerSetup
+from smolcluster.cluster.link import Link, WorkerSetup
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig
-from smolcluster.errors import ConnectTimeout, NonFiniteLoss, OutOfMemory, PeerLost
+from smolcluster.errors import (
+    ConfigError,
+    ConnectTimeout,
+    DataError,
+    NonFiniteLoss,
+    OutOfMemory,
+    PeerLost,
+    RunFailed,
+)
 from smolcluster.models.gpt import GPT
 from smolcluster.net.inbox import Event
+from smolcluster.observability.view.stages import StageView
 from smolcluster.ps.assignment import Assigned
 from smolcluster.runs.events import LayersMoved
-from smolcluster.training.build import build, stage_replica
+from smolcluster.training.build import TrainingContext, build, stage_replica
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.finetune import next_token_loss
 from smolcluster.training.pretrained import Pretrained
@@ -310,6 +320,26 @@ def test_a_stage_that_is_out_of_memory_gets_fewer_layers(
     assert {each.machine: each.end - each.start for each in plan.stages} == {"pi5": 6, "win": 2}
 
 
+def test_a_worker_that_is_left_out_of_a_new_plan_shows_no_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shrinking(Worker):
+        """One whose device has room for no layer any more, after the first step."""
+
+        def compute(self, step: Assigned) -> None:
+            if step.lease.start:
+                raise MemoryError
+            super().compute(step)
+
+    monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * SIZES.num_layers))
+    settings = settings_for(2, "shard_plan=auto", "num_epochs=1", "redundancy=1")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Shrinking)]
+    cluster.finish(*workers)
+    stages = [StageView.of(each.process_stats) for each in cluster.core.report.board.workers()]
+    assert [each and each.ranges for each in stages] == ["0-7", None]
+
+
 def test_where_layers_were_not_measured_it_ends_with_a_cut_that_takes_less(tmp_path: Path) -> None:
     cluster = Cluster(settings_for(2), tmp_path, algorithm="pipeline", workload=gpt())
     workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Narrow)]
@@ -323,6 +353,170 @@ def test_where_layers_were_not_measured_it_ends_with_a_cut_that_takes_less(tmp_p
         each.failure()
 
 
+def test_workers_that_all_fail_to_build_their_layers_end_the_run_with_their_errors(
+    tmp_path: Path,
+) -> None:
+    class Unable(Worker):
+        def begin(self, _plan: Planned, place: WorkerSetup) -> None:
+            raise DataError(f"{place.hello.node} has no weights")
+
+    cluster = Cluster(settings_for(2), tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(i, node=node, make=Unable) for i, node in ((1, "pi5"), (2, "win"))]
+    error = cluster.server.failure()
+    assert isinstance(error, RunFailed)
+    assert str(error) == (
+        "no worker is left that can build its layers: worker 1 (pi5): it cannot go on: pi5 has no weights; "
+        "worker 2 (win): it cannot go on: win has no weights"
+    )
+    for each in workers:
+        assert isinstance(each.failure(), DataError)
+
+
+def test_where_one_of_two_cannot_build_its_layers_the_other_one_has_all(tmp_path: Path) -> None:
+    class Unable(Worker):
+        def begin(self, _plan: Planned, _place: WorkerSetup) -> None:
+            raise DataError("no weights")
+
+    settings = settings_for(2, "num_epochs=1")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    unable, able = cluster.worker(1, node="pi5", make=Unable), cluster.worker(2, node="win")
+    assert isinstance(unable.failure(), DataError)
+    cluster.server.finish()
+    able.finish()
+
+
+def test_memory_that_runs_out_while_layers_are_built_ends_the_run_with_a_cut_that_takes_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(worker, "stage_replica", full)
+    cluster = Cluster(settings_for(2), tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
+    error = cluster.server.failure()
+    assert isinstance(error, OutOfMemory)
+    assert "MemoryError; less is {pi5: [0, " in str(error)
+    for each in workers:
+        each.failure()
+
+
+def test_a_first_plan_that_fits_nowhere_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where links were measured before it."""
+    monkeypatch.setattr(dealing, "reported", on_machines_of_their_own)
+    too_large = costing([0.1] * SIZES.num_layers).model_copy(update={"memory_bytes": 1})
+    monkeypatch.setattr(worker, "measure", lambda *_: too_large)
+    settings = settings_for(2, "shard_plan=auto")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
+    error = cluster.server.failure()
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith("layer 0 alone needs 0.00401 MB and pi5")
+    for each in workers:
+        each.failure()
+
+
+def test_a_plan_by_hand_that_does_not_fit_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reported(peer: Peer) -> Reported:
+        has = 150_000 if peer.worker.member.node == "pi5" else 10**9
+        assert peer.measured is not None
+        return Reported(peer.instance, peer.measured.model_copy(update={"memory_bytes": has}))
+
+    monkeypatch.setattr(dealing, "reported", reported)
+    settings = settings_for(2)
+    by_hand = {"shard_plan": {"pi5": [0, 6], "win": [6, 8]}}
+    settings = replace(settings, cluster=settings.cluster.model_copy(update=by_hand))
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
+    error = cluster.server.failure()
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith("shard_plan: layers 0 to 5 of pi5 need ")
+    assert "the device has 0.15 MB free: {" in str(error)
+    assert not cluster.metrics.steps
+    for each in workers:
+        each.failure()
+
+
+def test_a_machine_without_memory_for_a_single_layer_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it only measures its link to another one: that counts as slow."""
+
+    small: list[TrainingContext] = []
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def measured(training: TrainingContext, *rest: Any) -> LayersMeasured | None:
+        return full() if any(training is each for each in small) else measure(training, *rest)
+
+    class Small(Worker):
+        def tell_speed(self, link: Link, place: WorkerSetup) -> None:
+            small.append(self.training)
+            super().tell_speed(link, place)
+
+    monkeypatch.setattr(worker, "measure", measured)
+    monkeypatch.setattr(dealing, "reported", on_machines_of_their_own)
+    monkeypatch.setattr(worker, "measure_link", full)
+    settings = settings_for(3, "shard_plan=auto", "num_epochs=1")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    nodes = ((1, "pi5"), (2, "win"), (3, "mini1"))
+    workers = [cluster.worker(i, node=node, make=Small if i == 1 else None) for i, node in nodes]
+    cluster.finish(*workers)
+    plan = PLAN.read(tmp_path / PLAN_NAME)
+    assert "pi5" not in {each.machine for each in plan.stages}
+    assert any("worker 1 (pi5) can have no layers: a single" in each for each in cluster.log_lines)
+    assert any("a link is slow: CUDA out of memory" in each for each in cluster.log_lines)
+
+
+def test_where_no_machine_has_memory_for_a_single_layer_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(worker, "measure", full)
+    settings = settings_for(2, "shard_plan=auto")
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
+    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
+    error = cluster.server.failure()
+    assert isinstance(error, RunFailed)
+    assert "worker 2 (win) can have no layers: a single layer does not fit" in str(error)
+    for each in workers:
+        each.failure()
+
+
+def flattened() -> Workload:
+    """In float64, with a last layer that has no parameters."""
+    rows = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh())
+        return made.to(torch.float64)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        assert batch.dtype == torch.float64
+        mean: torch.Tensor = (model(batch) - batch).square().mean()
+        return mean
+
+    return Workload(model, loss, rows.unbind(), rows[:8].unbind())
+
+
+def test_samples_keep_their_type_in_a_last_stage_without_parameters(tmp_path: Path) -> None:
+    settings = settings_for(3, "num_epochs=1")
+    cluster = run(settings, tmp_path, flattened())
+    expected, _ = own_workloads.alone(settings, flattened(), "pipeline")
+    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-9)
+
+
+def on_machines_of_their_own(peer: Peer) -> Reported:
+    return Reported(peer.instance, peer.measured)
+
+
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_links_between_machines_are_measured_and_planned_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_blocked: bool
@@ -332,12 +526,9 @@ def test_links_between_machines_are_measured_and_planned_with(
     def blocked(*_: Any, **__: Any) -> None:
         raise ConnectTimeout("a firewall is between them")
 
-    def on_machines_of_their_own(peer: Peer) -> Reported:
-        return Reported(peer.instance, peer.measured)
-
     if is_blocked:
         monkeypatch.setattr(links, "dial", blocked)
-    monkeypatch.setattr(server, "reported", on_machines_of_their_own)
+    monkeypatch.setattr(dealing, "reported", on_machines_of_their_own)
     monkeypatch.setattr(worker, "measure", lambda *_: costing([0.1] * SIZES.num_layers))
     settings = settings_for(3, "shard_plan=auto", "num_epochs=1")
     cluster = run(settings, tmp_path, gpt())

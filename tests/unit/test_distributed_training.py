@@ -5,8 +5,10 @@ from collections.abc import Mapping
 import pytest
 from torch.distributed.run import get_args_parser
 
+from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.ranks import ranks_of
-from smolcluster.distributed_training import mesh_keys, overrides_of, parser
+from smolcluster.configs.schema import MeshSizes
+from smolcluster.distributed_training import configuration, mesh_keys, overrides_of, parser
 from smolcluster.errors import ConfigError
 
 
@@ -86,7 +88,7 @@ def test_flags_become_the_mesh_and_the_configuration() -> None:
         ]
     )
     keys = mesh_keys(args, 8)
-    assert keys["mesh"] == {"dp": 4, "fsdp": 1, "tp": 2, "pp": 1}
+    assert MeshConfig.model_validate(keys).mesh == MeshSizes(dp=4, tp=2)
     assert (keys["backend"], keys["activation_checkpointing"]) == ("gloo", "full")
     assert overrides_of(args, 4) == [
         "model.model_dim=64",
@@ -96,6 +98,18 @@ def test_flags_become_the_mesh_and_the_configuration() -> None:
         "global_batch_size=16",
         "precision=bf16",
     ]
+
+
+@pytest.mark.parametrize("told", [(), ("--cluster", "mesh")])
+def test_what_ranks_share_and_whether_they_are_compiled_and_profiled_are_flags(
+    told: tuple[str, ...],
+) -> None:
+    flags = ("--sequence-parallel", "--loss-parallel", "--compile", "--profile")
+    for said in (flags, ()):
+        _, keys = configuration(parser().parse_args([*told, "--tp", "2", *said]), 2)
+        config, is_said = MeshConfig.model_validate(keys), bool(said)
+        shared = (config.mesh.sequence_parallel, config.mesh.loss_parallel)
+        assert (*shared, config.compile, config.profile is not None) == (is_said,) * 4
 
 
 def test_torchrun_takes_no_flag_for_an_abbreviation_of_its_own() -> None:

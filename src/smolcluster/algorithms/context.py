@@ -201,9 +201,15 @@ class ServerContext:
             self.training, self.inbox, every=every, log=self.log, check_stop=self.check_stop
         )
 
-    def new_saver(self, source: CheckpointSource, report: Report) -> Saver:
+    def new_saver(
+        self,
+        source: CheckpointSource,
+        report: Report,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> Saver:
+        """`on_progress` is called as the last checkpoint gets on, which the run waits for."""
         every = self.settings.cluster.checkpoint_steps
-        return Saver(self.store, every, source, report, self.log)
+        return Saver(self.store, every, source, report, self.log, on_progress=on_progress)
 
     def new_report(
         self,

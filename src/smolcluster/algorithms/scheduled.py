@@ -3,10 +3,14 @@
 from pydantic import Field, PositiveInt
 
 from smolcluster.configs.schema import AlgorithmConfig
-from smolcluster.training.schedules.instructions import SCHEDULES
+from smolcluster.errors import ConfigError
+from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
+from smolcluster.utils.words import hint_at
 
 ALIASES = {"zbv": "zb-v"}
 """What others call a schedule."""
+NAMES = f"{', '.join(SCHEDULES)} ({', '.join(f'{old} is also called {new}' for new, old in ALIASES.items())})"
+"""Of a mesh, for messages."""
 
 
 class ScheduledConfig(AlgorithmConfig):
@@ -21,3 +25,22 @@ class ScheduledConfig(AlgorithmConfig):
         description="PipelineParallel, Mesh: parts of a batch (of a mesh: of a rank's share of it) that are "
         "on their way at the same time.",
     )
+
+
+def mesh_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    """What each of so many ranks along `mesh.pp` computes.
+
+    Raises:
+        ConfigError: there is no such schedule, or it cannot be made of these numbers.
+    """
+    known = (*SCHEDULES, *ALIASES)
+    if name not in known:
+        raise ConfigError(f"schedule is {name!r}, must be one of {NAMES}{hint_at(name, known)}")
+    if num_ranks == 1:
+        return generate("gpipe" if num_microbatches == 1 else "1f1b", 1, num_microbatches)
+    if num_microbatches < num_ranks:
+        raise ConfigError(
+            f"microbatches is {num_microbatches}, fewer than the {num_ranks} stages of mesh.pp, so that most "
+            f"ranks would wait: set microbatches to {2 * num_ranks} or more"
+        )
+    return generate(ALIASES.get(name, name), num_ranks, num_microbatches)

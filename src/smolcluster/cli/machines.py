@@ -295,13 +295,13 @@ def _diagram(
 @mesh_app.command(
     "schedule",
     epilog=below(
-        "smolcluster mesh schedule --pp 4 --microbatches 8 --schedule zbv --csv zbv.csv --svg zbv.svg"
+        "smolcluster mesh schedule --pp 4 --microbatches 8 --schedule zb-v --csv zb-v.csv --svg zb-v.svg"
     ),
 )
 def _mesh_schedule(
     *,
     schedule: Annotated[
-        str, typer.Option("--schedule", help="gpipe, 1f1b, interleaved, zero-bubble, zbv, …")
+        str, typer.Option("--schedule", help="gpipe, 1f1b, interleaved, zero-bubble, zb-v, …")
     ] = "1f1b",
     pp: Annotated[int, typer.Option("--pp", min=1, help="Ranks of the pipeline.")],
     microbatches: Annotated[

@@ -474,4 +474,4 @@ def _close_message(error: Exception) -> Message:
     if isinstance(error, UserCodeError):
         return Fault(code="user-code", sentence=str(error))
     what = error if isinstance(error, SmolclusterError) else f"internal error: {error!r}"
-    return Goodbye(reason=f"it cannot go on: {what}")
+    return Goodbye(reason=f"it cannot go on: {what}", has_failed=True)

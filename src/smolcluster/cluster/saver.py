@@ -56,15 +56,19 @@ class Saver:
         source: CheckpointSource,
         report: Report,
         log: logging.Logger,
+        *,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`every` so many steps, or only at the end where it is None."""
+        """`every` so many steps, or only at the end where it is None; `on_progress`: as its writer's."""
         self._every = every
         self._source = source
         self._report = report
         self._log = log
         self._writer = None
         if store is not None:  # a checkpoint is not newer than what is known of its steps
-            self._writer = CheckpointWriter(store, log, report.saved, report.flush)
+            self._writer = CheckpointWriter(
+                store, log, report.saved, report.flush, on_progress=on_progress
+            )
         self._copier = executor_beside(source.replica.device, "copier")
         self._copying: Future[Snapshot] | None = None
         self._copied: Snapshot | None = None

@@ -26,6 +26,9 @@ class Worker:
     session: Session | None = None
     ready: Ready | None = None
     goodbye: str | None = None
+    """Why it leaves, once it has said so."""
+    has_failed: bool = False
+    """Whether it leaves because it cannot go on."""
     gauge: Gauge = field(default_factory=Gauge)
     admitted_at: float = field(default_factory=time.monotonic)
     is_slow: bool = False

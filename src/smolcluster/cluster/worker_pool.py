@@ -123,6 +123,11 @@ class WorkerPool:
     def workers(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.ready]
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a worker loads its data and builds its model before it takes part."""
+        return any(not worker.ready for worker in self._workers.values())
+
     def next_events(self, timeout_s: float) -> Iterator[Event]:
         """What happened next; nothing when `timeout_s` seconds passed without.
 
@@ -257,7 +262,7 @@ class WorkerPool:
         elif isinstance(message, Logged):
             self.report.logged(worker, message.values)
         elif worker.goodbye is None:
-            worker.goodbye = message.reason
+            worker.goodbye, worker.has_failed = message.reason, message.has_failed
         else:
             worker.session.cut("it said goodbye twice")
 

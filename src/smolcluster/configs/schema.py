@@ -226,7 +226,10 @@ class DatasetConfig(DatasetPlace):
 
 
 class MeshSizes(Section):
-    """How many ranks lie along each dimension; their product is the number of processes."""
+    """How many ranks lie along each dimension, and what those along tp share besides layers.
+
+    The product of the sizes is the number of processes.
+    """
 
     dp: PositiveInt = Field(1, description="Replicas, which share a batch.")
     fsdp: PositiveInt = Field(
@@ -234,6 +237,14 @@ class MeshSizes(Section):
     )
     tp: PositiveInt = Field(1, description="Ranks that share each layer (tensor parallel).")
     pp: PositiveInt = Field(1, description="Ranks that hold layers one after the other.")
+    sequence_parallel: bool = Field(
+        False,
+        description="Between layers that are cut over tp each rank has its part of every sequence (GPT).",
+    )
+    loss_parallel: bool = Field(
+        False,
+        description="Each rank along tp has its part of the vocabulary: of embedding, logits and loss (GPT).",
+    )
 
     @property
     def world_size(self) -> int:
@@ -246,6 +257,18 @@ class MeshSizes(Section):
 
     def __str__(self) -> str:
         return f"dp {self.dp} x fsdp {self.fsdp} x tp {self.tp} x pp {self.pp}"
+
+
+class ProfileConfig(Section):
+    """Which steps `torch.profiler` records, counted from the start of the process."""
+
+    wait: NonNegativeInt = Field(1, description="Steps before it is warmed up.")
+    warmup: NonNegativeInt = Field(1, description="Steps that are recorded and thrown away.")
+    active: PositiveInt = Field(3, description="Steps that are kept.")
+
+    @property
+    def num_steps(self) -> int:
+        return self.wait + self.warmup + self.active
 
 
 class NodeConfig(Section):
@@ -333,6 +356,13 @@ class AlgorithmConfig(Section):
     def pinned(self, settings: "Settings") -> dict[str, Any]:  # noqa: ARG002 - for those below
         """Keys of the training file that stay as they are when the number of workers changes."""
         return {}
+
+    def check_device(self, device: str | None) -> None:
+        """Refuse what ranks of a group cannot do on a device, as a node names it; None: this machine's best.
+
+        Raises:
+            ConfigError: one line with the key, its value and what to change.
+        """
 
     def check(self, settings: "Settings") -> None:
         """Refuse what the algorithm cannot follow.

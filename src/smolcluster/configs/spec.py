@@ -177,6 +177,12 @@ def is_group(name: str) -> bool:
     return spec is not None and spec.is_group
 
 
+def has_pushes(name: str | None) -> bool:
+    """Whether workers of that algorithm push, each for itself; stages of a pipeline do not."""
+    spec = algorithms().get(name or "")
+    return spec is None or "stages" not in spec.messages
+
+
 def default_algorithm() -> AlgorithmSpec:
     return next(iter(algorithms().values()))
 

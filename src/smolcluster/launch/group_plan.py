@@ -106,6 +106,10 @@ def plan_group(request: Request, settings: Settings, places: PathsByNode, run_id
     share = ranks_per_node(cluster, total)
     check_addresses(cluster, places)
     public = tuple(public_overrides(without_workload(request.overrides)))
+    for node in cluster.workers:
+        stated = cluster.nodes.get(node, NodeConfig()).device
+        if stated is not None:
+            settings.of(config_of(request.algorithm)).check_device(stated)
 
     def planned(index: int, node: str) -> LaunchedProcess:
         place, stated = places[node], cluster.nodes.get(node, NodeConfig())

@@ -10,6 +10,7 @@ from pathlib import Path
 from smolcluster.cluster.listening import check_port
 from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.resolve import Settings, check_algorithm
+from smolcluster.configs.schema import config_of
 from smolcluster.launch.group_plan import plan_group_local
 from smolcluster.launch.host import Host
 from smolcluster.launch.jobs.launch import launch_job
@@ -54,6 +55,8 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
     settings = settings_of(request, local=True)
     request = naming_workload(request, settings)
     check_algorithm(settings, request.algorithm.name)
+    if request.algorithm.is_group:
+        settings.of(config_of(request.algorithm)).check_device(settings.node.device)
     root = runs_root(settings.node.runs_dir)
     if how.dry_run:
         for process in _plan(request, settings, root / run_id, resume=resume).processes:

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 from smolcluster.algorithms.instruction_log import read_step
-from smolcluster.algorithms.scheduled import ALIASES
+from smolcluster.algorithms.scheduled import mesh_schedule
 from smolcluster.runs.files import write_whole
 from smolcluster.training.schedules.drawing import csv_of, picture_of
-from smolcluster.training.schedules.instructions import Instruction, generate, stage_ranks
+from smolcluster.training.schedules.instructions import Instruction, stage_ranks
 from smolcluster.training.schedules.simulation import Costs, median_costs, simulate
 from smolcluster.training.schedules.validation import validate
 
@@ -55,7 +55,7 @@ def schedule_command(
     Raises:
         ConfigError: there is no such schedule, or it cannot be made of these numbers.
     """
-    schedule = generate(ALIASES.get(name, name), num_ranks, num_microbatches)
+    schedule = mesh_schedule(name, num_ranks, num_microbatches)
     held = validate(schedule, num_microbatches)
     num_stages = len(stage_ranks(schedule))
     share = FORWARD_S * num_ranks / num_stages

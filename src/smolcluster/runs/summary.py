@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.configs.spec import STALENESS, shows
+from smolcluster.configs.spec import STALENESS, has_pushes, shows
 from smolcluster.runs.evaluated import metrics_in
 from smolcluster.runs.model_file import Measured, ModelFile, Strict, WithMetrics
 from smolcluster.runs.paths import RunPaths, process_title
@@ -139,7 +139,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         return own
     return [
         *own,
-        ("pushes", ", ".join(outcomes)),
+        *([("pushes", ", ".join(outcomes))] if has_pushes(summary.algorithm) else []),
         ("leases returned", f"{summary.leases_returned:,}"),
         ("codec", summary.codec),
         ("received", format_bytes(traffic.received)),

@@ -27,6 +27,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self, TypeVar
@@ -61,6 +62,7 @@ LATEST = "latest"
 BEST = "best"
 MAX_STATE_NBYTES = 16 * 1024 * 1024
 EXIT_TIMEOUT_S = 120.0
+PROGRESS_S = 0.5
 
 _TENSOR_FILES = frozenset({MODEL_FILE, OPTIMIZER_FILE})
 _PLACE = re.compile(r"step-(\d{8,16})")
@@ -232,6 +234,13 @@ class CheckpointStore:
         self._keep_last = keep_last
         self._log = log
         self._now = now
+
+    def draft_nbytes(self) -> int:
+        """Bytes on the disk of what is no checkpoint yet."""
+        with suppress(OSError):  # it was renamed meanwhile
+            files = (file for draft in self.folder.glob(_HIDDEN) for file in draft.glob("*"))
+            return sum(file.stat().st_size for file in files)
+        return 0
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint, let `latest` and `best` point right, and delete those no longer kept.
@@ -471,14 +480,17 @@ class CheckpointWriter:
         log: logging.Logger,
         on_saved: Callable[[int, Path], None] = lambda *_: None,
         before_saving: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """In the writer's thread `before_saving` is called before a step is saved, and `on_saved` when it is,
-        with the step and its folder.
+        with the step and its folder; `on_progress` in the thread that waits for the end, as the disk fills.
         """
         self._store = store
         self._log = log
         self._on_saved = on_saved
         self._before_saving = before_saving
+        self._on_progress = on_progress
+        self._grown = 0
         self._changed = threading.Condition()
         self._waiting: Snapshot | None = None
         self._spare: Snapshot | None = None
@@ -493,11 +505,11 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write what waits, then end the thread; a disk that hangs is left after `EXIT_TIMEOUT_S`."""
+        """Write what waits, then end the thread; it is left when nothing was written for `EXIT_TIMEOUT_S`."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
-        self._thread.join(EXIT_TIMEOUT_S)
+        self._wait_while_it_grows()
         if self._failed_step is not None:
             self._log.warning(
                 f"the last step, {self._failed_step}, is not saved; see the warning before and what is left "
@@ -508,6 +520,26 @@ class CheckpointWriter:
                 f"the last checkpoint is still being written after {format_duration(EXIT_TIMEOUT_S)} and is "
                 f"given up; the one before it is the newest: look at the disk of {self._store.folder}"
             )
+
+    def _wait_while_it_grows(self) -> None:
+        over = threading.Event()
+        looking = threading.Thread(target=self._see_growth, args=(over,), daemon=True)
+        looking.start()
+        seen, since = self._grown, time.monotonic()
+        while self._thread.is_alive() and time.monotonic() < since + EXIT_TIMEOUT_S:
+            self._thread.join(min(PROGRESS_S, EXIT_TIMEOUT_S))
+            if self._grown != seen:
+                seen, since = self._grown, time.monotonic()
+                self._on_progress()
+        over.set()
+
+    def _see_growth(self, over: threading.Event) -> None:
+        """Count how often there is more on the disk; in a thread, for a disk that hangs does not answer."""
+        known = -1
+        while not over.wait(PROGRESS_S):
+            nbytes = self._store.draft_nbytes()
+            self._grown += nbytes != known
+            known = nbytes
 
     def submit(self, snapshot: Snapshot) -> None:
         """Have it written as soon as the disk is free; never waits.

@@ -56,11 +56,13 @@ def evaluate(
     precision: Precision = "fp32",
     batch_size: int | None = None,
     before_batch: Callable[[], None] = lambda: None,
+    dtype: torch.dtype | None = None,
 ) -> Evaluation:
     """Evaluate `model`, which lies on `device`, on every sample of a split.
 
     The model is put into evaluation mode and left there, so give a copy (`Replica.copy_model`).
-    `batch_size` samples are evaluated at a time. `before_batch` may raise.
+    `batch_size` samples are evaluated at a time. `before_batch` may raise. `dtype`: of samples of floating
+    point; None: that of the model's trained parameters.
 
     Raises:
         NonFiniteLoss: the mean loss is NaN or infinite.
@@ -68,7 +70,7 @@ def evaluate(
     """
     model.eval()
     trained = (each.dtype for each in model.parameters() if each.requires_grad)
-    dtype = next(trained, torch.float32)
+    dtype = dtype or next(trained, torch.float32)
     batch_size = batch_size or DEFAULT_BATCH_SIZE
     measured = {"": loss} | {name: of for name, of in metrics.items() if not isinstance(of, OfLoss)}
     sums, counts = dict.fromkeys(measured, 0.0), dict.fromkeys(measured, 0)

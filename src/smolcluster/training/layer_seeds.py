@@ -28,8 +28,9 @@ class LayerSeeds:
         place: of the first sample of the microbatch that is computed.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
+    def __init__(self, seed: int, device: torch.device, *, part: int = 0) -> None:
+        """`part`: of each sequence, where several processes share sequences: each draws its own."""
+        self._seed, self._device, self._part = seed, device, part
         self.place = Place(seed, 0, 0)
 
     def begin(self, place: Place) -> None:
@@ -38,9 +39,16 @@ class LayerSeeds:
         self(0)
 
     def __call__(self, layer: int) -> None:
-        """Layer number `layer` begins."""
-        place = self.place
-        seed = derive_seed(self._seed, "dropout", place.epoch, place.start, layer)
+        """Layer number `layer` begins; the first one has whole sequences, and so has the loss."""
+        self._begin(layer, 0 if layer <= 0 else self._part)
+
+    def sequences_cut(self) -> None:
+        """Within the first layer: from here on there is a part of each sequence."""
+        self._begin(0, self._part)
+
+    def _begin(self, layer: int, part: int) -> None:
+        place = (self.place.epoch, self.place.start)
+        seed = derive_seed(self._seed, "dropout", *place, layer, *([part] if part else []))
         seed_generators(seed, self._device)
 
     def model_returned(self) -> None:

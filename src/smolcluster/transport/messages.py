@@ -354,10 +354,11 @@ class Heartbeat(Message):
 
 
 class Goodbye(Message):
-    """Client: leaves on purpose."""
+    """Client: leaves on purpose, or because it `has_failed` and cannot go on."""
 
     KIND: ClassVar[int] = 13
     reason: Sentence
+    has_failed: bool = False
 
 
 class Fault(Message):
@@ -871,7 +872,7 @@ class MeasuredLayer(HeaderModel):
         forward_s, input_s, weight_s: seconds of forward, and of the gradients of input and weights.
         trained_bytes: weights that have gradients.
         frozen_bytes: other weights, and buffers.
-        activation_bytes: held from forward to backward.
+        activation_bytes: held from forward to backward, `input_bytes` of them what the layer takes.
         output_bytes: sent to the next layer; of the last one 0.
     """
 
@@ -882,6 +883,7 @@ class MeasuredLayer(HeaderModel):
     frozen_bytes: Count
     activation_bytes: Count
     output_bytes: Count
+    input_bytes: Count = 0
 
 
 class LayersMeasured(Message):

@@ -11,9 +11,11 @@ _FAILED = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "cuDNN error")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had too little memory: less work at a time may fit."""
+    """Whether a device, or the machine itself, had too little memory: less work at a time may fit."""
     import torch  # noqa: PLC0415  (nothing at the foot of the house imports torch by being imported)
 
+    if isinstance(error, MemoryError):
+        return True
     if not isinstance(error, RuntimeError):
         return False
     return isinstance(error, torch.OutOfMemoryError) or _says(error, _OUT_OF_MEMORY)
@@ -34,10 +36,10 @@ def device_error(error: BaseException) -> SmolclusterError | None:
     """The error of ours that one of a device is; None: it is no device's."""
     if is_out_of_memory(error):
         return OutOfMemory(
-            f"out of memory: {_first_line(error)}; lower microbatch, or choose a smaller model"
+            f"out of memory: {first_line(error)}; lower microbatch, or choose a smaller model"
         )
     if is_failure(error):
-        return DeviceFailed(f"the device failed: {_first_line(error)}")
+        return DeviceFailed(f"the device failed: {first_line(error)}")
     return None
 
 
@@ -55,5 +57,7 @@ def _says(error: BaseException, parts: tuple[str, ...]) -> bool:
     return any(part in str(error) for part in parts)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    text = str(error).strip() or type(error).__name__
+    return text.partition("\n")[0].rstrip(".")

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from smolcluster.algorithms.Mesh.config import config_of
+from smolcluster.cli import main
 from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
+from smolcluster.configs.schema import MeshSizes
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.distributed_training import configuration, parser
 from smolcluster.errors import ConfigError
@@ -55,7 +58,7 @@ def test_the_command_on_this_machine_takes_the_mesh_from_the_file(tmp_path: Path
     )
     args = parser().parse_args(launched.server.argv[3:])
     own, keys = configuration(args, None)
-    assert keys["mesh"] == {"dp": 2, "fsdp": 1, "tp": 1, "pp": 4}
+    assert MeshSizes(**keys["mesh"]) == MeshSizes(dp=2, pp=4)
     assert keys["microbatches"] == 8
     assert own.train.dataset.name == "stdlib"
 
@@ -65,6 +68,30 @@ def test_flags_win_over_the_cluster_file() -> None:
     told, keys = configuration(args, None)
     assert (keys["mesh"]["tp"], keys["mesh"]["pp"], keys["backend"]) == (4, 4, "gloo")
     assert told.train.samples_per_step == 4
+
+
+def test_nccl_is_refused_where_the_cluster_file_says_that_there_is_no_cuda() -> None:
+    told = settings("backend=nccl", "nodes.node2.device=cpu")
+    with pytest.raises(ConfigError, match="backend is nccl, which needs CUDA"):
+        plan_group(Request(MESH), told, PLACES, "mesh-1")
+
+
+def test_a_launch_without_cuda_refuses_nccl_before_it_is_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ("launch", "mesh", "--local", "--dry-run", "--override")
+    assert main([*words, "backend=nccl"]) == 2
+    assert "backend is nccl, which needs CUDA" in capsys.readouterr().err
+    assert main([*words, "backend=mpi"]) == 2
+    assert "no wheel of PyTorch has: build PyTorch from source" in capsys.readouterr().err
+
+
+def test_how_long_a_mesh_may_hang_is_a_key_and_a_flag() -> None:
+    for words in (("--hang-timeout", "7"), ("--override", "hang_timeout_s=7")):
+        for cluster in ((), ("--cluster", "mesh")):
+            _, keys = configuration(parser().parse_args([*cluster, *words]), None)
+            assert config_of(keys).hang_timeout_s == 7
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,9 @@ def test_a_schedule_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_schedule_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--pp", "4", "--microbatches", "2", "--schedule", "zbv")
-    assert main(["mesh", "schedule", *flags]) != 0
-    assert "needs 4 microbatches" in capsys.readouterr().err
+    for schedule in ("zbv", "1f1b"):
+        flags = ("--pp", "4", "--microbatches", "2", "--schedule", schedule)
+        assert main(["mesh", "schedule", *flags]) != 0
+        assert "microbatches is 2, fewer than the 4 stages" in capsys.readouterr().err
+    assert main(["mesh", "schedule", "--pp", "4", "--microbatches", "8", "--schedule", "z"]) != 0
+    assert "zb-v (zb-v is also called zbv)" in capsys.readouterr().err

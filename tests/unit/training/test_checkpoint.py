@@ -1083,6 +1083,30 @@ def test_a_disk_that_hangs_does_not_keep_the_process(
     assert writer.flush(DEADLINE_S)
 
 
+def test_a_last_checkpoint_that_gets_on_is_waited_for_and_said_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes: here each part of it is written once the one before was noticed."""
+    monkeypatch.setattr(room, "PROGRESS_S", 0.02)
+    noticed, lines = threading.Event(), list[str]()
+
+    class Slow(CheckpointStore):
+        def save(self, _: Snapshot) -> Path:
+            draft = self.folder / ".step-1.x.tmp"
+            draft.mkdir(parents=True)
+            for size in range(4):
+                noticed.clear()
+                (draft / "model").write_bytes(bytes(size + 1))
+                assert noticed.wait(DEADLINE_S)
+            return draft
+
+    store = Slow(tmp_path / "checkpoints", 2, logger(lines))
+    with CheckpointWriter(store, logger(lines), on_progress=noticed.set) as writer:
+        writer.submit(snapshot_of(1))
+    assert not lines
+    assert (tmp_path / "checkpoints" / ".step-1.x.tmp" / "model").stat().st_size == 4
+
+
 def test_a_failure_is_told_once_a_kind_until_it_works_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Dropout masks of stages are those of one process that computes the same microbatches."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,7 +16,7 @@ from smolcluster.data.dataset import Batch
 from smolcluster.models.gpt import GPT
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import cross_entropy
-from smolcluster.training.layer_seeds import drawing_layers, may_draw
+from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
 from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedules.instructions import generate
@@ -199,3 +200,18 @@ def test_nothing_is_left_on_the_model() -> None:
     training, *_ = alone(gpt())
     modules = list(training.replica.model.modules())
     assert not any(each._forward_pre_hooks or each._forward_hooks for each in modules)
+
+
+def test_who_has_another_part_of_sequences_draws_another_mask_where_they_are_cut() -> None:
+    def drawn(part: int) -> list[Tensor]:
+        seeds, found = LayerSeeds(SEED, torch.device("cpu"), part=part), list[Tensor]()
+        begins: list[Callable[[], None]] = [
+            *(partial(seeds, 0), seeds.sequences_cut, partial(seeds, 1), seeds.model_returned)
+        ]
+        for begin in begins:
+            begin()
+            found.append(torch.rand(4))
+        return found
+
+    is_same = [torch.equal(*both) for both in zip(drawn(0), drawn(1), strict=True)]
+    assert is_same == [True, False, False, True]

@@ -1,7 +1,7 @@
 """Forward and backward of a stage's microbatches on this rank."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
+from smolcluster.algorithms.Mesh.compiling import compile_layers, compiler_named
 from smolcluster.algorithms.Mesh.config import Recompute
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import ConfigError
@@ -64,8 +67,16 @@ class StageCompute:
         seeds: LayerSeeds,
         autocast: Autocast,
         recompute: Recompute,
+        is_loss_parallel: bool = False,
+        is_compiled: bool = False,
     ) -> None:
+        """`is_loss_parallel`: each rank has the logits of its part of the vocabulary.
+
+        Raises:
+            ConfigError: its layers shall be compiled, but PyTorch's compiler does not work here.
+        """
         self.stage = stage
+        self._loss_kernels = loss_parallel if is_loss_parallel and stage.is_last else nullcontext
         self.loss = (0.0, 0)
         self._output_loss, self._loss_name = output_loss, loss_name
         self._autocast = autocast
@@ -75,6 +86,9 @@ class StageCompute:
         self._deferred: dict[int, Deferred] = {}
         self._scale = 1.0
         stage.before_layer = seeds
+        self._compiling = compiler_named if is_compiled else nullcontext
+        if is_compiled:
+            compile_layers(stage)
         if recompute != "none":
             _recompute(stage, every=1 if recompute == "full" else 2)
 
@@ -104,13 +118,15 @@ class StageCompute:
         else:
             given = given.detach().requires_grad_()
             self._inputs[number] = given
-        with self._autocast(), user_code("model"):
+        with self._autocast(), user_code("model"), self._compiling():
             output = self.stage(given)
         if self.stage.is_last:
-            with self._autocast(), user_code("loss"):
+            with self._autocast(), self._loss_kernels(), user_code("loss"):
                 self._seeds.begin(part.place)  # what it draws, it draws again: see `model_input`
                 result = self._output_loss(output, part.batch)
             total, count = count_terms(result, part.size, of=self._loss_name)
+            if isinstance(total, DTensor):
+                total = total.full_tensor()
             if part.num_samples:
                 sum_, terms = self.loss
                 counted = whole_count(count, of=self._loss_name)
@@ -132,7 +148,9 @@ class StageCompute:
         """All gradients; returns that of the input, for the stage before."""
         output = self._outputs.pop(number)
         given = self._inputs.pop(number, None)
-        with user_code("backward of the model"):
+        if not output.requires_grad:  # a first stage without weights
+            return None
+        with self._loss_kernels(), user_code("backward of the model"), self._compiling():
             torch.autograd.backward([output], [self._entering(output, gradient)])
         return None if given is None else given.grad
 
@@ -140,15 +158,18 @@ class StageCompute:
         """The gradient of the input alone; `backward_weight` makes the others."""
         output = self._outputs.pop(number)
         given = self._inputs.pop(number, None)
+        if not output.requires_grad:
+            self._deferred[number] = Deferred([], [], [])
+            return None
         trained = [each for each in self.stage.parameters() if each.requires_grad]
         entering = [(get_gradient_edge(output), self._entering(output, gradient))]
-        with user_code("backward of the model"):
+        with self._loss_kernels(), user_code("backward of the model"):
             inputs = [] if given is None else [given]
             found, self._deferred[number] = backward_input(entering, inputs, trained)
         return found[0] if found else None
 
     def backward_weight(self, number: int) -> None:
-        with user_code("backward of the model"):
+        with self._loss_kernels(), user_code("backward of the model"):
             self._deferred.pop(number).run()
 
     def finish(self) -> None:

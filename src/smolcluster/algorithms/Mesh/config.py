@@ -4,19 +4,18 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from smolcluster.algorithms.Mesh.sharding import Cut, groups_of, read_sharding
-from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig
-from smolcluster.configs.schema import GPTConfig, LocalPath, MeshSizes
+from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig, mesh_schedule
+from smolcluster.configs.schema import GPTConfig, LocalPath, MeshSizes, ProfileConfig
 from smolcluster.errors import ConfigError
-from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
-from smolcluster.utils.words import hint_at
+from smolcluster.training.schedules.instructions import Schedule
 
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
 
-Backend = Literal["auto", "nccl", "gloo"]
+Backend = Literal["auto", "nccl", "gloo", "mpi"]
 Recompute = Literal["none", "full", "selective"]
 OPTIMIZERS = ("adam", "adamw", "sgd")
 """Those whose state is spread as the weights are."""
@@ -33,6 +32,9 @@ class MeshConfig(ScheduledConfig):
         description="Mesh: layers whose activations are computed again in the backward: full is all, "
         "selective every second one.",
     )
+    compile: bool = Field(
+        False, description="Mesh: whether each rank has its layers compiled by torch.compile."
+    )
     sharding: str | dict[str, Any] | None = Field(
         None,
         description="Mesh: a sharding file, or what it holds: layers of stages, and which linear layers are "
@@ -40,6 +42,14 @@ class MeshConfig(ScheduledConfig):
     )
     backend: Backend = Field(
         "auto", description="Mesh: auto is nccl where all ranks compute on CUDA, else gloo."
+    )
+    profile: ProfileConfig | None = Field(
+        None,
+        description="Mesh: which steps torch.profiler records, such as {wait: 10, active: 3}; the traces of "
+        "all ranks, and one of all of them, are in the run's folder; null: none.",
+    )
+    hang_timeout_s: PositiveFloat = Field(
+        300.0, description="Mesh: seconds in which no rank gets on after which the mesh ends."
     )
     instruction_log: LocalPath | None = Field(
         None,
@@ -80,31 +90,32 @@ class MeshConfig(ScheduledConfig):
         """As `training/schedules` calls it."""
         return ALIASES.get(self.schedule, self.schedule)
 
+    def check_device(self, device: str | None) -> None:
+        """Refuse a backend that ranks on this device cannot use.
+
+        Raises:
+            ConfigError: as `pick_backend`.
+        """
+        if self.backend != "nccl":
+            return
+        if device is None:
+            from smolcluster.utils.device import pick_device  # noqa: PLC0415 - it imports torch
+
+            device = pick_device(None).type
+        pick_backend(self.backend, device.partition(":")[0])
+
     def instructions(self) -> Schedule:
         """What each rank of a pipeline computes.
 
         Raises:
             ConfigError: the schedule cannot be made of these numbers.
         """
-        known = (*SCHEDULES, *ALIASES)
-        if self.schedule not in known:
-            raise ConfigError(
-                f"schedule is {self.schedule!r}, must be one of {', '.join(known)}"
-                f"{hint_at(self.schedule, known)}"
-            )
-        if self.mesh.pp == 1:
-            return generate("gpipe" if self.microbatches == 1 else "1f1b", 1, self.microbatches)
-        if self.microbatches < self.mesh.pp:
-            raise ConfigError(
-                f"microbatches is {self.microbatches}, fewer than the {self.mesh.pp} stages of "
-                f"mesh.pp, so that most ranks would wait: set microbatches to {2 * self.mesh.pp} "
-                "or more"
-            )
-        return generate(self.schedule_name, self.mesh.pp, self.microbatches)
+        return mesh_schedule(self.schedule, self.mesh.pp, self.microbatches)
 
     def check(self, settings: "Settings") -> None:
         """Refuse what a mesh cannot follow, as far as the files tell it."""
         train = settings.train
+        pick_backend(self.backend, "cuda")
         if train.optimizer not in OPTIMIZERS:
             raise ConfigError(
                 f"optimizer is {train.optimizer!r}, a mesh takes {', '.join(OPTIMIZERS)}"
@@ -124,6 +135,11 @@ class MeshConfig(ScheduledConfig):
                 f"mesh.tp is {self.mesh.tp}, which does not divide the {gpt.num_heads} heads of "
                 "model.num_heads: change one of them"
             )
+        if gpt is not None and self.mesh.sequence_parallel and gpt.max_seq_len % self.mesh.tp:
+            raise ConfigError(
+                f"mesh.sequence_parallel cuts sequences over the {self.mesh.tp} ranks of mesh.tp, which does "
+                f"not divide model.max_seq_len, {gpt.max_seq_len}: change one of them"
+            )
 
     def check_division(self, *, world_size: int, num_samples: int, num_layers: int | None) -> None:
         """Refuse what cannot be divided; `num_samples` are those of a step, `num_layers` None: not known.
@@ -138,12 +154,21 @@ class MeshConfig(ScheduledConfig):
                 f"{world_size}: change mesh, or start as many processes"
             )
         self._check_sharding()
+        if self.compile and sizes.pp > 1 and self.schedule_name in SPLIT:
+            raise ConfigError(
+                f"compile is true, but schedule {self.schedule} puts weight gradients off, and a compiled "
+                "layer makes all its gradients at once: set schedule to 1f1b or interleaved, or compile to "
+                "false"
+            )
         num_stages = max((each.stage for one in self.instructions() for each in one), default=0) + 1
         if sizes.pp > 1 and num_layers is not None and num_layers < num_stages:
+            has_one_each = num_stages == sizes.pp
+            remedy = (
+                "a deeper model" if has_one_each else "a schedule with one stage a rank, as 1f1b"
+            )
             raise ConfigError(
                 f"schedule {self.schedule} with mesh.pp {sizes.pp} makes {num_stages} stages, but "
-                f"the model has {num_layers} layers: lower mesh.pp, or take a schedule with one "
-                "stage a rank"
+                f"the model has {num_layers} layers: lower mesh.pp, or take {remedy}"
             )
         parts = sizes.num_shares * self.microbatches
         if num_samples % parts:
@@ -179,8 +204,13 @@ def pick_backend(backend: Backend, device_type: str) -> str:
     """The backend of `torch.distributed` for ranks that compute on devices of this type.
 
     Raises:
-        ConfigError: NCCL without CUDA.
+        ConfigError: NCCL without CUDA, or MPI.
     """
+    if backend == "mpi":
+        raise ConfigError(
+            "backend is mpi, which no wheel of PyTorch has: build PyTorch from source beside an MPI, or set "
+            "backend to gloo, or to nccl on CUDA"
+        )
     if backend == "nccl" and device_type != "cuda":
         raise ConfigError(
             f"backend is nccl, which needs CUDA, but this rank computes on {device_type}: set backend to gloo"

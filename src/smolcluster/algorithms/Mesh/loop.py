@@ -5,9 +5,11 @@ when it is evaluated or saved. So a checkpoint is that of any other run, and a r
 mesh.
 """
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from enum import IntEnum
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.instruction_log import InstructionLog, logged
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.groups import Groups, lost_named
+from smolcluster.algorithms.Mesh.profiling import StepProfiler
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshStep, MeshTrainer
 from smolcluster.cluster.report import Report, StepTaken
 from smolcluster.cluster.saver import CheckpointSource, Saver
@@ -50,7 +53,7 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
     report = context.new_report()
     source = CheckpointSource(replica, dict, dict)
     context.resume(source, report)
-    saver = context.new_saver(source, report)
+    saver = context.new_saver(source, report, lambda: groups.note("saving the last checkpoint"))
     train = training.recipe.applied_to(context.run.train)
     with lost_named():
         groups.all_told(context.run.run_id)
@@ -62,10 +65,12 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
         *(trainer.num_samples, context.run.train.num_epochs),
     )
     eval_steps = context.run.train.eval_steps
+    profiler = _profiler(config, groups, context.folder, context.log)
     with (
         closing(training),
         logged(config.instruction_log, 0, groups["pp"], context.log.warning) as instructions,
         _others_told(groups),
+        closing(profiler) if profiler is not None else nullcontext(),
         report.until_its_end(),
         saver,
     ):
@@ -79,7 +84,7 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
                     raise
                 applied = report.samples_applied
                 _tell(groups, Order.STEP, applied)
-                step = _step(trainer, applied, instructions)
+                step = _step(trainer, applied, instructions, profiler)
                 num = trainer.num_samples_at(applied)
                 version = report.version + 1
                 report.step_taken(_taken(step, version, applied, num, trainer.num_samples))
@@ -133,26 +138,29 @@ def follow(
     groups: Groups,
     *,
     seed: int,
-    begin: Callable[[str], None],
-    warn: Callable[[str], None],
+    begin: Callable[[str], Path],
+    log: logging.Logger,
 ) -> None:
     """Any other rank: do what rank 0 says until it is over.
 
     Args:
-        begin: is told the run's id.
-        warn: hears what does not end the run.
+        begin: is told the run's id, and returns the run's folder on this machine.
 
     Raises:
         PeerLost: another rank has ended.
     """
-    with lost_named(), logged(config.instruction_log, groups.rank, groups["pp"], warn) as log:
-        begin(groups.all_told("")[0])
+    noted = logged(config.instruction_log, groups.rank, groups["pp"], log.warning)
+    with lost_named(), noted as instructions:
+        folder = begin(groups.all_told("")[0])
         trainer = _trainer(workload, workload.training.applied_to(train), config, groups, seed)
         _share_state(trainer, None)
+        profiler = _profiler(config, groups, folder, log)
         while True:
             groups.note("waiting for rank 0's word", waits=True)
             order, applied = _hear(groups)
             if order == Order.STOP:
+                if profiler is not None:
+                    profiler.close()
                 dist.barrier()
                 groups.end_watch()
                 return
@@ -161,14 +169,32 @@ def follow(
                     pass
                 continue
             with suppress(NonFiniteLoss):  # rank 0 says so, and then stop
-                _step(trainer, applied, log)
+                _step(trainer, applied, instructions, profiler)
 
 
-def _step(trainer: MeshTrainer, applied: int, log: InstructionLog | None) -> MeshStep:
-    if log is None:
-        return trainer.step(applied)
-    log.tick()
-    return trainer.step(applied, log.of_step(trainer.num_steps + 1))
+def _step(
+    trainer: MeshTrainer,
+    applied: int,
+    log: InstructionLog | None,
+    profiler: StepProfiler | None,
+) -> MeshStep:
+    note = None
+    if log is not None:
+        log.tick()
+        note = log.of_step(trainer.num_steps + 1)
+    step = trainer.step(applied, note)
+    if profiler is not None:
+        profiler.stepped()
+    return step
+
+
+def _profiler(
+    config: MeshConfig, groups: Groups, folder: Path | None, log: logging.Logger
+) -> StepProfiler | None:
+    if config.profile is None:
+        return None
+    assert folder is not None  # noqa: S101 - a run on a mesh has one
+    return StepProfiler(config.profile, groups, folder, log)
 
 
 def _trainer(

@@ -60,7 +60,9 @@ class MeshOptimizer:
         momentum = spec.arguments.get("momentum", 0)
         of_sgd = ("momentum_buffer",) if momentum else ()
         self.moment_names = of_sgd if spec.kind == "sgd" else ("exp_avg", "exp_avg_sq")
-        self._rule = RULES[spec.kind](kept, lr=0.0, foreach=True, **spec.arguments)  # type: ignore[call-arg]
+        of_none = [{"params": [nn.Parameter(torch.empty(0))]}]  # a stage may have no parameters
+        rule = RULES[spec.kind]
+        self._rule = rule(kept or of_none, lr=0.0, foreach=True, **spec.arguments)  # type: ignore[call-arg]
 
     def norm(self, gradients: Sequence[Tensor]) -> float:
         """The L2 norm of the whole gradient, of which each rank has parts, some ranks the same."""
@@ -109,7 +111,10 @@ def sum_replicas(slots: Sequence[Slot], groups: Groups) -> list[Tensor]:
     """The gradients of each slot's local part, summed over ranks that hold the same part."""
     gradients = [slot.gradient for slot in slots]
     sizes = groups.sizes
-    if sizes.fsdp > 1 or sizes.dp == 1:
+    for slot, gradient in zip(slots, gradients, strict=True):
+        if slot.is_summed:
+            dist.all_reduce(gradient, group=groups.mesh["tp"].get_group())
+    if sizes.fsdp > 1 or sizes.dp == 1 or not gradients:
         return gradients
     group = groups.mesh["dp"].get_group()
     flat = torch.cat([each.reshape(-1) for each in gradients])

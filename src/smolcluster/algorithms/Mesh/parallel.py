@@ -4,11 +4,15 @@ Tensor parallel is Megatron's (1909.08053): the first linear layer of a pair is 
 (`column`), the second by its inputs (`row`), so that a pair costs one all-reduce each way. A layer of
 `fused` columns has several parts one behind the other, such as queries, keys and values, of which each rank
 needs its share: its rows are put in another order before they are cut, and back when weights are gathered.
+
+With `sequence_parallel` (2205.05198) ranks have a part of each sequence between such pairs, so that norms,
+dropout and what is kept of them are divided too; the all-reduce becomes a reduce-scatter and an all-gather.
+With `loss_parallel` ranks have a part of the vocabulary, and no rank ever has all logits.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -16,20 +20,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import ConfigError
-from smolcluster.models.gpt import Attention
+from smolcluster.models.gpt import Attention, Embedding, OutputLayer
+from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.stages.cut import Stage
+from smolcluster.training.stages.huggingface import HuggingFaceStage
 
-Style = Literal["column", "row", "fused3"]
+Style = Literal["column", "row", "fused3", "whole"]
 OWN_PLAN: Mapping[str, Style] = {
     "h.*.attn.c_attn": "fused3",
     "h.*.attn.c_proj": "row",
@@ -39,6 +49,12 @@ OWN_PLAN: Mapping[str, Style] = {
     "fc2": "row",
 }
 """How GPT and SimpleNN are cut: patterns of modules' names."""
+TRANSFORMERS_STYLES: Mapping[str, Style] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "replicated_with_grad_allreduce": "whole",
+}
+"""What plans of transformers' configurations say; `whole` modules compute with a part of the heads."""
 FUSED_PARTS = 3
 
 
@@ -51,6 +67,7 @@ class Slot:
         parameter: what this rank holds of it, a DTensor where it is spread.
         shape: of the whole.
         fused: into how many ranks' shares its rows were put in order; 1: they are as in the model.
+        is_summed: whether each rank along tp has a part of its gradient, of which the sum is meant.
         num_holders: stages that have it.
     """
 
@@ -58,6 +75,7 @@ class Slot:
     parameter: nn.Parameter
     shape: tuple[int, ...]
     fused: int = 1
+    is_summed: bool = False
     num_holders: int = 1
 
     @property
@@ -125,48 +143,151 @@ def spread(stage: Stage, plan: Mapping[str, Style], groups: Groups, *, splits: b
         ConfigError: a layer cannot be divided, or the plan fits none.
     """
     shapes = {name: tuple(each.shape) for name, each in stage.named_parameters()}
-    fused = _cut_layers(stage, plan, groups) if groups.sizes.tp > 1 else {}
+    cut = _cut_layers(stage, plan, groups) if groups.sizes.tp > 1 else _Cut()
     if groups.sizes.fsdp > 1:
         _shard(stage, groups.mesh, groups.sizes, splits=splits)
     return [
-        Slot(name, parameter, shapes[name], fused.get(name, 1))
+        Slot(name, parameter, shapes[name], cut.fused.get(name, 1), name in cut.summed)
         for name, parameter in stage.named_parameters()
         if parameter.requires_grad
     ]
 
 
-def _cut_layers(stage: Stage, plan: Mapping[str, Style], groups: Groups) -> dict[str, int]:
-    """Cut layers along tp; the parameters whose rows were put in order."""
-    mesh, size, fused, found = groups.mesh["tp"], groups.sizes.tp, dict[str, int](), False
-    joined = set[str]()
+@dataclass(frozen=True)
+class _Cut:
+    """Parameters by name: into how many shares rows were put in order, and whose gradients are summed."""
+
+    fused: dict[str, int] = field(default_factory=dict)
+    summed: set[str] = field(default_factory=set)
+
+
+def _cut_layers(stage: Stage, plan: Mapping[str, Style], groups: Groups) -> _Cut:
+    """Cut layers along tp."""
+    mesh, sizes, cut = groups.mesh["tp"], groups.sizes, _Cut()
+    if isinstance(stage, HuggingFaceStage):
+        plan = {**plan, **_transformers_plan(stage, sizes.tp)}
+    joined, found = set[str](), False
     for name, module in list(stage.named_modules()):
         if isinstance(module, Attention):
-            _divided(f"the {module.num_heads} heads of {name}", module.num_heads, size)
-            module.num_heads //= size
+            _divided(f"the {module.num_heads} heads of {name}", module.num_heads, sizes.tp)
+            module.num_heads //= sizes.tp
             joined.add(f"{name}.c_attn")
         style = next((s for pattern, s in plan.items() if fnmatchcase(name, pattern)), None)
         if style == "column" and name in joined:  # as a sharding file may call it
             style = "fused3"
-        if style is None or not isinstance(module, nn.Linear):
-            continue
-        found = True
-        if style == "row":
-            _divided(f"the {module.in_features} inputs of {name}", module.in_features, size)
-            parallelize_module(module, mesh, RowwiseParallel())
-            continue
-        _divided(f"the {module.out_features} outputs of {name}", module.out_features, size)
-        if style == "fused3":
-            for each, parameter in module.named_parameters():
-                fused[f"{name}.{each}"] = size
-                parameter.data = _reordered(parameter.data, FUSED_PARTS, size)
-        parallelize_module(module, mesh, ColwiseParallel())
+        if style == "whole":
+            cut.summed.update(f"{name}.{each}" for each, _ in module.named_parameters())
+        elif style is not None and isinstance(module, nn.Linear):
+            found = True
+            if style == "fused3":
+                cut.fused.update(
+                    {f"{name}.{each}": sizes.tp for each, _ in module.named_parameters()}
+                )
+            _cut_linear(name, module, style, mesh, sizes)
     if not found:
         raise ConfigError(
-            f"mesh.tp is {size}, but no layer of stage {stage.start}-{stage.end} is named in the "
+            f"mesh.tp is {sizes.tp}, but no layer of stage {stage.start}-{stage.end} is named in the "
             f"sharding plan ({', '.join(plan) or 'which is empty'}): name its linear layers, or set "
             "mesh.tp to 1"
         )
-    return fused
+    if sizes.sequence_parallel or sizes.loss_parallel:
+        _share_more(stage, mesh, sizes, is_gpt=bool(joined))
+    return cut
+
+
+def _cut_linear(
+    name: str, module: nn.Linear, style: Style, mesh: DeviceMesh, sizes: MeshSizes
+) -> None:
+    between = Shard(1) if sizes.sequence_parallel else Replicate()
+    if style == "row":
+        _divided(f"the {module.in_features} inputs of {name}", module.in_features, sizes.tp)
+        parallelize_module(module, mesh, RowwiseParallel(output_layouts=between))
+        return
+    _divided(f"the {module.out_features} outputs of {name}", module.out_features, sizes.tp)
+    if style == "fused3":
+        for parameter in module.parameters():
+            parameter.data = _reordered(parameter.data, FUSED_PARTS, sizes.tp)
+    parallelize_module(module, mesh, ColwiseParallel(input_layouts=between))
+
+
+def _transformers_plan(stage: HuggingFaceStage, size: int) -> dict[str, Style]:
+    """What the model's configuration says of tensor parallelism, as patterns of names in the stage.
+
+    Raises:
+        ConfigError: it says nothing, its heads cannot be divided, or it cuts in a way that is not known.
+    """
+    config = stage.text_config
+    found: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if not found:
+        raise ConfigError(
+            f"mesh.tp is {size}, but {type(config).__name__} has no base_model_tp_plan: name its linear "
+            "layers in a sharding file, or set mesh.tp to 1"
+        )
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if (number := getattr(config, key, None)) is not None:
+            _divided(f"the {number} heads of {key}", number, size)
+    for pattern, style in found.items():
+        if style not in TRANSFORMERS_STYLES:
+            raise ConfigError(
+                f"mesh.tp is {size}, but base_model_tp_plan of {type(config).__name__} cuts {pattern} as "
+                f"{style}, which a mesh does not know: set mesh.tp to 1"
+            )
+    return {f"*{pattern}": TRANSFORMERS_STYLES[style] for pattern, style in found.items()}
+
+
+def _share_more(stage: Stage, mesh: DeviceMesh, sizes: MeshSizes, *, is_gpt: bool) -> None:
+    """Share sequences between the layers that are cut, and the vocabulary, among the ranks along tp."""
+    if not is_gpt:
+        key = "sequence_parallel" if sizes.sequence_parallel else "loss_parallel"
+        raise ConfigError(f"mesh.{key} is true, but the model is no GPT of ours: set it to false")
+    for module in list(stage.modules()):
+        if isinstance(module, Embedding | OutputLayer) and sizes.loss_parallel:
+            _cut_vocabulary(module.wte, mesh, sizes)
+        if isinstance(module, Embedding) and sizes.sequence_parallel:
+            module.register_forward_pre_hook(_check_length(sizes.tp))
+        for style in _styles(module, sizes):
+            parallelize_module(module, mesh, style)
+
+
+def _styles(module: nn.Module, sizes: MeshSizes) -> Iterator[ParallelStyle]:
+    match module:
+        case nn.LayerNorm() if sizes.sequence_parallel:
+            yield SequenceParallel()
+        case Embedding() if sizes.sequence_parallel:
+            yield PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        case OutputLayer():
+            yield PrepareModuleInput(
+                input_layouts=Shard(1) if sizes.sequence_parallel else Replicate(),
+                desired_input_layouts=Replicate(),
+                use_local_output=not sizes.loss_parallel,
+            )
+
+
+def _cut_vocabulary(embedding: nn.Embedding, mesh: DeviceMesh, sizes: MeshSizes) -> None:
+    if isinstance(embedding.weight, DTensor):  # of an output layer that shares it
+        return
+    if sizes.fsdp > 1:
+        what = f"the {embedding.num_embeddings} words of the vocabulary, which fsdp cuts again"
+        _divided(what, embedding.num_embeddings, sizes.tp)
+    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
+
+
+def _check_length(size: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def check(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if (length := inputs[0].size(1)) % size:
+            raise ConfigError(
+                f"mesh.sequence_parallel cuts sequences over the {size} ranks of mesh.tp, but one has "
+                f"{length} tokens: make their length a multiple of {size}, or set it to false"
+            )
+
+    return check
+
+
+def seed_parts(stage: Stage, seeds: LayerSeeds) -> None:
+    """Let ranks that have different parts of sequences draw different dropout masks, from the cut on."""
+    for module in stage.modules():
+        if isinstance(module, Embedding):
+            module.register_forward_hook(lambda *_: seeds.sequences_cut())
 
 
 def _shard(stage: Stage, mesh: DeviceMesh, sizes: MeshSizes, *, splits: bool) -> None:

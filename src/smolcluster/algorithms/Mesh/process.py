@@ -6,6 +6,7 @@ import platform
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ def be_rank(
     settings: Settings,
     *,
     start_timeout_s: float,
-    hang_timeout_s: float,
     launcher: int | None,
     tells: int | None,
     vocab_size: int | None,
@@ -50,7 +50,6 @@ def be_rank(
     Args:
         keys: the mesh's.
         settings: of this rank's machine.
-        hang_timeout_s: how long no rank may get on before the mesh ends.
         launcher: the process with which this one ends; None: it does not.
         tells: a file descriptor for a line about who has failed first.
         vocab_size: what was asked for; the vocabulary is the tokenizer's.
@@ -63,11 +62,6 @@ def be_rank(
     """
     rank, host = ranks.here.start, platform.node()
     check_torch()
-    if keys.get("backend") == "mpi":
-        raise ConfigError(
-            "backend is mpi, which no wheel of PyTorch has: build PyTorch from source beside an MPI, or "
-            "take gloo"
-        )
     config = config_of(dict(keys))
     device = _device(settings)
     backend = pick_backend(config.backend, device.type)
@@ -88,7 +82,7 @@ def be_rank(
         store = open_store(rank, ranks, start_timeout_s)
         watch = Watch(
             *(store.clone(), rank, ranks.world_size, log.logger),
-            hang_timeout_s=hang_timeout_s,
+            hang_timeout_s=config.hang_timeout_s,
             launcher=launcher,
             on_failure=lambda failure: None if tells is None else _tell(tells, failure),
         )
@@ -121,7 +115,10 @@ def told(settings: Settings, config: MeshConfig) -> dict[str, str]:
     """What must be the same on all ranks, by what it is: nothing that belongs to one machine."""
     run = settings.run_config("rank", SINGLE)
     train = run.train.model_dump(mode="json")
-    mesh = config.model_dump(mode="json", exclude={"instruction_log"}) | config.portable
+    mesh = (
+        config.model_dump(mode="json", exclude={"instruction_log", "hang_timeout_s"})
+        | config.portable
+    )
     return {
         "smolcluster": smolcluster.__version__,
         "torch": torch.__version__,
@@ -142,13 +139,12 @@ def _follow(settings: Settings, config: MeshConfig, groups: Groups, log: NodeLog
     settings = settings.with_batch_size(workload.batch_size)
     run = settings.run_config("rank", SINGLE)
 
-    def begin(run_id: str) -> None:
+    def begin(run_id: str) -> Path:
         paths = create_run(runs_root(settings.node.runs_dir), run_id, newest=False)
         log.file_logs_to(paths.log_file("rank", platform.node(), groups.rank), run_id)
+        return paths.root
 
-    loop.follow(
-        workload, run.train, config, groups, seed=run.seed, begin=begin, warn=log.logger.warning
-    )
+    loop.follow(workload, run.train, config, groups, seed=run.seed, begin=begin, log=log.logger)
 
 
 def _sizes(config: MeshConfig, ranks: Ranks) -> Any:

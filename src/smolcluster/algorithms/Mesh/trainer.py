@@ -14,7 +14,7 @@ from smolcluster.algorithms.Mesh.compute import Part, StageCompute
 from smolcluster.algorithms.Mesh.config import SPLIT, MeshConfig, cut_equally, what_takes_less
 from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, TiedWeights, sum_replicas
-from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, Style, spread
+from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, Style, seed_parts, spread
 from smolcluster.algorithms.Mesh.pipeline import Pipeline
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Place
@@ -85,6 +85,7 @@ class MeshTrainer:
     Attributes:
         slots: the parameters of this rank's stages.
         num_samples: of an epoch.
+        dtype: of the weights, those of other ranks included.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class MeshTrainer:
         self.num_samples = workload.train.num_samples
         self._train = workload.training.applied_to(train)
         self._seed, self._config, self._num_parts = seed, config, config.microbatches
-        self._seeds = LayerSeeds(seed, groups.device)
+        part = groups["tp"] if groups.sizes.sequence_parallel else 0
+        self._seeds = LayerSeeds(seed, groups.device, part=part)
         self._orders = EpochOrders(lambda epoch: workload.train.order(epoch, seed))
         schedule = config.instructions()
         ranks = stage_ranks(schedule)
@@ -127,6 +129,8 @@ class MeshTrainer:
             stage = build_stage(workload, cut.start, cut.stop, seed, groups.device)
             stage.train()
             slots = spread(stage, plan, groups, splits=config.schedule_name in SPLIT)
+            if part:
+                seed_parts(stage, self._seeds)
             stages[number] = self._compute_of(stage, config)
             tied |= set(stage.tied)
             self.slots += slots
@@ -143,6 +147,9 @@ class MeshTrainer:
         self._is_first = any(stage.is_first for stage in stages_here)
         self._is_last = any(stage.is_last for stage in stages_here)
         self._holders = groups.all_told([[slot.name, slot.shape] for slot in self.slots])
+        own = str(self.slots[0].parameter.dtype).partition(".")[2] if self.slots else ""
+        dtype = next((each for each in groups.all_told(own) if each), "float32")
+        self.dtype: torch.dtype = getattr(torch, dtype)
 
     def _compute_of(self, stage: Stage, config: MeshConfig) -> StageCompute:
         returned = self._seeds.model_returned if stage.model_draws else lambda: None
@@ -153,6 +160,8 @@ class MeshTrainer:
             seeds=self._seeds,
             autocast=partial(autocast, self._train.precision, self.groups.device),
             recompute=config.activation_checkpointing,
+            is_loss_parallel=config.mesh.loss_parallel and config.mesh.tp > 1,
+            is_compiled=config.compile,
         )
 
     def step(self, samples_applied: int, note: Callable[[Span], None] | None = None) -> MeshStep:
@@ -262,11 +271,6 @@ class MeshTrainer:
         if count:
             self._optimizer.resume(moments, int(count))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self.slots[0].parameter.dtype
-
     def gather(self) -> Iterator[Whole]:
         """Every parameter and its moments whole, on rank 0; every rank must go through it, and gets none."""
         slots = {slot.name: place for place, slot in reversed(list(enumerate(self.slots)))}
@@ -293,7 +297,7 @@ class MeshTrainer:
                 dist.send(whole.contiguous(), dst=0)
 
     def _receive(self, name: str, shape: Sequence[int], root: int) -> Iterator[Whole]:
-        for moment in (WEIGHTS, *self._optimizer.moments(0)):
+        for moment in (WEIGHTS, *(self._optimizer.moment_names if self.num_steps else ())):
             whole = torch.empty(tuple(shape), dtype=self.dtype, device=self.groups.device)
             dist.recv(whole, src=root)
             yield Whole(name, moment, whole)

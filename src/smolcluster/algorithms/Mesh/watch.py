@@ -146,7 +146,7 @@ class Judge:
         return Failure(
             *(rank, self._beats[rank].host),
             f"no rank has got on for {now - self._moved:.0f} s ({told}); if a step may take longer, raise "
-            "--hang-timeout",
+            "hang_timeout_s (--hang-timeout)",
         )
 
 

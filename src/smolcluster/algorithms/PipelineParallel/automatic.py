@@ -38,6 +38,12 @@ class Reported:
     host: str
     measured: LayersMeasured | None
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """Equal of processes that share one memory: a device of a host, such as `cuda:0`."""
+        device = "" if self.measured is None else self.measured.device
+        return self.host, device.partition(" ")[0]
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -67,17 +73,25 @@ def measure(
     device: torch.device,
     log: logging.Logger,
 ) -> LayersMeasured | None:
-    """What each layer takes here, for a microbatch; None: nobody asks, or the log says why not."""
-    if not is_measured(config):
+    """What each layer takes here, for a microbatch; None: nobody asks, or the log says why not.
+
+    For a plan that was written by hand only memory is measured, and all seconds are 0.
+    """
+    is_timed = is_measured(config)
+    if not is_timed and not isinstance(config.shard_plan, dict):
         return None
     problem = "samples come from the server"
     if not isinstance(training.workload.train, Elsewhere):
         size = train.samples_per_step // config.microbatches
         try:
-            return message_of(measure_workload(training.workload, training.seed, size, device))
+            speeds = measure_workload(
+                training.workload, training.seed, size, device, is_timed=is_timed
+            )
+            return message_of(speeds)
         except (SmolclusterError, ValueError) as error:
             problem = str(error)
-    log.warning("layers are not measured, but dealt out evenly: %s", problem)
+    instead = "but dealt out evenly" if is_timed else "nor shard_plan compared with memory"
+    log.warning("layers are not measured, %s: %s", instead, problem)
     return None
 
 
@@ -115,14 +129,7 @@ def automatic_cut(
     known = speeds_of(num_layers, machines)
     if not is_measured(config) or len(known) < len(machines):
         return unmeasured(even_cut(num_layers, list(machines), config), config)
-    problem = problem_of(
-        known,
-        links,
-        train,
-        num_microbatches=config.microbatches,
-        schedule=config.schedule,
-        codec=config.activation_codec,
-    )
+    problem = problem_for(known, links, config, train)
     plan = plan_layers(problem)
     stages = StageMap(
         (0, *(each.end for each in plan.stages)),
@@ -133,6 +140,24 @@ def automatic_cut(
     unused = [name for name in machines if name not in stages.nodes]
     spare = f"; not used, because a step would be longer: {', '.join(unused)}" if unused else ""
     return Cut(stages, document_of(problem, plan, devices), in_words(plan) + spare, problem, plan)
+
+
+def problem_for(
+    speeds: Mapping[str, LayerSpeeds],
+    links: Mapping[tuple[str, str], Link],
+    config: PipelineConfig,
+    train: TrainConfig,
+) -> Problem:
+    """What is to be planned, as a run's configuration has it."""
+    return problem_of(
+        speeds,
+        links,
+        train,
+        num_microbatches=config.microbatches,
+        schedule=config.schedule,
+        codec=config.activation_codec,
+        recompute=config.recompute,
+    )
 
 
 def slowed(measured: LayersMeasured, factor: float) -> LayersMeasured:
@@ -151,12 +176,12 @@ def slowed(measured: LayersMeasured, factor: float) -> LayersMeasured:
 
 
 def speeds_of(num_layers: int, machines: Mapping[str, Reported]) -> dict[str, LayerSpeeds]:
-    """What each machine has measured of this model; processes of one host share its memory."""
-    on_host = Counter(each.host for each in machines.values())
+    """What each machine has measured of this model; processes on one device share its memory."""
+    num_sharing = Counter(each.place for each in machines.values())
     return {
         name: LayerSpeeds(
             layers=tuple(each.measured.kinds[kind] for kind in each.measured.layers),
-            memory_bytes=each.measured.memory_bytes // on_host[each.host],
+            memory_bytes=each.measured.memory_bytes // num_sharing[each.place],
             device=each.measured.device,
         )
         for name, each in machines.items()

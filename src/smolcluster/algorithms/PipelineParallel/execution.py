@@ -91,7 +91,7 @@ class Execution:
             PeerLost: a neighbour is lost. How far it had come is unknown; nothing has been stepped.
             UserCodeError: model or loss raised an exception.
         """
-        self._links.begin_step(turn)
+        self._links.begin_step(turn, is_counted=True)
         for each in self.stages.values():
             each.replica.grads.zero_()
         seconds: dict[str, float] = defaultdict(float)
@@ -272,6 +272,7 @@ def _evaluated(
             precision=own.replica.precision,
             batch_size=batch_size,
             before_batch=of_batch.clear,
+            dtype=own.module.dtype,
         )
     finally:
         own.module.train()

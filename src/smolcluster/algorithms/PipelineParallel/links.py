@@ -144,6 +144,8 @@ class Links:
         self._acceptor: Acceptor | None = None
         self._server: Session | None = None
         self._route = Route(0, 0, 0, (0,), (), "fp32")
+        self._is_counted = False
+        """Whether what is queued counts for `take_sent`."""
         self._stop = threading.Event()
         """Set when nobody shall be dialled any more."""
 
@@ -184,6 +186,7 @@ class Links:
             SmolclusterError: what `interrupt` was given.
         """
         self._stop.clear()
+        self._is_counted = False
         self._mailbox.begin(route.attempt, route.step)
         if self._mailbox.is_interrupted():
             self._stop.set()
@@ -202,8 +205,12 @@ class Links:
         if self._mailbox.is_interrupted():
             self._stop.set()
 
-    def begin_step(self, step: int) -> None:
-        """The steps before it are over: what still comes of them is dropped."""
+    def begin_step(self, step: int, *, is_counted: bool = False) -> None:
+        """The steps before it are over: what still comes of them is dropped.
+
+        `is_counted`: whether what is queued from now on counts for `take_sent`.
+        """
+        self._is_counted = is_counted
         self._mailbox.begin_step(step)
 
     def send_forward(self, step: int, microbatch: int, stage: int, tree: Batch) -> None:
@@ -255,7 +262,10 @@ class Links:
         return all(each.session.flush(deadline.remaining()) for each in outboxes if each)
 
     def take_sent(self) -> tuple[int, ...]:
-        """The bytes, as encoded, that have begun to leave for each rank since this was asked last."""
+        """The bytes, as encoded, that have begun to leave for each rank since this was asked last.
+
+        Of steps alone that count (`begin_step`): not of links that are measured, nor of evaluations.
+        """
         sent = [0] * (1 + max(self._route.ranks))
         for neighbour in self._route.neighbours:
             if (outbox := self._outbox(neighbour)) is not None:
@@ -398,7 +408,7 @@ class Links:
             what=f"{key} did not leave",
         )
         assert outbox is not None  # noqa: S101 - it has been waited for
-        outbox.queue(key, tree, nbytes, codec)
+        outbox.queue(key, tree, nbytes, codec, is_counted=self._is_counted)
 
     def _receive(self, key: Key, rank: int, timeout_s: float) -> Batch:
         own = Neighbour(rank, self._hello.node, self._hello.instance, ())
@@ -485,18 +495,24 @@ class _Outbox:
         return has_room
 
     def take_sent(self) -> int:
-        """Bytes, as encoded, that have begun to leave since this was asked last."""
+        """Bytes, as encoded, that have begun to leave and count, since this was asked last."""
         with self._lock:
             sent, self._sent_nbytes = self._sent_nbytes, 0
         return sent
 
-    def queue(self, key: Key, tree: Batch, nbytes: int, codec: str) -> None:
+    def queue(self, key: Key, tree: Batch, nbytes: int, codec: str, *, is_counted: bool) -> None:
         """Have the session's writer encode a tree on the CPU, of so many bytes, and send it."""
         with self._lock:
             self._queued_nbytes += nbytes
-        self.session.send_frames(_Outgoing(lambda: self._frames(key, tree, nbytes, codec)))
 
-    def _frames(self, key: Key, tree: Batch, nbytes: int, codec: str) -> list[Frame]:
+        def frames() -> list[Frame]:
+            return self._frames(key, tree, nbytes, codec, is_counted=is_counted)
+
+        self.session.send_frames(_Outgoing(frames))
+
+    def _frames(
+        self, key: Key, tree: Batch, nbytes: int, codec: str, *, is_counted: bool
+    ) -> list[Frame]:
         """The frames of a tree, none larger than the session allows; in the writer's thread."""
         try:
             encoded = _encoded(tree, codec)
@@ -510,8 +526,9 @@ class _Outbox:
                 is_awaited = self._is_awaited
             if is_awaited:
                 self._mailbox.notify()
-        with self._lock:
-            self._sent_nbytes += encoded.nbytes
+        if is_counted:
+            with self._lock:
+                self._sent_nbytes += encoded.nbytes
         frames, offset = [], 0
         for part in encoded.slices(self.session.connection.max_payload):
             piece = TransferPiece(**key._asdict(), offset=offset, nbytes=encoded.nbytes)

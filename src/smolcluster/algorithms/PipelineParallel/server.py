@@ -18,51 +18,44 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import permutations
 from typing import Any
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.PipelineParallel.automatic import (
-    Cut,
-    Reported,
-    automatic_cut,
-    is_measured,
-    slowed,
-    unmeasured,
-)
+from smolcluster.algorithms.PipelineParallel.automatic import slowed
+from smolcluster.algorithms.PipelineParallel.builders import Builders
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
-from smolcluster.algorithms.PipelineParallel.link_speed import (
-    PATIENCE_S as LINKS_PATIENCE_S,
+from smolcluster.algorithms.PipelineParallel.crew import (
+    Crew,
+    Question,
+    stage_figures,
+    subject_of,
 )
-from smolcluster.algorithms.PipelineParallel.link_speed import UNMEASURED, Survey, in_words
+from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.moving import (
     Decision,
     StageTimes,
     seconds_computed,
 )
-from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut, written_cut
+from smolcluster.algorithms.PipelineParallel.peers import Peer, named
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
-from smolcluster.algorithms.planning.layers import LayerPlan, Link
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
-from smolcluster.errors import ClusterEmpty, ConfigError, NonFiniteLoss, OutOfMemory
+from smolcluster.errors import ConfigError, NonFiniteLoss, OutOfMemory, RunFailed
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
-from smolcluster.observability.view.stages import numbers_of
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.runs.summary import Summary
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.schedule import learning_rate
-from smolcluster.training.schedules.instructions import Op
 from smolcluster.training.stages.build import num_layers
 from smolcluster.transport.messages import (
     Commit,
@@ -72,27 +65,22 @@ from smolcluster.transport.messages import (
     LeaseKey,
     LinkMeasured,
     Listening,
-    MeasureLink,
     Message,
     Planned,
     Relayed,
     StageDone,
     StageEvaluated,
     StageKept,
-    StageNeighbour,
     StageReady,
     StageState,
     WantState,
 )
-from smolcluster.utils.retry import Deadline
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.utils.units import format_duration
 
 TICK_S = 0.1
 STOP_TIMEOUT_S = 20.0
 """How long a run that shall stop waits for its stages to send what they have."""
-LESS_MEMORY = 0.9
-"""Of what a stage was planned to take: what its machine is counted on for once that was too much."""
 PATIENCE_S, LEAST_PATIENCE_S = 600.0, 30.0
 """How long stages may take over anything, and over a step at least."""
 
@@ -121,93 +109,6 @@ class StageReceiver(Receiver):
         return MessageReceived(self._session_id, message)
 
 
-@dataclass
-class Peer:
-    """A worker that is there, and where its neighbours reach it; it has layers or is a spare."""
-
-    worker: Worker
-    listening: Listening | None = None
-    measured: LayersMeasured | None = None
-    """Comes before it listens, if at all."""
-
-    @property
-    def id(self) -> int:
-        return self.worker.member.session_id
-
-    @property
-    def instance(self) -> str:
-        return self.worker.member.instance
-
-
-@dataclass
-class Question:
-    """What all stages have been asked, who has yet to answer, and what comes then."""
-
-    subject: tuple[object, ...]
-    """What an answer must be about."""
-    then: Callable[[list[Any]], None]
-    """Is given all answers, by rank."""
-    asked_at: float
-    patience_s: float
-    answers: dict[int, Message] = field(default_factory=dict)
-    """By session."""
-    moved: tuple[int, ...] = ()
-    """How much of what takes long had been sent and received when it was looked last."""
-
-
-@dataclass
-class Crew:
-    """The workers that have the layers, by rank, from one plan to the next."""
-
-    attempt: int
-    map: StageMap
-    peers: list[Peer]
-    plan: LayerPlan | None = None
-    times: StageTimes | None = None
-    """None: the layers were not dealt out by what they take."""
-    question: Question | None = None
-    moving: Decision | None = None
-    """To deal the layers out again when the state has been kept."""
-    begun_at: float = field(default_factory=time.monotonic)
-
-
-OPS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "backward_input",
-    Op.BACKWARD_WEIGHT: "backward_weight",
-}
-
-
-def stage_figures(crew: Crew, rank: int, done: StageDone, took_s: float) -> dict[str, float]:
-    """What is shown of a worker's part in a step that took so long, by the names of its status."""
-    layers = {
-        stage: (crew.map.cuts[stage], crew.map.cuts[stage + 1])
-        for stage, of in enumerate(crew.map.ranks)
-        if of == rank
-    }
-    op_s = {name: done.seconds[op] for op, name in OPS.items() if op in done.seconds}
-    busy_s = math.fsum(op_s.values())
-    sends = {
-        crew.peers[other].worker.rank: nbytes / took_s
-        for other, nbytes in enumerate(done.sent_bytes[: len(crew.peers)])
-        if nbytes and took_s > 0
-    }
-    return numbers_of(layers, op_s, max(0.0, 1 - busy_s / took_s) if took_s > 0 else 0.0, sends)
-
-
-def subject_of(answer: Message) -> tuple[object, ...]:
-    """What an answer is about."""
-    match answer:
-        case StageDone():
-            return StageDone, answer.lease
-        case StageEvaluated():
-            return StageEvaluated, answer.turn
-        case StageKept():
-            return StageKept, answer.step
-    return (type(answer),)
-
-
 class Server:
     """One run of PipelineParallel."""
 
@@ -216,7 +117,14 @@ class Server:
         self.train = context.training.recipe.applied_to(context.settings.train)
         self.config = context.run.of(PipelineConfig)
         self.config.check_training(context.training.recipe, self.train)
-        self.num_layers = num_layers(context.training.workload)
+        self.dealer = Dealer(
+            self.config,
+            self.train,
+            context.settings.cluster,
+            num_layers(context.training.workload),
+            context.log,
+        )
+        self.builders = Builders()
         self.orders = EpochOrders(context.training.order)
         self.feed = context.open_feed()
         outline = context.training.replica
@@ -235,7 +143,7 @@ class Server:
             self.report.resume(context.checkpoint.state)
         self.peers: dict[int, Peer] = {}
         self.crew: Crew | None = None
-        self.num_attempts = self.num_grants = 0
+        self.num_grants = 0
         self.considered: set[int] = set()
         """Workers, by their sessions, that the plan takes or leaves out for good reason."""
         self.turn = 0
@@ -248,11 +156,6 @@ class Server:
         """What it took the last time until all stages had their layers."""
         self.stop_by: float | None = None
         """When the run stops at the latest, once that was asked for."""
-        self.survey = Survey()
-        self.surveying: Deadline | None = None
-        """Until when the pairs of the survey must have answered, while they are asked."""
-        self.waiting: Deadline | None = None
-        """For more workers, where those that are there cannot have all layers."""
 
     @property
     def version(self) -> int:
@@ -292,9 +195,7 @@ class Server:
     def advance(self) -> None:
         """Begin what comes next, where nothing is being waited for."""
         self.keeper.settle()
-        if self.surveying is not None:
-            self.await_links(self.surveying)
-        elif self.crew is None:
+        if self.crew is None:
             self.plan()
         elif self.crew.question is None:
             self.next_turn(self.crew)
@@ -302,33 +203,35 @@ class Server:
             self.cut_silent(self.crew, self.crew.question)
 
     def plan(self) -> None:
-        """Deal the layers out, once enough workers are there."""
-        ready = self.ready
+        """Deal the layers out, once enough workers are there.
+
+        Raises:
+            RunFailed: none of them can build layers.
+        """
         if not self.pool.started:
             return
+        present = [each.member.worker_id for each in self.pool.workers]
+        why = self.builders.why_none_is_left(present)
+        if why is not None and not self.pool.is_preparing:
+            raise RunFailed(f"no worker is left that can build its layers: {why}")
+        ready = self.ready
         by_name = named(ready)
-        if missing := self.missing(by_name):
-            self.wait_for_more(missing)
+        unable = sum(each.is_unable for each in self.peers.values())
+        are_all_ready = len(ready) + unable == len(self.peers)
+        cut = self.dealer.deal(by_name, are_all_ready=are_all_ready, num_unable=unable)
+        if cut is None:
             return
-        if self.measure_links(by_name):
-            return
-        try:
-            cut = self.cut(by_name)
-        except ConfigError as error:
-            if not self.num_attempts:
-                raise
-            self.wait_for_more(str(error))
-            return
-        self.waiting = None
         self.considered = {each.id for each in ready}
-        self.num_attempts += 1
         self.step_s = 0.0
         peers = [by_name[name] for name in cut.map.nodes]
         times = StageTimes(cut.problem, cut.plan) if cut.problem and cut.plan else None
-        crew = self.crew = Crew(self.num_attempts, cut.map, peers, cut.plan, times)
-        if links := in_words(self.links(by_name)):
-            self.context.log.info("links: %s", links)
+        crew = self.crew = Crew(self.dealer.attempt, cut.map, peers, cut.plan, times)
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
+        for each in self.peers.values():
+            if each not in peers:
+                self.report.board.measured(
+                    each.worker
+                )  # the layers that it had are not its own any more
         if self.context.folder is not None:
             PLAN.write(self.context.folder / PLAN_NAME, cut.document)
         self.ask(crew, (StageReady,), self.planned, partial(self.dealt, crew))
@@ -337,101 +240,22 @@ class Server:
         """All stages have their layers."""
         self.dealing_s = time.monotonic() - crew.begun_at
 
-    def missing(self, peers: Mapping[str, Peer]) -> str | None:
-        """Who must come before layers can be dealt out: at first all, later those of a written plan."""
-        if isinstance(self.config.shard_plan, dict):
-            names = sorted(self.config.shard_plan.keys() - peers.keys())
-            return f"shard_plan has layers for {', '.join(names)}" if names else None
-        wanted = 1 if self.num_attempts else self.context.settings.cluster.num_workers
-        return f"{len(peers)} of {wanted} workers are there" if len(peers) < wanted else None
-
-    def wait_for_more(self, reason: str) -> None:
-        """Those that are there cannot have all layers: others may come, or come back.
-
-        Raises:
-            ClusterEmpty: they have not for too long.
-        """
-        if self.waiting is None:
-            cluster = self.context.settings.cluster
-            self.waiting = Deadline(max(cluster.start_timeout_s, cluster.empty_cluster_timeout_s))
-            left = format_duration(self.waiting.remaining())
-            self.context.log.info("%s; waiting up to %s for more workers", reason, left)
-        if self.waiting.expired:
-            raise ClusterEmpty(reason)
-
-    def measure_links(self, peers: Mapping[str, Peer]) -> bool:
-        """Have those workers measure how they reach each other that have not yet; False: all have."""
-        if not is_measured(self.config) or any(each.measured is None for each in peers.values()):
-            return False
-        hosts = {each.instance: reported(each).host for each in peers.values()}
-        if not self.survey.begin(hosts):
-            return False
-        self.num_attempts += 1
-        self.surveying = Deadline(LINKS_PATIENCE_S)
-        by_instance = {each.instance: each for each in peers.values()}
-        for one, other in self.survey.pairs:
-            pair = (by_instance[one], by_instance[other])
-            for rank, each in enumerate(pair):
-                neighbour = self.neighbour(1 - rank, pair[1 - rank])
-                message = MeasureLink(attempt=self.num_attempts, rank=rank, neighbour=neighbour)
-                each.worker.live_session.send(message)
-        return True
-
-    def await_links(self, deadline: Deadline) -> None:
-        """See whether all pairs have measured their links, or cannot."""
-        if not self.survey.is_over and not deadline.expired:
-            return
-        names = {each.instance: name for name, each in named(self.ready).items()}
-        for sender, receiver in self.survey.give_up():
-            one, other = names.get(sender, sender), names.get(receiver, receiver)
-            self.context.log.warning(
-                "the link from %s to %s was not measured, and is taken for slow", one, other
-            )
-        self.surveying = None
-
-    def on_link(self, peer: Peer, measured: LinkMeasured) -> None:
-        if self.surveying is None or measured.attempt != self.num_attempts:
-            return
-        link = Link(measured.bytes_s, measured.latency_s)
-        if measured.reason or not measured.bytes_s:
-            self.context.log.warning("%s: a link is slow: %s", peer.worker.name, measured.reason)
-            link = UNMEASURED
-        self.survey.take(peer.instance, link)
-
-    def links(self, peers: Mapping[str, Peer]) -> dict[tuple[str, str], Link]:
-        """Those that were measured between workers, by their names."""
-        known = self.survey.links
-        pairs = permutations(peers.items(), 2)
-        return {
-            (one, other): known[a.instance, b.instance]
-            for (one, a), (other, b) in pairs
-            if (a.instance, b.instance) in known
-        }
-
     @property
     def ready(self) -> list[Peer]:
-        """The workers that neighbours could reach."""
-        found = [each for each in self.peers.values() if each.listening is not None]
+        """The workers that neighbours could reach, and that can have layers."""
+        found = [
+            each
+            for each in self.peers.values()
+            if each.listening is not None and not each.is_unable
+        ]
         return sorted(found, key=lambda each: each.worker.member.worker_id)
-
-    def cut(self, peers: Mapping[str, Peer]) -> Cut:
-        if self.config.shard_plan == "auto":
-            machines = {name: reported(peer) for name, peer in peers.items()}
-            links = self.links(peers)
-            return automatic_cut(self.num_layers, machines, self.config, self.train, links)
-        if self.config.shard_plan == "even":
-            return unmeasured(even_cut(self.num_layers, list(peers), self.config), self.config)
-        ranges = {
-            node: [each] if isinstance(each, tuple) else each
-            for node, each in self.config.shard_plan.items()
-        }
-        return unmeasured(written_cut(self.num_layers, ranges, self.config), self.config)
 
     def planned(self, crew: Crew, rank: int) -> None:
         """Tell a worker which layers are its own, and who its neighbours are."""
         layers = crew.map
+        crew.peers[rank].is_building = True
         neighbours = [
-            self.neighbour(other, crew.peers[other]) for other in sorted(layers.neighbours(rank))
+            crew.peers[other].as_neighbour(other) for other in sorted(layers.neighbours(rank))
         ]
         message = Planned(
             attempt=crew.attempt,
@@ -443,12 +267,6 @@ class Server:
             step=None if self.keeper.kept.folder is None else self.version,
         )
         self.tell(message, crew, rank)
-
-    def neighbour(self, rank: int, peer: Peer) -> StageNeighbour:
-        """How others reach a worker."""
-        assert peer.listening is not None  # noqa: S101 - it is ready
-        member, places = peer.worker.member, peer.listening.places
-        return StageNeighbour(rank=rank, node=member.node, instance=member.instance, places=places)
 
     def ask(
         self,
@@ -561,7 +379,7 @@ class Server:
         peers = self.crew.peers if self.crew else []
         by_name = named(self.ready)
         try:
-            chosen = [by_name[name] for name in self.cut(by_name).map.nodes]
+            chosen = [by_name[name] for name in self.dealer.cut(by_name).map.nodes]
         except ConfigError:
             chosen = []
         found = [each for each in chosen if each not in peers]
@@ -723,10 +541,14 @@ class Server:
             case Listening():
                 peer.listening = message
             case LinkMeasured():
-                self.on_link(peer, message)
+                self.dealer.take_link(peer, message)
             case StageReady() if message.reason:
                 self.on_trouble(peer, message)
-            case StageReady() | StageDone() | StageEvaluated() | StageKept():
+            case StageReady():
+                peer.is_building = False
+                self.builders.built(peer.worker.member.worker_id)
+                self.on_answer(peer.id, message.attempt, message)
+            case StageDone() | StageEvaluated() | StageKept():
                 self.on_answer(peer.id, message.attempt, message)
             case WantState():
                 self.send_state(peer, message)
@@ -750,39 +572,48 @@ class Server:
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id, None)
-        if peer is not None and self.survey.other(peer.instance) is not None:
-            self.surveying = None  # the others are asked again
+        if peer is None:
+            return
+        self.dealer.is_gone(peer)
+        self.note_failure(peer)
         if self.crew is not None and peer in self.crew.peers:
             self.begin_again(f"{worker.name} is gone")
 
+    def note_failure(self, peer: Peer) -> None:
+        """Remember that a worker has gone while it built its layers, if that is so."""
+        worker = peer.worker
+        if not peer.is_building:
+            return
+        if worker.has_failed:
+            self.builders.failed(worker.member.worker_id, f"{worker.name}: {worker.goodbye}")
+        elif worker.goodbye is None:
+            self.builders.lost(worker.member.worker_id, worker.name)
+
     def on_trouble(self, peer: Peer, ready: StageReady) -> None:
         """A stage cannot reach a neighbour, has lost it, or has too little memory."""
+        peer.is_building = False
+        if not ready.attempt:
+            self.on_unable(peer, ready.reason)
         if self.crew is not None and ready.attempt == self.crew.attempt:
             if ready.out_of_memory:
-                self.relieve(self.crew, peer, ready.reason)
+                self.dealer.relieve(self.crew, peer, ready.reason, self.ready)
             self.begin_again(f"{peer.worker.name}: {ready.reason}")
 
-    def relieve(self, crew: Crew, peer: Peer, reason: str) -> None:
-        """Count on less memory of a worker than its layers were planned to take.
+    def on_unable(self, peer: Peer, reason: str) -> None:
+        """A worker has no memory for a single layer: it stays without, and the others share them.
 
         Raises:
-            OutOfMemory: it cannot have fewer, or they were not dealt out by what they take.
+            OutOfMemory: `shard_plan` gives it some.
         """
-        rank = crew.peers.index(peer)
-        what = f"out of memory: {peer.worker.name}, layers {crew.map.layers_of(rank)}: {reason}"
-        if crew.plan is None or peer.measured is None:
-            advice = "set recompute, raise microbatches, or set shard_plan to auto"
-            if cut := crew.map.relieved(rank):
-                advice = f"less is {cut} as shard_plan; or {advice}"
-            raise OutOfMemory(f"{what}; {advice}")
-        host = reported(peer).host
-        num_sharing = sum(reported(each).host == host for each in self.ready)
-        less = int(LESS_MEMORY * crew.plan.stages[rank].memory_bytes * num_sharing)
-        peer.measured = peer.measured.model_copy(update={"memory_bytes": less})
-        try:
-            self.cut(named(self.ready))
-        except ConfigError as error:
-            raise OutOfMemory(f"{what}; with fewer layers there: {error}") from None
+        peer.is_unable, worker = True, peer.worker
+        what = f"{worker.name} can have no layers: {reason}"
+        if (
+            isinstance(self.config.shard_plan, dict)
+            and worker.member.node in self.config.shard_plan
+        ):
+            raise OutOfMemory(f"{what}; leave it out of shard_plan, or raise microbatches")
+        self.builders.failed(worker.member.worker_id, what)
+        self.context.log.warning("%s; it takes no part", what)
 
     def begin_again(self, reason: str) -> None:
         """Deal the layers out anew; what was computed since the state that was kept last is done again."""
@@ -797,21 +628,6 @@ class Server:
         )
         self.report.resume(state)
         self.is_evaluated = self.is_kept = True
-
-
-def named(peers: Sequence[Peer]) -> dict[str, Peer]:
-    """Workers by their machines; of several on one machine all but the first have their number added."""
-    found: dict[str, Peer] = {}
-    for each in peers:
-        member = each.worker.member
-        node = member.node
-        found[f"{node} (worker {member.worker_id})" if node in found else node] = each
-    return found
-
-
-def reported(peer: Peer) -> Reported:
-    host = peer.listening.places[0].host if peer.listening else ""
-    return Reported(host, peer.measured)
 
 
 def serve(context: ServerContext) -> Summary:

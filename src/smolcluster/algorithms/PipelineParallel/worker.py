@@ -61,7 +61,7 @@ from smolcluster.transport.messages import (
     Welcome,
 )
 from smolcluster.utils.device import pick_device
-from smolcluster.utils.device_errors import empty_cache, is_out_of_memory
+from smolcluster.utils.device_errors import empty_cache, first_line, is_out_of_memory
 
 WAIT_S = 1.0
 PATIENCE_S = 3600.0
@@ -170,7 +170,14 @@ class Worker:
         """Let the server know what each layer takes here, if it cuts the model by that."""
         if self.measured is None:
             device = pick_device(place.node.device)
-            self.measured = measure(self.training, self.train, self.config, device, place.log)
+            try:
+                self.measured = measure(self.training, self.train, self.config, device, place.log)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.free()
+                reason = f"a single layer does not fit: {first_line(error)}"
+                link.send(StageReady(attempt=0, reason=reason, out_of_memory=True))
         if self.measured is not None:
             link.send(self.measured)
 
@@ -186,12 +193,12 @@ class Worker:
             if self.link.is_cut:
                 raise
             self.link.send(StageReady(attempt=self.plan.attempt, reason=str(error)))
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            reason = str(error).strip().partition("\n")[0]
             self.free()
-            self.link.send(StageReady(attempt=self.plan.attempt, reason=reason, out_of_memory=True))
+            attempt, reason = self.plan.attempt, first_line(error)
+            self.link.send(StageReady(attempt=attempt, reason=reason, out_of_memory=True))
 
     def free(self) -> None:
         """Give back what the layers of the newest plan take."""
@@ -235,6 +242,10 @@ class Worker:
             if self.link.is_cut:
                 raise
             self.link.send(LinkMeasured(attempt=attempt, reason=str(error)))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.link.send(LinkMeasured(attempt=attempt, reason=first_line(error)))
         else:
             speed, latency = found.bytes_s, found.latency_s
             self.link.send(LinkMeasured(attempt=attempt, bytes_s=speed, latency_s=latency))

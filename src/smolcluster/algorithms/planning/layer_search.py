@@ -56,21 +56,24 @@ class Tables:
     Attributes:
         stage_s: `(j, a, i)`, `i` in 0..L: seconds of layers a to i; infinite unless a < i.
         fixed_bytes: `(a, i)`: what these layers hold all the time.
-        activation_bytes: `(a, i)`: what they hold of a microbatch.
+        held_bytes: `(a, i)`: what they hold of a microbatch from its forward to its backward.
+        graph_bytes: `(a, i)`: what they hold besides of a microbatch that is in its backward.
         memory_bytes: `(j,)`.
         link_path_s: `(j, k, i)`: from machine j to k and back at the boundary before layer i.
         link_pace_s: the same, of the busier direction.
-        held: microbatches that a stage holds, by the number of stages from it to the last, from 1 on.
+        held: microbatches that a stage holds, and of these in their backward, by the number of stages
+            from it to the last, from 1 on.
         sizes: the numbers of stages allowed.
     """
 
     stage_s: Floats
     fixed_bytes: Floats
-    activation_bytes: Floats
+    held_bytes: Floats
+    graph_bytes: Floats
     memory_bytes: Floats
     link_path_s: Floats
     link_pace_s: Floats
-    held: tuple[int, ...]
+    held: tuple[tuple[int, int], ...]
     sizes: frozenset[int]
 
     @property
@@ -83,7 +86,8 @@ class Tables:
 
     def stages_below(self, limit_s: float, stages_from_end: int) -> Floats:
         """`stage_s` with infinity where a stage is too slow, or does not fit in its machine's memory."""
-        needed = self.fixed_bytes + self.held[stages_from_end - 1] * self.activation_bytes
+        num_held, num_graphs = self.held[stages_from_end - 1]
+        needed = self.fixed_bytes + num_held * self.held_bytes + num_graphs * self.graph_bytes
         fits = needed[None] <= self.memory_bytes[:, None, None]
         return np.where(fits & (self.stage_s < limit_s), self.stage_s, inf)
 

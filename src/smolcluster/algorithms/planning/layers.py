@@ -14,9 +14,9 @@ import numpy as np
 
 from smolcluster.algorithms.planning.layer_search import Cut, Floats, Tables, search
 from smolcluster.errors import ConfigError
-from smolcluster.training.schedules.instructions import SCHEDULES, generate
+from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
 from smolcluster.training.schedules.simulation import Boundary, Costs, Timeline, simulate
-from smolcluster.training.schedules.validation import peak_by_stage
+from smolcluster.training.schedules.validation import graphs_by_stage, peak_by_stage
 from smolcluster.utils.words import hint_at
 
 NUM_SIMULATED = 12
@@ -33,11 +33,13 @@ class Layer:
         fixed_bytes: held through the run: weights, their gradients, the optimizer's state.
         activation_bytes: held of a microbatch from its forward to its backward.
         output_bytes: sent to the next layer for a microbatch, as encoded; its gradient is as large.
+        input_bytes: of what is held of a microbatch, what the layer takes.
     """
 
     fixed_bytes: int
     activation_bytes: int = 0
     output_bytes: int = 0
+    input_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Problem:
     Attributes:
         links: by (sender, receiver); a pair that is missing is the other way round, or takes no time.
         schedule: one with a stage a machine.
+        recompute: all stages but the last keep a microbatch's input alone, and compute it twice.
     """
 
     layers: tuple[Layer, ...]
@@ -79,6 +82,7 @@ class Problem:
     links: Mapping[tuple[str, str], Link]
     num_microbatches: int
     schedule: str = "1f1b"
+    recompute: bool = False
 
     def link(self, sender: str, receiver: str) -> Link:
         backwards = self.links.get((receiver, sender), Link())
@@ -164,10 +168,8 @@ def predict(problem: Problem, ranges: Sequence[tuple[str, int, int]]) -> LayerPl
     """
     num = len(ranges)
     schedule = generate(problem.schedule, num, problem.num_microbatches)
-    held = peak_by_stage(schedule)
-    stages = tuple(
-        _stage(problem, *each, num_held) for each, num_held in zip(ranges, held, strict=True)
-    )
+    held = held_by_stage(schedule)
+    stages = tuple(_stage(problem, *each, nums) for each, nums in zip(ranges, held, strict=True))
     boundaries = tuple(_boundary(problem, one, other) for one, other in pairwise(stages))
     timeline = simulate(schedule, [each.costs for each in stages], boundaries)
     return LayerPlan(
@@ -237,18 +239,41 @@ def _ranges(problem: Problem, cut: Cut) -> list[tuple[str, int, int]]:
     return list(zip(names, cut.starts, ends, strict=True))
 
 
-def _stage(problem: Problem, name: str, start: int, end: int, num_held: int) -> PlannedStage:
-    layers, costs = problem.layers[start:end], problem.machine(name).costs[start:end]
+def held_by_stage(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """Microbatches that each stage holds, and of these those in their backward, the most at once."""
+    return tuple(zip(peak_by_stage(schedule), graphs_by_stage(schedule), strict=True))
+
+
+def memory_of(problem: Problem, start: int, end: int, held: tuple[int, int]) -> float:
+    """The most bytes that layers `[start, end)` take at once; `held` as `held_by_stage` has it."""
+    layers, (num_held, num_graphs) = problem.layers[start:end], held
+    activation_bytes = sum(each.activation_bytes for each in layers)
+    held_bytes = num_held * activation_bytes
+    if _computes_again(problem, end):
+        held_bytes = num_held * layers[0].input_bytes + num_graphs * activation_bytes
+    return sum(each.fixed_bytes for each in layers) + held_bytes
+
+
+def _computes_again(problem: Problem, end: int) -> bool:
+    return problem.recompute and end < len(problem.layers)
+
+
+def _stage(
+    problem: Problem, name: str, start: int, end: int, held: tuple[int, int]
+) -> PlannedStage:
+    costs = problem.machine(name).costs[start:end]
+    forward_s = sum(each.forward_s for each in costs)
+    again_s = forward_s if _computes_again(problem, end) else 0.0
     return PlannedStage(
         name,
         start,
         end,
         Costs(
-            sum(each.forward_s for each in costs),
-            sum(each.input_s for each in costs),
+            forward_s,
+            sum(each.input_s for each in costs) + again_s,
             sum(each.weight_s for each in costs),
         ),
-        sum(each.fixed_bytes + num_held * each.activation_bytes for each in layers),
+        memory_of(problem, start, end, held),
     )
 
 
@@ -287,18 +312,20 @@ def _tables(problem: Problem) -> Iterator[Tables]:
         yield replace(tables, held=each, sizes=frozenset((size,)))
 
 
-def _held_from_end(problem: Problem, num_stages: int) -> tuple[int, ...]:
+def _held_from_end(problem: Problem, num_stages: int) -> tuple[tuple[int, int], ...]:
+    """Microbatches that each stage holds, and those in their backward, from the last stage on."""
     schedule = generate(problem.schedule, num_stages, problem.num_microbatches)
-    return peak_by_stage(schedule)[::-1]
+    return held_by_stage(schedule)[::-1]
 
 
 def _is_memory_short(tables: Tables) -> bool:
     """Whether some machine could not hold all layers with the most microbatches."""
-    needed = tables.fixed_bytes[0, -1] + max(tables.held) * tables.activation_bytes[0, -1]
+    most = max(sum(each) for each in tables.held)
+    needed = tables.fixed_bytes[0, -1] + most * tables.held_bytes[0, -1]
     return bool(needed > tables.memory_bytes.min())
 
 
-def _table(problem: Problem, held: tuple[int, ...], sizes: frozenset[int]) -> Tables:
+def _table(problem: Problem, held: tuple[tuple[int, int], ...], sizes: frozenset[int]) -> Tables:
     layers, machines = problem.layers, problem.machines
     num, outputs = len(layers), [each.output_bytes for each in layers]
     path = np.zeros((len(machines), len(machines), num + 1))
@@ -312,10 +339,20 @@ def _table(problem: Problem, held: tuple[int, ...], sizes: frozenset[int]) -> Ta
             pace[j, k] = np.maximum(sizes_at / there.bytes_s, sizes_at / back.bytes_s)
     seconds = np.array([[cost.total_s for cost in each.costs] for each in machines])
     later = np.triu(np.ones((num, num + 1), bool), 1)
+    stage_s = np.stack([_of_ranges(each) for each in seconds])
+    activations = _of_ranges(np.array([each.activation_bytes for each in layers], float))
+    held_bytes, graph_bytes = activations, np.zeros_like(activations)
+    if problem.recompute:  # of all stages but those that end with the last layer
+        held_bytes, graph_bytes = activations.copy(), activations.copy()
+        held_bytes[:, :-1] = np.array([each.input_bytes for each in layers], float)[:, None]
+        graph_bytes[:, -1] = 0.0
+        forward = np.array([[cost.forward_s for cost in each.costs] for each in machines])
+        stage_s[:, :, :-1] += np.stack([_of_ranges(each) for each in forward])[:, :, :-1]
     return Tables(
-        stage_s=np.where(later, np.stack([_of_ranges(each) for each in seconds]), inf),
+        stage_s=np.where(later, stage_s, inf),
         fixed_bytes=_of_ranges(np.array([each.fixed_bytes for each in layers], float)),
-        activation_bytes=_of_ranges(np.array([each.activation_bytes for each in layers], float)),
+        held_bytes=held_bytes,
+        graph_bytes=graph_bytes,
         memory_bytes=np.array([each.memory_bytes for each in machines], float),
         link_path_s=path,
         link_pace_s=pace,
@@ -344,7 +381,8 @@ def _why_nothing_fits(problem: Problem) -> str:
                 f"layer {index} alone needs {gigabytes(alone)} and {roomiest.name}, which has most, "
                 f"{gigabytes(roomiest.memory_bytes)}: raise microbatches, or add a machine with more memory"
             )
-    held = problem.num_microbatches if problem.schedule == "gpipe" else 1
+    holds_all = problem.schedule == "gpipe" and not problem.recompute
+    held = problem.num_microbatches if holds_all else 1
     needed = sum(each.fixed_bytes + held * each.activation_bytes for each in problem.layers)
     total = sum(each.memory_bytes for each in problem.machines)
     if needed > total:
@@ -374,30 +412,6 @@ def in_words(plan: LayerPlan) -> str:
         f"step {milliseconds(plan.step_s)} with {plan.num_microbatches} microbatches and schedule "
         f"{plan.schedule}, bubble {plan.bubble:.0%}, bottleneck: {plan.bottleneck}"
     )
-
-
-def check_fits(problem: Problem, plan: LayerPlan) -> None:
-    """Refuse a plan made by hand in which a stage is too large for its machine.
-
-    Raises:
-        ConfigError: names the stage, and a cut that would fit if there is one.
-    """
-    for stage in plan.stages:
-        has = problem.machine(stage.machine).memory_bytes
-        if stage.memory_bytes <= has:
-            continue
-        try:
-            fitting = plan_layers(problem)
-            told = ", ".join(
-                f"{each.machine}: [{each.start}, {each.end}]" for each in fitting.stages
-            )
-            remedy = f"{{{told}}} would fit"
-        except ConfigError as error:
-            remedy = str(error)
-        raise ConfigError(
-            f"shard_plan: {stage.machine}'s layers [{stage.start}, {stage.end}) need "
-            f"{gigabytes(stage.memory_bytes)}, it has {gigabytes(has)}: {remedy}"
-        )
 
 
 def check_ranges(

@@ -18,6 +18,7 @@ def problem_of(
     num_microbatches: int,
     schedule: str,
     codec: str,
+    recompute: bool = False,
 ) -> Problem:
     """Bytes are those of the first machine, activations encoded by `codec`; seconds are each machine's own.
 
@@ -39,6 +40,7 @@ def problem_of(
                 each.frozen_bytes + copies * each.trained_bytes,
                 each.activation_bytes,
                 round(encoded * each.output_bytes),
+                each.input_bytes,
             )
             for each in first
         ),
@@ -53,4 +55,5 @@ def problem_of(
         links=links,
         num_microbatches=num_microbatches,
         schedule=schedule,
+        recompute=recompute,
     )

@@ -33,7 +33,7 @@ from smolcluster.observability.logs import console_logger
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.runs.paths import LATEST, find_run
-from smolcluster.training.checkpoint import CheckpointStore
+from smolcluster.runs.summary import read_summary
 from smolcluster.transport.security import default_secret_path, ensure_secret
 
 STOP_S = 60.0
@@ -135,14 +135,19 @@ class Part:
             ) from error
 
     def go_on_from(self, step: int) -> None:
-        """Let the newest run's checkpoint of that step be the one to go on from.
+        """Let the newest run go on from its checkpoint of that step, also where it had ended later.
 
         Raises:
             ConfigError: there is no run.
             CheckpointError: it has no good checkpoint of that step.
+            DataError: its summary cannot be read.
         """
+        from smolcluster.training.checkpoint import CheckpointStore  # noqa: PLC0415 - loads PyTorch
+
         paths = find_run(self._folder, LATEST)
         CheckpointStore(paths.checkpoints, 1, console_logger()).make_latest(step)
+        if paths.summary.is_file() and step < read_summary(paths.summary).steps:
+            paths.summary.unlink()  # it has not ended any more
 
     def run(self, nodes: list[str], *, resume: bool) -> int:
         """Start this machine's processes and wait for their end; Ctrl-C ends them in order."""

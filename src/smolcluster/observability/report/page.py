@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import smolcluster
-from smolcluster.configs.spec import STALENESS, shows
+from smolcluster.configs.spec import STALENESS, has_pushes, shows
 from smolcluster.observability.report.outcome import outcome_of, state_of
 from smolcluster.observability.report.render import UNKNOWN, drawn, loss, or_unknown, write_page
 from smolcluster.observability.report.settings import changed_settings
@@ -145,7 +145,7 @@ def _tiles(facts: ReportData) -> Iterator[tuple[str, str, str]]:
         yield "Received by the server", format_bytes(summary.bytes.received), sent
     pushes = summary.pushes.model_dump() if summary else status.pushes if status else {}
     dropped = {name: count for name, count in pushes.items() if name != "applied" and count}
-    if pushes.get("applied") or dropped:
+    if has_pushes(facts.algorithm) and (pushes.get("applied") or dropped):
         more = ", ".join(f"{count:,} {name.replace('_', '-')}" for name, count in dropped.items())
         yield "Pushes", f"{pushes.get('applied', 0):,}", more or "all applied"
 

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smolcluster.configs.spec import algorithms
+from smolcluster.configs.spec import SINGLE, algorithms, has_pushes
 from smolcluster.observability.view.snapshot import RunSnapshot, state_of, summed_up
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.status import OLD_S, STALENESS_EDGES, RunStatus, WorkerStatus
@@ -52,12 +52,13 @@ def standing(
 
 def _setup(read: RunSnapshot, started: RunStarted | None) -> dict[str, Any]:
     """What does not change while it runs."""
-    algorithm = read.algorithm or (started and started.algorithm)
+    algorithm = read.algorithm or (started.algorithm if started else None)
     spec = algorithms().get(algorithm or "")
     names = ("num_workers", "batch_size", "codec", "dataset", "model", "num_params")
     return {
         "algorithm": algorithm,
         "is_synchronous": spec is not None and spec.is_synchronous,
+        "has_pushes": algorithm != SINGLE and has_pushes(algorithm),
         **{name: getattr(started, name, None) for name in names},
     }
 

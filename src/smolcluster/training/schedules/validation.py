@@ -108,6 +108,26 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
             )
 
 
+def graphs_by_stage(schedule: Schedule) -> tuple[int, ...]:
+    """The most microbatches of each stage that are in their backward at once, in the order of stages.
+
+    Of these a stage that computes its layers again has all activations, of others the input alone.
+    """
+    return tuple(
+        _most_in_backward(tuple(each for each in schedule[rank] if each.stage == stage))
+        for stage, rank in enumerate(stage_ranks(schedule))
+    )
+
+
+def _most_in_backward(instructions: tuple[Instruction, ...]) -> int:
+    begun = most = 0
+    for each in instructions:
+        if each.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            most = max(most, begun + 1)
+        begun += {Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: -1}.get(each.op, 0)
+    return most
+
+
 def _peak(instructions: tuple[Instruction, ...]) -> int:
     held = peak = 0
     for each in instructions:

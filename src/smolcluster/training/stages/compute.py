@@ -162,7 +162,7 @@ class StageCompute:
     def _given(self, value: Batch, batch: Batch) -> tuple[Batch, Batch]:
         """The stage's input and its samples, on its device."""
         device = self._replica.device
-        batch = placed(batch, device, self._replica.params.dtype)
+        batch = placed(batch, device, self.stage.dtype)
         if self.stage.is_first:
             with user_code("loss"):
                 return model_input(self._workload, batch), batch

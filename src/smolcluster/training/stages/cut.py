@@ -7,6 +7,7 @@ optimizer states and checkpoints of all stages have the names that they have in 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -26,6 +27,7 @@ class Stage(nn.Module):
     Attributes:
         start, end, num_layers: which of how many layers.
         tied: the names of parameters that an earlier or later stage has as well.
+        dtype: of the whole model's trained parameters, which this stage may have none of.
         model_draws: whether the whole model may draw random numbers as it computes.
         before_layer: called with a layer's number before it computes, such as to seed dropout.
     """
@@ -38,7 +40,7 @@ class Stage(nn.Module):
         """
         super().__init__()
         self.start, self.end, self.num_layers = start, end, len(layers)
-        self.model_draws = may_draw(model)
+        self.model_draws, self.dtype = may_draw(model), trained_dtype(model)
         self.before_layer: Callable[[int], None] = do_nothing
         own = layers[start:end]
         _register(self, model, own)
@@ -152,6 +154,11 @@ def _shared(model: nn.Module, layers: Sequence[nn.Module], start: int, end: int)
     others = [*layers[:start], *layers[end:]]
     elsewhere = {id(each) for layer in others for each in layer.parameters()}
     return tuple(name for name, each in model.named_parameters() if id(each) in own & elsewhere)
+
+
+def trained_dtype(model: nn.Module) -> torch.dtype:
+    """That of the samples that a model takes, too; float32 where nothing is trained."""
+    return next((each.dtype for each in model.parameters() if each.requires_grad), torch.float32)
 
 
 def do_nothing(_: int) -> None:

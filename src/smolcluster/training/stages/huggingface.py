@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from smolcluster.errors import ConfigError
 from smolcluster.training.layer_seeds import may_draw
-from smolcluster.training.stages.cut import Stage, do_nothing, place_at
+from smolcluster.training.stages.cut import Stage, do_nothing, place_at, trained_dtype
 
 TWIN_LAYERS = 4
 TWIN_CUTS = ((0, 1), (1, 3), (3, 4))
@@ -94,7 +94,7 @@ class HuggingFaceStage(Stage):
         traits = traits or checked_traits(inner)
         _, blocks = _blocks(inner)
         self.start, self.end, self.num_layers = start, end, len(blocks)
-        self.model_draws = may_draw(model)
+        self.model_draws, self.dtype = may_draw(model), trained_dtype(model)
         self.before_layer = do_nothing
         for number in range(max(1, start), end):
             blocks[number].register_forward_pre_hook(self._announce(number))
@@ -108,6 +108,16 @@ class HuggingFaceStage(Stage):
         if hasattr(model, "peft_config"):
             self.peft_config = model.peft_config
         self._inner = (inner,)  # in a tuple, so that it is no module of this one
+
+    @property
+    def text_config(self) -> Any:
+        """The configuration of transformers' model."""
+        [inner] = self._inner
+        return inner.config.get_text_config()
+
+    def own_layers(self) -> list[nn.Module]:
+        [inner] = self._inner
+        return list(_blocks(inner)[1][self.start : self.end])
 
     def _announce(self, number: int) -> Any:
         return lambda *_: self.before_layer(number)

@@ -77,9 +77,16 @@ def layers_of_workload(workload: Workload, seed: int, device: torch.device) -> l
 
 
 def measure_workload(
-    workload: Workload, seed: int, num_samples: int, device: torch.device
+    workload: Workload,
+    seed: int,
+    num_samples: int,
+    device: torch.device,
+    *,
+    is_timed: bool = True,
 ) -> LayerSpeeds:
     """Measure all layers of a model on a microbatch of so many training samples.
+
+    Unless `is_timed` only bytes are measured: each kind of layer is computed once, and takes 0 s.
 
     Raises:
         SmolclusterError: the model cannot be cut, or not be computed here.
@@ -94,7 +101,8 @@ def measure_workload(
         return count_terms(loss(output, batch), len(indices), of=loss)[0]
 
     layers = layers_of_workload(workload, seed, device)
-    found = measure_layers(layers, model_input(workload, batch), finish, device)
+    value = model_input(workload, batch)
+    found = measure_layers(layers, value, finish, device, is_timed=is_timed)
     return LayerSpeeds(layers=tuple(found), memory_bytes=memory_bytes, device=describe(device))
 
 
@@ -114,9 +122,16 @@ def free_memory(device: torch.device) -> int:
 
 
 def measure_layers(
-    layers: Iterable[LayerToMeasure], value: Batch, finish: Finish, device: torch.device
+    layers: Iterable[LayerToMeasure],
+    value: Batch,
+    finish: Finish,
+    device: torch.device,
+    *,
+    is_timed: bool = True,
 ) -> list[MeasuredLayer]:
     """Measure all layers of a model, in order, on `value`, the model's input for a microbatch.
+
+    Unless `is_timed` only bytes are measured.
 
     Raises:
         UserCodeError: a layer or the loss raised an exception.
@@ -127,26 +142,23 @@ def measure_layers(
         is_last = place + 1 == len(pending)
         key = (layer.key, is_last, place == 0, _shape_of(value))
         if key not in known:
-            known[key] = _measured(layer.build(), value, finish if is_last else None, device)
+            own_finish = finish if is_last else None
+            known[key] = _measured(layer.build(), value, own_finish, device, is_timed=is_timed)
         measured, value = known[key]
         found.append(measured)
     return found
 
 
 def _measured(
-    layer: nn.Module, value: Batch, finish: Finish | None, device: torch.device
+    layer: nn.Module, value: Batch, finish: Finish | None, device: torch.device, *, is_timed: bool
 ) -> tuple[MeasuredLayer, Batch]:
     """What a layer costs, and its output, detached."""
     trained: list[Tensor] = [each for each in layer.parameters() if each.requires_grad]
     own = [*layer.parameters(), *layer.buffers()]
     output, nbytes = _held(layer, value, own, finish)
-    times: list[tuple[float, float, float]] = []
-    end = time.perf_counter()
-    while len(times) <= LEAST_REPEATS or (time.perf_counter() < end and len(times) <= MOST_REPEATS):
-        times.append(_timed(layer, value, trained, finish, device))
-        if len(times) == 1:
-            end = time.perf_counter() + MEASURE_S
-    forward, gradient, weight = (median(each) for each in zip(*times[1:], strict=True))
+    forward, gradient, weight = 0.0, 0.0, 0.0
+    if is_timed:
+        forward, gradient, weight = _median_times(layer, value, trained, finish, device)
     sizes = [each.nbytes for each in trained]
     measured = MeasuredLayer(
         forward_s=forward,
@@ -156,8 +168,27 @@ def _measured(
         frozen_bytes=sum(each.nbytes for each in own) - sum(sizes),
         activation_bytes=nbytes,
         output_bytes=0 if finish else sum(each.nbytes for each in tensors_in(output)),
+        input_bytes=sum(each.nbytes for each in tensors_in(value)),
     )
     return measured, output
+
+
+def _median_times(
+    layer: nn.Module,
+    value: Batch,
+    trained: list[Tensor],
+    finish: Finish | None,
+    device: torch.device,
+) -> tuple[float, float, float]:
+    """Of several times what `_timed` returns."""
+    times: list[tuple[float, float, float]] = []
+    end = time.perf_counter()
+    while len(times) <= LEAST_REPEATS or (time.perf_counter() < end and len(times) <= MOST_REPEATS):
+        times.append(_timed(layer, value, trained, finish, device))
+        if len(times) == 1:
+            end = time.perf_counter() + MEASURE_S
+    forward, gradient, weight = (median(each) for each in zip(*times[1:], strict=True))
+    return forward, gradient, weight
 
 
 def _held(

@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from smolcluster.algorithms.Mesh.config import config_of, cut_equally, pick_backend, what_takes_less
+from smolcluster.algorithms.Mesh.config import (
+    MeshConfig,
+    config_of,
+    cut_equally,
+    pick_backend,
+    what_takes_less,
+)
+from smolcluster.configs.resolve import load_settings
 from smolcluster.errors import ConfigError
 
 
@@ -32,7 +39,13 @@ def test_what_can_be_divided_is_taken(mesh: dict[str, int], keys: dict[str, Any]
     [
         ({"tp": 2, "pp": 2}, {"microbatches": 2}, "4 processes, but there are 8"),
         ({"pp": 8}, {"microbatches": 8, "num_layers": 7}, "7 layers"),
-        ({"pp": 8}, {"microbatches": 8, "schedule": "zbv"}, "16 stages"),
+        (
+            {"pp": 8},
+            {"microbatches": 8, "schedule": "zbv"},
+            "16 stages.*schedule with one stage a rank",
+        ),
+        ({"pp": 8}, {"microbatches": 8, "num_layers": 7}, "lower mesh.pp, or take a deeper model"),
+        ({"pp": 4, "dp": 2}, {"compile": True, "schedule": "zbv"}, "a compiled layer makes all"),
         ({"pp": 8}, {"microbatches": 4}, "microbatches is 4, fewer than the 8 stages"),
         ({"dp": 8}, {"microbatches": 3}, "multiple of 24"),
         ({"dp": 8}, {"schedule": "zbw"}, "schedule"),
@@ -65,6 +78,13 @@ def test_nccl_needs_cuda() -> None:
     assert pick_backend("auto", "cuda") == "nccl"
     with pytest.raises(ConfigError, match="backend is nccl"):
         pick_backend("nccl", "cpu")
+
+
+def test_sequences_are_shared_equally() -> None:
+    keys = ("mesh.sequence_parallel=true", "mesh.pp=1", "microbatches=1", "model.max_seq_len=15")
+    settings = load_settings("mesh", "stdlib", None, keys, environ={})
+    with pytest.raises(ConfigError, match=r"does not divide model\.max_seq_len, 15"):
+        settings.of(MeshConfig).check(settings)
 
 
 def test_layers_are_divided_equally() -> None:

@@ -59,6 +59,13 @@ def test_a_machine_gets_layers_by_its_speed() -> None:
     assert found == {"a": 16, "b": 8, "c": 4, "d": 4}
 
 
+def test_layers_that_are_computed_again_take_longer_but_for_the_last_stage_s() -> None:
+    config = PipelineConfig(shard_plan="auto", microbatches=32, recompute=True)
+    machines = {"a": reported(0.001), "b": reported(0.001, host="b")}
+    found = automatic_cut(NUM_LAYERS, machines, config, TRAIN).map
+    assert found.cuts == (0, 14, 32)
+
+
 def test_a_machine_that_would_hold_up_the_others_is_left_out_and_named() -> None:
     config = PipelineConfig(shard_plan="auto", microbatches=4)
     machines = {"a": reported(0.001), "b": reported(1.0)}

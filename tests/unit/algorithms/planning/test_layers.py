@@ -17,7 +17,6 @@ from smolcluster.algorithms.planning.layers import (
     Machine,
     Problem,
     _tables,
-    check_fits,
     check_ranges,
     one_more,
     plan_again,
@@ -27,7 +26,7 @@ from smolcluster.algorithms.planning.layers import (
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import generate
 from smolcluster.training.schedules.simulation import Costs
-from smolcluster.training.schedules.validation import peak_by_stage
+from smolcluster.training.schedules.validation import graphs_by_stage, peak_by_stage
 
 Ranges = list[tuple[str, int, int]]
 
@@ -48,7 +47,12 @@ def random_problem(source: random.Random) -> Problem:
     num_layers, num_machines = source.randint(1, 6), source.randint(1, 4)
     names = [f"m{each}" for each in range(num_machines)]
     layers = tuple(
-        Layer(source.randint(1, 50), source.randint(0, 20), source.randint(0, 100))
+        Layer(
+            source.randint(1, 50),
+            source.randint(4, 20),
+            source.randint(0, 100),
+            source.randint(0, 4),
+        )
         for _ in range(num_layers)
     )
     machines = tuple(
@@ -64,7 +68,8 @@ def random_problem(source: random.Random) -> Problem:
         for pair in itertools.permutations(names, 2)
     }
     schedule = source.choice(["gpipe", "1f1b", "eager-1f1b", "zero-bubble"])
-    return Problem(layers, machines, links, source.choice([1, 2, 4, 16]), schedule)
+    num = source.choice([1, 2, 4, 16])
+    return Problem(layers, machines, links, num, schedule, recompute=source.choice([False, True]))
 
 
 def all_ranges(problem: Problem) -> Iterator[Ranges]:
@@ -78,15 +83,22 @@ def all_ranges(problem: Problem) -> Iterator[Ranges]:
 
 def objective(problem: Problem, ranges: Ranges) -> float:
     """`Σ t + (m - 1) max t`, written anew; infinite where a stage does not fit."""
-    held = peak_by_stage(generate(problem.schedule, len(ranges), problem.num_microbatches))
+    schedule = generate(problem.schedule, len(ranges), problem.num_microbatches)
+    held, graphs = peak_by_stage(schedule), graphs_by_stage(schedule)
     paths, paces = [], []
     for place, (name, start, end) in enumerate(ranges):
         machine = problem.machine(name)
         layers = problem.layers[start:end]
         needed = sum(x.fixed_bytes + held[place] * x.activation_bytes for x in layers)
+        costs = machine.costs[start:end]
+        seconds = sum(cost.total_s for cost in costs)
+        if problem.recompute and place + 1 < len(ranges):
+            seconds += sum(cost.forward_s for cost in costs)
+            needed = held[place] * layers[0].input_bytes
+            needed += sum(x.fixed_bytes + graphs[place] * x.activation_bytes for x in layers)
         if needed > machine.memory_bytes:
             return inf
-        paths.append(sum(cost.total_s for cost in machine.costs[start:end]))
+        paths.append(seconds)
         paces.append(paths[-1])
         if place + 1 < len(ranges):
             there, back = (
@@ -198,14 +210,17 @@ def test_what_fits_nowhere_is_named() -> None:
         plan_layers(replace(problem, schedule="interleaved"))
 
 
-def test_a_stage_beyond_its_memory_is_refused_with_a_cut_that_fits() -> None:
-    problem = equal_layers({"a": 1, "b": 1}, 4, 8)
-    machines = (replace(problem.machines[0], memory_bytes=250), problem.machines[1])
-    problem = replace(problem, machines=machines)
-    by_hand = predict(problem, [("a", 0, 3), ("b", 3, 4)])
-    with pytest.raises(ConfigError, match=r"a's layers \[0, 3\) need .* \{.*\} would fit"):
-        check_fits(problem, by_hand)
-    check_fits(problem, predict(problem, [("a", 0, 1), ("b", 1, 4)]))
+def test_stages_that_compute_again_hold_inputs_and_take_a_forward_more() -> None:
+    problem = replace(
+        equal_layers({"a": 1, "b": 1}, 4, 8), layers=(Layer(100, 10, 1000, 3),) * 4, recompute=True
+    )
+    first, last = predict(problem, [("a", 0, 2), ("b", 2, 4)]).stages
+    assert [first.memory_bytes, last.memory_bytes] == [2 * 100 + 2 * 3 + 2 * 10, 2 * (100 + 10)]
+    assert [first.costs.total_s, last.costs.total_s] == pytest.approx([8e-3, 6e-3])
+    put_off = replace(equal_layers({"a": 1, "b": 1, "c": 1}, 4, 8), layers=problem.layers)
+    put_off = replace(put_off, schedule="zero-bubble", recompute=True)
+    middle = predict(put_off, [("a", 0, 1), ("b", 1, 3), ("c", 3, 4)]).stages[1]
+    assert middle.memory_bytes == 2 * 100 + 3 * 3 + 2 * 2 * 10, "of two the weights' are put off"
 
 
 def test_ranges_by_hand_are_sorted() -> None:

@@ -391,6 +391,16 @@ def test_stages_of_a_pipeline_are_told_by_worker(tmp_path: Path) -> None:
     assert ["worker 1 (pi5)", "0-3", "300 ms", "600 ms", "25%", "2 MB/s to 2"] in rows
 
 
+@pytest.mark.parametrize(("algorithm", "is_told"), [("edp", True), ("pipeline", False)])
+def test_pushes_are_told_of_algorithms_whose_workers_push(
+    tmp_path: Path, algorithm: str, *, is_told: bool
+) -> None:
+    run = MadeRun(tmp_path)
+    run.started(algorithm=algorithm)
+    run.summary(algorithm=algorithm)
+    assert ("Pushes" in report_of(run).words("head")) == is_told
+
+
 def test_the_settings_that_are_not_defaults_come_first(tmp_path: Path) -> None:
     page = report_of(killed_run(tmp_path))
     row = page.row("configuration", "learning_rate")

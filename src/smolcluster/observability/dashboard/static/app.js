@@ -77,7 +77,8 @@ function take(next) {
   drawHead();
   drawProblems(state.problems);
   drawFigures();
-  for (const title of ["staleness-title", "workers-title"]) byId(title).closest("section").hidden = state.algorithm === "single";
+  byId("staleness-title").closest("section").hidden = !state.has_pushes;
+  byId("workers-title").closest("section").hidden = state.algorithm === "single";
   drawStaleness();
   drawCluster(state);
   drawWorkers(state);

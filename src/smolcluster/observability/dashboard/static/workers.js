@@ -30,7 +30,7 @@ const COLUMNS = [
   ["loss", (worker) => optional(worker.loss, number)],
   ["samples", (worker) => count(worker.samples), (worker) => (worker.share > 0 ? percent(worker.share) : "")],
   ["samples/s", (worker, state) => (state.is_over ? "" : number(worker.samples_per_s, 3))],
-  ["staleness", (worker) => number(worker.mean_staleness, 3)],
+  ["staleness", (worker, state) => (state.has_pushes ? number(worker.mean_staleness, 3) : "")],
   ["local steps", (worker) => optional(vital("local_steps")(worker), count)],
   ["drift", (worker) => optional(vital("drift")(worker), percent)],
   ["layers", (worker) => stage(worker)?.ranges ?? ""],
@@ -83,7 +83,7 @@ export function drawWorkers(state) {
 /** Columns of what not every machine or algorithm has. */
 function hideEmpty(table) {
   COLUMNS.forEach(([name], index) => {
-    if (!name.startsWith("GPU") && !["local steps", "drift", ...OF_STAGES].includes(name)) return;
+    if (!name.startsWith("GPU") && !["staleness", "local steps", "drift", ...OF_STAGES].includes(name)) return;
     const cells = [...table.rows].map((row) => row.cells[index]).filter(Boolean);
     const isEmpty = !cells.slice(1).some((cell) => cell.textContent !== "");
     for (const cell of cells) cell.hidden = isEmpty;

@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
+from smolcluster.algorithms.PipelineParallel.crew import Crew, stage_figures
 from smolcluster.algorithms.PipelineParallel.plan import StageMap
-from smolcluster.algorithms.PipelineParallel.server import Crew, stage_figures
 from smolcluster.observability.view.stages import StageView
 from smolcluster.transport.messages import LeaseKey, StageDone
 

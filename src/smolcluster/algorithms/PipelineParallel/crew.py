@@ -1,0 +1,83 @@
+"""The workers that have the layers, what they have been asked, and what is shown of their steps."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from smolcluster.algorithms.PipelineParallel.moving import Decision, StageTimes
+from smolcluster.algorithms.PipelineParallel.peers import Peer
+from smolcluster.algorithms.PipelineParallel.plan import StageMap
+from smolcluster.algorithms.planning.layers import LayerPlan
+from smolcluster.observability.view.stages import numbers_of
+from smolcluster.training.schedules.instructions import Op
+from smolcluster.transport.messages import Message, StageDone, StageEvaluated, StageKept
+
+OPS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward_input",
+    Op.BACKWARD_WEIGHT: "backward_weight",
+}
+
+
+@dataclass
+class Question:
+    """What all stages have been asked, who has yet to answer, and what comes then."""
+
+    subject: tuple[object, ...]
+    """What an answer must be about."""
+    then: Callable[[list[Any]], None]
+    """Is given all answers, by rank."""
+    asked_at: float
+    patience_s: float
+    answers: dict[int, Message] = field(default_factory=dict)
+    """By session."""
+    moved: tuple[int, ...] = ()
+    """How much of what takes long had been sent and received when it was looked last."""
+
+
+@dataclass
+class Crew:
+    """The workers that have the layers, by rank, from one plan to the next."""
+
+    attempt: int
+    map: StageMap
+    peers: list[Peer]
+    plan: LayerPlan | None = None
+    times: StageTimes | None = None
+    """None: the layers were not dealt out by what they take."""
+    question: Question | None = None
+    moving: Decision | None = None
+    """To deal the layers out again when the state has been kept."""
+    begun_at: float = field(default_factory=time.monotonic)
+
+
+def subject_of(answer: Message) -> tuple[object, ...]:
+    """What an answer is about."""
+    match answer:
+        case StageDone():
+            return StageDone, answer.lease
+        case StageEvaluated():
+            return StageEvaluated, answer.turn
+        case StageKept():
+            return StageKept, answer.step
+    return (type(answer),)
+
+
+def stage_figures(crew: Crew, rank: int, done: StageDone, took_s: float) -> dict[str, float]:
+    """What is shown of a worker's part in a step that took so long, by the names of its status."""
+    layers = {
+        stage: (crew.map.cuts[stage], crew.map.cuts[stage + 1])
+        for stage, of in enumerate(crew.map.ranks)
+        if of == rank
+    }
+    op_s = {name: done.seconds[op] for op, name in OPS.items() if op in done.seconds}
+    busy_s = math.fsum(op_s.values())
+    sends = {
+        crew.peers[other].worker.rank: nbytes / took_s
+        for other, nbytes in enumerate(done.sent_bytes[: len(crew.peers)])
+        if nbytes and took_s > 0
+    }
+    return numbers_of(layers, op_s, max(0.0, 1 - busy_s / took_s) if took_s > 0 else 0.0, sends)

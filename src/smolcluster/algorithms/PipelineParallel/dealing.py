@@ -1,0 +1,218 @@
+"""To whom the layers are dealt: who must be there first, how they reach each other, and what fits.
+
+cut = dealer.deal(peers)       # None: more workers must come, or links are being measured
+dealer.take_link(peer, measured)
+dealer.relieve(...)            # a stage was out of memory: the next cut counts on less there
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+
+from smolcluster.algorithms.PipelineParallel.automatic import (
+    Cut,
+    automatic_cut,
+    is_measured,
+    unmeasured,
+)
+from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.algorithms.PipelineParallel.crew import Crew
+from smolcluster.algorithms.PipelineParallel.link_speed import (
+    PATIENCE_S,
+    UNMEASURED,
+    Survey,
+    in_words,
+)
+from smolcluster.algorithms.PipelineParallel.memory import check_memory
+from smolcluster.algorithms.PipelineParallel.peers import Peer, named, reported
+from smolcluster.algorithms.PipelineParallel.plan import even_cut, written_cut
+from smolcluster.algorithms.planning.layers import Link
+from smolcluster.configs.schema import ClusterConfig, TrainConfig
+from smolcluster.errors import ClusterEmpty, ConfigError, OutOfMemory
+from smolcluster.transport.messages import LinkMeasured, MeasureLink
+from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_duration
+
+LESS_MEMORY = 0.9
+"""Of what a stage was planned to take: what its machine is counted on for once that was too much."""
+
+
+class Dealer:
+    """Says which layers are whose, from one plan to the next."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        train: TrainConfig,
+        cluster: ClusterConfig,
+        num_layers: int,
+        log: logging.Logger,
+    ) -> None:
+        self._config, self._train, self._cluster = config, train, cluster
+        self._num_layers, self._log = num_layers, log
+        self._survey = Survey()
+        self._surveying: Deadline | None = None
+        """Until when the pairs of the survey must have answered, while they are asked."""
+        self._waiting_since: float | None = None
+        """Since when those that are there cannot have all layers."""
+        self._has_dealt = False
+        self.attempt = 0
+        """Of the newest plan or survey; each has a larger one than those before."""
+
+    def deal(
+        self, peers: Mapping[str, Peer], *, are_all_ready: bool, num_unable: int
+    ) -> Cut | None:
+        """The cut for these workers, by their names; None: it is not time for one.
+
+        `are_all_ready`: whether no other one is there, which still measures its layers; `num_unable`: others
+        that can have no layers.
+
+        Raises:
+            ConfigError: at first, the layers cannot be cut for all that are there.
+            ClusterEmpty: those that must come have not for too long.
+        """
+        if self._surveying is not None and not self._have_answered(peers, self._surveying):
+            return None
+        if missing := self._missing(peers, num_unable):
+            self._wait_for_more(missing, are_all_ready=are_all_ready)
+            return None
+        if self._measure_links(peers):
+            return None
+        try:
+            cut = self.cut(peers)
+            if not self._has_dealt and isinstance(self._config.shard_plan, dict):
+                machines = {name: reported(peer) for name, peer in peers.items()}
+                check_memory(cut.map, machines, self._config, self._train)
+        except ConfigError as error:
+            if not self._has_dealt:
+                raise
+            self._wait_for_more(str(error))
+            return None
+        if links := in_words(self._links(peers)):
+            self._log.info("links: %s", links)
+        self._waiting_since, self._has_dealt = None, True
+        self.attempt += 1
+        return cut
+
+    def cut(self, peers: Mapping[str, Peer]) -> Cut:
+        """The cut for these workers, without waiting for any.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self._config.shard_plan == "auto":
+            machines = {name: reported(peer) for name, peer in peers.items()}
+            links = self._links(peers)
+            return automatic_cut(self._num_layers, machines, self._config, self._train, links)
+        if self._config.shard_plan == "even":
+            stages = even_cut(self._num_layers, list(peers), self._config)
+            return unmeasured(stages, self._config)
+        ranges = {
+            node: [each] if isinstance(each, tuple) else each
+            for node, each in self._config.shard_plan.items()
+        }
+        return unmeasured(written_cut(self._num_layers, ranges, self._config), self._config)
+
+    def relieve(self, crew: Crew, peer: Peer, reason: str, ready: Sequence[Peer]) -> None:
+        """Count on less memory of a worker than its layers were planned to take.
+
+        Raises:
+            OutOfMemory: it cannot have fewer, or they were not dealt out by what they take.
+        """
+        rank = crew.peers.index(peer)
+        what = f"out of memory: {peer.worker.name}, layers {crew.map.layers_of(rank)}: {reason}"
+        if crew.plan is None or peer.measured is None:
+            advice = "set recompute, raise microbatches, or set shard_plan to auto"
+            if cut := crew.map.relieved(rank):
+                advice = f"less is {cut} as shard_plan; or {advice}"
+            raise OutOfMemory(f"{what}; {advice}")
+        place = reported(peer).place
+        num_sharing = sum(reported(each).place == place for each in ready)
+        less = int(LESS_MEMORY * crew.plan.stages[rank].memory_bytes * num_sharing)
+        peer.measured = peer.measured.model_copy(update={"memory_bytes": less})
+        try:
+            self.cut(named(ready))
+        except ConfigError as error:
+            raise OutOfMemory(f"{what}; with fewer layers there: {error}") from None
+
+    def take_link(self, peer: Peer, measured: LinkMeasured) -> None:
+        """Take what a worker has measured of what it sends to the one that it was paired with."""
+        if self._surveying is None or measured.attempt != self.attempt:
+            return
+        link = Link(measured.bytes_s, measured.latency_s)
+        if measured.reason or not measured.bytes_s:
+            self._log.warning("%s: a link is slow: %s", peer.worker.name, measured.reason)
+            link = UNMEASURED
+        self._survey.take(peer.instance, link)
+
+    def is_gone(self, peer: Peer) -> None:
+        """Measure links anew, if it was one of those that are asked."""
+        if self._survey.other(peer.instance) is not None:
+            self._surveying = None
+
+    def _missing(self, peers: Mapping[str, Peer], num_unable: int) -> str | None:
+        """Who must come before layers can be dealt out: at first all, later those of a written plan."""
+        if isinstance(self._config.shard_plan, dict):
+            names = sorted(self._config.shard_plan.keys() - peers.keys())
+            return f"shard_plan has layers for {', '.join(names)}" if names else None
+        wanted = 1 if self._has_dealt else max(1, self._cluster.num_workers - num_unable)
+        return f"{len(peers)} of {wanted} workers are there" if len(peers) < wanted else None
+
+    def _wait_for_more(self, reason: str, *, are_all_ready: bool = True) -> None:
+        """Those that are there cannot have all layers: others may come, or come back.
+
+        Raises:
+            ClusterEmpty: they have not for too long.
+        """
+        cluster, now = self._cluster, time.monotonic()
+        limit_s = max(cluster.start_timeout_s, cluster.empty_cluster_timeout_s)
+        if self._waiting_since is None:
+            self._waiting_since = now
+            limit = format_duration(limit_s)
+            self._log.info("%s; waiting up to %s for more workers", reason, limit)
+        if not are_all_ready:
+            limit_s = max(limit_s, cluster.prepare_timeout_s)
+        if now - self._waiting_since >= limit_s:
+            raise ClusterEmpty(reason)
+
+    def _measure_links(self, peers: Mapping[str, Peer]) -> bool:
+        """Have those workers measure how they reach each other that have not yet; False: all have."""
+        if not is_measured(self._config) or any(each.measured is None for each in peers.values()):
+            return False
+        hosts = {each.instance: reported(each).host for each in peers.values()}
+        if not self._survey.begin(hosts):
+            return False
+        self.attempt += 1
+        self._surveying = Deadline(PATIENCE_S)
+        by_instance = {each.instance: each for each in peers.values()}
+        for one, other in self._survey.pairs:
+            pair = (by_instance[one], by_instance[other])
+            for rank, each in enumerate(pair):
+                neighbour = pair[1 - rank].as_neighbour(1 - rank)
+                message = MeasureLink(attempt=self.attempt, rank=rank, neighbour=neighbour)
+                each.worker.live_session.send(message)
+        return True
+
+    def _have_answered(self, peers: Mapping[str, Peer], deadline: Deadline) -> bool:
+        """Whether all pairs have measured their links, or will not any more."""
+        if not self._survey.is_over and not deadline.expired:
+            return False
+        names = {each.instance: name for name, each in peers.items()}
+        for sender, receiver in self._survey.give_up():
+            one, other = names.get(sender, sender), names.get(receiver, receiver)
+            self._log.warning(
+                "the link from %s to %s was not measured, and is taken for slow", one, other
+            )
+        self._surveying = None
+        return True
+
+    def _links(self, peers: Mapping[str, Peer]) -> dict[tuple[str, str], Link]:
+        """Those that were measured between workers, by their names."""
+        known = self._survey.links
+        pairs = permutations(peers.items(), 2)
+        return {
+            (one, other): known[a.instance, b.instance]
+            for (one, a), (other, b) in pairs
+            if (a.instance, b.instance) in known
+        }

@@ -1,0 +1,22 @@
+"""What is said where PyTorch's compiler cannot work."""
+
+import pytest
+import torch
+from torch import nn
+
+from smolcluster.algorithms.Mesh.compiling import compile_layers, compiler_named
+from smolcluster.errors import ConfigError
+from smolcluster.training.stages.cut import Stage
+
+
+def test_without_a_compiler_the_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("/no/compiler",))
+    monkeypatch.setattr(config, "force_disable_caches", True)
+    model = nn.Sequential(nn.Linear(3, 5), nn.GELU())
+    stage = Stage(model, [model], 0, 1)
+    compile_layers(stage)
+    with pytest.raises(ConfigError, match="compile is true, but") as raised, compiler_named():
+        stage(torch.ones(2, 3))
+    assert "set compile to false" in str(raised.value) and "\n" not in str(raised.value)

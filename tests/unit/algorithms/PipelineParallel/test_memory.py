@@ -1,0 +1,79 @@
+"""A plan by hand beside the memory of its machines."""
+
+import pytest
+
+from smolcluster.algorithms.PipelineParallel.automatic import Reported, message_of
+from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.algorithms.PipelineParallel.memory import check_memory
+from smolcluster.algorithms.PipelineParallel.plan import StageMap
+from smolcluster.configs.schema import DatasetConfig, SimpleNNConfig, TrainConfig
+from smolcluster.errors import ConfigError
+from smolcluster.training.stages.measure import LayerSpeeds
+from smolcluster.transport.messages import MeasuredLayer
+
+TRAIN = TrainConfig(
+    batch_size=64, model=SimpleNNConfig(hidden=4), dataset=DatasetConfig(name="digits")
+)
+LAYER = MeasuredLayer(
+    forward_s=0,
+    input_s=0,
+    weight_s=0,
+    trained_bytes=1000,
+    frozen_bytes=0,
+    activation_bytes=100,
+    output_bytes=10,
+    input_bytes=10,
+)
+"""With gradients and two moments 4000 bytes."""
+CUT = StageMap((0, 6, 8), (0, 1), ("mini1", "pi5"))
+NEEDED = 6 * 4000 + 2 * 6 * 100
+"""Of mini1, which holds two microbatches."""
+
+
+def reported(memory_bytes: int, host: str, device: str = "cpu (1 thread)") -> Reported:
+    speeds = LayerSpeeds(layers=(LAYER,) * 8, memory_bytes=memory_bytes, device=device)
+    return Reported(host, message_of(speeds))
+
+
+def check(
+    one: Reported, other: Reported, cut: StageMap = CUT, config: PipelineConfig | None = None
+) -> None:
+    check_memory(cut, {"mini1": one, "pi5": other}, config or PipelineConfig(), TRAIN)
+
+
+def test_a_stage_beyond_its_memory_is_refused_with_a_cut_that_fits() -> None:
+    check(reported(NEEDED, "a"), reported(10**6, "b"))
+    with pytest.raises(ConfigError) as refused:
+        check(reported(NEEDED - 1, "a"), reported(10**6, "b"))
+    assert str(refused.value) == (
+        "shard_plan: layers 0 to 5 of mini1 need 0.0252 MB, the device has 0.0252 MB free: "
+        "{mini1: [0, 4], pi5: [4, 8]} would fit"
+    )
+
+
+def test_processes_of_one_machine_need_their_memory_together() -> None:
+    both = NEEDED + 2 * 4000 + 2 * 100
+    check(reported(both, "a"), reported(both - 500, "a"))
+    with pytest.raises(ConfigError, match="layers 0 to 5 of mini1 and layers 6 to 7 of pi5 need"):
+        check(reported(both - 1, "a"), reported(both - 500, "a"))
+    check(reported(NEEDED, "a", "cuda:0 (A)"), reported(NEEDED, "a", "cuda:1 (A)"))
+
+
+def test_what_is_computed_again_is_not_held() -> None:
+    config = PipelineConfig(recompute=True)
+    needed = 6 * 4000 + 2 * 10 + 6 * 100
+    check(reported(needed, "a"), reported(10**6, "b"), config=config)
+    with pytest.raises(ConfigError):
+        check(reported(needed - 1, "a"), reported(10**6, "b"), config=config)
+
+
+def test_several_stages_of_a_machine_count_together() -> None:
+    cut = StageMap((0, 2, 4, 6, 8), (0, 1, 1, 0), ("mini1", "pi5"))
+    config = PipelineConfig(schedule="zb-v")
+    with pytest.raises(ConfigError, match=r"layers 0 to 1, 6 to 7 of mini1 need"):
+        check(reported(4 * 4000, "a"), reported(10**6, "b"), cut, config)
+    check(reported(10**5, "a"), reported(10**6, "b"), cut, config)
+
+
+def test_where_one_has_not_measured_nothing_is_refused() -> None:
+    check(reported(1, "a"), Reported("b", None))
