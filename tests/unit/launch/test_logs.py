@@ -78,7 +78,7 @@ def test_only_what_is_asked_for(
         ({"node": "pi6"}, "it has some on: "),
         ({"rank": 5}, "--worker 6: "),
         ({"rank": 0, "node": "mini1"}, "--worker 1: the run's workers on mini1 are: none"),
-        ({"level": "warn"}, "did you mean WARNING"),
+        ({"level": "warnin"}, "did you mean WARNING"),
         ({"level": "\x1b[2J"}, "there are DEBUG"),
         ({"since": "yesterday"}, "say how long ago"),
         ({"since": "-3m"}, "say how long ago"),
