@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from smolcluster.errors import OutOfMemory
-from smolcluster.utils.device_errors import empty_cache, is_out_of_memory
+from smolcluster.utils.device_errors import empty_cache, first_line, is_out_of_memory
 
 T = TypeVar("T")
 
@@ -42,10 +42,10 @@ class Microbatching:
             microbatch = min(self.size or num_samples, num_samples)
             try:
                 return compute(microbatch)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                reason = str(error).strip().partition("\n")[0]
+                reason = first_line(error)
             # Only now, without the traceback, are the tensors of the attempt free.
             self._halve(microbatch, reason)
             gc.collect()

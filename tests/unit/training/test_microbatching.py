@@ -17,6 +17,7 @@ from smolcluster.training.workload import Workload
 OUT_OF_MEMORY: list[type[Exception] | Any] = [
     lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"),
     lambda: RuntimeError("MPS backend out of memory (MPS allocated: 5.00 GB)"),
+    MemoryError,
 ]
 DATA = TensorDataset(torch.randn(20, 4, generator=torch.Generator().manual_seed(1)))
 

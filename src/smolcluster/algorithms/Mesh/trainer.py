@@ -31,7 +31,7 @@ from smolcluster.training.stages.build import build_stage, model_input, num_laye
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
-from smolcluster.utils.device_errors import is_out_of_memory
+from smolcluster.utils.device_errors import first_line, is_out_of_memory
 
 WEIGHTS = ""
 """Names a parameter itself among its moments."""
@@ -222,14 +222,14 @@ class MeshTrainer:
         """
         try:
             yield
-        except (RuntimeError, UserCodeError) as error:
+        except (RuntimeError, MemoryError, UserCodeError) as error:
             raised = error.__cause__ if isinstance(error, UserCodeError) else error
             if raised is None or not is_out_of_memory(raised):
                 raise
             share = self._train.samples_per_step // self.groups.sizes.num_shares
             raise OutOfMemory(
                 f"{self.groups.device} of rank {self.groups.rank} is out of memory: "
-                f"{str(raised).strip().partition('. ')[0]}; {what_takes_less(self._config, share)}"
+                f"{first_line(raised).partition('. ')[0]}; {what_takes_less(self._config, share)}"
             ) from error
 
     def num_samples_at(self, samples_applied: int) -> int:
