@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
+from made_runs import MadeRun
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.cli import main as cli
 from smolcluster.configs.resolve import load_settings
-from smolcluster.errors import ConfigError
+from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.diagram import of_cluster
 from smolcluster.launch.hetero.file import HeteroConfig, read_hetero
 from smolcluster.launch.hetero.start import Part, main, own_nodes
+from smolcluster.runs.events import RunResumed
+from smolcluster.runs.paths import point_latest
+from smolcluster.training.checkpoint import CheckpointStore
 
 CONTENT: dict[str, Any] = {
     "coordinator": {"hostname": "mini", "ip": "10.0.0.1"},
@@ -127,8 +131,29 @@ def test_the_files_of_a_machine_s_part(tmp_path: Path) -> None:
     assert secret.stat().st_mode & 0o77 == 0
     cluster = json.loads((tmp_path / "out" / "cluster.yaml").read_text(encoding="utf-8"))
     assert cluster["nodes"]["worker1"]["secret_file"] == str(secret)
-    with pytest.raises(ConfigError, match="no run"):
-        part.go_on_from(20)
+    with pytest.raises(ConfigError, match="no run"), part.going_on_from(20):
+        pytest.fail("there is none to go on with")
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_summary_stays_where_no_server_has_gone_on_with_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool
+) -> None:
+    monkeypatch.setattr(CheckpointStore, "make_latest", lambda *_: None)
+    made = MadeRun(tmp_path)
+    made.event(RunResumed(step=50, samples_applied=400))  # an earlier time
+    made.summary()
+    point_latest(tmp_path, made.paths.run_id)
+    before = made.paths.summary.read_bytes()
+    part = Part(of(tmp_path), tmp_path / "program.py", tmp_path, {})
+    with pytest.raises(LaunchError), part.going_on_from(20):
+        assert not made.paths.summary.exists(), "with it a server takes the run for ended"
+        if resumes:
+            made.event(RunResumed(step=20, samples_applied=160))
+        raise LaunchError("the server has ended")
+    assert made.paths.summary.exists() is not resumes
+    assert resumes or made.paths.summary.read_bytes() == before
+    assert not list(made.paths.root.glob("summary.before"))
 
 
 def test_init_writes_a_file_that_can_be_read(tmp_path: Path) -> None:

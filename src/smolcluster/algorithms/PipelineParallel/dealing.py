@@ -61,12 +61,17 @@ class Dealer:
         """Of the newest plan or survey; each has a larger one than those before."""
 
     def deal(
-        self, peers: Mapping[str, Peer], *, are_all_ready: bool, num_unable: int
+        self,
+        peers: Mapping[str, Peer],
+        *,
+        are_all_ready: bool,
+        num_unable: int,
+        why_missing: str = "",
     ) -> Cut | None:
         """The cut for these workers, by their names; None: it is not time for one.
 
         `are_all_ready`: whether no other one is there, which still measures its layers; `num_unable`: others
-        that can have no layers.
+        that can have no layers; `why_missing`: what is known of why those that must come have not.
 
         Raises:
             ConfigError: at first, the layers cannot be cut for all that are there.
@@ -75,7 +80,8 @@ class Dealer:
         if self._surveying is not None and not self._have_answered(peers, self._surveying):
             return None
         if missing := self._missing(peers, num_unable):
-            self._wait_for_more(missing, are_all_ready=are_all_ready)
+            reason = ": ".join(filter(None, (missing, why_missing)))
+            self._wait_for_more(reason, are_all_ready=are_all_ready)
             return None
         if self._measure_links(peers):
             return None

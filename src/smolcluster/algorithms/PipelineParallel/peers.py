@@ -16,10 +16,8 @@ class Peer:
     listening: Listening | None = None
     measured: LayersMeasured | None = None
     """Comes before it listens, if at all."""
-    is_building: bool = False
-    """Whether it was told its layers and has not said yet that it has them."""
-    is_unable: bool = False
-    """Whether it has too little memory for a single layer: it stays a spare."""
+    building_attempt: int | None = None
+    """The plan whose layers it was told and has not said yet that it has; None: there is none."""
 
     @property
     def id(self) -> int:

@@ -210,15 +210,18 @@ class Server:
         """
         if not self.pool.started:
             return
-        present = [each.member.worker_id for each in self.pool.workers]
-        why = self.builders.why_none_is_left(present)
+        able = [each.member.worker_id for each in self.pool.workers if self.may_build(each)]
+        why = self.builders.why_none_is_left(able)
         if why is not None and not self.pool.is_preparing:
             raise RunFailed(f"no worker is left that can build its layers: {why}")
         ready = self.ready
         by_name = named(ready)
-        unable = sum(each.is_unable for each in self.peers.values())
+        unable = sum(not self.may_build(each.worker) for each in self.peers.values())
         are_all_ready = len(ready) + unable == len(self.peers)
-        cut = self.dealer.deal(by_name, are_all_ready=are_all_ready, num_unable=unable)
+        why = self.builders.why_not([each.worker.member.worker_id for each in ready])
+        cut = self.dealer.deal(
+            by_name, are_all_ready=are_all_ready, num_unable=unable, why_missing=why
+        )
         if cut is None:
             return
         self.considered = {each.id for each in ready}
@@ -228,6 +231,7 @@ class Server:
         crew = self.crew = Crew(self.dealer.attempt, cut.map, peers, cut.plan, times)
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
         for each in self.peers.values():
+            each.building_attempt = None
             if each not in peers:
                 self.report.board.measured(
                     each.worker
@@ -246,14 +250,17 @@ class Server:
         found = [
             each
             for each in self.peers.values()
-            if each.listening is not None and not each.is_unable
+            if each.listening is not None and self.may_build(each.worker)
         ]
         return sorted(found, key=lambda each: each.worker.member.worker_id)
+
+    def may_build(self, worker: Worker) -> bool:
+        return self.builders.may_build(worker.member.worker_id, worker.member.instance)
 
     def planned(self, crew: Crew, rank: int) -> None:
         """Tell a worker which layers are its own, and who its neighbours are."""
         layers = crew.map
-        crew.peers[rank].is_building = True
+        crew.peers[rank].building_attempt = crew.attempt
         neighbours = [
             crew.peers[other].as_neighbour(other) for other in sorted(layers.neighbours(rank))
         ]
@@ -527,6 +534,9 @@ class Server:
             case Joined(worker):
                 peer = Peer(worker)
                 self.peers[peer.id] = peer
+                if not self.may_build(worker):
+                    why = self.builders.reasons[worker.member.worker_id]
+                    self.context.log.warning("%s is back and takes no part: %s", worker.name, why)
             case Departed(worker):
                 self.on_departure(worker)
             case RelayWanted():
@@ -545,8 +555,9 @@ class Server:
             case StageReady() if message.reason:
                 self.on_trouble(peer, message)
             case StageReady():
-                peer.is_building = False
-                self.builders.built(peer.worker.member.worker_id)
+                if message.attempt == peer.building_attempt:
+                    peer.building_attempt = None
+                    self.builders.built(peer.worker.member.worker_id)
                 self.on_answer(peer.id, message.attempt, message)
             case StageDone() | StageEvaluated() | StageKept():
                 self.on_answer(peer.id, message.attempt, message)
@@ -581,17 +592,19 @@ class Server:
 
     def note_failure(self, peer: Peer) -> None:
         """Remember that a worker has gone while it built its layers, if that is so."""
-        worker = peer.worker
-        if not peer.is_building:
+        worker, member = peer.worker, peer.worker.member
+        if peer.building_attempt is None:
             return
         if worker.has_failed:
-            self.builders.failed(worker.member.worker_id, f"{worker.name}: {worker.goodbye}")
+            reason = f"{worker.name}: {worker.goodbye}"
+            self.builders.failed(member.worker_id, member.instance, reason)
         elif worker.goodbye is None:
-            self.builders.lost(worker.member.worker_id, worker.name)
+            self.builders.lost(member.worker_id, member.instance, worker.name)
 
     def on_trouble(self, peer: Peer, ready: StageReady) -> None:
         """A stage cannot reach a neighbour, has lost it, or has too little memory."""
-        peer.is_building = False
+        if ready.attempt == peer.building_attempt:
+            peer.building_attempt = None
         if not ready.attempt:
             self.on_unable(peer, ready.reason)
         if self.crew is not None and ready.attempt == self.crew.attempt:
@@ -605,14 +618,11 @@ class Server:
         Raises:
             OutOfMemory: `shard_plan` gives it some.
         """
-        peer.is_unable, worker = True, peer.worker
+        worker, member = peer.worker, peer.worker.member
         what = f"{worker.name} can have no layers: {reason}"
-        if (
-            isinstance(self.config.shard_plan, dict)
-            and worker.member.node in self.config.shard_plan
-        ):
+        if isinstance(self.config.shard_plan, dict) and member.node in self.config.shard_plan:
             raise OutOfMemory(f"{what}; leave it out of shard_plan, or raise microbatches")
-        self.builders.failed(worker.member.worker_id, what)
+        self.builders.failed(member.worker_id, member.instance, what)
         self.context.log.warning("%s; it takes no part", what)
 
     def begin_again(self, reason: str) -> None:

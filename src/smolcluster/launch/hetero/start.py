@@ -12,8 +12,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from smolcluster.launch.hetero.file import (
     read_hetero,
 )
 from smolcluster.observability.logs import console_logger
+from smolcluster.runs.events import RunResumed, read_events
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.launched import LaunchedProcess
-from smolcluster.runs.paths import LATEST, find_run
+from smolcluster.runs.paths import LATEST, RunPaths, find_run
 from smolcluster.runs.summary import read_summary
 from smolcluster.transport.security import default_secret_path, ensure_secret
 
@@ -69,7 +70,8 @@ def main(
         part = Part(config, program, folder.absolute(), training)
         part.write()
         if COORDINATOR in nodes and args.resume_step is not None:
-            part.go_on_from(args.resume_step)
+            with part.going_on_from(args.resume_step):
+                return part.run(nodes, resume=True)
         return part.run(nodes, resume=args.resume_step is not None)
     except SmolclusterError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -134,8 +136,11 @@ class Part:
                 f"cannot write to {self._folder}: {error.strerror or error}"
             ) from error
 
-    def go_on_from(self, step: int) -> None:
+    @contextmanager
+    def going_on_from(self, step: int) -> Iterator[None]:
         """Let the newest run go on from its checkpoint of that step, also where it had ended later.
+
+        Its summary is there again afterwards, unless a server has gone on with it.
 
         Raises:
             ConfigError: there is no run.
@@ -146,8 +151,19 @@ class Part:
 
         paths = find_run(self._folder, LATEST)
         CheckpointStore(paths.checkpoints, 1, console_logger()).make_latest(step)
-        if paths.summary.is_file() and step < read_summary(paths.summary).steps:
-            paths.summary.unlink()  # it has not ended any more
+        if not paths.summary.is_file() or step >= read_summary(paths.summary).steps:
+            yield
+            return
+        num_resumed = _num_resumed(paths)
+        aside = paths.summary.with_suffix(".before")  # with a summary the run would have ended
+        paths.summary.replace(aside)
+        try:
+            yield
+        finally:
+            if _num_resumed(paths) > num_resumed:
+                aside.unlink()
+            else:
+                aside.replace(paths.summary)
 
     def run(self, nodes: list[str], *, resume: bool) -> int:
         """Start this machine's processes and wait for their end; Ctrl-C ends them in order."""
@@ -226,6 +242,11 @@ class Part:
             while child.exit_code is None and time.monotonic() < until:
                 time.sleep(POLL_S)
         return 128 + signal.SIGINT
+
+
+def _num_resumed(paths: RunPaths) -> int:
+    """How often a server has gone on with a run."""
+    return sum(isinstance(each.event, RunResumed) for each in read_events(paths.events))
 
 
 def _say_of(node: str) -> Callable[[str], None]:
