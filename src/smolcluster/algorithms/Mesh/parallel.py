@@ -244,7 +244,8 @@ def _transformers_plan(stage: HuggingFaceStage, size: int) -> dict[str, Style]:
 
 
 def _base_plan(stage: HuggingFaceStage) -> Mapping[str, str]:
-    return getattr(stage.text_config, "base_model_tp_plan", None) or {}
+    found: Mapping[str, str] = getattr(stage.text_config, "base_model_tp_plan", None) or {}
+    return found
 
 
 def _check_no_heads(stage: Stage, name: str, size: int) -> None:
