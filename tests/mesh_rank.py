@@ -97,6 +97,9 @@ CASES = {
     ),
     "tp2-fsdp2": Case({"tp": 2, "fsdp": 2}, {"activation_checkpointing": "selective"}),
     "tp2-pp2-interleaved": Case({"tp": 2, "pp": 2}, {"microbatches": 4, "schedule": "interleaved"}),
+    "tp2-fsdp2-sequence": Case(
+        *({"tp": 2, "fsdp": 2, "sequence_parallel": True}, {"microbatches": 2}, ADAM), double=True
+    ),
     "dp2-tp2-sequence": Case({"dp": 2, "tp": 2, "sequence_parallel": True}),
     "tp2-pp2-sequence-loss": Case(
         {"tp": 2, "pp": 2, "sequence_parallel": True, "loss_parallel": True},

@@ -44,7 +44,7 @@ MODEL_FLAGS = {
 }
 """Flags, and the keys of the configuration that they set."""
 PROFILED = {"wait": 1}
-"""What `--profile` sets; the rest are defaults."""
+"""What `--profile` sets where nothing says which steps; the rest are defaults."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,7 +157,7 @@ def mesh_keys(args: argparse.Namespace, world_size: int) -> dict[str, object]:
         "activation_checkpointing": recompute or "none",
         "instruction_log": args.instruction_log,
         "backend": "gloo" if args.no_nccl else args.backend or "auto",
-        "hang_timeout_s": args.hang_timeout or 300.0,
+        "hang_timeout_s": 300.0 if args.hang_timeout is None else args.hang_timeout,
     }
 
 
@@ -170,7 +170,6 @@ def stated_keys(args: argparse.Namespace) -> dict[str, object]:
         "mesh.sequence_parallel": (args.sequence_parallel, True),
         "mesh.loss_parallel": (args.loss_parallel, True),
         "compile": (args.compile, True),
-        "profile": (args.profile, PROFILED),
     }
     keys |= {key: value for key, (is_said, value) in said.items() if is_said}
     if args.use_gradient_checkpointing:
@@ -210,6 +209,9 @@ def configuration(
 
     own = config_of(algorithm_of_groups())
     mesh = settings_with(*args.override).of(own).model_dump()
+    if args.profile and mesh["profile"] is None:
+        texts.append(f"profile={json.dumps(PROFILED)}")
+        mesh = settings_with(*args.override).of(own).model_dump()
     num_shares = mesh["mesh"]["dp"] * mesh["mesh"]["fsdp"]
     return settings_with(*overrides_of(args, num_shares)), mesh
 

@@ -1,15 +1,19 @@
 """The flags of `python -m smolcluster.distributed_training`, and which ranks it is."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+import smolcluster
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.ranks import ranks_of
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.distributed_training import configuration, mesh_keys, overrides_of, parser
 from smolcluster.errors import ConfigError
+
+CONFIGS = Path(smolcluster.__file__).parent / "configs"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,20 @@ def test_what_ranks_share_and_whether_they_are_compiled_and_profiled_are_flags(
         config, is_said = MeshConfig.model_validate(keys), bool(said)
         shared = (config.mesh.sequence_parallel, config.mesh.loss_parallel)
         assert (*shared, config.compile, config.profile is not None) == (is_said,) * 4
+
+
+def test_the_profile_of_a_cluster_file_is_kept_by_the_flag(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    said = "profile: {wait: 10, active: 5}\n"
+    file.write_text((CONFIGS / "cluster_config_mesh.yaml").read_text() + said)
+    _, keys = configuration(parser().parse_args(["--cluster", str(file), "--profile"]), 8)
+    assert keys["profile"] == {"wait": 10, "warmup": 1, "active": 5}
+
+
+@pytest.mark.parametrize("told", [(), ("--cluster", "mesh")])
+def test_no_time_at_all_is_refused_as_what_no_rank_may_be_silent_for(told: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="hang_timeout_s"):
+        configuration(parser().parse_args([*told, "--hang-timeout", "0"]), 8)
 
 
 def test_torchrun_takes_no_flag_for_an_abbreviation_of_its_own() -> None:

@@ -236,7 +236,7 @@ class CheckpointStore:
         self._now = now
 
     def draft_nbytes(self) -> int:
-        """Bytes on the disk of what is no checkpoint yet."""
+        """Sum of the sizes of the files of what is no checkpoint yet."""
         with suppress(OSError):  # it was renamed meanwhile
             files = (file for draft in self.folder.glob(_HIDDEN) for file in draft.glob("*"))
             return sum(file.stat().st_size for file in files)
@@ -481,15 +481,18 @@ class CheckpointWriter:
         on_saved: Callable[[int, Path], None] = lambda *_: None,
         before_saving: Callable[[], None] = lambda: None,
         on_progress: Callable[[], None] = lambda: None,
+        *,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """In the writer's thread `before_saving` is called before a step is saved, and `on_saved` when it is,
-        with the step and its folder; `on_progress` in the thread that waits for the end, as the disk fills.
+        with the step and its folder; `on_progress` in the thread that waits for the end, as files grow.
         """
         self._store = store
         self._log = log
         self._on_saved = on_saved
         self._before_saving = before_saving
         self._on_progress = on_progress
+        self._now = now
         self._grown = 0
         self._changed = threading.Condition()
         self._waiting: Snapshot | None = None
@@ -524,18 +527,18 @@ class CheckpointWriter:
     def _wait_while_it_grows(self) -> None:
         over = threading.Event()
         looking = threading.Thread(target=self._see_growth, args=(over,), daemon=True)
+        seen, since = self._grown, self._now()
         looking.start()
-        seen, since = self._grown, time.monotonic()
-        while self._thread.is_alive() and time.monotonic() < since + EXIT_TIMEOUT_S:
+        while self._thread.is_alive() and self._now() < since + EXIT_TIMEOUT_S:
             self._thread.join(min(PROGRESS_S, EXIT_TIMEOUT_S))
             if self._grown != seen:
-                seen, since = self._grown, time.monotonic()
+                seen, since = self._grown, self._now()
                 self._on_progress()
         over.set()
 
     def _see_growth(self, over: threading.Event) -> None:
-        """Count how often there is more on the disk; in a thread, for a disk that hangs does not answer."""
-        known = -1
+        """Count how often files grew; in a thread, for a disk that hangs does not answer."""
+        known = self._store.draft_nbytes()
         while not over.wait(PROGRESS_S):
             nbytes = self._store.draft_nbytes()
             self._grown += nbytes != known

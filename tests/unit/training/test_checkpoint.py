@@ -1083,28 +1083,57 @@ def test_a_disk_that_hangs_does_not_keep_the_process(
     assert writer.flush(DEADLINE_S)
 
 
+class Growing(Gated):
+    """A store that is said to have written `nbytes` of a checkpoint, from the second look on."""
+
+    nbytes, num_looks = 1, 0
+
+    def draft_nbytes(self) -> int:
+        self.num_looks += 1
+        return self.nbytes if self.num_looks > 1 else 0
+
+
 def test_a_last_checkpoint_that_gets_on_is_waited_for_and_said_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long it takes: here each part of it is written once the one before was noticed."""
-    monkeypatch.setattr(room, "PROGRESS_S", 0.02)
-    noticed, lines = threading.Event(), list[str]()
+    """However long it takes: here more than three times as long as one that does not."""
+    monkeypatch.setattr(room, "PROGRESS_S", 0.001)
+    lines, told = list[str](), list[int]()
+    store = Growing(tmp_path, lines)
 
-    class Slow(CheckpointStore):
-        def save(self, _: Snapshot) -> Path:
-            draft = self.folder / ".step-1.x.tmp"
-            draft.mkdir(parents=True)
-            for size in range(4):
-                noticed.clear()
-                (draft / "model").write_bytes(bytes(size + 1))
-                assert noticed.wait(DEADLINE_S)
-            return draft
+    def write_more() -> None:
+        told.append(store.nbytes)
+        store.nbytes += 1
+        if store.nbytes > 4:
+            store.gate.set()
 
-    store = Slow(tmp_path / "checkpoints", 2, logger(lines))
-    with CheckpointWriter(store, logger(lines), on_progress=noticed.set) as writer:
+    def now() -> float:
+        return len(told) * 0.9 * room.EXIT_TIMEOUT_S
+
+    with CheckpointWriter(store, logger(lines), on_progress=write_more, now=now) as writer:
         writer.submit(snapshot_of(1))
-    assert not lines
-    assert (tmp_path / "checkpoints" / ".step-1.x.tmp" / "model").stat().st_size == 4
+    assert told[:4] == [1, 2, 3, 4]
+    assert not lines and store.saved == [1]
+
+
+def test_a_last_checkpoint_that_lies_there_already_does_not_get_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "PROGRESS_S", 0.001)
+    lines, told = list[str](), list[bool]()
+    store = Growing(tmp_path, lines)
+    store.num_looks = 1
+
+    def now() -> float:
+        return room.EXIT_TIMEOUT_S if store.num_looks > 5 else 0.0
+
+    with CheckpointWriter(
+        store, logger(lines), on_progress=lambda: told.append(True), now=now
+    ) as writer:
+        writer.submit(snapshot_of(1))
+    assert not told and "is given up" in lines[0]
+    store.gate.set()
+    assert writer.flush(DEADLINE_S)
 
 
 def test_a_failure_is_told_once_a_kind_until_it_works_again(

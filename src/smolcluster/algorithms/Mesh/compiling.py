@@ -28,16 +28,23 @@ def compile_layers(stage: Stage) -> None:
 
 @contextmanager
 def compiler_named() -> Iterator[None]:
-    """Say of an error of the compiler that it is one.
+    """Say of an error of the compiler that it is one; those of what is compiled pass.
 
     Raises:
         ConfigError: it is.
     """
-    from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415 - loading the compiler takes seconds
+    from torch._dynamo.exc import (  # noqa: PLC0415 - loading the compiler takes seconds
+        ObservedException,
+        TorchDynamoException,
+        TorchRuntimeError,
+        UserError,
+    )
     from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415
 
     try:
         yield
+    except (TorchRuntimeError, UserError, ObservedException):
+        raise
     except (TorchDynamoException, InvalidCxxCompiler) as error:
         raise _does_not_work(error) from error
 

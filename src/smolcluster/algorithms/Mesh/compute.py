@@ -90,7 +90,7 @@ class StageCompute:
         if is_compiled:
             compile_layers(stage)
         if recompute != "none":
-            _recompute(stage, every=1 if recompute == "full" else 2)
+            _recompute(stage, seeds, every=1 if recompute == "full" else 2)
 
     @property
     def is_sharded(self) -> bool:
@@ -186,12 +186,18 @@ class StageCompute:
         return gradient
 
 
-def _recompute(stage: Stage, every: int) -> None:
-    """Let every n-th layer compute its activations again in the backward."""
+def _recompute(stage: Stage, seeds: LayerSeeds, every: int) -> None:
+    """Let every n-th layer compute its activations again in the backward, drawing the same numbers."""
     for layer in stage.own_layers()[::every]:
         compute = layer.forward
 
         def again(*args: Any, compute: Any = compute, **named: Any) -> Any:
-            return checkpoint(compute, *args, use_reentrant=False, **named)
+            place = seeds.place  # by the backward there may have been forwards of others
+
+            def at_place(*args: Any, **named: Any) -> Any:
+                seeds.place = place
+                return compute(*args, **named)
+
+            return checkpoint(at_place, *args, use_reentrant=False, **named)
 
         layer.forward = again

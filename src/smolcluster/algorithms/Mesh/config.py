@@ -153,6 +153,11 @@ class MeshConfig(ScheduledConfig):
                 f"mesh is {sizes}, which makes {sizes.world_size} processes, but there are "
                 f"{world_size}: change mesh, or start as many processes"
             )
+        for key in ("sequence_parallel", "loss_parallel"):
+            if sizes.tp == 1 and getattr(sizes, key):
+                raise ConfigError(
+                    f"mesh.{key} is true, but mesh.tp is 1: raise mesh.tp, or set it to false"
+                )
         self._check_sharding()
         if self.compile and sizes.pp > 1 and self.schedule_name in SPLIT:
             raise ConfigError(

@@ -179,20 +179,29 @@ def _cut_layers(stage: Stage, plan: Mapping[str, Style], groups: Groups) -> _Cut
             cut.summed.update(f"{name}.{each}" for each, _ in module.named_parameters())
         elif style is not None and isinstance(module, nn.Linear):
             found = True
+            _check_no_heads(stage, name, sizes.tp)
             if style == "fused3":
                 cut.fused.update(
                     {f"{name}.{each}": sizes.tp for each, _ in module.named_parameters()}
                 )
             _cut_linear(name, module, style, mesh, sizes)
     if not found:
-        raise ConfigError(
-            f"mesh.tp is {sizes.tp}, but no layer of stage {stage.start}-{stage.end} is named in the "
-            f"sharding plan ({', '.join(plan) or 'which is empty'}): name its linear layers, or set "
-            "mesh.tp to 1"
-        )
+        raise _nothing_cut(stage, plan, sizes.tp)
     if sizes.sequence_parallel or sizes.loss_parallel:
         _share_more(stage, mesh, sizes, is_gpt=bool(joined))
     return cut
+
+
+def _nothing_cut(stage: Stage, plan: Mapping[str, Style], size: int) -> ConfigError:
+    if isinstance(stage, HuggingFaceStage) and not _base_plan(stage):
+        return ConfigError(
+            f"mesh.tp is {size}, but {type(stage.text_config).__name__} has no base_model_tp_plan: name the "
+            "linear layers of its MLPs in a sharding file, or set mesh.tp to 1"
+        )
+    return ConfigError(
+        f"mesh.tp is {size}, but no layer of stage {stage.start}-{stage.end} is named in the sharding plan "
+        f"({', '.join(plan) or 'which is empty'}): name its linear layers, or set mesh.tp to 1"
+    )
 
 
 def _cut_linear(
@@ -213,16 +222,15 @@ def _cut_linear(
 def _transformers_plan(stage: HuggingFaceStage, size: int) -> dict[str, Style]:
     """What the model's configuration says of tensor parallelism, as patterns of names in the stage.
 
+    Empty: it says nothing.
+
     Raises:
-        ConfigError: it says nothing, its heads cannot be divided, or it cuts in a way that is not known.
+        ConfigError: its heads cannot be divided, or it cuts in a way that is not known.
     """
     config = stage.text_config
-    found: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    found = _base_plan(stage)
     if not found:
-        raise ConfigError(
-            f"mesh.tp is {size}, but {type(config).__name__} has no base_model_tp_plan: name its linear "
-            "layers in a sharding file, or set mesh.tp to 1"
-        )
+        return {}
     for key in ("num_attention_heads", "num_key_value_heads"):
         if (number := getattr(config, key, None)) is not None:
             _divided(f"the {number} heads of {key}", number, size)
@@ -233,6 +241,23 @@ def _transformers_plan(stage: HuggingFaceStage, size: int) -> dict[str, Style]:
                 f"{style}, which a mesh does not know: set mesh.tp to 1"
             )
     return {f"*{pattern}": TRANSFORMERS_STYLES[style] for pattern, style in found.items()}
+
+
+def _base_plan(stage: HuggingFaceStage) -> Mapping[str, str]:
+    found: Mapping[str, str] = getattr(stage.text_config, "base_model_tp_plan", None) or {}
+    return found
+
+
+def _check_no_heads(stage: Stage, name: str, size: int) -> None:
+    """Refuse attention of a model without a plan, which could go wrong silently with a part of its heads."""
+    if not isinstance(stage, HuggingFaceStage) or _base_plan(stage):
+        return
+    parent = stage.get_submodule(name.rpartition(".")[0])
+    if any("head" in each for each in vars(parent)):
+        raise ConfigError(
+            f"mesh.tp is {size}, and the sharding file names {name}, but the model's configuration has no "
+            "base_model_tp_plan, so that its attention cannot be cut: name layers of its MLPs alone"
+        )
 
 
 def _share_more(stage: Stage, mesh: DeviceMesh, sizes: MeshSizes, *, is_gpt: bool) -> None:

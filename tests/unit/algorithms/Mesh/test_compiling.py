@@ -1,12 +1,13 @@
-"""What is said where PyTorch's compiler cannot work."""
+"""What is said where PyTorch's compiler cannot work, and where a layer does not."""
 
 import pytest
 import torch
 from torch import nn
 
 from smolcluster.algorithms.Mesh.compiling import compile_layers, compiler_named
-from smolcluster.errors import ConfigError
+from smolcluster.errors import ConfigError, UserCodeError
 from smolcluster.training.stages.cut import Stage
+from smolcluster.training.user_code import user_code
 
 
 def test_without_a_compiler_the_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +21,15 @@ def test_without_a_compiler_the_key_is_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="compile is true, but") as raised, compiler_named():
         stage(torch.ones(2, 3))
     assert "set compile to false" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_mistake_in_a_layer_is_not_blamed_on_the_compiler() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(4, 4))
+    stage = Stage(model, [model], 0, 1)
+    compile_layers(stage)
+    with (
+        pytest.raises(UserCodeError, match="TorchRuntimeError"),
+        user_code("model"),
+        compiler_named(),
+    ):
+        stage(torch.ones(2, 3))

@@ -51,6 +51,8 @@ def test_what_can_be_divided_is_taken(mesh: dict[str, int], keys: dict[str, Any]
         ({"dp": 8}, {"schedule": "zbw"}, "schedule"),
         ({"pp": 8}, {"microbatches": 16, "schedule": "dualpipev"}, "16 stages"),
         ({"dp": 0}, {}, "mesh.dp"),
+        ({"dp": 8, "sequence_parallel": True}, {}, "sequence_parallel is true, but mesh.tp is 1"),
+        ({"dp": 8, "loss_parallel": True}, {}, "loss_parallel is true, but mesh.tp is 1"),
         ({"sp": 8}, {}, "mesh.sp"),
     ],
 )

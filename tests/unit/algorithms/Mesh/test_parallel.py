@@ -1,0 +1,64 @@
+"""Which layers a plan cuts, without any process group."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+from torch import nn
+
+from smolcluster.algorithms.Mesh import parallel
+from smolcluster.configs.schema import MeshSizes
+from smolcluster.errors import ConfigError
+from smolcluster.training.stages.huggingface import HuggingFaceStage
+
+
+@pytest.fixture
+def stage() -> HuggingFaceStage:
+    config = transformers.OPTConfig(
+        vocab_size=24,
+        hidden_size=16,
+        ffn_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+        word_embed_proj_dim=16,
+    )
+    assert not getattr(config, "base_model_tp_plan", None)
+    return HuggingFaceStage(transformers.OPTForCausalLM(config), 0, 2)
+
+
+def cut(
+    stage: HuggingFaceStage, plan: dict[str, parallel.Style], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, int, str]]:
+    """Inputs and outputs of the layers that are cut, and how each is."""
+    made: list[tuple[int, int, str]] = []
+
+    def note(module: nn.Linear, _: Any, style: Any) -> None:
+        made.append((module.in_features, module.out_features, type(style).__name__))
+
+    monkeypatch.setattr(parallel, "parallelize_module", note)
+    groups: Any = SimpleNamespace(mesh={"tp": None}, sizes=MeshSizes(tp=2))
+    parallel._cut_layers(stage, {**plan, **parallel.OWN_PLAN}, groups)
+    return made
+
+
+def test_a_sharding_file_names_the_layers_of_a_model_without_a_plan(
+    stage: HuggingFaceStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = cut(stage, {"*.fc1": "column", "*.fc2": "row"}, monkeypatch)
+    assert made == [(16, 32, "ColwiseParallel"), (32, 16, "RowwiseParallel")] * 2
+
+
+def test_a_model_without_a_plan_needs_a_sharding_file(
+    stage: HuggingFaceStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="OPTConfig has no base_model_tp_plan: name the linear"):
+        cut(stage, {}, monkeypatch)
+
+
+def test_attention_of_a_model_without_a_plan_is_not_cut(
+    stage: HuggingFaceStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"names .*q_proj, .* MLPs alone"):
+        cut(stage, {"*.q_proj": "column", "*.fc1": "column", "*.fc2": "row"}, monkeypatch)
