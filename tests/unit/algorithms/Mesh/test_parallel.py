@@ -25,7 +25,7 @@ def stage() -> HuggingFaceStage:
         word_embed_proj_dim=16,
     )
     assert not getattr(config, "base_model_tp_plan", None)
-    return HuggingFaceStage(transformers.OPTForCausalLM(config), 0, 2)
+    return HuggingFaceStage(transformers.OPTForCausalLM(config), 0, 2)  # type: ignore[no-untyped-call]
 
 
 def cut(

@@ -29,7 +29,8 @@ class Hand(Server):
     def __init__(self, config: PipelineConfig) -> None:
         self.config, self.builders = config, Builders()
         self.context: Any = SimpleNamespace(log=logging.getLogger("test"), folder=None)
-        self.keeper, self.dealer = Mock(), Mock()
+        self.dealt: Any = Mock()
+        self.keeper, self.dealer = Mock(), self.dealt
         self.keeper.kept.folder, self.keeper.kept.state.step = None, 0
         self.report: Any = Mock()
         self.peers, self.crew, self.turn = {}, None, 0
@@ -48,14 +49,17 @@ class Hand(Server):
         self.dealer.attempt = attempt
         nodes = [each.worker.member.node for each in peers]
         layers = even_cut(4, nodes, self.config)
-        self.dealer.deal.return_value = SimpleNamespace(
+        self.dealt.deal.return_value = SimpleNamespace(
             map=layers, problem=None, plan=None, words="", document={}
         )
-        self.crew = None
+        self.disband()
         self.pool.workers = [each.worker for each in self.peers.values()]
         self.plan()
         assert self.crew is not None
         return self.crew
+
+    def disband(self) -> None:
+        self.crew = None
 
     def leave(self, peer: Peer, why: str | None = None) -> None:
         """It goes, and says why, or without a word."""
