@@ -280,3 +280,8 @@ def first_start(path: Path) -> RunStarted | None:
 def read_events(path: Path) -> list[EventRecord]:
     """All events that are in the file now; none when it does not exist."""
     return follow_events(path).poll()
+
+
+def num_resumed(path: Path) -> int:
+    """How often a server has gone on with the run of these events."""
+    return sum(isinstance(each.event, RunResumed) for each in read_events(path))

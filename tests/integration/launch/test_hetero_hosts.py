@@ -31,6 +31,14 @@ def llama(folder: Path) -> Path:
     return folder
 
 
+def bring_packages(launching: Launching) -> None:
+    """What fine-tuning needs besides, which a launch before has not left on the hosts."""
+    for name in HOSTS:
+        host, project = launching.lab[name], launching.projects[name]
+        shutil.rmtree(host.path(project) / ".venv", ignore_errors=True)
+        host.link_environment(project)
+
+
 def bring_files(launching: Launching, base: Path) -> None:
     """The configuration that `init` writes, the base and the data, in the home of each host."""
     coordinator, *workers = (launching.lab[name].address for name in HOSTS)
@@ -95,6 +103,7 @@ def test_three_hosts_fine_tune_a_model_and_merge_what_they_have_trained(
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     peft = pytest.importorskip("peft", reason="peft is not installed")
     base = llama(tmp_path / "llama")
+    bring_packages(launching)
     bring_files(launching, base)
     train(launching)
 

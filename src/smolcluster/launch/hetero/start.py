@@ -30,10 +30,10 @@ from smolcluster.launch.hetero.file import (
     read_hetero,
 )
 from smolcluster.observability.logs import console_logger
-from smolcluster.runs.events import RunResumed, read_events
+from smolcluster.runs.events import num_resumed
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.launched import LaunchedProcess
-from smolcluster.runs.paths import LATEST, RunPaths, find_run
+from smolcluster.runs.paths import LATEST, find_run
 from smolcluster.runs.summary import read_summary
 from smolcluster.transport.security import default_secret_path, ensure_secret
 
@@ -154,13 +154,13 @@ class Part:
         if not paths.summary.is_file() or step >= read_summary(paths.summary).steps:
             yield
             return
-        num_resumed = _num_resumed(paths)
+        before = num_resumed(paths.events)
         aside = paths.summary.with_suffix(".before")  # with a summary the run would have ended
         paths.summary.replace(aside)
         try:
             yield
         finally:
-            if _num_resumed(paths) > num_resumed:
+            if num_resumed(paths.events) > before:
                 aside.unlink()
             else:
                 aside.replace(paths.summary)
@@ -242,11 +242,6 @@ class Part:
             while child.exit_code is None and time.monotonic() < until:
                 time.sleep(POLL_S)
         return 128 + signal.SIGINT
-
-
-def _num_resumed(paths: RunPaths) -> int:
-    """How often a server has gone on with a run."""
-    return sum(isinstance(each.event, RunResumed) for each in read_events(paths.events))
 
 
 def _say_of(node: str) -> Callable[[str], None]:
