@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -171,6 +172,17 @@ class Outcome(threading.Thread):
         assert not self.is_alive(), f"{self.name} did not end within {DEADLINE_S} s"
         assert self.error is not None, f"{self.name} ended well"
         return self.error
+
+
+def computing_after(event: threading.Event, worker: type[Any]) -> type[Any]:
+    """A worker that computes nothing before an event, or it might have taken all samples by then."""
+
+    class Patient(worker):  # type: ignore[misc]
+        def compute(self, lease: Any) -> Any:
+            assert event.wait(DEADLINE_S)
+            return super().compute(lease)
+
+    return Patient
 
 
 def indices_by_lease(dispatcher: Dispatcher) -> Mapping[LeaseKey, Sequence[int]]:

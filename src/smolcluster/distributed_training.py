@@ -32,6 +32,8 @@ FOLLOW_TIMEOUT_S = 12.0
 """How long the others may take to see that one has failed."""
 NAMED_S = 15.0
 """How long a rank that says that another one has ended may be ahead of that one's own end."""
+PROFILED = {"wait": 1}
+"""What `--profile` sets where nothing says which steps; the rest are defaults, but one key has to be said."""
 MODEL_FLAGS = {
     "hidden_size": "model.model_dim",
     "attention_heads": "model.num_heads",
@@ -43,8 +45,6 @@ MODEL_FLAGS = {
     "save_interval": "checkpoint_steps",
 }
 """Flags, and the keys of the configuration that they set."""
-PROFILED = {"wait": 1}
-"""What `--profile` sets where nothing says which steps; the rest are defaults."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,7 +143,7 @@ def mesh_keys(args: argparse.Namespace, world_size: int) -> dict[str, object]:
     sizes = {name: getattr(args, name) or 1 for name in ("fsdp", "tp", "pp")}
     rest = world_size // (sizes["fsdp"] * sizes["tp"] * sizes["pp"])
     recompute = "full" if args.use_gradient_checkpointing else args.activation_checkpointing
-    return {
+    keys = {
         "mesh": {
             "dp": args.dp or max(1, rest),
             **sizes,
@@ -157,8 +157,9 @@ def mesh_keys(args: argparse.Namespace, world_size: int) -> dict[str, object]:
         "activation_checkpointing": recompute or "none",
         "instruction_log": args.instruction_log,
         "backend": "gloo" if args.no_nccl else args.backend or "auto",
-        "hang_timeout_s": 300.0 if args.hang_timeout is None else args.hang_timeout,
+        "hang_timeout_s": args.hang_timeout,
     }
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def stated_keys(args: argparse.Namespace) -> dict[str, object]:
@@ -166,12 +167,9 @@ def stated_keys(args: argparse.Namespace) -> dict[str, object]:
     sizes = {f"mesh.{name}": getattr(args, name) for name in ("dp", "fsdp", "tp", "pp")}
     names = ("schedule", "microbatches", "activation_checkpointing", "instruction_log", "backend")
     keys: dict[str, object] = {**sizes, **{name: getattr(args, name) for name in names}}
-    said = {
-        "mesh.sequence_parallel": (args.sequence_parallel, True),
-        "mesh.loss_parallel": (args.loss_parallel, True),
-        "compile": (args.compile, True),
-    }
-    keys |= {key: value for key, (is_said, value) in said.items() if is_said}
+    for key in ("mesh.sequence_parallel", "mesh.loss_parallel", "compile"):
+        if getattr(args, key.rpartition(".")[2]):
+            keys[key] = True
     if args.use_gradient_checkpointing:
         keys["activation_checkpointing"] = "full"
     if args.no_nccl:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import own_workloads
-from harness import DEADLINE_S, Cluster, local_settings
+from harness import DEADLINE_S, Cluster, computing_after, local_settings
 from own_workloads import assert_same, buffers_of, normed
 from smolcluster.algorithms.DiLoCo.ledger import Applied
 from smolcluster.algorithms.DiLoCo.server import Server
@@ -289,15 +289,7 @@ def test_a_worker_that_fails_also_from_fresh_weights_leaves_and_the_others_go_on
     settings = settings_for("local_steps=4", workers=2)
     cluster = cluster_for(settings, tmp_path)
     has_failed = threading.Event()
-
-    class Patient(Worker):
-        """Takes no step before the other has failed, or it might have taken all."""
-
-        def compute(self, lease: Assigned) -> BatchLoss:
-            assert has_failed.wait(DEADLINE_S)
-            return super().compute(lease)
-
-    innocent = cluster.worker(1, make=Patient)
+    innocent = cluster.worker(1, make=computing_after(has_failed, Worker))
     assert isinstance(cluster.worker(2, make=Exploding).failure(), NonFiniteLoss)
     has_failed.set()
     cluster.finish(innocent)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import DEADLINE_S, Cluster, local_settings
+from harness import DEADLINE_S, Cluster, computing_after, local_settings
 from smolcluster.algorithms.EDP.server import Peer, Server
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.cluster import link
@@ -232,15 +232,7 @@ def test_a_worker_that_fails_also_from_fresh_weights_leaves_and_the_others_go_on
     overrides = "gradient_clipping.enabled=false", "min_workers=2", "num_epochs=4"
     cluster = Cluster(local_settings(*overrides, workers=2), tmp_path)
     has_failed = threading.Event()
-
-    class Patient(Worker):
-        """Takes no step before the other has failed, or it might have taken all."""
-
-        def compute(self, lease: Assigned) -> BatchLoss:
-            assert has_failed.wait(DEADLINE_S)
-            return super().compute(lease)
-
-    innocent = cluster.worker(1, make=Patient)
+    innocent = cluster.worker(1, make=computing_after(has_failed, Worker))
     assert isinstance(cluster.worker(2, make=algorithm_of_one).failure(), NonFiniteLoss)
     has_failed.set()
     summary = cluster.finish(innocent)

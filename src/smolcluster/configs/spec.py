@@ -178,9 +178,8 @@ def is_group(name: str) -> bool:
 
 
 def has_pushes(name: str | None) -> bool:
-    """Whether workers of that algorithm push, each for itself; stages of a pipeline do not."""
-    spec = algorithms().get(name or "")
-    return spec is None or "stages" not in spec.messages
+    """Whether workers of that algorithm push, each for itself; those that have a few layers each do not."""
+    return name is None or has_whole_model(name)
 
 
 def default_algorithm() -> AlgorithmSpec:

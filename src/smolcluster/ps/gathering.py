@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from smolcluster.cluster.saver import Saver
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.ps.plausible import Norms
 from smolcluster.ps.store_links import StoreLinks
 
 
@@ -23,8 +25,7 @@ class Gathering:
 
     def gather(self) -> bool:
         """Bring them together; False: a store is missing. Raises what `check_stop` raises."""
-        self._saver.wait_for_copy()
-        return self._stores.gather(self._version(), self._check_stop)
+        return self._gather(self._check_stop)
 
     def gather_if_due(self, now: float, *, is_at_work: bool) -> None:
         """Keep a copy for when a store is lost; while workers are at work also to see that all stores answer.
@@ -36,13 +37,21 @@ class Gathering:
             self.gather()
 
     @contextmanager
-    def at_an_early_end(self) -> Iterator[None]:
-        """Let what is saved when the block fails be of one version, or let nothing be saved."""
+    def at_the_end(self, norms: Norms) -> Iterator[None]:
+        """Let what is saved when the block fails be of one version, or let nothing be saved.
+
+        Raises:
+            NonFiniteLoss: that of the block, with the push that may have ruined the weights.
+        """
         try:
             yield
+        except NonFiniteLoss as error:
+            raise NonFiniteLoss(f"{error}{norms.suspect}") from error
         except BaseException as error:
-            if self._saver.saves_end(error):
-                self._saver.wait_for_copy()
-                if not self._stores.gather(self._version()):
-                    self._saver.skip_end()
+            if self._saver.saves_end(error) and not self._gather():
+                self._saver.skip_end()
             raise
+
+    def _gather(self, check_stop: Callable[[], None] = lambda: None) -> bool:
+        self._saver.wait_for_copy()
+        return self._stores.gather(self._version(), check_stop)

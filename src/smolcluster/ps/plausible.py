@@ -6,8 +6,6 @@ And when the same samples lead to NaN or infinity again and again, whoever compu
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from smolcluster.data.permutation import Range
 from smolcluster.errors import NonFiniteLoss
@@ -43,17 +41,9 @@ class Norms:
         largest = max((norm for norm, _ in self._newest), default=LARGEST_NORM)
         return min(LARGEST_NORM, OUT_OF_PROPORTION * max(1.0, largest))
 
-    @contextmanager
-    def naming_suspect(self) -> Iterator[None]:
-        """Add to a NonFiniteLoss of the block whose push stands out, and may have ruined the weights."""
-        try:
-            yield
-        except NonFiniteLoss as error:
-            raise NonFiniteLoss(f"{error}{self.suspect}") from error
-
     @property
     def suspect(self) -> str:
-        """Whose push stands out; empty if none does."""
+        """Whose push stands out so much that it may have ruined the weights; empty if none does."""
         if not self._newest:
             return ""
         norm, whose = max(self._newest)

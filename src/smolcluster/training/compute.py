@@ -143,6 +143,11 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, dtype)
 
 
+def trained_dtype(model: nn.Module) -> torch.dtype:
+    """That of a model's trained parameters, and of the samples it takes; float32 where nothing is trained."""
+    return next((each.dtype for each in model.parameters() if each.requires_grad), torch.float32)
+
+
 def placed(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
     """The batch with its tensors on `device`, those of floating point as `dtype`."""
     match batch:

@@ -12,7 +12,7 @@ from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Samples
 from smolcluster.data.loading import every_index
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.compute import autocast, placed
+from smolcluster.training.compute import autocast, placed, trained_dtype
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.training.workload import (
@@ -69,8 +69,7 @@ def evaluate(
         UserCodeError: data, loss or a metric raised an exception, or what one returned is no number.
     """
     model.eval()
-    trained = (each.dtype for each in model.parameters() if each.requires_grad)
-    dtype = dtype or next(trained, torch.float32)
+    dtype = dtype or trained_dtype(model)
     batch_size = batch_size or DEFAULT_BATCH_SIZE
     measured = {"": loss} | {name: of for name, of in metrics.items() if not isinstance(of, OfLoss)}
     sums, counts = dict.fromkeys(measured, 0.0), dict.fromkeys(measured, 0)

@@ -293,15 +293,8 @@ class Server:
             NonFiniteLoss: the weights are ruined; the message names the change that may have done it.
         """
         told = self.stores.told(lambda: self.report.ending)
-        with (
-            closing(self.feed),
-            self.pool,
-            told,
-            self.evaluator,
-            self.saver,
-            self.norms.naming_suspect(),
-            self.hosts.at_an_early_end(),
-        ):
+        at_the_end = self.hosts.at_the_end(self.norms)
+        with closing(self.feed), self.pool, told, self.evaluator, self.saver, at_the_end:
             return self.serve()
 
     def serve(self) -> Summary:

@@ -160,7 +160,7 @@ class MeshTrainer:
             seeds=self._seeds,
             autocast=partial(autocast, self._train.precision, self.groups.device),
             recompute=config.activation_checkpointing,
-            is_loss_parallel=config.mesh.loss_parallel and config.mesh.tp > 1,
+            is_loss_parallel=config.mesh.loss_parallel,
             is_compiled=config.compile,
         )
 

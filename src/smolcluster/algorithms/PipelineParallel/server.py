@@ -211,16 +211,17 @@ class Server:
         if not self.pool.started:
             return
         able = [each.member.worker_id for each in self.pool.workers if self.may_build(each)]
-        why = self.builders.why_none_is_left(able)
-        if why is not None and not self.pool.is_preparing:
-            raise RunFailed(f"no worker is left that can build its layers: {why}")
+        why_none = self.builders.why_none_is_left(able)
+        if why_none is not None and not self.pool.is_preparing:
+            raise RunFailed(f"no worker is left that can build its layers: {why_none}")
         ready = self.ready
         by_name = named(ready)
         unable = sum(not self.may_build(each.worker) for each in self.peers.values())
-        are_all_ready = len(ready) + unable == len(self.peers)
-        why = self.builders.why_not([each.worker.member.worker_id for each in ready])
         cut = self.dealer.deal(
-            by_name, are_all_ready=are_all_ready, num_unable=unable, why_missing=why
+            by_name,
+            are_all_ready=len(ready) + unable == len(self.peers),
+            num_unable=unable,
+            why_missing=self.builders.why_not([each.worker.member.worker_id for each in ready]),
         )
         if cut is None:
             return
@@ -232,10 +233,8 @@ class Server:
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
         for each in self.peers.values():
             each.building_attempt = None
-            if each not in peers:
-                self.report.board.measured(
-                    each.worker
-                )  # the layers that it had are not its own any more
+            if each not in peers:  # the layers that it had are not its own any more
+                self.report.board.measured(each.worker)
         if self.context.folder is not None:
             PLAN.write(self.context.folder / PLAN_NAME, cut.document)
         self.ask(crew, (StageReady,), self.planned, partial(self.dealt, crew))
@@ -535,7 +534,7 @@ class Server:
                 peer = Peer(worker)
                 self.peers[peer.id] = peer
                 if not self.may_build(worker):
-                    why = self.builders.reasons[worker.member.worker_id]
+                    why = self.builders.reason(worker.member.worker_id)
                     self.context.log.warning("%s is back and takes no part: %s", worker.name, why)
             case Departed(worker):
                 self.on_departure(worker)

@@ -7,11 +7,11 @@ optimizer states and checkpoints of all stages have the names that they have in 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from smolcluster.errors import ConfigError
+from smolcluster.training.compute import trained_dtype
 from smolcluster.training.layer_seeds import may_draw
 from smolcluster.training.user_code import user_code, wrong_result
 
@@ -154,11 +154,6 @@ def _shared(model: nn.Module, layers: Sequence[nn.Module], start: int, end: int)
     others = [*layers[:start], *layers[end:]]
     elsewhere = {id(each) for layer in others for each in layer.parameters()}
     return tuple(name for name, each in model.named_parameters() if id(each) in own & elsewhere)
-
-
-def trained_dtype(model: nn.Module) -> torch.dtype:
-    """That of the samples that a model takes, too; float32 where nothing is trained."""
-    return next((each.dtype for each in model.parameters() if each.requires_grad), torch.float32)
 
 
 def do_nothing(_: int) -> None:

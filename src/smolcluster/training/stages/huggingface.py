@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from smolcluster.errors import ConfigError
+from smolcluster.training.compute import trained_dtype
 from smolcluster.training.layer_seeds import may_draw
-from smolcluster.training.stages.cut import Stage, do_nothing, place_at, trained_dtype
+from smolcluster.training.stages.cut import Stage, do_nothing, place_at
 
 TWIN_LAYERS = 4
 TWIN_CUTS = ((0, 1), (1, 3), (3, 4))
