@@ -101,6 +101,7 @@ class Processes:
             "SMOLCLUSTER_RUNS_DIR": str(self.runs),
             "WANDB_MODE": "disabled",
             "PYTHONUNBUFFERED": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
         }
         self.children: list[Child] = []
 

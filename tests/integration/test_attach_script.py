@@ -141,7 +141,11 @@ def smolcluster(folder: Path, *words: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "num_workers"),
-    [("edp", 1), pytest.param("syncps", 1, marks=pytest.mark.faults), ("diloco", 2)],
+    [
+        ("edp", 1),
+        pytest.param("syncps", 1, marks=pytest.mark.faults),
+        pytest.param("diloco", 2, marks=pytest.mark.faults),
+    ],
 )
 def test_a_killed_script_is_started_again_and_a_resumed_run_goes_on(
     tmp_path: Path, algorithm: str, num_workers: int

@@ -26,6 +26,7 @@ def test_the_exchange_is_measured_beside_gloo(tmp_path: Path) -> None:
     assert case["copies"] > 0
 
 
+@pytest.mark.bench
 def test_honest_work_is_measured_under_attack() -> None:
     command = [sys.executable, str(PROJECT / "benchmarks" / "attacks.py"), "--json"]
     options = ["--seconds=2", "--latency=10", "--algorithm=edp", "--case=hung"]
@@ -35,6 +36,7 @@ def test_honest_work_is_measured_under_attack() -> None:
     assert case["samples_per_s"] >= 0
 
 
+@pytest.mark.bench
 def test_what_a_worker_costs_a_coordinator_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     command = [sys.executable, str(PROJECT / "benchmarks" / "scale.py"), "--json", str(file)]

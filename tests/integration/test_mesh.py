@@ -16,17 +16,23 @@ from smolcluster.runs.summary import read_summary
 WORLD_SIZE = 4
 
 
-IN_CI = (
+ALWAYS = (
     *("dp2-fsdp2", "tp2-pp2-1f1b", "fsdp2-pp2-zbv", "dp2-tp2-bf16", "tp2-pp2-sequence-loss"),
     *("dp2-tp2-llama", "pp4-bare"),
 )
+IN_CI = (
+    *("pp4-gpipe", "tp2-pp2-interleaved", "dp2-pp2-dualpipev", "tp2-fsdp2-loss"),
+    "fsdp2-pp2-compiled",
+)
+REST = tuple(mesh_rank.CASES.keys() - {*ALWAYS, *IN_CI})
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        IN_CI,
-        pytest.param(tuple(mesh_rank.CASES.keys() - set(IN_CI)), marks=pytest.mark.slow, id="all"),
+        pytest.param(ALWAYS, id="always"),
+        pytest.param(IN_CI, id="ci", marks=pytest.mark.slow),
+        pytest.param(REST, id="rest", marks=pytest.mark.faults),
     ],
 )
 def test_a_mesh_trains_as_one_process_does(processes: Processes, names: tuple[str, ...]) -> None:

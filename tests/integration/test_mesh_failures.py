@@ -83,7 +83,7 @@ def test_no_rank_outlives_its_launcher(processes: Processes) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.faults)]
 )
 def test_torchrun_forms_the_group_again_from_the_last_checkpoint(
     processes: Processes, how: int

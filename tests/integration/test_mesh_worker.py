@@ -94,7 +94,7 @@ def losses_of(processes: Processes) -> list[float]:
     return [each["loss"] for each in records if each.get("kind") == "step"]
 
 
-@pytest.mark.slow
+@pytest.mark.faults  # the parts: a mesh alone below, killed ones in test_mesh_failures
 def test_two_meshes_and_a_single_machine_train_while_meshes_die_and_are_back(
     processes: Processes, tmp_path: Path
 ) -> None:

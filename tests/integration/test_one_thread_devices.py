@@ -28,7 +28,7 @@ def end_well(*children: Child) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "overrides"),
     [
-        pytest.param("edp", (), marks=pytest.mark.slow),
+        pytest.param("edp", (), marks=pytest.mark.faults),
         ("syncps", ("worker_update_interval=3", "use_quantization=true")),
     ],
 )

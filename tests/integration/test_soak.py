@@ -235,7 +235,7 @@ def test_the_proxy_throttles(proxied: tuple[Proxy, socket.socket, socket.socket]
     assert time.monotonic() - began > 0.25
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_soak_ends_well_and_writes_what_it_saw(tmp_path: Path) -> None:
     results, chart = tmp_path / "soak.json", tmp_path / "soak.svg"
     command = [sys.executable, str(BENCHMARKS / "soak.py"), "--algorithm", "edp"]

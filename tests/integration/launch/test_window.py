@@ -29,7 +29,7 @@ def left_the_window(terminal: Screen) -> None:
     terminal.wait_for("goes on: `uv run smolcluster attach", "code=0")
 
 
-@pytest.mark.slow
+@pytest.mark.faults  # the same window as a local run's below
 def test_the_window_of_a_run_on_three_machines(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:

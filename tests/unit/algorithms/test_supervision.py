@@ -19,22 +19,24 @@ import os, signal, sys, time
 from pathlib import Path
 from smolcluster.algorithms import supervision
 from smolcluster.algorithms.entry import guarded
+from smolcluster.utils.stopping import Interrupted
 folder, ending = Path(sys.argv[1]), sys.argv[2]
 def body():
     os.write(int(sys.argv[-1]), os.fsencode(folder) + b"\\0")
-    with (folder / "lives").open("a") as file:
-        file.write(f"{os.getpid()} ")
-    if ending == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif ending == "bug":
-        1 / 0
-    elif ending.isdigit():
-        raise SystemExit(int(ending))
     try:
+        with (folder / "lives").open("a") as file:
+            file.write(f"{os.getpid()} ")
+        if ending == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif ending == "bug":
+            1 / 0
+        elif ending.isdigit():
+            raise SystemExit(int(ending))
         time.sleep(600)
-    finally:
+    except Interrupted:
         time.sleep(0.5)
         (folder / "goodbye").touch()
+        raise
 if supervision.SUPERVISED in sys.argv:
     raise SystemExit(guarded(body, stop_on_stdin_eof=True, supervised=True))
 supervision.FIRST_DELAY_S = float(sys.argv[3])

@@ -4,13 +4,17 @@ What lies between layers, such as seeding dropout, is not compiled, nor are the 
 which FSDP gathers its weights. Layers of one kind share what was compiled.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from smolcluster.errors import ConfigError
 from smolcluster.training.stages.cut import Stage
+
+LIBRARY = re.compile(r"ImportError: (\S+\.so): ")
 
 
 def compile_layers(stage: Stage) -> None:
@@ -29,6 +33,9 @@ def compile_layers(stage: Stage) -> None:
 @contextmanager
 def compiler_named() -> Iterator[None]:
     """Say of an error of the compiler that it is one; those of what is compiled pass.
+
+    A process that is killed while it compiles leaves part of a library in PyTorch's cache, which every later
+    one would try to load: that is removed.
 
     Raises:
         ConfigError: it is.
@@ -52,7 +59,25 @@ def compiler_named() -> Iterator[None]:
 def _does_not_work(error: Exception) -> ConfigError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
+    if (library := LIBRARY.search(reason)) and _is_removed(Path(library[1])):
+        return ConfigError(
+            f"compile is true, but {library[1]} was left unfinished by a process that ended while it "
+            "compiled; it is removed now: start again"
+        )
     return ConfigError(
         f"compile is true, but torch.compile does not work here: {reason[:200]}; install a C++ compiler (or "
         "Triton for a GPU), or set compile to false"
     )
+
+
+def _is_removed(library: Path) -> bool:
+    """Whether it was a file of PyTorch's cache of compiled layers, so that it could be removed."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # noqa: PLC0415
+
+    if not library.resolve().is_relative_to(Path(cache_dir()).resolve()):
+        return False
+    try:
+        library.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True

@@ -1,5 +1,8 @@
 """What is said where PyTorch's compiler cannot work, and where a layer does not."""
 
+from inspect import currentframe
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -33,3 +36,19 @@ def test_a_mistake_in_a_layer_is_not_blamed_on_the_compiler() -> None:
         compiler_named(),
     ):
         stage(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_half_a_library_in_the_cache_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cached: bool
+) -> None:
+    from torch._inductor.exc import InductorError
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    library = tmp_path / ("cache" if is_cached else "elsewhere") / "i5" / "layer.main.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    with pytest.raises(ConfigError) as raised, compiler_named():
+        raise InductorError(ImportError(f"{library}: file too short"), currentframe())
+    assert library.exists() != is_cached
+    assert ("start again" in str(raised.value)) == is_cached
