@@ -260,6 +260,7 @@ def links() -> list[m.Message]:
             ),
         ),
         m.LinkMeasured(attempt=1, bytes_s=1e6, latency_s=0.1),
+        m.SameWeights(),
     ]
 
 

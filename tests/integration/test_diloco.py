@@ -25,7 +25,9 @@ from smolcluster.errors import (
     PeerLost,
     ProtocolError,
 )
+from smolcluster.net.inbox import Event
 from smolcluster.ps.assignment import Assigned
+from smolcluster.ps.weights import WeightsArrived
 from smolcluster.runs.events import LeaseReturned, PushDropped
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
@@ -160,6 +162,31 @@ def test_three_workers_learn_and_apply_every_sample_once(
         assert cluster.core.num_rounds > 20
     for weights in held.values() if mode != ASYNC else []:  # bit for bit, also by steps in 8 bits
         assert all(torch.equal(each, weights[0]) for each in weights)
+
+
+@pytest.mark.parametrize("has_same", [True, False])
+def test_the_first_weights_are_sent_to_who_has_not_made_the_same_itself(
+    tmp_path: Path, has_same: bool
+) -> None:
+    arrived: list[WeightsArrived] = []
+
+    class Watched(Worker):
+        def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
+            super().__init__(welcome, training)
+            if not has_same:
+                training.replica.params.add_(1.0)
+
+        def handle(self, event: Event) -> None:
+            if isinstance(event, WeightsArrived):
+                arrived.append(event)
+            super().handle(event)
+
+    settings = settings_for("local_steps=2", "num_epochs=1")
+    cluster = cluster_for(settings, tmp_path)
+    summary = cluster.finish(cluster.worker(1, make=Watched))
+    assert len(arrived) == (0 if has_same else 1)
+    assert summary.final.val_accuracy is not None
+    assert summary.final.val_accuracy > 0.5
 
 
 def test_local_steps_are_chosen_by_measured_times_and_at_first_few(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Commands about machines and what runs beside a run: doctor, init, advise, plan, config, observe, ship."""
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,7 @@ from smolcluster.cli.options import (
     below,
     below_training,
 )
+from smolcluster.errors import ConfigError
 
 
 class Form(StrEnum):
@@ -210,6 +212,7 @@ def _advise(
     epilog=below_training(
         "smolcluster plan --config my.yaml --train-config gpt",
         "smolcluster plan --config my.yaml --workload my_project/train.py:workload --codec int8",
+        "smolcluster plan --config my.yaml --model ~/models/llama --recompute",
         "smolcluster plan --local --workers 3 --json > plan.json",
     ),
 )
@@ -218,6 +221,15 @@ def _plan(
     config: ClusterFile = None,
     train_config: TrainFile = None,
     workload: Workload = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="DIR",
+            help="A causal language model's folder, fine-tuned by adapters (workload_args.lora_rank; 0: all "
+            "weights); the same path on every machine.",
+        ),
+    ] = None,
     local: Local = False,
     workers: Workers = None,
     schedule: Annotated[
@@ -234,6 +246,12 @@ def _plan(
     codec: Annotated[
         str, typer.Option("--codec", help="How activations travel: fp32, bf16 or int8.")
     ] = "fp32",
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute", help="Stages keep their input alone, and compute the rest again."
+        ),
+    ] = False,
     no_sync: NoSync = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -249,15 +267,21 @@ def _plan(
     from smolcluster.launch.advise.show_layer_plan import plan_command  # noqa: PLC0415
     from smolcluster.launch.requests import plain_request  # noqa: PLC0415
 
+    overrides = override or []
+    if model is not None:
+        if workload is not None:
+            raise ConfigError("--model and --workload both say what is planned: name one of them")
+        workload = "smolcluster.training.finetune:model_alone"
+        overrides = [f"workload_args.folder={json.dumps(model)}", *overrides]
     request = plain_request(
         local=local,
         num_workers=workers,
         config=config,
         train_config=train_config,
-        overrides=override or [],
+        overrides=overrides,
         workload=workload,
     )
-    wanted = Wanted(schedule, microbatches, codec)
+    wanted = Wanted(schedule, microbatches, codec, recompute)
     how = {"sync": not no_sync, "overwrite": overwrite}
     return plan_command(request, wanted, local=local, in_json=as_json, **how)
 

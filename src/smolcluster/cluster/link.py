@@ -435,13 +435,15 @@ class _Life:
         return built if place.spread is None else place.spread(welcome, built)
 
     def _ready(self) -> Ready:
+        replica = self._training.replica
         return Ready(
             source=self._training.workload.source,
             dataset_fingerprint=self._training.workload.fingerprint,
-            model_fingerprint=self._training.replica.fingerprint,
+            model_fingerprint=replica.fingerprint,
             device=describe(pick_device(self._place.node.device)),
             samples_per_s=self._samples_per_s,
             unacknowledged=self._participant.unacknowledged,
+            weights=None if replica.params.is_meta else replica.digest(),
         )
 
 

@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from smolcluster.configs.schema import DatasetConfig
@@ -17,6 +18,9 @@ from smolcluster.errors import ConfigError
 from smolcluster.training.builtin import EVAL_TOKENS, cross_entropy_of, perplexity
 from smolcluster.training.pretrained import Pretrained
 from smolcluster.training.workload import OfLoss, Terms, Workload
+
+NUM_RANDOM = 1024
+"""Samples of random tokens: as many as any batch that is planned for."""
 
 
 def workload(
@@ -62,6 +66,34 @@ def workload(
         tokens_per_sample=length,
         vocab_size=data.num_classes,
         eval_batch_size=max(1, EVAL_TOKENS // length),
+    )
+
+
+def model_alone(
+    *,
+    folder: str,
+    length: int = 256,
+    lora_rank: int = 8,
+    lora_targets: list[str] | None = None,
+    dtype: str | None = None,
+    four_bit: bool = False,
+) -> Workload:
+    """The same model with random tokens, which take as long: what `smolcluster plan --model` measures.
+
+    Raises:
+        ConfigError: the folder or the adapters cannot be used.
+    """
+    lora = lora_config(lora_rank, None, lora_targets, 0.0) if lora_rank else None
+    model = Pretrained(folder, lora=lora, dtype=dtype, four_bit=four_bit)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.vocab_size, (NUM_RANDOM, length + 1), generator=generator)
+    samples = [(each[:-1], each[1:]) for each in tokens]
+    return Workload(
+        model,
+        next_token_loss,
+        samples,
+        tokens_per_sample=length,
+        vocab_size=model.vocab_size,
     )
 
 

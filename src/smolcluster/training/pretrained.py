@@ -78,6 +78,10 @@ class Pretrained:
         stated: torch.dtype | None = getattr(self._config(), "dtype", None)
         return stated or self.files.first_dtype()
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self._config().get_text_config().vocab_size)
+
     def __call__(self) -> nn.Module:
         """The whole model; the adapters' initial values come from PyTorch's generator.
 

@@ -13,6 +13,7 @@ from bisect import bisect_right
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_128
 
 from smolcluster.configs.schema import GradientClipping, Precision
 from smolcluster.errors import ConfigError, NonFiniteLoss
@@ -205,6 +206,13 @@ class Replica:
         if out is None:
             return self.params.to("cpu", copy=True)
         return out.copy_(self.params)
+
+    def digest(self) -> str:
+        """XXH3-128 of the weights and of buffers that have changed."""
+        digest = xxh3_128()
+        for values in (self.params, *self.buffers.values().values()):
+            digest.update(values.detach().cpu().contiguous().view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def check_weights(self, when: str) -> None:
         """Look for weights that are NaN or infinite: one pass.

@@ -214,6 +214,8 @@ class Ready(Message):
     device: Name
     samples_per_s: Speed
     unacknowledged: LeaseKey | None = None
+    weights: Identifier | None = None
+    """XXH3-128 of the weights and buffers that it has; null: it has not all of them."""
 
 
 class Reject(Message):
@@ -557,6 +559,12 @@ class Saved(Message):
     KIND: ClassVar[int] = 36
     step: Count
     keep_last: Positive
+
+
+class SameWeights(Message):
+    """Server: the weights are those that the worker has, of which it told the digest."""
+
+    KIND: ClassVar[int] = 64
 
 
 class Resumed(Message):
@@ -1063,7 +1071,7 @@ PS = MessageSet(
 ROUNDS = MessageSet(
     "rounds",
     from_dialler=frozenset({Stepped, Delta, DeltaSent}),
-    from_listener=frozenset({Collect, OuterStep, Resumed, Saved}),
+    from_listener=frozenset({Collect, OuterStep, Resumed, SameWeights, Saved}),
 )
 """What they say besides where a worker takes many steps of its own between two exchanges."""
 STORE = MessageSet(

@@ -15,6 +15,7 @@ from smolcluster.launch.advise.layer_plan import (
     NO_WAY,
     FoundPlan,
     Wanted,
+    find_layer_plan,
     measure_pairs,
     num_microbatches,
     relayed,
@@ -22,6 +23,7 @@ from smolcluster.launch.advise.layer_plan import (
 from smolcluster.launch.advise.measuring import Way
 from smolcluster.launch.advise.show_layer_plan import lines, plan_file
 from smolcluster.launch.host import Host
+from smolcluster.launch.requests import plain_request
 from smolcluster.training.stages.measure import LayerSpeeds
 from smolcluster.transport.messages import MeasuredLayer
 
@@ -110,3 +112,13 @@ def test_the_plan_is_said_as_the_cluster_file_has_it() -> None:
     assert told[-2] in ("shard_plan: {a: [0, 4], b: [4, 6]}", "shard_plan: {b: [0, 2], a: [2, 6]}")
     assert told[-1].startswith("one more machine like a: step ")
     assert {stage.machine: stage.device for stage in plan_file(found).stages} == found.devices
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_stages_compute_again_is_planned_for(
+    monkeypatch: pytest.MonkeyPatch, *, recompute: bool
+) -> None:
+    monkeypatch.setattr(module, "_measured_here", lambda *_: speeds({"a": 1e-3}))
+    request = plain_request(local=True, num_workers=1, config=None, train_config=None, overrides=())
+    found = find_layer_plan(request, Wanted(recompute=recompute), print, local=True)
+    assert found.problem.recompute == recompute

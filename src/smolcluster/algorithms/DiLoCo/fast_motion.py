@@ -21,7 +21,7 @@ from smolcluster.algorithms.DiLoCo.pacing import (
     shared_out,
 )
 from smolcluster.algorithms.DiLoCo.round import Round
-from smolcluster.algorithms.DiLoCo.rounds import warmed_up
+from smolcluster.algorithms.DiLoCo.rounds import most_local_steps, warmed_up
 from smolcluster.algorithms.planning.costs import HANDLING_S, Site
 from smolcluster.algorithms.planning.simulation import Done, Flow, Process, Simulation, Sleep
 
@@ -244,12 +244,15 @@ class FastMotion:
     def _begin_round(self) -> None:
         run, num_rounds = self._run, self._num_outer_steps // self._run.num_fragments
         steps = measured_steps(self._round, self._timings, run.total_batches, run.mode)
-        self._round.begin(run.local_steps or warmed_up(num_rounds, steps))
+        if run.local_steps is not None:
+            self._round.begin(run.local_steps)
+        else:
+            most_steps = most_local_steps(run.total_batches, len(self._machines))
+            self._round.begin(warmed_up(num_rounds, steps), most_steps)
         for timing in self._timings:
             timing.begin()
-        now, num_handed = self._simulation.now, self._rounds[-1][2] if self._rounds else 0
-        num_handed += self._rounds[-1][1] * len(self._machines) if self._rounds else 0
-        self._rounds.append((now, self._round.local_steps, num_handed))
+        num_given = sum(each.num_given for each in self._machines)
+        self._rounds.append((self._simulation.now, self._round.local_steps, num_given))
         self._is_async = run.mode == "async" and self._num_outer_steps >= SYNCHRONOUS_ROUNDS
 
     def _decide(self) -> None:

@@ -394,7 +394,7 @@ class OuterLinks(StoreLinks):
         """All weights as they are, for a worker that has none: returns the server's part of them."""
         every = [store.node for store in self._stores]
         self._tell(every, SendWeights(instance=worker, version=self.version))
-        self._own.follow(worker)
+        self.follow(worker)
         if self._snapshot is None or self._snapshot[0] != self.version:
             replica = self._replica
             with replica.meter("encode"):
@@ -404,6 +404,10 @@ class OuterLinks(StoreLinks):
                 )
             self._snapshot = self.version, [*self._buffer_frames(), *frames]
         return self._snapshot[1]
+
+    def follow(self, worker: str) -> None:
+        """A worker has all weights as they are here."""
+        self._own.follow(worker)
 
     def leave(self, worker: str) -> None:
         """A worker has gone."""

@@ -14,6 +14,8 @@ class Round:
         self._numbers = range(num_fragments)
         self.local_steps = 1
         """H: how many batches it has for each worker."""
+        self.most_steps = 1
+        """So many it may come to while a slow link holds it up."""
         self.num_handed = 0
         """Batches that were handed out, and not taken back."""
         self.asked: set[int] = set()
@@ -23,8 +25,9 @@ class Round:
         self.exchange_s: dict[int, float] = {}
         """By fragment: how long it took the last time from asking to the outer step."""
 
-    def begin(self, local_steps: int) -> None:
-        self.local_steps = local_steps
+    def begin(self, local_steps: int, most_steps: int | None = None) -> None:
+        """`most_steps`: so many it may come to while it is held up; None: it waits then."""
+        self.local_steps, self.most_steps = local_steps, most_steps or local_steps
         self.num_handed = 0
         self.asked.clear()
 
@@ -38,8 +41,13 @@ class Round:
         return self.local_steps * num_workers * num_after // len(self._numbers)
 
     def budget(self, num_workers: int) -> int:
-        """Batches that may be handed out before the next fragment is asked for."""
-        return self.num_left(num_workers) - self.num_later(len(self.asked), num_workers)
+        """Batches that may be handed out before the next fragment is asked for.
+
+        That may not be done yet because the last exchange of it is not over: then the round becomes longer.
+        """
+        planned = self.num_left(num_workers) - self.num_later(len(self.asked), num_workers)
+        longest = self.most_steps * num_workers - self.num_handed
+        return max(planned, min(num_workers, longest)) if self.is_held_up else planned
 
     def is_due(self, number: int, num_workers: int) -> bool:
         """Whether all that belongs before a fragment's exchange has been handed out."""
@@ -53,6 +61,11 @@ class Round:
         for number in self._numbers:
             if number not in self.asked and number not in self.gathering:
                 yield number
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the fragment whose turn is next is still being exchanged."""
+        return any(number in self.gathering for number in self._numbers if number not in self.asked)
 
     def ask(self, number: int, now: float) -> None:
         """A fragment's changes are asked for; `now` is of any one clock, in seconds."""

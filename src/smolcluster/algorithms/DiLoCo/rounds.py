@@ -91,6 +91,11 @@ def own_steps(local_steps: int, step_s: float, steps_s: Collection[float]) -> in
     return max(1, round(local_steps * harmonic_mean(steps_s) / step_s))
 
 
+def most_local_steps(total_batches: int, num_workers: int) -> int:
+    """The largest mean H with which a run of so many batches has `LEAST_ROUNDS` rounds."""
+    return max(1, total_batches // (LEAST_ROUNDS * max(1, num_workers)))
+
+
 def choose_local_steps(step_s: float, round_s: float, total_batches: int, num_workers: int) -> int:
     """The smallest mean H whose rounds are so long, within what the run allows.
 
@@ -105,7 +110,7 @@ def choose_local_steps(step_s: float, round_s: float, total_batches: int, num_wo
     """
     if not step_s > 0:
         raise ValueError(f"a step of {step_s} s")
-    most = max(1, total_batches // (LEAST_ROUNDS * max(1, num_workers)))
+    most = most_local_steps(total_batches, num_workers)
     wanted = round_s / step_s
     return most if wanted >= most else max(1, math.ceil(wanted))
 

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 from pydantic import (
@@ -67,7 +67,7 @@ from smolcluster.algorithms.DiLoCo.pacing import (
 )
 from smolcluster.algorithms.DiLoCo.peers import Peer, share_of
 from smolcluster.algorithms.DiLoCo.round import Round
-from smolcluster.algorithms.DiLoCo.rounds import warmed_up
+from smolcluster.algorithms.DiLoCo.rounds import most_local_steps, warmed_up
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
@@ -91,7 +91,9 @@ from smolcluster.transport.messages import (
     LeaseKey,
     Message,
     Pull,
+    Ready,
     Resumed,
+    SameWeights,
     Saved,
     Skip,
     Stepped,
@@ -321,9 +323,11 @@ class Server:
 
     def begin_round(self) -> None:
         """Choose how many batches a worker takes on average until the next outer step."""
-        self.round.begin(
-            self.config.local_steps or warmed_up(self.num_rounds, self.measured_steps())
-        )
+        if self.config.local_steps is not None:
+            self.round.begin(self.config.local_steps)
+        else:
+            steps = warmed_up(self.num_rounds, self.measured_steps())
+            self.round.begin(steps, most_local_steps(self.total_batches, len(self.active)))
         for peer in self.active:
             peer.begin()
         if self.config.mode == "async" and self.stores.version >= SYNCHRONOUS_ROUNDS:
@@ -528,28 +532,43 @@ class Server:
             case MessageReceived(session_id=id_, message=Skip() as skip) if id_ in self.peers:
                 self.on_skip(self.peers[id_], skip)
             case Joined(worker, ready):
-                self.on_join(worker, ready.samples_per_s)
+                self.on_join(worker, ready)
             case Departed(worker):
                 self.on_departure(worker)
             case _ if self.stores.handle(event):
                 for peer in self.peers.values():
                     self.stores.introduce(peer.worker.live_session)
 
-    def on_join(self, worker: Worker, samples_per_s: float) -> None:
-        step_s = self.train.samples_per_push / samples_per_s if samples_per_s else UNKNOWN_STEP_S
+    def on_join(self, worker: Worker, ready: Ready) -> None:
+        speed = ready.samples_per_s
+        step_s = self.train.samples_per_push / speed if speed else UNKNOWN_STEP_S
         step_s = min(MOST_STEP_S, max(LEAST_STEP_S, step_s))
         peer = self.peers[worker.member.session_id] = Peer(step_s, worker=worker)
         self.workers[peer.id] = worker
         peer.is_joining = True
         if self.stores.introduce(worker.live_session):
-            self.welcome(peer)
+            self.welcome(peer, has_weights=self.has_first_weights(ready))
 
-    def welcome(self, peer: Peer) -> None:
-        """A worker reaches all hosts: send it the weights, so that it can be given work."""
+    @cached_property
+    def first_digest(self) -> str:
+        """Of the weights before the first outer step."""
+        return self.replica.digest()
+
+    def has_first_weights(self, ready: Ready) -> bool:
+        """Whether a worker has made itself, from the run's seed, what it would be sent."""
+        return self.stores.version == 0 and ready.weights == self.first_digest
+
+    def welcome(self, peer: Peer, *, has_weights: bool = False) -> None:
+        """A worker reaches all hosts: send it the weights unless it has them; it can be given work."""
         if not (peer.is_joining and self.stores.is_ready):
             return
         peer.is_joining = False
-        self.send_weights(peer)
+        if has_weights:
+            peer.versions = list(self.stores.versions)
+            self.stores.follow(peer.worker.member.instance)
+            self.tell(peer, SameWeights())
+        else:
+            self.send_weights(peer)
         if self.version == self.resumed_at:  # else what it kept then is of long ago
             self.tell(peer, Resumed(step=self.version))
 

@@ -53,6 +53,7 @@ from smolcluster.transport.messages import (
     Collect,
     LeaseKey,
     Resumed,
+    SameWeights,
     Saved,
     Skip,
     Stepped,
@@ -287,6 +288,10 @@ class Worker:
                 self.take_fragment(event)
             case WeightsArrived():
                 self.begin_with(event)
+            case MessageReceived(message=SameWeights()):
+                replica = self.replica
+                own = [replica.params[place].clone() for place in replica.buckets]
+                self.begin_with(WeightsArrived(0, own, replica.buffers.values()))
             case MessageReceived(message=StoreList() as stores):
                 self.is_void = True
                 self.hosts.reach(stores)

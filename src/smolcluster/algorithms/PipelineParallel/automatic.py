@@ -73,13 +73,11 @@ def measure(
     device: torch.device,
     log: logging.Logger,
 ) -> LayersMeasured | None:
-    """What each layer takes here, for a microbatch; None: nobody asks, or the log says why not.
+    """What each layer takes here, for a microbatch; None: the log says why not.
 
-    For a plan that was written by hand only memory is measured, and all seconds are 0.
+    Where the cut does not depend on how fast machines are only memory is measured, and all seconds are 0.
     """
     is_timed = is_measured(config)
-    if not is_timed and not isinstance(config.shard_plan, dict):
-        return None
     problem = "samples come from the server"
     if not isinstance(training.workload.train, Elsewhere):
         size = train.samples_per_step // config.microbatches
@@ -90,8 +88,10 @@ def measure(
             return message_of(speeds)
         except (SmolclusterError, ValueError) as error:
             problem = str(error)
-    instead = "but dealt out evenly" if is_timed else "nor shard_plan compared with memory"
-    log.warning("layers are not measured, %s: %s", instead, problem)
+    if is_timed:
+        log.warning("layers are not measured, but dealt out evenly: %s", problem)
+    else:
+        log.info("layers are not compared with memory: %s", problem)
     return None
 
 

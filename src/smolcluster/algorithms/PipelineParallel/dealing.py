@@ -87,7 +87,7 @@ class Dealer:
             return None
         try:
             cut = self.cut(peers)
-            if not self._has_dealt and isinstance(self._config.shard_plan, dict):
+            if not (self._has_dealt or is_measured(self._config)):
                 machines = {name: reported(peer) for name, peer in peers.items()}
                 check_memory(cut.map, machines, self._config, self._train)
         except ConfigError as error:

@@ -55,11 +55,13 @@ class Wanted:
     Attributes:
         num_microbatches: None: as many as the batch can be divided into, up to 4 a machine.
         codec: how activations travel.
+        recompute: whether stages keep a microbatch's input alone, and compute the rest again.
     """
 
     schedule: str = "1f1b"
     num_microbatches: int | None = None
     codec: str = "fp32"
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def find_layer_plan(
         num_microbatches=num,
         schedule=wanted.schedule,
         codec=wanted.codec,
+        recompute=wanted.recompute,
     )
     plan = plan_layers(problem)
     devices = {node: each.device for node, each in speeds.items()}

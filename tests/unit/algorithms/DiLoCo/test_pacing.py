@@ -32,3 +32,28 @@ def test_no_more_is_handed_out_than_belongs_before_a_fragment() -> None:
     timings = {number: at_rest(0.5) for number in range(8)}
     plan, _ = shared_out(begun(1, 4), timings, 8, 0.0, "streaming")
     assert sum(plan.values()) == 2
+
+
+def held_up(most_steps: int | None) -> Round:
+    """A round of 3 batches for each of 2 workers, all handed out, whose first fragment is on its way still."""
+    round_ = Round(2)
+    round_.ask(0, 0.0)
+    round_.begin(3, most_steps)
+    round_.num_handed = 6
+    return round_
+
+
+def test_a_round_that_a_slow_link_holds_up_becomes_longer_within_what_the_run_allows() -> None:
+    round_ = held_up(most_steps=4)
+    workers = {id_: at_rest(0.1) for id_ in range(2)}
+    _, at_once = shared_out(round_, workers, 2, 0.0, "streaming")
+    assert sum(at_once.values()) == 2
+    round_.num_handed += 2
+    assert round_.budget(2) <= 0, "it has four batches for each now"
+    assert held_up(most_steps=None).budget(2) <= 0, "the user has said how long rounds are"
+
+
+def test_a_round_that_nothing_holds_up_is_as_long_as_planned() -> None:
+    round_ = held_up(most_steps=4)
+    round_.gathered(0, 1.0)
+    assert round_.budget(2) <= 0

@@ -1,15 +1,21 @@
 """A plan by hand beside the memory of its machines."""
 
+import logging
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 
 from smolcluster.algorithms.PipelineParallel.automatic import Reported, message_of
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.memory import check_memory
+from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.plan import StageMap
 from smolcluster.configs.schema import DatasetConfig, SimpleNNConfig, TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.stages.measure import LayerSpeeds
-from smolcluster.transport.messages import MeasuredLayer
+from smolcluster.transport.messages import HostPort, Listening, MeasuredLayer
 
 TRAIN = TrainConfig(
     batch_size=64, model=SimpleNNConfig(hidden=4), dataset=DatasetConfig(name="digits")
@@ -77,3 +83,21 @@ def test_several_stages_of_a_machine_count_together() -> None:
 
 def test_where_one_has_not_measured_nothing_is_refused() -> None:
     check(reported(1, "a"), Reported("b", None))
+
+
+def test_as_many_layers_each_are_compared_with_memory_before_the_first_step() -> None:
+    def peer(host: str, memory_bytes: int) -> Peer:
+        listening = Listening(places=(HostPort(host=host, port=7777),))
+        return Peer(Mock(), listening, reported(memory_bytes, host).measured)
+
+    def deal(memory_bytes: int) -> Any:
+        peers = {"mini1": peer("10.0.0.1", 10**6), "pi5": peer("10.0.0.2", memory_bytes)}
+        dealer = Dealer(
+            PipelineConfig(shard_plan="even"), TRAIN, Mock(num_workers=2), 8, logging.getLogger()
+        )
+        return dealer.deal(peers, are_all_ready=True, num_unable=0)
+
+    needed = 4 * 4000 + 4 * 100
+    assert deal(needed).map.cuts == (0, 4, 8)
+    with pytest.raises(ConfigError, match=r"layers 4 to 7 of pi5 need .*pi5: \[5, 8\]} would fit"):
+        deal(needed - 1)
