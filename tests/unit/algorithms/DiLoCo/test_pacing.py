@@ -35,7 +35,7 @@ def test_no_more_is_handed_out_than_belongs_before_a_fragment() -> None:
 
 
 def held_up(most_steps: int | None) -> Round:
-    """A round of 3 batches for each of 2 workers, all handed out, whose first fragment is on its way still."""
+    """All of a round is handed out, 3 batches for each of 2 workers; its first fragment is on its way."""
     round_ = Round(2)
     round_.ask(0, 0.0)
     round_.begin(3, most_steps)
