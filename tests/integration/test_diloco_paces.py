@@ -19,6 +19,7 @@ from smolcluster.cluster.worker import Worker
 from smolcluster.ps.assignment import Assigned
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import Ready
 from smolcluster.utils.retry import Deadline
 
 STEP_S = 0.002
@@ -82,7 +83,7 @@ class NothingIsSentMeanwhile(Server):
 
     most_held = 0
 
-    def on_join(self, worker: Worker, samples_per_s: float) -> None:
+    def on_join(self, worker: Worker, ready: Ready) -> None:
         connection = worker.live_session.connection
         send, self.sends = connection.send_frame, threading.Lock()
 
@@ -91,7 +92,7 @@ class NothingIsSentMeanwhile(Server):
                 send(frame, deadline)
 
         connection.send_frame = send_frame  # type: ignore[method-assign]
-        super().on_join(worker, samples_per_s)
+        super().on_join(worker, ready)
 
     def hand_out(self, now: float) -> None:
         if self.active:

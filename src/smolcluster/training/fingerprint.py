@@ -13,7 +13,7 @@ def fingerprint(model: nn.Module) -> str:
     """SHA-256 over each parameter and buffer (name, shape, type), frozen weights, and the activations."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        state = "trained" if parameter.requires_grad else f"frozen {_content(parameter)}"
+        state = "trained" if parameter.requires_grad else f"frozen {content(parameter)}"
         digest.update(f"{_described(name, parameter)}|{state}\n".encode())
     for name, buffer in model.named_buffers():
         digest.update(f"{_described(name, buffer)}|buffer\n".encode())
@@ -30,7 +30,7 @@ def frozen_digest(model: nn.Module) -> str:
     digest, is_any = hashlib.sha256(), False
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            digest.update(f"{_described(name, parameter)}|{_content(parameter)}\n".encode())
+            digest.update(f"{_described(name, parameter)}|{content(parameter)}\n".encode())
             is_any = True
     return digest.hexdigest() if is_any else ""
 
@@ -54,7 +54,7 @@ def described_base(model: nn.Module) -> str | None:
         return None
     digest = hashlib.sha256()
     for name, parameter in base.items():
-        digest.update(f"{_described(name, parameter)}|{_content(parameter)}\n".encode())
+        digest.update(f"{_described(name, parameter)}|{content(parameter)}\n".encode())
     return f"{_base_name(model)} (SHA-256 {digest.hexdigest()})"
 
 
@@ -72,7 +72,7 @@ def _described(name: str, tensor: Tensor) -> str:
     return f"{plain_name(name)}|{tuple(tensor.shape)}|{tensor.dtype}"
 
 
-def _content(tensor: Tensor) -> str:
+def content(tensor: Tensor) -> str:
     """xxh3-128 of a tensor's bytes; of an outline, which has none, empty."""
     if tensor.is_meta:
         return ""

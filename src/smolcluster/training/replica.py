@@ -13,12 +13,12 @@ from bisect import bisect_right
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_128
+from xxhash import xxh3_128_hexdigest
 
 from smolcluster.configs.schema import GradientClipping, Precision
 from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.training.buffers import ModelBuffers, plain_name
-from smolcluster.training.fingerprint import base_of, described_base, fingerprint
+from smolcluster.training.fingerprint import base_of, content, described_base, fingerprint
 from smolcluster.training.optimizer import bucket_norms, clip_factor
 from smolcluster.training.recipe import OptimizerSpec
 from smolcluster.training.scaler import LEAST_SCALE, LossScaler
@@ -209,10 +209,8 @@ class Replica:
 
     def digest(self) -> str:
         """XXH3-128 of the weights and of buffers that have changed."""
-        digest = xxh3_128()
-        for values in (self.params, *self.buffers.values().values()):
-            digest.update(values.detach().cpu().contiguous().view(torch.uint8).numpy())
-        return digest.hexdigest()
+        tensors = self.params, *self.buffers.values().values()
+        return xxh3_128_hexdigest(" ".join(map(content, tensors)))
 
     def check_weights(self, when: str) -> None:
         """Look for weights that are NaN or infinite: one pass.
