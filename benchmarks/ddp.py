@@ -38,6 +38,7 @@ from smolcluster.training.schedule import learning_rate
 HOOK_BEGINS = 10
 RANK = 4
 PERIOD = 16
+ONE_BUCKET_MB = 1024
 TIMED_STEPS = {"": 8, "fp16": 10, "powersgd": HOOK_BEGINS + 20, "localsgd": HOOK_BEGINS + PERIOD}
 CPU = torch.device("cpu")
 
@@ -84,7 +85,9 @@ class Rank:
         self.context = training.build()
         self.train, self.world, self.rank = training.settings.train, training.world, rank
         self.whole = WithLoss(self.context)
-        self.ddp = DistributedDataParallel(self.whole)
+        # PowerSGD's callbacks reduce: of several buckets in any order, at which Gloo aborts
+        bucket_cap_mb = ONE_BUCKET_MB if training.hook == "powersgd" else None
+        self.ddp = DistributedDataParallel(self.whole, bucket_cap_mb=bucket_cap_mb)
         decayed = [each for each in self.ddp.parameters() if each.dim() > 1]
         rest = [each for each in self.ddp.parameters() if each.dim() <= 1]
         groups = [
