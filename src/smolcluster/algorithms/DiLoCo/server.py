@@ -356,8 +356,9 @@ class Server:
             self.replica.note_step(overflow=stepped.overflow)
             self.report.contributed(worker, samples.num_samples, stepped.mean_loss)
             peer = self.peers.get(each.holder)
+            drift = peer.drift if peer else None
             self.report.step_taken(
-                local_step(each, worker, self.version, self.stores.version, peer and peer.drift)
+                local_step(each, worker, self.version, self.stores.version, drift)
             )
         num_steps = len(applied)
         is_due = self.evaluator.is_due(self.version, num_steps) or self.saver.is_due(
