@@ -154,6 +154,10 @@ def test_three_workers_learn_and_apply_every_sample_once(
     assert summary.leases_returned == 0, "nobody was cut off"
     assert summary.codec == codec
     assert summary.steps == summary.pushes.applied == len(cluster.metrics.steps)
+    epochs = {each.step: each.epoch for each in cluster.metrics.steps}
+    evaluations = [each for each in cluster.metrics.records if each.kind == "eval"]
+    assert {each.step: each.epoch for each in evaluations}.items() <= epochs.items()
+    assert evaluations
     assert summary.final.val_accuracy is not None
     least = 0.6 if codec == "topk" or mode == ASYNC else 0.8
     assert summary.final.val_accuracy > least, "few rounds for topk, and for delayed momentum"

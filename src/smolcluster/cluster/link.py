@@ -213,7 +213,7 @@ class Link(Session, Receiver):
             RunOver: the run has ended well.
             RunFailed: it has ended badly.
             Rejected: the server does not want this worker.
-            PeerLost: the session has ended.
+            PeerLost: the session has ended, or the server has said that it ends it.
         """
         event = self._inbox.get(timeout_s)
         self.heard |= event is not None and not isinstance(event, SessionClosed)
@@ -222,6 +222,8 @@ class Link(Session, Receiver):
                 raise RunOver(end.sentence) if end.ok else RunFailed(end.sentence)
             case MessageReceived(message=Reject() as reject):
                 raise Rejected(reject.sentence, reject.code, reject.retry_after_s)
+            case MessageReceived(session_id=0, message=Goodbye() as goodbye):
+                raise PeerLost(f"the server has left: {goodbye.reason}")
             case SessionClosed(session_id=session_id, reason=reason):
                 whom = "a store" if session_id else "the server"
                 raise PeerLost(f"{whom} is lost: {reason}")

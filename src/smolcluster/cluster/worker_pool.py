@@ -45,6 +45,8 @@ from smolcluster.utils.units import format_duration
 
 PRESENT_S = 5.0
 """How long the end of the run waits at most for workers to close their connections, seconds."""
+GOODBYE_S = 0.5
+"""How long a server that is stopped waits at most for the same: it may have little time."""
 SHUTDOWN_TIMEOUT_S = 3.0
 """How long the end of the run waits for workers that have lost their connection, seconds."""
 LONG_PREPARED_S = 60.0
@@ -109,11 +111,13 @@ class WorkerPool:
     ) -> None:
         """See everybody out, with the reason, and close the door.
 
-        After a signal nobody is told: the server may be started again, and workers look for it.
+        After a signal the run is not over for workers: the server may be started again, and they look for it.
         """
         sentence = self.report.ending if error is None else why_ended(error)
         try:
-            if not isinstance(error, KeyboardInterrupt):
+            if isinstance(error, KeyboardInterrupt):
+                self.say_goodbye(sentence)
+            else:
                 self.drain(error is None, sentence)
         finally:
             self.report.ended(error)
@@ -197,6 +201,15 @@ class WorkerPool:
             case _:
                 return isinstance(event, MessageReceived) and event.session_id in self._stores
         return True
+
+    def say_goodbye(self, reason: str) -> None:
+        """Tell all workers that this server leaves, and wait a moment until they have heard it."""
+        sessions = [each.session for each in self._workers.values() if each.session]
+        for session in sessions:
+            session.end_with(Goodbye(reason=reason))
+        deadline = Deadline(GOODBYE_S)
+        for session in sessions:
+            session.join(deadline.remaining())
 
     def drain(self, ok: bool, sentence: str) -> None:
         """Tell everybody that the run is over, and stay a moment for those who have not heard it.

@@ -371,6 +371,13 @@ class AlgorithmConfig(Section):
             ConfigError: one line with the key, its value and what to change.
         """
 
+    def check_model(self, num_tensors: int) -> None:
+        """Refuse what the algorithm cannot do with a model of so many trainable tensors.
+
+        Raises:
+            ConfigError: one line with the key, its value and what to change.
+        """
+
 
 C = TypeVar("C", bound=AlgorithmConfig)
 F = TypeVar("F", bound=Section)

@@ -13,6 +13,10 @@ from smolcluster.configs.spec import get_algorithm
 
 VOCABULARIES = {"bytes": 256, "openai-community/gpt2": 50257, "gpt2": 50257}
 FEATURES = {"digits": 64, "MNIST": 784}
+LAYER_TENSORS = 2
+"""Of a linear layer or a norm: weight and bias."""
+BLOCK_LAYERS = 6
+"""Of a GPT's block: two norms, two linear layers of attention, two behind it."""
 LINKS_MB_S = (12.5, 125, 1250)
 """Fast Ethernet or good Wi-Fi, Gigabit Ethernet, Thunderbolt; megabytes a second."""
 
@@ -63,6 +67,17 @@ def params_of(settings: Settings) -> int | None:
         return None if features is None else perceptron_params(model, features)
     vocabulary = VOCABULARIES.get(dataset.tokenizer)
     return None if vocabulary is None else gpt_params(model, vocabulary)
+
+
+def tensors_of(settings: Settings) -> int | None:
+    """Trainable tensors; None where a workload decides."""
+    if settings.train.workload is not None:
+        return None
+    model = settings.train.model
+    if isinstance(model, SimpleNNConfig):
+        return 2 * LAYER_TENSORS
+    embeddings, final_norm = 2, LAYER_TENSORS
+    return embeddings + model.num_layers * BLOCK_LAYERS * LAYER_TENSORS + final_norm
 
 
 def perceptron_params(model: SimpleNNConfig, features: int) -> int:

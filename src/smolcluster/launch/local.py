@@ -18,7 +18,7 @@ from smolcluster.launch.observe.beside import announce, beside_others, stack_for
 from smolcluster.launch.plan import Request, plan_local
 from smolcluster.launch.prepare import Machine
 from smolcluster.launch.remote import LaunchOptions, go_on, inherited, launch_remote, wants_window
-from smolcluster.launch.requests import naming_workload, settings_of, written_here
+from smolcluster.launch.requests import check_model, naming_workload, settings_of, written_here
 from smolcluster.launch.run import Run
 from smolcluster.launch.shipping import loki_of
 from smolcluster.observability.terminal import SteadyConsole, print_line
@@ -55,6 +55,7 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
     settings = settings_of(request, local=True)
     request = naming_workload(request, settings)
     check_algorithm(settings, request.algorithm.name)
+    check_model(request, settings)
     if request.algorithm.is_group:
         settings.of(config_of(request.algorithm)).check_device(settings.node.device)
     root = runs_root(settings.node.runs_dir)

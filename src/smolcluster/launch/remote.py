@@ -43,6 +43,7 @@ from smolcluster.launch.prepare import (
 )
 from smolcluster.launch.requests import (
     DEFAULT_TRAINING,
+    check_model,
     cluster_source,
     naming_workload,
     settings_of,
@@ -146,6 +147,7 @@ def launch_remote(
     settings = settings_of(request, local=False)
     named = naming_workload(request, settings)
     check_algorithm(settings, request.algorithm.name)
+    check_model(named, settings)
     run_id = run_id or new_run_id(request.algorithm.name, datetime.now().astimezone())
     cluster_file = find_config(cluster_source(request.config, request.algorithm.name), "cluster")
     train_file = find_config(named.train_config or DEFAULT_TRAINING, "training")

@@ -12,8 +12,10 @@ from smolcluster.configs.resolve import (
     load_settings,
     workload_overrides,
 )
+from smolcluster.configs.schema import config_of
 from smolcluster.configs.spec import AlgorithmSpec, LaunchCommand, default_algorithm
 from smolcluster.errors import ConfigError
+from smolcluster.launch.estimate import tensors_of
 from smolcluster.launch.plan import ATTACHED, Request
 from smolcluster.launch.workload_code import check_source
 
@@ -64,6 +66,19 @@ def naming_workload(request: Request, settings: Settings) -> Request:
         workload=name.text,
         train_config=request.train_config or DEFAULT_TRAINING,
     )
+
+
+def check_model(request: Request, settings: Settings) -> None:
+    """Refuse a model that the algorithm cannot train so, where the configuration alone tells what it is.
+
+    Of a workload or a script, whose code is not run here, the server tells as soon as it has built the model.
+
+    Raises:
+        ConfigError: one line with the key, its value and what to change.
+    """
+    num_tensors = None if request.script is not None else tensors_of(settings)
+    if num_tensors is not None:
+        settings.of(config_of(request.algorithm)).check_model(num_tensors)
 
 
 def plain_request(

@@ -206,7 +206,12 @@ class Acceptor:
                 self._connections[cut].abort()
 
     def _refused(self, connection: Connection, error: SmolclusterError) -> None:
-        """Say that somebody was not let in: of each address the 1st, 2nd, 4th, 8th … time."""
+        """Say that somebody was not let in: of each address the 1st, 2nd, 4th, 8th … time.
+
+        Whoever knocks while this door is closed is cut off by that.
+        """
+        if self._closed.is_set():
+            return
         with self._lock:
             address = connection.address
             if (address, type(error)) not in self._refusals and len(self._refusals) > MAX_ADDRESSES:

@@ -313,6 +313,11 @@ class HeldSlice(ABC):
         self._acceptor: Acceptor | None = None
         self._closed = threading.Event()
 
+    @property
+    def _num_frames(self) -> int:
+        """In which all that workers are sent of the slice is sent once."""
+        return len(self._span)
+
     @abstractmethod
     def _receiver_for(self, session_id: int) -> Receiver:
         """What takes the messages of a worker's session."""
@@ -342,7 +347,7 @@ class HeldSlice(ABC):
                 heartbeat_timeout_s=self._answer.heartbeat_timeout_s,
             ),
             receiver_for=self._receiver_for,
-            max_queued=COPIES_QUEUED * len(self._span) + EXTRA_QUEUED,
+            max_queued=COPIES_QUEUED * self._num_frames + EXTRA_QUEUED,
             log=setup.log,
         )
         self._acceptor.open()

@@ -49,7 +49,10 @@ def load_named(name: str, args: Mapping[str, Any], seed: int) -> Workload:
             workload = function(**arguments)
     if not isinstance(workload, Workload):
         kind = type(workload).__name__
-        raise ConfigError(f"workload {name}: {parsed.function} returns {kind}, must be a Workload")
+        raise ConfigError(
+            f"workload {name}: {parsed.function} returns an object of type {kind}, must return a "
+            "smolcluster.Workload(model, loss, train)"
+        )
     if not workload.is_named:
         is_usual = parsed.function == UNNAMED
         workload.name = parsed.module.rpartition(".")[2] if is_usual else parsed.function

@@ -356,7 +356,7 @@ class Heartbeat(Message):
 
 
 class Goodbye(Message):
-    """Client: leaves on purpose, or because it `has_failed` and cannot go on."""
+    """Leaves on purpose, or because it `has_failed` and cannot go on. The server: it was stopped."""
 
     KIND: ClassVar[int] = 13
     reason: Sentence

@@ -108,6 +108,16 @@ def test_a_worker_that_comes_back_after_the_end_hears_of_it_and_ends_well(
     assert "every sample has been applied" in life.lines[-1]
 
 
+def test_a_server_that_leaves_is_said_to_have_left_and_looked_for(life: Life[Helper]) -> None:
+    worker = life.begin()
+    hand, _ = life.taken_part()
+    hand.say(Goodbye(reason="it was stopped"))
+    hand.leave()
+    end(life.taken_part()[0])
+    worker.finish()
+    assert [each for each in life.lines if "the server has left: it was stopped; trying" in each]
+
+
 def test_a_server_that_does_not_come_back_is_given_up(life: Life[Helper]) -> None:
     worker = life.begin()
     hand, _ = life.taken_part(run_config("run-1", "reconnect_timeout_s=0.2"))

@@ -30,7 +30,6 @@ from smolcluster.configs.resolve import Settings
 from smolcluster.errors import (
     ClusterEmpty,
     NonFiniteLoss,
-    PeerLost,
     Rejected,
     RunFailed,
     UserCodeError,
@@ -474,14 +473,16 @@ def test_everybody_hears_of_a_good_end(parts: Parts, rooms: ExitStack) -> None:
     assert ended.ok
 
 
-def test_nobody_is_told_of_a_signal(parts: Parts, rooms: ExitStack) -> None:
+def test_after_a_signal_workers_hear_that_the_server_leaves_and_not_that_the_run_is_over(
+    parts: Parts, rooms: ExitStack
+) -> None:
     """The server may be started again, and they look for it."""
-    threads = rooms.enter_context(ThreadPoolExecutor(1))
     with pytest.raises(KeyboardInterrupt), opened(parts, rooms) as house:
-        news = threads.submit(hear_the_news, house.join(hello()))
+        hand = house.join(hello())
         raise KeyboardInterrupt
-    with pytest.raises(PeerLost):
-        news.result(DEADLINE_S)
+    assert hand.hear_a(Goodbye).reason == "it was stopped"
+    hand.hear_the_end()
+    hand.leave()
     (ended,) = parts.happened(RunEnded)
     assert isinstance(ended, RunEnded)
     assert (ended.ok, ended.reason) == (False, "it was stopped")

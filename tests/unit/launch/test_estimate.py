@@ -12,7 +12,7 @@ from smolcluster.codec.registry import get_codec
 from smolcluster.configs.load import shipped_names
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import CodecName, GPTConfig, SimpleNNConfig
-from smolcluster.launch.estimate import FEATURES, VOCABULARIES, cost_of, params_of
+from smolcluster.launch.estimate import FEATURES, VOCABULARIES, cost_of, params_of, tensors_of
 from smolcluster.models.registry import build_model
 from smolcluster.training.build import build
 
@@ -36,6 +36,7 @@ def test_the_shipped_models_have_as_many_weights_as_is_said(name: str) -> None:
     with torch.device("meta"):
         model = build_model(config, *sizes)
     assert params_of(settings) == num_params(model)
+    assert tensors_of(settings) == len(list(model.parameters()))
 
 
 def test_a_model_that_is_built_from_its_data_has_as_many_weights_as_is_said() -> None:

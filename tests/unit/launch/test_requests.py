@@ -1,10 +1,17 @@
 """What a launch means that says little: it trains what needs no download, on one machine or many."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from smolcluster.configs.resolve import Settings
-from smolcluster.configs.spec import algorithms
-from smolcluster.launch.requests import request_of, settings_of
+from smolcluster.configs.spec import algorithms, get_algorithm
+from smolcluster.errors import ConfigError
+from smolcluster.launch.local import launch
+from smolcluster.launch.plan import ATTACHED, Request
+from smolcluster.launch.remote import LaunchOptions
+from smolcluster.launch.requests import check_model, request_of, settings_of
 
 
 def settings(name: str, *, local: bool, train_config: str | None = None) -> Settings:
@@ -43,3 +50,32 @@ def test_on_a_cluster_all_train_on_the_library_of_the_servers_python() -> None:
     assert settings("edp-gpt", local=False).train.dataset.source == "server"
     assert settings("edp-gpt", local=True).train.dataset.source == "local"
     assert settings("edp-gpt", local=False, train_config="stdlib").train.dataset.source == "local"
+
+
+def in_fragments(number: int) -> Request:
+    """DiLoCo with the perceptron of four tensors."""
+    overrides = (f"fragments={number}",)
+    return Request(get_algorithm("diloco"), train_config="digits", overrides=overrides)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_more_fragments_than_tensors_are_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
+    words = (
+        "^fragments is 100, but the model has 4 trainable tensors, .* set fragments to 4 or less$"
+    )
+    with pytest.raises(ConfigError, match=words):
+        launch(in_fragments(100), LaunchOptions(dry_run=True), local=local)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_as_many_fragments_as_tensors_are_accepted() -> None:
+    request = in_fragments(4)
+    check_model(request, settings_of(request, local=True))
+
+
+def test_of_a_script_the_model_is_not_known_before_it_runs() -> None:
+    request = replace(in_fragments(100), script="train.py", train_config=str(ATTACHED))
+    check_model(request, settings_of(request, local=True))

@@ -252,6 +252,14 @@ def test_who_does_not_know_the_secret_is_told_nothing_and_ever_fewer_lines_are_l
     house.admit()  # whose request is the first event
 
 
+def test_who_knocks_while_the_door_is_closed_is_not_logged(house: House) -> None:
+    """A worker may come back while its server is stopped."""
+    house.stranger()
+    house.acceptor.close()
+    until(lambda: not any(each.name == "greet" for each in session_threads()))
+    assert house.lines == []
+
+
 def test_who_has_proved_itself_is_no_stranger_while_it_waits_for_the_answer(house: House) -> None:
     future = house.knock()
     asked = next_event(house.inbox, JoinRequest)

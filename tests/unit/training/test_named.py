@@ -129,7 +129,10 @@ def test_names_that_exist_for_type_checkers_alone_are_not_checked(tmp_path: Path
     [
         ("our_train.py:workloud", ("has no workloud", "did you mean workload?")),
         ("our_train.py:made", ("made is a list", "must be a function")),
-        ("our_train.py:number", ("number returns int", "must be a Workload")),
+        (
+            "our_train.py:number",
+            ("number returns an object of type int", "must return a smolcluster.Workload("),
+        ),
         ("our_other.py:workload", ("our_other.py", "no such file")),
         ("our_broken.py:workload", ("our_broken.py, line 2",)),
         ("our.train:workload", ("no module our",)),

@@ -18,6 +18,13 @@ ChangeCodecName = Literal[CodecName, "topk"]
 """What a worker has gathered over many steps may be sent sparsely, too."""
 
 
+def too_many_fragments(num_fragments: int, num_tensors: int) -> ConfigError:
+    return ConfigError(
+        f"fragments is {num_fragments}, but the model has {num_tensors} trainable tensors, which stay "
+        f"whole; set fragments to {num_tensors} or less"
+    )
+
+
 class DiLoCoConfig(AlgorithmConfig):
     """DiLoCo's own keys, all of the cluster file."""
 
@@ -94,6 +101,15 @@ class DiLoCoConfig(AlgorithmConfig):
             )
         if self.fragments > MAX_FRAGMENTS:
             raise ConfigError(f"fragments is {self.fragments}, must be at most {MAX_FRAGMENTS}")
+
+    def check_model(self, num_tensors: int) -> None:
+        """Refuse to cut a model of so many trainable tensors, which stay whole, into more fragments.
+
+        Raises:
+            ConfigError: one line with the key, its value and what to change.
+        """
+        if (num_fragments := self.num_fragments(num_tensors)) > num_tensors:
+            raise too_many_fragments(num_fragments, num_tensors)
 
     @property
     def uplink_codec(self) -> str | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from smolcluster.errors import ConfigError
+from smolcluster.algorithms.DiLoCo.config import too_many_fragments
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,7 @@ def cut(layers: Sequence[tuple[str, slice]], num_fragments: int) -> list[Fragmen
         ConfigError: there are fewer tensors than fragments.
     """
     if num_fragments > len(layers):
-        raise ConfigError(
-            f"fragments is {num_fragments}, but the model has {len(layers)} trainable tensors, which stay "
-            f"whole; set fragments to {len(layers)} or less"
-        )
+        raise too_many_fragments(num_fragments, len(layers))
     bins: list[list[slice]] = [[] for _ in range(num_fragments)]
     sizes = [0] * num_fragments
     by_size = sorted((place for _, place in layers), key=lambda place: place.start - place.stop)

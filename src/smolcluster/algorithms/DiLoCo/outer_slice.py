@@ -119,6 +119,11 @@ class OuterSlice(HeldSlice):
             contents[RESIDUAL] = residual
         return contents
 
+    @property
+    def _num_frames(self) -> int:
+        """Fragments are sent one by one, in a frame for each of their buckets."""
+        return max(len(self._span), sum(map(len, self._layout.numbers)))
+
     def _receiver_for(self, session_id: int) -> "DeltaSliceReceiver":
         return DeltaSliceReceiver(session_id, self._given.codec, self._layout)
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from smolcluster.algorithms.DiLoCo.ledger import Request
+from smolcluster.algorithms.DiLoCo.outer_links import Change
 from smolcluster.algorithms.DiLoCo.pacing import Timing
 from smolcluster.cluster.worker import Worker
 
@@ -96,6 +98,17 @@ class Peer(Timing):
         if grace is not None:
             patience_s = expected_s + grace
         return now - self.progressed_at >= patience_s
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A worker's change that waits for the others'."""
+
+    request: Request
+    change: Change
+    norm: float
+    share: float
+    """Its worker's part of what all workers bring, where it is applied by itself."""
 
 
 def share_of(peer: Peer, others: Iterable[Peer]) -> float:

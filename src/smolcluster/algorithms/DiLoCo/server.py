@@ -22,37 +22,25 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Literal
-
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from functools import partial
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, Mode
-from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver, Layout
-from smolcluster.algorithms.DiLoCo.fragments import cut
-from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
-from smolcluster.algorithms.DiLoCo.outer import (
-    DelayedNesterov,
-    OuterOptimizer,
-    outer_defaults,
+from smolcluster.algorithms.DiLoCo.beginning import (
+    RoundsState,
+    new_outer,
+    new_stores,
+    warn_of_long_rounds,
 )
+from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, Mode
+from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver
+from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
 from smolcluster.algorithms.DiLoCo.outer_links import (
     Change,
     ChangeKey,
     Listeners,
     NormArrived,
-    OuterLinks,
     WholeChange,
 )
 from smolcluster.algorithms.DiLoCo.outer_store import WHOLE
@@ -65,35 +53,30 @@ from smolcluster.algorithms.DiLoCo.pacing import (
     measured_steps,
     shared_out,
 )
-from smolcluster.algorithms.DiLoCo.peers import Peer, share_of
+from smolcluster.algorithms.DiLoCo.peers import Contribution, Peer, share_of
+from smolcluster.algorithms.DiLoCo.reporting import local_step
 from smolcluster.algorithms.DiLoCo.round import Round
 from smolcluster.algorithms.DiLoCo.rounds import most_local_steps, warmed_up
-from smolcluster.cluster.report import StepTaken
+from smolcluster.algorithms.DiLoCo.sending import Sender, tell
 from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import Range
-from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.ps.buffers import BufferCollector
 from smolcluster.ps.gathering import Gathering
-from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
+from smolcluster.ps.leases import Dispatcher, DispatcherState
 from smolcluster.ps.plausible import Failures, Norms, PushRefused, check_norm
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import learning_rate
-from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
-    MAX_CHANGES,
     Ack,
     Collect,
     LeaseKey,
-    Message,
     Pull,
     Ready,
     Resumed,
-    SameWeights,
     Saved,
     Skip,
     Stepped,
@@ -105,37 +88,6 @@ TICK_S = 0.1
 LONGEST_SILENCE_S = 120.0
 """Who was left behind, and is silent for so long, is cut."""
 UNKNOWN_STEP_S = 1.0
-USUAL_ROUNDS = 100
-"""Of a run whose local steps are chosen by measured times."""
-CHANGES_PER_DELAY = 2
-"""Of each worker, after which momentum acts where workers do not wait for each other."""
-
-
-class RoundsState(BaseModel):
-    """Where a run stands between two rounds, for a checkpoint."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    version: NonNegativeInt
-    """Outer steps."""
-    num_fragments: PositiveInt
-    outer_lr: PositiveFloat
-    outer_momentum: NonNegativeFloat
-    partly_applied: list[tuple[int, int, int, list[int]]]
-    """Samples that have been applied in some fragments: epoch, start, stop, and these fragments."""
-    momentum_order: Literal["fragments", "weights"] = "fragments"
-    """How momentum is laid; earlier versions, which do not say it, have laid it fragment by fragment."""
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """A worker's change that waits for the others'."""
-
-    request: Request
-    change: Change
-    norm: float
-    share: float
-    """Its worker's part of what all workers bring, where it is applied by itself."""
 
 
 class Server:
@@ -155,15 +107,15 @@ class Server:
         )
         epoch_batches = math.ceil(context.training.num_samples / self.train.samples_per_push)
         self.total_batches = self.train.num_epochs * epoch_batches
-        self.tell_of_long_rounds(epoch_batches)
+        warn_of_long_rounds(context, epoch_batches)
         self.is_streaming = self.config.mode == "streaming"
         self.is_async = False
         """Whether workers no longer wait for each other, nor have rounds."""
         num_fragments = self.config.num_fragments(len(replica.layers))
         self.numbers = range(num_fragments)
         """Of the fragments."""
-        self.outer = self.new_outer()
-        self.stores = self.new_stores()
+        self.outer = new_outer(context, self.total_batches)
+        self.stores = new_stores(context, self.outer, num_fragments)
         self.ledger = Ledger(num_fragments)
         self.feed = context.open_feed()
         self.pool = context.open_pool(
@@ -185,6 +137,7 @@ class Server:
             self.go_on_from(rounds)
         listeners = Listeners(self.report.steps_undone, self.on_store_lost)
         self.stores.begin(self.version, listeners)
+        self.sender = Sender(context, self.stores)
         self.saver = context.new_saver(source, self.report)
         self.hosts = Gathering(self.stores, self.saver, lambda: self.version, context.check_stop)
         self.peers: dict[int, Peer] = {}
@@ -196,73 +149,13 @@ class Server:
         self.contributions: dict[int, list[Contribution]] = {each: [] for each in self.numbers}
         self.norms, self.failures = Norms(), Failures()
 
-    def tell_of_long_rounds(self, epoch_batches: int) -> None:
-        local_steps = self.config.local_steps
-        if local_steps is None:
-            return
-        round_batches = local_steps * self.context.settings.cluster.num_workers
-        if round_batches > epoch_batches:
-            self.context.log.warning(
-                "local_steps is %d: a round has %d batches, an epoch %d; lower it, or set it to null",
-                *(local_steps, round_batches, epoch_batches),
-            )
-
-    def new_outer(self) -> OuterOptimizer:
-        """The outer optimizer, with what the number of rounds suggests where nothing is said."""
-        num_workers, config = self.context.settings.cluster.num_workers, self.config
-        num_rounds = self.total_batches // num_workers // (config.local_steps or 1)
-        if config.local_steps is None:
-            num_rounds = min(USUAL_ROUNDS, num_rounds)
-        is_sparse = config.codec_up == "topk"
-        rate, momentum = (1.0, 0.0) if is_sparse else outer_defaults(max(1, num_rounds))
-        make: Callable[..., OuterOptimizer] = OuterOptimizer
-        if config.mode == "async":
-            delay = config.momentum_delay or CHANGES_PER_DELAY * num_workers
-            make = partial(DelayedNesterov, momentum_delay=delay)
-        return make(
-            self.replica.num_params,
-            rate if config.outer_lr is None else config.outer_lr,
-            momentum if config.outer_momentum is None else config.outer_momentum,
-            device=self.replica.device,
-            dtype=self.replica.params.dtype,
-        )
-
-    def new_stores(self) -> OuterLinks:
-        """Where the weights lie: here, and on the other hosts of `servers`.
-
-        Raises:
-            ConfigError: there are several, and this run needs all weights in one place, or has more workers
-                than stores can be told of.
-        """
-        self.context.check_average()
-        cluster = self.context.settings.cluster
-        if len(cluster.store_nodes) > 1 and cluster.num_workers > MAX_CHANGES:
-            raise ConfigError(
-                f"servers lists several, but num_workers is {cluster.num_workers}, more than the "
-                f"{MAX_CHANGES} whose changes stores add up; set servers to null"
-            )
-        layout = Layout.of(self.replica, cut(self.replica.layers, len(self.numbers)))
-        codec_down = self.config.codec_down
-        return self.context.store_links(
-            partial(OuterLinks, outer=self.outer, layout=layout, codec_down=codec_down)
-        )
-
     def go_on_from(self, rounds: RoundsState) -> None:
         """Take up a checkpoint's state, and what the run has begun with where nothing is said.
 
         Raises:
             CheckpointError: the weights were cut into other fragments, or momentum is laid otherwise.
         """
-        if rounds.num_fragments != len(self.numbers):
-            raise CheckpointError(
-                f"the run has {rounds.num_fragments} fragments, {len(self.numbers)} are asked for now: "
-                "resume with its own mode and fragments"
-            )
-        if len(self.numbers) > 1 and rounds.momentum_order != "weights":
-            raise CheckpointError(
-                "an earlier version of smolcluster has saved this streaming run, with its momentum in "
-                "another order: resume with that version, or begin a new run"
-            )
+        rounds.check(len(self.numbers))
         self.stores.resume(rounds.version)
         self.ledger.resume(rounds.partly_applied)
         if self.config.outer_lr is None:
@@ -271,14 +164,7 @@ class Server:
             self.outer.momentum = rounds.outer_momentum
 
     def progress(self) -> Progress:
-        rounds = RoundsState(
-            version=self.stores.version,
-            num_fragments=len(self.numbers),
-            outer_lr=self.outer.learning_rate,
-            outer_momentum=self.outer.momentum,
-            partly_applied=self.ledger.partly_applied,
-            momentum_order="weights",
-        )
+        rounds = RoundsState.of(self.stores, self.outer, self.ledger)
         return {
             DISPATCHER: self.dispatcher.state.model_dump(mode="json"),
             ROUNDS: rounds.model_dump(mode="json"),
@@ -370,27 +256,10 @@ class Server:
         self.feed.deliver(
             lease.range,
             lease.indices,
-            lambda batch: fill(partial(self.send_lease, peer, lease, rate, fragments, batch)),
+            lambda batch: fill(
+                partial(self.sender.send_lease, peer, lease, rate, fragments, batch)
+            ),
         )
-
-    def send_lease(
-        self,
-        peer: Peer,
-        lease: Lease,
-        rate: float,
-        fragments: frozenset[int],
-        batch: ServedBatch | None,
-    ) -> None:
-        assignment = assignment_of(
-            lease.key,
-            lease.indices,
-            batch,
-            version=self.stores.version,
-            learning_rate=rate,
-            loss_scale=self.replica.run_scale,
-            fragments=None if len(fragments) == len(self.numbers) else sorted(fragments),
-        )
-        send_assignment(peer.worker.live_session, *assignment, batch)
 
     def collect(self, now: float) -> None:
         """Ask for what workers have changed in the fragments whose turn has come.
@@ -428,7 +297,7 @@ class Server:
             return
         peer.is_asked, peer.num_since_asked = self.waits, 0
         request = self.ledger.request(peer.id, number).number
-        self.tell(peer, Collect(request=request, fragment=number, wait=peer.is_asked))
+        tell(peer, Collect(request=request, fragment=number, wait=peer.is_asked))
 
     def step(self, now: float) -> None:
         """Take the outer steps for which all have brought what they have changed; then a round may end."""
@@ -452,7 +321,7 @@ class Server:
         self.replica.check_weights(f"after outer step {self.stores.version}")
         peer = self.peers.get(contribution.request.holder)
         if peer is not None and not peer.is_stalled:
-            self.send_fragment(peer, WHOLE)
+            self.sender.send_fragment(peer, WHOLE)
         self.applied(WHOLE, [contribution])
 
     def take_outer_step(self, number: int) -> None:
@@ -462,7 +331,7 @@ class Server:
         self.stores.step(number, [each.change for each in contributions])
         self.replica.check_weights(f"after outer step {self.stores.version}")
         for peer in self.active:
-            self.send_fragment(peer, number)
+            self.sender.send_fragment(peer, number)
         self.applied(number, contributions)
 
     def applied(self, number: int, contributions: Sequence[Contribution]) -> None:
@@ -478,7 +347,6 @@ class Server:
 
     def count(self, applied: Sequence[Applied]) -> None:
         """These batches have been applied: each is a step of the run."""
-        epoch = self.dispatcher.epoch
         for each in applied:
             samples, worker, stepped = Range.of(each.key), self.workers[each.holder], each.stepped
             self.dispatcher.commit(each.key, each.holder, time.monotonic())
@@ -487,21 +355,10 @@ class Server:
             self.version += 1
             self.replica.note_step(overflow=stepped.overflow)
             self.report.contributed(worker, samples.num_samples, stepped.mean_loss)
-            rate, peer = stepped.learning_rate, self.peers.get(each.holder)
+            peer = self.peers.get(each.holder)
+            drift = peer.drift if peer else None
             self.report.step_taken(
-                StepTaken(
-                    version=self.version,
-                    samples=samples,
-                    loss=stepped.mean_loss,
-                    learning_rate=each.learning_rate if rate is None else rate,
-                    grad_norm=stepped.grad_norm,
-                    layer_norms={},
-                    num_terms=stepped.num_terms,
-                    worker=worker,
-                    outer_step=self.stores.version,
-                    drift=peer.drift if peer else None,
-                    is_skipped=stepped.overflow is not None,
-                )
+                local_step(each, worker, self.version, self.stores.version, drift)
             )
         num_steps = len(applied)
         is_due = self.evaluator.is_due(self.version, num_steps) or self.saver.is_due(
@@ -512,11 +369,11 @@ class Server:
         if not self.hosts.gather():
             self.context.log.warning("step %d is neither evaluated nor saved", self.version)
             return
-        is_evaluated = self.evaluator.after_step(self.version, epoch, num_steps)
+        is_evaluated = self.evaluator.after_step(self.version, applied[-1].key.epoch, num_steps)
         if self.saver.after_step(is_evaluated=is_evaluated, num_steps=num_steps):
             saved = Saved(step=self.version, keep_last=self.context.settings.cluster.keep_last)
             for peer in self.active:
-                self.tell(peer, saved)
+                tell(peer, saved)
 
     def handle(self, event: Event) -> None:
         match event:
@@ -547,16 +404,7 @@ class Server:
         self.workers[peer.id] = worker
         peer.is_joining = True
         if self.stores.introduce(worker.live_session):
-            self.welcome(peer, has_weights=self.has_first_weights(ready))
-
-    @cached_property
-    def first_digest(self) -> str:
-        """Of the weights before the first outer step."""
-        return self.replica.digest()
-
-    def has_first_weights(self, ready: Ready) -> bool:
-        """Whether a worker has made itself, from the run's seed, what it would be sent."""
-        return self.stores.version == 0 and ready.weights == self.first_digest
+            self.welcome(peer, has_weights=self.sender.has_first_weights(ready))
 
     def welcome(self, peer: Peer, *, has_weights: bool = False) -> None:
         """A worker reaches all hosts: send it the weights unless it has them; it can be given work."""
@@ -564,13 +412,11 @@ class Server:
             return
         peer.is_joining = False
         if has_weights:
-            peer.versions = list(self.stores.versions)
-            self.stores.follow(peer.worker.member.instance)
-            self.tell(peer, SameWeights())
+            self.sender.confirm_weights(peer)
         else:
-            self.send_weights(peer)
+            self.sender.send_weights(peer)
         if self.version == self.resumed_at:  # else what it kept then is of long ago
-            self.tell(peer, Resumed(step=self.version))
+            tell(peer, Resumed(step=self.version))
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id)
@@ -649,7 +495,7 @@ class Server:
         if self.ledger.holds(peer.id, skip.lease):  # else it has been sent whole weights since
             self.take_back(peer, "its worker's copy is not finite")
             self.fail(peer, [skip.lease], skip.reason)
-            self.send_weights(peer)
+            self.sender.send_weights(peer)
 
     def refuse(self, peer: Peer, request: Request, reason: str) -> None:
         """Apply nothing of a change; its worker begins again from the server's weights.
@@ -662,7 +508,7 @@ class Server:
         ack = Ack(lease=request.leases[-1], outcome="non_finite", version=self.stores.version)
         peer.worker.live_session.send(ack)
         self.fail(peer, [each for each in request.leases if each in returned], reason)
-        self.send_weights(peer)
+        self.sender.send_weights(peer)
 
     def fail(self, peer: Peer, leases: Sequence[LeaseKey], reason: str) -> None:
         self.report.dropped(peer.worker, leases[-1], "non_finite", None, reason)
@@ -706,7 +552,7 @@ class Server:
         if peer.is_stalled:
             peer.is_stalled, peer.progressed_at = False, time.monotonic()
             self.context.log.info("%s answers again", peer.worker.name)
-            self.send_weights(peer)
+            self.sender.send_weights(peer)
 
     def leave_late(self, now: float) -> None:
         """Go on without those who are late; they begin again when they are heard of, or have come back."""
@@ -734,30 +580,6 @@ class Server:
         receiver = peer.worker.live_session.receiver
         assert isinstance(receiver, DeltaReceiver)  # noqa: S101 - `receiver_for` has made it
         return receiver
-
-    def send_weights(self, peer: Peer) -> None:
-        """Send the whole weights: what the worker was sent before, and has not answered, is void."""
-        self.replica.check_weights(f"after outer step {self.stores.version}")
-        peer.versions = list(self.stores.versions)
-        instance = peer.worker.member.instance
-        self.send(peer, self.stores.send_whole(instance, self.context.incarnation))
-
-    def send_fragment(self, peer: Peer, number: int) -> None:
-        """Send a worker what has become of a fragment."""
-        instance = peer.worker.member.instance
-        frames = self.stores.send_fragment(instance, number, peer.versions[number])
-        peer.versions[number] = self.stores.versions[number]
-        self.send(peer, frames)
-
-    def send(self, peer: Peer, frames: Sequence[Frame]) -> None:
-        def send() -> None:
-            for frame in frames:
-                peer.worker.live_session.send_frame(frame)
-
-        peer.outbox.put(send)
-
-    def tell(self, peer: Peer, message: Message) -> None:
-        peer.outbox.put(partial(peer.worker.live_session.send, message))
 
     def learning_rate(self) -> float:
         """That of the next batch to be handed out: where all before it have been applied."""

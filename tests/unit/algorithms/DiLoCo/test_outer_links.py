@@ -1,6 +1,7 @@
 """Any number of hosts makes the same of the same changes, bit for bit, and sends workers the same."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from smolcluster.algorithms.DiLoCo.exchange import Assembly, DeltaArrived, delta
 from smolcluster.algorithms.DiLoCo.outer_links import Change, ChangeKey, NormArrived
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
+from smolcluster.ps import store_host
 from smolcluster.transport.messages import MAX_CHANGES, BucketNorm, Collect, OuterStep
 from unit.algorithms.DiLoCo.hosting import Hosting, StoreHost
 
@@ -299,3 +301,15 @@ def test_one_host_takes_more_changes_than_a_message_to_stores_may_name() -> None
     change = Change(hosting.bring(FAST, 0, torch.ones(610)), 1.0, 8)
     hosting.links.step(0, [change] * (MAX_CHANGES + 1))
     assert hosting.links.version == 1
+
+
+def test_a_store_lets_all_fragments_wait_for_a_slow_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its single bucket three fragments have a part, and each is a frame of its own."""
+    acceptor = Mock()
+    monkeypatch.setattr(store_host, "Acceptor", acceptor)
+    monkeypatch.setattr(store_host, "listen", lambda *_: [])
+    last = Hosting(3, WORKERS, num_fragments=4).stores[-1].held
+    assert last is not None
+    last.listen(())
+    queued = store_host.COPIES_QUEUED * 3 + store_host.EXTRA_QUEUED
+    assert acceptor.call_args.kwargs["max_queued"] == queued

@@ -6,8 +6,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from smolcluster.algorithms.DiLoCo.beginning import RoundsState
 from smolcluster.algorithms.DiLoCo.outer_links import ChangeKey, NormArrived
-from smolcluster.algorithms.DiLoCo.server import RoundsState, Server
+from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.errors import CheckpointError
 
 

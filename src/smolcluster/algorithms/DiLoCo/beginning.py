@@ -1,0 +1,129 @@
+"""What a DiLoCo server begins with: outer optimizer, stores, and where a checkpoint's rounds stood."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
+from smolcluster.algorithms.DiLoCo.exchange import Layout
+from smolcluster.algorithms.DiLoCo.fragments import cut
+from smolcluster.algorithms.DiLoCo.ledger import Ledger
+from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer, outer_defaults
+from smolcluster.algorithms.DiLoCo.outer_links import OuterLinks
+from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.transport.messages import MAX_CHANGES
+
+USUAL_ROUNDS = 100
+"""Of a run whose local steps are chosen by measured times."""
+CHANGES_PER_DELAY = 2
+"""Of each worker, after which momentum acts where workers do not wait for each other."""
+
+
+class RoundsState(BaseModel):
+    """Where a run stands between two rounds, for a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: NonNegativeInt
+    """Outer steps."""
+    num_fragments: PositiveInt
+    outer_lr: PositiveFloat
+    outer_momentum: NonNegativeFloat
+    partly_applied: list[tuple[int, int, int, list[int]]]
+    """Samples that have been applied in some fragments: epoch, start, stop, and these fragments."""
+    momentum_order: Literal["fragments", "weights"] = "fragments"
+    """How momentum is laid; earlier versions, which do not say it, have laid it fragment by fragment."""
+
+    @classmethod
+    def of(cls, stores: OuterLinks, outer: OuterOptimizer, ledger: Ledger) -> Self:
+        return cls(
+            version=stores.version,
+            num_fragments=len(stores.versions),
+            outer_lr=outer.learning_rate,
+            outer_momentum=outer.momentum,
+            partly_applied=ledger.partly_applied,
+            momentum_order="weights",
+        )
+
+    def check(self, num_fragments: int) -> None:
+        """Refuse to go on with another number of fragments, or with momentum that is laid otherwise.
+
+        Raises:
+            CheckpointError: one line with what differs and what to do.
+        """
+        if self.num_fragments != num_fragments:
+            raise CheckpointError(
+                f"the run has {self.num_fragments} fragments, {num_fragments} are asked for now: "
+                "resume with its own mode and fragments"
+            )
+        if num_fragments > 1 and self.momentum_order != "weights":
+            raise CheckpointError(
+                "an earlier version of smolcluster has saved this streaming run, with its momentum in "
+                "another order: resume with that version, or begin a new run"
+            )
+
+
+def warn_of_long_rounds(context: ServerContext, epoch_batches: int) -> None:
+    """Say that a round has more batches than an epoch, if it has."""
+    local_steps = context.run.of(DiLoCoConfig).local_steps
+    if local_steps is None:
+        return
+    round_batches = local_steps * context.settings.cluster.num_workers
+    if round_batches > epoch_batches:
+        context.log.warning(
+            "local_steps is %d: a round has %d batches, an epoch %d; lower it, or set it to null",
+            *(local_steps, round_batches, epoch_batches),
+        )
+
+
+def new_outer(context: ServerContext, total_batches: int) -> OuterOptimizer:
+    """The outer optimizer, with what the number of rounds suggests where nothing is said."""
+    num_workers, config = context.settings.cluster.num_workers, context.run.of(DiLoCoConfig)
+    replica = context.training.replica
+    num_rounds = total_batches // num_workers // (config.local_steps or 1)
+    if config.local_steps is None:
+        num_rounds = min(USUAL_ROUNDS, num_rounds)
+    is_sparse = config.codec_up == "topk"
+    rate, momentum = (1.0, 0.0) if is_sparse else outer_defaults(max(1, num_rounds))
+    make: Callable[..., OuterOptimizer] = OuterOptimizer
+    if config.mode == "async":
+        delay = config.momentum_delay or CHANGES_PER_DELAY * num_workers
+        make = partial(DelayedNesterov, momentum_delay=delay)
+    return make(
+        replica.num_params,
+        rate if config.outer_lr is None else config.outer_lr,
+        momentum if config.outer_momentum is None else config.outer_momentum,
+        device=replica.device,
+        dtype=replica.params.dtype,
+    )
+
+
+def new_stores(context: ServerContext, outer: OuterOptimizer, num_fragments: int) -> OuterLinks:
+    """Where the weights lie: here, and on the other hosts of `servers`.
+
+    Raises:
+        ConfigError: there are several, and this run needs all weights in one place, or has more workers
+            than stores can be told of.
+    """
+    context.check_average()
+    cluster, replica = context.settings.cluster, context.training.replica
+    if len(cluster.store_nodes) > 1 and cluster.num_workers > MAX_CHANGES:
+        raise ConfigError(
+            f"servers lists several, but num_workers is {cluster.num_workers}, more than the "
+            f"{MAX_CHANGES} whose changes stores add up; set servers to null"
+        )
+    layout = Layout.of(replica, cut(replica.layers, num_fragments))
+    codec_down = context.run.of(DiLoCoConfig).codec_down
+    return context.store_links(
+        partial(OuterLinks, outer=outer, layout=layout, codec_down=codec_down)
+    )
