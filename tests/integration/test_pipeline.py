@@ -15,7 +15,7 @@ from torch import nn
 import own_workloads
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pretrained_models import adapters, saved
-from smolcluster.algorithms.PipelineParallel import dealing, links, server, worker
+from smolcluster.algorithms.PipelineParallel import coordinator, dealing, links, worker
 from smolcluster.algorithms.PipelineParallel.automatic import Reported, measure
 from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
 from smolcluster.algorithms.PipelineParallel.peers import Peer
@@ -565,7 +565,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_names_worker_and_layers(
 def test_a_stage_that_hangs_is_cut_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "LEAST_PATIENCE_S", 3.0)
+    monkeypatch.setattr(coordinator, "LEAST_PATIENCE_S", 3.0)
     settings = settings_for(2, "redundancy=1", "reconnect_timeout_s=1")
     cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
     is_over = threading.Event()

@@ -84,7 +84,7 @@ class WorkerSetup:
     build: Callable[[Welcome], TrainingContext] | None = None
     """Makes what is trained instead of this module; None: a model and data of this process."""
     spread: Callable[[Welcome, TrainingContext], TrainingContext] | None = None
-    """Spreads what is trained, of which there is an outline, over processes of this machine."""
+    """Spreads what is trained, of which there is an outline, over other processes."""
     meter: Meter = field(default_factory=Meter)
     own_folder: Callable[[str], Path] | None = None
     """Where the worker keeps what is its own of the run of that id; None: nowhere."""
@@ -370,6 +370,7 @@ class _Life:
     def _prepare(self, welcome: Welcome) -> None:
         """Build what is trained, unless it is there from the last session with this same server."""
         if self._welcome is not None and _same_server(self._welcome, welcome):
+            self._training.wait_until_ready()
             self._place.log.info("back in run %s", welcome.run_id)
             return
         if self._welcome is not None and _same_bench(self._welcome, welcome):

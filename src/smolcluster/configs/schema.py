@@ -271,6 +271,16 @@ class ProfileConfig(Section):
         return self.wait + self.warmup + self.active
 
 
+class StagesConfig(Section):
+    """The machines that have the layers of one worker, and how they reach it."""
+
+    host_ip: dict[NodeName, Address] = Field(
+        min_length=1,
+        description="The nodes, and the address at which each reaches the worker, whose own may be one.",
+    )
+    port: int = Field(65433, ge=1, le=65535, description="The worker's TCP port for them.")
+
+
 class NodeConfig(Section):
     """What belongs to a machine and only it can know."""
 
@@ -289,6 +299,11 @@ class NodeConfig(Section):
         None,
         description="DiLoCo: processes of this machine that are one worker, such as {dp: 2, tp: 1}: a mesh; "
         "null: one process.",
+    )
+    stages: StagesConfig | None = Field(
+        None,
+        description="DiLoCo: machines that are one worker, each with some of the layers: a pipeline, as in "
+        "{host_ip: {mini1: 127.0.0.1, pi5: 192.168.50.2}}; null: one process.",
     )
     dataset: DatasetPlace = DatasetPlace()
     secret_file: LocalPath | None = Field(
@@ -551,12 +566,35 @@ class ClusterConfig(Section):
         self._check_listed("workers", self.workers)
         for name in self.nodes:
             self.check_known("nodes has the key", name)
+        self._check_stages()
         if self.min_workers > self.num_workers and not self.elastic:
             raise ValueError(
                 f"min_workers is {self.min_workers}, must be at most num_workers, "
                 f"{self.num_workers}, unless elastic is true"
             )
         return self
+
+    def _check_stages(self) -> None:
+        taken: dict[str, str] = {}
+        for name, node in self.nodes.items():
+            for each in node.stages.host_ip if node.stages else ():
+                self.check_known(f"nodes.{name}.stages lists", each)
+                if each in taken:
+                    raise ValueError(
+                        f"nodes.{name}.stages lists {each!r}, which is a stage of {taken[each]} already"
+                    )
+                taken[each] = name
+
+    def head_of(self, stage: NodeName) -> NodeName | None:
+        """The worker that this node is a stage of; None: of none."""
+        return next(
+            (
+                name
+                for name, node in self.nodes.items()
+                if node.stages is not None and stage in node.stages.host_ip
+            ),
+            None,
+        )
 
     def _check_servers(self) -> None:
         if self.store_shares is not None and len(self.store_shares) != len(self.store_nodes):

@@ -95,6 +95,9 @@ MAX_STORES, MAX_ADDRESSES, MAX_CONTENTS = 256, 8, 16
 MAX_PARTS = 4096
 MAX_LAYERS, MAX_CHANGES = 4096, 512
 MAX_STAGES, MAX_WANTED, MAX_LAYER_KINDS = 4096, 64, 200
+MAX_PLACES = 4096
+FlatPlace = Annotated[tuple[Count, Count], Strict(False)]
+"""Start and stop in flat weights."""
 OptimizerArgument = bool | int | float | Annotated[tuple[float, ...], Strict(False)]
 WEIGHTS = "weights"
 """The content of a State that holds weights."""
@@ -931,13 +934,15 @@ class LinkMeasured(Message):
 class StageReady(Message):
     """Stage: it has its layers and reaches its neighbours. Or, with a `reason`: it does not, or no more.
 
-    `out_of_memory`: they are too much for its device.
+    `out_of_memory`: they are too much for its device. `places`: what of the whole model's flat weights, those
+    that are trained, is here: from an element to before another one, in order.
     """
 
     KIND: ClassVar[int] = 53
     attempt: Count
     reason: Sentence = ""
     out_of_memory: bool = False
+    places: Annotated[tuple[FlatPlace, ...], Strict(False), Field(max_length=MAX_PLACES)] = ()
 
 
 class StageDone(Message):
@@ -993,11 +998,61 @@ class StageState(Message):
 
 
 class StageKept(Message):
-    """Stage: it has sent all."""
+    """Stage: it has sent all. Or it has done what a CopyOrder has told it, whose `turn` is `step`.
+
+    `found`: the step of the moments that it goes on with, as it was told to; null: it has none.
+    """
 
     KIND: ClassVar[int] = 31
     attempt: Count
     step: Count
+    found: Count | None = None
+
+
+class CopyOrder(Message):
+    """Server: what to do with the copy of the weights that the stages' own steps change, θ, all together.
+
+    `begin`: follow these `fragments`, each some places in the whole model's flat weights, with θ of now as
+    θ_start and fresh moments. `step`: step along the gradient, which counts `clip` times; the fragments
+    `held` stay as they are. `change`: send from element `start` to before `stop` of a fragment's θ_start - θ
+    what is here. `mark_sent`: a fragment's change is on its way. `follow`: new values of a fragment come, or
+    what is to be taken from θ_start where it `is_difference`. `load`: whole weights come. `reset`: forget the
+    moments. `save`: keep the moments under `step`. `take_up`: go on with those that were kept under `step`.
+    """
+
+    KIND: ClassVar[int] = 58
+    attempt: Count
+    turn: Count
+    order: Literal[
+        "begin", "step", "change", "mark_sent", "follow", "load", "reset", "save", "take_up"
+    ]
+    fragments: Annotated[
+        tuple[
+            Annotated[tuple[FlatPlace, ...], Strict(False), Field(max_length=MAX_PLACES)],
+            ...,
+        ],
+        Strict(False),
+        Field(max_length=MAX_FRAGMENTS),
+    ] = ()
+    fragment: Count = 0
+    clip: Annotated[float, Field(ge=0, le=1)] = 1.0
+    learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    held: Annotated[tuple[Count, ...], Strict(False), Field(max_length=MAX_FRAGMENTS)] = ()
+    start: Count = 0
+    stop: Count = 0
+    is_difference: bool = False
+    step: Count = 0
+    keep_last: Count = 1
+
+
+class CopyPiece(Message):
+    """Either side: values of the whole model's flat weights from element `start` on, as a CopyOrder wants."""
+
+    KIND: ClassVar[int] = 59
+    attempt: Count
+    turn: Count
+    start: Count
+    tensor: TensorSpec
 
 
 class EvaluateStages(Message):
@@ -1117,11 +1172,21 @@ STAGES = MessageSet(
             WantState,
             StageState,
             StageKept,
+            CopyPiece,
             Relayed,
         }
     ),
     from_listener=frozenset(
-        {MeasureLink, Planned, EvaluateStages, KeepStages, StageState, Relayed}
+        {
+            MeasureLink,
+            Planned,
+            EvaluateStages,
+            KeepStages,
+            StageState,
+            CopyOrder,
+            CopyPiece,
+            Relayed,
+        }
     ),
 )
 """What a worker that has some of the layers, and its server say to each other besides."""

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smolcluster.algorithms.Mesh.shards import Shards, pieces
+from smolcluster.algorithms.Mesh.shards import Shards
 from smolcluster.algorithms.Mesh.trainer import Computed, MeshTrainer
 from smolcluster.errors import UserCodeError
 from smolcluster.training.kept import KeptSteps
 from smolcluster.training.local_copy import Followed
+from smolcluster.training.places import pieces
 from smolcluster.training.replica import cut
 
 ORDERS = frozenset(

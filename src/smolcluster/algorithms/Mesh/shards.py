@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from smolcluster.algorithms.Mesh.groups import DIMENSIONS, Groups
 from smolcluster.algorithms.Mesh.parallel import Slot
+from smolcluster.training.places import meeting, shifted
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Shard:
     def fill(self, local: Tensor, place: slice, out: Tensor) -> None:
         """Copy what of the flat weights' `place` lies in `local` to where it is in `out` (place,)."""
         if self.in_row is not None:
-            here, there = _meeting(slice(self.in_row, self.in_row + local.numel()), place)
+            here, there = meeting(slice(self.in_row, self.in_row + local.numel()), place)
             out[there].copy_(local.view(-1)[here])
             return
         near, where, inside = self._overlap(place)
@@ -49,7 +50,7 @@ class Shard:
     def put(self, local: Tensor, place: slice, values: Tensor) -> None:
         """Copy `values`, those of the flat weights' `place`, to where they are in `local`."""
         if self.in_row is not None:
-            here, there = _meeting(slice(self.in_row, self.in_row + local.numel()), place)
+            here, there = meeting(slice(self.in_row, self.in_row + local.numel()), place)
             local.view(-1)[here].copy_(values[there])
             return
         near, where, inside = self._overlap(place)
@@ -103,46 +104,18 @@ class Shards:
         for number, local in locals_.items():
             shard = self._shards[number]
             whole = slice(shard.begin, shard.begin + shard.numel)
-            own, within = _meeting(whole, place)
+            own, within = meeting(whole, place)
             if shard.is_told and own.start < own.stop:
-                shard.fill(local, _shifted(own, shard.begin), out[within])
+                shard.fill(local, shifted(own, shard.begin), out[within])
 
     def put(self, place: slice, values: Tensor, locals_: Mapping[int, Tensor]) -> None:
         """Copy what of `values` (place,) lies here into the local parts, by slot."""
         for number, local in locals_.items():
             shard = self._shards[number]
             whole = slice(shard.begin, shard.begin + shard.numel)
-            own, within = _meeting(whole, place)
+            own, within = meeting(whole, place)
             if own.start < own.stop:
-                shard.put(local, _shifted(own, shard.begin), values[within])
-
-
-def pieces(places: Sequence[slice], part: slice) -> list[tuple[slice, slice]]:
-    """Where a part of the values of `places`, laid one after the other, lies in the flat tensor.
-
-    Each piece: its place in the flat tensor, and within `part`.
-    """
-    found, start = [], 0
-    for place in places:
-        stop = start + place.stop - place.start
-        here, within = _meeting(slice(start, stop), part)
-        if here.start < here.stop:
-            found.append((_shifted(here, place.start), within))
-        start = stop
-    return found
-
-
-def _meeting(one: slice, other: slice) -> tuple[slice, slice]:
-    """What two ranges have in common, counted from the start of each; empty where that is nothing."""
-    first = max(one.start, other.start)
-    stop = max(first, min(one.stop, other.stop))
-    if first == stop:
-        return slice(0, 0), slice(0, 0)
-    return _shifted(slice(first, stop), -one.start), _shifted(slice(first, stop), -other.start)
-
-
-def _shifted(place: slice, by: int) -> slice:
-    return slice(place.start + by, place.stop + by)
+                shard.put(local, shifted(own, shard.begin), values[within])
 
 
 def _shard_of(slot: Slot, place: slice, *, is_told: bool) -> Shard:

@@ -18,142 +18,88 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.PipelineParallel.automatic import slowed
-from smolcluster.algorithms.PipelineParallel.builders import Builders
-from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
-from smolcluster.algorithms.PipelineParallel.crew import (
-    Crew,
-    Question,
-    stage_figures,
-    subject_of,
+from smolcluster.algorithms.PipelineParallel.coordinator import (
+    PATIENCE_S,
+    Coordinator,
+    StageReceiver,
 )
-from smolcluster.algorithms.PipelineParallel.dealing import Dealer
-from smolcluster.algorithms.PipelineParallel.moving import (
-    Decision,
-    StageTimes,
-    seconds_computed,
-)
-from smolcluster.algorithms.PipelineParallel.peers import Peer, named
+from smolcluster.algorithms.PipelineParallel.crew import Crew, stage_figures
+from smolcluster.algorithms.PipelineParallel.moving import Decision, seconds_computed
+from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
-from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.worker import Worker
-from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
-from smolcluster.errors import ConfigError, NonFiniteLoss, OutOfMemory, RunFailed
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import Receiver
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.net.inbox import Event
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.runs.summary import Summary
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.schedule import learning_rate
-from smolcluster.training.stages.build import num_layers
 from smolcluster.transport.messages import (
     Commit,
     EvaluateStages,
     KeepStages,
-    LayersMeasured,
     LeaseKey,
-    LinkMeasured,
-    Listening,
     Message,
-    Planned,
-    Relayed,
     StageDone,
     StageEvaluated,
     StageKept,
-    StageReady,
     StageState,
     WantState,
 )
 from smolcluster.utils.stopping import Interrupted
-from smolcluster.utils.units import format_duration
 
 TICK_S = 0.1
 STOP_TIMEOUT_S = 20.0
 """How long a run that shall stop waits for its stages to send what they have."""
-PATIENCE_S, LEAST_PATIENCE_S = 600.0, 30.0
-"""How long stages may take over anything, and over a step at least."""
 
 
-@dataclass(frozen=True)
-class RelayWanted(Event):
-    """What a stage says to another one that it cannot reach."""
-
-    session_id: int
-    relayed: Relayed
-    payload: bytes
-
-
-class StageReceiver(Receiver):
-    """What a stage says; what it sends a neighbour through the server is handed on."""
+class KeepingReceiver(StageReceiver):
+    """Pieces of what stages have go to the disk at once."""
 
     def __init__(self, keeper: Keeper, session_id: int) -> None:
-        self._keeper, self._session_id = keeper, session_id
+        super().__init__(session_id)
+        self._keeper = keeper
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         if isinstance(message, StageState):
             self._keeper.take(message, payload)
             return None
-        if isinstance(message, Relayed):
-            return RelayWanted(self._session_id, message, bytes(payload))
-        return MessageReceived(self._session_id, message)
+        return super().__call__(message, payload)
 
 
-class Server:
+class Server(Coordinator):
     """One run of PipelineParallel."""
 
     def __init__(self, context: ServerContext) -> None:
-        self.context = context
-        self.train = context.training.recipe.applied_to(context.settings.train)
-        self.config = context.run.of(PipelineConfig)
-        self.config.check_training(context.training.recipe, self.train)
-        self.dealer = Dealer(
-            self.config,
-            self.train,
-            context.settings.cluster,
-            num_layers(context.training.workload),
-            context.log,
-        )
-        self.builders = Builders()
-        self.orders = EpochOrders(context.training.order)
-        self.feed = context.open_feed()
         outline = context.training.replica
         self.keeper = Keeper(context.store, outline, context.log)
         num_tensors = len(outline.parameters) * (1 + len(outline.optimizer.state))
-        self.pool = context.open_pool(
-            partial(StageReceiver, self.keeper),
+        super().__init__(
+            context,
+            partial(KeepingReceiver, self.keeper),
             num_more=2 * num_tensors,
             check_stop=lambda: None,
         )
-        self.report = self.pool.report
+        self.orders = EpochOrders(context.training.order)
+        self.feed = context.open_feed()
         self.keeper.on_saved = self.report.saved
         self.keeper.kept = Kept(self.report.training_state({}), context.initial)
         if context.checkpoint is not None:
             self.keeper.kept = Kept(context.checkpoint.state, context.checkpoint.path)
             self.report.resume(context.checkpoint.state)
-        self.peers: dict[int, Peer] = {}
-        self.crew: Crew | None = None
         self.num_grants = 0
-        self.considered: set[int] = set()
-        """Workers, by their sessions, that the plan takes or leaves out for good reason."""
-        self.turn = 0
-        """What the stages do together is counted over all plans, steps and evaluations alike."""
         self.is_evaluated = self.is_kept = True
         """Whether the last step is, as far as that is due."""
-        self.step_s = self.step_began_at = 0.0
-        """The longest step of this plan so far, and when the newest one was begun."""
-        self.dealing_s = 0.0
-        """What it took the last time until all stages had their layers."""
+        self.step_began_at = 0.0
+        """When the newest one was begun."""
         self.stop_by: float | None = None
         """When the run stops at the latest, once that was asked for."""
 
@@ -192,129 +138,17 @@ class Server:
             if not (self.crew and self.keeper.can_keep and is_newer) or now >= self.stop_by:
                 raise
 
-    def advance(self) -> None:
-        """Begin what comes next, where nothing is being waited for."""
-        self.keeper.settle()
-        if self.crew is None:
-            self.plan()
-        elif self.crew.question is None:
-            self.next_turn(self.crew)
-        else:
-            self.cut_silent(self.crew, self.crew.question)
-
-    def plan(self) -> None:
-        """Deal the layers out, once enough workers are there.
-
-        Raises:
-            RunFailed: none of them can build layers.
-        """
-        if not self.pool.started:
-            return
-        able = [each.member.worker_id for each in self.pool.workers if self.may_build(each)]
-        why_none = self.builders.why_none_is_left(able)
-        if why_none is not None and not self.pool.is_preparing:
-            raise RunFailed(f"no worker is left that can build its layers: {why_none}")
-        ready = self.ready
-        by_name = named(ready)
-        unable = sum(not self.may_build(each.worker) for each in self.peers.values())
-        cut = self.dealer.deal(
-            by_name,
-            are_all_ready=len(ready) + unable == len(self.peers),
-            num_unable=unable,
-            why_missing=self.builders.why_not([each.worker.member.worker_id for each in ready]),
-        )
-        if cut is None:
-            return
-        self.considered = {each.id for each in ready}
-        self.step_s = 0.0
-        peers = [by_name[name] for name in cut.map.nodes]
-        times = StageTimes(cut.problem, cut.plan) if cut.problem and cut.plan else None
-        crew = self.crew = Crew(self.dealer.attempt, cut.map, peers, cut.plan, times)
-        self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
-        for each in self.peers.values():
-            each.building_attempt = None
-            if each not in peers:  # the layers that it had are not its own any more
-                self.report.board.measured(each.worker)
-        if self.context.folder is not None:
-            PLAN.write(self.context.folder / PLAN_NAME, cut.document)
-        self.ask(crew, (StageReady,), self.planned, partial(self.dealt, crew))
-
-    def dealt(self, crew: Crew, _answers: list[StageReady]) -> None:
-        """All stages have their layers."""
-        self.dealing_s = time.monotonic() - crew.begun_at
+    @property
+    def num_pieces(self) -> int:
+        return self.keeper.num_pieces
 
     @property
-    def ready(self) -> list[Peer]:
-        """The workers that neighbours could reach, and that can have layers."""
-        found = [
-            each
-            for each in self.peers.values()
-            if each.listening is not None and self.may_build(each.worker)
-        ]
-        return sorted(found, key=lambda each: each.worker.member.worker_id)
+    def step_kept(self) -> int | None:
+        return None if self.keeper.kept.folder is None else self.version
 
-    def may_build(self, worker: Worker) -> bool:
-        return self.builders.may_build(worker.member.worker_id, worker.member.instance)
-
-    def planned(self, crew: Crew, rank: int) -> None:
-        """Tell a worker which layers are its own, and who its neighbours are."""
-        layers = crew.map
-        crew.peers[rank].building_attempt = crew.attempt
-        neighbours = [
-            crew.peers[other].as_neighbour(other) for other in sorted(layers.neighbours(rank))
-        ]
-        message = Planned(
-            attempt=crew.attempt,
-            rank=rank,
-            cuts=layers.cuts,
-            ranks=layers.ranks,
-            neighbours=tuple(neighbours),
-            turn=self.turn,
-            step=None if self.keeper.kept.folder is None else self.version,
-        )
-        self.tell(message, crew, rank)
-
-    def ask(
-        self,
-        crew: Crew,
-        subject: tuple[object, ...],
-        tell: Callable[[Crew, int], None],
-        then: Callable[[list[Any]], None],
-        patience_s: float = PATIENCE_S,
-    ) -> None:
-        """Tell all stages something, and go on when all have answered."""
-        crew.question = Question(subject, then, time.monotonic(), patience_s)
-        for rank in range(len(crew.peers)):
-            tell(crew, rank)
-
-    def on_answer(self, session_id: int, attempt: int, answer: Message) -> None:
-        crew = self.crew
-        if crew is None or crew.question is None or attempt != crew.attempt:
-            return
-        if subject_of(answer) != crew.question.subject:
-            return
-        answers, then = crew.question.answers, crew.question.then
-        answers[session_id] = answer
-        ids = [each.id for each in crew.peers]
-        if answers.keys() >= set(ids):
-            crew.question = None
-            then([answers[each] for each in ids])
-
-    def cut_silent(self, crew: Crew, question: Question) -> None:
-        """Cut the stage that holds all up, once that is certain: of those asked the one that waits least."""
-        backlogs = (each.worker.live_session.backlog for each in crew.peers)
-        moved = (self.keeper.num_pieces, *backlogs)
-        if moved != question.moved:
-            question.moved, question.asked_at = moved, time.monotonic()
-        silent_s = time.monotonic() - question.asked_at
-        if silent_s < question.patience_s:
-            return
-        silent = [each.worker for each in crew.peers if each.id not in question.answers]
-        worker = min(silent, key=lambda each: each.gauge.values.get("share/wait", 0.0))
-        reason = f"it has not answered for {format_duration(silent_s)}"
-        self.report.stalled(worker, silent_s, reason)
-        worker.live_session.cut(reason)
-        question.asked_at = time.monotonic()
+    def advance(self) -> None:
+        self.keeper.settle()
+        super().advance()
 
     def next_turn(self, crew: Crew) -> None:
         """Have the stages take a step, or evaluate or send what the last one has come to."""
@@ -328,11 +162,6 @@ class Server:
             self.keep(crew)
         elif not self.report.is_over:
             self.begin_step(crew)
-
-    @property
-    def step_patience_s(self) -> float:
-        """How long a step may take: by what others of this plan took, or long."""
-        return max(LEAST_PATIENCE_S, 10 * self.step_s) if self.step_s else PATIENCE_S
 
     @property
     def evaluation_patience_s(self) -> float:
@@ -376,22 +205,6 @@ class Server:
         for name, peer in zip(crew.map.nodes, crew.peers, strict=True):
             if peer.measured is not None and name in decision.slowness:
                 peer.measured = slowed(peer.measured, decision.slowness[name])
-
-    def newcomers(self) -> list[Peer]:
-        """Workers that could take layers and have none."""
-        here = {each.id for each in self.ready}
-        if isinstance(self.config.shard_plan, dict) or here <= self.considered:
-            return []
-        peers = self.crew.peers if self.crew else []
-        by_name = named(self.ready)
-        try:
-            chosen = [by_name[name] for name in self.dealer.cut(by_name).map.nodes]
-        except ConfigError:
-            chosen = []
-        found = [each for each in chosen if each not in peers]
-        if not found:
-            self.considered = here
-        return found
 
     def begin_step(self, crew: Crew) -> None:
         """Give all stages the samples of the next step."""
@@ -525,53 +338,11 @@ class Server:
         schedule = self.context.training.recipe.schedule
         return learning_rate(self.train, self.report.samples_applied, total, schedule)
 
-    def tell(self, message: Message, crew: Crew, rank: int) -> None:
-        crew.peers[rank].worker.live_session.send(message)
-
-    def handle(self, event: Event) -> None:
-        match event:
-            case Joined(worker):
-                peer = Peer(worker)
-                self.peers[peer.id] = peer
-                if not self.may_build(worker):
-                    why = self.builders.reason(worker.member.worker_id)
-                    self.context.log.warning("%s is back and takes no part: %s", worker.name, why)
-            case Departed(worker):
-                self.on_departure(worker)
-            case RelayWanted():
-                self.relay(event)
-            case MessageReceived(session_id=id_, message=message) if id_ in self.peers:
-                self.hear(self.peers[id_], message)
-
     def hear(self, peer: Peer, message: Message) -> None:
-        match message:
-            case LayersMeasured():
-                peer.measured = message
-            case Listening():
-                peer.listening = message
-            case LinkMeasured():
-                self.dealer.take_link(peer, message)
-            case StageReady() if message.reason:
-                self.on_trouble(peer, message)
-            case StageReady():
-                if message.attempt == peer.building_attempt:
-                    peer.building_attempt = None
-                    self.builders.built(peer.worker.member.worker_id)
-                self.on_answer(peer.id, message.attempt, message)
-            case StageDone() | StageEvaluated() | StageKept():
-                self.on_answer(peer.id, message.attempt, message)
-            case WantState():
-                self.send_state(peer, message)
-
-    def relay(self, wanted: RelayWanted) -> None:
-        """Hand on what one stage of the plan, or of a pair that is measured, says to another one."""
-        there = self.crew.peers if self.crew else self.ready
-        peers = {each.id: each for each in there}
-        instances = {each.worker.member.instance: each for each in peers.values()}
-        sender, target = peers.get(wanted.session_id), instances.get(wanted.relayed.instance)
-        if sender is not None and target is not None:
-            told = wanted.relayed.model_copy(update={"instance": sender.worker.member.instance})
-            target.worker.live_session.send(told, wanted.payload)
+        if isinstance(message, WantState):
+            self.send_state(peer, message)
+        else:
+            super().hear(peer, message)
 
     def send_state(self, peer: Peer, wanted: WantState) -> None:
         """Send a stage what it wants of the state that is kept."""
@@ -579,50 +350,6 @@ class Server:
             return
         for frame in self.keeper.frames(wanted, self.context.training.replica.bucket_bytes):
             peer.worker.live_session.send_frame(frame)
-
-    def on_departure(self, worker: Worker) -> None:
-        peer = self.peers.pop(worker.member.session_id, None)
-        if peer is None:
-            return
-        self.dealer.is_gone(peer)
-        self.note_failure(peer)
-        if self.crew is not None and peer in self.crew.peers:
-            self.begin_again(f"{worker.name} is gone")
-
-    def note_failure(self, peer: Peer) -> None:
-        """Remember that a worker has gone while it built its layers, if that is so."""
-        worker, member = peer.worker, peer.worker.member
-        if peer.building_attempt is None:
-            return
-        if worker.has_failed:
-            reason = f"{worker.name}: {worker.goodbye}"
-            self.builders.failed(member.worker_id, member.instance, reason)
-        elif worker.goodbye is None:
-            self.builders.lost(member.worker_id, member.instance, worker.name)
-
-    def on_trouble(self, peer: Peer, ready: StageReady) -> None:
-        """A stage cannot reach a neighbour, has lost it, or has too little memory."""
-        if ready.attempt == peer.building_attempt:
-            peer.building_attempt = None
-        if not ready.attempt:
-            self.on_unable(peer, ready.reason)
-        if self.crew is not None and ready.attempt == self.crew.attempt:
-            if ready.out_of_memory:
-                self.dealer.relieve(self.crew, peer, ready.reason, self.ready)
-            self.begin_again(f"{peer.worker.name}: {ready.reason}")
-
-    def on_unable(self, peer: Peer, reason: str) -> None:
-        """A worker has no memory for a single layer: it stays without, and the others share them.
-
-        Raises:
-            OutOfMemory: `shard_plan` gives it some.
-        """
-        worker, member = peer.worker, peer.worker.member
-        what = f"{worker.name} can have no layers: {reason}"
-        if isinstance(self.config.shard_plan, dict) and member.node in self.config.shard_plan:
-            raise OutOfMemory(f"{what}; leave it out of shard_plan, or raise microbatches")
-        self.builders.failed(member.worker_id, member.instance, what)
-        self.context.log.warning("%s; it takes no part", what)
 
     def begin_again(self, reason: str) -> None:
         """Deal the layers out anew; what was computed since the state that was kept last is done again."""

@@ -16,17 +16,19 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import gc
 import math
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Collection, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, evaluate_stages
 from smolcluster.algorithms.PipelineParallel.link_speed import measure_link
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
+from smolcluster.algorithms.PipelineParallel.part_copy import PartCopy, piece_frame, values_of
 from smolcluster.algorithms.PipelineParallel.plan import schedule_of
 from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
@@ -42,6 +44,8 @@ from smolcluster.training.stages.compute import StageCompute
 from smolcluster.transport.messages import (
     Assignment,
     Commit,
+    CopyOrder,
+    CopyPiece,
     EvaluateStages,
     KeepStages,
     LayersMeasured,
@@ -81,6 +85,14 @@ class StateArrived(Event):
     payload: bytes
 
 
+@dataclass(frozen=True)
+class ValuesArrived(Event):
+    """Weights that this worker's layers shall have: `values` (n,)."""
+
+    piece: CopyPiece
+    values: Tensor
+
+
 class StageReceiver(Receiver):
     """What the server says; of a new plan the thread that computes hears at once."""
 
@@ -109,6 +121,8 @@ class StageReceiver(Receiver):
                 return self._samples.assigned(message, payload)
             case StageState():
                 return StateArrived(message, bytes(payload))
+            case CopyPiece():
+                return ValuesArrived(message, values_of(message, payload))
             case Planned() | MeasureLink() if self.links:
                 self.links.interrupt(PlanChanged("the plan has changed"), message.attempt - 1)
         return MessageReceived(0, message)
@@ -137,6 +151,8 @@ class Worker:
         self.plan: Planned
         self.stages: dict[int, OwnStage] = {}
         """By their numbers; the layers of the newest plan."""
+        self.copy: PartCopy
+        """What of the weights lies here, where they are those of a worker with local steps."""
         self.execution: Execution
         self.newest: Event | None = None
         """A plan that has come while another one was begun."""
@@ -224,6 +240,11 @@ class Worker:
                 self.evaluate(wanted)
             case MessageReceived(message=KeepStages() as wanted):
                 self.send_state(wanted)
+            case MessageReceived(message=CopyOrder() as order) if self.is_planned(order.attempt):
+                self.obey(order)
+            case ValuesArrived(piece, values) if self.is_planned(piece.attempt):
+                if self.copy.take(piece.start, values):
+                    self.link.send(StageKept(attempt=piece.attempt, step=piece.turn))
 
     def measure_link(self, wanted: MeasureLink) -> None:
         """Say how much is carried from here to another worker, without what hinders that."""
@@ -278,9 +299,14 @@ class Worker:
             codec=self.config.activation_codec,
         )
         self.links.connect(route, self.link, PATIENCE_S)
+        self.copy = PartCopy(list(self.stages.values()), training.replica.layers)
         meter = training.replica.meter
         self.execution = Execution(self.stages, plan.ranks, self.links, meter, PATIENCE_S)
-        self.link.send(StageReady(attempt=plan.attempt))
+        self.link.send(StageReady(attempt=plan.attempt, places=self.copy.places))
+
+    def is_planned(self, attempt: int) -> bool:
+        """Whether it is of the newest plan, and not void."""
+        return attempt == self.plan.attempt
 
     def load_state(self, plan: Planned) -> None:
         """Fill one's layers with what they were after the plan's step.
@@ -344,15 +370,54 @@ class Worker:
             step.batch, step.num_samples, lease.epoch, lease.start, size
         )
 
-    @torch.no_grad()
     def step(self, commit: Commit) -> None:
-        """Step all one's layers: their gradients are multiplied by a factor that is the same everywhere."""
+        self.step_by(commit.clip, commit.learning_rate)
+
+    @torch.no_grad()
+    def step_by(self, clip: float, learning_rate: float, held: Collection[int] = ()) -> None:
+        """Step all one's layers: their gradients are multiplied by a factor that is the same everywhere.
+
+        Fragments `held` of a worker's copy stay as they are.
+        """
         clipping = self.train.gradient_clipping
-        for each in self.stages.values():
-            each.replica.grads.mul_(commit.clip)
-            if clipping.bound is not None:
-                each.replica.grads.clamp_(-clipping.bound, clipping.bound)
-            each.replica.step(commit.learning_rate)
+        with self.copy.holding(held) if held else nullcontext():
+            for each in self.stages.values():
+                each.replica.grads.mul_(clip)
+                if clipping.bound is not None:
+                    each.replica.grads.clamp_(-clipping.bound, clipping.bound)
+                each.replica.step(learning_rate)
+
+    @torch.no_grad()
+    def obey(self, order: CopyOrder) -> None:
+        """Do to one's part of a worker's copy what all stages do."""
+        is_done, found = True, None
+        match order.order:
+            case "step":
+                self.step_by(order.clip, order.learning_rate, order.held)
+            case "change":
+                self.send_change(order)
+            case "save":
+                self.save(order)
+            case "take_up":
+                found = self.take_up(order.step)
+            case _:
+                is_done = self.copy.obey(order)
+        if is_done:
+            self.link.send(StageKept(attempt=order.attempt, step=order.turn, found=found))
+
+    def save(self, order: CopyOrder) -> None:
+        if self.link.kept is not None:
+            self.link.kept.save(order.step, self.copy.moments, max(1, order.keep_last))
+
+    def send_change(self, order: CopyOrder) -> None:
+        for start, values in self.copy.change(order.fragment, slice(order.start, order.stop)):
+            self.link.send_frame(piece_frame(order.attempt, order.turn, start, values))
+
+    def take_up(self, step: int) -> int | None:
+        """Go on with the moments that were kept under a step; returns it, or None: there are none."""
+        found = None if self.link.kept is None else self.link.kept.load(step)
+        is_ours = found is not None and found[0] == step and self.copy.take_up(found[1])
+        return step if is_ours else None
 
     def evaluate(self, wanted: EvaluateStages) -> None:
         """Compute what is held out with all others; the last stage says what came of it."""

@@ -1,0 +1,358 @@
+"""Who has which layers of a pipeline: what holds for its stages, whatever they are asked to compute.
+
+    plan -> all stages ready -> (a question to all stages -> all their answers)*
+
+Each question goes to all stages, and nothing follows before all have answered. When a stage is lost, the
+layers are dealt out again over those that are there. One thread decides everything. What is asked is said by
+those that are a `Coordinator`: the server of a run (`server.py`), and a worker of another algorithm that has
+its layers on several machines (`head.py`).
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.PipelineParallel.builders import Builders
+from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Question, subject_of
+from smolcluster.algorithms.PipelineParallel.dealing import Dealer
+from smolcluster.algorithms.PipelineParallel.moving import StageTimes
+from smolcluster.algorithms.PipelineParallel.peers import Peer, named
+from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
+from smolcluster.cluster.worker import Worker
+from smolcluster.cluster.worker_pool import Departed, Joined
+from smolcluster.errors import ConfigError, OutOfMemory, RunFailed
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.net.session import Receiver
+from smolcluster.training.stages.build import num_layers
+from smolcluster.transport.messages import (
+    LayersMeasured,
+    LinkMeasured,
+    Listening,
+    Message,
+    Planned,
+    Relayed,
+    StageDone,
+    StageEvaluated,
+    StageKept,
+    StageReady,
+)
+from smolcluster.utils.units import format_duration
+
+PATIENCE_S, LEAST_PATIENCE_S = 600.0, 30.0
+"""How long stages may take over anything, and over a step at least."""
+
+
+@dataclass(frozen=True)
+class RelayWanted(Event):
+    """What a stage says to another one that it cannot reach."""
+
+    session_id: int
+    relayed: Relayed
+    payload: bytes
+
+
+class StageReceiver(Receiver):
+    """What a stage says; what it sends a neighbour through the server is handed on."""
+
+    def __init__(self, session_id: int) -> None:
+        self._session_id = session_id
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        if isinstance(message, Relayed):
+            return RelayWanted(self._session_id, message, bytes(payload))
+        return MessageReceived(self._session_id, message)
+
+
+class Coordinator(ABC):
+    """The stages of a pipeline, from one plan to the next."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        receiver_for: Callable[[int], Receiver],
+        *,
+        num_more: int,
+        check_stop: Callable[[], None],
+    ) -> None:
+        """Listen for workers; `num_more`, `check_stop`: see `ServerContext.open_pool`."""
+        self.context = context
+        self.train = context.training.recipe.applied_to(context.settings.train)
+        self.config = context.run.of(PipelineConfig)
+        self.config.check_training(context.training.recipe, self.train)
+        self.dealer = Dealer(
+            self.config,
+            self.train,
+            context.settings.cluster,
+            num_layers(context.training.workload),
+            context.log,
+        )
+        self.builders = Builders()
+        self.pool = context.open_pool(receiver_for, num_more=num_more, check_stop=check_stop)
+        self.report = self.pool.report
+        self.peers: dict[int, Peer] = {}
+        self.crew: Crew | None = None
+        self.considered: set[int] = set()
+        """Workers, by their sessions, that the plan takes or leaves out for good reason."""
+        self.turn = 0
+        """What the stages do together is counted over all plans, steps and evaluations alike."""
+        self.step_s = 0.0
+        """The longest step of this plan so far."""
+        self.dealing_s = 0.0
+        """What it took the last time until all stages had their layers."""
+
+    @property
+    @abstractmethod
+    def num_pieces(self) -> int:
+        """Pieces of tensors that have come from stages: while they come, nobody hangs."""
+
+    @property
+    def step_kept(self) -> int | None:
+        """The step whose state a plan's stages ask for; None: they begin with the initial weights."""
+        return None
+
+    @abstractmethod
+    def next_turn(self, crew: Crew) -> None:
+        """Have the stages, which wait for nothing, do what comes next."""
+
+    @abstractmethod
+    def begin_again(self, reason: str) -> None:
+        """A stage is lost, or cannot go on: the layers are dealt out anew."""
+
+    def advance(self) -> None:
+        """Begin what comes next, where nothing is being waited for."""
+        if self.crew is None:
+            self.plan()
+        elif self.crew.question is None:
+            self.next_turn(self.crew)
+        else:
+            self.cut_silent(self.crew, self.crew.question)
+
+    def plan(self) -> None:
+        """Deal the layers out, once enough workers are there.
+
+        Raises:
+            RunFailed: none of them can build layers.
+        """
+        if not self.pool.started:
+            return
+        able = [each.member.worker_id for each in self.pool.workers if self.may_build(each)]
+        why_none = self.builders.why_none_is_left(able)
+        if why_none is not None and not self.pool.is_preparing:
+            raise RunFailed(f"no worker is left that can build its layers: {why_none}")
+        ready = self.ready
+        by_name = named(ready)
+        unable = sum(not self.may_build(each.worker) for each in self.peers.values())
+        cut = self.dealer.deal(
+            by_name,
+            are_all_ready=len(ready) + unable == len(self.peers),
+            num_unable=unable,
+            why_missing=self.builders.why_not([each.worker.member.worker_id for each in ready]),
+        )
+        if cut is None:
+            return
+        self.considered = {each.id for each in ready}
+        self.step_s = 0.0
+        peers = [by_name[name] for name in cut.map.nodes]
+        times = StageTimes(cut.problem, cut.plan) if cut.problem and cut.plan else None
+        crew = self.crew = Crew(self.dealer.attempt, cut.map, peers, cut.plan, times)
+        self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
+        for each in self.peers.values():
+            each.building_attempt = None
+            if each not in peers:  # the layers that it had are not its own any more
+                self.report.board.measured(each.worker)
+        if self.context.folder is not None:
+            PLAN.write(self.context.folder / PLAN_NAME, cut.document)
+        self.ask(crew, (StageReady,), self.planned, partial(self.dealt, crew))
+
+    def dealt(self, crew: Crew, _answers: list[StageReady]) -> None:
+        """All stages have their layers."""
+        self.dealing_s = time.monotonic() - crew.begun_at
+
+    @property
+    def ready(self) -> list[Peer]:
+        """The workers that neighbours could reach, and that can have layers."""
+        found = [
+            each
+            for each in self.peers.values()
+            if each.listening is not None and self.may_build(each.worker)
+        ]
+        return sorted(found, key=lambda each: each.worker.member.worker_id)
+
+    def may_build(self, worker: Worker) -> bool:
+        return self.builders.may_build(worker.member.worker_id, worker.member.instance)
+
+    def planned(self, crew: Crew, rank: int) -> None:
+        """Tell a worker which layers are its own, and who its neighbours are."""
+        layers = crew.map
+        crew.peers[rank].building_attempt = crew.attempt
+        neighbours = [
+            crew.peers[other].as_neighbour(other) for other in sorted(layers.neighbours(rank))
+        ]
+        message = Planned(
+            attempt=crew.attempt,
+            rank=rank,
+            cuts=layers.cuts,
+            ranks=layers.ranks,
+            neighbours=tuple(neighbours),
+            turn=self.turn,
+            step=self.step_kept,
+        )
+        self.tell(message, crew, rank)
+
+    def ask(
+        self,
+        crew: Crew,
+        subject: tuple[object, ...],
+        tell: Callable[[Crew, int], None],
+        then: Callable[[list[Any]], None],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Tell all stages something, and go on when all have answered."""
+        crew.question = Question(subject, then, time.monotonic(), patience_s)
+        for rank in range(len(crew.peers)):
+            tell(crew, rank)
+
+    def on_answer(self, session_id: int, attempt: int, answer: Message) -> None:
+        crew = self.crew
+        if crew is None or crew.question is None or attempt != crew.attempt:
+            return
+        if subject_of(answer) != crew.question.subject:
+            return
+        answers, then = crew.question.answers, crew.question.then
+        answers[session_id] = answer
+        ids = [each.id for each in crew.peers]
+        if answers.keys() >= set(ids):
+            crew.question = None
+            then([answers[each] for each in ids])
+
+    def cut_silent(self, crew: Crew, question: Question) -> None:
+        """Cut the stage that holds all up, once that is certain: of those asked the one that waits least."""
+        backlogs = (each.worker.live_session.backlog for each in crew.peers)
+        moved = (self.num_pieces, *backlogs)
+        if moved != question.moved:
+            question.moved, question.asked_at = moved, time.monotonic()
+        silent_s = time.monotonic() - question.asked_at
+        if silent_s < question.patience_s:
+            return
+        silent = [each.worker for each in crew.peers if each.id not in question.answers]
+        worker = min(silent, key=lambda each: each.gauge.values.get("share/wait", 0.0))
+        reason = f"it has not answered for {format_duration(silent_s)}"
+        self.report.stalled(worker, silent_s, reason)
+        worker.live_session.cut(reason)
+        question.asked_at = time.monotonic()
+
+    @property
+    def step_patience_s(self) -> float:
+        """How long a step may take: by what others of this plan took, or long."""
+        return max(LEAST_PATIENCE_S, 10 * self.step_s) if self.step_s else PATIENCE_S
+
+    def tell(self, message: Message, crew: Crew, rank: int) -> None:
+        crew.peers[rank].worker.live_session.send(message)
+
+    def relay(self, wanted: RelayWanted) -> None:
+        """Hand on what one stage of the plan, or of a pair that is measured, says to another one."""
+        there = self.crew.peers if self.crew else self.ready
+        peers = {each.id: each for each in there}
+        instances = {each.worker.member.instance: each for each in peers.values()}
+        sender, target = peers.get(wanted.session_id), instances.get(wanted.relayed.instance)
+        if sender is not None and target is not None:
+            told = wanted.relayed.model_copy(update={"instance": sender.worker.member.instance})
+            target.worker.live_session.send(told, wanted.payload)
+
+    def note_failure(self, peer: Peer) -> None:
+        """Remember that a worker has gone while it built its layers, if that is so."""
+        worker, member = peer.worker, peer.worker.member
+        if peer.building_attempt is None:
+            return
+        if worker.has_failed:
+            reason = f"{worker.name}: {worker.goodbye}"
+            self.builders.failed(member.worker_id, member.instance, reason)
+        elif worker.goodbye is None:
+            self.builders.lost(member.worker_id, member.instance, worker.name)
+
+    def on_trouble(self, peer: Peer, ready: StageReady) -> None:
+        """A stage cannot reach a neighbour, has lost it, or has too little memory."""
+        if ready.attempt == peer.building_attempt:
+            peer.building_attempt = None
+        if not ready.attempt:
+            self.on_unable(peer, ready.reason)
+        if self.crew is not None and ready.attempt == self.crew.attempt:
+            if ready.out_of_memory:
+                self.dealer.relieve(self.crew, peer, ready.reason, self.ready)
+            self.begin_again(f"{peer.worker.name}: {ready.reason}")
+
+    def on_unable(self, peer: Peer, reason: str) -> None:
+        """A worker has no memory for a single layer: it stays without, and the others share them.
+
+        Raises:
+            OutOfMemory: `shard_plan` gives it some.
+        """
+        worker, member = peer.worker, peer.worker.member
+        what = f"{worker.name} can have no layers: {reason}"
+        if isinstance(self.config.shard_plan, dict) and member.node in self.config.shard_plan:
+            raise OutOfMemory(f"{what}; leave it out of shard_plan, or raise microbatches")
+        self.builders.failed(member.worker_id, member.instance, what)
+        self.context.log.warning("%s; it takes no part", what)
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case Joined(worker):
+                peer = Peer(worker)
+                self.peers[peer.id] = peer
+                if not self.may_build(worker):
+                    why = self.builders.reason(worker.member.worker_id)
+                    self.context.log.warning("%s is back and takes no part: %s", worker.name, why)
+            case Departed(worker):
+                self.on_departure(worker)
+            case RelayWanted():
+                self.relay(event)
+            case MessageReceived(session_id=id_, message=message) if id_ in self.peers:
+                self.hear(self.peers[id_], message)
+
+    def hear(self, peer: Peer, message: Message) -> None:
+        match message:
+            case LayersMeasured():
+                peer.measured = message
+            case Listening():
+                peer.listening = message
+            case LinkMeasured():
+                self.dealer.take_link(peer, message)
+            case StageReady() if message.reason:
+                self.on_trouble(peer, message)
+            case StageReady():
+                if message.attempt == peer.building_attempt:
+                    peer.building_attempt = None
+                    self.builders.built(peer.worker.member.worker_id)
+                self.on_answer(peer.id, message.attempt, message)
+            case StageDone() | StageEvaluated() | StageKept():
+                self.on_answer(peer.id, message.attempt, message)
+
+    def on_departure(self, worker: Worker) -> None:
+        peer = self.peers.pop(worker.member.session_id, None)
+        if peer is None:
+            return
+        self.dealer.is_gone(peer)
+        self.note_failure(peer)
+        if self.crew is not None and peer in self.crew.peers:
+            self.begin_again(f"{worker.name} is gone")
+
+    def newcomers(self) -> list[Peer]:
+        """Workers that could take layers and have none."""
+        here = {each.id for each in self.ready}
+        if isinstance(self.config.shard_plan, dict) or here <= self.considered:
+            return []
+        peers = self.crew.peers if self.crew else []
+        by_name = named(self.ready)
+        try:
+            chosen = [by_name[name] for name in self.dealer.cut(by_name).map.nodes]
+        except ConfigError:
+            chosen = []
+        found = [each for each in chosen if each not in peers]
+        if not found:
+            self.considered = here
+        return found

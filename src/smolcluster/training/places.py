@@ -1,0 +1,31 @@
+"""Places in a model's flat weights: ranges of elements, and what of one lies in another. Pure."""
+
+from collections.abc import Sequence
+
+
+def pieces(places: Sequence[slice], part: slice) -> list[tuple[slice, slice]]:
+    """Where a part of the values of `places`, laid one after the other, lies in the flat tensor.
+
+    Each piece: its place in the flat tensor, and within `part`.
+    """
+    found, start = [], 0
+    for place in places:
+        stop = start + place.stop - place.start
+        here, within = meeting(slice(start, stop), part)
+        if here.start < here.stop:
+            found.append((shifted(here, place.start), within))
+        start = stop
+    return found
+
+
+def meeting(one: slice, other: slice) -> tuple[slice, slice]:
+    """What two ranges have in common, counted from the start of each; empty where that is nothing."""
+    first = max(one.start, other.start)
+    stop = max(first, min(one.stop, other.stop))
+    if first == stop:
+        return slice(0, 0), slice(0, 0)
+    return shifted(slice(first, stop), -one.start), shifted(slice(first, stop), -other.start)
+
+
+def shifted(place: slice, by: int) -> slice:
+    return slice(place.start + by, place.stop + by)

@@ -1,0 +1,202 @@
+"""Pipelines as workers of DiLoCo: alone as one process, beside others, and when a stage is lost."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import own_workloads
+from harness import DEADLINE_S, SECRET, START_TIMEOUT_S, Cluster, Outcome, free_port, local_settings
+from smolcluster.algorithms.DiLoCo.worker import Worker
+from smolcluster.algorithms.PipelineParallel import worker
+from smolcluster.algorithms.PipelineParallel.automatic import measure
+from smolcluster.algorithms.PipelineParallel.head import spread
+from smolcluster.algorithms.PipelineParallel.worker import Worker as StageWorker
+from smolcluster.cluster import link
+from smolcluster.cluster.link import WorkerSetup, follow
+from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import GPTConfig, NodeConfig, StagesConfig
+from smolcluster.models.gpt import GPT
+from smolcluster.net.dialling import Address
+from smolcluster.net.inbox import Event
+from smolcluster.ps.assignment import Assigned
+from smolcluster.training.build import build, stage_replica
+from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.workload import Workload
+from smolcluster.transport.handshake import introduce
+from smolcluster.transport.messages import Planned, sets_of
+
+SIZES = GPTConfig(
+    type="GPT", model_dim=16, num_layers=4, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0
+)
+PLAIN = "outer_lr=1", "outer_momentum=0", "codec_up=null", "codec_down=null"
+"""With one worker this is training in one process."""
+NODES = "pi5", "win"
+"""Of the stages."""
+
+
+@pytest.fixture(autouse=True)
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes a model uses what is a process's, such as its generator: one thread after the other."""
+    lock = threading.Lock()
+
+    def locked(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **named: Any) -> Any:
+            with lock:
+                return make(*args, **named)
+
+        return made
+
+    monkeypatch.setattr(worker, "stage_replica", locked(stage_replica))
+    monkeypatch.setattr(worker, "measure", locked(measure))
+    monkeypatch.setattr(link, "build", locked(build))
+
+
+def gpt(dtype: torch.dtype = torch.float32) -> Workload:
+    """Its embedding is its head as well."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, 11, (52, 9), generator=generator)
+    text = [(each[:-1], each[1:]) for each in rows]
+    return Workload(lambda: GPT(SIZES, 11).to(dtype), cross_entropy, text, text[:10])
+
+
+class Pipeline:
+    """A worker of a cluster in this process: its head and its stages."""
+
+    def __init__(self, cluster: Cluster, workload: Callable[[], Workload]) -> None:
+        self._cluster, self._workload = cluster, workload
+        self.port = free_port()
+        stages = StagesConfig(host_ip=dict.fromkeys(NODES, "127.0.0.1"), port=self.port)
+        node = NodeConfig(stages=stages)
+        settings = cluster.settings
+        self.settings = Settings(settings.cluster, settings.train, node)
+
+    def head(self, worker_id: int, make: type[Worker] = Worker) -> Outcome:
+        told = partial(spread, settings=self.settings, name="mini1", secret=SECRET)
+        place = self._place("mini1", worker_id, "diloco", self._cluster.settings.cluster.port)
+        place = WorkerSetup(**{**vars(place), "spread": partial(told, log=self._cluster.log)})
+        return Outcome(f"head {worker_id}", lambda: follow(place, make))
+
+    def stage(self, number: int, make: type[StageWorker] = StageWorker) -> Outcome:
+        place = self._place(NODES[number - 1], number, "pipeline", self.port)
+        return Outcome(f"stage {number}", lambda: follow(place, make))
+
+    def _place(self, node: str, worker_id: int, algorithm: str, port: int) -> WorkerSetup:
+        return WorkerSetup(
+            node=self.settings.node,
+            hello=introduce(node, worker_id, sets_of(algorithm)),
+            address=Address("127.0.0.1", port),
+            secret=SECRET,
+            start_timeout_s=START_TIMEOUT_S,
+            log=self._cluster.log,
+            own_folder=lambda run: self._cluster.folder / run / f"{algorithm}-{worker_id}",
+            workload=self._workload(),
+        )
+
+
+def settings_for(*overrides: str, workers: int = 1) -> Settings:
+    own = "num_epochs=2", "batch_size=8", "microbatches=4", "mode=sync", "shard_plan=even"
+    least = f"min_workers={workers}"
+    return local_settings(*own, least, *overrides, workers=workers, algorithm="diloco")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [(), ("mode=streaming", "fragments=3"), ("mode=async",)],
+    ids=["sync", "streaming", "async"],
+)
+def test_a_pipeline_alone_trains_as_one_process_does(tmp_path: Path, mode: tuple[str, ...]) -> None:
+    settings = settings_for(*PLAIN, "local_steps=4", *mode)
+    made = partial(gpt, torch.float64)
+    cluster = Cluster(settings, tmp_path, algorithm="diloco", workload=made())
+    pipeline = Pipeline(cluster, made)
+    stages = [pipeline.stage(1), pipeline.stage(2)]
+    cluster.finish(pipeline.head(1), *stages)
+    expected, alone = own_workloads.alone(settings, made())
+    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(
+        cluster.training.replica.params, alone.replica.params, rtol=1e-8, atol=1e-9
+    )
+
+
+def test_a_pipeline_and_a_single_machine_apply_every_sample_once(tmp_path: Path) -> None:
+    settings = settings_for("local_steps=2", workers=2)
+    cluster = Cluster(settings, tmp_path, algorithm="diloco", workload=gpt())
+    pipeline = Pipeline(cluster, gpt)
+    single = cluster.worker(2, node="macbook")
+    stages = [pipeline.stage(1), pipeline.stage(2)]
+    summary = cluster.finish(pipeline.head(1), single, *stages)
+    assert summary.samples_applied == 2 * 52
+    assert [each.node for each in summary.workers if each.samples] == ["mini1", "macbook"]
+    assert summary.final.val_loss is not None
+
+
+class Died(Exception):
+    """Ends a stage in the middle of a step."""
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_stage_that_is_lost_costs_no_sample(tmp_path: Path, lost: int) -> None:
+    """The other one takes its layers, and what had not been sent is computed again, alone as one process."""
+    settings = settings_for(*PLAIN, "local_steps=3")
+    cluster = Cluster(settings, tmp_path, algorithm="diloco", workload=gpt())
+    pipeline = Pipeline(cluster, gpt)
+
+    class Mortal(StageWorker):
+        def compute(self, step: Assigned) -> None:
+            if step.lease.epoch == 1 and step.lease.start >= 16:
+                raise Died
+            super().compute(step)
+
+    head = pipeline.head(1)
+    stages = [pipeline.stage(i, Mortal if i == lost else StageWorker) for i in (1, 2)]
+    assert isinstance(stages[lost - 1].failure(), Died)
+    summary = cluster.finish(head, stages[2 - lost])
+    assert summary.leases_returned > 0
+    assert any("layers are dealt out again" in line for line in cluster.log_lines)
+
+
+def test_a_stage_that_is_back_takes_layers_again(tmp_path: Path) -> None:
+    settings = settings_for(*PLAIN, "local_steps=3", "num_epochs=4")
+    cluster = Cluster(settings, tmp_path, algorithm="diloco", workload=gpt())
+    pipeline = Pipeline(cluster, gpt)
+    cuts: list[tuple[int, ...]] = []
+    again: list[Outcome] = []
+    is_back = threading.Event()
+
+    class Mortal(StageWorker):
+        def compute(self, step: Assigned) -> None:
+            if step.lease.epoch == 1:
+                raise Died
+            super().compute(step)
+
+    class Patient(StageWorker):
+        """Has the layers alone until the other one is back."""
+
+        def begin(self, plan: Planned, place: WorkerSetup) -> None:
+            cuts.append(plan.cuts)
+            super().begin(plan, place)
+
+        def compute(self, step: Assigned) -> None:
+            if len(set(self.plan.ranks)) == 1 and not again:
+                again.append(pipeline.stage(2, Back))
+                assert is_back.wait(DEADLINE_S)
+            super().compute(step)
+
+    class Back(StageWorker):
+        def begin(self, plan: Planned, place: WorkerSetup) -> None:
+            super().begin(plan, place)
+
+        def next_event(self) -> Event | None:
+            is_back.set()  # the head has been told where it listens
+            return super().next_event()
+
+    head, first = pipeline.head(1), pipeline.stage(1, Patient)
+    assert isinstance(pipeline.stage(2, Mortal).failure(), Died)
+    head.join(DEADLINE_S)
+    cluster.finish(head, first, *again)
+    assert [len(each) for each in cuts] == [3, 2, 3], "two stages, one, and two again"
