@@ -128,6 +128,12 @@ class Processes:
         file = get_algorithm(algorithm).worker
         return self.start(sys.executable, str(file), str(worker_id), node, *arguments)
 
+    def stage(self, node: str, *arguments: str, algorithm: str = "diloco") -> Child:
+        """Start the file of a stage of a worker, as a person would."""
+        spec = get_algorithm(algorithm)
+        file = spec.folder / spec.roles["stage"]
+        return self.start(sys.executable, str(file), node, *arguments)
+
     def store(self, node: str, *arguments: str, algorithm: str = "edp") -> Child:
         """Start EDP's store file, as a person would."""
         spec = get_algorithm(algorithm)

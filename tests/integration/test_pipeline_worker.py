@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import mesh_group
 import own_workloads
-from harness import DEADLINE_S, SECRET, START_TIMEOUT_S, Cluster, Outcome, free_port, local_settings
+from harness import SECRET, START_TIMEOUT_S, Cluster, Outcome, free_port, local_settings
+from processes import Processes
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.algorithms.PipelineParallel import worker
 from smolcluster.algorithms.PipelineParallel.automatic import measure
-from smolcluster.algorithms.PipelineParallel.head import spread
+from smolcluster.algorithms.PipelineParallel.head import PipelineContext, spread
 from smolcluster.algorithms.PipelineParallel.worker import Worker as StageWorker
 from smolcluster.cluster import link
 from smolcluster.cluster.link import WorkerSetup, follow
@@ -22,13 +25,15 @@ from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig, NodeConfig, StagesConfig
 from smolcluster.models.gpt import GPT
 from smolcluster.net.dialling import Address
-from smolcluster.net.inbox import Event
 from smolcluster.ps.assignment import Assigned
-from smolcluster.training.build import build, stage_replica
+from smolcluster.runs.paths import find_run
+from smolcluster.runs.summary import read_summary
+from smolcluster.training.build import TrainingContext, build, stage_replica
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.workload import Workload
 from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import Planned, sets_of
+from smolcluster.transport.messages import Planned, Welcome, sets_of
+from waiting import eventually
 
 SIZES = GPTConfig(
     type="GPT", model_dim=16, num_layers=4, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0
@@ -70,16 +75,24 @@ class Pipeline:
     def __init__(self, cluster: Cluster, workload: Callable[[], Workload]) -> None:
         self._cluster, self._workload = cluster, workload
         self.port = free_port()
-        stages = StagesConfig(host_ip=dict.fromkeys(NODES, "127.0.0.1"), port=self.port)
+        self.contexts: list[PipelineContext] = []
+        """What it trains with, once its stages are there."""
+        places = dict.fromkeys(NODES, "127.0.0.1")
+        stages = StagesConfig(host_ip=places, port=self.port, shard_plan="even")
         node = NodeConfig(stages=stages)
         settings = cluster.settings
         self.settings = Settings(settings.cluster, settings.train, node)
 
     def head(self, worker_id: int, make: type[Worker] = Worker) -> Outcome:
-        told = partial(spread, settings=self.settings, name="mini1", secret=SECRET)
+        def spread_here(welcome: Welcome, training: TrainingContext) -> TrainingContext:
+            told = {"settings": self.settings, "name": "mini1", "secret": SECRET}
+            self.contexts.append(spread(welcome, training, log=self._cluster.log, **told))
+            return self.contexts[-1]
+
         place = self._place("mini1", worker_id, "diloco", self._cluster.settings.cluster.port)
-        place = WorkerSetup(**{**vars(place), "spread": partial(told, log=self._cluster.log)})
-        return Outcome(f"head {worker_id}", lambda: follow(place, make))
+        return Outcome(
+            f"head {worker_id}", lambda: follow(replace(place, spread=spread_here), make)
+        )
 
     def stage(self, number: int, make: type[StageWorker] = StageWorker) -> Outcome:
         place = self._place(NODES[number - 1], number, "pipeline", self.port)
@@ -99,7 +112,7 @@ class Pipeline:
 
 
 def settings_for(*overrides: str, workers: int = 1) -> Settings:
-    own = "num_epochs=2", "batch_size=8", "microbatches=4", "mode=sync", "shard_plan=even"
+    own = "num_epochs=2", "batch_size=8", "mode=sync"
     least = f"min_workers={workers}"
     return local_settings(*own, least, *overrides, workers=workers, algorithm="diloco")
 
@@ -124,13 +137,13 @@ def test_a_pipeline_alone_trains_as_one_process_does(tmp_path: Path, mode: tuple
 
 
 def test_a_pipeline_and_a_single_machine_apply_every_sample_once(tmp_path: Path) -> None:
-    settings = settings_for("local_steps=2", workers=2)
+    settings = settings_for("local_steps=2", "num_epochs=10", workers=2)
     cluster = Cluster(settings, tmp_path, algorithm="diloco", workload=gpt())
     pipeline = Pipeline(cluster, gpt)
     single = cluster.worker(2, node="macbook")
     stages = [pipeline.stage(1), pipeline.stage(2)]
     summary = cluster.finish(pipeline.head(1), single, *stages)
-    assert summary.samples_applied == 2 * 52
+    assert summary.samples_applied == 10 * 52
     assert [each.node for each in summary.workers if each.samples] == ["mini1", "macbook"]
     assert summary.final.val_loss is not None
 
@@ -164,9 +177,8 @@ def test_a_stage_that_is_back_takes_layers_again(tmp_path: Path) -> None:
     settings = settings_for(*PLAIN, "local_steps=3", "num_epochs=4")
     cluster = Cluster(settings, tmp_path, algorithm="diloco", workload=gpt())
     pipeline = Pipeline(cluster, gpt)
-    cuts: list[tuple[int, ...]] = []
+    cuts: list[int] = []
     again: list[Outcome] = []
-    is_back = threading.Event()
 
     class Mortal(StageWorker):
         def compute(self, step: Assigned) -> None:
@@ -175,28 +187,55 @@ def test_a_stage_that_is_back_takes_layers_again(tmp_path: Path) -> None:
             super().compute(step)
 
     class Patient(StageWorker):
-        """Has the layers alone until the other one is back."""
+        """Has the layers alone until the head knows that the other one is back."""
 
         def begin(self, plan: Planned, place: WorkerSetup) -> None:
-            cuts.append(plan.cuts)
+            if not cuts or cuts[-1] != len(plan.ranks):
+                cuts.append(len(plan.ranks))
             super().begin(plan, place)
 
         def compute(self, step: Assigned) -> None:
-            if len(set(self.plan.ranks)) == 1 and not again:
-                again.append(pipeline.stage(2, Back))
-                assert is_back.wait(DEADLINE_S)
+            if len(self.plan.ranks) == 1 and not again:
+                again.append(pipeline.stage(2))
+                eventually(lambda: len(pipeline.contexts[0].head.ready) == 2)
             super().compute(step)
-
-    class Back(StageWorker):
-        def begin(self, plan: Planned, place: WorkerSetup) -> None:
-            super().begin(plan, place)
-
-        def next_event(self) -> Event | None:
-            is_back.set()  # the head has been told where it listens
-            return super().next_event()
 
     head, first = pipeline.head(1), pipeline.stage(1, Patient)
     assert isinstance(pipeline.stage(2, Mortal).failure(), Died)
-    head.join(DEADLINE_S)
+    cluster.server.finish()
     cluster.finish(head, first, *again)
-    assert [len(each) for each in cuts] == [3, 2, 3], "two stages, one, and two again"
+    assert cuts == [2, 1, 2]
+
+
+def test_processes_of_a_pipeline_that_loses_a_stage_beside_a_single_machine(
+    processes: Processes,
+) -> None:
+    """As people start them: a killed stage comes back, and what was lost with it is computed again, once."""
+    hurry = processes.folder / "hurry"
+    stages = (
+        f"{{host_ip: {{macbook: 127.0.0.1, win: 127.0.0.1}}, port: {free_port()}, microbatches: 2, "
+        "shard_plan: {macbook: [0, 1], win: [1, 3]}}"
+    )
+    port = f"port={free_port()}"
+    told = "--local", "--workers", "2", "--workload", f"{mesh_group.__file__}:paced"
+    run = "num_epochs=4", "batch_size=8", "local_steps=2", "learning_rate=0.01", "min_workers=2"
+    args = f"workload_args.hurry={hurry}"
+    server = processes.server(*told, "--override", port, *run, args, algorithm="diloco")
+    own = *told, "--override", port, f"nodes.pi5.stages={stages}"
+    head = processes.worker(1, "pi5", *own, algorithm="diloco")
+    single = processes.worker(2, "win", *told, "--override", port, algorithm="diloco")
+    first, last = (processes.stage(node, *own, algorithm="diloco") for node in ("macbook", "win"))
+    server.wait_for("training starts")
+    last.kill()
+    head.wait_for("this worker's layers are dealt out again")
+    again = processes.stage("win", *own, algorithm="diloco")
+    again.wait_for("joined run")
+    head.wait_for("back in run")
+    hurry.touch()
+    assert server.wait() == 0, server.output
+    for process in (head, single, first, again):
+        assert process.wait() == 0, process.output
+    summary = read_summary(find_run(processes.runs).summary)
+    assert summary.samples_applied == 4 * mesh_group.NUM_SAMPLES
+    assert summary.leases_returned > 0
+    assert [each.node for each in summary.workers if each.samples] == ["pi5", "win"]

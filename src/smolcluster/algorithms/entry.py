@@ -24,7 +24,7 @@ from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.stopping import SIGNALS, Interrupted, heeded, interrupt, interrupt_once
 
-Role = Literal["server", "worker", "store"]
+Role = Literal["server", "worker", "store", "stage"]
 
 SWITCH_INTERVAL_S = 0.0005
 """A busy interpreter otherwise keeps the threads that send waiting 5 ms at a time."""
@@ -49,6 +49,9 @@ def main(name: str, role: Role) -> int:
     def body() -> None:
         from smolcluster.algorithms import process  # noqa: PLC0415 - it imports torch
 
+        if role == "stage":
+            process.be_stage(name, args)
+            return
         module = module_of(algorithm, role)
         if role == "server":
             process.serve(name, args, module.serve)
@@ -144,6 +147,13 @@ def store_parser(algorithm: AlgorithmSpec) -> argparse.ArgumentParser:
     return _follows(_parser(f"A store of {algorithm.title}: it holds a slice of the weights."))
 
 
+def stage_parser(algorithm: AlgorithmSpec) -> argparse.ArgumentParser:
+    what = (
+        f"A stage of a worker of {algorithm.title} that is a pipeline: it has some of the layers."
+    )
+    return _follows(_parser(what))
+
+
 def _follows(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """What a process is told that looks for a server."""
     parser.add_argument("node", help="this machine's name in host_ip")
@@ -165,7 +175,12 @@ def _follows(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 PARSERS: Mapping[Role, Callable[[AlgorithmSpec], argparse.ArgumentParser]] = MappingProxyType(
-    {"server": server_parser, "worker": worker_parser, "store": store_parser}
+    {
+        "server": server_parser,
+        "worker": worker_parser,
+        "store": store_parser,
+        "stage": stage_parser,
+    }
 )
 
 

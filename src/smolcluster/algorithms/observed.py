@@ -75,9 +75,12 @@ class WorkerRun:
     worker's first step, so that it does not slow down what comes before.
     """
 
-    def __init__(self, node: str, rank: int, log: NodeLog, root: Path) -> None:
-        """`root`: the folder of all runs."""
+    def __init__(
+        self, node: str, rank: int, log: NodeLog, root: Path, role: str = "worker"
+    ) -> None:
+        """`root`: the folder of all runs; `role`: worker, or stage of one."""
         self._node, self._rank, self._log, self._root = node, rank, log, root
+        self._role = role
         self._lock = threading.Lock()
         self._run: tuple[RunConfig, RunPaths] | None = None
         self._sink: WandbSink | None = None
@@ -95,7 +98,7 @@ class WorkerRun:
             ConfigError: the folder cannot be made.
         """
         paths = create_run(self._root, run_id, newest=False)
-        self._log.file_logs_to(paths.log_file("worker", self._node, self._rank), run_id)
+        self._log.file_logs_to(paths.log_file(self._role, self._node, self._rank), run_id)
         return paths
 
     def begin(self, run: RunConfig) -> RunPaths:
@@ -112,7 +115,7 @@ class WorkerRun:
 
     def own_folder(self, run_id: str) -> Path:
         """Where the worker keeps what is its own of that run."""
-        return RunPaths(self._root / run_id).own_folder("worker", self._node, self._rank)
+        return RunPaths(self._root / run_id).own_folder(self._role, self._node, self._rank)
 
     def take(self, report: Telemetry) -> None:
         """Take what the worker tells the server of itself. Any thread; never blocks for long."""

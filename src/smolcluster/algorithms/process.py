@@ -11,14 +11,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.entry import Ended, server_overrides
+from smolcluster.algorithms.entry import Ended, module_of, server_overrides
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
@@ -32,8 +34,8 @@ from smolcluster.configs.resolve import (
     load_settings,
     workload_overrides,
 )
-from smolcluster.configs.schema import AlgorithmName, NodeConfig, RunConfig
-from smolcluster.configs.spec import algorithm_of_groups, get_algorithm
+from smolcluster.configs.schema import AlgorithmName, RunConfig
+from smolcluster.configs.spec import algorithm_of_groups, algorithm_of_stages, get_algorithm
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.net.dialling import Address
 from smolcluster.observability.exporter import ProcessLabels
@@ -142,19 +144,66 @@ def work(
     make_participant: Callable[[Welcome, TrainingContext], Participant],
 ) -> None:
     settings = worker_settings(algorithm, args)
-    cluster, node = settings.cluster, settings.node
+    cluster = settings.cluster
     if not 1 <= args.worker_id <= MAX_WORKER_ID:
         raise ConfigError(f"worker_id is {args.worker_id}, must be between 1 and {MAX_WORKER_ID}")
-    use_threads(node.threads)
-    rank, root = args.worker_id - 1, runs_root(node.runs_dir)
-    otherwise = root / f"{log_stem('worker', args.node, rank)}.log"
-    meter, who = Meter(), ProcessLabels("worker", args.node, rank)
+    rank, meter = args.worker_id - 1, Meter()
+    who = ProcessLabels("worker", args.node, rank)
     with (
-        process_log(
-            "worker", args.node, rank, named=not args.stop_on_stdin_eof, otherwise=otherwise
-        ) as log,
-        closing(WorkerRun(args.node, rank, log, root)) as own,
-        metrics_served(settings, who, meter, log.logger, run_id=lambda: own.run_id),
+        _following(settings, args, "worker", rank) as (log, own, setup),
+        metrics_served(settings, who, meter, log, run_id=lambda: own.run_id),
+    ):
+        place = replace(
+            setup,
+            hello=introduce(args.node, args.worker_id, sets_of(algorithm)),
+            address=Address(cluster.host_ip[args.node], cluster.port),
+            meter=meter,
+            on_stats=own.take,
+            spread=spread_over_others(algorithm, args, settings, setup.secret, log),
+        )
+        follow(place, make_participant)
+
+
+def be_stage(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
+    """Be a stage of a worker that is a pipeline: have some of the layers, and follow that worker.
+
+    Raises:
+        ConfigError: no worker names this machine.
+    """
+    settings = worker_settings(algorithm, args)
+    head = settings.cluster.head_of(args.node)
+    stages = None if head is None else settings.cluster.nodes[head].stages
+    if stages is None:
+        raise ConfigError(
+            f"{args.node} is a stage of no worker: list it under stages of a worker in nodes, as in "
+            f"{{nodes: {{mini1: {{stages: {{host_ip: {{{args.node}: 192.168.50.2}}}}}}}}}}"
+        )
+    rank = list(stages.host_ip).index(args.node)
+    pipeline = algorithm_of_stages()
+    with _following(settings, args, "stage", rank) as (_, _own, setup):
+        place = replace(setup, hello=introduce(args.node, rank + 1, sets_of(pipeline.name)))
+        if args.server is None:
+            address = Address(stages.host_ip[args.node], stages.port)
+            place = replace(place, address=address)
+        follow(place, module_of(pipeline, "worker").Worker)
+
+
+@contextmanager
+def _following(
+    settings: Settings, args: argparse.Namespace, role: Literal["worker", "stage"], rank: int
+) -> Iterator[tuple[logging.Logger, WorkerRun, WorkerSetup]]:
+    """The log of a process that follows a run, its part of the run's folder, and how it follows.
+
+    Whom, and as who, is said by those that ask.
+    """
+    cluster, node = settings.cluster, settings.node
+    use_threads(node.threads)
+    root = runs_root(node.runs_dir)
+    otherwise = root / f"{log_stem(role, args.node, rank)}.log"
+    named = not args.stop_on_stdin_eof
+    with (
+        process_log(role, args.node, rank, named=named, otherwise=otherwise) as log,
+        closing(WorkerRun(args.node, rank, log, root, role)) as own,
     ):
 
         def begin(run: RunConfig) -> None:
@@ -164,41 +213,47 @@ def work(
             own.file_logs(args.run_id)
         place = WorkerSetup(
             node=node,
-            hello=introduce(args.node, args.worker_id, sets_of(algorithm)),
+            hello=introduce(args.node, rank + 1),
             address=Address(cluster.host_ip[args.node], cluster.port),
             secret=_secret(args.local, node.secret_file),
             start_timeout_s=cluster.start_timeout_s,
             encryption=cluster.encryption,
             log=log.logger,
             workload=args.workload and known_here(args.workload).text,
-            meter=meter,
             own_folder=own.own_folder,
             on_run_known=begin,
-            on_stats=own.take,
-            spread=spread_over_ranks(algorithm, args, node, log.logger),
         )
-        follow(place, make_participant)
+        yield log.logger, own, place
 
 
-def spread_over_ranks(
-    algorithm: AlgorithmName, args: argparse.Namespace, node: NodeConfig, log: logging.Logger
+def spread_over_others(
+    algorithm: AlgorithmName,
+    args: argparse.Namespace,
+    settings: Settings,
+    secret: Secret,
+    log: logging.Logger,
 ) -> Callable[[Welcome, TrainingContext], TrainingContext] | None:
-    """What spreads a worker over several processes of its machine; None: it is one.
+    """What spreads a worker over other processes, of its machine or of several; None: it is one.
 
     Raises:
-        ConfigError: workers of this algorithm are one process each.
+        ConfigError: workers of this algorithm are one process each, or it shall be spread over both.
     """
-    if node.ranks is None:
-        return None
-    spec = get_algorithm(algorithm)
+    node, spec = settings.node, get_algorithm(algorithm)
     if not spec.has_local_steps:
+        node.check_is_one_process(args.node, spec.title, ", or launch diloco")
+    if node.ranks is not None and node.stages is not None:
         raise ConfigError(
-            f"nodes.{args.node}.ranks is {node.ranks}, but a worker of {spec.title} is one process: set it "
-            "to null, or launch diloco"
+            f"nodes.{args.node} has ranks and stages, but a worker is a mesh or a pipeline: set one of them "
+            "to null"
         )
-    spread = import_module(f"{algorithm_of_groups().package}.group_worker").spread
-    workload = args.workload and known_here(args.workload).text
-    return partial(spread, node=node, name=args.node, workload=workload, log=log)
+    if node.stages is not None:
+        spread = import_module(f"{algorithm_of_stages().package}.head").spread
+        return partial(spread, settings=settings, name=args.node, secret=secret, log=log)
+    if node.ranks is not None:
+        spread = import_module(f"{algorithm_of_groups().package}.group_worker").spread
+        workload = args.workload and known_here(args.workload).text
+        return partial(spread, node=node, name=args.node, workload=workload, log=log)
+    return None
 
 
 def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace, held: type[HeldSlice]) -> None:

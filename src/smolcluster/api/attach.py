@@ -116,6 +116,7 @@ def attach(
         local=told.is_local,
         local_workers=told.num_workers,
     )
+    settings.node.check_is_one_process(own, "a loop of one's own")
     wanted = _Wanted(num_samples, num_samples is not None, batch_size, num_epochs)
     return Cluster(model, optimizer, settings, name=own, told=told, wanted=wanted, secret=secret)
 

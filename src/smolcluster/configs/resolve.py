@@ -267,8 +267,16 @@ def localise(cluster: ClusterConfig, num_workers: int | None) -> ClusterConfig:
             "workers": workers,
             "num_workers": count,
             "min_workers": min(cluster.min_workers, count),
+            "nodes": {name: _localised(node) for name, node in cluster.nodes.items()},
         }
     )
+
+
+def _localised(node: NodeConfig) -> NodeConfig:
+    if node.stages is None:
+        return node
+    host_ip = dict.fromkeys(node.stages.host_ip, LOOPBACK)
+    return node.model_copy(update={"stages": node.stages.model_copy(update={"host_ip": host_ip})})
 
 
 def check_algorithm(settings: Settings, algorithm: AlgorithmName) -> None:

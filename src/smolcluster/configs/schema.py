@@ -271,14 +271,37 @@ class ProfileConfig(Section):
         return self.wait + self.warmup + self.active
 
 
+LayerRange = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
+"""Layers `[start, end)`."""
+ShardPlan = Literal["auto", "even"] | dict[str, LayerRange | list[LayerRange]]
+ActivationCodec = Literal["fp32", "bf16", "int8"]
+
+
 class StagesConfig(Section):
-    """The machines that have the layers of one worker, and how they reach it."""
+    """The machines that have the layers of one worker, how they reach it, and how they compute a batch."""
 
     host_ip: dict[NodeName, Address] = Field(
         min_length=1,
         description="The nodes, and the address at which each reaches the worker, whose own may be one.",
     )
     port: int = Field(65433, ge=1, le=65535, description="The worker's TCP port for them.")
+    shard_plan: ShardPlan = Field(
+        "auto", description="Which layers are whose, as of PipelineParallel."
+    )
+    schedule: str = Field("1f1b", description="Order of computations, as of PipelineParallel.")
+    microbatches: PositiveInt = Field(
+        4, description="Parts of a batch that are on their way at the same time; must divide it."
+    )
+    activation_codec: ActivationCodec = Field(
+        "fp32", description="How activations and their gradients are sent between stages."
+    )
+    recompute: bool = Field(
+        False,
+        description="Keep a microbatch's input alone, and compute the rest again: less memory.",
+    )
+
+    def __str__(self) -> str:
+        return ", ".join(self.host_ip)
 
 
 class NodeConfig(Section):
@@ -333,6 +356,21 @@ class NodeConfig(Section):
         description="For the launcher: PyTorch's build, as uv's --torch-backend (auto, cpu, cu128, …); "
         "pypi: the one of the registry.",
     )
+
+    def check_is_one_process(self, name: str, whose: str, otherwise: str = "") -> None:
+        """Refuse that a worker that is one process shall be spread over several.
+
+        `name`: the node's; `whose`: what has such workers; `otherwise`: what else would do.
+
+        Raises:
+            ConfigError: it shall.
+        """
+        for key, value in (("ranks", self.ranks), ("stages", self.stages)):
+            if value is not None:
+                raise ConfigError(
+                    f"nodes.{name}.{key} is {value}, but a worker of {whose} is one process: set it to null"
+                    f"{otherwise}"
+                )
 
 
 class AlgorithmConfig(Section):

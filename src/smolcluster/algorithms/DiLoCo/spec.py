@@ -19,6 +19,11 @@ SPEC = AlgorithmSpec(
     ),
     costs=f"{__package__}.costs",
     messages=frozenset({"ps", "rounds"}),
-    roles={"server": "server.py", "worker": "worker.py", "store": "store.py"},
+    roles={
+        "server": "server.py",
+        "worker": "worker.py",
+        "store": "store.py",
+        "stage": "stage.py",
+    },
     has_local_steps=True,
 )

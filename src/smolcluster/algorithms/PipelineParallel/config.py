@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
 from smolcluster.algorithms.scheduled import ScheduledConfig
-from smolcluster.configs.schema import TrainConfig
+from smolcluster.configs.schema import ActivationCodec, ShardPlan, TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES
 from smolcluster.utils.words import hint_at
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 FLAT_OPTIMIZERS = ("adam", "adamw", "sgd")
 """Those whose state can be cut where layers are."""
-LayerRange = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
-"""Layers `[start, end)`."""
-ShardPlan = dict[str, LayerRange | list[LayerRange]]
 
 
 class PipelineConfig(ScheduledConfig):
@@ -28,12 +25,12 @@ class PipelineConfig(ScheduledConfig):
 
     local: ClassVar[Mapping[str, Any]] = MappingProxyType({"shard_plan": "auto"})
 
-    shard_plan: Literal["auto", "even"] | ShardPlan = Field(
+    shard_plan: ShardPlan = Field(
         "auto",
         description="PipelineParallel: which layers are whose, such as {mini1: [0, 12], pi5: [12, 16]}, end "
         "not included; auto: by what layers take on the machines that are there; even: as many for each.",
     )
-    activation_codec: Literal["fp32", "bf16", "int8"] = Field(
+    activation_codec: ActivationCodec = Field(
         "fp32",
         description="PipelineParallel: how activations and their gradients are sent between stages.",
     )

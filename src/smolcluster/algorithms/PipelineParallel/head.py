@@ -527,7 +527,7 @@ def spread(
     folder = tempfile.TemporaryDirectory(prefix="smolcluster-stages-")
     incarnation = secrets.token_hex(4)
     try:
-        run = pipeline_run(welcome.run, settings, stages)
+        run = pipeline_run(welcome.run, stages)
         context = ServerContext(
             settings=settings_of(settings, run.train, stages, name),
             run=run,
@@ -554,12 +554,10 @@ def spread(
     return spread_context
 
 
-def pipeline_run(run: RunConfig, settings: Settings, stages: StagesConfig) -> RunConfig:
+def pipeline_run(run: RunConfig, stages: StagesConfig) -> RunConfig:
     """The run as the stages are told it: that of a pipeline, of which a step is a worker's batch."""
-    config = settings.of(PipelineConfig)
-    if isinstance(config.shard_plan, dict):
-        own = {node: each for node, each in config.shard_plan.items() if node in stages.host_ip}
-        config = config.model_copy(update={"shard_plan": own})
+    own = stages.model_dump(mode="json", include=set(PipelineConfig.model_fields))
+    config = PipelineConfig.model_validate(own)
     return run.model_copy(
         update={
             "algorithm": algorithm_of_stages().name,
