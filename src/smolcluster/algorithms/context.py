@@ -99,6 +99,8 @@ class ServerContext:
     inbox: Inbox = field(default_factory=Inbox)
     num_stores: int = 1
     """How many stores the server's weights lie in."""
+    role_of_workers: str = "worker"
+    """What people read of those that join."""
 
     @property
     def codec(self) -> str:
@@ -326,6 +328,7 @@ class ServerContext:
             events=self.events,
             log=self.log,
             check_stop=check_stop or self.check_stop,
+            role=self.role_of_workers,
         )
 
 

@@ -76,7 +76,7 @@ class WorkerRun:
     """
 
     def __init__(
-        self, node: str, rank: int, log: NodeLog, root: Path, role: str = "worker"
+        self, node: str, rank: int | None, log: NodeLog, root: Path, role: str = "worker"
     ) -> None:
         """`root`: the folder of all runs; `role`: worker, or stage of one."""
         self._node, self._rank, self._log, self._root = node, rank, log, root

@@ -171,17 +171,16 @@ def be_stage(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
         ConfigError: no worker names this machine.
     """
     settings = worker_settings(algorithm, args)
-    head = settings.cluster.head_of(args.node)
-    stages = None if head is None else settings.cluster.nodes[head].stages
+    stages = settings.cluster.stages_with(args.node)
     if stages is None:
         raise ConfigError(
             f"{args.node} is a stage of no worker: list it under stages of a worker in nodes, as in "
             f"{{nodes: {{mini1: {{stages: {{host_ip: {{{args.node}: 192.168.50.2}}}}}}}}}}"
         )
-    rank = list(stages.host_ip).index(args.node)
+    worker_id = list(stages.host_ip).index(args.node) + 1
     pipeline = algorithm_of_stages()
-    with _following(settings, args, "stage", rank) as (_, _own, setup):
-        place = replace(setup, hello=introduce(args.node, rank + 1, sets_of(pipeline.name)))
+    with _following(settings, args, "stage", None) as (_, _own, setup):
+        place = replace(setup, hello=introduce(args.node, worker_id, sets_of(pipeline.name)))
         if args.server is None:
             address = Address(stages.host_ip[args.node], stages.port)
             place = replace(place, address=address)
@@ -190,7 +189,7 @@ def be_stage(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
 
 @contextmanager
 def _following(
-    settings: Settings, args: argparse.Namespace, role: Literal["worker", "stage"], rank: int
+    settings: Settings, args: argparse.Namespace, role: Literal["worker", "stage"], rank: int | None
 ) -> Iterator[tuple[logging.Logger, WorkerRun, WorkerSetup]]:
     """The log of a process that follows a run, its part of the run's folder, and how it follows.
 
@@ -213,7 +212,7 @@ def _following(
             own.file_logs(args.run_id)
         place = WorkerSetup(
             node=node,
-            hello=introduce(args.node, rank + 1),
+            hello=introduce(args.node),
             address=Address(cluster.host_ip[args.node], cluster.port),
             secret=_secret(args.local, node.secret_file),
             start_timeout_s=cluster.start_timeout_s,

@@ -31,6 +31,8 @@ class Worker:
     """Whether it leaves because it cannot go on."""
     gauge: Gauge = field(default_factory=Gauge)
     admitted_at: float = field(default_factory=time.monotonic)
+    role: str = "worker"
+    """What it is to people."""
     is_slow: bool = False
     """Whether it has been said that it has not been ready for long."""
 
@@ -51,4 +53,4 @@ class Worker:
 
     @property
     def name(self) -> str:
-        return process_title("worker", self.member.node, self.rank)
+        return process_title(self.role, self.member.node, self.rank)

@@ -82,7 +82,10 @@ class WorkerPool:
         events: EventLog,
         log: logging.Logger,
         check_stop: Callable[[], None],
+        role: str = "worker",
     ) -> None:
+        """`role`: what its members are to people."""
+        self._role = role
         self.started = False
         self._check_stop = check_stop
         self._cluster = cluster
@@ -336,7 +339,7 @@ class WorkerPool:
         else:
             yield from self._fence(decision)
             member = Member(request.session_id, hello.worker_id, hello.node, hello.instance)
-            self._workers[request.session_id] = Worker(member)
+            self._workers[request.session_id] = Worker(member, role=self._role)
         request.answer.set_result(decision)
 
     def _assign(self, members: list[Member], node: str) -> NumberAssigned | Refused:

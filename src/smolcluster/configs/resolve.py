@@ -295,6 +295,9 @@ def check_algorithm(settings: Settings, algorithm: AlgorithmName) -> None:
             f"servers lists {listed}, but {spec.title} keeps its weights on one; set servers to null, or "
             "launch edp, syncps or diloco"
         )
+    for name, node in settings.cluster.nodes.items():
+        if node.stages is not None and not spec.has_local_steps:
+            node.check_is_one_process(name, spec.title, ", or launch diloco")
     for other in algorithms().values():
         for key, reason in config_of(other).claims.items():
             if other is not spec and key not in own.claims:

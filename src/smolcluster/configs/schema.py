@@ -623,16 +623,16 @@ class ClusterConfig(Section):
                     )
                 taken[each] = name
 
-    def head_of(self, stage: NodeName) -> NodeName | None:
-        """The worker that this node is a stage of; None: of none."""
-        return next(
-            (
-                name
-                for name, node in self.nodes.items()
-                if node.stages is not None and stage in node.stages.host_ip
-            ),
-            None,
-        )
+    def stages_with(self, name: NodeName) -> StagesConfig | None:
+        """Those of the worker that this node is a stage of; None: of none."""
+        found = (node.stages for node in self.nodes.values() if node.stages is not None)
+        return next((each for each in found if name in each.host_ip), None)
+
+    @property
+    def stage_nodes(self) -> tuple[str, ...]:
+        """The nodes that are stages of workers, in the order of these."""
+        stages = (self.nodes[name].stages for name in self.workers if name in self.nodes)
+        return tuple(name for each in stages if each is not None for name in each.host_ip)
 
     def _check_servers(self) -> None:
         if self.store_shares is not None and len(self.store_shares) != len(self.store_nodes):
@@ -667,7 +667,7 @@ class ClusterConfig(Section):
     @property
     def machines(self) -> tuple[str, ...]:
         """All nodes that take part, each once, the server first."""
-        return tuple(dict.fromkeys((*self.store_nodes, *self.workers)))
+        return tuple(dict.fromkeys((*self.store_nodes, *self.workers, *self.stage_nodes)))
 
     @model_validator(mode="after")
     def _one_codec_is_meant(self) -> Self:

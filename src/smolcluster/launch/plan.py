@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import smolcluster
 from smolcluster.configs.function_name import FunctionName
@@ -18,7 +19,7 @@ from smolcluster.configs.spec import AlgorithmSpec
 from smolcluster.errors import ConfigError
 from smolcluster.launch.tmux import session_name
 from smolcluster.launch.workload_code import WORKLOAD_FOLDER
-from smolcluster.runs.launched import Launched, LaunchedProcess
+from smolcluster.runs.launched import HELPERS, Launched, LaunchedProcess
 from smolcluster.utils.units import format_address
 
 PATIENCE = "start_timeout_s=86400"
@@ -77,6 +78,8 @@ class NodePaths:
 
 PathsByNode = Mapping[str, NodePaths]
 """By the names of nodes."""
+Part = int | Literal["stage"] | None
+"""What a process is on its node: the worker of a rank, a stage, or the server or a store."""
 
 
 def plan_local(
@@ -100,9 +103,9 @@ def plan_local(
     run_id = run_dir.name
 
     def planned(
-        node: str, rank: int | None, argv: Sequence[str], overrides: Sequence[str]
+        node: str, part: Part, argv: Sequence[str], overrides: Sequence[str]
     ) -> LaunchedProcess:
-        role = _role(cluster, node, rank)
+        role, rank = _role(cluster, node, part), part if isinstance(part, int) else None
         texts = overrides if node in with_threads else (*overrides, "threads=1")
         return LaunchedProcess(
             node=node,
@@ -125,6 +128,12 @@ def plan_local(
         planned(node, None, _local_other(request, cluster, run_id, node, None), (PATIENCE, *own))
         for node in cluster.store_nodes[1:]
     )
+    stages = (
+        planned(
+            node, "stage", _local_stage(request, cluster, run_id, node), (PATIENCE, *place, *own)
+        )
+        for node in cluster.stage_nodes
+    )
     workers = (
         planned(
             node,
@@ -138,7 +147,7 @@ def plan_local(
         run_id=run_id,
         algorithm=request.algorithm.name,
         port=cluster.port,
-        processes=(server, *stores, *workers),
+        processes=(server, *stores, *stages, *workers),
     )
 
 
@@ -163,7 +172,7 @@ def _local_other(
 ) -> tuple[str, ...]:
     """The same of a worker; without a rank of a store."""
     if rank is None:
-        code: tuple[str, ...] = (str(_store_file(request)), node)
+        code: tuple[str, ...] = (str(_file(request, "store")), node)
     else:
         script = _script(request.script, request)
         code = (str(_worker_file(request)), str(rank + 1), node, *script)
@@ -178,20 +187,34 @@ def _local_other(
     )
 
 
+def _local_stage(
+    request: Request, cluster: ClusterConfig, run_id: str, node: str
+) -> tuple[str, ...]:
+    """The same of a stage, which knows by the configuration where its worker is."""
+    return (
+        *(str(_file(request, "stage")), node),
+        *_local(request),
+        *("--run-id", run_id),
+        *restarts(cluster),
+        *option("--config", request.config),
+        *option("--workload", request.workload),
+    )
+
+
 def _local(request: Request) -> tuple[str, ...]:
     return ("--local", *option("--workers", request.num_workers))
 
 
-def _role(cluster: ClusterConfig, node: str, rank: int | None) -> str:
+def _role(cluster: ClusterConfig, node: str, part: Part) -> str:
     """What a process is: workers alone have ranks."""
-    if rank is not None:
+    if isinstance(part, int):
         return "worker"
-    return "server" if node == cluster.server else "store"
+    return part or ("server" if node == cluster.server else "store")
 
 
 def _session(run_id: str, node: str, role: str, rank: int | None) -> str:
-    """The name of a process's session: a run has one server, and at most one store a node."""
-    return session_name(run_id, f"{role}-{node}" if role == "store" else role, rank)
+    """The name of a process's session: a run has one server, and at most one store and stage a node."""
+    return session_name(run_id, f"{role}-{node}" if role in HELPERS else role, rank)
 
 
 def _server_code(request: Request) -> tuple[str, ...]:
@@ -210,8 +233,8 @@ def _worker_file(request: Request) -> Path:
     return request.algorithm.worker if request.script is None else SCRIPT
 
 
-def _store_file(request: Request) -> Path:
-    return request.algorithm.folder / request.algorithm.roles["store"]
+def _file(request: Request, role: str) -> Path:
+    return request.algorithm.folder / request.algorithm.roles[role]
 
 
 def _script(script: str | None, request: Request) -> tuple[str, ...]:
@@ -228,11 +251,11 @@ def plan_cluster(
     They read the configuration from copies in their run's folder, which is told to each of them.
     """
 
-    def planned(node: str, rank: int | None, argv: Sequence[str]) -> LaunchedProcess:
+    def planned(node: str, part: Part, argv: Sequence[str]) -> LaunchedProcess:
         stated = cluster.nodes.get(node, NodeConfig())
         place = places[node]
         run_dir = f"{place.runs_dir}/{run_id}"
-        role = _role(cluster, node, rank)
+        role, rank = _role(cluster, node, part), part if isinstance(part, int) else None
         script = None if rank is None else _script_in_run(request.script, run_dir)
         return LaunchedProcess(
             node=node,
@@ -282,16 +305,26 @@ def plan_cluster(
         planned(
             node,
             None,
-            [_sent(_store_file(request)), node, "--run-id", run_id, "--config"],
+            [_sent(_file(request, "store")), node, "--run-id", run_id, "--config"],
         ).with_arguments(*restarts(cluster), *overrides(node, node_overrides(public)))
         for node in cluster.store_nodes[1:]
+    ]
+    stages = [
+        planned(
+            node,
+            "stage",
+            [_sent(_file(request, "stage")), node, "--run-id", run_id, "--config"],
+        ).with_arguments(
+            *restarts(cluster), *overrides(node, (*places[node].overrides, *node_overrides(public)))
+        )
+        for node in cluster.stage_nodes
     ]
     return Launched(
         run_id=run_id,
         algorithm=request.algorithm.name,
         port=cluster.port,
         overrides=public,
-        processes=(server, *stores, *workers),
+        processes=(server, *stores, *stages, *workers),
     )
 
 

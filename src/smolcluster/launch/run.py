@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -219,9 +220,10 @@ class Run:
                 raise LaunchError(f"{worker.title} of before does not end: its disk may hang")
 
     def _start_children(self) -> None:
-        stores = [format_count(len(self._launched.stores), "store")] * bool(self._launched.stores)
+        roles = Counter(each.role for each in self._launched.helpers)
+        helpers = [format_count(number, role) for role, number in roles.items()]
         workers = format_count(len(self._launched.workers), "worker")
-        others = " and ".join([*stores, workers])
+        others = " and ".join([*helpers, workers])
         what = "all ranks" if self._launched.is_group else f"a server and {others}"
         self.say(
             f"run {self._launched.run_id}: starting {what}; Ctrl-C stops them. "
@@ -301,7 +303,7 @@ class Run:
         workers = self._launched.workers
         kept = [worker.title for worker in workers if worker.rank in self._kept]
         new_workers = [worker for worker in workers if worker.rank not in self._kept]
-        begun = [*self._launched.stores, *new_workers]
+        begun = [*self._launched.helpers, *new_workers]
         there = [f"{', '.join(kept)} still there"] * bool(kept)
         new = [f"starting {', '.join(worker.title for worker in begun)}"] * bool(begun)
         listens = ["it listens"] * (not (self._launched.has_script or self._launched.is_group))

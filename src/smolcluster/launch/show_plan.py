@@ -44,8 +44,8 @@ def plan_table(launched: Launched, settings: Settings, cost: StepCost | None) ->
     """A row a process; it fits 80 columns, so folders are left to the commands."""
     table = Table("process", "node", "ssh", "server at", "memory", title=f"run {launched.run_id}")
     for process in launched.processes:
-        memory = "?"  # of a store: a slice of the server's
-        if cost is not None and process.role != "store":
+        memory = "?"  # of a helper: a part of the server's or a worker's
+        if cost is not None and not process.is_helper:
             memory = format_bytes(
                 cost.server_nbytes if process.rank is None else cost.worker_nbytes
             )
@@ -57,8 +57,12 @@ def plan_table(launched: Launched, settings: Settings, cost: StepCost | None) ->
 
 
 def address_of(process: LaunchedProcess, settings: Settings) -> str:
-    """Where a process finds the server, or listens if it is the server."""
-    return format_address(settings.cluster.host_ip[process.node], settings.cluster.port)
+    """Where a process finds the server, and a stage its worker; or where the server listens."""
+    cluster = settings.cluster
+    stages = cluster.stages_with(process.node) if process.role == "stage" else None
+    if stages is not None:
+        return format_address(stages.host_ip[process.node], stages.port)
+    return format_address(cluster.host_ip[process.node], cluster.port)
 
 
 def commands(launched: Launched) -> Iterator[str]:

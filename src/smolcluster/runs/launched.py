@@ -10,6 +10,8 @@ from smolcluster.runs.model_file import ModelFile
 from smolcluster.runs.paths import RunPaths, log_stem, process_title
 
 Scheduler = Literal["slurm", "kubernetes"]
+HELPERS = ("store", "stage")
+"""Roles of processes that take a part of the server's work, or of a worker's."""
 
 
 class Process(BaseModel):
@@ -20,6 +22,11 @@ class Process(BaseModel):
     node: str
     role: str
     rank: int | None = None
+
+    @property
+    def is_helper(self) -> bool:
+        """Whether it is neither a worker nor the server, which does not know of it or says nothing of it."""
+        return self.role in HELPERS
 
     @property
     def title(self) -> str:
@@ -132,12 +139,12 @@ class Launched(BaseModel):
         return self.processes[1:]
 
     @property
-    def stores(self) -> tuple[LaunchedProcess, ...]:
-        return tuple(process for process in self.others if process.role == "store")
+    def helpers(self) -> tuple[LaunchedProcess, ...]:
+        return tuple(process for process in self.others if process.is_helper)
 
     @property
     def workers(self) -> tuple[LaunchedProcess, ...]:
-        return tuple(process for process in self.others if process.role != "store")
+        return tuple(process for process in self.others if not process.is_helper)
 
     @property
     def has_sessions(self) -> bool:

@@ -6,10 +6,15 @@ from typing import Any
 import pytest
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.entry import server_parser, store_parser, worker_parser
+from smolcluster.algorithms.entry import (
+    server_parser,
+    stage_parser,
+    store_parser,
+    worker_parser,
+)
 from smolcluster.algorithms.process import serve, worker_settings
 from smolcluster.configs.resolve import localise
-from smolcluster.configs.schema import AlgorithmName, ClusterConfig
+from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig, StagesConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError
 from smolcluster.launch.plan import Request, plan_local
@@ -129,10 +134,28 @@ def test_each_further_server_gets_a_store_which_is_told_what_belongs_to_its_mach
     cluster = CLUSTER.model_copy(update={"servers": ("mini1", "pi5")})
     launched = local(request("num_epochs=5", "device=cpu", config="edp"), cluster)
     assert [each.role for each in launched.processes] == ["server", "store", "worker", "worker"]
-    [store] = launched.stores
+    [store] = launched.helpers
     assert (store.title, store.stem) == ("store pi5", "store-pi5")
     assert "num_epochs=5" not in store.argv
     args = store_parser(get_algorithm("edp")).parse_args(store.argv[2:])
     assert (args.node, args.server, args.run_id) == ("pi5", "127.0.0.1:6000", "edp-1")
     assert worker_settings("edp", args).cluster.host_ip["pi5"] == "127.0.0.1"
     assert store in launched.resumed().processes
+
+
+def test_a_worker_that_is_a_pipeline_gets_its_stages_which_find_it_by_the_configuration() -> None:
+    stages = StagesConfig(host_ip={"macbook": "10.10.0.2", "pi5": "192.168.50.2"})
+    cluster = CLUSTER.model_copy(update={"nodes": {"pi5": NodeConfig(stages=stages)}})
+    asked = request("num_epochs=5", "nodes.pi5.stages.microbatches=2", algorithm="diloco")
+    launched = local(asked, cluster)
+    titles = [each.title for each in launched.processes]
+    assert titles[1:3] == ["stage macbook", "stage pi5"]
+    assert [each.node for each in launched.workers] == ["pi5", "macbook"]
+    stage = launched.helpers[0]
+    args = stage_parser(asked.algorithm).parse_args(stage.argv[2:])
+    assert (args.node, args.server, args.run_id) == ("macbook", None, "edp-1")
+    assert "num_epochs=5" not in stage.argv
+    assert "nodes.pi5.stages.microbatches=2" in stage.argv
+    assert localise(cluster, None).stages_with("pi5") == stages.model_copy(
+        update={"host_ip": dict.fromkeys(stages.host_ip, "127.0.0.1")}
+    )

@@ -40,7 +40,14 @@ from smolcluster.algorithms.PipelineParallel.part_copy import Place, piece_frame
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GradientClipping, RunConfig, StagesConfig, TrainConfig
 from smolcluster.configs.spec import algorithm_of_stages
-from smolcluster.errors import ConfigError, NonFiniteLoss, PeerLost, RunFailed, SmolclusterError
+from smolcluster.errors import (
+    ClusterEmpty,
+    ConfigError,
+    NonFiniteLoss,
+    PeerLost,
+    RunFailed,
+    SmolclusterError,
+)
 from smolcluster.net.inbox import Call, Event
 from smolcluster.observability.metrics import Metrics
 from smolcluster.ps.assignment import assignment_of
@@ -181,6 +188,8 @@ class Head(Coordinator):
     def _serve(self) -> None:
         try:
             self.run()
+        except ClusterEmpty as error:
+            self._error = ClusterEmpty(f"the stages of this worker: {error}")
         except BaseException as error:  # raised where an order is given
             self._error = error
         finally:
@@ -538,7 +547,9 @@ def spread(
             events=EventLog(Path(folder.name) / "events.jsonl", incarnation, warn=log.debug),
             log=log,
             incarnation=incarnation,
+            role_of_workers="stage",
         )
+        run.of(PipelineConfig).check(context.settings)
         head = Head(context)
     except ConfigError as error:
         raise ConfigError(f"nodes.{name}.stages: {error}") from error
@@ -582,7 +593,7 @@ def settings_of(
         "servers": None,
         "workers": names,
         "num_workers": len(names),
-        "min_workers": 1,
+        "min_workers": len(names),
         "elastic": False,
     }
     return replace(settings, cluster=settings.cluster.model_copy(update=cluster), train=train)

@@ -48,7 +48,7 @@ def targets_of(
     """
     targets = []
     for process in processes:
-        if process.role == "store":  # it serves none
+        if process.is_helper:  # it serves none
             continue
         served = metrics_address(cluster, None if process.rank is None else process.rank + 1)
         if served is not None:

@@ -151,8 +151,8 @@ def _processes(probed: ProbeResult) -> tuple[ProcessReport, ...]:
 def _of_status(
     process: ProcessReport, status: RunStatus, worker: WorkerStatus | None, now: datetime
 ) -> ProcessReport:
-    """The report with what the server says of the process; of a store it says nothing."""
-    if process.role == "store":
+    """The report with what the server says of the process; of helpers it says nothing."""
+    if process.is_helper:
         return process
     if process.rank is None:
         return _owner(process, status, now)

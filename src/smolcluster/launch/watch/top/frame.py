@@ -205,7 +205,7 @@ def _rows(snapshot: Snapshot) -> list[Row]:
         worker = None if process.rank is None else workers.get(process.rank)
         process_stats: Mapping[str, float] = {}
         if status is not None and not status.is_over:
-            if process.rank is None and process.role != "store":
+            if process.rank is None and not process.is_helper:
                 process_stats = {
                     name: value for name, value in status.process_stats.items() if value
                 }
