@@ -1,5 +1,6 @@
 """Pipelines as workers of DiLoCo: alone as one process, beside others, and when a stage is lost."""
 
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -205,6 +206,31 @@ def test_a_stage_that_is_back_takes_layers_again(tmp_path: Path) -> None:
     cluster.server.finish()
     cluster.finish(head, first, *again)
     assert cuts == [2, 1, 2]
+
+
+def test_a_resumed_run_goes_on_with_the_moments_that_stages_have_kept(tmp_path: Path) -> None:
+    """As it is when all are killed soon after a checkpoint: it has the losses of one process."""
+    made = partial(gpt, torch.float64)
+    settings = settings_for(*PLAIN, "local_steps=4", "checkpoint_steps=8", "keep_last=100")
+
+    def run(folder: Path, *, resume: bool = False) -> Cluster:
+        folder.mkdir(exist_ok=True)
+        cluster = Cluster(settings, folder, algorithm="diloco", workload=made(), resume=resume)
+        pipeline = Pipeline(cluster, made)
+        others = [pipeline.head(1), pipeline.stage(1), pipeline.stage(2)]
+        cluster.server.finish()
+        for each in others:
+            each.finish()
+        return cluster
+
+    whole, killed = run(tmp_path / "whole").folder, tmp_path / "killed"
+    place = Path("checkpoints") / "step-00000008"
+    for part in (place, Path("test-run")):
+        shutil.copytree(whole / part, killed / part)
+    (killed / "checkpoints" / "latest").symlink_to(place.name)
+    expected, _ = own_workloads.alone(settings, made())
+    resumed = run(killed, resume=True)
+    assert own_workloads.losses_of(resumed) == pytest.approx(expected[8:], rel=1e-9)
 
 
 def test_processes_of_a_pipeline_that_loses_a_stage_beside_a_single_machine(

@@ -75,6 +75,8 @@ from smolcluster.utils.meter import Meter
 
 TICK_S = 0.1
 POLL_S = 1.0
+MOST_PLACES = 2000
+"""Of fragments, which are told in one message."""
 
 
 class Computed(NamedTuple):
@@ -443,6 +445,11 @@ class PipelineCopy:
         self._head, self._clip = context.head, 1.0
         self.sent: set[int] = set()
         places = tuple(tuple((place.start, place.stop) for place in each) for each in fragments)
+        if sum(map(len, places)) > MOST_PLACES:
+            raise ConfigError(
+                f"the fragments of a model of so many tensors are {sum(map(len, places))} places, more than "
+                f"the {MOST_PLACES} that stages can be told of: set mode to sync"
+            )
         self._head.do(self._head.beginning(places))
 
     def clip(self, clipping: GradientClipping) -> float:
