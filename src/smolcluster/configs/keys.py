@@ -147,9 +147,9 @@ def nearest_key(
 ) -> KeyPath | None:
     """Which key `path` most likely means, whose part at `depth` nothing knows; `siblings` may stand there."""
     known = tuple(known)
-    for other in known:
-        if other[-1] == path[-1]:
-            return other
+    of_that_name = [other for other in known if other[-1] == path[-1]]
+    if of_that_name:
+        return min(of_that_name, key=len)
     close = nearest(path[depth], siblings)
     if close and path[depth] == path[-1]:
         return (*path[:-1], close)
