@@ -1,6 +1,7 @@
 """Pipelines as workers of DiLoCo: alone as one process, beside others, and when a stage is lost."""
 
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import mesh_group
 import own_workloads
@@ -24,6 +26,7 @@ from smolcluster.cluster import link
 from smolcluster.cluster.link import WorkerSetup, follow
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig, NodeConfig, StagesConfig
+from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import GPT
 from smolcluster.net.dialling import Address
 from smolcluster.ps.assignment import Assigned
@@ -73,13 +76,14 @@ def gpt(dtype: torch.dtype = torch.float32) -> Workload:
 class Pipeline:
     """A worker of a cluster in this process: its head and its stages."""
 
-    def __init__(self, cluster: Cluster, workload: Callable[[], Workload]) -> None:
+    def __init__(self, cluster: Cluster, workload: Callable[[], Workload], **told: Any) -> None:
+        """`told`: further keys of `stages`."""
         self._cluster, self._workload = cluster, workload
         self.port = free_port()
         self.contexts: list[PipelineContext] = []
         """What it trains with, once its stages are there."""
         places = dict.fromkeys(NODES, "127.0.0.1")
-        stages = StagesConfig(host_ip=places, port=self.port, shard_plan="even")
+        stages = StagesConfig(host_ip=places, port=self.port, **{"shard_plan": "even"} | told)
         node = NodeConfig(stages=stages)
         settings = cluster.settings
         self.settings = Settings(settings.cluster, settings.train, node)
@@ -231,6 +235,43 @@ def test_a_resumed_run_goes_on_with_the_moments_that_stages_have_kept(tmp_path: 
     expected, _ = own_workloads.alone(settings, made())
     resumed = run(killed, resume=True)
     assert own_workloads.losses_of(resumed) == pytest.approx(expected[8:], rel=1e-9)
+
+
+def frozen() -> Workload:
+    workload = gpt()
+    make = workload.new_model
+
+    def model() -> nn.Module:
+        made = make()
+        next(made.parameters()).requires_grad_(requires_grad=False)
+        return made
+
+    return Workload(model, cross_entropy, [(torch.ones(8), torch.ones(8))], name="frozen")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stages", "made", "says"),
+    [
+        (("dataset.source=server",), {}, gpt, "the server sends the samples, but mini1 has stages"),
+        ((), {}, frozen, "the model has frozen weights"),
+        ((), {"schedule": "1f1f"}, gpt, "nodes.mini1.stages: schedule is '1f1f'"),
+        ((), {"microbatches": 3}, gpt, "nodes.mini1.stages: microbatches is 3, which does not"),
+        (("precision=fp16",), {}, gpt, "nodes.mini1.stages: precision is fp16"),
+    ],
+)
+def test_what_a_pipeline_cannot_train_is_refused_in_one_line(
+    tmp_path: Path,
+    overrides: tuple[str, ...],
+    stages: dict[str, Any],
+    made: Callable[[], Workload],
+    says: str,
+) -> None:
+    cluster = Cluster(settings_for(*overrides), tmp_path, algorithm="diloco", workload=made())
+    error = Pipeline(cluster, made, **stages).head(1).failure()
+    assert isinstance(error, ConfigError)
+    assert says in str(error)
+    cluster.stop.note(signal.SIGTERM)
+    cluster.server.failure()
 
 
 def test_processes_of_a_pipeline_that_loses_a_stage_beside_a_single_machine(

@@ -11,6 +11,7 @@ from torch import nn
 
 from smolcluster.api import attach as attaching
 from smolcluster.api import callbacks
+from smolcluster.api.attach import attach
 from smolcluster.api.attached_optimizer import LoopOptimizer
 from smolcluster.api.attached_process import own_name
 from smolcluster.api.synchronous_optimizer import describe_optimizer
@@ -22,6 +23,17 @@ from smolcluster.ps.offering import Layer, Plan
 def net() -> nn.Sequential:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("spread", ["ranks.dp=2", "stages.host_ip.win=127.0.0.1"])
+def test_a_loop_of_one_s_own_is_one_process(spread: str) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    key = spread.partition(".")[0]
+    with pytest.raises(
+        ConfigError, match=rf"nodes\.pi5\.{key} is .* is one process: set it to null"
+    ):
+        attach(model, optimizer, "edp", name="pi5", overrides=(spread,))
 
 
 def test_a_trainable_parameter_that_the_optimizer_lacks_is_named() -> None:

@@ -8,17 +8,18 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness import free_port, summary_of
+from harness import SECRET, free_port, local_settings, summary_of
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import main
-from smolcluster.algorithms.process import spread_over_ranks
+from smolcluster.algorithms.process import spread_over_others
 from smolcluster.cluster.link import Participant
 from smolcluster.configs.load import find_config
-from smolcluster.configs.schema import MeshSizes, NodeConfig
+from smolcluster.configs.schema import MeshSizes, NodeConfig, StagesConfig
 from smolcluster.errors import (
     ClusterEmpty,
     ConfigError,
@@ -326,10 +327,28 @@ def test_a_worker_may_be_named_with_dots(
 
 @pytest.mark.parametrize("algorithm", ["edp", "syncps", "pipeline"])
 def test_only_workers_that_take_local_steps_are_several_processes(algorithm: str) -> None:
-    args = argparse.Namespace(node="gpubox", workload=None)
-    node = NodeConfig(ranks=MeshSizes(dp=2))
-    log = logging.getLogger("test")
+    mesh = NodeConfig(ranks=MeshSizes(dp=2))
     with pytest.raises(ConfigError, match=r"nodes\.gpubox\.ranks is dp 2 .* launch diloco"):
-        spread_over_ranks(algorithm, args, node, log)
-    assert spread_over_ranks(algorithm, args, NodeConfig(), log) is None
-    assert spread_over_ranks("diloco", args, node, log) is not None
+        spread(algorithm, mesh)
+    pipeline = NodeConfig(stages=StagesConfig(host_ip={"pi5": "127.0.0.1"}))
+    with pytest.raises(ConfigError, match=r"nodes\.gpubox\.stages is pi5, .* launch diloco"):
+        spread(algorithm, pipeline)
+    assert spread(algorithm, NodeConfig()) is None
+    assert spread("diloco", mesh) is not None
+    assert spread("diloco", pipeline) is not None
+    with pytest.raises(ConfigError, match=r"nodes\.gpubox has ranks and stages"):
+        spread("diloco", mesh.model_copy(update={"stages": pipeline.stages}))
+
+
+def spread(algorithm: str, node: NodeConfig) -> object:
+    args = argparse.Namespace(node="gpubox", workload=None)
+    settings = replace(local_settings(), node=node)
+    return spread_over_others(algorithm, args, settings, SECRET, logging.getLogger("test"))
+
+
+def test_a_stage_of_no_worker_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["stage.py", "pi5", "--local"])
+    assert main("diloco", "stage") == 2
+    assert "pi5 is a stage of no worker" in only_line(capsys)

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -183,7 +184,6 @@ class Head(Coordinator):
         """Let the stages go; with a failure that is no failed run they look for this worker again."""
         self.context.inbox.put(Call(partial(self._end, failure)))
         self._thread.join()
-        self.context.events.close()
 
     # the deciding thread
 
@@ -408,8 +408,8 @@ class PipelineContext(TrainingContext):
     """What a pipeline trains with; `replica` is an outline."""
 
     head: Head
-    folder: "tempfile.TemporaryDirectory[str]"
-    """Of what nobody reads."""
+    rooms: ExitStack
+    """What ends with it."""
 
     def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:
         found: Computed = self.head.do(self.head.batch(indices, epoch, start))
@@ -433,8 +433,7 @@ class PipelineContext(TrainingContext):
         return PipelineCopy(self, fragments)
 
     def close(self) -> None:
-        self.head.end(sys.exception())
-        self.folder.cleanup()
+        self.rooms.__exit__(*sys.exc_info())
         super().close()
 
 
@@ -540,36 +539,39 @@ def spread(
             f"the model has frozen weights ({frozen[0]}), which stages cannot compare with the server's: "
             f"set nodes.{name}.stages to null"
         )
-    folder = tempfile.TemporaryDirectory(prefix="smolcluster-stages-")
-    incarnation = secrets.token_hex(4)
+    run = pipeline_run(welcome.run, stages)
+    told = settings_of(settings, run.train, stages, name)
     try:
-        run = pipeline_run(welcome.run, stages)
-        context = ServerContext(
-            settings=settings_of(settings, run.train, stages, name),
-            run=run,
-            training=without_hooks(training),
-            node=name,
-            secret=secret,
-            metrics=Metrics(),
-            events=EventLog(Path(folder.name) / "events.jsonl", incarnation, warn=log.debug),
-            log=log,
-            incarnation=incarnation,
-            role_of_workers="stage",
-        )
-        run.of(PipelineConfig).check(context.settings)
-        head = Head(context)
+        config = run.of(PipelineConfig)
+        config.check(told)
+        config.check_training(training.recipe, training.recipe.applied_to(run.train))
     except ConfigError as error:
         raise ConfigError(f"nodes.{name}.stages: {error}") from error
-    log.info("this worker has %d stages: %s", len(stages.host_ip), ", ".join(stages.host_ip))
-    head.start()
-    own = {each.name: getattr(training, each.name) for each in fields(training)}
-    spread_context = PipelineContext(**own, head=head, folder=folder)
-    try:
-        spread_context.wait_until_ready()
-    except BaseException:
-        spread_context.close()
-        raise
-    return spread_context
+    log.info("this worker has %d stages: %s", len(stages.host_ip), stages)
+    incarnation = secrets.token_hex(4)
+    with ExitStack() as rooms:
+        folder = rooms.enter_context(tempfile.TemporaryDirectory(prefix="smolcluster-stages-"))
+        events = EventLog(Path(folder) / "events.jsonl", incarnation, warn=log.debug)
+        rooms.callback(events.close)
+        head = Head(
+            ServerContext(
+                settings=told,
+                run=run,
+                training=without_hooks(training),
+                node=name,
+                secret=secret,
+                metrics=Metrics(),
+                events=events,
+                log=log,
+                incarnation=incarnation,
+                role_of_workers="stage",
+            )
+        )
+        head.start()
+        rooms.push(lambda _kind, error, _trace: head.end(error))
+        own = {each.name: getattr(training, each.name) for each in fields(training)}
+        PipelineContext(**own, head=head, rooms=rooms).wait_until_ready()
+        return PipelineContext(**own, head=head, rooms=rooms.pop_all())
 
 
 def pipeline_run(run: RunConfig, stages: StagesConfig) -> RunConfig:

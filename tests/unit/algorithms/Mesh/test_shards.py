@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from smolcluster.algorithms.Mesh.shards import Shard, pieces
+from smolcluster.algorithms.Mesh.shards import Shard
 
 WIDTH, NUMEL, BEGIN = 4, 24, 100
 
@@ -54,16 +54,3 @@ def test_a_range_is_told_and_taken_element_by_element(cut: list[Shard], length: 
             each.put(new, place, told)
     for new, local in zip(taken, locals_, strict=True):
         assert torch.equal(new, local)
-
-
-def test_a_part_of_a_fragment_is_found_in_the_flat_weights() -> None:
-    places = slice(10, 14), slice(20, 23)
-    assert pieces(places, slice(0, 7)) == [
-        (slice(10, 14), slice(0, 4)),
-        (slice(20, 23), slice(4, 7)),
-    ]
-    assert pieces(places, slice(3, 5)) == [
-        (slice(13, 14), slice(0, 1)),
-        (slice(20, 21), slice(1, 2)),
-    ]
-    assert pieces(places, slice(5, 6)) == [(slice(21, 22), slice(0, 1))]
