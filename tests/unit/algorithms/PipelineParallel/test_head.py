@@ -1,0 +1,194 @@
+"""What a worker's head orders of its stages, and what becomes of orders when a stage is lost."""
+
+import logging
+import math
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from smolcluster.algorithms.PipelineParallel.builders import Builders
+from smolcluster.algorithms.PipelineParallel.crew import Crew
+from smolcluster.algorithms.PipelineParallel.head import (
+    Computed,
+    Head,
+    Order,
+    PieceArrived,
+    computed,
+)
+from smolcluster.algorithms.PipelineParallel.peers import Peer
+from smolcluster.algorithms.PipelineParallel.plan import StageMap
+from smolcluster.cluster.worker import Worker
+from smolcluster.errors import PeerLost
+from smolcluster.net.membership import Member
+from smolcluster.transport.messages import (
+    CopyOrder,
+    CopyPiece,
+    LeaseKey,
+    Message,
+    StageDone,
+    StageKept,
+    StageReady,
+    TensorSpec,
+)
+
+NUM_WEIGHTS = 10
+PLACES = ((0, 6),), ((6, 10), (0, 2))
+"""Of two stages; the first two weights are tied."""
+
+
+class Hand(Head):
+    """A head of two stages, which are told nothing but what is written down, and answer as the test says."""
+
+    def __init__(self) -> None:
+        replica = SimpleNamespace(
+            params=torch.zeros(NUM_WEIGHTS), bucket_bytes=16, buckets=[slice(0, 10)]
+        )
+        training = SimpleNamespace(replica=replica)
+        self.context: Any = SimpleNamespace(
+            log=logging.getLogger("test"), training=training, incarnation="i"
+        )
+        self.builders, self.dealer, self.report = Builders(), Mock(), Mock()
+        self.turn, self.step_s, self.num_grants, self.dealing_s = 0, 0.0, 0, 0.0
+        self.fragments, self.lost, self.crew = None, None, None
+        self.waiting = self.running = None
+        self.arrived, self.places, self.has_begun = [], [], False
+        self.peers = {}
+        for number in (1, 2):
+            member = Member(number, number, f"node{number}", 8 * str(number))
+            self.peers[number] = Peer(Worker(member, session=Mock()))
+
+    def newcomers(self) -> list[Peer]:
+        return []
+
+    def deal(self) -> None:
+        """All have their layers."""
+        self.crew = Crew(7, StageMap((0, 1, 2), (0, 1), ("a", "b")), list(self.peers.values()))
+        self.dealt(self.crew, [StageReady(attempt=7, places=each) for each in PLACES])
+
+    def told(self, number: int) -> list[Message]:
+        """What a stage has been told since this was asked last: messages, and frames of pieces."""
+        session: Any = self.peers[number].worker.session
+        found = [call.args[0] for call in session.send.call_args_list]
+        session.send.reset_mock()
+        return found
+
+    def give(self, order: Order) -> Order:
+        self.take(order)
+        if self.crew is not None and self.crew.question is None:
+            self.next_turn(self.crew)
+        return order
+
+    def answer(self) -> None:
+        """Both stages have done what they were told."""
+        for number in self.peers:
+            self.hear(self.peers[number], StageKept(attempt=7, step=self.turn))
+
+
+def test_an_order_waits_for_the_layers_and_is_done_when_all_have_done_it() -> None:
+    head = Hand()
+    order = head.give(head.ordered("reset"))
+    assert head.told(1) == []
+    head.deal()
+    assert head.crew is not None
+    head.next_turn(head.crew)
+    assert head.told(1) == head.told(2) == [CopyOrder(attempt=7, turn=1, order="reset")]
+    head.hear(head.peers[1], StageKept(attempt=7, step=1))
+    assert not order.outcome.done()
+    head.hear(head.peers[2], StageKept(attempt=6, step=1))  # of layers that it had before
+    assert not order.outcome.done()
+    head.hear(head.peers[2], StageKept(attempt=7, step=1))
+    assert order.outcome.done()
+
+
+def test_what_goes_on_from_lost_weights_is_refused_until_whole_ones_have_come() -> None:
+    head = Hand()
+    head.deal()
+    running = head.give(head.ordered("reset"))
+    head.begin_again("node1 is gone")
+    with pytest.raises(PeerLost, match="node1 is gone"):
+        running.outcome.result(0)
+    later = head.give(head.ordered("step"))
+    with pytest.raises(PeerLost):
+        later.outcome.result(0)
+    loading = head.give(head.loading([torch.zeros(6), torch.ones(4)]))
+    assert not loading.outcome.done()
+    head.deal()
+    assert head.crew is not None
+    head.next_turn(head.crew)
+    head.answer()
+    assert loading.outcome.result(0) is None
+    later = head.give(head.ordered("step"))
+    head.answer()
+    assert later.outcome.result(0) is None
+
+
+def test_stages_of_a_new_plan_hear_of_the_fragments_first() -> None:
+    head = Hand()
+    head.deal()
+    fragments = (((0, 4),), ((4, 10),))
+    head.give(head.beginning(fragments))
+    head.answer()
+    head.begin_again("node1 is gone")
+    head.told(1)
+    head.take(head.loading([torch.zeros(10)]))
+    head.deal()
+    for expected in ("begin", "load"):
+        assert head.crew is not None
+        head.next_turn(head.crew)
+        [order] = head.told(1)
+        assert isinstance(order, CopyOrder)
+        assert order.order == expected
+        assert order.fragments == (fragments if expected == "begin" else ())
+        head.answer()
+
+
+def test_weights_go_to_those_that_have_them_in_pieces_no_larger_than_a_bucket() -> None:
+    head = Hand()
+    head.deal()
+    head.give(head.loading([torch.arange(7.0), torch.arange(7.0, 10.0)]))
+    starts: dict[int, list[list[float]]] = {}
+    for number, peer in head.peers.items():
+        session: Any = peer.worker.session
+        frames = [call.args[0] for call in session.send_frame.call_args_list]
+        starts[number] = [
+            torch.frombuffer(each.payload, dtype=torch.float32).tolist() for each in frames
+        ]
+    assert starts[1] == [[0, 1, 2, 3], [4, 5]]
+    assert sorted(starts[2]) == [[0, 1], [6], [7, 8, 9]]
+
+
+def piece(start: int, *values: float) -> PieceArrived:
+    spec = TensorSpec(codec="raw", dtype="float32", shape=(len(values),), nbytes=4 * len(values))
+    return PieceArrived(
+        CopyPiece(attempt=7, turn=1, start=start, tensor=spec), torch.tensor(values)
+    )
+
+
+def test_a_change_is_put_together_and_a_hole_in_it_is_noticed() -> None:
+    head = Hand()
+    head.fragments = (((2, 5), (8, 10)),)
+    head.arrived = [piece(8, 8.0, 9.0), piece(3, 3.0, 4.0)]
+    assert head.assembled(0, slice(1, 5)).tolist() == [3, 4, 8, 9]
+    with pytest.raises(PeerLost, match="4 of 5 values"):
+        head.assembled(0, slice(0, 5))
+
+
+@pytest.mark.parametrize(
+    ("loss", "squared", "expected"),
+    [
+        (6.0, 16.0, Computed(3.0, 2, 2.5)),
+        (None, 16.0, Computed(math.nan, 2, 2.5)),
+        (6.0, None, Computed(3.0, 2, math.nan)),
+    ],
+)
+def test_losses_and_norms_of_stages_are_the_models(
+    loss: float | None, squared: float | None, expected: Computed
+) -> None:
+    lease = LeaseKey(incarnation="i", epoch=0, start=0, stop=2, grant=1)
+    told: dict[str, Any] = {"attempt": 1, "lease": lease, "seconds": {}}
+    first = StageDone(loss=0.0, num_terms=0, squared_norm=9.0, **told)
+    last = StageDone(loss=loss, num_terms=2, squared_norm=squared, **told)
+    assert computed([first, last]) == pytest.approx(expected, nan_ok=True)
