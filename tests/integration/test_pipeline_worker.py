@@ -3,6 +3,7 @@
 import shutil
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
 from smolcluster.training.build import TrainingContext, build, stage_replica
 from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import Planned, Welcome, sets_of
@@ -183,6 +185,7 @@ def test_a_stage_that_is_back_takes_layers_again(tmp_path: Path) -> None:
     cluster = Cluster(settings, tmp_path, algorithm="diloco", workload=gpt())
     pipeline = Pipeline(cluster, gpt)
     cuts: list[int] = []
+    layers: list[weakref.ref[Replica]] = []
     again: list[Outcome] = []
 
     class Mortal(StageWorker):
@@ -198,6 +201,8 @@ def test_a_stage_that_is_back_takes_layers_again(tmp_path: Path) -> None:
             if not cuts or cuts[-1] != len(plan.ranks):
                 cuts.append(len(plan.ranks))
             super().begin(plan, place)
+            assert not any(each() for each in layers), "the memory of layers of before is free"
+            layers.extend(weakref.ref(each.replica) for each in self.stages.values())
 
         def compute(self, step: Assigned) -> None:
             if len(self.plan.ranks) == 1 and not again:

@@ -151,7 +151,7 @@ class Worker:
         self.plan: Planned
         self.stages: dict[int, OwnStage] = {}
         """By their numbers; the layers of the newest plan."""
-        self.copy: PartCopy
+        self.copy = PartCopy((), ())
         """What of the weights lies here, where they are those of a worker with local steps."""
         self.execution: Execution
         self.newest: Event | None = None
@@ -219,6 +219,7 @@ class Worker:
     def free(self) -> None:
         """Give back what the layers of the newest plan take."""
         self.stages.clear()  # the execution has the same dict
+        self.copy = PartCopy((), ())
         gc.collect()  # a stage and what computes with it refer to each other
         empty_cache()
 
