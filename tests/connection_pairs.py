@@ -247,6 +247,14 @@ def links() -> list[m.Message]:
         attempt=1, step=3, direction="forward", stage=2, microbatch=0, offset=0, nbytes=64
     )
     return [
+        m.CopyOrder(
+            attempt=1,
+            turn=4,
+            order="begin",
+            fragments=(((0, 6),), ((6, 8), (9, 12))),
+            held=(1,),
+        ),
+        m.CopyPiece(attempt=1, turn=4, start=6, tensor=tensor(16)),
         m.Transfer(piece=piece, tensor=tensor(16)),
         m.Relayed(instance="0123456789abcdef", piece=piece, tensor=tensor(16)),
         m.MeasureLink(

@@ -289,7 +289,7 @@ def test_only_the_expected_kinds_are_heard(kind: str) -> None:
     with connection_pair(kind) as (one, other):
         one.send(Reject(code="busy", sentence="no"))
         with pytest.raises(
-            ProtocolError, match="unexpected Reject, expected Buffers, Delta, DeltaSent, Fault"
+            ProtocolError, match="unexpected Reject, expected Buffers, CopyPiece, Delta, DeltaSent"
         ):
             other.receive(FROM_WORKER)
 

@@ -92,9 +92,16 @@ class Pipeline:
 
     def head(self, worker_id: int, make: type[Worker] = Worker) -> Outcome:
         def spread_here(welcome: Welcome, training: TrainingContext) -> TrainingContext:
-            told = {"settings": self.settings, "name": "mini1", "secret": SECRET}
-            self.contexts.append(spread(welcome, training, log=self._cluster.log, **told))
-            return self.contexts[-1]
+            context = spread(
+                welcome,
+                training,
+                settings=self.settings,
+                name="mini1",
+                secret=SECRET,
+                log=self._cluster.log,
+            )
+            self.contexts.append(context)
+            return context
 
         place = self._place("mini1", worker_id, "diloco", self._cluster.settings.cluster.port)
         return Outcome(
@@ -248,7 +255,7 @@ def frozen() -> Workload:
 
     def model() -> nn.Module:
         made = make()
-        next(made.parameters()).requires_grad_(requires_grad=False)
+        next(made.parameters()).requires_grad_(False)
         return made
 
     return Workload(model, cross_entropy, [(torch.ones(8), torch.ones(8))], name="frozen")

@@ -16,7 +16,7 @@ from smolcluster.algorithms.process import worker_settings
 from smolcluster.configs.function_name import FunctionName
 from smolcluster.configs.load import read_config
 from smolcluster.configs.resolve import load_settings
-from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig
+from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig, StagesConfig
 from smolcluster.configs.spec import algorithms, get_algorithm
 from smolcluster.launch import remote
 from smolcluster.launch.local import place_overrides
@@ -378,8 +378,20 @@ def test_each_worker_is_told_the_script_in_its_own_folder_of_the_run() -> None:
 
 def test_a_store_runs_on_its_machine_in_its_own_session() -> None:
     cluster = CLUSTER.model_copy(update={"servers": ("mini1", "pi5")})
-    [store] = planned("num_epochs=5", cluster=cluster).stores
+    [store] = planned("num_epochs=5", cluster=cluster).helpers
     assert (store.node, store.ssh, store.session) == ("pi5", "pi@192.168.50.2", "edp-1-store-pi5")
     assert store.argv[1:4] == ("src/smolcluster/algorithms/EDP/store.py", "pi5", "--run-id")
     assert 'runs_dir="/mnt/my disk/runs"' in store.argv
     assert "num_epochs=5" not in store.argv
+
+
+def test_a_stage_runs_on_its_machine_in_its_own_session_and_knows_where_its_data_are() -> None:
+    stages = StagesConfig(host_ip={"mini1": "127.0.0.1", "pi5": "192.168.50.2"})
+    cluster = CLUSTER.model_copy(update={"nodes": {"pi5": NodeConfig(stages=stages)}})
+    first, last = planned("num_epochs=5", cluster=cluster, algorithm="diloco").helpers
+    assert (first.node, first.session) == ("mini1", "edp-1-stage-mini1")
+    assert (last.node, last.ssh, last.session) == ("pi5", "pi@192.168.50.2", "edp-1-stage-pi5")
+    assert last.argv[1:4] == ("src/smolcluster/algorithms/DiLoCo/stage.py", "pi5", "--run-id")
+    assert "dataset.root=~/data" in last.argv
+    assert "--restarts" in last.argv
+    assert "num_epochs=5" not in last.argv

@@ -115,7 +115,7 @@ class Both:
         before = 0
         for place in self.fragments[fragment]:
             if place.start <= flat < place.stop:
-                return before + flat - place.start
+                return before + flat - int(place.start)
             before += place.stop - place.start
         raise AssertionError("it is of another fragment")
 
