@@ -1,5 +1,6 @@
 """Pipelines as workers of DiLoCo: alone as one process, beside others, and when a stage is lost."""
 
+import json
 import shutil
 import signal
 import threading
@@ -289,7 +290,7 @@ def test_what_a_pipeline_cannot_train_is_refused_in_one_line(
 def test_processes_of_a_pipeline_that_loses_a_stage_beside_a_single_machine(
     processes: Processes,
 ) -> None:
-    """As people start them: a killed stage comes back, and what was lost with it is computed again, once."""
+    """As people start them: a killed stage is started again, the worker is back, each sample counts once."""
     hurry = processes.folder / "hurry"
     stages = (
         f"{{host_ip: {{macbook: 127.0.0.1, win: 127.0.0.1}}, port: {free_port()}, microbatches: 2, "
@@ -297,7 +298,7 @@ def test_processes_of_a_pipeline_that_loses_a_stage_beside_a_single_machine(
     )
     port = f"port={free_port()}"
     told = "--local", "--workers", "2", "--workload", f"{mesh_group.__file__}:paced"
-    run = "num_epochs=4", "batch_size=8", "local_steps=2", "learning_rate=0.01", "min_workers=2"
+    run = "num_epochs=6", "batch_size=8", "mode=sync", "local_steps=1", "min_workers=2"
     args = f"workload_args.hurry={hurry}"
     server = processes.server(*told, "--override", port, *run, args, algorithm="diloco")
     own = *told, "--override", port, f"nodes.pi5.stages={stages}"
@@ -305,16 +306,22 @@ def test_processes_of_a_pipeline_that_loses_a_stage_beside_a_single_machine(
     single = processes.worker(2, "win", *told, "--override", port, algorithm="diloco")
     first, last = (processes.stage(node, *own, algorithm="diloco") for node in ("macbook", "win"))
     server.wait_for("training starts")
+    eventually(lambda: "pi5" in nodes_of_steps(processes))
     last.kill()
     head.wait_for("this worker's layers are dealt out again")
     again = processes.stage("win", *own, algorithm="diloco")
-    again.wait_for("joined run")
     head.wait_for("back in run")
     hurry.touch()
     assert server.wait() == 0, server.output
     for process in (head, single, first, again):
         assert process.wait() == 0, process.output
     summary = read_summary(find_run(processes.runs).summary)
-    assert summary.samples_applied == 4 * mesh_group.NUM_SAMPLES
-    assert summary.leases_returned > 0
+    assert summary.samples_applied == 6 * mesh_group.NUM_SAMPLES
     assert [each.node for each in summary.workers if each.samples] == ["pi5", "win"]
+
+
+def nodes_of_steps(processes: Processes) -> set[str]:
+    """Those whose batches have been applied, as far as that is written down."""
+    lines = find_run(processes.runs).metrics.read_text().splitlines()
+    steps = [each for each in map(json.loads, lines) if each.get("kind") == "step"]
+    return {each["node"] for each in steps if "node" in each}
