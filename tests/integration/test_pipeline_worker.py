@@ -287,6 +287,7 @@ def test_what_a_pipeline_cannot_train_is_refused_in_one_line(
     cluster.server.failure()
 
 
+@pytest.mark.faults  # the parts: threads above, and how processes begin in test_process and test_plan
 def test_processes_of_a_pipeline_that_loses_a_stage_beside_a_single_machine(
     processes: Processes,
 ) -> None:
