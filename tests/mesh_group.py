@@ -48,7 +48,7 @@ def go_through(name: str, case: Case, folder: Path) -> None:
     from smolcluster.algorithms.DiLoCo.fragments import cut
     from smolcluster.algorithms.Mesh.group import GroupRank
     from smolcluster.algorithms.Mesh.groups import Groups
-    from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshTrainer
+    from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 
     groups = Groups(case.config.mesh, mesh_rank.CPU)
     trainer = MeshTrainer(
@@ -60,11 +60,13 @@ def go_through(name: str, case: Case, folder: Path) -> None:
     said: dict[str, Any] = {}
     is_first = groups.rank == 0
 
+    gathered = mesh_rank.Gathered(trainer)
+
     def weights() -> Tensor:
         flat, places = torch.zeros(outline.num_params), dict(outline.layers)
-        for whole in trainer.gather():
-            if whole.moment == WEIGHTS:
-                flat[places[whole.name]] = whole.tensor.flatten()
+        gathered.begin()
+        for each, values in gathered.named().items():
+            flat[places[each]] = values
         return flat
 
     def step(number: int) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,12 @@ from smolcluster.training.recipe import Training
 from smolcluster.training.schedules.instructions import SCHEDULES
 from smolcluster.training.workload import Workload
 
+if TYPE_CHECKING:
+    from smolcluster.algorithms.Mesh.trainer import MeshTrainer
+
 SEED, NUM_STEPS, LENGTH, WORDS = 3, 3, 6, 24
+NUM_GATHERED = 2
+"""Steps after which weights are gathered, while the next ones are taken."""
 MOST_LAYERS = 16
 V_SHAPED = ("interleaved", "zb-v", "zbv", "dualpipev")
 CPU = torch.device("cpu")
@@ -250,18 +255,52 @@ def lengths_of_norms() -> Iterator[set[int]]:
         handle.remove()
 
 
+class Gathered:
+    """The whole state of a mesh on rank 0; every rank makes it."""
+
+    def __init__(self, trainer: "MeshTrainer") -> None:
+        from smolcluster.algorithms.Mesh.gathering import StateGathering
+        from smolcluster.algorithms.Mesh.trainer import WEIGHTS
+
+        shapes, ends = trainer.shapes, [0]
+        for shape in shapes.values():
+            ends.append(ends[-1] + math.prod(shape))
+        self._layers = [
+            (name, slice(*ends[number : number + 2])) for number, name in enumerate(shapes)
+        ]
+        self._is_first = trainer.groups.rank == 0
+        self._gathering = StateGathering(trainer, self._layers if self._is_first else None)
+        moments = (WEIGHTS, *trainer.optimizer.moment_names)
+        self.state = {each: torch.zeros(ends[-1], dtype=trainer.dtype) for each in moments}
+
+    def begin(self) -> None:
+        self._gathering.begin(self.state if self._is_first else None)
+
+    def named(self, moment: str = "") -> dict[str, Tensor]:
+        """On rank 0, a moment of each parameter when it is here, flat."""
+        self._gathering.wait()
+        return {name: self.state[moment][place] for name, place in self._layers}
+
+    def weights(self) -> dict[str, list[float]]:
+        return {name: each.tolist() for name, each in self.named().items()}
+
+
 def train_case(name: str, case: Case, folder: Path) -> None:
     from smolcluster.algorithms.Mesh.groups import Groups
-    from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshTrainer
+    from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 
     groups = Groups(case.config.mesh, CPU)
     trainer = MeshTrainer(workload(case), case.training, case.config, groups, seed=SEED)
+    gathered = Gathered(trainer)
     applied, steps = 0, []
     with lengths_of_norms() as lengths:
-        for _ in range(NUM_STEPS):
+        for number in range(NUM_STEPS):
             step = trainer.step(applied)
             applied += trainer.num_samples_at(applied)
             steps.append([step.loss, step.num_terms, step.grad_norm])
+            if number + 1 == NUM_GATHERED:
+                gathered.begin()
+    early = gathered.weights()
     if case.architecture is None and not case.is_bare:
         mesh = case.config.mesh
         assert lengths == {LENGTH // mesh.tp if mesh.sequence_parallel else LENGTH}
@@ -272,11 +311,11 @@ def train_case(name: str, case: Case, folder: Path) -> None:
         from torch._dynamo.utils import counters
 
         assert counters["stats"]["unique_graphs"] > 0
-    weights = {each.name: each.tensor for each in trainer.gather() if each.moment == WEIGHTS}
+    gathered.begin()
+    weights = gathered.weights()
     if groups.rank == 0:
-        said = {name: each.flatten().tolist() for name, each in weights.items()}
         whole = folder / f".{name}.json"
-        whole.write_text(json.dumps({"steps": steps, "weights": said}))
+        whole.write_text(json.dumps({"steps": steps, "weights": weights, "early": early}))
         whole.rename(folder / f"{name}.json")
 
 
@@ -284,19 +323,21 @@ def compare(name: str, case: Case, folder: Path) -> None:
     import pytest
 
     found = json.loads((folder / f"{name}.json").read_text())
-    steps, weights = alone(case)
+    steps, weights, early = alone(case)
     exact = 1e-9 if case.double else 1e-5
     tolerance = 2e-2 if case.train.get("precision") == "bf16" else exact
     for mesh, single in zip(found["steps"], steps, strict=True):
         assert mesh == pytest.approx(single, rel=tolerance, abs=tolerance), name
-    assert found["weights"].keys() == weights.keys(), name
-    for each, own in weights.items():
-        values = torch.tensor(found["weights"][each], dtype=own.dtype)
-        assert torch.allclose(values, own, rtol=tolerance, atol=tolerance), f"{name}: {each}"
+    for gathered, expected in (("early", early), ("weights", weights)):
+        assert found[gathered].keys() == expected.keys(), name
+        for each, own in expected.items():
+            values = torch.tensor(found[gathered][each], dtype=own.dtype)
+            close = torch.allclose(values, own, rtol=tolerance, atol=tolerance)
+            assert close, f"{name}: {each}, {gathered}"
 
 
-def alone(case: Case) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Loss, loss terms and norm of each step of one process, and its weights."""
+def alone(case: Case) -> tuple[list[list[float]], dict[str, Tensor], dict[str, Tensor]]:
+    """Loss, loss terms and norm of each step of one process, its weights, and those after `NUM_GATHERED`."""
     from smolcluster.configs.schema import DatasetPlace
     from smolcluster.training.build import build
     from smolcluster.training.loop import training_steps
@@ -306,10 +347,13 @@ def alone(case: Case) -> tuple[list[list[float]], dict[str, Tensor]]:
     steps = []
     for step in training_steps(training, train):
         steps.append([step.loss, step.num_terms, step.grad_norm])
+        parameters = training.replica.parameters.items()
+        weights = {name: each.detach().flatten().clone() for name, each in parameters}
+        if len(steps) == NUM_GATHERED:
+            early = weights
         if len(steps) == NUM_STEPS:
             break
-    weights = {name: each.detach().flatten() for name, each in training.replica.parameters.items()}
-    return steps, weights
+    return steps, weights, early
 
 
 def main() -> None:

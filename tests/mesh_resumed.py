@@ -15,6 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mesh_rank import Gathered
 from smolcluster import distributed_training
 from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.trainer import Computed, MeshStep, MeshTrainer
@@ -31,7 +32,13 @@ class Recorded(MeshTrainer):
 
     def scatter(self, whole: Callable[[str, str], Tensor], num_steps: int) -> None:
         super().scatter(whole, num_steps)
-        tensors = {f"{each.moment}/{each.name}": each.tensor.clone() for each in self.gather()}
+        gathered = Gathered(self)
+        gathered.begin()
+        tensors = {
+            f"{moment}/{name}": tensor.view(self.shapes[name]).clone()
+            for moment in gathered.state
+            for name, tensor in gathered.named(moment).items()
+        }
         if self.groups.rank == 0:
             save_file(tensors, self.folder / LOADED)
 

@@ -217,8 +217,14 @@ class ServerContext:
         self,
         codec: str = NO_CODEC,
         bytes_moved: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        check_stop: Callable[[], None] | None = None,
     ) -> Report:
-        """What tells the world how the run goes on; `bytes_moved` counts bytes sent and received."""
+        """What tells the world how the run goes on.
+
+        Args:
+            bytes_moved: counts bytes sent and received.
+            check_stop: is called before each batch of the last evaluation, and each hook; None: `self`'s.
+        """
         cluster = self.settings.cluster
         return Report(
             run=self.run,
@@ -233,7 +239,7 @@ class ServerContext:
             bytes_moved=bytes_moved,
             status=self.status,
             spans=self.spans,
-            check_stop=self.check_stop,
+            check_stop=check_stop or self.check_stop,
         )
 
     def resume(self, source: CheckpointSource, report: Report) -> CheckpointState | None:

@@ -3,8 +3,9 @@
     step -> copy, by a thread of its own -> (evaluation of that step, if there is one) -> disk, by another
 
 On a device for one thread only the server copies itself, between two steps.
-A copy takes about as long as reading the weights and the optimizer's state once, and goes on while the
-server waits for the next gradients; `wait_for_copy` stands before whatever changes the weights.
+A copy takes about as long as reading the weights and the optimizer's state once, where they need not come
+from other ranks first (`fill`), and goes on while the server waits for the next gradients; `wait_for_copy`
+stands before whatever changes the weights.
 """
 
 import logging
@@ -41,6 +42,8 @@ class CheckpointSource:
     """Tells where its algorithm stands."""
     extra: Callable[[], Mapping[str, Tensor]]
     """Its algorithm's own tensors, by name; they change only with the weights."""
+    fill: Callable[[], None] = lambda: None
+    """Called by the thread that copies: returns when the replica has the step's weights and moments."""
 
 
 class Saver:
@@ -74,6 +77,7 @@ class Saver:
         self._copied: Snapshot | None = None
         self._is_evaluated = False
         self._newest_step = report.version
+        self._skips_end = False
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -114,11 +118,12 @@ class Saver:
     def saves_end(self, error: BaseException | None = None) -> bool:
         """Whether the end is saved if the run ends now, or so: it is not yet, and may be."""
         is_news = self._report.version != self._newest_step
-        return self._writer is not None and is_news and _is_orderly(error)
+        is_wanted = is_news and not self._skips_end
+        return self._writer is not None and is_wanted and _is_orderly(error)
 
     def skip_end(self) -> None:
         """What the replica holds now is nothing to go on from: do not save it at the end."""
-        self._newest_step = self._report.version
+        self._skips_end = True
 
     def wait_for_copy(self) -> None:
         """Return when the weights may change."""
@@ -150,9 +155,7 @@ class Saver:
         self._newest_step = self._report.version
         state = self._report.training_state(self._source.progress())
         self._copying = self._copier.submit(
-            _copy,
-            *(self._source.replica, state, self._source.extra()),
-            self._writer.take_spare(),
+            _copy, self._source, state, self._source.extra(), self._writer.take_spare()
         )
 
     def _submit(self) -> None:
@@ -164,14 +167,18 @@ class Saver:
 
 
 def _copy(
-    replica: Replica, state: TrainingState, extra: Mapping[str, Tensor], spare: Snapshot | None
+    source: CheckpointSource,
+    state: TrainingState,
+    extra: Mapping[str, Tensor],
+    spare: Snapshot | None,
 ) -> Snapshot:
     """Take a snapshot.
 
     Raises:
         NonFiniteLoss: its weights hold NaN or infinity; nobody could go on from it.
     """
-    snapshot = Snapshot.of(replica, state, extra, spare)
+    source.fill()
+    snapshot = Snapshot.of(source.replica, state, extra, spare)
     if not math.isfinite(absmax(snapshot.weights)):
         raise NonFiniteLoss("its weights hold NaN or infinity")
     return snapshot

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from smolcluster.errors import ConfigError, PeerLost, UserCodeError
 
 DIMENSIONS = ("pp", "dp", "fsdp", "tp")
 """From the outermost: ranks that share a layer are neighbours, on one machine where possible."""
+STEP_TIMEOUT = timedelta(hours=24)
+"""Of a backend: who watches the ranks says sooner, and by name, which one keeps others waiting."""
 LEAST_TORCH = (2, 15)
 """Whose FSDP2 lets a schedule say when a backward is over."""
 
@@ -47,6 +50,8 @@ class Groups:
         shape = tuple(getattr(sizes, name) for name in DIMENSIONS)
         self.sizes, self.device = sizes, device
         self.mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
+        for name in DIMENSIONS:
+            dist.set_timeout(STEP_TIMEOUT, self.mesh.get_group(name))
         self.rank = dist.get_rank()
         self._place = dict(zip(DIMENSIONS, self.mesh.get_coordinate() or (), strict=True))
 

@@ -1,14 +1,16 @@
 """A run on a mesh: rank 0 owns it, as the one process of `train` does, and tells the others what to do.
 
 Rank 0 keeps the whole model and the optimizer's state in a replica of its own, and fills it from the mesh
-when it is evaluated or saved. So a checkpoint is that of any other run, and a run goes on with any other
-mesh.
+when it is evaluated or saved; a save is filled while the next steps are taken. So a checkpoint is that of any
+other run, and a run goes on with any other mesh.
 """
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.instruction_log import InstructionLog, logged
 from smolcluster.algorithms.Mesh.config import MeshConfig
+from smolcluster.algorithms.Mesh.gathering import StateGathering
 from smolcluster.algorithms.Mesh.groups import Groups, lost_named
 from smolcluster.algorithms.Mesh.profiling import StepProfiler
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshStep, MeshTrainer
@@ -28,7 +31,7 @@ from smolcluster.data.permutation import Range
 from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.runs.summary import Summary
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
-from smolcluster.training.replica import Replica
+from smolcluster.training.replica import LOSS_SCALE, Replica
 from smolcluster.training.workload import Workload
 from smolcluster.utils.stopping import Interrupted
 
@@ -50,15 +53,23 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
         Interrupted: a signal asked this process to stop.
     """
     training, replica = context.training, context.training.replica
-    report = context.new_report()
+
+    def check_stop() -> None:
+        context.check_stop()
+        groups.note("evaluating")
+
+    report = context.new_report(check_stop=check_stop)
     source = CheckpointSource(replica, dict, dict)
     context.resume(source, report)
-    saver = context.new_saver(source, report, lambda: groups.note("saving the last checkpoint"))
     train = training.recipe.applied_to(context.run.train)
     with lost_named():
         groups.all_told(context.run.run_id)
         trainer = _trainer(training.workload, train, config, groups, context.run.seed)
+        trainer.scaler = replica.scaler  # whose state is saved, and shown
         _share_state(trainer, replica)
+        whole = _Whole(trainer, replica, report)
+    source = replace(source, extra=whole.loss_scale, fill=whole.wait)
+    saver = context.new_saver(source, report, lambda: groups.note("saving the last checkpoint"))
     context.log.info(
         "training %s on %d ranks, %s: %d samples an epoch, %d epochs",
         *(type(replica.model).__name__, config.mesh.world_size, config.mesh),
@@ -73,62 +84,89 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
         closing(profiler) if profiler is not None else nullcontext(),
         report.until_its_end(),
         saver,
+        whole.saved_only_if_newest(saver),
     ):
-        whole = _Whole(trainer, replica, saver, report)
-        with whole.saved_only_if_newest():
-            while not report.is_over:
-                try:
-                    context.check_stop()
-                except Interrupted:
-                    whole.gather()
-                    raise
-                applied = report.samples_applied
-                _tell(groups, Order.STEP, applied)
-                step = _step(trainer, applied, instructions, profiler)
-                num = trainer.num_samples_at(applied)
-                version = report.version + 1
-                report.step_taken(_taken(step, version, applied, num, trainer.num_samples))
-                is_evaluated = version % eval_steps == 0 and not report.is_over
-                if is_evaluated or report.is_over or saver.is_due(version):
-                    whole.gather()
-
-                def before_batch() -> None:
-                    context.check_stop()
-                    groups.note("evaluating")
-
-                evaluation = training.evaluate(before_batch=before_batch) if is_evaluated else None
-                if evaluation is not None:
-                    report.evaluated(version, applied // trainer.num_samples, evaluation)
-                groups.note("recording the step")
-                saver.after_step(is_evaluated=evaluation is not None)
-                saver.tick()
-                report.tick()
-            return report.summary()
+        while not report.is_over:
+            try:
+                context.check_stop()
+            except Interrupted as stopped:
+                if stopped.is_orderly:
+                    whole.gather(saver)
+                raise
+            applied, version = report.samples_applied, report.version + 1
+            _tell(groups, Order.STEP, applied, version)
+            step = _step(trainer, applied, version, instructions, profiler)
+            num = trainer.num_samples_at(applied)
+            report.step_taken(_taken(step, version, applied, num, trainer.num_samples))
+            is_evaluated = version % eval_steps == 0 and not report.is_over
+            if is_evaluated or report.is_over:
+                whole.gather(saver)
+            elif saver.is_due(version):
+                whole.begin(saver)
+            evaluation = training.evaluate(before_batch=check_stop) if is_evaluated else None
+            if evaluation is not None:
+                report.evaluated(version, applied // trainer.num_samples, evaluation)
+            groups.note("recording the step")
+            saver.after_step(is_evaluated=evaluation is not None)
+            saver.tick()
+            report.tick()
+        return report.summary()
 
 
 class _Whole:
-    """Rank 0's whole model, which is that of the step at which it was gathered last."""
+    """Rank 0's whole model: that of the step at which its gathering was begun last, once that is over."""
 
-    def __init__(
-        self, trainer: MeshTrainer, replica: Replica, saver: Saver, report: Report
-    ) -> None:
-        self._trainer, self._replica, self._saver, self._report = trainer, replica, saver, report
+    def __init__(self, trainer: MeshTrainer, replica: Replica, report: Report) -> None:
+        self._trainer, self._replica, self._report = trainer, replica, report
+        self._gathering = StateGathering(trainer, replica.layers)
         self._version = report.version
 
-    def gather(self) -> None:
-        if self._version != self._report.version:
-            self._saver.wait_for_copy()
-            _gather(self._trainer, self._replica)
-            self._version = self._report.version
+    def begin(self, saver: Saver) -> None:
+        """Let all ranks send the newest step, if it is not here or on its way."""
+        if self._version == self._report.version:
+            return
+        self._wait_noted()
+        saver.wait_for_copy()
+        _tell(self._trainer.groups, Order.GATHER)
+        state = _state_of(self._replica)
+        if STEP_COUNT in state:
+            state[STEP_COUNT].fill_(self._trainer.num_steps)
+        self._gathering.begin({WEIGHTS: self._replica.params, **state})
+        self._version = self._report.version
+
+    def wait(self) -> None:
+        """Return when it is here."""
+        self._gathering.wait()
+
+    def loss_scale(self) -> dict[str, Tensor]:
+        """That of now, for a checkpoint that is filled while steps go on."""
+        scaler = self._replica.scaler
+        return {} if scaler is None else {LOSS_SCALE: scaler.state.clone()}
+
+    def gather(self, saver: Saver) -> None:
+        """Have the newest step here."""
+        self.begin(saver)
+        self._wait_noted()
 
     @contextmanager
-    def saved_only_if_newest(self) -> Iterator[None]:
+    def saved_only_if_newest(self, saver: Saver) -> Iterator[None]:
         """Let no end of the block be saved as a step that the model is older than."""
         try:
             yield
+        except NonFiniteLoss:  # the others are there, and send what was begun
+            self._wait_noted()
+            raise
+        except Interrupted as stopped:
+            if not stopped.is_orderly:
+                self._gathering.abandon()
+            raise
         finally:
-            if self._version != self._report.version:
-                self._saver.skip_end()
+            if self._version != self._report.version or self._gathering.has_failed:
+                saver.skip_end()
+
+    def _wait_noted(self) -> None:
+        note = self._trainer.groups.note
+        self._gathering.wait(partial(note, "gathering weights and moments", waits=True))
 
 
 def follow(
@@ -154,34 +192,36 @@ def follow(
         folder = begin(groups.all_told("")[0])
         trainer = _trainer(workload, workload.training.applied_to(train), config, groups, seed)
         _share_state(trainer, None)
+        gathering = StateGathering(trainer)
         profiler = _profiler(config, groups, folder, log)
         while True:
             groups.note("waiting for rank 0's word", waits=True)
-            order, applied = _hear(groups)
+            order, applied, version = _hear(groups)
             if order == Order.STOP:
                 if profiler is not None:
                     profiler.close()
+                gathering.wait()
                 dist.barrier()
                 groups.end_watch()
                 return
             if order == Order.GATHER:
-                for _ in trainer.gather():
-                    pass
+                gathering.begin()
                 continue
             with suppress(NonFiniteLoss):  # rank 0 says so, and then stop
-                _step(trainer, applied, instructions, profiler)
+                _step(trainer, applied, version, instructions, profiler)
 
 
 def _step(
     trainer: MeshTrainer,
     applied: int,
+    version: int,
     log: InstructionLog | None,
     profiler: StepProfiler | None,
 ) -> MeshStep:
     note = None
     if log is not None:
         log.tick()
-        note = log.of_step(trainer.num_steps + 1)
+        note = log.of_step(version)
     step = trainer.step(applied, note)
     if profiler is not None:
         profiler.stepped()
@@ -222,19 +262,8 @@ def _taken(step: MeshStep, version: int, applied: int, num: int, num_samples: in
     )
 
 
-def _gather(trainer: MeshTrainer, replica: Replica) -> None:
-    """Fill rank 0's replica from the mesh."""
-    _tell(trainer.groups, Order.GATHER)
-    places, state = dict(replica.layers), _state_of(replica)
-    for whole in trainer.gather():
-        target = replica.params if whole.moment == WEIGHTS else state[whole.moment]
-        target[places[whole.name]].copy_(whole.tensor.reshape(-1))
-    if STEP_COUNT in state:
-        state[STEP_COUNT].fill_(trainer.num_steps)
-
-
 def _share_state(trainer: MeshTrainer, replica: Replica | None) -> None:
-    """Give all ranks the weights and moments that rank 0's replica has."""
+    """Give all ranks the weights, moments and loss scale that rank 0's replica has."""
     state = {} if replica is None else _state_of(replica)
     places = {} if replica is None else dict(replica.layers)
 
@@ -245,6 +274,9 @@ def _share_state(trainer: MeshTrainer, replica: Replica | None) -> None:
 
     counted = state.get(STEP_COUNT)
     trainer.scatter(whole, 0 if counted is None else int(counted))
+    if trainer.scaler is not None:
+        scale, *_ = trainer.groups.all_told(trainer.scaler.state.tolist())
+        trainer.scaler.state.copy_(torch.tensor(scale, dtype=torch.float64))
 
 
 def _state_of(replica: Replica) -> dict[str, Tensor]:
@@ -279,12 +311,12 @@ def _stop(groups: Groups) -> None:
         groups.end_watch()
 
 
-def _tell(groups: Groups, order: Order, applied: int = 0) -> None:
-    dist.broadcast(torch.tensor([order, applied], device=groups.device), src=0)
+def _tell(groups: Groups, order: Order, applied: int = 0, version: int = 0) -> None:
+    dist.broadcast(torch.tensor([order, applied, version], device=groups.device), src=0)
 
 
-def _hear(groups: Groups) -> tuple[Order, int]:
-    told = torch.zeros(2, dtype=torch.int64, device=groups.device)
+def _hear(groups: Groups) -> tuple[Order, int, int]:
+    told = torch.zeros(3, dtype=torch.int64, device=groups.device)
     dist.broadcast(told, src=0)
-    order, applied = told.tolist()
-    return Order(order), applied
+    order, applied, version = told.tolist()
+    return Order(order), applied, version

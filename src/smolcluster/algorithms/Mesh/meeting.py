@@ -17,12 +17,11 @@ import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT
 from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks
 from smolcluster.algorithms.Mesh.watch import Store
 from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy
 
-STEP_TIMEOUT = timedelta(hours=24)
-"""Of a backend: the watch says sooner, and by name, who keeps others waiting."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 QUIET_END_S = 10.0
 

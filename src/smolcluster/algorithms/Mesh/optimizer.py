@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT, Groups
 from smolcluster.algorithms.Mesh.parallel import Slot
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError
@@ -155,7 +155,7 @@ class TiedWeights:
                     ]
                     ranks = [rank for rank in column if name in told[rank]]
                     if len(ranks) > 1:
-                        group = dist.new_group(ranks)
+                        group = dist.new_group(ranks, timeout=STEP_TIMEOUT)
                         if groups.rank in ranks:
                             self._groups[name] = group
 

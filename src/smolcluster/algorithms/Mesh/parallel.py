@@ -95,20 +95,6 @@ class Slot:
                 gradient = gradient.redistribute(placements=placements)
         return _local(gradient)
 
-    def whole(self, local: Tensor) -> Tensor:
-        """All of a tensor of which `local` lies here; every rank of the stage must call it."""
-        parameter = self.parameter
-        if isinstance(parameter, DTensor):
-            spread = DTensor.from_local(
-                local,
-                parameter.device_mesh,
-                parameter.placements,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            local = spread.full_tensor()
-        return _reordered(local, FUSED_PARTS, self.fused, back=True) if self.fused > 1 else local
-
     def part(self, whole: Tensor) -> Tensor:
         """What of a whole tensor lies here."""
         whole = whole.view(self.shape)
@@ -342,10 +328,9 @@ def _divided(what: str, number: int, size: int) -> None:
         )
 
 
-def _reordered(tensor: Tensor, parts: int, size: int, *, back: bool = False) -> Tensor:
-    """Rows of (parts, size, n) as (size, parts, n), or back."""
-    outer = (size, parts) if back else (parts, size)
-    cut = tensor.reshape(*outer, -1, *tensor.shape[1:])
+def _reordered(tensor: Tensor, parts: int, size: int) -> Tensor:
+    """Rows of (parts, size, n) as (size, parts, n)."""
+    cut = tensor.reshape(parts, size, -1, *tensor.shape[1:])
     return cut.transpose(0, 1).reshape(tensor.shape)
 
 

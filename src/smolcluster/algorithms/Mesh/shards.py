@@ -1,12 +1,11 @@
-"""Any range of a model's flat weights, of which each rank of a mesh has some elements.
+"""What of a model's flat weights lies on each rank of a mesh.
 
 A rank's part of a parameter is some of its rows and some of its columns, whoever has cut it: `tp`, `fsdp`, or
-the order in which ranks take their shares of fused rows. So a range of the whole is filled by each rank with
-what is its own, and summed: each element is told by one rank alone. No rank has more of the whole at a time
-than that range.
+the order in which ranks take their shares of fused rows. Of ranks that have the same elements one alone, the
+sender, tells them to rank 0. So any range of the whole is filled by each rank with what it sends, and summed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,58 +16,83 @@ from smolcluster.algorithms.Mesh.groups import DIMENSIONS, Groups
 from smolcluster.algorithms.Mesh.parallel import Slot
 from smolcluster.training.places import meeting, shifted
 
+Ranges = Sequence[tuple[int, int]]
+"""Ascending numbers: from each first one to before its last."""
+
 
 @dataclass(frozen=True)
 class Shard:
-    """What of a parameter lies here: its element (rows[i], columns[j]) is local element (i, j).
+    """What of a parameter lies on a rank: all elements of some rows and columns, in their order.
 
     Attributes:
         begin: of the parameter in the flat weights.
         numel, width: elements of the whole parameter, and of one of its rows.
-        is_told: whether this rank tells of these elements, which others may have as well.
-        in_row: where the local part begins in the flat weights, if its elements stand there in a row.
+        rows, columns: that lie there.
     """
 
     begin: int
     numel: int
     width: int
-    rows: Tensor
-    columns: Tensor
-    is_told: bool
-    in_row: int | None = None
+    rows: Ranges
+    columns: Ranges
+
+    @property
+    def size(self) -> int:
+        """Elements that lie there."""
+        return _length(self.rows) * _length(self.columns)
+
+    def place_whole(self, local: Tensor, flat: Tensor) -> None:
+        """Copy all that lies there (size,) to where it is in the flat weights."""
+        if not self.size:
+            return
+        whole = flat[self.begin : self.begin + self.numel].view(-1, self.width)
+        own = local.view(_length(self.rows), _length(self.columns))
+        for to_rows, from_rows in _packed(self.rows):
+            for to_columns, from_columns in _packed(self.columns):
+                whole[to_rows, to_columns].copy_(own[from_rows, from_columns])
 
     def fill(self, local: Tensor, place: slice, out: Tensor) -> None:
         """Copy what of the flat weights' `place` lies in `local` to where it is in `out` (place,)."""
-        if self.in_row is not None:
-            here, there = meeting(slice(self.in_row, self.in_row + local.numel()), place)
+        if self._in_row is not None:
+            here, there = meeting(slice(self._in_row, self._in_row + local.numel()), place)
             out[there].copy_(local.view(-1)[here])
             return
-        near, where, inside = self._overlap(place)
+        near, where, inside = self._overlap(place, local.device)
         if len(near):
             out[where[inside]] = self._matrix(local)[near][inside]
 
     def put(self, local: Tensor, place: slice, values: Tensor) -> None:
         """Copy `values`, those of the flat weights' `place`, to where they are in `local`."""
-        if self.in_row is not None:
-            here, there = meeting(slice(self.in_row, self.in_row + local.numel()), place)
+        if self._in_row is not None:
+            here, there = meeting(slice(self._in_row, self._in_row + local.numel()), place)
             local.view(-1)[here].copy_(values[there])
             return
-        near, where, inside = self._overlap(place)
+        near, where, inside = self._overlap(place, local.device)
         if len(near):
             matrix = self._matrix(local)
             rows = matrix[near]
             rows[inside] = values[where[inside]]
             matrix[near] = rows
 
-    def _matrix(self, local: Tensor) -> Tensor:
-        return local.view(len(self.rows), len(self.columns))
+    @property
+    def _in_row(self) -> int | None:
+        """Where its elements begin in the flat weights, if they stand there one behind the other."""
+        if not self.size:
+            return self.begin
+        is_row = _length(self.rows) == 1 or _length(self.columns) == self.width
+        if len(self.rows) > 1 or len(self.columns) > 1 or not is_row:
+            return None
+        return self.begin + self.rows[0][0] * self.width + self.columns[0][0]
 
-    def _overlap(self, place: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def _matrix(self, local: Tensor) -> Tensor:
+        return local.view(_length(self.rows), _length(self.columns))
+
+    def _overlap(self, place: slice, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Local rows that `place` reaches, where their elements are in it, and which of them are."""
         first, stop = place.start - self.begin, place.stop - self.begin
-        at = self.rows * self.width
+        at = _numbers(self.rows, device) * self.width
         near = ((at + self.width > first) & (at < stop)).nonzero().flatten()
-        where = at[near, None] + self.columns - first
+        where = at[near, None] + _numbers(self.columns, device) - first
         return near, where, (where >= 0) & (where < stop - first)
 
 
@@ -81,15 +105,21 @@ class Shards:
         """`layers`: each parameter's place in the flat weights; all ranks must make them at once."""
         places = dict(layers)
         names = groups.all_told([slot.name for slot in slots])
-        told: set[str] = set()
-        self._shards: list[Shard] = []
+        seen: set[str] = set()
+        self._shards = [_shard_of(slot, places[slot.name]) for slot in slots]
+        self._is_sent: list[bool] = []
         for slot in slots:
-            is_first = slot.name not in told and not any(
+            is_first = slot.name not in seen and not any(
                 slot.name in names[groups.rank_at(pp=pp)] for pp in range(groups["pp"])
             )
-            told.add(slot.name)
-            is_told = is_first and _is_lowest(slot, groups)
-            self._shards.append(_shard_of(slot, places[slot.name], is_told=is_told))
+            seen.add(slot.name)
+            self._is_sent.append(is_first and _is_lowest(slot, groups))
+
+    @property
+    def sent(self) -> dict[int, Shard]:
+        """What this rank sends, by slot; nothing that is empty."""
+        both = enumerate(zip(self._shards, self._is_sent, strict=True))
+        return {number: shard for number, (shard, is_sent) in both if is_sent and shard.size}
 
     def of(self, places: Sequence[slice]) -> list[int]:
         """The slots, by number, whose parameters lie in these places."""
@@ -100,12 +130,12 @@ class Shards:
         ]
 
     def fill(self, place: slice, locals_: Mapping[int, Tensor], out: Tensor) -> None:
-        """Copy to `out` (place,) what this rank tells of a place; `locals_`: local parts, by slot."""
+        """Copy to `out` (place,) what this rank sends of a place; `locals_`: local parts, by slot."""
         for number, local in locals_.items():
             shard = self._shards[number]
             whole = slice(shard.begin, shard.begin + shard.numel)
             own, within = meeting(whole, place)
-            if shard.is_told and own.start < own.stop:
+            if self._is_sent[number] and own.start < own.stop:
                 shard.fill(local, shifted(own, shard.begin), out[within])
 
     def put(self, place: slice, values: Tensor, locals_: Mapping[int, Tensor]) -> None:
@@ -118,17 +148,15 @@ class Shards:
                 shard.put(local, shifted(own, shard.begin), values[within])
 
 
-def _shard_of(slot: Slot, place: slice, *, is_told: bool) -> Shard:
+def _shard_of(slot: Slot, place: slice) -> Shard:
     numel = place.stop - place.start
     width = numel // slot.shape[0] if slot.shape else 1
-    device = slot.local.device
-    found = slot.part(torch.arange(numel, device=device))
+    dtype = torch.int32 if numel < 2**31 else torch.int64
+    found = slot.part(torch.arange(numel, dtype=dtype, device=slot.local.device))
     num_rows = found.shape[0] if found.ndim else 1
     found = found.reshape(num_rows, found.numel() // num_rows if num_rows else 0)
     rows, columns = found[:, :1].flatten() // width, found[:1].flatten() % width
-    is_row = found.numel() == 0 or bool((found.flatten().diff() == 1).all())
-    in_row = place.start + (int(found[0, 0]) if found.numel() else 0) if is_row else None
-    return Shard(place.start, numel, width, rows, columns, is_told=is_told, in_row=in_row)
+    return Shard(place.start, numel, width, _ranges(rows), _ranges(columns))
 
 
 def _is_lowest(slot: Slot, groups: Groups) -> bool:
@@ -140,3 +168,30 @@ def _is_lowest(slot: Slot, groups: Groups) -> bool:
         placements = zip(names, slot.parameter.placements, strict=True)
         cut = {name for name, each in placements if not each.is_replicate()}
     return all(groups[name] == 0 for name in DIMENSIONS if name not in cut | {"pp"})
+
+
+def _ranges(numbers: Tensor) -> Ranges:
+    if not len(numbers):
+        return []
+    lasts = (numbers.diff() != 1).nonzero().flatten().tolist()
+    firsts = [0, *(each + 1 for each in lasts)]
+    return [
+        (int(numbers[first]), int(numbers[last]) + 1)
+        for first, last in zip(firsts, [*lasts, len(numbers) - 1], strict=True)
+    ]
+
+
+def _numbers(ranges: Ranges, device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(*each, device=device) for each in ranges])
+
+
+def _length(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _packed(ranges: Ranges) -> Iterator[tuple[slice, slice]]:
+    """Each range, and where it is when all stand one behind the other."""
+    at = 0
+    for start, stop in ranges:
+        yield slice(start, stop), slice(at, at + stop - start)
+        at += stop - start

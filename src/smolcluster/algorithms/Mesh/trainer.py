@@ -1,7 +1,7 @@
 """Training steps on a mesh, equal to those of one process with the same batches."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -70,22 +70,15 @@ class Computed:
     gradients: list[Tensor]
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A tensor of the whole model on its way to or from a mesh: `moment` of parameter `name`."""
-
-    name: str
-    moment: str
-    tensor: Tensor
-
-
 class MeshTrainer:
     """This rank's part of the training.
 
     Attributes:
         slots: the parameters of this rank's stages.
+        shapes: of all parameters, by name.
         num_samples: of an epoch.
         dtype: of the weights, those of other ranks included.
+        scaler: of a float16 run, in which all ranks' follow the same steps.
     """
 
     def __init__(
@@ -142,11 +135,12 @@ class MeshTrainer:
             self._train.weight_decay,
             groups,
         )
-        self._scaler = LossScaler() if self._train.precision == "fp16" else None
+        self.scaler = LossScaler() if self._train.precision == "fp16" else None
         stages_here = [each.stage for each in stages.values()]
         self._is_first = any(stage.is_first for stage in stages_here)
         self._is_last = any(stage.is_last for stage in stages_here)
-        self._holders = groups.all_told([[slot.name, slot.shape] for slot in self.slots])
+        everyone = groups.all_told([[slot.name, slot.shape] for slot in self.slots])
+        self.shapes = {name: tuple(shape) for told in everyone for name, shape in told}
         own = str(self.slots[0].parameter.dtype).partition(".")[2] if self.slots else ""
         dtype = next((each for each in groups.all_told(own) if each), "float32")
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -173,7 +167,7 @@ class MeshTrainer:
         train, total = self._train, self._train.num_epochs * self.num_samples
         epoch, start = divmod(samples_applied, self.num_samples)
         indices = self._orders[epoch][start : start + train.samples_per_step]
-        scale = 1.0 if self._scaler is None else self._scaler.scale
+        scale = 1.0 if self.scaler is None else self.scaler.scale
         computed = self.compute(indices, epoch, start, scale, note)
         rate = learning_rate(train, samples_applied, total, self.workload.training.schedule)
         skipped = self._overflows(computed.loss, computed.grad_norm, scale)
@@ -253,13 +247,10 @@ class MeshTrainer:
         `num_steps`: what rank 0 says of the steps that were taken; 0: there are no moments yet.
         """
         [count] = self.groups.total(float(num_steps) if self.groups.rank == 0 else 0.0)
-        shapes = {name: shape for told in self._holders for name, shape in told}
         moments: list[dict[str, Tensor]] = [{} for _ in self.slots]
-        for name in sorted(shapes):
+        for name in sorted(self.shapes):
             for moment in (WEIGHTS, *(self._optimizer.moment_names if count else ())):
-                tensor = torch.empty(
-                    tuple(shapes[name]), dtype=self.dtype, device=self.groups.device
-                )
+                tensor = torch.empty(self.shapes[name], dtype=self.dtype, device=self.groups.device)
                 if self.groups.rank == 0:
                     tensor.copy_(whole(name, moment).view_as(tensor))
                 dist.broadcast(tensor, src=0)
@@ -270,37 +261,6 @@ class MeshTrainer:
                         kept[moment] = slot.part(tensor)
         if count:
             self._optimizer.resume(moments, int(count))
-
-    def gather(self) -> Iterator[Whole]:
-        """Every parameter and its moments whole, on rank 0; every rank must go through it, and gets none."""
-        slots = {slot.name: place for place, slot in reversed(list(enumerate(self.slots)))}
-        sizes, seen = self.groups.sizes, set[str]()
-        for pp in range(sizes.pp):
-            root = self.groups.rank_at(pp=pp, dp=0, fsdp=0, tp=0)
-            for name, shape in self._holders[root]:
-                if name in seen:
-                    continue
-                seen.add(name)
-                self.groups.note(f"gathering {name}", waits=self.groups["pp"] != pp)
-                if self.groups["pp"] == pp:
-                    yield from self._give(slots[name], root)
-                elif self.groups.rank == 0:
-                    yield from self._receive(name, shape, root)
-
-    def _give(self, place: int, root: int) -> Iterator[Whole]:
-        slot = self.slots[place]
-        for moment, tensor in {WEIGHTS: slot.local, **self._optimizer.moments(place)}.items():
-            whole = slot.whole(tensor)
-            if self.groups.rank == root == 0:
-                yield Whole(slot.name, moment, whole)
-            elif self.groups.rank == root:
-                dist.send(whole.contiguous(), dst=0)
-
-    def _receive(self, name: str, shape: Sequence[int], root: int) -> Iterator[Whole]:
-        for moment in (WEIGHTS, *(self._optimizer.moment_names if self.num_steps else ())):
-            whole = torch.empty(tuple(shape), dtype=self.dtype, device=self.groups.device)
-            dist.recv(whole, src=root)
-            yield Whole(name, moment, whole)
 
     def _loss(self) -> tuple[float, int]:
         """Sum of the loss's terms, and their number, of all ranks."""
@@ -313,18 +273,18 @@ class MeshTrainer:
 
     def _overflows(self, loss: float, norm: float, scale: float) -> bool:
         if math.isfinite(loss) and math.isfinite(norm):
-            if self._scaler is not None:
-                self._scaler.stepped()
+            if self.scaler is not None:
+                self.scaler.stepped()
             return False
-        if self._scaler is not None and math.isfinite(loss) and scale > LEAST_SCALE:
-            self._scaler.overflowed(scale)
+        if self.scaler is not None and math.isfinite(loss) and scale > LEAST_SCALE:
+            self.scaler.overflowed(scale)
             return True
         what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         raise NonFiniteLoss(f"{what}; {DIVERGENCE_REMEDY}")
 
     def _parts(self, indices: Tensor, epoch: int, start: int) -> Iterator[Part]:
         """This rank's microbatches of a step."""
-        pieces = _shares(len(indices), self.groups.sizes.num_shares * self._num_parts)
+        pieces = cut_equally(len(indices), self.groups.sizes.num_shares * self._num_parts)
         own = pieces[self.groups.share * self._num_parts :][: self._num_parts]
         for piece in own:
             yield self._part(indices, piece, epoch, start)
@@ -343,8 +303,3 @@ class MeshTrainer:
                 self._seeds.begin(place)
                 part.model_input = model_input(self.workload, batch)
         return part
-
-
-def _shares(number: int, num_pieces: int) -> Sequence[range]:
-    """Places 0 to `number` in pieces as equal as can be."""
-    return cut_equally(number, num_pieces)

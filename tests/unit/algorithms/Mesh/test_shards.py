@@ -3,43 +3,58 @@
 import pytest
 import torch
 
-from smolcluster.algorithms.Mesh.shards import Shard
+from smolcluster.algorithms.Mesh.shards import Ranges, Shard
 
 WIDTH, NUMEL, BEGIN = 4, 24, 100
 
 
-def shard(rows: list[int], columns: list[int], *, in_row: int | None = None) -> Shard:
-    return Shard(
-        BEGIN,
-        NUMEL,
-        WIDTH,
-        torch.tensor(rows, dtype=torch.long),
-        torch.tensor(columns),
-        True,
-        in_row=in_row,
-    )
+def shard(rows: Ranges, columns: Ranges) -> Shard:
+    return Shard(BEGIN, NUMEL, WIDTH, rows, columns)
 
 
+ALL_ROWS, ALL_COLUMNS = [(0, 6)], [(0, 4)]
 CUTS = {
-    "columns": [shard([0, 1, 2, 3, 4, 5], [0, 1]), shard([0, 1, 2, 3, 4, 5], [2, 3])],
-    "fused rows": [shard([0, 2, 4], [0, 1, 2, 3]), shard([1, 3, 5], [0, 1, 2, 3])],
-    "rows": [
-        shard([0, 1, 2, 3], [0, 1, 2, 3], in_row=BEGIN),
-        shard([4, 5], [0, 1, 2, 3], in_row=BEGIN + 16),
+    "columns": [shard(ALL_ROWS, [(0, 2)]), shard(ALL_ROWS, [(2, 4)])],
+    "fused rows": [
+        shard([(0, 1), (2, 3), (4, 5)], ALL_COLUMNS),
+        shard([(1, 2), (3, 4), (5, 6)], ALL_COLUMNS),
     ],
+    "rows": [shard([(0, 4)], ALL_COLUMNS), shard([(4, 6)], ALL_COLUMNS)],
     "rows and columns": [
-        shard(rows, columns) for rows in ([0, 1, 2], [3, 4, 5]) for columns in ([0, 1], [2, 3])
+        shard([rows], [columns]) for rows in ((0, 3), (3, 6)) for columns in ((0, 2), (2, 4))
     ],
-    "nothing on one rank": [shard(list(range(6)), [0, 1, 2, 3]), shard([], [0, 1, 2, 3])],
+    "single rows": [shard([(row, row + 1)], [(0, 1), (2, 4)]) for row in range(6)]
+    + [shard(ALL_ROWS, [(1, 2)])],
+    "nothing on one rank": [shard(ALL_ROWS, ALL_COLUMNS), shard([], ALL_COLUMNS)],
 }
+
+
+def numbers(ranges: Ranges) -> list[int]:
+    return [number for each in ranges for number in range(*each)]
+
+
+def parts_of(flat: torch.Tensor, cut: list[Shard]) -> list[torch.Tensor]:
+    whole = flat.view(-1, WIDTH)
+    return [whole[numbers(each.rows)][:, numbers(each.columns)].contiguous() for each in cut]
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_parts_are_placed_where_they_were_taken_from(cut: list[Shard]) -> None:
+    flat = torch.arange(BEGIN + NUMEL + 3, dtype=torch.float32)
+    placed = torch.zeros_like(flat)
+    for each, local in zip(cut, parts_of(flat[BEGIN : BEGIN + NUMEL], cut), strict=True):
+        assert each.size == local.numel()
+        each.place_whole(local.flatten(), placed)
+    assert torch.equal(placed[BEGIN : BEGIN + NUMEL], flat[BEGIN : BEGIN + NUMEL])
+    assert not placed[:BEGIN].any()
+    assert not placed[BEGIN + NUMEL :].any()
 
 
 @pytest.mark.parametrize("length", [1, 5, 24])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
 def test_a_range_is_told_and_taken_element_by_element(cut: list[Shard], length: int) -> None:
     flat = torch.arange(NUMEL, dtype=torch.float32) + 1
-    whole = flat.view(-1, WIDTH)
-    locals_ = [whole[each.rows][:, each.columns].contiguous() for each in cut]
+    locals_ = parts_of(flat, cut)
     taken = [torch.zeros_like(local) for local in locals_]
     for start in range(0, NUMEL, length):
         stop = min(start + length, NUMEL)

@@ -1,0 +1,122 @@
+"""Brings all weights and moments of a mesh to rank 0 while training goes on.
+
+Training waits until each rank has copied what it sends, to memory of the host that it keeps for it. A thread
+of each rank then sends the copies, over a group of Gloo that nothing else uses, whatever backend the mesh has.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT
+from smolcluster.algorithms.Mesh.shards import Shard, Shards
+from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshTrainer
+from smolcluster.utils.background import Background
+
+LOOK_EVERY_S = 0.5
+
+
+class StateGathering:
+    """A rank's part in it. Every rank must make it at once, and call `begin` at the same steps."""
+
+    def __init__(
+        self, trainer: MeshTrainer, layers: Sequence[tuple[str, slice]] | None = None
+    ) -> None:
+        """`layers`: each parameter's place in the flat weights, which rank 0 alone says."""
+        groups = trainer.groups
+        own = [[name, place.start, place.stop] for name, place in layers or ()]
+        places = [(name, slice(start, stop)) for name, start, stop in groups.all_told(own)[0]]
+        sent = Shards(trainer.slots, places, groups).sent
+        self._trainer, self._slots = trainer, list(sent)
+        said = groups.all_told(
+            [
+                [each.begin, each.numel, each.width, each.rows, each.columns]
+                for each in sent.values()
+            ]
+        )
+        self._shards = [[Shard(*each) for each in rank] for rank in said]
+        self._group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT)
+        self._copies: dict[tuple[int, str], Tensor] = {}
+        largest = max((each.size for rank in self._shards[1:] for each in rank), default=0)
+        self._received = torch.empty(largest if groups.rank == 0 else 0, dtype=trainer.dtype)
+        self._thread = Background("gathering", partial(torch.set_num_threads, 1))
+        self._running: Future[None] | None = None
+        self._num_here = 0
+        self._is_abandoned = threading.Event()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the one that was begun last has; what rank 0 has may be of two steps then."""
+        running = self._running
+        return running is not None and running.done() and running.exception() is not None
+
+    def begin(self, state: Mapping[str, Tensor] | None = None) -> None:
+        """Copy what this rank sends, and let it go to rank 0; waits for the gathering before this one.
+
+        `state`: of rank 0, the flat tensor of each moment, and the weights as `WEIGHTS`, to be filled.
+
+        Raises:
+            RuntimeError: the gathering before has failed, as where a rank has ended.
+        """
+        self.wait()
+        optimizer = self._trainer.optimizer
+        moments = (WEIGHTS, *(optimizer.moment_names if optimizer.num_steps else ()))
+        for slot in self._slots:
+            kept = {WEIGHTS: self._trainer.slots[slot].local, **optimizer.moments(slot)}
+            for moment in moments:
+                self._copy(slot, moment, kept[moment])
+        self._running = self._thread.submit(
+            partial(self._send, moments)
+            if state is None
+            else partial(self._receive, moments, state)
+        )
+
+    def wait(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Return when what was begun last is over; `on_progress` is called as it gets on.
+
+        Raises:
+            RuntimeError: it has failed, or was abandoned.
+        """
+        running, num_here = self._running, -1
+        while running is not None and not running.done():
+            if self._is_abandoned.is_set():
+                raise RuntimeError("the weights are not waited for any more")
+            if self._num_here != num_here:
+                num_here = self._num_here
+                on_progress()
+            wait([running], LOOK_EVERY_S)
+        if running is not None:
+            running.result()
+
+    def abandon(self) -> None:
+        """Let all who wait, now or later, do so no more: this process ends at once."""
+        self._is_abandoned.set()
+
+    def _copy(self, slot: int, moment: str, local: Tensor) -> None:
+        copy = self._copies.get((slot, moment))
+        if copy is None:
+            copy = torch.empty(local.shape, dtype=local.dtype)
+            self._copies[slot, moment] = copy
+        copy.copy_(local)
+
+    def _send(self, moments: Sequence[str]) -> None:
+        for slot in self._slots:
+            for moment in moments:
+                dist.send(self._copies[slot, moment], dst=0, group=self._group)
+
+    def _receive(self, moments: Sequence[str], state: Mapping[str, Tensor]) -> None:
+        for slot, shard in zip(self._slots, self._shards[0], strict=True):
+            for moment in moments:
+                shard.place_whole(self._copies[slot, moment], state[moment])
+        for rank, shards in enumerate(self._shards[1:], 1):
+            for shard in shards:
+                part = self._received[: shard.size]
+                for moment in moments:
+                    dist.recv(part, src=rank, group=self._group)
+                    shard.place_whole(part, state[moment])
+                    self._num_here += 1
