@@ -2,6 +2,7 @@
 
 import queue
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -82,7 +83,12 @@ class Training:
     """A server whose steps the test takes: the weights are the step's number."""
 
     def __init__(
-        self, parts: Parts, store: CheckpointStore | None, every: int | None, first: int = 0
+        self,
+        parts: Parts,
+        store: CheckpointStore | None,
+        every: int | None,
+        first: int = 0,
+        fill: Callable[[], None] = lambda: None,
     ) -> None:
         self.lines: list[str] = []
         self.replica: Replica = parts.context.training.replica
@@ -90,7 +96,7 @@ class Training:
         self.report = report_of(parts, moved=(0, 0))
         self.report.version = first
         self._set(first)
-        subject = CheckpointSource(self.replica, self.progress, self.extra)
+        subject = CheckpointSource(self.replica, self.progress, self.extra, fill)
         self.saver = Saver(store, every, subject, self.report, logger(self.lines))
 
     def progress(self) -> Progress:
@@ -221,7 +227,41 @@ def test_a_server_that_fails_before_its_first_step_saves_nothing(shared_parts: P
     assert shelf.rest() == []
 
 
+def test_an_end_that_is_skipped_stays_so_when_the_copy_before_it_fails(
+    shared_parts: Parts,
+) -> None:
+    shelf, failures = Shelf(), [MemoryError("no room")]
+
+    def fill() -> None:
+        if failures:
+            raise failures.pop()
+
+    training = Training(shared_parts, shelf, 2, fill=fill)
+    with training.saver:
+        training.steps(2)
+        training.saver.skip_end()
+    assert shelf.rest() == []
+    assert any("step 2 is not saved" in line for line in training.lines)
+
+
 # What is saved
+
+
+def test_a_copy_begins_when_the_replica_is_filled(shared_parts: Parts) -> None:
+    shelf, is_there = Shelf(), threading.Event()
+
+    def fill() -> None:
+        assert is_there.wait(DEADLINE_S)
+
+    training = Training(shared_parts, shelf, 2, fill=fill)
+    with training.saver:
+        training.steps(2)
+        training.saver.tick()
+        assert shelf.saved.empty()
+        is_there.set()
+        training.saver.wait_for_copy()
+        training.saver.tick()
+        assert_is_of(shelf.next(), 2)
 
 
 def test_the_weights_of_the_step_are_saved_though_they_change_afterwards(

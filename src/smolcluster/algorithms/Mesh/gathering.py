@@ -1,7 +1,7 @@
 """Brings all weights and moments of a mesh to rank 0 while training goes on.
 
 Training waits until each rank has copied what it sends, to memory of the host that it keeps for it. A thread
-of each rank then sends the copies, over a group of Gloo that nothing else uses, whatever backend the mesh has.
+of each rank then sends the copies, over a group of Gloo that nothing else uses, whatever the mesh's backend.
 """
 
 import threading
