@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -68,8 +68,8 @@ class Case:
     num_words: int = WORDS
     architecture: str | None = None
     """Of transformers; None: the GPT of ours."""
-    is_bare: bool = False
-    """Whether it has layers without parameters instead of either."""
+    own: Literal["bare", "uncut"] | None = None
+    """A model of layers some of which have no parameters, or one that does not say how it is cut."""
 
     @property
     def config(self) -> MeshConfig:
@@ -86,6 +86,9 @@ CASES = {
     "dp2-fsdp2": Case({"dp": 2, "fsdp": 2}, {"activation_checkpointing": "full"}),
     "tp2-pp2-1f1b": Case(
         {"tp": 2, "pp": 2}, {"microbatches": 4, "sharding": SHARDING}, ADAM, double=True
+    ),
+    "pp2-fsdp2-eager": Case(
+        {"fsdp": 2, "pp": 2}, {"microbatches": 4, "schedule": "eager-1f1b"}, ADAM, double=True
     ),
     "pp4-gpipe": Case({"pp": 4}, {"microbatches": 4, "schedule": "gpipe"}),
     "dp2-pp2-zero-bubble": Case(
@@ -129,11 +132,14 @@ CASES = {
         {"fsdp": 2, "pp": 2},
         {"microbatches": 2, "compile": True, "activation_checkpointing": "full"},
     ),
-    "pp4-bare": Case({"pp": 4}, {"microbatches": 4}, ADAM, double=True, is_bare=True),
+    "pp4-bare": Case({"pp": 4}, {"microbatches": 4}, ADAM, double=True, own="bare"),
     "dp2-pp2-bare-zero-bubble": Case(
         *({"dp": 2, "pp": 2}, {"microbatches": 4, "schedule": "zero-bubble"}, ADAM),
         double=True,
-        is_bare=True,
+        own="bare",
+    ),
+    "dp2-fsdp2-uncut": Case(
+        {"dp": 2, "fsdp": 2}, {"microbatches": 2}, ADAM, double=True, own="uncut"
     ),
     "dp2-tp2-bf16": Case({"dp": 2, "tp": 2}, {}, {"precision": "bf16"}),
 }
@@ -196,8 +202,10 @@ def workload(case: Case) -> Workload:
     dtype = torch.float64 if case.double else torch.float32
 
     def model() -> torch.nn.Module:
-        if case.is_bare:
+        if case.own == "bare":
             return bare().to(dtype)
+        if case.own == "uncut":
+            return Uncut().to(dtype)
         if case.architecture is None:
             return GPT(config, case.num_words).to(dtype)
         return of_transformers(case.architecture, case).to(dtype)
@@ -220,6 +228,19 @@ def bare() -> torch.nn.Sequential:
     """The first and the third layer have no parameters."""
     first, second = torch.nn.Linear(WORDS, 8), torch.nn.Linear(8, WORDS)
     return torch.nn.Sequential(AsFloats(), first, torch.nn.Tanh(), second)
+
+
+class Uncut(torch.nn.Module):
+    """Does not say how it is cut, and has parameters of its own beside its modules'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(WORDS, 8)
+        self.out = torch.nn.Linear(8, WORDS)
+        self.scale = torch.nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.embedding(tokens) * self.scale.sum()))
 
 
 def of_transformers(architecture: str, case: Case) -> torch.nn.Module:
@@ -301,7 +322,7 @@ def train_case(name: str, case: Case, folder: Path) -> None:
             if number + 1 == NUM_GATHERED:
                 gathered.begin()
     early = gathered.weights()
-    if case.architecture is None and not case.is_bare:
+    if case.architecture is None and case.own is None:
         mesh = case.config.mesh
         assert lengths == {LENGTH // mesh.tp if mesh.sequence_parallel else LENGTH}
         words = next((each.local.shape for each in trainer.slots if each.name == "wte.weight"), [0])

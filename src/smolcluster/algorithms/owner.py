@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from smolcluster.algorithms.artifacts import report_of_failure, write_artifacts
@@ -53,6 +54,8 @@ class Owner:
     secret: Secret | None = None
     workload: Workload | None = None
     """What is trained; None: what the settings name."""
+    replica_device: torch.device | None = None
+    """Where the whole model lies; None: on the machine's device."""
 
     def run_config(self, run_id: str) -> RunConfig:
         """What travels to the workers."""
@@ -253,7 +256,7 @@ def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContex
         settings.train if begins else settings.train.without_weights(),
         settings.cluster.seed,
         settings.node.dataset,
-        device,
+        owner.replica_device or device,
         bucket_bytes=bucket_bytes_for(settings.cluster),
         microbatch=settings.node.microbatch,
         workload=owner.workload,
@@ -266,4 +269,4 @@ def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContex
             "evaluated",
             num_workers,
         )
-    return training
+    return replace(training, eval_device=device)

@@ -41,6 +41,7 @@ class TrainingContext:
         eval_batch_size: samples that are evaluated at once.
         unused: watches for parameters that the loss does not depend on; None: nobody does.
         prefetch: what loads training samples ahead; None: they lie in memory, or elsewhere.
+        eval_device: where a copy of the model is evaluated; None: where the replica lies.
     """
 
     workload: Workload
@@ -50,6 +51,7 @@ class TrainingContext:
     eval_batch_size: Microbatching = field(default_factory=lambda: Microbatching(None))
     unused: UnusedParameters | None = None
     prefetch: Prefetch | None = None
+    eval_device: torch.device | None = None
 
     @property
     def num_samples(self) -> int:
@@ -210,16 +212,14 @@ class TrainingContext:
         workload = self.workload
         if workload.validation is None or self.replica.device.type == "meta":
             return None
-        held_out, copied = (
-            workload.validation,
-            self.replica.copy_model() if model is None else model,
-        )
+        held_out, device = workload.validation, self.eval_device or self.replica.device
+        copied = (self.replica.copy_model() if model is None else model).to(device)
 
         def compute(at_once: int) -> Evaluation:
             return evaluate(
                 copied,
                 held_out,
-                self.replica.device,
+                device,
                 loss=workload.loss,
                 metrics=workload.metrics,
                 precision=self.replica.precision,

@@ -1,11 +1,15 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from smolcluster.configs.schema import DatasetConfig, DatasetPlace, SimpleNNConfig, TrainConfig
 from smolcluster.errors import ConfigError, DataError
+from smolcluster.training import build as training_build
 from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.evaluate import Evaluation
 
 CPU = torch.device("cpu")
 
@@ -65,3 +69,19 @@ def test_buckets_have_the_size_asked_for() -> None:
     train = config(SimpleNNConfig(input_dim=None))
     replica = build(train, 1, DatasetPlace(), CPU, bucket_bytes=4096).replica
     assert replica.buckets[0] == slice(0, 1024)
+
+
+def test_a_copy_is_evaluated_on_another_device_than_the_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = replace(build_digits(), eval_device=torch.device("meta"))
+    seen: list[torch.device] = []
+
+    def evaluated(model: nn.Module, _: object, device: torch.device, **__: object) -> Evaluation:
+        seen.extend([next(model.parameters()).device, device])
+        return Evaluation(1.0)
+
+    monkeypatch.setattr(training_build, "evaluate", evaluated)
+    training.evaluate()
+    assert [device.type for device in seen] == ["meta", "meta"]
+    assert training.replica.params.device.type == "cpu"

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ class StateGathering:
             ]
         )
         self._shards = [[Shard(*each) for each in rank] for rank in said]
-        self._group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT)
+        self._group: Any = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT)
         self._copies: dict[tuple[int, str], Tensor] = {}
         largest = max((each.size for rank in self._shards[1:] for each in rank), default=0)
         self._received = torch.empty(largest if groups.rank == 0 else 0, dtype=trainer.dtype)

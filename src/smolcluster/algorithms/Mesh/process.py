@@ -92,7 +92,7 @@ def be_rank(
             groups = Groups(_sizes(config, ranks), device, watch)
             if rank == 0:
                 own_run(
-                    Owner(SINGLE, "trainer", host, settings),
+                    Owner(SINGLE, "trainer", host, settings, replica_device=torch.device("cpu")),
                     log,
                     lambda context: loop.train(context, config, groups),
                     run_id=run_id,

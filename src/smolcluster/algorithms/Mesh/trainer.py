@@ -96,7 +96,8 @@ class MeshTrainer:
         Raises:
             ConfigError: the sizes do not fit the model or the batch.
         """
-        layers = num_layers(workload) if groups.sizes.pp > 1 else 1
+        is_uncut = groups.sizes.pp == 1
+        layers = num_layers(workload, may_be_one=is_uncut)
         config.check_division(
             world_size=dist.get_world_size(),
             num_samples=train.samples_per_step,
@@ -111,7 +112,7 @@ class MeshTrainer:
         self._orders = EpochOrders(lambda epoch: workload.train.order(epoch, seed))
         schedule = config.instructions()
         ranks = stage_ranks(schedule)
-        cuts = config.cut(num_layers(workload), len(ranks))
+        cuts = config.cut(layers, len(ranks))
         plan = {**config.plan, **plan}  # the first pattern that fits is taken
         self.slots: list[Slot] = []
         stages: dict[int, StageCompute] = {}
@@ -119,7 +120,9 @@ class MeshTrainer:
         for number, (rank, cut) in enumerate(zip(ranks, cuts, strict=True)):
             if rank != groups["pp"]:
                 continue
-            stage = build_stage(workload, cut.start, cut.stop, seed, groups.device)
+            stage = build_stage(
+                workload, cut.start, cut.stop, seed, groups.device, may_be_one=is_uncut
+            )
             stage.train()
             slots = spread(stage, plan, groups, splits=config.schedule_name in SPLIT)
             if part:

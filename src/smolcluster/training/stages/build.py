@@ -25,8 +25,8 @@ from smolcluster.utils.seed import derive_seed
 from smolcluster.utils.units import format_bytes
 
 
-def num_layers(workload: Workload) -> int:
-    """How many layers the workload's model has.
+def num_layers(workload: Workload, *, may_be_one: bool = False) -> int:
+    """How many layers the workload's model has; `may_be_one`: see `layers_of`.
 
     Raises:
         ConfigError: it cannot be cut.
@@ -34,7 +34,7 @@ def num_layers(workload: Workload) -> int:
     model, _ = _recorded(workload)
     if _is_language_model(model, workload):
         return num_blocks(model)
-    return len(layers_of(model, workload.stages))
+    return len(layers_of(model, workload.stages, may_be_one=may_be_one))
 
 
 def outline(workload: Workload) -> nn.Module:
@@ -77,12 +77,14 @@ def build_stage(
     seed: int,
     device: torch.device,
     *,
+    may_be_one: bool = False,
     log: logging.Logger | None = None,
 ) -> Stage:
     """Build layers [start, end) with the initial weights that the whole model would have under `seed`.
 
     No other tensors are in memory but one at a time, unless the model's initial values cannot be recorded;
-    then it is built whole, which the log says, and what is not needed is given back.
+    then it is built whole, which the log says, and what is not needed is given back. `may_be_one`: see
+    `layers_of`.
 
     Raises:
         ConfigError: the model cannot be cut.
@@ -91,7 +93,7 @@ def build_stage(
     with alone, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
         model, tape = _recorded(workload)
-        stage = _cut(model, workload, start, end)
+        stage = _cut(model, workload, start, end, may_be_one=may_be_one)
         if tape is not None:
             _read_weights(workload, stage, device, log)
             try:
@@ -102,13 +104,13 @@ def build_stage(
                 return stage
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
         model = workload.new_model()
-    return _cut(model, workload, start, end).to(device)
+    return _cut(model, workload, start, end, may_be_one=may_be_one).to(device)
 
 
-def _cut(model: nn.Module, workload: Workload, start: int, end: int) -> Stage:
+def _cut(model: nn.Module, workload: Workload, start: int, end: int, *, may_be_one: bool) -> Stage:
     if _is_language_model(model, workload):
         return HuggingFaceStage(model, start, end)
-    return Stage(model, layers_of(model, workload.stages), start, end)
+    return Stage(model, layers_of(model, workload.stages, may_be_one=may_be_one), start, end)
 
 
 def _is_language_model(model: nn.Module, workload: Workload) -> bool:
@@ -126,8 +128,8 @@ def _recorded(workload: Workload) -> tuple[nn.Module, Tape | None]:
             return workload.maker.skeleton(), tape
     if workload.is_built:
         raise ConfigError(
-            "the workload's model is a module, which holds all weights: a pipeline needs a function that "
-            "makes it, such as Workload(lambda: Model(...), ...), so that each stage makes its own layers"
+            "the workload's model is a module, which holds all weights: a pipeline or mesh needs a function "
+            "that makes it, such as Workload(lambda: Model(...), ...), so that each process makes its part"
         )
     try:
         with recording() as tape:
@@ -153,7 +155,7 @@ def _check_new(model: nn.Module, workload: Workload) -> None:
     if shared := [real[id(each)] for each in again.parameters() if id(each) in real]:
         raise ConfigError(
             f"the function that makes the workload's model returns the same {shared[0]} at each call: a "
-            "pipeline needs one that makes all layers anew, so that each stage makes its own"
+            "pipeline or mesh needs one that makes all layers anew, so that each process makes its own"
         )
 
 
@@ -223,7 +225,7 @@ def model_input(workload: Workload, batch: Batch) -> Any:
     except _InputFound as found:
         return found.value
     raise ConfigError(
-        "the loss never calls the model it is given, so that a pipeline cannot tell the model's input: write "
+        "the loss never calls the model it is given, so that nobody can tell the model's input: write "
         "it as loss(model, batch) that calls model(...) once"
     )
 

@@ -71,8 +71,12 @@ class Stage(nn.Module):
         return value
 
 
-def layers_of(model: nn.Module, cut: CutModel | None) -> list[nn.Module]:
+def layers_of(
+    model: nn.Module, cut: CutModel | None, *, may_be_one: bool = False
+) -> list[nn.Module]:
     """The layers of a model: what `cut` says, or the model's own `stages()`, or a Sequential's children.
+
+    `may_be_one`: a model of which nobody says how it is cut is one layer.
 
     Raises:
         ConfigError: nobody says, or a layer's buffers change as it computes.
@@ -81,6 +85,8 @@ def layers_of(model: nn.Module, cut: CutModel | None) -> list[nn.Module]:
     own: CutModel | None = cut or getattr(type(model), "stages", None)
     if own is None and isinstance(model, nn.Sequential):
         return _checked(list(model.children()))
+    if own is None and may_be_one:
+        return _checked([model])
     if own is None:
         raise ConfigError(
             f"{type(model).__name__} does not say how it is cut into layers: give Workload(stages=...), a "
@@ -99,8 +105,8 @@ def _checked(layers: list[nn.Module]) -> list[nn.Module]:
         for module in layer.modules():
             if isinstance(module, _BatchNorm) and module.track_running_stats:
                 raise ConfigError(
-                    f"a pipeline cannot train {type(module).__name__}, whose running statistics are of "
-                    "microbatches: use GroupNorm or LayerNorm"
+                    f"a pipeline or mesh cannot train {type(module).__name__}, whose running statistics are "
+                    "of microbatches: use GroupNorm or LayerNorm"
                 )
     return layers
 
