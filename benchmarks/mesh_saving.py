@@ -24,8 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from common import free_port, report, say, seconds
 from exchange import Children
@@ -38,7 +40,6 @@ from smolcluster.configs.schema import DatasetConfig, DatasetPlace, GPTConfig, T
 from smolcluster.models.gpt import GPT
 from smolcluster.training.build import build
 from smolcluster.training.checkpoint import CheckpointStore, Snapshot, TrainingState
-from smolcluster.training.finetune import next_token_loss
 from smolcluster.training.workload import Workload
 
 CPU, SEED, LENGTH = torch.device("cpu"), 1, 8
@@ -67,15 +68,26 @@ class Case:
 
     @property
     def config(self) -> MeshConfig:
-        return config_of({"mesh": {"fsdp": self.num_ranks}})
+        return config_of({"mesh": {"fsdp": self.num_ranks}, "microbatches": 1})
 
     def workload(self) -> Workload:
         num_layers = max(1, round((self.num_params - WIDTH * VOCABULARY) / PARAMS_A_LAYER))
-        sizes = {"model_dim": WIDTH, "num_heads": 12, "ff_dim": 4 * WIDTH, "max_seq_len": LENGTH}
-        config = GPTConfig(num_layers=num_layers, dropout=0.0, **sizes)
+        config = GPTConfig(
+            model_dim=WIDTH,
+            num_layers=num_layers,
+            num_heads=12,
+            ff_dim=4 * WIDTH,
+            max_seq_len=LENGTH,
+            dropout=0.0,
+        )
         tokens = torch.randint(0, VOCABULARY, (64, LENGTH))
         rows = [(each, each) for each in tokens]
-        return Workload(lambda: GPT(config, VOCABULARY), next_token_loss, rows)
+        return Workload(lambda: GPT(config, VOCABULARY), loss, rows)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    tokens, targets = batch
+    return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 def be_rank(pipe: Pipe, case: Case, rank: int) -> None:
@@ -101,10 +113,10 @@ def be_rank(pipe: Pipe, case: Case, rank: int) -> None:
         whole = time.perf_counter() - began
         tensors = tensors_of(trainer)
         dist.barrier()
-        dcp_whole = seconds(partial(dcp.save, tensors, checkpoint_id=case.folder / "dcp"))
+        dcp_whole = seconds(partial(save, tensors, checkpoint_id=case.folder / "dcp"))
         dist.barrier()
         began = time.perf_counter()
-        saving: Any = dcp.async_save(tensors, checkpoint_id=case.folder / "later")
+        saving: Any = async_save(tensors, checkpoint_id=case.folder / "later")
         dcp_held = time.perf_counter() - began
         saving.result()
         pipe.send((held, whole, dcp_held, dcp_whole))

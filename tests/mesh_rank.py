@@ -240,7 +240,8 @@ class Uncut(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.full((3,), 0.5))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.embedding(tokens) * self.scale.sum()))
+        logits: Tensor = self.out(torch.tanh(self.embedding(tokens) * self.scale.sum()))
+        return logits
 
 
 def of_transformers(architecture: str, case: Case) -> torch.nn.Module:

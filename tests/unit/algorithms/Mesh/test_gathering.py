@@ -78,7 +78,6 @@ def test_who_waits_is_told_of_progress_and_has_all_then(wire: Wire) -> None:
 def test_a_rank_that_ends_meanwhile_leaves_nothing_whole(wire: Wire) -> None:
     whole = rank_0()
     whole.begin({WEIGHTS: torch.zeros(7)})
-    assert not whole.has_failed
     wire.failure = RuntimeError("Connection closed by peer")
     wire.may_arrive.release()
     with pytest.raises(RuntimeError, match="Connection closed"):
