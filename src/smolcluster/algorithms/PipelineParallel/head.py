@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from smolcluster.algorithms.PipelineParallel.coordinator import (
 )
 from smolcluster.algorithms.PipelineParallel.crew import Crew
 from smolcluster.algorithms.PipelineParallel.part_copy import Place, piece_frame, values_of
+from smolcluster.algorithms.spreading import GatheredChange, check_can_be_spread, parts_of
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GradientClipping, RunConfig, StagesConfig, TrainConfig
 from smolcluster.configs.spec import algorithm_of_stages
@@ -461,7 +462,7 @@ class PipelineCopy:
         self._head.do(self._head.ordered("step", **told))
 
     def change(self, fragment: int) -> Values:
-        return _Change(self._head, fragment)
+        return GatheredChange(lambda place: self._head.do(self._head.change(fragment, place)))
 
     def mark_sent(self, fragment: int) -> None:
         self._head.do(self._head.ordered("mark_sent", fragment=fragment))
@@ -497,18 +498,6 @@ class PipelineCopy:
         return found
 
 
-@dataclass(frozen=True)
-class _Change:
-    """What a fragment has changed by; it is gathered from the stages as it is asked for."""
-
-    head: Head
-    fragment: int
-
-    def __getitem__(self, place: slice, /) -> Tensor:
-        found: Tensor = self.head.do(self.head.change(self.fragment, place))
-        return found
-
-
 def spread(
     welcome: Welcome,
     training: TrainingContext,
@@ -528,17 +517,7 @@ def spread(
     """
     stages = settings.node.stages
     assert stages is not None  # noqa: S101 - else nobody asks
-    if welcome.data is not None:
-        raise ConfigError(
-            f"the server sends the samples, but {name} has stages, each of which reads its own: set "
-            f"dataset.source to local, or nodes.{name}.stages to null"
-        )
-    frozen = [key for key, each in training.replica.parameters.items() if not each.requires_grad]
-    if frozen:
-        raise ConfigError(
-            f"the model has frozen weights ({frozen[0]}), which stages cannot compare with the server's: "
-            f"set nodes.{name}.stages to null"
-        )
+    check_can_be_spread(welcome, training, name, "stages")
     run = pipeline_run(welcome.run, stages)
     told = settings_of(settings, run.train, stages, name)
     try:
@@ -569,7 +548,7 @@ def spread(
         )
         head.start()
         rooms.push(lambda _kind, error, _trace: head.end(error))
-        own = {each.name: getattr(training, each.name) for each in fields(training)}
+        own = parts_of(training)
         PipelineContext(**own, head=head, rooms=rooms).wait_until_ready()
         return PipelineContext(**own, head=head, rooms=rooms.pop_all())
 
