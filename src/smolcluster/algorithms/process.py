@@ -29,6 +29,7 @@ from smolcluster.configs.function_name import known_here
 from smolcluster.configs.resolve import (
     Settings,
     check_algorithm,
+    check_has_local_steps,
     check_node_overrides,
     default_training,
     load_settings,
@@ -238,8 +239,7 @@ def spread_over_others(
         ConfigError: workers of this algorithm are one process each, or it shall be spread over both.
     """
     node, spec = settings.node, get_algorithm(algorithm)
-    if not spec.has_local_steps:
-        node.check_is_one_process(args.node, spec.title, ", or launch diloco")
+    check_has_local_steps(args.node, node, spec)
     if node.ranks is not None and node.stages is not None:
         raise ConfigError(
             f"nodes.{args.node} has ranks and stages, but a worker is a mesh or a pipeline: set one of them "
