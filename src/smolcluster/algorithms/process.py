@@ -181,7 +181,8 @@ def be_stage(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
     worker_id = list(stages.host_ip).index(args.node) + 1
     pipeline = algorithm_of_stages()
     with _following(settings, args, "stage", None) as (_, _own, setup):
-        place = replace(setup, hello=introduce(args.node, worker_id, sets_of(pipeline.name)))
+        hello = introduce(args.node, worker_id, sets_of(pipeline.name))
+        place = replace(setup, hello=hello, whom="its worker")
         if args.server is None:
             address = Address(stages.host_ip[args.node], stages.port)
             place = replace(place, address=address)
