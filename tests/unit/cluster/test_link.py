@@ -130,6 +130,19 @@ def test_a_server_that_leaves_is_said_to_have_left_and_looked_for(life: Life[Hel
     assert [each for each in life.lines if "the server has left: it was stopped; trying" in each]
 
 
+def test_who_follows_another_worker_speaks_of_that(life: Life[Helper]) -> None:
+    worker = life.begin(whom="its worker")
+    life.taken_part()[0].leave()
+    hand, _ = life.taken_part()
+    hand.say(Goodbye(reason="it was stopped"))
+    hand.leave()
+    end(life.taken_part()[0])
+    worker.finish()
+    assert any("its worker is lost: " in line for line in life.lines)
+    assert any("its worker has left: it was stopped" in line for line in life.lines)
+    assert not any("the server" in line for line in life.lines)
+
+
 def test_a_server_that_does_not_come_back_is_given_up(life: Life[Helper]) -> None:
     worker = life.begin()
     hand, _ = life.taken_part(run_config("run-1", "reconnect_timeout_s=0.2"))

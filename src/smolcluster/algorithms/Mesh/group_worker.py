@@ -106,8 +106,8 @@ class GroupCopy:
 
     def change(self, fragment: int) -> Values:
         def gather(place: slice) -> Tensor:
-            told = {"fragment": fragment, "place": (place.start, place.stop)}
-            found: Tensor = self._group.order("change", **told)
+            part = place.start, place.stop
+            found: Tensor = self._group.order("change", fragment=fragment, place=part)
             return found
 
         return GatheredChange(gather)

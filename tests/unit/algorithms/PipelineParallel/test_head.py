@@ -39,6 +39,7 @@ from smolcluster.configs.schema import StagesConfig
 from smolcluster.errors import DeviceFailed, OutOfMemory, PeerLost, PortBusy, RunFailed
 from smolcluster.net.membership import Member
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.recipe import Training
 from smolcluster.training.workload import Workload
 from smolcluster.transport.messages import (
@@ -190,7 +191,7 @@ def test_what_is_the_servers_is_not_asked_of_stages() -> None:
     assert told.cluster.start_timeout_s == 600
     assert told.cluster.port == 7000
     workload = Workload(
-        lambda: nn.Linear(1, 1), lambda *_: None, [1], training=Training(ema_decay=0.9)
+        lambda: nn.Linear(1, 1), cross_entropy, [1], training=Training(ema_decay=0.9)
     )
     training = without_servers_part(TrainingContext(workload, small_replica(), 1))
     run.of(PipelineConfig).check_training(training.recipe, training.recipe.applied_to(told.train))
