@@ -38,6 +38,27 @@ def loss(model, batch):
 def workload():
     return Workload(nn.Linear(4, 1), loss, torch.randn(320, 4).unbind())
 """
+LAYERS = """
+import time
+import torch
+from torch import nn
+from smolcluster.training.workload import Workload
+
+class Slow(nn.Linear):
+    def forward(self, value):
+        time.sleep(0.005)
+        return super().forward(value)
+
+def loss(model, batch):
+    return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+def model():
+    return nn.Sequential(*(Slow(4, 4) for _ in range(5)), nn.Linear(4, 1))
+
+def workload():
+    return Workload(model, loss, torch.randn(320, 4).unbind())
+"""
+"""The workload of a pipeline: six layers, each of which takes its time."""
 READY = """
 import sys
 from smolcluster.launch.host import Host

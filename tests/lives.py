@@ -33,6 +33,7 @@ class Life(Generic[P]):
         *,
         node: NodeConfig | None = None,
         start_timeout_s: float = DEADLINE_S,
+        whom: str = "the server",
     ) -> Outcome:
 
         def make(welcome: Welcome, training: TrainingContext) -> P:
@@ -46,6 +47,7 @@ class Life(Generic[P]):
             secret=SECRET,
             start_timeout_s=start_timeout_s,
             log=logger(self.lines),
+            whom=whom,
             on_run_known=lambda run: self.runs.append(run.run_id),
         )
         return Outcome("worker", lambda: follow(place, make))

@@ -160,6 +160,7 @@ def test_a_pipeline_and_a_single_machine_apply_every_sample_once(tmp_path: Path)
     summary = cluster.finish(pipeline.head(1), single, *stages)
     assert summary.samples_applied == 10 * 52
     assert [each.node for each in summary.workers if each.samples] == ["mini1", "macbook"]
+    assert [each.prefetch for each in pipeline.contexts] == [None]
     assert summary.final.val_loss is not None
 
 

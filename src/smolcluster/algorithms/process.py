@@ -29,6 +29,7 @@ from smolcluster.configs.function_name import known_here
 from smolcluster.configs.resolve import (
     Settings,
     check_algorithm,
+    check_has_local_steps,
     check_node_overrides,
     default_training,
     load_settings,
@@ -180,7 +181,8 @@ def be_stage(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
     worker_id = list(stages.host_ip).index(args.node) + 1
     pipeline = algorithm_of_stages()
     with _following(settings, args, "stage", None) as (_, _own, setup):
-        place = replace(setup, hello=introduce(args.node, worker_id, sets_of(pipeline.name)))
+        hello = introduce(args.node, worker_id, sets_of(pipeline.name))
+        place = replace(setup, hello=hello, whom="its worker")
         if args.server is None:
             address = Address(stages.host_ip[args.node], stages.port)
             place = replace(place, address=address)
@@ -238,8 +240,7 @@ def spread_over_others(
         ConfigError: workers of this algorithm are one process each, or it shall be spread over both.
     """
     node, spec = settings.node, get_algorithm(algorithm)
-    if not spec.has_local_steps:
-        node.check_is_one_process(args.node, spec.title, ", or launch diloco")
+    check_has_local_steps(args.node, node, spec)
     if node.ranks is not None and node.stages is not None:
         raise ConfigError(
             f"nodes.{args.node} has ranks and stages, but a worker is a mesh or a pipeline: set one of them "

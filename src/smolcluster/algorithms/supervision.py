@@ -70,6 +70,11 @@ def decide(code: int, lived_s: float, num_restarts: int, allowed: int) -> Decisi
     return Decision(FIRST_DELAY_S * FACTOR**num_restarts, num_restarts + 1, how)
 
 
+def is_started_again(code: int) -> bool:
+    """Whether a process with this exit code has died, as far as it could say so itself."""
+    return code in _DIED
+
+
 class Stopping:
     """Signals that ask the supervisor to stop: noted, and handed on to the process that it has."""
 

@@ -116,7 +116,11 @@ def attach(
         local=told.is_local,
         local_workers=told.num_workers,
     )
-    settings.node.check_is_one_process(own, "a loop of one's own")
+    if settings.node.spread is not None:
+        key, value = settings.node.spread
+        raise ConfigError(
+            f"nodes.{own}.{key} is {value}, but a loop that attaches is one process: set it to null"
+        )
     wanted = _Wanted(num_samples, num_samples is not None, batch_size, num_epochs)
     return Cluster(model, optimizer, settings, name=own, told=told, wanted=wanted, secret=secret)
 

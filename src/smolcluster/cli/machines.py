@@ -212,7 +212,7 @@ def _advise(
     epilog=below_training(
         "smolcluster plan --config my.yaml --train-config gpt",
         "smolcluster plan --config my.yaml --workload my_project/train.py:workload --codec int8",
-        "smolcluster plan --config my.yaml --model ~/models/llama --recompute",
+        "smolcluster plan --config my.yaml --model '~/models/llama' --recompute",
         "smolcluster plan --local --workers 3 --json > plan.json",
     ),
 )

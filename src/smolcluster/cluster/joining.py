@@ -25,8 +25,9 @@ def join(
     encryption: Encryption = "auto",
     unproved_patience_s: float = UNPROVED_PATIENCE_S,
     say_after_s: float = SAY_AFTER_S,
+    whom: str = "the server",
 ) -> tuple[Connection, Welcome]:
-    """Try until the server welcomes this worker; see `dial`.
+    """Try until the server, or `whom` this worker follows, welcomes this worker; see `dial`.
 
     Raises:
         RunOver: the run has ended well in the meantime.
@@ -44,6 +45,7 @@ def join(
             encryption=encryption,
             unproved_patience_s=unproved_patience_s,
             say_after_s=say_after_s,
+            whom=whom,
         )
     except Rejected as error:
         if error.is_proved and error.code == "over":

@@ -16,7 +16,7 @@ from typing import Protocol
 from smolcluster.cluster.joining import RunOver, join
 from smolcluster.cluster.process_stats import ProcessStats
 from smolcluster.configs.schema import Encryption, NodeConfig, RunConfig
-from smolcluster.configs.spec import has_whole_model
+from smolcluster.configs.spec import has_local_steps, has_whole_model
 from smolcluster.errors import (
     ConfigError,
     NonFiniteLoss,
@@ -77,6 +77,8 @@ class WorkerSetup:
     secret: Secret
     start_timeout_s: float
     log: logging.Logger
+    whom: str = "the server"
+    """Whom it follows, for people."""
     encryption: Encryption = "auto"
     workload: Workload | str | None = None
     """What is trained, or the name of the function that makes it, which only this process's user knows; None:
@@ -84,7 +86,8 @@ class WorkerSetup:
     build: Callable[[Welcome], TrainingContext] | None = None
     """Makes what is trained instead of this module; None: a model and data of this process."""
     spread: Callable[[Welcome, TrainingContext], TrainingContext] | None = None
-    """Spreads what is trained, of which there is an outline, over other processes."""
+    """Spreads what is trained, of which there is an outline, over other processes, which may still have to
+    come."""
     meter: Meter = field(default_factory=Meter)
     own_folder: Callable[[str], Path] | None = None
     """Where the worker keeps what is its own of the run of that id; None: nowhere."""
@@ -126,6 +129,7 @@ class Link(Session, Receiver):
         """Where the worker keeps what is its own of this run; None: nowhere."""
         self.place = place
         """Of this worker's process; None: it needs no peers but the server."""
+        self._whom = place.whom if place else "the server"
         self._others: list[Session] = []
         """Sessions with other peers, which last as long as this one."""
         self.heard = False
@@ -223,11 +227,20 @@ class Link(Session, Receiver):
             case MessageReceived(message=Reject() as reject):
                 raise Rejected(reject.sentence, reject.code, reject.retry_after_s)
             case MessageReceived(session_id=0, message=Goodbye() as goodbye):
-                raise PeerLost(f"the server has left: {goodbye.reason}")
+                raise PeerLost(f"{self._whom} has left: {goodbye.reason}")
             case SessionClosed(session_id=session_id, reason=reason):
-                whom = "a store" if session_id else "the server"
+                whom = "a store" if session_id else self._whom
                 raise PeerLost(f"{whom} is lost: {reason}")
         return event
+
+    def check(self) -> None:
+        """Hear of the server's end while this worker prepares: before it is ready nothing else is said.
+
+        Raises:
+            SmolclusterError: as `next_event`.
+        """
+        if self._inner is None:
+            self.next_event(0.0)
 
     def leave(self, close_message: Message | None) -> None:
         """Say goodbye if there is somebody to hear it, and wait until the session's memory is free."""
@@ -236,7 +249,7 @@ class Link(Session, Receiver):
         else:
             self.finish()
         if not self.join(SHUTDOWN_TIMEOUT_S):
-            self.cut("the server did not close the connection")
+            self.cut(f"{self._whom} did not close the connection")
             self.join(None)
         for other in self._others:
             other.cut("the session with the server has ended")
@@ -270,36 +283,35 @@ def follow(
         RunFailed: the run ended badly.
         Rejected, AuthError, DataError, ConfigError, NonFiniteLoss, UserCodeError: this worker cannot go on.
     """
-    life = _Life(place, make_participant)
     patience, pauses = Deadline(place.start_timeout_s), Pauses()
     unproved_patience_s = UNPROVED_PATIENCE_S
     try:
-        while True:
-            connection, welcome = join(
-                place.address,
-                place.hello,
-                place.secret,
-                timeout_s=patience.remaining(),
-                log=place.log,
-                encryption=place.encryption,
-                unproved_patience_s=unproved_patience_s,
-            )
-            unproved_patience_s = math.inf  # this is the right server, and knows the secret
-            pauses.session_begins()
-            try:
-                life.spend_session(connection, welcome)
-            except PeerLost as error:
-                if life.made_progress:
-                    patience = Deadline(welcome.run.reconnect_timeout_s)
-                elif patience.expired:
-                    raise
-                left = format_duration(patience.remaining())
-                place.log.warning("%s; trying to reconnect for %s", error, left)
-                time.sleep(pauses.next_s())
+        with closing(_Life(place, make_participant)) as life:
+            while True:
+                connection, welcome = join(
+                    place.address,
+                    place.hello,
+                    place.secret,
+                    timeout_s=patience.remaining(),
+                    log=place.log,
+                    encryption=place.encryption,
+                    unproved_patience_s=unproved_patience_s,
+                    whom=place.whom,
+                )
+                unproved_patience_s = math.inf  # this is the right server, and knows the secret
+                pauses.session_begins()
+                try:
+                    life.spend_session(connection, welcome)
+                except PeerLost as error:
+                    if life.made_progress:
+                        patience = Deadline(welcome.run.reconnect_timeout_s)
+                    elif patience.expired:
+                        raise
+                    left = format_duration(patience.remaining())
+                    place.log.warning("%s; trying to reconnect for %s", error, left)
+                    time.sleep(pauses.next_s())
     except RunOver as news:
         place.log.info("the run is over: %s", news)
-    finally:
-        life.close()
 
 
 class _Life:
@@ -313,15 +325,17 @@ class _Life:
         self._place = place
         self._make_participant = make_participant
         self._welcome: Welcome | None = None
+        """By which what is trained was built."""
         self._training: TrainingContext
-        self._participant: Participant
+        self._participant: Participant | None = None
         self._open = ExitStack()
-        self._samples_per_s = 0.0
+        self._samples_per_s: float | None = None
         self._process_stats = ProcessStats(place.meter)
         self.made_progress = False
         """Whether the last session was answered after Ready, or was the first to build what is trained."""
 
     def close(self) -> None:
+        """Close what is trained, which learns from the exception that is on its way how the run has ended."""
         self._open.close()
 
     def spend_session(self, connection: Connection, welcome: Welcome) -> None:
@@ -337,9 +351,9 @@ class _Life:
         close_message: Message | None = Goodbye(reason="it was stopped")
         try:
             self._place.on_run_known(welcome.run)
-            self._prepare(welcome)
-            link.begin(self._participant.new_receiver(), self._ready())
-            self._participant.take_part(link)
+            participant = self._prepare(welcome, link.check)
+            link.begin(participant.new_receiver(), self._ready(participant, welcome.run))
+            participant.take_part(link)
         except (RunOver, RunFailed):
             close_message = Goodbye(reason="the run is over")
             raise
@@ -367,34 +381,43 @@ class _Life:
         folder = self._place.own_folder
         return KeptSteps(folder(run_id), self._place.log) if folder else None
 
-    def _prepare(self, welcome: Welcome) -> None:
-        """Build what is trained, unless it is there from the last session with this same server."""
-        if self._welcome is not None and _same_server(self._welcome, welcome):
-            self._training.wait_until_ready()
-            self._place.log.info("back in run %s", welcome.run_id)
-            return
-        if self._welcome is not None and _same_bench(self._welcome, welcome):
-            self._place.log.info("the server was started again; starting afresh with it")
-            self._training.replica.optimizer.reset()  # the server sends the weights
-        else:
+    def _prepare(self, welcome: Welcome, check: Callable[[], None]) -> Participant:
+        """Build what is trained, unless it is there from the last session with this same server.
+
+        `check`: see `TrainingContext.wait_until_ready`.
+        """
+        before, place = self._welcome, self._place
+        if before is None or not _same_bench(before, welcome):
             self._build(welcome)
-        self._participant = self._make_participant(welcome, self._training)
+        elif not _same_server(before, welcome):
+            place.log.info("%s was started again; starting afresh with it", place.whom)
+            self._training.replica.optimizer.reset()  # the server sends the weights
+            self._participant = None
         self._welcome = welcome
+        self._training.wait_until_ready(check)
+        if self._participant is not None:
+            place.log.info("back in run %s", welcome.run_id)
+            return self._participant
+        if self._samples_per_s is None:
+            self._samples_per_s = measure_speed(self._training, welcome.run.train.batch_size)
+            place.log.info(
+                "joined run %s at %s: %s on %s, %s",
+                welcome.run_id,
+                place.address,
+                type(self._training.replica.model).__name__,
+                self._training.workload.name,
+                describe(pick_device(place.node.device)),
+            )
+        self._participant = self._make_participant(welcome, self._training)
         self.made_progress = True
+        return self._participant
 
     def _build(self, welcome: Welcome) -> None:
-        run, place = welcome.run, self._place
         self._open.close()  # of a run before
-        self._training = self._open.enter_context(closing((place.build or self._built)(welcome)))
-        self._samples_per_s = measure_speed(self._training, run.train.batch_size)
-        place.log.info(
-            "joined run %s at %s: %s on %s, %s",
-            welcome.run_id,
-            place.address,
-            type(self._training.replica.model).__name__,
-            self._training.workload.name,
-            describe(pick_device(place.node.device)),
-        )
+        self._welcome = self._participant = self._samples_per_s = None
+        made = (self._place.build or self._built)(welcome)
+        self._training = self._open.enter_context(closing(made))
+        self.made_progress = True
 
     def _workload(self, run: RunConfig) -> Workload | None:
         """What this process was told to train; None: what the server's configuration names.
@@ -437,16 +460,17 @@ class _Life:
         )
         return built if place.spread is None else place.spread(welcome, built)
 
-    def _ready(self) -> Ready:
+    def _ready(self, participant: Participant, run: RunConfig) -> Ready:
         replica = self._training.replica
+        says_weights = has_local_steps(run.algorithm) and not replica.params.is_meta
         return Ready(
             source=self._training.workload.source,
             dataset_fingerprint=self._training.workload.fingerprint,
             model_fingerprint=replica.fingerprint,
             device=describe(pick_device(self._place.node.device)),
-            samples_per_s=self._samples_per_s,
-            unacknowledged=self._participant.unacknowledged,
-            weights=None if replica.params.is_meta else replica.digest(),
+            samples_per_s=self._samples_per_s or 0.0,
+            unacknowledged=participant.unacknowledged,
+            weights=replica.digest() if says_weights else None,
         )
 
 

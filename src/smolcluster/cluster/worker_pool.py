@@ -300,11 +300,14 @@ class WorkerPool:
         elif preparing and now - self._active_at < self._cluster.prepare_timeout_s:
             self._alone_since = now
         waited_s = now - self._alone_since
-        decision = quorum(present, self._cluster, started=self.started, waited_s=waited_s)
+        decision = quorum(
+            present, self._cluster, started=self.started, waited_s=waited_s, role=self._role
+        )
         if decision.verdict == "give up":
             raise ClusterEmpty(decision.reason)
         if decision.verdict == "go" and not self.started:
-            self._log.info("training starts: %s", decision.reason)
+            begins = "training starts: " if self._role == "worker" else ""
+            self._log.info("%s%s", begins, decision.reason)
             self.started = True
             self.report.started()
         self.report.is_waiting = not (present and self.started)
@@ -440,5 +443,5 @@ class WorkerPool:
             self.report.worker_changed(WorkerLost(**worker.who, reason=reason))
         if self.started and not self.workers:
             patience = format_duration(self._cluster.empty_cluster_timeout_s)
-            self._log.warning("all workers have gone; waiting up to %s for one", patience)
+            self._log.warning("all %ss have gone; waiting up to %s for one", self._role, patience)
         yield Departed(worker)

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +48,7 @@ from smolcluster.configs.schema import (
     config_of,
     train_section,
 )
-from smolcluster.configs.spec import algorithms
+from smolcluster.configs.spec import AlgorithmSpec, algorithms
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.utils.words import hint_at, one_line
 
@@ -245,8 +246,8 @@ def load_resolved(path: Path) -> Settings:
 def localise(cluster: ClusterConfig, num_workers: int | None) -> ClusterConfig:
     """The same cluster on this machine alone, with `num_workers` workers (None: as many as it lists).
 
-    Every address is the loopback's, and an algorithm's keys are as its `local` has them. Workers beyond the
-    list are called `local4`, `local5`, …
+    Every address is the loopback's, each pipeline has a port of its own, and an algorithm's keys are as its
+    `local` has them. Workers beyond the list are called `local4`, `local5`, …
 
     Raises:
         ConfigError: `num_workers` is below 1.
@@ -267,16 +268,26 @@ def localise(cluster: ClusterConfig, num_workers: int | None) -> ClusterConfig:
             "workers": workers,
             "num_workers": count,
             "min_workers": min(cluster.min_workers, count),
-            "nodes": {name: _localised(node) for name, node in cluster.nodes.items()},
+            "nodes": _localised(cluster, workers),
         }
     )
 
 
-def _localised(node: NodeConfig) -> NodeConfig:
-    if node.stages is None:
-        return node
-    host_ip = dict.fromkeys(node.stages.host_ip, LOOPBACK)
-    return node.model_copy(update={"stages": node.stages.model_copy(update={"host_ip": host_ip})})
+def _localised(cluster: ClusterConfig, workers: Sequence[str]) -> dict[str, NodeConfig]:
+    """The nodes of a cluster on this machine, of whose workers these are left."""
+    nodes, taken = dict(cluster.nodes), {cluster.port}
+    for name, node in cluster.nodes.items():
+        if (stages := node.stages) is None:
+            continue
+        if name not in workers:
+            nodes[name] = node.model_copy(update={"stages": None})
+            continue
+        port = next(each for each in count(stages.port) if each not in taken)
+        taken.add(port)
+        host_ip = dict.fromkeys(stages.host_ip, LOOPBACK)
+        own = stages.model_copy(update={"host_ip": host_ip, "port": port})
+        nodes[name] = node.model_copy(update={"stages": own})
+    return nodes
 
 
 def check_algorithm(settings: Settings, algorithm: AlgorithmName) -> None:
@@ -296,13 +307,27 @@ def check_algorithm(settings: Settings, algorithm: AlgorithmName) -> None:
             "launch edp, syncps or diloco"
         )
     for name, node in settings.cluster.nodes.items():
-        if node.stages is not None and not spec.has_local_steps:
-            node.check_is_one_process(name, spec.title, ", or launch diloco")
+        if node.stages is not None:
+            check_has_local_steps(name, node, spec)
     for other in algorithms().values():
         for key, reason in config_of(other).claims.items():
             if other is not spec and key not in own.claims:
                 _check_unclaimed(settings, key, f"{other.title}'s: {reason}", other.name)
     own.check(settings)
+
+
+def check_has_local_steps(name: str, node: NodeConfig, spec: AlgorithmSpec) -> None:
+    """Refuse several processes as one worker of an algorithm whose workers take no local steps.
+
+    Raises:
+        ConfigError: node `name` is to have them.
+    """
+    if node.spread is not None and not spec.has_local_steps:
+        key, value = node.spread
+        raise ConfigError(
+            f"nodes.{name}.{key} is {value}, but a worker of {spec.title} is one process: set it to null, or "
+            "launch diloco"
+        )
 
 
 def _check_unclaimed(settings: Settings, key: str, reason: str, name: str) -> None:

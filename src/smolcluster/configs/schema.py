@@ -14,8 +14,9 @@ a key without naming its file:
 import json
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -357,20 +358,11 @@ class NodeConfig(Section):
         "pypi: the one of the registry.",
     )
 
-    def check_is_one_process(self, name: str, whose: str, otherwise: str = "") -> None:
-        """Refuse that a worker that is one process shall be spread over several.
-
-        `name`: the node's; `whose`: what has such workers; `otherwise`: what else would do.
-
-        Raises:
-            ConfigError: it shall.
-        """
-        for key, value in (("ranks", self.ranks), ("stages", self.stages)):
-            if value is not None:
-                raise ConfigError(
-                    f"nodes.{name}.{key} is {value}, but a worker of {whose} is one process: set it to null"
-                    f"{otherwise}"
-                )
+    @property
+    def spread(self) -> tuple[str, object] | None:
+        """The key that makes a worker several processes, and its value; None: it is one."""
+        keys = ("ranks", self.ranks), ("stages", self.stages)
+        return next(((key, value) for key, value in keys if value is not None), None)
 
 
 class AlgorithmConfig(Section):
@@ -431,6 +423,13 @@ class AlgorithmConfig(Section):
             ConfigError: one line with the key, its value and what to change.
         """
 
+    def check_pieces(self, layers: Sequence[tuple[str, slice]], most: int) -> None:
+        """Refuse to exchange these tensors, each with its place in flat weights, in more pieces than so many.
+
+        Raises:
+            ConfigError: one line with the key, its value and what to change.
+        """
+
 
 C = TypeVar("C", bound=AlgorithmConfig)
 F = TypeVar("F", bound=Section)
@@ -483,6 +482,13 @@ class KubernetesConfig(Section):
     retries: NonNegativeInt = Field(
         3, description="How often all pods are started again when one has failed."
     )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 class ClusterConfig(Section):
@@ -615,13 +621,39 @@ class ClusterConfig(Section):
     def _check_stages(self) -> None:
         taken: dict[str, str] = {}
         for name, node in self.nodes.items():
-            for each in node.stages.host_ip if node.stages else ():
+            if node.stages is None:
+                continue
+            if name not in self.workers:
+                raise ValueError(
+                    f"nodes.{name} has stages, but {name} is not one of workers "
+                    f"({', '.join(self.workers)}): list it there, or set nodes.{name}.stages to null"
+                )
+            for each in node.stages.host_ip:
                 self.check_known(f"nodes.{name}.stages lists", each)
                 if each in taken:
                     raise ValueError(
                         f"nodes.{name}.stages lists {each!r}, which is a stage of {taken[each]} already"
                     )
                 taken[each] = name
+        self._check_ports_of_stages()
+
+    def _check_ports_of_stages(self) -> None:
+        """Refuse two listeners on one port of a machine, as far as addresses tell that it is one."""
+        is_one_machine = all(map(_is_loopback, self.host_ip.values()))
+        taken = {(each, self.port): "port" for each in (self.server, *self.host_ip.values())}
+        for name, node in self.nodes.items():
+            if node.stages is None:
+                continue
+            key, port = f"nodes.{name}.stages.port", node.stages.port
+            addresses = {each for each in node.stages.host_ip.values() if not _is_loopback(each)}
+            if is_one_machine:
+                addresses.update(self.host_ip.values())
+            places = [(each, port) for each in (name, *sorted(addresses))]
+            if other := next((taken[each] for each in places if each in taken), None):
+                raise ValueError(
+                    f"{key} is {port}, and {other} of the same machine as well: give it another one"
+                )
+            taken |= dict.fromkeys(places, key)
 
     def stages_with(self, name: NodeName) -> StagesConfig | None:
         """Those of the worker that this node is a stage of; None: of none."""

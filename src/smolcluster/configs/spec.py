@@ -147,6 +147,12 @@ def has_whole_model(name: str) -> bool:
     return spec is None or spec.has_whole_model
 
 
+def has_local_steps(name: str) -> bool:
+    """Whether the workers of an algorithm step copies of their own; those of no known one do not."""
+    spec = algorithms().get(name)
+    return spec is not None and spec.has_local_steps
+
+
 def algorithm_of_stages() -> AlgorithmSpec:
     """The one whose workers have some of a model's layers each.
 

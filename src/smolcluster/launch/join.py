@@ -91,6 +91,7 @@ def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
     if status is None or status.is_over:
         raise LaunchError(f"run {paths.run_id} is over, or has not begun: nobody can join it")
     settings = load_resolved(paths.config)
+    _check_is_one_process(own_name(wanted.name), settings.cluster)
     address = Address(LOOPBACK, settings.cluster.port)
     own = [*place_overrides(settings), "threads=1", f"runs_dir={_quoted(paths.root.parent)}"]
     workload = wanted.workload or settings.train.workload
@@ -107,6 +108,22 @@ def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
     run = Run(launched, paths, SteadyConsole(), {process.node: machine})
     run.add(process.model_copy(update={"session": session}))
     return 0
+
+
+def _check_is_one_process(name: str, cluster: ClusterConfig) -> None:
+    """Refuse to bring what belongs to a pipeline into a run of this machine alone.
+
+    Raises:
+        ConfigError: it is a stage, or a worker that has stages.
+    """
+    is_stage = name not in cluster.workers and cluster.stages_with(name) is not None
+    has_stages = name in cluster.nodes and cluster.nodes[name].stages is not None
+    if is_stage or has_stages:
+        what = "is a stage of a worker" if is_stage else "has its layers in stages"
+        raise ConfigError(
+            f"{name} {what}, which join does not start in a run of one machine: start worker.py and stage.py "
+            "of algorithms/DiLoCo by hand, with --local and the run's configuration"
+        )
 
 
 def address_of(where: str) -> Address | None:

@@ -380,6 +380,8 @@ class Run:
     def add(self, worker: LaunchedProcess) -> None:
         """Start one more worker in its session, as one of the run, and wait until it takes part.
 
+        Of a stage only its worker knows when it does.
+
         Raises:
             LaunchError: it does not come; then nothing of it is left.
         """
@@ -390,6 +392,9 @@ class Run:
         try:
             with interrupts() as asked:
                 self._begin(worker)
+                if worker.is_helper:
+                    self.say(f"{worker.title} is started")
+                    return
                 is_late = bool(self._wait_for([worker], [worker], asked, status))
         except BaseException:
             self._forget_worker(worker, without)

@@ -1,5 +1,8 @@
 """One more worker for a run that was launched from here: its machine is made ready, as a launch does.
 
+A machine that has layers of a worker comes back as a stage, and a worker with those of its stages that have
+gone.
+
 What the run's own files say of its workers is changed before the worker starts, so that whoever stops the run
 meanwhile ends it too, and changed back if it does not come.
 """
@@ -8,11 +11,13 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from smolcluster.configs.load import dump_yaml, parse_yaml, read_config
 from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import ClusterConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, Rejected
 from smolcluster.launch.host import shell_path
@@ -46,6 +51,7 @@ from smolcluster.runs.status import RunStatus
 from smolcluster.transport.security import load_secret
 from smolcluster.utils.words import as_command, one_line
 
+WORKER, STAGE = "worker", "stage"
 Say = Callable[[str], None]
 PROBE = """
 import socket, sys
@@ -89,10 +95,10 @@ class JoinOptions:
 
 
 def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> int:
-    """Start a worker on a machine of a cluster, and wait until it takes part; returns the exit code.
+    """Start what a machine of a cluster has of a run, and wait until it takes part; returns the exit code.
 
     Raises:
-        Rejected: its name is that of a living worker.
+        Rejected: all of it is alive.
         LaunchError: the run is over, or the machine is not fit.
         ConfigError: the name is missing, or a setting of the machine is wrong.
     """
@@ -107,62 +113,68 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
             "on with it"
         )
     name = wanted.name or _who_has_gone(paths)
-    _check_free(name, launched, status)
     with _cluster_file(paths) as file:
         draft = _Draft(paths, launched, status, name=name, wanted=wanted, file=file)
-        machine = draft.machine
-        run = Run(launched, paths, SteadyConsole(), {name: machine})
-        examine([machine], run.say, sync=wanted.sync)
+        machines = {each.node: draft.machine_of(each.node) for each in draft.processes}
+        run = Run(launched, paths, SteadyConsole(), machines)
+        examine([*machines.values()], run.say, sync=wanted.sync)
         secret = load_secret(own_secret_file()).key
         root = project_root() if wanted.sync else None
-        bring([machine], secret, run.say, root=root, overwrite=wanted.overwrite)
+        bring([*machines.values()], secret, run.say, root=root, overwrite=wanted.overwrite)
         draft.find_way(run.say)
-        process = draft.process
-        put(machine.host, f"{process.run_dir}/{CLUSTER_FILE}", without_env(file))
         packed, code = paths.root / WORKLOAD_FILE, _code_of(launched)
-        if code is not None and packed.is_file():
-            put_code(machine.host, process.run_dir, packed.read_bytes(), code)
-        run.add(process)
+        for process in draft.processes:
+            machine = machines[process.node]
+            put(machine.host, f"{process.run_dir}/{CLUSTER_FILE}", without_env(file))
+            if code is not None and packed.is_file():
+                put_code(machine.host, process.run_dir, packed.read_bytes(), code)
+            run.add(process)
         if launched.shippers:
-            _ship(paths, process, machine.env, draft.settings, run.say)
+            for process in {each.node: each for each in draft.processes}.values():
+                _ship(paths, process, machines[process.node].env, draft.settings, run.say)
         file.replace(paths.root / CLUSTER_FILE)
     return 0
 
 
 def _who_has_gone(paths: RunPaths) -> str:
-    """The only worker of a run whose process is no more.
+    """The only machine of a run on which a worker or a stage is no more.
 
     Raises:
         ConfigError: there is none, or several.
     """
     found = look(paths).processes
-    gone = [
-        each.node for each in found if each.rank is not None and each.process in ("ended", "gone")
-    ]
+    can_join = (each for each in found if each.rank is not None or each.role == STAGE)
+    gone = list(dict.fromkeys(each.node for each in can_join if each.process in ("ended", "gone")))
     if len(gone) == 1:
         return gone[0]
     why = f"{', '.join(gone)} have gone" if gone else "all its workers are alive, or out of reach"
     raise ConfigError(f"run {paths.run_id}: {why}: `--name NODE` says which machine is to join")
 
 
-def _check_free(name: str, launched: Launched, status: RunStatus) -> None:
-    """See that no living worker has this name.
+def missing_of(name: str, launched: Launched, cluster: ClusterConfig) -> list[tuple[str, str]]:
+    """Processes (role, node) of a machine in a run that are not alive: what it is to start when it joins.
 
-    A machine that has lost its power is still counted for some seconds; its process says that it has gone.
+    A worker's stages belong to it.
 
     Raises:
-        Rejected: one has.
-        LaunchError: its machine cannot be asked.
+        LaunchError: a machine cannot be asked.
     """
-    process = next((each for each in launched.workers if each.node == name), None)
-    joined = [each for each in status.workers if each.node == name and each.state == "joined"]
-    lives = bool(joined) if process is None else exit_code(process) is None
-    if lives:
-        rank = joined[0].rank if process is None else process.rank
-        raise Rejected(
-            f"run {launched.run_id}: the name {name} is taken by a live worker, worker {(rank or 0) + 1}; "
-            "stop that one or choose another name"
-        )
+    wanted = [(STAGE, name)] if cluster.stages_with(name) is not None else []
+    if name in cluster.workers and not _is_alive(launched, WORKER, name):
+        stages = cluster.nodes[name].stages if name in cluster.nodes else None
+        wanted += [(STAGE, node) for node in (stages.host_ip if stages else ())]
+        wanted.append((WORKER, name))
+    return [
+        (role, node)
+        for role, node in dict.fromkeys(wanted)
+        if role == WORKER or not _is_alive(launched, role, node)
+    ]
+
+
+def _is_alive(launched: Launched, role: str, node: str) -> bool:
+    found = (each for each in launched.processes if (each.role, each.node) == (role, node))
+    process = next(found, None)
+    return process is not None and exit_code(process) is None
 
 
 @contextmanager
@@ -175,7 +187,7 @@ def _cluster_file(paths: RunPaths) -> Iterator[Path]:
 
 
 class _Draft:
-    """The run's cluster file with one more worker, and what follows from it."""
+    """The run's cluster file with one more machine, and what follows from it."""
 
     def __init__(
         self,
@@ -217,9 +229,8 @@ class _Draft:
             self._request, self.settings.cluster, self._file, train_file, self._paths.root.parent
         )
 
-    @property
-    def machine(self) -> Machine:
-        return machines_of(self.settings.cluster, self._places, self._file)[self._name]
+    def machine_of(self, node: str) -> Machine:
+        return machines_of(self.settings.cluster, self._places, self._file)[node]
 
     def find_way(self, say: Say) -> None:
         """Let the machine try where it reaches the server, unless that is known.
@@ -229,7 +240,7 @@ class _Draft:
         """
         if self._is_sure:
             return
-        place, host = self._places[self._name], self.machine.host
+        place, host = self._places[self._name], self.machine_of(self._name).host
         port = self._launched.port
         words = [place.python, "-c", PROBE, str(port), *self._ways]
         script = f"cd {shell_path(place.project_dir)} && {shlex.join(words)}"
@@ -242,13 +253,42 @@ class _Draft:
         say(f"{self._name}: reaches the server at {found}")
         self._write(found)
 
+    @cached_property
+    def _missing(self) -> list[tuple[str, str]]:
+        """What is to be started.
+
+        Raises:
+            Rejected: all is alive.
+        """
+        name, launched = self._name, self._launched
+        joined = [each for each in self._status.workers if each.node == name]
+        started = (*launched.workers, *launched.helpers)
+        is_known = any(each.node == name and each.role in (WORKER, STAGE) for each in started)
+        lives = not is_known and any(each.state == "joined" for each in joined)
+        missing = [] if lives else missing_of(name, launched, self.settings.cluster)
+        if not missing:
+            ranks = [each.rank for each in launched.workers if each.node == name]
+            ranks += [each.rank for each in joined]
+            what = f"a live worker, worker {(ranks[0] or 0) + 1}" if ranks else "a live stage"
+            raise Rejected(
+                f"run {launched.run_id}: the name {name} is taken by {what}; stop that one or choose another "
+                "name"
+            )
+        return missing
+
     @property
-    def process(self) -> LaunchedProcess:
-        """Its worker, under a number that is free."""
-        planned = plan_cluster(
+    def processes(self) -> list[LaunchedProcess]:
+        """What is to be started: stages before their worker, which has a number that is free."""
+        launched = plan_cluster(
             self._request, self.settings.cluster, self._places, self._paths.run_id
-        ).workers
-        worker = next(each for each in planned if each.node == self._name)
+        )
+        planned = {(each.role, each.node): each for each in launched.processes}
+        return [
+            self._numbered(planned[key]) if key[0] == WORKER else planned[key]
+            for key in self._missing
+        ]
+
+    def _numbered(self, worker: LaunchedProcess) -> LaunchedProcess:
         before = next((w for w in self._launched.workers if w.node == self._name), None)
         if before is not None and before.rank is not None:
             rank = before.rank
@@ -258,7 +298,7 @@ class _Draft:
         return worker.model_copy(
             update={
                 "rank": rank,
-                "session": session_name(self._paths.run_id, "worker", rank),
+                "session": session_name(self._paths.run_id, WORKER, rank),
                 "argv": (python, file, str(rank + 1), *rest),
             }
         )
@@ -295,9 +335,10 @@ def _free_rank(name: str, launched: Launched, status: RunStatus, settings: Setti
 def with_worker(
     raw: Mapping[str, Any], name: str, address: str, own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    workers = [*(raw.get("workers") or ())]
-    workers += [name] if name not in workers else []
-    nodes = dict(raw.get("nodes") or {})
+    """A run's cluster file with this machine, as a worker where it is not a stage of one."""
+    workers, nodes = [*(raw.get("workers") or ())], dict(raw.get("nodes") or {})
+    is_stage = any(name in _stages_of(each) for each in nodes.values())
+    workers += [name] if not (is_stage or name in workers) else []
     if own:
         nodes[name] = {**(nodes.get(name) or {}), **own}
     content = {
@@ -308,9 +349,15 @@ def with_worker(
         "nodes": nodes,
     }
     shares = raw.get("batch_share")
-    if shares is not None:  # it stands in for others, as the server says
+    if shares is not None and name in workers:  # it stands in for others, as the server says
         content["batch_share"] = {name: 0.0, **shares}
     return content
+
+
+def _stages_of(node: Mapping[str, Any] | None) -> Mapping[str, str]:
+    stages: Mapping[str, Any] = (node or {}).get("stages") or {}
+    hosts: Mapping[str, str] = stages.get("host_ip") or {}
+    return hosts
 
 
 def settings_of_node(name: str, overrides: Sequence[str]) -> dict[str, Any]:

@@ -100,6 +100,12 @@ def assign(
             "another name",
             retry_after_s=BUSY_RETRY_AFTER_S,
         )
+    if node not in cluster.workers and cluster.stages_with(node) is not None:
+        return Refused(
+            "node",
+            f"{node} is a stage of a worker: bring it back where the run was launched, with `smolcluster "
+            f"join RUN --name {node}`, or start stage.py there",
+        )
     worker_id = free_worker_id(node, taken, [member.worker_id for member in members], cluster)
     decision = admit(members, worker_id, node, "", cluster)
     return decision if isinstance(decision, Refused) else NumberAssigned(worker_id)
@@ -123,25 +129,31 @@ def free_worker_id(
     return [*had, *listed, new][0]
 
 
-def quorum(num_ready: int, cluster: ClusterConfig, *, started: bool, waited_s: float) -> Quorum:
+def quorum(
+    num_ready: int,
+    cluster: ClusterConfig,
+    *,
+    started: bool,
+    waited_s: float,
+    role: str = "worker",
+) -> Quorum:
     """Decide whether to go on.
 
     `waited_s` counts from the server's start or, once training has started, from the last worker's going.
+    `role`: what workers are to people.
     """
     if started and num_ready:
-        return Quorum("go", f"{num_ready} workers")
+        return Quorum("go", f"{num_ready} {role}s")
     if not started and num_ready >= cluster.min_workers:
-        return Quorum("go", f"{num_ready} of {cluster.num_workers} workers have joined")
+        return Quorum("go", f"{num_ready} of {cluster.num_workers} {role}s have joined")
     limit_s = cluster.empty_cluster_timeout_s if started else cluster.start_timeout_s
     if waited_s < limit_s:
-        return Quorum("wait", f"{num_ready} of {cluster.min_workers} needed workers are here")
+        return Quorum("wait", f"{num_ready} of {cluster.min_workers} needed {role}s are here")
     key = "empty_cluster_timeout_s" if started else "start_timeout_s"
     lack = (
-        "all workers have gone, and none came back"
+        f"all {role}s have gone, and none came back"
         if started
-        else f"only {num_ready} of {cluster.min_workers} needed workers came"
+        else f"only {num_ready} of {cluster.min_workers} needed {role}s came"
     )
-    return Quorum(
-        "give up",
-        f"{lack} within {format_duration(limit_s)} ({key}); start workers, then the server again",
-    )
+    again = f"start {role}s, then {'the server' if role == 'worker' else 'their worker'} again"
+    return Quorum("give up", f"{lack} within {format_duration(limit_s)} ({key}); {again}")

@@ -89,12 +89,13 @@ class Launched(BaseModel):
         return self.model_copy(update={"processes": (server, *self.others)})
 
     def with_worker(self, worker: LaunchedProcess) -> "Launched":
-        """The same run with this worker, instead of the one of that machine or that number."""
-        others = [
-            each
-            for each in self.processes
-            if each.role != worker.role or (each.node != worker.node and each.rank != worker.rank)
-        ]
+        """The same run with this worker or stage, instead of the one of that machine or that number."""
+
+        def is_replaced(each: LaunchedProcess) -> bool:
+            has_its_rank = worker.rank is not None and each.rank == worker.rank
+            return each.role == worker.role and (each.node == worker.node or has_its_rank)
+
+        others = [each for each in self.processes if not is_replaced(each)]
         processes = sorted((*others, worker), key=lambda each: (each.role, each.rank or 0))
         return self.model_copy(update={"processes": tuple(processes)})
 

@@ -70,8 +70,11 @@ class TrainingContext:
         """What takes a worker's own steps, with the weights of now as θ_start."""
         return OwnCopy(self.replica, self.optimizer, fragments)
 
-    def wait_until_ready(self) -> None:
-        """Wait until all that computes here is there; a process that computes alone is at once."""
+    def wait_until_ready(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until all that computes here is there; a process that computes alone is at once.
+
+        `check` is called now and then, and may raise: others may have to come first.
+        """
 
     def order(self, epoch: int) -> Tensor:
         """The training samples' indices in the order of an epoch, int32 (num_samples,)."""

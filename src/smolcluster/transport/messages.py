@@ -218,7 +218,7 @@ class Ready(Message):
     samples_per_s: Speed
     unacknowledged: LeaseKey | None = None
     weights: Identifier | None = None
-    """XXH3-128 of the weights and buffers that it has; null: it has not all of them."""
+    """XXH3-128 of the weights and buffers that it has; null: it gets them in any case."""
 
 
 class Reject(Message):

@@ -6,31 +6,10 @@ from typing import Any
 
 import pytest
 
-from launching import ENDLESS, LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching, wait_until
+from launching import ENDLESS, LAUNCH_TIMEOUT_S, LAYERS, STORIES_TIMEOUT_S, Launching, wait_until
 
 # The parts: lost stages in test_pipeline, three hosts in test_hetero_hosts.
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(STORIES_TIMEOUT_S)]
-
-LAYERS = """
-import time
-import torch
-from torch import nn
-from smolcluster.training.workload import Workload
-
-class Slow(nn.Linear):
-    def forward(self, value):
-        time.sleep(0.005)
-        return super().forward(value)
-
-def loss(model, batch):
-    return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
-
-def model():
-    return nn.Sequential(*(Slow(4, 4) for _ in range(5)), nn.Linear(4, 1))
-
-def workload():
-    return Workload(model, loss, torch.randn(320, 4).unbind())
-"""
 
 
 def three_stages(launching: Launching) -> str:

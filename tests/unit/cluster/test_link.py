@@ -24,6 +24,7 @@ from smolcluster.errors import (
     ConnectTimeout,
     DataError,
     NonFiniteLoss,
+    PeerLost,
     ProtocolError,
     Rejected,
     RunFailed,
@@ -95,6 +96,17 @@ def test_a_worker_says_what_it_has_and_ends_well_with_the_run(life: Life[Helper]
     assert "the run is over: every sample has been applied" in life.lines[-1]
 
 
+@pytest.mark.parametrize(("algorithm", "says"), [("diloco", True), ("edp", False)])
+def test_only_a_worker_with_steps_of_its_own_says_which_weights_it_has(
+    life: Life[Helper], algorithm: str, says: bool
+) -> None:
+    worker = life.begin()
+    hand, ready = life.taken_part(local_settings().run_config("run-1", algorithm))
+    assert ready.weights == (life.made[0].training.replica.digest() if says else None)
+    end(hand)
+    worker.finish()
+
+
 def test_a_worker_that_comes_back_after_the_end_hears_of_it_and_ends_well(
     life: Life[Helper],
 ) -> None:
@@ -116,6 +128,19 @@ def test_a_server_that_leaves_is_said_to_have_left_and_looked_for(life: Life[Hel
     end(life.taken_part()[0])
     worker.finish()
     assert [each for each in life.lines if "the server has left: it was stopped; trying" in each]
+
+
+def test_who_follows_another_worker_speaks_of_that(life: Life[Helper]) -> None:
+    worker = life.begin(whom="its worker")
+    life.taken_part()[0].leave()
+    hand, _ = life.taken_part()
+    hand.say(Goodbye(reason="it was stopped"))
+    hand.leave()
+    end(life.taken_part()[0])
+    worker.finish()
+    assert any("its worker is lost: " in line for line in life.lines)
+    assert any("its worker has left: it was stopped" in line for line in life.lines)
+    assert not any("the server" in line for line in life.lines)
 
 
 def test_a_server_that_does_not_come_back_is_given_up(life: Life[Helper]) -> None:
@@ -478,6 +503,51 @@ def test_a_server_that_was_started_again_finds_what_was_built_but_nothing_learne
     assert (before.num_sessions, after.num_sessions) == (1, 1)
     assert sum("the server was started again" in line for line in learning.lines) == 1
     assert learning.runs == ["run-1", "run-1"]
+
+
+def test_what_was_built_stays_when_a_peer_is_lost_before_the_participant_is_there(
+    learning: Life[Learning], num_built: Callable[[], int]
+) -> None:
+    lost = [PeerLost("a stage is gone")]
+
+    def make(welcome: Welcome, training: TrainingContext) -> Learning:
+        if lost:
+            raise lost.pop()
+        return Learning(welcome, training)
+
+    worker, run = learning.begin(make), run_config()
+    learning.door.admit(run, incarnation="aaaa").leave()
+    end(learning.taken_part(run, "aaaa")[0])
+    worker.finish()
+    assert len(learning.made) == 1
+    assert num_built() == 1
+    assert any("a stage is gone; trying to reconnect" in line for line in learning.lines)
+
+
+class Incomplete(TrainingContext):
+    """What waits for others, which do not come."""
+
+    def wait_until_ready(self, check: Callable[[], None] = lambda: None) -> None:
+        while True:
+            check()
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_worker_that_waits_for_others_hears_how_the_run_ends(
+    life: Life[Helper], monkeypatch: pytest.MonkeyPatch, ok: bool
+) -> None:
+    def incomplete(*args: Any, **options: Any) -> TrainingContext:
+        made = build(*args, **options)
+        return Incomplete(made.workload, made.replica, made.seed)
+
+    monkeypatch.setattr(room, "build", incomplete)
+    worker = life.begin()
+    end(life.door.admit(run_config()), ok=ok)
+    if ok:
+        worker.finish()
+    else:
+        assert isinstance(worker.failure(), RunFailed)
+    assert not life.made
 
 
 def test_every_start_of_the_server_is_a_new_one(

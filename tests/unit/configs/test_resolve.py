@@ -671,6 +671,22 @@ def test_a_local_cluster_forgets_the_deadline_for_late_workers_and_keeps_the_res
     assert cluster_section().model_validate(cluster.model_dump()) == cluster
 
 
+def test_pipelines_on_one_machine_have_a_port_each(tmp_path: Path) -> None:
+    def stages(node: str) -> dict[str, Any]:
+        return {"stages": {"host_ip": {node: "127.0.0.1"}}}
+
+    path = tmp_path / "cluster.yaml"
+    nodes = {node: stages(node) for node in ("pi5", "win", "macbook")}
+    path.write_text(json.dumps(CLUSTER | {"nodes": nodes, "port": 65434}))
+    own = load_settings(path, "digits", environ={}, local=True).cluster.nodes.values()
+    ports = [each.stages.port for each in own if each.stages is not None]
+    assert ports == [65433, 65435, 65436]
+    fewer = load_settings(path, "digits", environ={}, local=True, local_workers=2).cluster
+    assert fewer.stage_nodes == ("pi5", "win")
+    with pytest.raises(ConfigError, match=r"nodes\.win\.stages\.port is 65433, and nodes\.pi5"):
+        load_settings(path, "digits", None, ["nodes.win.stages.port=65433"], environ={}, local=True)
+
+
 def test_a_local_run_takes_the_dataset_s_place_from_the_training_file(tmp_path: Path) -> None:
     cluster, train = tmp_path / "cluster.yaml", tmp_path / "train.yaml"
     cluster.write_text(json.dumps(CLUSTER | {"nodes": {"mini1": {"threads": 1}}}))

@@ -91,6 +91,37 @@ def test_contradictions_are_refused(changes: dict[str, Any], says: str) -> None:
         cluster(**changes)
 
 
+def stages(port: int = 65433, **host_ip: str) -> dict[str, Any]:
+    return {"stages": {"host_ip": host_ip, "port": port}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"nodes": {"mini1": stages(mini1="127.0.0.1")}},
+            r"nodes.mini1 has stages, but mini1 is not one of workers \(pi5, win\)",
+        ),
+        (
+            {"workers": ["mini1", "win"], "nodes": {"mini1": stages(65432, win="10.10.0.1")}},
+            "nodes.mini1.stages.port is 65432, and port of the same machine as well",
+        ),
+        (
+            {"nodes": {"pi5": stages(mini1="10.0.0.9"), "win": stages(win="10.0.0.9")}},
+            "nodes.win.stages.port is 65433, and nodes.pi5.stages.port of the same machine",
+        ),
+    ],
+)
+def test_two_listeners_of_a_machine_have_a_port_each(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        cluster(**changes)
+
+
+def test_pipelines_on_machines_of_their_own_may_have_one_port() -> None:
+    own = {"pi5": stages(pi5="127.0.0.1", mini1="10.0.0.8"), "win": stages(win="127.0.0.1")}
+    assert cluster(nodes=own).stage_nodes == ("pi5", "mini1", "win")
+
+
 def test_an_elastic_cluster_may_wait_for_more_workers_than_it_lists() -> None:
     assert cluster(min_workers=3).min_workers == 3
 

@@ -13,6 +13,7 @@ import pytest
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError
 from smolcluster.launch import join as joining
+from smolcluster.launch import take_in as taking_in
 from smolcluster.launch.join import address_of, own_name
 from smolcluster.launch.take_in import JoinOptions, with_worker
 from smolcluster.net.dialling import Address
@@ -85,6 +86,83 @@ def test_a_worker_takes_the_place_of_the_one_that_it_was() -> None:
     joined = launched.with_worker(process("pi5", 1)).with_worker(process("mini2", 0))
     assert joined.server == server
     assert [(each.node, each.rank) for each in joined.workers] == [("mini2", 0), ("pi5", 1)]
+
+
+STAGED = RAW | {
+    "host_ip": {"mini1": "10.0.0.1", "pi5": "10.0.1.1", "win": "10.0.1.1"},
+    "nodes": {"pi5": {"stages": {"host_ip": {"pi5": "127.0.0.1", "win": "10.0.2.1"}}}},
+}
+"""Worker pi5 has stages here and on win."""
+
+
+def test_a_stage_that_comes_back_is_no_worker() -> None:
+    content = with_worker(STAGED | {"batch_share": {"pi5": 1.0}}, "win", "10.0.1.1", {"threads": 2})
+    assert (content["workers"], content["num_workers"]) == (["pi5"], 1)
+    assert content["nodes"]["win"] == {"threads": 2}
+    assert content["batch_share"] == {"pi5": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "dead", "missing"),
+    [
+        ("win", {"stage win"}, [("stage", "win")]),
+        ("win", set(), []),
+        ("pi5", {"worker pi5", "stage win"}, [("stage", "win"), ("worker", "pi5")]),
+        (
+            "pi5",
+            {"worker pi5", "stage pi5", "stage win"},
+            [("stage", "pi5"), ("stage", "win"), ("worker", "pi5")],
+        ),
+        ("pi5", {"stage pi5"}, [("stage", "pi5")]),
+        ("pi5", {"stage win"}, []),
+        ("mini1", set(), []),
+    ],
+)
+def test_a_machine_that_joins_starts_what_is_not_alive_of_it(
+    name: str, dead: set[str], missing: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = process("pi5", 0)
+    stages = [
+        process(node, 0).model_copy(update={"role": "stage", "rank": None})
+        for node in ("pi5", "win")
+    ]
+    processes = (process("mini1", None), worker, *stages)
+    launched = Launched(run_id="diloco-1", algorithm="diloco", processes=processes)
+
+    def exit_code(one: LaunchedProcess) -> int | None:
+        return 1 if f"{one.role} {one.node}" in dead else None
+
+    monkeypatch.setattr(taking_in, "exit_code", exit_code)
+    cluster = ClusterConfig.model_validate(STAGED)
+    assert taking_in.missing_of(name, launched, cluster) == missing
+
+
+def test_a_stage_takes_its_own_place_alone() -> None:
+    stages = [
+        process(node, 0).model_copy(update={"role": "stage", "rank": None})
+        for node in ("pi5", "win")
+    ]
+    launched = Launched(
+        run_id="diloco-1",
+        algorithm="diloco",
+        processes=(process("mini1", None), process("pi5", 0), *stages),
+    )
+    again = stages[1].model_copy(update={"session": "again"})
+    joined = launched.with_worker(again)
+    assert [(each.node, each.session) for each in joined.helpers] == [
+        ("pi5", "s"),
+        ("win", "again"),
+    ]
+    assert joined.workers == launched.workers
+
+
+def test_a_run_of_one_machine_refuses_what_belongs_to_a_pipeline() -> None:
+    cluster = ClusterConfig.model_validate(STAGED)
+    with pytest.raises(ConfigError, match="pi5 has its layers in stages"):
+        joining._check_is_one_process("pi5", cluster)
+    with pytest.raises(ConfigError, match="win is a stage of a worker"):
+        joining._check_is_one_process("win", cluster)
+    joining._check_is_one_process("mini9", cluster)
 
 
 def test_two_machines_are_brought_in_one_after_the_other(

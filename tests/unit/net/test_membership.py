@@ -93,6 +93,15 @@ def test_a_fixed_cluster_has_no_number_for_a_stranger() -> None:
     assert refused.code == "node"
 
 
+def test_a_stage_of_a_worker_is_given_no_number_of_its_own() -> None:
+    stages = {"pi5": {"stages": {"host_ip": {"pi5": "127.0.0.1", "mini1": "10.0.0.7"}}}}
+    config = cluster(nodes=stages)
+    refused = assign([], "mini1", {}, config)
+    assert isinstance(refused, Refused)
+    assert "mini1 is a stage of a worker" in refused.sentence
+    assert assign([], "pi5", {}, config) == NumberAssigned(1)
+
+
 @pytest.mark.parametrize(
     ("num_ready", "started", "waited_s", "verdict"),
     [
@@ -111,3 +120,11 @@ def test_quorum(num_ready: int, started: bool, waited_s: float, verdict: str) ->
     assert decision.verdict == verdict
     if verdict == "give up":
         assert "_timeout_s" in decision.reason
+
+
+def test_stages_are_called_so() -> None:
+    config = cluster(min_workers=2)
+    decision = quorum(1, config, started=False, waited_s=1e9, role="stage")
+    assert "only 1 of 2 needed stages came" in decision.reason
+    assert "start stages, then their worker again" in decision.reason
+    assert quorum(2, config, started=False, waited_s=0.0, role="stage").reason.startswith("2 of")

@@ -1,5 +1,6 @@
 """What DiLoCo alone understands of a configuration."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -110,6 +111,22 @@ class DiLoCoConfig(AlgorithmConfig):
         """
         if (num_fragments := self.num_fragments(num_tensors)) > num_tensors:
             raise too_many_fragments(num_fragments, num_tensors)
+
+    def check_pieces(self, layers: Sequence[tuple[str, slice]], most: int) -> None:
+        """Refuse to exchange these tensors, each with its place in flat weights, in more pieces than so many.
+
+        Raises:
+            ConfigError: one line with the key, its value and what to change.
+        """
+        from smolcluster.algorithms.DiLoCo.fragments import cut  # noqa: PLC0415 - it needs this module
+
+        num_fragments = self.num_fragments(len(layers))
+        num_pieces = sum(len(each.places) for each in cut(layers, num_fragments))
+        if num_pieces > most:
+            raise ConfigError(
+                f"the model's tensors are in {num_pieces} pieces in {num_fragments} fragments, but stages of "
+                f"one worker take at most {most}: lower fragments, or set mode to sync"
+            )
 
     @property
     def uplink_codec(self) -> str | None:

@@ -15,6 +15,7 @@ from smolcluster.algorithms.DiLoCo.fast_motion import FastMotion, Found, Run
 from smolcluster.algorithms.DiLoCo.rounds import (
     choose_local_steps,
     hiding_round_s,
+    most_local_steps,
     waiting_round_s,
 )
 from smolcluster.algorithms.planning.costs import (
@@ -124,5 +125,4 @@ def _total_batches(job: Job, settings: Settings) -> int:
 
 
 def _most_steps(job: Job, settings: Settings) -> int:
-    num_workers = settings.cluster.num_workers
-    return choose_local_steps(1e-9, 1.0, _total_batches(job, settings), num_workers)
+    return most_local_steps(_total_batches(job, settings), settings.cluster.num_workers)

@@ -14,8 +14,8 @@ class Round:
         self._numbers = range(num_fragments)
         self.local_steps = 1
         """H: how many batches it has for each worker."""
-        self.most_steps = 1
-        """So many it may come to while a slow link holds it up."""
+        self.most_steps: int | None = None
+        """So many it may come to while slow links hold it up; None: the user has said how long rounds are."""
         self.num_handed = 0
         """Batches that were handed out, and not taken back."""
         self.asked: set[int] = set()
@@ -26,8 +26,8 @@ class Round:
         """By fragment: how long it took the last time from asking to the outer step."""
 
     def begin(self, local_steps: int, most_steps: int | None = None) -> None:
-        """`most_steps`: so many it may come to while it is held up; None: it waits then."""
-        self.local_steps, self.most_steps = local_steps, most_steps or local_steps
+        """`most_steps`: so many it may come to while slow links hold it up; None: it waits for them."""
+        self.local_steps, self.most_steps = local_steps, most_steps
         self.num_handed = 0
         self.asked.clear()
 
@@ -43,11 +43,18 @@ class Round:
     def budget(self, num_workers: int) -> int:
         """Batches that may be handed out before the next fragment is asked for.
 
-        That may not be done yet because the last exchange of it is not over: then the round becomes longer.
+        That is the one whose turn it is, where the user has said how long rounds are; else the first that
+        may be asked for. While there is none, because their last exchanges are not over, the round becomes
+        longer.
         """
-        planned = self.num_left(num_workers) - self.num_later(len(self.asked), num_workers)
+        num_left = self.num_left(num_workers)
+        planned = num_left - self.num_later(len(self.asked), num_workers)
+        if self.most_steps is None or self.is_asked:
+            return planned
+        if (free := next(self.unasked, None)) is not None:
+            return num_left - self.num_later(free, num_workers)
         longest = self.most_steps * num_workers - self.num_handed
-        return max(planned, min(num_workers, longest)) if self.is_held_up else planned
+        return max(planned, min(num_workers, longest))
 
     def is_due(self, number: int, num_workers: int) -> bool:
         """Whether all that belongs before a fragment's exchange has been handed out."""
@@ -61,11 +68,6 @@ class Round:
         for number in self._numbers:
             if number not in self.asked and number not in self.gathering:
                 yield number
-
-    @property
-    def is_held_up(self) -> bool:
-        """Whether the fragment whose turn is next is still being exchanged."""
-        return any(number in self.gathering for number in self._numbers if number not in self.asked)
 
     def ask(self, number: int, now: float) -> None:
         """A fragment's changes are asked for; `now` is of any one clock, in seconds."""

@@ -290,7 +290,7 @@ class Worker:
                 self.begin_with(event)
             case MessageReceived(message=SameWeights()):
                 replica = self.replica
-                own = [replica.params[place].clone() for place in replica.buckets]
+                own = [replica.params[place] for place in replica.buckets]
                 self.begin_with(WeightsArrived(0, own, replica.buffers.values()))
             case MessageReceived(message=StoreList() as stores):
                 self.is_void = True

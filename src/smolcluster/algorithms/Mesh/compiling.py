@@ -14,7 +14,8 @@ import torch
 from smolcluster.errors import ConfigError
 from smolcluster.training.stages.cut import Stage
 
-LIBRARY = re.compile(r"ImportError: (\S+\.so): ")
+UNFINISHED = re.compile(r"ImportError: (\S+\.so): (?:file too short|invalid ELF header)")
+"""What the loader says of a library of which only a part is there."""
 
 
 def compile_layers(stage: Stage) -> None:
@@ -59,7 +60,7 @@ def compiler_named() -> Iterator[None]:
 def _does_not_work(error: Exception) -> ConfigError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
-    if (library := LIBRARY.search(reason)) and _is_removed(Path(library[1])):
+    if (library := UNFINISHED.search(reason)) and _is_removed(Path(library[1])):
         return ConfigError(
             f"compile is true, but {library[1]} was left unfinished by a process that ended while it "
             "compiled; it is removed now: start again"

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from smolcluster.algorithms.Mesh.group import GroupRank, is_of_another
 from smolcluster.algorithms.Mesh.group_rank import END, Setup, join_group
 from smolcluster.algorithms.Mesh.groups import check_torch
 from smolcluster.algorithms.Mesh.trainer import Computed
+from smolcluster.algorithms.spreading import GatheredChange, check_can_be_spread, parts_of
 from smolcluster.configs.schema import GradientClipping, MeshSizes, NodeConfig
 from smolcluster.errors import (
     DEVICE_FAILED,
@@ -104,7 +105,12 @@ class GroupCopy:
         self._group.order("step", learning_rate=learning_rate, held=sorted(held))
 
     def change(self, fragment: int) -> Values:
-        return _Change(self._group, fragment)
+        def gather(place: slice) -> Tensor:
+            part = place.start, place.stop
+            found: Tensor = self._group.order("change", fragment=fragment, place=part)
+            return found
+
+        return GatheredChange(gather)
 
     def mark_sent(self, fragment: int) -> None:
         self._group.order("mark_sent", fragment=fragment)
@@ -129,20 +135,6 @@ class GroupCopy:
     def take_up(self, kept: KeptSteps, step: int) -> tuple[int, Mapping[str, Tensor]] | None:
         found: tuple[int, Mapping[str, Tensor]] | None = self._group.order(
             "take_up", folder=str(kept.folder), step=step
-        )
-        return found
-
-
-@dataclass(frozen=True)
-class _Change:
-    """What a fragment has changed by; it is gathered from the ranks as it is asked for."""
-
-    group: "Group"
-    fragment: int
-
-    def __getitem__(self, place: slice, /) -> Tensor:
-        found: Tensor = self.group.order(
-            "change", fragment=self.fragment, place=(place.start, place.stop)
         )
         return found
 
@@ -311,17 +303,7 @@ def spread(
     """
     assert node.ranks is not None  # noqa: S101 - else nobody asks
     check_torch()
-    if welcome.data is not None:
-        raise ConfigError(
-            f"the server sends the samples, but {name} has ranks, each of which reads its own: set "
-            f"dataset.source to local, or nodes.{name}.ranks to null"
-        )
-    frozen = [key for key, each in training.replica.parameters.items() if not each.requires_grad]
-    if frozen:
-        raise ConfigError(
-            f"the model has frozen weights ({frozen[0]}), which ranks cannot compare with the server's: set "
-            f"nodes.{name}.ranks to null"
-        )
+    check_can_be_spread(welcome, training, name, "ranks")
     train = training.recipe.applied_to(welcome.run.train)
     at_once = most_at_once(train, node.microbatch)
     mesh = mesh_for(node.ranks, train.samples_per_push, at_once, name)
@@ -346,8 +328,7 @@ def spread(
     ]
     log.info("this worker has %d ranks, %s", size, node.ranks)
     group = Group(setups, folder, training, log)
-    own = {each.name: getattr(training, each.name) for each in fields(training)}
-    return GroupContext(**own, group=group)
+    return GroupContext(**parts_of(training), group=group)
 
 
 def mesh_for(sizes: MeshSizes, batch_size: int, at_once: int | None, name: str) -> MeshConfig:

@@ -118,10 +118,13 @@ def automatic_cut(
     config: PipelineConfig,
     train: TrainConfig,
     links: Mapping[tuple[str, str], Link] = MappingProxyType({}),
+    *,
+    num_copies: int = 0,
 ) -> Cut:
     """The fastest cut over some or all of the machines, if all have measured; else an even one.
 
     `links` by sender and receiver; what is missing costs nothing, as between processes of one machine.
+    `num_copies`: see `problem_of`.
 
     Raises:
         ConfigError: nothing fits in their memory, or there are more stages than layers.
@@ -129,7 +132,7 @@ def automatic_cut(
     known = speeds_of(num_layers, machines)
     if not is_measured(config) or len(known) < len(machines):
         return unmeasured(even_cut(num_layers, list(machines), config), config)
-    problem = problem_for(known, links, config, train)
+    problem = problem_for(known, links, config, train, num_copies)
     plan = plan_layers(problem)
     stages = StageMap(
         (0, *(each.end for each in plan.stages)),
@@ -147,6 +150,7 @@ def problem_for(
     links: Mapping[tuple[str, str], Link],
     config: PipelineConfig,
     train: TrainConfig,
+    num_copies: int = 0,
 ) -> Problem:
     """What is to be planned, as a run's configuration has it."""
     return problem_of(
@@ -157,6 +161,7 @@ def problem_for(
         schedule=config.schedule,
         codec=config.activation_codec,
         recompute=config.recompute,
+        num_copies=num_copies,
     )
 
 

@@ -58,7 +58,7 @@ class PipelineConfig(ScheduledConfig):
                 if node not in settings.cluster.workers:
                     known = ", ".join(settings.cluster.workers)
                     raise ConfigError(
-                        f"shard_plan names {node!r}, must be one of workers ({known})"
+                        f"shard_plan names {node!r}, must be one of {known}"
                         f"{hint_at(node, settings.cluster.workers)}"
                     )
 

@@ -71,6 +71,9 @@ class StageReceiver(Receiver):
 class Coordinator(ABC):
     """The stages of a pipeline, from one plan to the next."""
 
+    num_copies = 0
+    """Of the trained weights, which a stage keeps besides weights, gradients and moments."""
+
     def __init__(
         self,
         context: ServerContext,
@@ -90,6 +93,8 @@ class Coordinator(ABC):
             context.settings.cluster,
             num_layers(context.training.workload),
             context.log,
+            num_copies=self.num_copies,
+            role=context.role_of_workers,
         )
         self.builders = Builders()
         self.pool = context.open_pool(receiver_for, num_more=num_more, check_stop=check_stop)

@@ -48,7 +48,12 @@ class Dealer:
         cluster: ClusterConfig,
         num_layers: int,
         log: logging.Logger,
+        *,
+        num_copies: int = 0,
+        role: str = "worker",
     ) -> None:
+        """`num_copies`: see `problem_of`. `role`: what those are to people who have the layers."""
+        self._num_copies, self._role = num_copies, role
         self._config, self._train, self._cluster = config, train, cluster
         self._num_layers, self._log = num_layers, log
         self._survey = Survey()
@@ -89,7 +94,7 @@ class Dealer:
             cut = self.cut(peers)
             if not (self._has_dealt or is_measured(self._config)):
                 machines = {name: reported(peer) for name, peer in peers.items()}
-                check_memory(cut.map, machines, self._config, self._train)
+                check_memory(cut.map, machines, self._config, self._train, self._num_copies)
         except ConfigError as error:
             if not self._has_dealt:
                 raise
@@ -109,8 +114,14 @@ class Dealer:
         """
         if self._config.shard_plan == "auto":
             machines = {name: reported(peer) for name, peer in peers.items()}
-            links = self._links(peers)
-            return automatic_cut(self._num_layers, machines, self._config, self._train, links)
+            return automatic_cut(
+                self._num_layers,
+                machines,
+                self._config,
+                self._train,
+                self._links(peers),
+                num_copies=self._num_copies,
+            )
         if self._config.shard_plan == "even":
             stages = even_cut(self._num_layers, list(peers), self._config)
             return unmeasured(stages, self._config)
@@ -163,7 +174,9 @@ class Dealer:
             names = sorted(self._config.shard_plan.keys() - peers.keys())
             return f"shard_plan has layers for {', '.join(names)}" if names else None
         wanted = 1 if self._has_dealt else max(1, self._cluster.num_workers - num_unable)
-        return f"{len(peers)} of {wanted} workers are there" if len(peers) < wanted else None
+        if len(peers) >= wanted:
+            return None
+        return f"{len(peers)} of {wanted} {self._role}s are there"
 
     def _wait_for_more(self, reason: str, *, are_all_ready: bool = True) -> None:
         """Those that are there cannot have all layers: others may come, or come back.
@@ -176,7 +189,7 @@ class Dealer:
         if self._waiting_since is None:
             self._waiting_since = now
             limit = format_duration(limit_s)
-            self._log.info("%s; waiting up to %s for more workers", reason, limit)
+            self._log.info("%s; waiting up to %s for more %ss", reason, limit, self._role)
         if not are_all_ready:
             limit_s = max(limit_s, cluster.prepare_timeout_s)
         if now - self._waiting_since >= limit_s:

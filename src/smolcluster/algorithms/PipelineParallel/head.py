@@ -18,10 +18,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,15 +37,30 @@ from smolcluster.algorithms.PipelineParallel.coordinator import (
     StageReceiver,
 )
 from smolcluster.algorithms.PipelineParallel.crew import Crew
-from smolcluster.algorithms.PipelineParallel.part_copy import Place, piece_frame, values_of
+from smolcluster.algorithms.PipelineParallel.part_copy import (
+    MOST_COPIES,
+    Place,
+    piece_frame,
+    values_of,
+)
+from smolcluster.algorithms.spreading import GatheredChange, check_can_be_spread, parts_of
+from smolcluster.algorithms.supervision import is_started_again
+from smolcluster.cluster.joining import RunOver
 from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import GradientClipping, RunConfig, StagesConfig, TrainConfig
-from smolcluster.configs.spec import algorithm_of_stages
+from smolcluster.configs.schema import (
+    GradientClipping,
+    RunConfig,
+    StagesConfig,
+    TrainConfig,
+    config_of,
+)
+from smolcluster.configs.spec import algorithm_of_stages, get_algorithm
 from smolcluster.errors import (
     ClusterEmpty,
     ConfigError,
     NonFiniteLoss,
     PeerLost,
+    PortBusy,
     RunFailed,
     SmolclusterError,
 )
@@ -76,8 +91,10 @@ from smolcluster.utils.meter import Meter
 
 TICK_S = 0.1
 POLL_S = 1.0
-MOST_PLACES = 2000
-"""Of fragments, which are told in one message."""
+FAILED = "the run failed: "
+"""What the server's sentence about a failed run begins with, and that of a worker to its stages."""
+MOST_PIECES = 2000
+"""Places of fragments in the flat weights, which are told in one message."""
 
 
 class Computed(NamedTuple):
@@ -130,6 +147,7 @@ class HeadReceiver(StageReceiver):
 class Head(Coordinator):
     """The stages of one worker. Its own thread decides; another one gives orders, one after the other."""
 
+    num_copies = MOST_COPIES
     num_pieces = 0
 
     def __init__(self, context: ServerContext) -> None:
@@ -156,7 +174,9 @@ class Head(Coordinator):
         self.num_grants = 0
         self.is_over = False
         self.failure: BaseException | None = None
-        """What the run of the algorithm's server has failed with, which the stages are told."""
+        """What the stages are told; None: the run has ended well."""
+        self.check_session: Callable[[], None] = lambda: None
+        """Raises when the session with the algorithm's server has ended while this worker prepares."""
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="stages", daemon=True)
@@ -171,18 +191,20 @@ class Head(Coordinator):
 
         Raises:
             PeerLost: a stage is lost, and the worker's weights with it.
-            SmolclusterError: what else has ended the pipeline.
+            SmolclusterError: what else has ended the pipeline, or the session with the algorithm's server.
         """
         self.context.inbox.put(Call(partial(self.take, order)))
         while not order.outcome.done():
+            if not order.needs_weights:  # the others have failed where stages have to come
+                self.check_session()
             if self._ended.is_set() and not order.outcome.done():
                 raise self._error or PeerLost("the stages of this worker have been left")
             wait([order.outcome], POLL_S)
         return order.outcome.result()
 
-    def end(self, failure: BaseException | None) -> None:
-        """Let the stages go; with a failure that is no failed run they look for this worker again."""
-        self.context.inbox.put(Call(partial(self._end, failure)))
+    def end(self, error: BaseException | None) -> None:
+        """Let the stages go, for which `error` says why this worker leaves them."""
+        self.context.inbox.put(Call(partial(self._end, error)))
         self._thread.join()
 
     # the deciding thread
@@ -208,10 +230,8 @@ class Head(Coordinator):
             if self.failure is not None:
                 raise self.failure
 
-    def _end(self, failure: BaseException | None) -> None:
-        self.is_over = True
-        if failure is not None:
-            self.failure = failure if isinstance(failure, RunFailed) else KeyboardInterrupt()
+    def _end(self, error: BaseException | None) -> None:
+        self.is_over, self.failure = True, what_stages_hear(error)
 
     def take(self, order: Order) -> None:
         """Carry an order out as soon as all stages have their layers."""
@@ -223,9 +243,16 @@ class Head(Coordinator):
     def handle(self, event: Event) -> None:
         if isinstance(event, PieceArrived):
             self.num_pieces += 1
-            self.arrived.append(event)
+            if self.is_running(event.piece):
+                self.arrived.append(event)
         else:
             super().handle(event)
+
+    def is_running(self, piece: CopyPiece) -> bool:
+        """Whether it answers the order that is being carried out."""
+        if self.crew is None or self.running is None:
+            return False
+        return (piece.attempt, piece.turn) == (self.crew.attempt, self.turn)
 
     def advance(self) -> None:
         newcomers = self.newcomers() if self.crew is not None else []
@@ -320,17 +347,18 @@ class Head(Coordinator):
         """What the stages have sent of a place in a fragment's change.
 
         Raises:
-            PeerLost: they have not sent each element once.
+            PeerLost: they have not sent all of it.
         """
         dtype = self.context.training.replica.params.dtype
-        values, num = torch.empty(place.stop - place.start, dtype=dtype), 0
+        values = torch.empty(place.stop - place.start, dtype=dtype)
+        has_come = torch.zeros(len(values), dtype=torch.bool)
         for flat, within in pieces(self.flat_places(fragment), place):
             for each in self.arrived:
                 given = slice(each.piece.start, each.piece.start + len(each.values))
                 there, own = meeting(flat, given)
                 values[within][there] = each.values[own]
-                num += there.stop - there.start
-        if num != len(values):
+                has_come[within][there] = True
+        if (num := int(has_come.sum())) != len(values):
             raise PeerLost(f"the stages have sent {num} of {len(values)} values of a change")
         return values
 
@@ -395,6 +423,21 @@ class Head(Coordinator):
         return max(1, replica.bucket_bytes // replica.params.dtype.itemsize)
 
 
+def what_stages_hear(error: BaseException | None) -> BaseException | None:
+    """What ends their run where `error` ends their worker's; None: it has ended well.
+
+    Where their worker may be back it is an interrupt: they look for it.
+    """
+    match error:
+        case RunOver():
+            return None
+        case RunFailed():
+            return RunFailed(str(error).removeprefix(FAILED))
+        case SmolclusterError() if not is_started_again(error.exit_code):
+            return error
+    return KeyboardInterrupt()
+
+
 def computed(answers: Sequence[StageDone]) -> Computed:
     """What stages have come to, all together."""
     num_terms = max(1, sum(each.num_terms for each in answers))
@@ -426,7 +469,8 @@ class PipelineContext(TrainingContext):
             return False
         return True
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, check: Callable[[], None] | None = None) -> None:
+        self.head.check_session = check or self.head.check_session
         self.head.do(Order(needs_weights=False))
 
     def local_copy(self, fragments: Fragments) -> LocalCopy:
@@ -444,11 +488,6 @@ class PipelineCopy:
         self._head, self._clip = context.head, 1.0
         self.sent: set[int] = set()
         places = tuple(tuple((place.start, place.stop) for place in each) for each in fragments)
-        if sum(map(len, places)) > MOST_PLACES:
-            raise ConfigError(
-                f"the fragments of a model of so many tensors are {sum(map(len, places))} places, more than "
-                f"the {MOST_PLACES} that stages can be told of: set mode to sync"
-            )
         self._head.do(self._head.beginning(places))
 
     def clip(self, clipping: GradientClipping) -> float:
@@ -461,7 +500,7 @@ class PipelineCopy:
         self._head.do(self._head.ordered("step", **told))
 
     def change(self, fragment: int) -> Values:
-        return _Change(self._head, fragment)
+        return GatheredChange(lambda place: self._head.do(self._head.change(fragment, place)))
 
     def mark_sent(self, fragment: int) -> None:
         self._head.do(self._head.ordered("mark_sent", fragment=fragment))
@@ -497,18 +536,6 @@ class PipelineCopy:
         return found
 
 
-@dataclass(frozen=True)
-class _Change:
-    """What a fragment has changed by; it is gathered from the stages as it is asked for."""
-
-    head: Head
-    fragment: int
-
-    def __getitem__(self, place: slice, /) -> Tensor:
-        found: Tensor = self.head.do(self.head.change(self.fragment, place))
-        return found
-
-
 def spread(
     welcome: Welcome,
     training: TrainingContext,
@@ -520,58 +547,55 @@ def spread(
 ) -> PipelineContext:
     """Spread what is trained over the stages of node `name`; `training` is its outline.
 
-    Waits until all have their layers.
+    From now on they may come; `wait_until_ready` waits for them.
 
     Raises:
         ConfigError: this machine, the model or the run does not allow it.
-        ClusterEmpty: they do not come.
+        PortBusy: another process listens where they are to come.
     """
     stages = settings.node.stages
     assert stages is not None  # noqa: S101 - else nobody asks
-    if welcome.data is not None:
-        raise ConfigError(
-            f"the server sends the samples, but {name} has stages, each of which reads its own: set "
-            f"dataset.source to local, or nodes.{name}.stages to null"
-        )
-    frozen = [key for key, each in training.replica.parameters.items() if not each.requires_grad]
-    if frozen:
-        raise ConfigError(
-            f"the model has frozen weights ({frozen[0]}), which stages cannot compare with the server's: "
-            f"set nodes.{name}.stages to null"
-        )
+    check_can_be_spread(welcome, training, name, "stages")
+    own = config_of(get_algorithm(welcome.run.algorithm))
+    welcome.run.of(own).check_pieces(training.replica.layers, MOST_PIECES)
     run = pipeline_run(welcome.run, stages)
-    told = settings_of(settings, run.train, stages, name)
-    try:
-        config = run.of(PipelineConfig)
-        config.check(told)
-        config.check_training(training.recipe, training.recipe.applied_to(run.train))
-    except ConfigError as error:
-        raise ConfigError(f"nodes.{name}.stages: {error}") from error
-    log.info("this worker has %d stages: %s", len(stages.host_ip), stages)
     incarnation = secrets.token_hex(4)
     with ExitStack() as rooms:
         folder = rooms.enter_context(tempfile.TemporaryDirectory(prefix="smolcluster-stages-"))
         events = EventLog(Path(folder) / "events.jsonl", incarnation, warn=log.debug)
         rooms.callback(events.close)
-        head = Head(
-            ServerContext(
-                settings=told,
-                run=run,
-                training=without_hooks(training),
-                node=name,
-                secret=secret,
-                metrics=Metrics(),
-                events=events,
-                log=log,
-                incarnation=incarnation,
-                role_of_workers="stage",
-            )
+        context = ServerContext(
+            settings=settings_of(settings, run.train, stages, name),
+            run=run,
+            training=without_servers_part(training),
+            node=name,
+            secret=secret,
+            metrics=Metrics(),
+            events=events,
+            log=log,
+            incarnation=incarnation,
+            role_of_workers="stage",
         )
+        with naming(f"nodes.{name}.stages"):
+            run.of(PipelineConfig).check(context.settings)
+            head = Head(context)
+        log.info("this worker has %d stages: %s", len(stages.host_ip), stages)
         head.start()
         rooms.push(lambda _kind, error, _trace: head.end(error))
-        own = {each.name: getattr(training, each.name) for each in fields(training)}
-        PipelineContext(**own, head=head, rooms=rooms).wait_until_ready()
-        return PipelineContext(**own, head=head, rooms=rooms.pop_all())
+        return PipelineContext(**parts_of(training), head=head, rooms=rooms.pop_all())
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Say of which key's value an error is.
+
+    Raises:
+        ConfigError, PortBusy: as they were, after the key.
+    """
+    try:
+        yield
+    except (ConfigError, PortBusy) as error:
+        raise type(error)(f"{key}: {error}") from error
 
 
 def pipeline_run(run: RunConfig, stages: StagesConfig) -> RunConfig:
@@ -582,7 +606,7 @@ def pipeline_run(run: RunConfig, stages: StagesConfig) -> RunConfig:
         update={
             "algorithm": algorithm_of_stages().name,
             "own": config.model_dump(mode="json"),
-            "train": run.train.model_copy(update={"global_batch_size": None}),
+            "train": run.train.model_copy(update={"global_batch_size": None, "ema_decay": None}),
             "codec": None,
             "use_quantization": False,
         }
@@ -604,12 +628,15 @@ def settings_of(
         "num_workers": len(names),
         "min_workers": len(names),
         "elastic": False,
+        "start_timeout_s": min(
+            settings.cluster.start_timeout_s, settings.cluster.prepare_timeout_s
+        ),
     }
     return replace(settings, cluster=settings.cluster.model_copy(update=cluster), train=train)
 
 
-def without_hooks(training: TrainingContext) -> TrainingContext:
-    """The same, of which the user's functions hear nothing: the run's server calls them."""
+def without_servers_part(training: TrainingContext) -> TrainingContext:
+    """The same without what the run's server does: it calls the user's functions, and averages weights."""
     workload = copy.copy(training.workload)
-    workload.training = replace(training.recipe, hooks=NO_HOOKS)
+    workload.training = replace(training.recipe, hooks=NO_HOOKS, ema_decay=None)
     return replace(training, workload=workload)

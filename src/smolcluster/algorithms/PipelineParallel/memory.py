@@ -1,4 +1,4 @@
-"""Whether the layers of a `shard_plan` that was written by hand fit in their machines' memory. Pure."""
+"""Whether the layers of a cut that was not made by memory fit in their machines'. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,9 +19,15 @@ from smolcluster.training.schedules.simulation import Costs
 
 
 def check_memory(
-    stages: StageMap, machines: Mapping[str, Reported], config: PipelineConfig, train: TrainConfig
+    stages: StageMap,
+    machines: Mapping[str, Reported],
+    config: PipelineConfig,
+    train: TrainConfig,
+    num_copies: int = 0,
 ) -> None:
     """Refuse a cut in which a machine has more layers than fit; where one has not measured, nothing is known.
+
+    `num_copies`: see `problem_of`.
 
     Raises:
         ConfigError: names the machine, what it needs and has, and a cut that would fit if there is one.
@@ -30,7 +36,7 @@ def check_memory(
     known = speeds_of(stages.cuts[-1], machines)
     if len(known) < len(machines):
         return
-    problem = problem_for(known, {}, config, train)
+    problem = problem_for(known, {}, config, train, num_copies)
     needed = _needed(problem, stages, config)
     for place in dict.fromkeys(each.place for each in machines.values()):
         nodes = [node for node, each in machines.items() if each.place == place]

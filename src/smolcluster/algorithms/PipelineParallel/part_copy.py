@@ -23,6 +23,8 @@ from smolcluster.training.places import meeting, pieces
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import CopyOrder, CopyPiece, TensorSpec, frame_of
 
+MOST_COPIES = 3
+"""Of the weights besides θ: θ_start, θ at the send, and new values that arrive."""
 Place = tuple[int, int]
 """Start and stop in the whole model's flat weights."""
 

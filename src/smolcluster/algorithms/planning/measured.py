@@ -19,14 +19,17 @@ def problem_of(
     schedule: str,
     codec: str,
     recompute: bool = False,
+    num_copies: int = 0,
 ) -> Problem:
     """Bytes are those of the first machine, activations encoded by `codec`; seconds are each machine's own.
+
+    `num_copies`: of the trained weights, which are kept besides weights, gradients and moments.
 
     Raises:
         ConfigError: machines have seen different models.
     """
     first = next(iter(speeds.values())).layers
-    copies = 2 + num_moments(train)
+    copies = 2 + num_moments(train) + num_copies
     encoded = VALUE_NBYTES[codec] / FLOAT_NBYTES
     for node, each in speeds.items():
         if len(each.layers) != len(first):

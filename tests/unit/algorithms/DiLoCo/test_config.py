@@ -1,5 +1,7 @@
 """What DiLoCo's own keys may be together."""
 
+from itertools import accumulate, pairwise
+
 import pytest
 from pydantic import ValidationError
 
@@ -7,6 +9,15 @@ from harness import local_settings
 from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.configs.resolve import check_algorithm
 from smolcluster.errors import ConfigError
+
+
+def test_more_pieces_than_stages_can_be_told_of_are_refused() -> None:
+    """Tensors of two sizes lie in turn, and each fragment gets some of both."""
+    stops = list(accumulate(size for _ in range(8) for size in (1, 10)))
+    layers = [(str(stop), slice(start, stop)) for start, stop in pairwise([0, *stops])]
+    DiLoCoConfig(mode="sync").check_pieces(layers, 1)
+    with pytest.raises(ConfigError, match=r"pieces in 4 fragments.* lower fragments, or set mode"):
+        DiLoCoConfig().check_pieces(layers, 4)
 
 
 @pytest.mark.parametrize("momentum", ["null", "0"])

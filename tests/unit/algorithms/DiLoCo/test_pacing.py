@@ -34,26 +34,45 @@ def test_no_more_is_handed_out_than_belongs_before_a_fragment() -> None:
     assert sum(plan.values()) == 2
 
 
-def held_up(most_steps: int | None) -> Round:
-    """All of a round is handed out, 3 batches for each of 2 workers; its first fragment is on its way."""
+def held_up(most_steps: int | None, *, num_handed: int = 3) -> Round:
+    """A round of 3 batches for each of 2 workers; the first of 2 fragments is on its way since then."""
     round_ = Round(2)
     round_.ask(0, 0.0)
     round_.begin(3, most_steps)
-    round_.num_handed = 6
+    round_.num_handed = num_handed
     return round_
 
 
 def test_a_round_that_a_slow_link_holds_up_becomes_longer_within_what_the_run_allows() -> None:
     round_ = held_up(most_steps=4)
+    assert round_.budget(2) == 3, "those before the second fragment, which may be asked for first"
+    round_.num_handed += 3
+    assert round_.is_due(1, 2)
+    assert round_.budget(2) == 0
+    round_.ask(1, 0.0)
     workers = {id_: at_rest(0.1) for id_ in range(2)}
     _, at_once = shared_out(round_, workers, 2, 0.0, "streaming")
     assert sum(at_once.values()) == 2
     round_.num_handed += 2
     assert round_.budget(2) <= 0, "it has four batches for each now"
-    assert held_up(most_steps=None).budget(2) <= 0, "the user has said how long rounds are"
+
+
+def test_a_round_whose_length_the_user_has_said_waits_for_a_slow_link() -> None:
+    round_ = held_up(most_steps=None)
+    assert round_.budget(2) == 0
+    round_.gathered(0, 1.0)
+    assert round_.is_due(0, 2)
 
 
 def test_a_round_that_nothing_holds_up_is_as_long_as_planned() -> None:
-    round_ = held_up(most_steps=4)
+    round_ = held_up(most_steps=4, num_handed=6)
     round_.gathered(0, 1.0)
     assert round_.budget(2) <= 0
+
+
+def test_the_last_exchange_of_the_round_before_holds_nothing_up() -> None:
+    """Its turn comes at the end of this round: of 16 batches 4 belong before the first fragment."""
+    round_ = Round(4)
+    round_.ask(3, 0.0)
+    round_.begin(2, most_steps=100)
+    assert round_.budget(8) == 4

@@ -2,27 +2,46 @@
 
 import logging
 import math
+import threading
+from contextlib import ExitStack, closing, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
+from harness import local_settings
+from peers import small_replica
 from smolcluster.algorithms.PipelineParallel.builders import Builders
+from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.crew import Crew
 from smolcluster.algorithms.PipelineParallel.head import (
     Computed,
     Head,
     Order,
     PieceArrived,
+    PipelineContext,
     computed,
+    naming,
+    pipeline_run,
+    settings_of,
+    what_stages_hear,
+    without_servers_part,
 )
 from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.plan import StageMap
+from smolcluster.cluster.joining import RunOver
+from smolcluster.cluster.report import why_ended
 from smolcluster.cluster.worker import Worker
-from smolcluster.errors import PeerLost
+from smolcluster.configs.schema import StagesConfig
+from smolcluster.errors import DeviceFailed, OutOfMemory, PeerLost, PortBusy, RunFailed
 from smolcluster.net.membership import Member
+from smolcluster.training.build import TrainingContext
+from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.recipe import Training
+from smolcluster.training.workload import Workload
 from smolcluster.transport.messages import (
     CopyOrder,
     CopyPiece,
@@ -54,6 +73,7 @@ class Hand(Head):
         self.turn, self.step_s, self.num_grants, self.dealing_s = 0, 0.0, 0, 0.0
         self.fragments, self.lost, self.crew = None, None, None
         self.waiting = self.running = None
+        self._ended = threading.Event()
         self.arrived, self.places, self.has_begun = [], [], False
         self.peers = {}
         for number in (1, 2):
@@ -160,11 +180,35 @@ def test_weights_go_to_those_that_have_them_in_pieces_no_larger_than_a_bucket() 
     assert sorted(starts[2]) == [[0, 1], [6], [7, 8, 9]]
 
 
-def piece(start: int, *values: float) -> PieceArrived:
-    spec = TensorSpec(codec="raw", dtype="float32", shape=(len(values),), nbytes=4 * len(values))
-    return PieceArrived(
-        CopyPiece(attempt=7, turn=1, start=start, tensor=spec), torch.tensor(values)
+def test_what_is_the_servers_is_not_asked_of_stages() -> None:
+    """The server of the run averages weights, and waits so long for a worker that prepares."""
+    own = "ema_decay=0.9", "start_timeout_s=86400", "prepare_timeout_s=600"
+    settings = local_settings(*own, algorithm="diloco")
+    stages = StagesConfig(host_ip={"pi5": "127.0.0.1"}, port=7000)
+    run = pipeline_run(settings.run_config("run-1", "diloco"), stages)
+    told = settings_of(settings, run.train, stages, "mini1")
+    run.of(PipelineConfig).check(told)
+    assert told.cluster.start_timeout_s == 600
+    assert told.cluster.port == 7000
+    workload = Workload(
+        lambda: nn.Linear(1, 1), cross_entropy, [1], training=Training(ema_decay=0.9)
     )
+    training = without_servers_part(TrainingContext(workload, small_replica(), 1))
+    run.of(PipelineConfig).check_training(training.recipe, training.recipe.applied_to(told.train))
+
+
+def test_an_error_of_a_pipeline_names_the_keys_that_it_is_about() -> None:
+    with (
+        pytest.raises(PortBusy, match=r"^nodes\.mini1\.stages: port 7000"),
+        naming("nodes.mini1.stages"),
+    ):
+        raise PortBusy("port 7000 is taken")
+
+
+def piece(start: int, *values: float, attempt: int = 7, turn: int = 1) -> PieceArrived:
+    spec = TensorSpec(codec="raw", dtype="float32", shape=(len(values),), nbytes=4 * len(values))
+    said = CopyPiece(attempt=attempt, turn=turn, start=start, tensor=spec)
+    return PieceArrived(said, torch.tensor(values))
 
 
 def test_a_change_is_put_together_and_a_hole_in_it_is_noticed() -> None:
@@ -174,6 +218,64 @@ def test_a_change_is_put_together_and_a_hole_in_it_is_noticed() -> None:
     assert head.assembled(0, slice(1, 5)).tolist() == [3, 4, 8, 9]
     with pytest.raises(PeerLost, match="4 of 5 values"):
         head.assembled(0, slice(0, 5))
+    head.arrived = [piece(2, 2.0, 3.0), piece(3, 3.0, 4.0), piece(8, 8.0)]
+    with pytest.raises(PeerLost, match="4 of 5 values"):  # one of them came twice
+        head.assembled(0, slice(0, 5))
+
+
+def test_pieces_of_a_change_that_nobody_waits_for_any_more_are_dropped() -> None:
+    head = Hand()
+    head.deal()
+    head.fragments, head.has_begun = (((0, 4),),), True
+    head.handle(piece(0, 1.0))  # before anything was asked for
+    change = head.give(head.change(0, slice(0, 4)))
+    head.handle(piece(0, 2.0, 2.0, attempt=6, turn=head.turn))
+    head.handle(piece(0, 3.0, 3.0, turn=head.turn - 1))
+    head.handle(piece(0, *range(4), turn=head.turn))
+    assert [each.values.tolist() for each in head.arrived] == [[0, 1, 2, 3]]
+    head.answer()
+    assert change.outcome.result(0).tolist() == [0, 1, 2, 3]
+
+
+def test_waiting_for_stages_ends_with_the_session_with_the_server() -> None:
+    head = Hand()
+    head.context.inbox = Mock()
+
+    def check() -> None:
+        raise PeerLost("the server is lost")
+
+    replica = small_replica()
+    context = PipelineContext(Mock(), replica, 1, head=head, rooms=ExitStack())
+    with pytest.raises(PeerLost, match="the server is lost"):
+        context.wait_until_ready(check)
+    with pytest.raises(PeerLost, match="the server is lost"):
+        context.local_copy([[slice(0, NUM_WEIGHTS)]])
+
+
+def closed_by(error: BaseException | None) -> BaseException | None:
+    """What the stages hear when `error` ends their worker; None: their run has ended well."""
+    told: list[BaseException | None] = []
+    rooms = ExitStack()
+    rooms.push(lambda _kind, error, _trace: told.append(what_stages_hear(error)))
+    context = PipelineContext(Mock(), small_replica(), 1, head=Mock(), rooms=rooms)
+    with suppress(Exception, KeyboardInterrupt), closing(context):
+        if error is not None:
+            raise error
+    return told[0]
+
+
+def test_stages_end_well_only_with_the_run() -> None:
+    """With anything else their worker may come back, or begin another run: they look for it."""
+    assert closed_by(RunOver("every sample has been applied")) is None
+    for error in (None, KeyboardInterrupt(), ZeroDivisionError(), DeviceFailed("it is gone")):
+        assert isinstance(closed_by(error), KeyboardInterrupt)
+
+
+def test_stages_hear_why_their_worker_cannot_go_on() -> None:
+    failed = closed_by(RunFailed("the run failed: loss is nan"))
+    assert failed is not None
+    assert why_ended(failed) == "the run failed: loss is nan"
+    assert isinstance(closed_by(OutOfMemory("too little")), OutOfMemory)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from smolcluster.algorithms.PipelineParallel.automatic import Reported, message_of
+from smolcluster.algorithms.PipelineParallel.automatic import Reported, automatic_cut, message_of
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.memory import check_memory
+from smolcluster.algorithms.PipelineParallel.part_copy import MOST_COPIES
 from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.plan import StageMap
 from smolcluster.configs.schema import DatasetConfig, SimpleNNConfig, TrainConfig
@@ -90,10 +91,15 @@ def test_as_many_layers_each_are_compared_with_memory_before_the_first_step() ->
         listening = Listening(places=(HostPort(host=host, port=7777),))
         return Peer(Mock(), listening, reported(memory_bytes, host).measured)
 
-    def deal(memory_bytes: int) -> Any:
+    def deal(memory_bytes: int, num_copies: int = 0, shard_plan: Any = "even") -> Any:
         peers = {"mini1": peer("10.0.0.1", 10**6), "pi5": peer("10.0.0.2", memory_bytes)}
         dealer = Dealer(
-            PipelineConfig(shard_plan="even"), TRAIN, Mock(num_workers=2), 8, logging.getLogger()
+            PipelineConfig(shard_plan=shard_plan),
+            TRAIN,
+            Mock(num_workers=2),
+            8,
+            logging.getLogger(),
+            num_copies=num_copies,
         )
         return dealer.deal(peers, are_all_ready=True, num_unable=0)
 
@@ -101,3 +107,20 @@ def test_as_many_layers_each_are_compared_with_memory_before_the_first_step() ->
     assert deal(needed).map.cuts == (0, 4, 8)
     with pytest.raises(ConfigError, match=r"layers 4 to 7 of pi5 need .*pi5: \[5, 8\]} would fit"):
         deal(needed - 1)
+    with_copies = needed + 4 * MOST_COPIES * 1000
+    assert deal(with_copies, MOST_COPIES).map.cuts == (0, 4, 8)
+    with pytest.raises(ConfigError, match="layers 4 to 7 of pi5 need"):
+        deal(with_copies - 1, MOST_COPIES)
+
+
+def test_copies_of_a_worker_s_weights_are_planned_for() -> None:
+    speeds = LayerSpeeds(
+        layers=(LAYER.model_copy(update={"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0}),) * 8,
+        memory_bytes=4 * 4000 + 4 * 4 * 100,
+        device="cpu (1 thread)",
+    )
+    machines = {name: Reported(name, message_of(speeds)) for name in ("mini1", "pi5")}
+    config = PipelineConfig()
+    assert automatic_cut(8, machines, config, TRAIN).map.cuts == (0, 4, 8)
+    with pytest.raises(ConfigError):
+        automatic_cut(8, machines, config, TRAIN, num_copies=MOST_COPIES)

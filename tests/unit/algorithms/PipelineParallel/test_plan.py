@@ -94,7 +94,7 @@ def test_a_plan_of_an_unknown_machine_is_refused() -> None:
     settings = load_settings("pipeline", "digits", None, ["batch_size=8"], environ={})
     cluster = settings.cluster.model_copy(update={"shard_plan": {"pi6": (0, 8)}})
     with pytest.raises(
-        ConfigError, match=r"names 'pi6', must be one of workers .*did you mean pi5"
+        ConfigError, match=r"names 'pi6', must be one of .*macbook; did you mean pi5"
     ):
         check_algorithm(replace(settings, cluster=cluster), "pipeline")
 
