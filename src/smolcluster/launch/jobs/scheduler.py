@@ -40,7 +40,7 @@ def submit(process: LaunchedProcess) -> None:
     if process.scheduler == "kubernetes":
         delete = ("delete", "--ignore-not-found", "--cascade=foreground", f"--timeout={DELETED_S}s")
         deleted = host.run(
-            shlex.join((*_kubectl(process), *delete, process.session)), timeout_s=DELETED_S + 20
+            shlex.join((*kubectl(process), *delete, process.session)), timeout_s=DELETED_S + 20
         )
         if not deleted.ok:
             raise LaunchError(f"kubectl does not delete {process.session}: {deleted.stderr_tail}")
@@ -82,13 +82,13 @@ def kubernetes_state(process: LaunchedProcess) -> str:
     template = 'found {range .status.conditions[?(@.status=="True")]}{.type} {end}'
     get = ("get", process.session, "--ignore-not-found", "-o", f"jsonpath={template}")
     return (
-        f"found=$({shlex.join((*_kubectl(process), *SOON, *get))}) || return; "
+        f"found=$({shlex.join((*kubectl(process), *SOON, *get))}) || return; "
         'case "$found" in "") ;; *" Failed "*) echo Failed;; '
         '*" Complete "*|*" Completed "*) echo Complete;; *) echo Active;; esac'
     )
 
 
-def _kubectl(process: LaunchedProcess) -> Sequence[str]:
+def kubectl(process: LaunchedProcess) -> Sequence[str]:
     """`kubectl` and the namespace, as the command that makes the job has it."""
     namespace = process.argv[process.argv.index("--namespace") + 1]
     return ("kubectl", "--namespace", namespace)
@@ -114,4 +114,4 @@ def end_lines(process: LaunchedProcess, signalling: Sequence[str]) -> list[str]:
     targets = (process.session, f"service/{own}", f"configmap/{own}")
     how = ("--grace-period=0", "--force") if is_kill else ("--cascade=foreground",)
     delete = ("delete", "--wait=false", "--ignore-not-found", *how, *targets)
-    return [note, shlex.join((*_kubectl(process), *SOON, *delete))]
+    return [note, shlex.join((*kubectl(process), *SOON, *delete))]
