@@ -134,6 +134,7 @@ def test_two_agents_of_torchrun_form_the_group_again(processes: Processes, kille
     reached = newest_step(processes.runs)
     wait_until(lambda: newest_step(processes.runs) > reached, *agents)
     assert all(len(ranks_below(agent)) == 1 for agent in agents)
+    assert not any("two processes are rank 0" in agent.output for agent in agents)
     for agent in agents:
         agent.kill(signal.SIGTERM)
     for agent in agents:

@@ -76,8 +76,13 @@ def be_rank(
     with process_log(role, host, number, console=console) as log:
         if rank == 0 and vocab_size is not None:
             log.logger.info("--vocab-size %d: the vocabulary is the tokenizer's", vocab_size)
-        how = {"start_timeout_s": start_timeout_s, "launcher": launcher, "tells": tells}
-        with together(ranks, place, config, settings, log.logger, **how) as groups:
+        met = together(
+            *(ranks, place, config, settings, log.logger),
+            start_timeout_s=start_timeout_s,
+            launcher=launcher,
+            tells=tells,
+        )
+        with met as groups:
             if rank == 0:
                 own_run(
                     Owner(SINGLE, "trainer", host, settings, workload=workload),

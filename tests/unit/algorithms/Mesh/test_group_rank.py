@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -30,12 +31,9 @@ def test_ranks_of_one_machine_speak_on_its_loopback_alone(
         monkeypatch.setenv(variable, "")  # put back at the end
         monkeypatch.delenv(variable)
     monkeypatch.setattr(dist, "init_process_group", connecting)
-    setup = Setup.model_construct(
-        device="cpu",
-        mesh=MeshConfig(mesh=MeshSizes(dp=2)),
-        rank=0,
-        store=str(tmp_path / "store"),
-    )
+    mesh = MeshConfig(mesh=MeshSizes(dp=2))
+    told: dict[str, Any] = {"device": "cpu", "rank": 0, "store": str(tmp_path / "store")}
+    setup = Setup.model_construct(mesh=mesh, **told)
     with pytest.raises(Connecting):
         join_group(setup, normed(), logging.getLogger())
     loopback = "lo0" if sys.platform == "darwin" else "lo"
