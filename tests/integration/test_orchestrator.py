@@ -297,6 +297,19 @@ def test_tensors_are_split_within_layers(processes: Processes, told: tuple[str, 
     assert child.wait() == 0, child.output
 
 
+def test_a_rank_that_cannot_begin_is_not_waited_for(processes: Processes) -> None:
+    """As each is a process that imports the script, which must not train there."""
+    script = processes.folder / "script.py"
+    script.write_text("import orchestrated_ranks\norchestrated_ranks.main()\n")
+    told = ("TENSOR_PARALLEL=1", "WORKERS=1", "TENSOR_PARALLEL_SIZE=2")
+    processes.environ["PYTHONPATH"] = str(Path(orchestrated_ranks.__file__).parent)
+    child = processes.start(sys.executable, str(script), *told, forked=False)
+    assert child.wait() != 0
+    assert "LaunchError: rank 1 of tensor_parallel has ended" in child.output.replace(
+        "smolcluster.errors.", ""
+    )
+
+
 def test_the_example_splits_tensors_by_its_environment_alone(processes: Processes) -> None:
     processes.environ |= {"TENSOR_PARALLEL": "1", "TENSOR_PARALLEL_SIZE": "2"}
     flags = ("--train-batches", "6", "--checkpoint-dir", str(processes.folder))

@@ -4,7 +4,7 @@ import logging
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from smolcluster.algorithms.Mesh.process import be_rank, place_of, together
 from smolcluster.algorithms.Mesh.ranks import Ranks
 from smolcluster.configs.resolve import Settings
 from smolcluster.distributed_training import free_port
-from smolcluster.errors import ConfigError
+from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.training.hooks import Hooks
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device import use_threads
@@ -55,9 +55,12 @@ def local_ranks(told: Told, workload: Workload, log: logging.Logger) -> Iterator
     try:
         for rank in range(1, size):
             processes.append(_started(partial(_be_rank, ranks(rank), told, there)))
-        with together(
-            ranks(0), place, config, settings, log, start_timeout_s=settings.cluster.start_timeout_s
-        ) as groups:
+        met = together(
+            *(ranks(0), place, config, settings, log),
+            start_timeout_s=settings.cluster.start_timeout_s,
+            check=partial(_check_alive, processes),
+        )
+        with met as groups:
             yield groups
         for process in processes:
             process.join(END_S)
@@ -95,6 +98,16 @@ def _started(body: Callable[[], None]) -> BaseProcess:
             f"of tensor_parallel is a process: {error}"
         ) from None
     return process
+
+
+def _check_alive(processes: Sequence[BaseProcess]) -> None:
+    """Raises LaunchError: a rank has ended before all were there."""
+    for rank, process in enumerate(processes, start=1):
+        if process.exitcode is not None:
+            raise LaunchError(
+                f"rank {rank} of tensor_parallel has ended (exit code {process.exitcode}): its message is "
+                "above"
+            )
 
 
 def _be_rank(ranks: Ranks, told: Told, workload: Workload) -> None:

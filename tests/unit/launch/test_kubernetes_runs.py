@@ -22,10 +22,11 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
 
 
 @pytest.fixture
-def run(cluster: FakeCluster, tmp_path: Path) -> RunPaths:
-    """One that has been launched, and left."""
+def run(cluster: FakeCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> RunPaths:
+    """One that has been launched, and left, to which nobody can attach."""
     words = ("launch", "mesh", "--on", "kubernetes", "--detach", "--override", *OVERRIDES)
     assert main(list(words)) == 0
+    assert "goes on: status, logs and stop" in capsys.readouterr().out
     assert cluster.names() == OBJECTS
     return find_run(tmp_path / "runs")
 

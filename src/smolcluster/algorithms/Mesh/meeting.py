@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import psutil
@@ -121,11 +121,20 @@ def _is_first(store: TCPStore, rank: int) -> bool:
     return store.compare_set(f"rank {rank}", "", mark).decode() == mark
 
 
-def meet(rank: int, ranks: Ranks, store: Store, told: Mapping[str, str], timeout_s: float) -> None:
+def meet(
+    rank: int,
+    ranks: Ranks,
+    store: Store,
+    told: Mapping[str, str],
+    timeout_s: float,
+    *,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Wait until all ranks are there, and see to it that they are of one mind.
 
     Args:
         told: what must be the same on all ranks, by what it is.
+        check: raises what ends the waiting.
 
     Raises:
         ConnectTimeout: some never came; names them.
@@ -142,6 +151,7 @@ def meet(rank: int, ranks: Ranks, store: Store, told: Mapping[str, str], timeout
                 "with --rank R for one process, --rank R --nproc-per-node K for ranks R to R+K-1, or no "
                 "--rank for all on this machine"
             )
+        check()
         time.sleep(0.05)
     compare(rank, told, json.loads(store.get("here/0")))
 

@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,11 @@ def together(
     start_timeout_s: float,
     launcher: int | None = None,
     tells: int | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[Groups]:
     """This rank's groups, once all ranks are there; they watch each other within the block.
+
+    `check` raises what ends the waiting for others.
 
     Raises:
         ConfigError: ranks are not of one mind.
@@ -146,7 +149,7 @@ def together(
         on_failure=lambda failure: None if tells is None else _tell(tells, failure),
     )
     with watch.watched(), lost_named():
-        meet(rank, ranks, store, told(settings, config), start_timeout_s)
+        meet(rank, ranks, store, told(settings, config), start_timeout_s, check=check)
         connect(rank, ranks, store, backend)
         yield Groups(_sizes(config, ranks), device, watch)
     part(rank, ranks.world_size, store)
