@@ -58,11 +58,13 @@ def worker(
     )
 
 
-def launched_run(root: Path, *processes: LaunchedProcess, run_id: str = "r1") -> RunPaths:
+def launched_run(
+    root: Path, *processes: LaunchedProcess, run_id: str = "r1", algorithm: str = "edp"
+) -> RunPaths:
     """What the launcher leaves on its own machine."""
     paths = create_run(root, run_id)
     write_launched(
-        paths.launched, Launched(run_id=run_id, algorithm="edp", processes=tuple(processes))
+        paths.launched, Launched(run_id=run_id, algorithm=algorithm, processes=tuple(processes))
     )
     return paths
 

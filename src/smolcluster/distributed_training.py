@@ -231,7 +231,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         port=args.master_port,
     )
     if not ranks.is_process:
-        port = ranks.port or _free_port()
+        port = ranks.port or free_port()
         _start(ranks.here, ranks.world_size, {"MASTER_PORT": str(port)}, argv)
         return
     from smolcluster.algorithms.Mesh.process import be_rank  # noqa: PLC0415 - it imports torch
@@ -374,7 +374,7 @@ def _wait(processes: Iterable["subprocess.Popen[bytes]"], timeout_s: float) -> N
             process.wait(max(0.0, end - time.monotonic()))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

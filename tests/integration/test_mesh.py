@@ -13,6 +13,7 @@ from processes import Processes
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
+from smolcluster.training.schedules.instructions import Instruction, Op, generate
 
 WORLD_SIZE = 4
 
@@ -82,6 +83,8 @@ def test_a_run_goes_on_with_another_mesh(processes: Processes) -> None:
     ]
     for rank in ranks:
         assert rank.wait() == 0, rank.output
+    for rank in ranks:  # none loses another one, or the store, at a good end
+        assert "TCPStore" not in rank.output and "Traceback" not in rank.output
     paths = find_run(processes.runs)
     assert str(paths.root / "profile" / "trace.json") in ranks[0].output
     check_profile(paths.root / "profile", 2)
@@ -98,3 +101,27 @@ def test_a_run_goes_on_with_another_mesh(processes: Processes) -> None:
     skipped = [each.values["overflows"] for each in steps]
     assert skipped[0] == 1
     assert skipped[first.steps :] == [skipped[first.steps - 1]] * first.steps
+
+
+def test_each_rank_writes_down_the_instructions_of_its_schedule(processes: Processes) -> None:
+    folder = processes.folder / "instructions"
+    processes.environ["SMOLCLUSTER_INSTRUCTION_LOG"] = str(folder)
+    mesh = ("--pp", "2", "--microbatches", "4", "--schedule", "1f1b", "--batch-size", "128")
+    there = ("--world-size", "2", "--master-port", str(free_port()))
+    ranks = [
+        processes.start(
+            *(sys.executable, "-m", "smolcluster.distributed_training", "--config", "digits"),
+            *(*there, "--rank", str(rank), *mesh, "--epochs", "1"),
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.wait() == 0, rank.output
+    num_steps = read_summary(find_run(processes.runs).summary).steps
+    for number, expected in enumerate(generate("1f1b", 2, 4)):
+        lines = (folder / f"rank-{number}.jsonl").read_text().splitlines()
+        steps: dict[int, list[Instruction]] = {}
+        for line in map(json.loads, lines):
+            done = Instruction(Op(line["op"]), line["microbatch"], line["stage"])
+            steps.setdefault(line["step"], []).append(done)
+        assert steps == {step: list(expected) for step in range(1, num_steps + 1)}

@@ -80,6 +80,7 @@ def test_torchrun_starts_two_ranks_on_each_of_two_nodes(runs: Runs) -> None:
     assert summary["samples_applied"] == 1438
     assert runs.state() == "COMPLETED"
     assert "ended with code 0" in runs.smolcluster("status", runs.run.name)
+    assert "on 4 ranks, dp 2" in runs.smolcluster("logs", runs.run.name)
 
 
 def test_a_job_is_requeued_stopped_and_goes_on(runs: Runs) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+import orchestrated_ranks
 import smolcluster
 from harness import SECRET, Outcome, free_port
 from processes import Processes
@@ -273,3 +274,48 @@ def test_the_seed_s_two_commands_train_on_two_processes(processes: Processes) ->
     assert (summary.samples_applied, summary.steps, len(summary.workers)) == (800, 50, 2)
     evaluated = [r.event for r in read_events(folder / "events.jsonl")]
     assert sum(isinstance(event, Evaluated) for event in evaluated) >= 3
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ("WORKERS=1", "TENSOR_PARALLEL_SIZE=2"),
+        pytest.param(
+            ("WORKERS=2", "TENSOR_PARALLEL_SIZE=2", "DATA_PARALLEL=1"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("WORKERS=2", "TENSOR_PARALLEL_SIZE=2", "PIPELINE_PARALLEL=1", "MICRO_BATCHES=4"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_tensors_are_split_within_layers(processes: Processes, told: tuple[str, ...]) -> None:
+    """Alone, and together with samples or layers that are shared."""
+    child = processes.start(
+        sys.executable, orchestrated_ranks.__file__, "TENSOR_PARALLEL=1", *told, forked=False
+    )
+    assert child.wait() == 0, child.output
+
+
+def test_a_rank_that_cannot_begin_is_not_waited_for(processes: Processes) -> None:
+    """As each is a process that imports the script, which must not train there."""
+    script = processes.folder / "script.py"
+    script.write_text("import orchestrated_ranks\norchestrated_ranks.main()\n")
+    told = ("TENSOR_PARALLEL=1", "WORKERS=1", "TENSOR_PARALLEL_SIZE=2")
+    processes.environ["PYTHONPATH"] = str(Path(orchestrated_ranks.__file__).parent)
+    child = processes.start(sys.executable, str(script), *told, forked=False)
+    assert child.wait() != 0
+    assert "LaunchError: rank 1 of tensor_parallel has ended" in child.output.replace(
+        "smolcluster.errors.", ""
+    )
+
+
+def test_the_example_splits_tensors_by_its_environment_alone(processes: Processes) -> None:
+    processes.environ |= {"TENSOR_PARALLEL": "1", "TENSOR_PARALLEL_SIZE": "2"}
+    flags = ("--train-batches", "6", "--checkpoint-dir", str(processes.folder))
+    child = processes.start(
+        sys.executable, str(EXAMPLES / "orchestrator_train.py"), *flags, forked=False
+    )
+    assert child.wait() == 0, child.output
+    assert "dp 1 x fsdp 1 x tp 2 x pp 1" in child.output
+    assert (processes.folder / "orchestrator_final.pt.safetensors").is_file()

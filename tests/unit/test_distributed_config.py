@@ -1,10 +1,15 @@
 """The settings of an orchestrator and its workers."""
 
 import pytest
+from torch import nn
 
+from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.api.config import VARIABLES, DistributedConfig
-from smolcluster.api.settings import server_settings
+from smolcluster.api.network_worker import NetworkWorker
+from smolcluster.api.orchestrator import Orchestrator
+from smolcluster.api.settings import rank_settings, server_settings
+from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import ConfigError
 
 
@@ -27,17 +32,6 @@ def test_a_wrong_value_is_refused_where_it_is_assigned(name: str, value: object)
         setattr(config, name, value)
     assert "\n" not in str(raised.value)
     assert getattr(config, name) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("tensor_parallel", "Mesh"),
-    ],
-)
-def test_a_mode_that_is_not_there_is_refused_and_says_what_will_do_it(name: str, what: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is True: .*{what}"):
-        DistributedConfig(**{name: True})
 
 
 def test_the_seed_s_environment_is_understood() -> None:
@@ -67,7 +61,7 @@ def test_the_seed_s_environment_is_understood() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("TENSOR_PARALLEL", "1"), ("DATA_PARALLEL", "maybe"), ("RESENDS_MAX", "three")],
+    [("DATA_PARALLEL", "maybe"), ("RESENDS_MAX", "three")],
 )
 def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"^{variable}={value}: "):
@@ -93,6 +87,49 @@ def test_layers_are_spread_where_that_is_asked_for(
     settings = server_settings(config, ["one", "two"], {})
     assert config.runs_algorithm == "pipeline"
     assert settings.of(PipelineConfig).microbatches == num_microbatches
+
+
+@pytest.mark.parametrize(
+    ("exported", "num_workers", "mesh", "num_microbatches"),
+    [
+        ({}, 1, MeshSizes(tp=2), 1),
+        ({"DATA_PARALLEL": "0"}, 1, MeshSizes(tp=2), 1),
+        ({"DATA_PARALLEL": "1"}, 2, MeshSizes(dp=2, tp=2), 1),
+        ({"MODEL_PARALLEL": "1"}, 2, MeshSizes(pp=2, tp=2), 2),
+        ({"PIPELINE_PARALLEL": "1", "MICRO_BATCHES": "4"}, 2, MeshSizes(pp=2, tp=2), 4),
+    ],
+)
+def test_tensors_are_split_where_that_is_asked_for(
+    exported: dict[str, str], num_workers: int, mesh: MeshSizes, num_microbatches: int
+) -> None:
+    told = {"TENSOR_PARALLEL": "1", "TENSOR_PARALLEL_SIZE": "2", **exported}
+    config = DistributedConfig.from_env(told, num_workers=num_workers)
+    settings = rank_settings(config, {}, 32)
+    assert config.runs_algorithm == "mesh"
+    assert settings.of(MeshConfig).mesh == mesh
+    assert settings.of(MeshConfig).microbatches == num_microbatches
+    assert settings.train.samples_per_step == 32
+    assert list(config.notes()) == []
+
+
+def test_what_ranks_of_one_machine_have_no_use_for_is_said() -> None:
+    told = {"ack_timeout": 30.0, "act_cache_steps": 4, "micro_batches": 4}
+    config = DistributedConfig(tensor_parallel=True, tensor_parallel_size=2, **told)
+    [note] = config.notes()
+    assert note.endswith(": ack_timeout, micro_batches, act_cache_steps")
+
+
+def test_tensors_are_split_among_more_than_one_rank() -> None:
+    config = DistributedConfig(tensor_parallel=True)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 1"):
+        rank_settings(config, {}, 32)
+
+
+def test_no_worker_connects_where_the_orchestrator_starts_the_ranks() -> None:
+    config = DistributedConfig(tensor_parallel=True, tensor_parallel_size=2)
+    assert Orchestrator(config).wait_for_workers() == 1
+    with pytest.raises(ConfigError, match="the orchestrator starts all ranks"):
+        NetworkWorker(0, config, lambda: nn.Linear(1, 1))
 
 
 def test_something_must_be_parallel() -> None:

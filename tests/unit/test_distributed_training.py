@@ -43,6 +43,28 @@ def test_where_rank_0_is() -> None:
     assert ranks_of({}, world_size=2, rank=0).port == 29500
 
 
+TORCHRUN = {
+    **{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "4000"},
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+def test_flags_say_where_rank_0_is_before_the_environment() -> None:
+    stated = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    for environ in ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}, stated):
+        ranks = ranks_of(environ, address="node2", port=5000)
+        assert (ranks.address, ranks.port) == ("node2", 5000)
+
+
+def test_flags_do_not_lead_away_from_torchruns_store() -> None:
+    ranks = ranks_of(TORCHRUN, address="node1", port=4000)
+    assert (ranks.address, ranks.port) == ("node1", 4000)
+    with pytest.raises(ConfigError, match=r"--master-addr is node2, but torchrun .* at node1"):
+        ranks_of(TORCHRUN, address="node2")
+    with pytest.raises(ConfigError, match=r"--master-port is 5000, but torchrun .* at 4000"):
+        ranks_of(TORCHRUN, port=5000)
+
+
 @pytest.mark.parametrize(
     ("environ", "flags", "told"),
     [

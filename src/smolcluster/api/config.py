@@ -14,11 +14,15 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
-    field_validator,
 )
 
-from smolcluster.configs.schema import AlgorithmName, HeartbeatTimeout, NodeName, Wait
-from smolcluster.configs.spec import algorithm_of_stages, algorithms, get_algorithm
+from smolcluster.configs.schema import AlgorithmName, HeartbeatTimeout, MeshSizes, NodeName, Wait
+from smolcluster.configs.spec import (
+    algorithm_of_groups,
+    algorithm_of_stages,
+    algorithms,
+    get_algorithm,
+)
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import hint_at
 
@@ -44,10 +48,7 @@ VARIABLES = {
 """The environment's names of settings."""
 _WORDS = {"1": True, "true": True, "yes": True, "on": True}
 _WORDS |= {"0": False, "false": False, "no": False, "off": False, "": False}
-_LATER = {
-    "tensor_parallel": "tensors split within layers are what the algorithm Mesh will train",
-}
-"""What cannot be asked for yet, and what will do it."""
+_NETWORK = ("activation_timeout", "ack_timeout", "max_resends", "resend_probe_interval")
 _PIPELINES = ("micro_batches", "allow_act_reuse", "act_cache_steps", "log_act")
 
 
@@ -104,7 +105,9 @@ class DistributedConfig(BaseModel):
     data_parallel: bool = True
     model_parallel: bool = False
     pipeline_parallel: bool = False
-    tensor_parallel: bool = False
+    tensor_parallel: bool = Field(
+        False, description="Each layer is divided among processes that the orchestrator starts."
+    )
     tensor_parallel_size: PositiveInt = 1
     micro_batches: PositiveInt = 1
 
@@ -157,13 +160,6 @@ class DistributedConfig(BaseModel):
                     raise ConfigError(f"{variable}={stated}: {error}") from None
         return cls(**found, **values)
 
-    @field_validator(*_LATER)
-    @classmethod
-    def _is_there(cls, value: bool, info: Any) -> bool:
-        if value:
-            raise ValueError(f"is not there yet: {_LATER[info.field_name]}; set it to False")
-        return value
-
     @property
     def reconnect_timeout(self) -> float | None:
         """How long a worker tries to get back to the orchestrator, seconds; None: the default."""
@@ -178,29 +174,53 @@ class DistributedConfig(BaseModel):
 
     @property
     def runs_algorithm(self) -> str:
-        """What trains: `algorithm`, or the one that spreads layers, where that is asked for."""
+        """What trains: `algorithm`, or the one that spreads layers or tensors, where that is asked for."""
+        if self.tensor_parallel:
+            return algorithm_of_groups().name
         return algorithm_of_stages().name if self.spreads_layers else self.algorithm
+
+    @property
+    def mesh(self) -> MeshSizes:
+        """The ranks of `tensor_parallel`: so many for each worker, which has samples or layers of its own."""
+        of_workers = "pp" if self.spreads_layers else "dp"
+        return MeshSizes.model_validate(
+            {of_workers: self.num_workers, "tp": self.tensor_parallel_size}
+        )
 
     @property
     def num_microbatches(self) -> int:
         """Parts of a batch that are on their way through the layers at the same time."""
+        if self.tensor_parallel and self.spreads_layers:
+            return max(self.micro_batches, self.num_workers)
         return self.micro_batches if self.pipeline_parallel else 1
 
     def check(self) -> None:
         """Raise ConfigError where settings contradict each other."""
-        if not (self.data_parallel or self.spreads_layers):
+        if not (self.data_parallel or self.spreads_layers or self.tensor_parallel):
             raise ConfigError(
-                "data_parallel is False, and so are model_parallel and pipeline_parallel: one of them "
-                "must be True"
+                "data_parallel is False, and so are model_parallel, pipeline_parallel and tensor_parallel: "
+                "one of them must be True"
+            )
+        if self.tensor_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "tensor_parallel is True, but tensor_parallel_size is 1: set it to the ranks that "
+                "share each layer"
             )
 
     @property
     def is_shared(self) -> bool:
         """Whether the workers share each step, so that one of them may be late for it."""
-        return get_algorithm(self.runs_algorithm).is_synchronous
+        algorithm = get_algorithm(self.runs_algorithm)
+        return algorithm.is_synchronous and not algorithm.is_group
 
     def notes(self) -> Iterator[str]:
         """What becomes of settings that this system calls otherwise, or has no use for."""
+        if self.tensor_parallel:
+            idle = [name for name in (*_NETWORK, *_PIPELINES) if self._differs(name)]
+            idle = [name for name in idle if name != "micro_batches" or not self.spreads_layers]
+            if idle:
+                yield f"no effect with tensor_parallel, whose ranks are processes here: {', '.join(idle)}"
+            return
         if self.activation_timeout is not None:
             yield (
                 f"activation_timeout: a worker whose part of a step is {self.activation_timeout:g} s later "

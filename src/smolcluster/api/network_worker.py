@@ -90,6 +90,11 @@ class NetworkWorker:
         if model_ctor is None:
             raise ConfigError("a NetworkWorker needs model_ctor, a function that makes the model")
         self.config = (config or DistributedConfig()).model_copy()
+        if self.config.tensor_parallel:
+            raise ConfigError(
+                "tensor_parallel is True: the orchestrator starts all ranks on its own machine, and takes no "
+                "NetworkWorker; over several machines `smolcluster launch mesh` divides layers"
+            )
         if master_ip is not None:
             self.config.master_ip = master_ip
         if master_port is not None:

@@ -8,8 +8,9 @@ orchestrator.start_training(train_loader=train_loader, num_epochs=3)
 orchestrator.save_checkpoint("model.safetensors")
 """
 
+import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,13 +32,14 @@ from smolcluster.api.losses import LOSS, OutputLoss, code_digest, loss_name, los
 from smolcluster.api.settings import (
     SERVER,
     library_log,
+    rank_settings,
     secret_of,
     server_settings,
 )
 from smolcluster.configs.resolve import Settings
-from smolcluster.configs.spec import get_algorithm
+from smolcluster.configs.spec import SINGLE, get_algorithm
 from smolcluster.errors import CheckpointError, ConfigError
-from smolcluster.observability.logs import console_logger
+from smolcluster.observability.logs import NodeLog, console_logger
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.summary import Summary
 from smolcluster.training.buffers import plain_name
@@ -118,13 +120,16 @@ class Orchestrator:
     def wait_for_workers(self, timeout: float = 600.0) -> int:
         """Wait for `config.num_workers` workers, `timeout` seconds at most; returns how many are there.
 
-        They stay until `start_training`, which others may join later, too.
+        They stay until `start_training`, which others may join later, too. With `tensor_parallel` that one
+        starts them itself, and nobody is waited for.
 
         Raises:
             ClusterEmpty: too few came in time.
             PortBusy, ConfigError: nothing can be received at `config.master_ip` and its port.
             AuthError: the cluster's secret cannot be read or made.
         """
+        if self.config.tensor_parallel:
+            return self.config.num_workers
         return self._listening().wait_for(self.config.num_workers, timeout)
 
     def _listening(self) -> Arrivals:
@@ -167,17 +172,16 @@ class Orchestrator:
         Raises:
             SmolclusterError: what ended the run, in one line.
         """
-        names = self._names()
         workload = self._workload(train_loader, val_loader)
-        settings = self._settings(
-            names,
-            {
-                "num_epochs": num_epochs,
-                "eval_steps": val_interval or sys.maxsize,
-                "memory_profiling": self._profiles_memory,
-                "workload_args": {LOSS: self._loss_name},
-            },
-        )
+        train = {
+            "num_epochs": num_epochs,
+            "eval_steps": val_interval or sys.maxsize,
+            "memory_profiling": self._profiles_memory,
+            "workload_args": {LOSS: self._loss_name},
+        }
+        if self.config.tensor_parallel:
+            return self._train_on_ranks(workload, train, resume)
+        settings = self._settings(self._names(), train)
         owner = Owner(
             self.config.runs_algorithm,
             "server",
@@ -187,7 +191,6 @@ class Orchestrator:
             workload,
         )
         serve = module_of(get_algorithm(self.config.runs_algorithm), "server").serve
-        summaries = []
 
         def body(context: ServerContext) -> Summary:
             if not self.config.spreads_layers:
@@ -196,22 +199,62 @@ class Orchestrator:
             else:
                 summary = serve(replace(context, initial=initial_weights(self.model, context)))
                 load_newest(self.model, context, summary.steps)
-            summaries.append(summary)
             return summary
 
-        console = None if self.config.compact_log else SteadyConsole(stderr=True)
         with library_log("server", SERVER) as log, _switching_often():
             self.close()
             self._has_trained = True
-            own_run(
-                owner,
-                log,
-                body,
-                run_id=self.config.run_id,
-                resume=resume,
-                progress=console,
-                output=console,
-            )
+            return self._own_run(owner, log, body, resume)
+
+    def _train_on_ranks(
+        self, workload: Workload, train: dict[str, Any], resume: str | None
+    ) -> Summary:
+        """Train on ranks that this process starts, itself being the first."""
+        from smolcluster.algorithms.Mesh import loop  # noqa: PLC0415 - takes time
+        from smolcluster.algorithms.Mesh.config import MeshConfig  # noqa: PLC0415
+        from smolcluster.api.local_ranks import local_ranks  # noqa: PLC0415
+
+        share = (workload.batch_size or self.config.batch_size) * self.config.gradient_accumulation
+        told = partial(rank_settings, self.config, train, share * self.config.mesh.num_shares)
+        settings = told()
+        owner = Owner(SINGLE, "trainer", SERVER, settings, workload=workload)
+        with (
+            library_log("trainer", SERVER) as log,
+            local_ranks(told, workload, log.logger) as groups,
+        ):
+            for note in self.config.notes():
+                self.log.info("%s", note)
+
+            def body(context: ServerContext) -> Summary:
+                summary = loop.train(context, settings.of(MeshConfig), groups)
+                self.model.load_state_dict(context.training.replica.model.state_dict())
+                return summary
+
+            return self._own_run(owner, log, body, resume)
+
+    def _own_run(
+        self,
+        owner: Owner,
+        log: NodeLog,
+        body: Callable[[ServerContext], Summary],
+        resume: str | None,
+    ) -> Summary:
+        summaries = []
+
+        def noted(context: ServerContext) -> Summary:
+            summaries.append(body(context))
+            return summaries[0]
+
+        console = None if self.config.compact_log else SteadyConsole(stderr=True)
+        own_run(
+            owner,
+            log,
+            noted,
+            run_id=self.config.run_id,
+            resume=resume,
+            progress=console,
+            output=console,
+        )
         return summaries[0]
 
     def save_checkpoint(self, path: str | Path) -> Path:
@@ -264,7 +307,7 @@ class Orchestrator:
     def _workload(self, train: Any, validation: Any) -> Workload:
         model = self.model
         workload = Workload(
-            partial(on_meta, model) if self.config.spreads_layers else model,
+            self._maker(),
             self._loss,
             train,
             validation,
@@ -274,6 +317,12 @@ class Orchestrator:
         )
         workload.source = code_digest(model, self._loss)
         return workload
+
+    def _maker(self) -> Callable[[], nn.Module] | nn.Module:
+        """What makes the model, where each process has a part of it."""
+        if self.config.tensor_parallel:
+            return partial(copy.deepcopy, self.model)
+        return partial(on_meta, self.model) if self.config.spreads_layers else self.model
 
     def _with_lines(self, training: Training) -> Training:
         """The same that also logs a line every `log_step_every` steps."""

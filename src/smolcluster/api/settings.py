@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from smolcluster.api.config import DistributedConfig
@@ -27,14 +28,18 @@ def server_settings(
         ConfigError: a value, an override or a variable of the environment is wrong.
     """
     config.check()
+    is_mesh = config.tensor_parallel
+    sizes = config.mesh if is_mesh else None
+    threads = {"threads": max(1, (os.cpu_count() or 1) // sizes.world_size)} if sizes else {}
     own = {
-        "microbatches": config.num_microbatches if config.spreads_layers else None,
+        "mesh": sizes and sizes.model_dump(),
+        "microbatches": config.num_microbatches if config.spreads_layers or is_mesh else None,
         "heartbeat_timeout_s": config.ack_timeout,
         "reconnect_timeout_s": config.reconnect_timeout,
         "timeout": config.activation_timeout if config.is_shared else None,
     }
     settings = resolve(
-        cluster=_cluster(config, workers, SERVER)
+        cluster=_cluster(config, workers, SERVER, threads)
         | {key: value for key, value in own.items() if value is not None},
         train={
             "batch_size": config.batch_size,
@@ -55,6 +60,21 @@ def server_settings(
     )
     check_algorithm(settings, config.runs_algorithm)
     return settings
+
+
+def rank_settings(
+    config: DistributedConfig, train: Mapping[str, Any], samples_per_step: int
+) -> Settings:
+    """What each rank of `tensor_parallel` has been told; `train` as above.
+
+    Raises:
+        ConfigError: as `server_settings`.
+    """
+    names = [f"worker{number + 1}" for number in range(config.num_workers)]
+    step = {"batch_size": samples_per_step, "gradient_accumulation": 1}
+    settings = server_settings(config, names, {**train, **step})
+    whole = settings.train.model_copy(update={"global_batch_size": samples_per_step})
+    return replace(settings, train=whole)  # a loader's batches are smaller
 
 
 def worker_settings(config: DistributedConfig, name: str, node: Mapping[str, Any]) -> Settings:

@@ -296,7 +296,7 @@ def go_on(run: Run, launched: Launched, how: LaunchOptions) -> int:
     elif on_terminal:
         run.say("without a window: Ctrl-C asks whether to leave the run or to stop it")
     if how.detach:
-        run.say(left_running(launched.run_id))
+        run.say(left_running(launched))
         return 0
     if has_window and on_terminal:
         show_window(window_name(launched.run_id))

@@ -575,7 +575,7 @@ class Run:
             code = None
         if code is not None:
             return self.conclude(code)
-        self.say(left_running(run_id))
+        self.say(left_running(self._launched))
         return 0
 
     def _interrupted(self, asked: Interrupts) -> int:
@@ -584,7 +584,7 @@ class Run:
             self._say_where(code)
             return code
         if self._ask(asked) is OnInterrupt.LEAVE:
-            self.say(left_running(self._launched.run_id))
+            self.say(left_running(self._launched))
             return 0
         return self.stop() or asked.exit_code
 
@@ -763,11 +763,10 @@ def progress_line(status: RunStatus, *, is_group: bool = False) -> str:
     return ", ".join([*parts, format_count(present, "worker")])
 
 
-def left_running(run_id: str) -> str:
-    return (
-        f"run {run_id} goes on: {as_command('attach', run_id)} shows it, status, logs and stop do what "
-        "they say"
-    )
+def left_running(launched: Launched) -> str:
+    run_id = launched.run_id
+    attach = "" if launched.is_job else f"{as_command('attach', run_id)} shows it, "
+    return f"run {run_id} goes on: {attach}status, logs and stop do what they say"
 
 
 def _wait(seconds: float, asked: Interrupts) -> None:

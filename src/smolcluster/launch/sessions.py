@@ -16,6 +16,7 @@ from contextlib import suppress
 from enum import IntEnum
 
 from smolcluster.errors import LaunchError
+from smolcluster.launch.group_plan import ROLE
 from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.jobs.scheduler import (
     LOOK,
@@ -158,8 +159,12 @@ def stderr_tail(process: LaunchedProcess) -> str:
 
 
 def newest_line(process: LaunchedProcess) -> str:
-    """The message of the newest line in the log of a process that goes on; empty: there is none."""
-    log = f"{shell_path(process.run_dir)}/logs/{shlex.quote(process.stem)}.log"
+    """The message of the newest line in the log of a process that goes on; empty: there is none.
+
+    Of one that has started the ranks of a group it is rank 0's, whose file has its host's name.
+    """
+    name = "trainer-*" if process.role == ROLE else shlex.quote(process.stem)
+    log = f"{shell_path(process.run_dir)}/logs/{name}.log"
     shown = host_of(process).run(f"tail -n 1 {log} 2>/dev/null").stdout
     line = parse_log_line(shown.encode(), 0.0)
     return line.message if line else ""

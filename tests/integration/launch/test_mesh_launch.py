@@ -26,4 +26,6 @@ def test_a_mesh_of_two_machines_is_one_command(launching: Launching) -> None:
     assert "all ranks are there" in running.output
     summary = json.loads((launching.folder("mini1") / "summary.json").read_text())
     assert summary["final"]["val_loss"] < 2.4
+    said = launching.run(launching.command("logs", launching.run_id)).stdout
+    assert "training SimpleNN on 2 ranks" in said
     assert launching.is_clean(), launching.left()

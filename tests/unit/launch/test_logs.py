@@ -10,12 +10,15 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
 from smolcluster.errors import ConfigError
+from smolcluster.launch.sessions import newest_line
 from smolcluster.launch.watch.logs import is_over, logs, parse_level, since_when
+from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import write_status
 
@@ -151,6 +154,61 @@ def test_lines_come_from_their_machines(
     write(there / "runs/r1/logs/worker-rank1-win.log", log_line(2, "two"))
     assert [line.split()[-1] for line in shown(paths, capsys)] == ["one", "two", "three", "four"]
     assert not (there / "oops").exists()
+
+
+def of_group(node: str, ssh: str | None, run_dir: str, **told: Any) -> LaunchedProcess:
+    """What has started the ranks of a machine."""
+    own = {"session": "none", **told}
+    return LaunchedProcess(node=node, role="ranks", ssh=ssh, run_dir=run_dir, **own)
+
+
+RANKS = {"trainer-host1": 1, "rank-rank1-host1": 2, "rank-rank2-host2": 3}
+"""Logs of a mesh's ranks, whose machines call themselves so, and the second of their only line."""
+
+
+def test_the_ranks_that_a_scheduler_has_started_have_their_logs_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = of_group("slurm", None, str(tmp_path / "r1"), scheduler="slurm")
+    paths = launched_run(tmp_path, process, algorithm="mesh")
+    assert shown(paths, capsys) == []  # it waits in a queue
+    for stem, seconds in RANKS.items():
+        write(paths.logs / f"{stem}.log", log_line(seconds, stem))
+    assert [line.split()[-1] for line in shown(paths, capsys)] == list(RANKS)
+    assert [line.split()[-1] for line in shown(paths, capsys, node="host2")] == [*RANKS][2:]
+    assert newest_line(process) == "trainer-host1"
+
+
+def test_ranks_on_other_machines_have_their_logs_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = fake_ssh(tmp_path, monkeypatch)
+    own = of_group("a", "a", "~/runs/a/r1"), of_group("b", "b", "~/runs/b/r1")
+    paths = launched_run(tmp_path / "runs", *own, algorithm="mesh")
+    for (stem, seconds), node in zip(RANKS.items(), "aab", strict=True):
+        write(there / f"runs/{node}/r1/logs/{stem}.log", log_line(seconds, stem))
+    assert [line.split()[-1] for line in shown(paths, capsys)] == list(RANKS)
+    cut = of_group("a", "a", "~/runs/a/r1"), of_group("b", "cut", "~/runs/b/r1")
+    paths = launched_run(tmp_path / "runs", *cut, algorithm="mesh", run_id="r2")
+    assert logs(str(paths.root), node=None, rank=None, level="INFO", follow=False, since=None) == 1
+    out, err = capsys.readouterr()
+    assert [line.split()[-1] for line in out.splitlines()] == [*RANKS][:2]
+    assert "b (cut): it does not answer" in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "label"),
+    [("job.batch", "app.kubernetes.io/name"), ("trainjob.trainer.kubeflow.org", "jobset-name")],
+)
+def test_what_pods_say_kubectl_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, label: str
+) -> None:
+    argv = ("kubectl", "--namespace", "team", "apply", "-f", "-")
+    told = {"scheduler": "kubernetes", "session": f"{kind}/r1", "argv": argv}
+    process = of_group("kubernetes", None, str(tmp_path / "r1"), **told)
+    paths = launched_run(tmp_path, process, algorithm="mesh")
+    with pytest.raises(ConfigError, match=f"kubectl --namespace team logs .*{label}=r1"):
+        shown(paths, capsys)
 
 
 def test_a_machine_that_cannot_be_reached_is_named_and_its_fetched_lines_are_shown(

@@ -24,6 +24,7 @@ from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh.config import MeshConfig, pick_backend
 from smolcluster.algorithms.Mesh.group import ORDERS, GroupRank, is_of_another
 from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.algorithms.Mesh.meeting import use_interface
 from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 from smolcluster.algorithms.process import process_log
 from smolcluster.configs.schema import DatasetPlace, RunConfig
@@ -72,7 +73,7 @@ def join_group(setup: Setup, workload: Workload, log: logging.Logger) -> GroupRa
         torch.cuda.set_device(device)
     world_size = setup.mesh.mesh.world_size
     # all ranks are here: none of what they say to each other shall be heard elsewhere
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    use_interface("lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(
         pick_backend(setup.mesh.backend, device.type),
         store=FileStore(setup.store, world_size),

@@ -10,41 +10,38 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import psutil
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT
-from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks
-from smolcluster.algorithms.Mesh.watch import Store
+from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks, has_agent_store
+from smolcluster.algorithms.Mesh.watch import FAILED, Store
 from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy
 
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 QUIET_END_S = 10.0
+ANSWER_S = 10.0
+"""How long the store of a group may take to answer, of which it is not known whether it is there."""
+PLACE, NAME = "smolcluster/store", "name"
+"""Rank 0's port and the name of its store, in torchrun's; and the latter again, in rank 0's."""
 
 
-def open_store(rank: int, ranks: Ranks, timeout_s: float) -> PrefixStore:
-    """The store of a mesh: rank 0's, or the one that torchrun has at that address.
+def open_store(rank: int, ranks: Ranks, timeout_s: float) -> TCPStore:
+    """Rank 0's store, which ends with it; under torchrun its own says where that is.
 
     Raises:
         ConnectTimeout: rank 0 is not there.
         PortBusy: another process listens on the port.
         ConfigError: the address is not rank 0's machine.
     """
-    port = ranks.port or DEFAULT_PORT
-    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    port, has_agent = ranks.port or DEFAULT_PORT, has_agent_store(os.environ)
+    is_master = rank == 0 and not has_agent
     try:
-        served = TCPStore(
-            ranks.address,
-            port,
-            is_master=is_master,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    except (RuntimeError, dist.DistNetworkError) as error:
+        found = _store_at(ranks.address, port, timeout_s, is_master=is_master)
+    except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         if is_master and is_elsewhere(ranks.address):
             raise ConfigError(
@@ -59,24 +56,84 @@ def open_store(rank: int, ranks: Ranks, timeout_s: float) -> PrefixStore:
             f"rank {rank} cannot reach rank 0 at {ranks.address}{_loopback_hint(ranks.address)}, port "
             f"{port}: {reason}; start rank 0 there, and check --master-addr"
         ) from error
-    # torchrun's outlives a group that is formed again
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"mesh-{attempt}-{ranks.world_size}", served)
+    if has_agent:
+        return _group_store(found, rank, ranks.address, timeout_s)
+    if rank == 0 and not _is_first(found, rank):
+        raise ConfigError(
+            f"two processes are rank 0 of {ranks.address}, port {port}: give each node the --rank of its "
+            "first process and the same --world-size, or another --master-port to another mesh"
+        )
+    return found
+
+
+def _group_store(agent: TCPStore, rank: int, address: str, timeout_s: float) -> TCPStore:
+    """The store of this group, which rank 0 opens on a free port and tells torchrun's.
+
+    torchrun's is there as long as torchrun is, and so are the keys of groups before; its agents do not count
+    alike how often the group was formed again.
+
+    Raises:
+        ConnectTimeout: rank 0 has not told its port.
+    """
     if rank == 0:
-        mark = secrets.token_hex(8)
-        if store.compare_set("rank 0", "", mark).decode() != mark:
-            raise ConfigError(
-                f"two processes are rank 0 of {ranks.address}, port {port}: give each node the --rank of its "
-                "first process and the same --world-size, or another --master-port to another mesh"
-            )
-    return store
+        own, name = _store_at(address, 0, timeout_s, is_master=True), secrets.token_hex(8)
+        own.set(NAME, name)
+        agent.set(PLACE, json.dumps([own.port, name]))
+        return own
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if agent.check([PLACE]):
+            port, name = json.loads(agent.get(PLACE))
+            if (found := _store_of_now(address, port, name, rank)) is not None:
+                found.set_timeout(timedelta(seconds=timeout_s))
+                return found
+        time.sleep(0.1)
+    raise ConnectTimeout(
+        f"rank {rank} has waited {timeout_s:.0f} s for rank 0 at {address}: its log says why it has not come"
+    )
 
 
-def meet(rank: int, ranks: Ranks, store: Store, told: Mapping[str, str], timeout_s: float) -> None:
+def _store_of_now(address: str, port: int, name: str, rank: int) -> TCPStore | None:
+    """Rank 0's store, if it is there, and not that of a group in which this rank was or any has failed."""
+    try:
+        with socket.create_connection((address, port), ANSWER_S):  # a store's own attempt is loud
+            pass
+        found = _store_at(address, port, ANSWER_S)
+        is_named = found.check([NAME]) and found.get(NAME).decode() == name
+        return found if is_named and not found.check([FAILED]) and _is_first(found, rank) else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def _store_at(address: str, port: int, timeout_s: float, *, is_master: bool = False) -> TCPStore:
+    return TCPStore(
+        *(address, port),
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _is_first(store: TCPStore, rank: int) -> bool:
+    """Whether no other process has come as this rank."""
+    mark = secrets.token_hex(8)
+    return store.compare_set(f"rank {rank}", "", mark).decode() == mark
+
+
+def meet(
+    rank: int,
+    ranks: Ranks,
+    store: Store,
+    told: Mapping[str, str],
+    timeout_s: float,
+    *,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Wait until all ranks are there, and see to it that they are of one mind.
 
     Args:
         told: what must be the same on all ranks, by what it is.
+        check: raises what ends the waiting.
 
     Raises:
         ConnectTimeout: some never came; names them.
@@ -93,6 +150,7 @@ def meet(rank: int, ranks: Ranks, store: Store, told: Mapping[str, str], timeout
                 "with --rank R for one process, --rank R --nproc-per-node K for ranks R to R+K-1, or no "
                 "--rank for all on this machine"
             )
+        check()
         time.sleep(0.05)
     compare(rank, told, json.loads(store.get("here/0")))
 
@@ -112,17 +170,22 @@ def compare(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> None
             )
 
 
-def connect(rank: int, ranks: Ranks, store: PrefixStore, backend: str) -> None:
+def connect(rank: int, ranks: Ranks, store: TCPStore, backend: str) -> None:
     """Make the process group, over the interface on which this rank reaches the others."""
     store.set(f"at/{rank}", json.dumps(_ways_to(ranks)))
     ways = [json.loads(store.get(f"at/{each}")) for each in range(ranks.world_size)]
     name = interface_of(_addresses(), rank, ways)
     if name is not None:
-        for variable in INTERFACE_VARIABLES:
-            os.environ.setdefault(variable, name)
+        use_interface(name)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=ranks.world_size, timeout=STEP_TIMEOUT
     )
+
+
+def use_interface(name: str) -> None:
+    """Have the backends use this network interface, where the environment names none."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without = any that begins so
 
 
 def part(rank: int, world_size: int, store: Store) -> None:

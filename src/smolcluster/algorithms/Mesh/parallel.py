@@ -152,6 +152,7 @@ def _cut_layers(stage: Stage, plan: Mapping[str, Style], groups: Groups) -> _Cut
     mesh, sizes, cut = groups.mesh["tp"], groups.sizes, _Cut()
     if isinstance(stage, HuggingFaceStage):
         plan = {**plan, **_transformers_plan(stage, sizes.tp)}
+    plan = {**plan, **_torch_plan(stage)}
     joined, found = set[str](), False
     for name, module in list(stage.named_modules()):
         if isinstance(module, Attention):
@@ -176,6 +177,14 @@ def _cut_layers(stage: Stage, plan: Mapping[str, Style], groups: Groups) -> _Cut
     if sizes.sequence_parallel or sizes.loss_parallel:
         _share_more(stage, mesh, sizes, is_gpt=bool(joined))
     return cut
+
+
+def _torch_plan(stage: Stage) -> dict[str, Style]:
+    """PyTorch's own layers of transformers, whose MLPs are cut."""
+    layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+    found = [name for name, module in stage.named_modules() if isinstance(module, layers)]
+    styles: Mapping[str, Style] = {"linear1": "column", "linear2": "row"}
+    return {f"{name}.{layer}": style for name in found for layer, style in styles.items()}
 
 
 def _nothing_cut(stage: Stage, plan: Mapping[str, Style], size: int) -> ConfigError:

@@ -1,11 +1,12 @@
 """A rank as a process: its configuration, its device, its log, and its part of the run."""
 
 import json
+import logging
 import os
 import platform
 import signal
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.paths import create_run, runs_root
 from smolcluster.training.builtin import load_workload
+from smolcluster.training.workload import Workload
 from smolcluster.utils.device import pick_device, use_threads
 
 MOST_LINE = 500
@@ -44,6 +46,7 @@ def be_rank(
     run_id: str | None,
     resume: str | None,
     has_progress: bool = True,
+    workload: Workload | None = None,
 ) -> None:
     """Be the rank that `ranks` names; rank 0 owns the run.
 
@@ -54,6 +57,7 @@ def be_rank(
         tells: a file descriptor for a line about who has failed first.
         vocab_size: what was asked for; the vocabulary is the tokenizer's.
         has_progress: whether rank 0 shows how far the run is, and what came of it.
+        workload: what is trained; None: what the settings name.
 
     Raises:
         ConfigError: what this machine, the model or the batch cannot do.
@@ -61,15 +65,8 @@ def be_rank(
         PeerLost: another rank failed first, which is named.
     """
     rank, host = ranks.here.start, platform.node()
-    check_torch()
     config = config_of(dict(keys))
-    device = _device(settings)
-    backend = pick_backend(config.backend, device.type)
-    if backend == "nccl" and config.mesh.pp > 1:
-        raise ConfigError(
-            f"mesh.pp is {config.mesh.pp} on NCCL, whose messages have no tags: those of a pipeline could be "
-            "taken for each other: set mesh.pp to 1"
-        )
+    place = place_of(config, settings)
     num_here = int(
         os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1
     )
@@ -79,20 +76,20 @@ def be_rank(
     with process_log(role, host, number, console=console) as log:
         if rank == 0 and vocab_size is not None:
             log.logger.info("--vocab-size %d: the vocabulary is the tokenizer's", vocab_size)
-        store = open_store(rank, ranks, start_timeout_s)
-        watch = Watch(
-            *(store.clone(), rank, ranks.world_size, log.logger),
-            hang_timeout_s=config.hang_timeout_s,
+        met = together(
+            *(ranks, place, config, settings, log.logger),
+            start_timeout_s=start_timeout_s,
             launcher=launcher,
-            on_failure=lambda failure: None if tells is None else _tell(tells, failure),
+            tells=tells,
         )
-        with watch.watched(), lost_named():
-            meet(rank, ranks, store, told(settings, config), start_timeout_s)
-            connect(rank, ranks, store, backend)
-            groups = Groups(_sizes(config, ranks), device, watch)
+        with met as groups:
             if rank == 0:
                 own_run(
-                    Owner(SINGLE, "trainer", host, settings, replica_device=torch.device("cpu")),
+                    Owner(
+                        *(SINGLE, "trainer", host, settings),
+                        workload=workload,
+                        replica_device=torch.device("cpu"),
+                    ),
                     log,
                     lambda context: loop.train(context, config, groups),
                     run_id=run_id,
@@ -101,8 +98,65 @@ def be_rank(
                     output=SteadyConsole() if has_progress else None,
                 )
             else:
-                _follow(settings, config, groups, log)
-        part(rank, ranks.world_size, store)
+                _follow(settings, config, groups, log, workload)
+
+
+Place = tuple[torch.device, str]
+"""What a rank computes on, and the backend by which it is connected."""
+
+
+def place_of(config: MeshConfig, settings: Settings) -> Place:
+    """Where this rank computes.
+
+    Raises:
+        ConfigError: this machine cannot do that.
+    """
+    check_torch()
+    device = _device(settings)
+    backend = pick_backend(config.backend, device.type)
+    if backend == "nccl" and config.mesh.pp > 1:
+        raise ConfigError(
+            f"mesh.pp is {config.mesh.pp} on NCCL, whose messages have no tags: those of a pipeline could be "
+            "taken for each other: set mesh.pp to 1"
+        )
+    return device, backend
+
+
+@contextmanager
+def together(
+    ranks: Ranks,
+    place: Place,
+    config: MeshConfig,
+    settings: Settings,
+    log: logging.Logger,
+    *,
+    start_timeout_s: float,
+    launcher: int | None = None,
+    tells: int | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[Groups]:
+    """This rank's groups, once all ranks are there; they watch each other within the block.
+
+    `check` raises what ends the waiting for others.
+
+    Raises:
+        ConfigError: ranks are not of one mind.
+        ConnectTimeout: ranks are missing; names them.
+        PeerLost: another rank failed first, which is named.
+    """
+    rank, (device, backend) = ranks.here.start, place
+    store = open_store(rank, ranks, start_timeout_s)
+    watch = Watch(
+        *(store.clone(), rank, ranks.world_size, log),
+        hang_timeout_s=config.hang_timeout_s,
+        launcher=launcher,
+        on_failure=lambda failure: None if tells is None else _tell(tells, failure),
+    )
+    with watch.watched(), lost_named():
+        meet(rank, ranks, store, told(settings, config), start_timeout_s, check=check)
+        connect(rank, ranks, store, backend)
+        yield Groups(_sizes(config, ranks), device, watch)
+    part(rank, ranks.world_size, store)
 
 
 def _tell(tells: int, failure: Failure) -> None:
@@ -129,11 +183,17 @@ def told(settings: Settings, config: MeshConfig) -> dict[str, str]:
     }
 
 
-def _follow(settings: Settings, config: MeshConfig, groups: Groups, log: NodeLog) -> None:
+def _follow(
+    settings: Settings,
+    config: MeshConfig,
+    groups: Groups,
+    log: NodeLog,
+    workload: Workload | None,
+) -> None:
     """Be a rank that does what rank 0 says; its log lies in the run's folder."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # rank 0 says when it is over
-    workload = load_workload(
+    workload = workload or load_workload(
         settings.train, settings.cluster.seed, settings.node.dataset, log.logger
     )
     settings = settings.with_batch_size(workload.batch_size)

@@ -9,6 +9,8 @@ RANK_VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 """Of torchrun, and of srun: this process's rank, and how many there are."""
 DEFAULT_PORT = 29500
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""By which torchrun says that it has a store at MASTER_ADDR and MASTER_PORT."""
 NODE_COUNTS = ("SLURM_NNODES", "GROUP_WORLD_SIZE")
 """Of srun, and of torchrun: on how many machines ranks are."""
 
@@ -20,7 +22,8 @@ class Ranks:
     Attributes:
         here: those that it is, or starts.
         is_process: whether this process is one rank itself.
-        address, port: where rank 0 listens; port None: any free one, as all ranks are this machine's.
+        address, port: where rank 0 or torchrun listens; port None: any free one, as all ranks are this
+            machine's.
     """
 
     here: range
@@ -39,11 +42,16 @@ def ranks_of(
     address: str | None = None,
     port: int | None = None,
 ) -> Ranks:
-    """What flags and environment say; a rank of torchrun or srun wins over the flags.
+    """What flags and environment say.
+
+    Which rank it is, the environment of torchrun or srun says before the flags; where rank 0 is, the flags
+    say before the environment, except that they must not contradict torchrun.
 
     Raises:
-        ConfigError: numbers that contradict each other.
+        ConfigError: numbers or places that contradict each other.
     """
+    if has_agent_store(environ):
+        _check_agent_store(environ, address, port)
     address = address or environ.get("MASTER_ADDR") or "localhost"
     for rank_variable, size_variable in RANK_VARIABLES:
         if rank_variable in environ:
@@ -63,6 +71,30 @@ def ranks_of(
         return Ranks(range(size), size, size == 1, address, port)
     here = range(rank, rank + (num_here or 1))
     return _checked(Ranks(here, size, len(here) == 1, address, port or DEFAULT_PORT))
+
+
+def has_agent_store(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun serves a store to its ranks."""
+    return environ.get(AGENT_STORE) == str(True)
+
+
+def _check_agent_store(environ: Mapping[str, str], address: str | None, port: int | None) -> None:
+    """Refuse flags that lead ranks elsewhere than to torchrun's store.
+
+    Raises:
+        ConfigError: one does.
+    """
+    flags = (
+        ("--master-addr", address, "MASTER_ADDR"),
+        ("--master-port", port, "MASTER_PORT"),
+    )
+    for flag, stated, variable in flags:
+        known = environ.get(variable)
+        if stated is not None and known is not None and str(stated) != known:
+            raise ConfigError(
+                f"{flag} is {stated}, but torchrun has its store at {known} ({variable}): leave the flag "
+                "out, or give it to torchrun"
+            )
 
 
 def _check_one_world(environ: Mapping[str, str], size: int, address: str) -> None:

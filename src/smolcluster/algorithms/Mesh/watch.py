@@ -2,7 +2,7 @@
 
 Backends only say that some connection broke, or wait. So a thread of each rank tells a key-value store each
 second what its rank does and how often it has got on, and reads whether somebody has failed; rank 0's judges
-all of them. The store is rank 0's, or torchrun's. Another thread sees by its own clock when that does not
+all of them. The store is rank 0's and ends with it. Another thread sees by its own clock when that does not
 answer any more, since a call of it has no timeout.
 
 * A rank that raises an error writes it with its stack, if no other one has before.
@@ -281,8 +281,7 @@ class Watch:
                 self._known.wait(3 * BEAT_S)
                 self._fail(self._own)
             elif now - self._answered > (GONE_S if self._lost else self._silence_s):
-                silent = "the store, which is rank 0's or torchrun's, does not answer"
-                self._fail(Failure(0, "", silent))
+                self._fail(Failure(0, "", "the store, which is rank 0's, does not answer"))
             if self._known.is_set():
                 self._end()
                 return

@@ -7,6 +7,7 @@ Secrets come from a Secret of the namespace and are in no object here.
 
 import io
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from ruamel.yaml import YAML
 from smolcluster.configs.schema import KubernetesConfig
 from smolcluster.errors import ConfigError
 from smolcluster.launch.group_plan import COMMAND
+from smolcluster.launch.jobs.scheduler import kubectl
+from smolcluster.runs.launched import LaunchedProcess
 
 Json = dict[str, Any]
 
@@ -27,6 +30,8 @@ KINDS = {
 """What `kubectl` calls the object that is the run."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 NAME = "app.kubernetes.io/name"
+JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
+"""What a TrainJob's pods are known by, whose runtime is a JobSet of its name."""
 INDEX = "batch.kubernetes.io/job-completion-index"
 RESERVED_PREFIX = "PET_"
 RESERVED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
@@ -73,6 +78,14 @@ def manifests(job: KubernetesJob, config: KubernetesConfig) -> list[Json]:
     _check(job, config)
     kinds = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}
     return [_config_map(job, config), *kinds[config.kind](job, config)]
+
+
+def pod_logs(process: LaunchedProcess) -> str:
+    """The command that shows what a run's pods say."""
+    kind, _, name = process.session.partition("/")
+    label = JOBSET_NAME if kind == KINDS["trainjob"] else NAME
+    words = ("logs", "--selector", f"{label}={name}", "--prefix", "--tail=-1")
+    return shlex.join((*kubectl(process), *words))
 
 
 def to_yaml(objects: Sequence[Json]) -> str:

@@ -20,6 +20,9 @@ ACTIVE = (
 LOOK = "look"
 """The function of `state_function` that prints how the process is."""
 CANCELLED = 143
+DELETED_S = 120
+"""How long an object and its pods may take to be gone."""
+SOON = ("--request-timeout", "10s")
 SUBMIT_FILE = {"slurm": "launch/job.sh", "kubernetes": "launch/job.yaml"}
 """What is handed over, in the run's folder."""
 
@@ -27,11 +30,21 @@ SUBMIT_FILE = {"slurm": "launch/job.sh", "kubernetes": "launch/job.yaml"}
 def submit(process: LaunchedProcess) -> None:
     """Hand the job over; its file, which lies in the run's folder, goes by standard input.
 
+    Kubernetes keeps an object that is over as it is, so that one of the run's name is deleted before.
+
     Raises:
         LaunchError: the scheduler's command is not here, or refuses it.
     """
+    host = Host(process.node)
     file = Path(process.run_dir, SUBMIT_FILE[str(process.scheduler)])
-    done = Host(process.node).run(shlex.join(process.argv), stdin=file.read_bytes())
+    if process.scheduler == "kubernetes":
+        delete = ("delete", "--ignore-not-found", "--cascade=foreground", f"--timeout={DELETED_S}s")
+        deleted = host.run(
+            shlex.join((*kubectl(process), *delete, process.session)), timeout_s=DELETED_S + 20
+        )
+        if not deleted.ok:
+            raise LaunchError(f"kubectl does not delete {process.session}: {deleted.stderr_tail}")
+    done = host.run(shlex.join(process.argv), stdin=file.read_bytes())
     if not done.ok:
         raise LaunchError(f"{process.argv[0]} does not take the job: {done.stderr_tail}")
 
@@ -69,16 +82,16 @@ def kubernetes_state(process: LaunchedProcess) -> str:
     template = 'found {range .status.conditions[?(@.status=="True")]}{.type} {end}'
     get = ("get", process.session, "--ignore-not-found", "-o", f"jsonpath={template}")
     return (
-        f"found=$({shlex.join((*_kubectl(process), *get))}) || return; "
+        f"found=$({shlex.join((*kubectl(process), *SOON, *get))}) || return; "
         'case "$found" in "") ;; *" Failed "*) echo Failed;; '
         '*" Complete "*|*" Completed "*) echo Complete;; *) echo Active;; esac'
     )
 
 
-def _kubectl(process: LaunchedProcess) -> Sequence[str]:
+def kubectl(process: LaunchedProcess) -> Sequence[str]:
     """`kubectl` and the namespace, as the command that makes the job has it."""
     namespace = process.argv[process.argv.index("--namespace") + 1]
-    return ("kubectl", "--namespace", namespace, "--request-timeout", "10s")
+    return ("kubectl", "--namespace", namespace)
 
 
 def left_function(process: LaunchedProcess) -> str:
@@ -99,6 +112,6 @@ def end_lines(process: LaunchedProcess, signalling: Sequence[str]) -> list[str]:
         return [note, f'{kill}scancel --name={name} --user="$(id -un)"']
     own = process.session.partition("/")[2]
     targets = (process.session, f"service/{own}", f"configmap/{own}")
-    grace = ("--grace-period=0", "--force") if is_kill else ()
-    delete = ("delete", "--wait=false", "--ignore-not-found", *grace, *targets)
-    return [note, shlex.join((*_kubectl(process), *delete))]
+    how = ("--grace-period=0", "--force") if is_kill else ("--cascade=foreground",)
+    delete = ("delete", "--wait=false", "--ignore-not-found", *how, *targets)
+    return [note, shlex.join((*kubectl(process), *SOON, *delete))]

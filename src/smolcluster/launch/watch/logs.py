@@ -18,6 +18,7 @@ from rich.text import Text
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.find import find
 from smolcluster.launch.host import CONNECT_TIMEOUT_S, Host, shell_path
+from smolcluster.launch.jobs.kubernetes import pod_logs
 from smolcluster.launch.sessions import host_of
 from smolcluster.launch.watch.probe import look
 from smolcluster.launch.watch.tail import Followed, RemoteTail, Told
@@ -26,7 +27,7 @@ from smolcluster.observability.parsing import LogLine, parse_log_line
 from smolcluster.observability.terminal import COLOURS, SteadyConsole, displayable, print_line
 from smolcluster.observability.view.lines import level_number
 from smolcluster.runs.files import utc_timestamp
-from smolcluster.runs.launched import LaunchedProcess, launched_of
+from smolcluster.runs.launched import Launched, LaunchedProcess, launched_of
 from smolcluster.runs.paths import RunPaths, parse_log_stem
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.words import hint_at, one_line
@@ -70,10 +71,15 @@ def logs(
             null is the rank of a server and the exception of a line without one.
 
     Raises:
-        ConfigError: there is no such run, machine, rank, level or time.
+        ConfigError: there is no such run, machine, rank, level or time, or only `kubectl` has them.
         DataError: its list of processes is damaged.
     """
     paths = find(run)
+    launched = launched_of(paths)
+    if launched is not None and launched.server.scheduler == "kubernetes":
+        raise ConfigError(
+            f"the logs of run {paths.run_id} are its pods': `{pod_logs(launched.server)}` shows them"
+        )
     lowest, start = parse_level(level), since_when(since, datetime.now().astimezone())
     sources = chosen(sources_of(paths), node, rank)
     view = LogView(paths, sources, lowest, start, as_json=as_json)
@@ -131,14 +137,49 @@ def sources_of(paths: RunPaths) -> Sequence[LaunchedProcess]:
         DataError: its list of processes is damaged.
     """
     launched = launched_of(paths)
-    found = {} if launched is None else {each.stem: each for each in launched.processes}
-    if launched is None or not launched.has_sessions:
-        for file in sorted(paths.logs.glob("*.log")):
-            if process := parse_log_stem(file.stem):
-                role, node, rank = process
-                here = LaunchedProcess(role=role, node=node, rank=rank, run_dir=str(paths.root))
-                found.setdefault(file.stem, here)
-    return list(found.values())
+    if launched is None:
+        return _logs_here(paths)
+    if launched.is_group:
+        return _logs_here(paths) if launched.is_local else _logs_of_ranks(launched, paths)
+    here = [] if launched.has_sessions else _logs_here(paths)
+    known = {each.stem for each in launched.processes}
+    return [*launched.processes, *(each for each in here if each.stem not in known)]
+
+
+def _logs_here(paths: RunPaths) -> list[LaunchedProcess]:
+    return _processes_of((file.name for file in paths.logs.glob("*.log")), str(paths.root))
+
+
+def _logs_of_ranks(launched: Launched, paths: RunPaths) -> list[LaunchedProcess]:
+    """Those that are on the machines of a group, each of which has several ranks.
+
+    Of a machine that cannot be reached it is the process that started them, and what was fetched before.
+    """
+
+    def there(process: LaunchedProcess) -> list[LaunchedProcess] | None:
+        try:
+            done = host_of(process).run(f"ls {shell_path(process.run_dir)}/logs 2>/dev/null")
+        except LaunchError:
+            return None
+        found = _processes_of(done.stdout.split("\n"), process.run_dir)
+        return [each.model_copy(update={"ssh": process.ssh}) for each in found]
+
+    listed = at_once(there, launched.processes)
+    lost = [each for each, found in zip(launched.processes, listed, strict=True) if found is None]
+    found = [each for some in listed for each in some or ()]
+    copies = _logs_here(paths) if lost else []
+    return list({each.stem: each for each in (*copies, *found, *lost)}.values())
+
+
+def _processes_of(names: Iterable[str], run_dir: str) -> list[LaunchedProcess]:
+    """Whose logs files of these names are."""
+    found = []
+    for name in sorted(names):
+        process = parse_log_stem(name.removesuffix(".log")) if name.endswith(".log") else None
+        if process is not None:
+            role, node, rank = process
+            found.append(LaunchedProcess(role=role, node=node, rank=rank, run_dir=run_dir))
+    return found
 
 
 def log_of(process: LaunchedProcess) -> str:

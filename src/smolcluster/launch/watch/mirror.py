@@ -15,7 +15,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.launch.host import shell_path
 from smolcluster.launch.sessions import host_of
 from smolcluster.launch.watch.fetch import is_here
-from smolcluster.launch.watch.logs import log_of
+from smolcluster.launch.watch.logs import log_of, sources_of
 from smolcluster.launch.watch.probe import Ask, AskMore, look
 from smolcluster.launch.watch.report import ProbeResult
 from smolcluster.launch.watch.tail import Followed, RemoteTail, Told
@@ -35,7 +35,7 @@ def is_wholly_here(launched: Launched, paths: RunPaths) -> bool:
     """Whether nothing needs to be read on another machine: also of a run that is over and was fetched."""
     if all(is_here(process, paths) for process in launched.processes):
         return True
-    logs = [paths.logs / f"{process.stem}.log" for process in launched.processes]
+    logs = [paths.logs / f"{process.stem}.log" for process in sources_of(paths)]
     status = read_snapshot(paths).status
     is_over = status is not None and status.is_over
     return is_over and paths.metrics.is_file() and all(log.is_file() for log in logs)
@@ -90,13 +90,14 @@ class Mirror:
 
     def _tails(self) -> Iterator[tuple[RemoteTail, Told, Callable[[], None]]]:
         """The files that grow and are not in the run's folder here: the logs, and the server's events."""
-        for process in self._launched.processes:
-            if is_here(process, self._paths):
-                continue
-            yield self._tail(process, log_of(process), self._copy.logs / f"{process.stem}.log")
-            if process == self._launched.server:
-                events = f"{shell_path(process.run_dir)}/{self._copy.events.name}"
-                yield self._tail(process, events, self._copy.events, NUM_EVENTS)
+        for process in sources_of(self._paths):
+            if not is_here(process, self._paths):
+                log = self._copy.logs / f"{process.stem}.log"
+                yield self._tail(process, log_of(process), log)
+        if not self._is_here:
+            server = self._launched.server
+            events = f"{shell_path(server.run_dir)}/{self._copy.events.name}"
+            yield self._tail(server, events, self._copy.events, NUM_EVENTS)
 
     def _tail(
         self, process: LaunchedProcess, there: str, here: Path, newest: int | None = None

@@ -1,12 +1,18 @@
 """What ranks look at before a backend connects them."""
 
+import queue
 import socket
+import threading
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from harness import free_port
+from smolcluster.algorithms.Mesh import meeting
 from smolcluster.algorithms.Mesh.meeting import (
     compare,
     interface_of,
@@ -15,6 +21,7 @@ from smolcluster.algorithms.Mesh.meeting import (
     open_store,
 )
 from smolcluster.algorithms.Mesh.ranks import Ranks
+from smolcluster.algorithms.Mesh.watch import FAILED
 from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy
 
 HERE = "127.0.0.1"
@@ -42,13 +49,78 @@ def test_ranks_that_never_come_are_named() -> None:
 
 
 def test_two_ranks_0_are_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    port = free_port()
-    agent = TCPStore(HERE, port, is_master=True, timeout=timedelta(seconds=10))
-    open_store(0, ranks(2, port), 10)
+    """On two machines: the second one's own store is not that at the address."""
+    there = ranks(2, free_port())
+    store = open_store(0, there, 10)
+    monkeypatch.setattr(meeting, "TCPStore", partial(client, store.port))
     with pytest.raises(ConfigError, match="two processes are rank 0"):
-        open_store(0, ranks(2, port), 10)
-    del agent
+        open_store(0, there, 10)
+
+
+def client(port: int, *_: object, is_master: bool, **options: Any) -> TCPStore:
+    """Of the store at this port, in the place of another one."""
+    return TCPStore(HERE, port, is_master=False, **options)
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    """torchrun's store."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    return TCPStore(HERE, 0, is_master=True, timeout=timedelta(seconds=10))
+
+
+def test_ranks_of_a_group_meet_by_torchruns_store(agent: TCPStore) -> None:
+    there = ranks(2, agent.port)
+    first = open_store(0, there, 10)
+    first.set("a", "b")
+    assert open_store(1, there, 10).get("a") == b"b"
+
+
+class Before:
+    """A group whose keys are in torchrun's store."""
+
+    def __init__(self, agent: TCPStore) -> None:
+        self.there = ranks(2, agent.port)
+        self.rank_0 = open_store(0, self.there, 10)
+        self.rank_0.set("old", "1")
+
+    def rank_1_comes(self) -> None:
+        open_store(1, self.there, 10)
+
+    def fails(self) -> None:
+        self.rank_0.set(FAILED, "{}")
+
+    def ends(self) -> None:
+        del self.rank_0
+
+
+@pytest.mark.parametrize("what", [Before.rank_1_comes, Before.fails, Before.ends])
+@pytest.mark.parametrize("counts", [("0", "1"), ("1", "0")])
+def test_a_group_that_is_formed_again_meets_by_nothing_of_the_one_before(
+    agent: TCPStore,
+    what: Callable[[Before], None],
+    counts: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often each agent thinks that it was."""
+    before = Before(agent)
+    what(before)
+    there, found = ranks(2, agent.port), queue.SimpleQueue[TCPStore]()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", counts[1])
+    waiting = threading.Thread(target=lambda: found.put(open_store(1, there, 60)), daemon=True)
+    waiting.start()
+    with pytest.raises(queue.Empty):
+        found.get(timeout=0.5)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", counts[0])
+    now = open_store(0, there, 10)
+    now.set("new", "1")
+    assert found.get(timeout=60).check(["new"])
+    waiting.join()
+
+
+def test_who_waits_for_a_rank_0_that_never_comes_says_so(agent: TCPStore) -> None:
+    with pytest.raises(ConnectTimeout, match="rank 1 has waited 1 s for rank 0"):
+        open_store(1, ranks(2, agent.port), 1)
 
 
 def test_a_port_that_is_taken() -> None:

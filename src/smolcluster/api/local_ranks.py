@@ -1,0 +1,129 @@
+"""`tensor_parallel` of an orchestrator: its workers are ranks of a mesh, processes of its own machine."""
+
+import logging
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing.process import BaseProcess
+
+from smolcluster.algorithms.entry import guarded
+from smolcluster.algorithms.Mesh.config import MeshConfig
+from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.algorithms.Mesh.process import be_rank, place_of, together
+from smolcluster.algorithms.Mesh.ranks import Ranks
+from smolcluster.configs.resolve import Settings
+from smolcluster.distributed_training import free_port
+from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.training.hooks import Hooks
+from smolcluster.training.workload import Workload
+from smolcluster.utils.device import use_threads
+
+Told = Callable[[], Settings]
+END_S = 15.0
+"""How long a rank may take to end by itself."""
+
+
+@contextmanager
+def local_ranks(told: Told, workload: Workload, log: logging.Logger) -> Iterator[Groups]:
+    """The groups of this process, which is rank 0; the other ranks are there as long as the block.
+
+    `told` makes the settings, anew in each process.
+
+    Raises:
+        ConfigError: this machine cannot do it, or what is trained cannot be given to another process.
+        PeerLost: another rank failed first, which is named.
+    """
+    if workload.is_stream:
+        raise ConfigError(
+            "tensor_parallel is True, but the training data are a stream, which only one process can read: "
+            "give a dataset with __getitem__ and __len__"
+        )
+    settings = told()
+    config = settings.of(MeshConfig)
+    place, size, port = place_of(config, settings), config.mesh.world_size, free_port()
+    use_threads(settings.node.threads)
+
+    def ranks(rank: int) -> Ranks:
+        return Ranks(range(rank, rank + 1), size, True, "localhost", port)
+
+    there = _for_others(workload)
+    processes: list[BaseProcess] = []
+    try:
+        for rank in range(1, size):
+            processes.append(_started(partial(_be_rank, ranks(rank), told, there)))
+        met = together(
+            *(ranks(0), place, config, settings, log),
+            start_timeout_s=settings.cluster.start_timeout_s,
+            check=partial(_check_alive, processes),
+        )
+        with met as groups:
+            yield groups
+        for process in processes:
+            process.join(END_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _for_others(workload: Workload) -> Workload:
+    """What ranks that follow need of it: rank 0 evaluates, and calls the hooks."""
+    return Workload(
+        workload.maker,
+        workload.loss,
+        workload.train,
+        metrics={},  # the default cannot be pickled
+        name=workload.name,
+        fingerprint=workload.fingerprint,
+        training=replace(workload.training, hooks=Hooks()),
+    )
+
+
+def _started(body: Callable[[], None]) -> BaseProcess:
+    """Start another rank.
+
+    Raises:
+        ConfigError: it cannot be given what is trained.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=body, daemon=True)
+    try:
+        process.start()
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            "the model, its loss and its data must be of a module's own classes and functions, for each rank "
+            f"of tensor_parallel is a process: {error}"
+        ) from None
+    return process
+
+
+def _check_alive(processes: Sequence[BaseProcess]) -> None:
+    """Raises LaunchError: a rank has ended before all were there."""
+    for rank, process in enumerate(processes, start=1):
+        if process.exitcode is not None:
+            raise LaunchError(
+                f"rank {rank} of tensor_parallel has ended (exit code {process.exitcode}): its message is "
+                "above"
+            )
+
+
+def _be_rank(ranks: Ranks, told: Told, workload: Workload) -> None:
+    os.environ["LOCAL_RANK"] = str(ranks.here.start)
+
+    def body() -> None:
+        settings = told()
+        be_rank(
+            *(ranks, settings.of(MeshConfig).model_dump(), settings),
+            start_timeout_s=settings.cluster.start_timeout_s,
+            launcher=os.getppid(),
+            tells=None,
+            vocab_size=None,
+            run_id=None,
+            resume=None,
+            workload=workload,
+        )
+
+    raise SystemExit(guarded(body))
