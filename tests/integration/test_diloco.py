@@ -93,6 +93,7 @@ def test_one_worker_without_momentum_is_sequential_training(
 def test_rounds_that_the_server_chooses_are_never_said_to_be_too_long(tmp_path: Path) -> None:
     settings = settings_for("batch_size=2000", "num_epochs=1", "local_steps=null", workers=2)
     cluster = cluster_for(settings, tmp_path, normed())
+    cluster.finish(cluster.worker(1), cluster.worker(2))
     assert not [line for line in cluster.log_lines if "local_steps" in line]
 
 

@@ -179,8 +179,8 @@ class MeshConfig(ScheduledConfig):
         if num_samples % parts:
             raise ConfigError(
                 f"a step has {num_samples} samples, which {sizes.num_shares} ranks (dp x fsdp) "
-                f"cannot divide into {self.microbatches} microbatches each: make global_batch_size "
-                f"a multiple of {parts}"
+                f"cannot divide into {self.microbatches} microbatches each: change batch_size so that "
+                f"a step has a multiple of {parts}, or microbatches"
             )
 
     def _check_sharding(self) -> None:
