@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -216,7 +215,7 @@ def configuration(
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     from smolcluster.algorithms.Mesh.config import config_of  # noqa: PLC0415 - it takes time
-    from smolcluster.algorithms.Mesh.ranks import RANK_VARIABLES, ranks_of  # noqa: PLC0415 - it imports torch
+    from smolcluster.algorithms.Mesh.ranks import RANK_VARIABLES, free_port, ranks_of  # noqa: PLC0415
 
     size = args.world_size
     if args.cluster and size is None and not any(rank in os.environ for rank, _ in RANK_VARIABLES):
@@ -372,13 +371,6 @@ def _wait(processes: Iterable["subprocess.Popen[bytes]"], timeout_s: float) -> N
     for process in processes:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, end - time.monotonic()))
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

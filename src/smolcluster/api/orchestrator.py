@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -210,23 +211,20 @@ class Orchestrator:
         self, workload: Workload, train: dict[str, Any], resume: str | None
     ) -> Summary:
         """Train on ranks that this process starts, itself being the first."""
-        from smolcluster.algorithms.Mesh import loop  # noqa: PLC0415 - takes time
-        from smolcluster.algorithms.Mesh.config import MeshConfig  # noqa: PLC0415
-        from smolcluster.api.local_ranks import local_ranks  # noqa: PLC0415
-
+        spec = get_algorithm(self.config.runs_algorithm)
+        ranks = import_module(f"{spec.package}.local_ranks")
         share = (workload.batch_size or self.config.batch_size) * self.config.gradient_accumulation
         told = partial(rank_settings, self.config, train, share * self.config.mesh.num_shares)
-        settings = told()
-        owner = Owner(SINGLE, "trainer", SERVER, settings, workload=workload)
+        owner = Owner(SINGLE, "trainer", SERVER, told(), workload=workload)
         with (
             library_log("trainer", SERVER) as log,
-            local_ranks(told, workload, log.logger) as groups,
+            ranks.local_ranks(told, workload, log.logger) as train_on,
         ):
             for note in self.config.notes():
                 self.log.info("%s", note)
 
             def body(context: ServerContext) -> Summary:
-                summary = loop.train(context, settings.of(MeshConfig), groups)
+                summary: Summary = train_on(context)
                 self.model.load_state_dict(context.training.replica.model.state_dict())
                 return summary
 

@@ -31,13 +31,13 @@ def server_settings(
     is_mesh = config.tensor_parallel
     sizes = config.mesh if is_mesh else None
     threads = {"threads": max(1, (os.cpu_count() or 1) // sizes.world_size)} if sizes else {}
-    own = {
-        "mesh": sizes and sizes.model_dump(),
-        "microbatches": config.num_microbatches if config.spreads_layers or is_mesh else None,
-        "heartbeat_timeout_s": config.ack_timeout,
-        "reconnect_timeout_s": config.reconnect_timeout,
-        "timeout": config.activation_timeout if config.is_shared else None,
-    }
+    own: dict[str, Any] = dict(  # noqa: C408 - names of keys, one of which is an algorithm's as well
+        mesh=sizes and sizes.model_dump(),
+        microbatches=config.num_microbatches if config.spreads_layers or is_mesh else None,
+        heartbeat_timeout_s=config.ack_timeout,
+        reconnect_timeout_s=config.reconnect_timeout,
+        timeout=config.activation_timeout if config.is_shared else None,
+    )
     settings = resolve(
         cluster=_cluster(config, workers, SERVER, threads)
         | {key: value for key, value in own.items() if value is not None},

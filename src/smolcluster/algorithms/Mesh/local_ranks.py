@@ -10,14 +10,15 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 
+from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import guarded
+from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig
-from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.process import be_rank, place_of, together
-from smolcluster.algorithms.Mesh.ranks import Ranks
+from smolcluster.algorithms.Mesh.ranks import Ranks, free_port
 from smolcluster.configs.resolve import Settings
-from smolcluster.distributed_training import free_port
 from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.runs.summary import Summary
 from smolcluster.training.hooks import Hooks
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device import use_threads
@@ -28,8 +29,10 @@ END_S = 15.0
 
 
 @contextmanager
-def local_ranks(told: Told, workload: Workload, log: logging.Logger) -> Iterator[Groups]:
-    """The groups of this process, which is rank 0; the other ranks are there as long as the block.
+def local_ranks(
+    told: Told, workload: Workload, log: logging.Logger
+) -> Iterator[Callable[[ServerContext], Summary]]:
+    """What trains a run on them, for its owner, which is rank 0; the others are there as long as the block.
 
     `told` makes the settings, anew in each process.
 
@@ -61,7 +64,7 @@ def local_ranks(told: Told, workload: Workload, log: logging.Logger) -> Iterator
             check=partial(_check_alive, processes),
         )
         with met as groups:
-            yield groups
+            yield lambda context: loop.train(context, config, groups)
         for process in processes:
             process.join(END_S)
     finally:
