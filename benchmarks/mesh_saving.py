@@ -108,6 +108,7 @@ def be_rank(pipe: Pipe, case: Case, rank: int) -> None:
         gathering.begin(ours.state if ours else None)
         held = time.perf_counter() - began
         gathering.wait()
+        gathered = time.perf_counter() - began
         if ours is not None:
             ours.write()
         whole = time.perf_counter() - began
@@ -119,7 +120,7 @@ def be_rank(pipe: Pipe, case: Case, rank: int) -> None:
         saving: Any = async_save(tensors, checkpoint_id=case.folder / "later")
         dcp_held = time.perf_counter() - began
         saving.result()
-        pipe.send((held, whole, dcp_held, dcp_whole))
+        pipe.send((held, gathered, whole, dcp_held, dcp_whole))
 
 
 class Ours:
@@ -203,13 +204,13 @@ def main() -> None:
                 found.append(slowest)
                 raw.append(wrote)
             say(f"save {number}: {slowest}, raw {wrote:.2f} s")
-    held, whole, dcp_held, dcp_whole = map(statistics.median, zip(*found, strict=True))
+    held, gathered, whole, dcp_held, dcp_whole = map(statistics.median, zip(*found, strict=True))
     beside = statistics.median(raw)
     rows = [
-        ["", "training held, s (aim 0.2)", "saved after, s", "of a raw write (aim 1.3)"],
-        ["ours", f"{held:.2f}", f"{whole:.2f}", f"{whole / beside:.2f}"],
-        ["DCP", f"{dcp_held:.2f}", f"{dcp_whole:.2f}", f"{dcp_whole / beside:.2f}"],
-        ["raw", "", f"{beside:.2f}", ""],
+        ["", "training held, s (aim 0.2)", "gathered, s", "saved, s", "of a raw write (aim 1.3)"],
+        ["ours", f"{held:.2f}", f"{gathered:.2f}", f"{whole:.2f}", f"{whole / beside:.2f}"],
+        ["DCP", f"{dcp_held:.2f}", "", f"{dcp_whole:.2f}", f"{dcp_whole / beside:.2f}"],
+        ["raw", "", "", f"{beside:.2f}", ""],
     ]
     report(f"{options.params:g} M parameters with moments, FSDP over {options.ranks} ranks", rows)
 
