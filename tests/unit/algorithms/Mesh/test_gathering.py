@@ -12,6 +12,7 @@ import torch.distributed as dist
 from peers import DEADLINE_S
 from smolcluster.algorithms.Mesh import gathering
 from smolcluster.algorithms.Mesh.gathering import StateGathering
+from smolcluster.algorithms.Mesh.shards import Shard
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS
 
 
@@ -22,7 +23,7 @@ class Shards:
         self.sent: dict[int, object] = {}
 
 
-SENT = [[0, 4, 2, [[0, 2]], [[0, 2]]], [4, 3, 1, [[0, 3]], [[0, 1]]]]
+SENT: list[list[Any]] = [[0, 4, 2, [[0, 2]], [[0, 2]]], [4, 3, 1, [[0, 3]], [[0, 1]]]]
 
 
 class Wire:
@@ -104,3 +105,29 @@ def test_a_process_that_ends_at_once_waits_for_no_rank(wire: Wire) -> None:
     waiting.join(DEADLINE_S)
     assert not waiting.is_alive()
     assert found
+
+
+def test_what_is_sent_is_that_of_the_step_though_the_weights_change_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, wire: Wire
+) -> None:
+    own, local, sent = Shards(), torch.ones(2, 2), list[torch.Tensor]()
+    own.sent = {0: Shard(*SENT[0])}
+
+    def send(tensor: torch.Tensor, **_: object) -> None:
+        assert wire.may_arrive.acquire(timeout=DEADLINE_S)
+        sent.append(tensor.clone())
+
+    monkeypatch.setattr(gathering, "Shards", lambda *_: own)
+    monkeypatch.setattr(dist, "send", send)
+    trainer: Any = SimpleNamespace(
+        groups=SimpleNamespace(rank=1, all_told=lambda _: [[], SENT[:1]]),
+        slots=[SimpleNamespace(local=local)],
+        optimizer=SimpleNamespace(num_steps=0, moments=lambda _: {}),
+        dtype=torch.float32,
+    )
+    part = StateGathering(trainer)
+    part.begin()
+    local.fill_(2)
+    wire.may_arrive.release()
+    part.wait()
+    assert [each.tolist() for each in sent] == [[[1, 1], [1, 1]]]
