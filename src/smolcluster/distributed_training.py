@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from smolcluster.algorithms.entry import guarded
 from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
 from smolcluster.errors import LaunchError, PeerLost
+from smolcluster.utils.addresses import free_port
 
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
@@ -215,7 +216,7 @@ def configuration(
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     from smolcluster.algorithms.Mesh.config import config_of  # noqa: PLC0415 - it takes time
-    from smolcluster.algorithms.Mesh.ranks import RANK_VARIABLES, free_port, ranks_of  # noqa: PLC0415
+    from smolcluster.algorithms.Mesh.ranks import RANK_VARIABLES, ranks_of  # noqa: PLC0415 - it imports torch
 
     size = args.world_size
     if args.cluster and size is None and not any(rank in os.environ for rank, _ in RANK_VARIABLES):

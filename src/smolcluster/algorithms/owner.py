@@ -35,7 +35,7 @@ from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
 from smolcluster.training.workload import Workload
 from smolcluster.transport.security import Secret
-from smolcluster.transport.tls import is_loopback_name
+from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.device import pick_device, use_threads
 from smolcluster.utils.stopping import StopRequest
 

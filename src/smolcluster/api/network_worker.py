@@ -43,7 +43,7 @@ from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import LossFunction, Workload
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import Welcome, sets_of
-from smolcluster.transport.tls import is_loopback_name
+from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.device import use_threads
 from smolcluster.utils.units import format_duration
 

@@ -47,7 +47,7 @@ from smolcluster.training.buffers import plain_name
 from smolcluster.training.hooks import StepDone
 from smolcluster.training.recipe import Training
 from smolcluster.training.workload import LossFunction, Metric, Workload
-from smolcluster.transport.tls import is_loopback_name
+from smolcluster.utils.addresses import is_loopback_name
 
 SUFFIX = ".safetensors"
 

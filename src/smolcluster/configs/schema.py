@@ -16,7 +16,6 @@ import pkgutil
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from ipaddress import ip_address
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -45,6 +44,7 @@ from pydantic import (
 from smolcluster.configs.function_name import FunctionName, check_name
 from smolcluster.configs.spec import AlgorithmSpec, algorithms
 from smolcluster.errors import ConfigError
+from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.words import hint_at
 
 if TYPE_CHECKING:
@@ -484,13 +484,6 @@ class KubernetesConfig(Section):
     )
 
 
-def _is_loopback(address: str) -> bool:
-    try:
-        return ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
-
-
 class ClusterConfig(Section):
     """The machines and how they work together (`cluster_config_*.yaml`)."""
 
@@ -639,13 +632,15 @@ class ClusterConfig(Section):
 
     def _check_ports_of_stages(self) -> None:
         """Refuse two listeners on one port of a machine, as far as addresses tell that it is one."""
-        is_one_machine = all(map(_is_loopback, self.host_ip.values()))
+        is_one_machine = all(map(is_loopback_name, self.host_ip.values()))
         taken = {(each, self.port): "port" for each in (self.server, *self.host_ip.values())}
         for name, node in self.nodes.items():
             if node.stages is None:
                 continue
             key, port = f"nodes.{name}.stages.port", node.stages.port
-            addresses = {each for each in node.stages.host_ip.values() if not _is_loopback(each)}
+            addresses = {
+                each for each in node.stages.host_ip.values() if not is_loopback_name(each)
+            }
             if is_one_machine:
                 addresses.update(self.host_ip.values())
             places = [(each, port) for each in (name, *sorted(addresses))]

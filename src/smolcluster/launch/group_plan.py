@@ -23,7 +23,7 @@ from smolcluster.launch.plan import (
 )
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.transport.tls import is_loopback_name
+from smolcluster.utils.addresses import is_loopback_name
 
 ROLE = "ranks"
 COMMAND = ("-m", "smolcluster.distributed_training")

@@ -50,7 +50,8 @@ from smolcluster.transport.messages import (
     frame_of,
     payload_nbytes,
 )
-from smolcluster.transport.tls import FIRST_BYTE, TlsSocket, is_loopback
+from smolcluster.transport.tls import FIRST_BYTE, TlsSocket
+from smolcluster.utils.addresses import is_loopback
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_address
 

@@ -8,7 +8,6 @@ TLS engine works in memory: each call of it is under one lock, and the socket is
 """
 
 import hashlib
-import ipaddress
 import os
 import socket
 import ssl
@@ -41,19 +40,6 @@ class ServerIdentity:
 
     context: ssl.SSLContext
     fingerprint: bytes
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an IP address never leaves this machine; so does the empty one of a Unix socket."""
-    return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def is_loopback_name(address: str) -> bool:
-    """Whether an address or name means this machine to itself, and nothing to others."""
-    try:
-        return is_loopback(address)
-    except ValueError:
-        return address == "localhost"
 
 
 def new_identity() -> ServerIdentity:

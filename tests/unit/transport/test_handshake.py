@@ -51,7 +51,8 @@ from smolcluster.transport.messages import (
     frame_of,
 )
 from smolcluster.transport.security import Secret, new_nonce
-from smolcluster.transport.tls import client_context, is_loopback, new_identity
+from smolcluster.transport.tls import client_context, new_identity
+from smolcluster.utils.addresses import is_loopback
 from smolcluster.utils.retry import Deadline
 
 pytestmark = [pytest.mark.timeout(180)]

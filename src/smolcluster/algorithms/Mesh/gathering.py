@@ -1,7 +1,8 @@
 """Brings all weights and moments of a mesh to rank 0 while training goes on.
 
-Training waits until each rank has copied what it sends, to memory of the host that it keeps for it. A thread
-of each rank then sends the copies, over a group of Gloo that nothing else uses, whatever the mesh's backend.
+Training waits until each rank has copied its part: rank 0 to where it belongs, the others to memory of their
+hosts that they keep for it. A thread of each rank then sends or receives the copies, over a group of Gloo
+that nothing else uses, whatever the mesh's backend.
 """
 
 import threading
@@ -32,18 +33,17 @@ class StateGathering:
         groups = trainer.groups
         own = [[name, place.start, place.stop] for name, place in layers or ()]
         places = [(name, slice(start, stop)) for name, start, stop in groups.all_told(own)[0]]
-        sent = Shards(trainer.slots, places, groups).sent
-        self._trainer, self._slots = trainer, list(sent)
+        self._trainer, self._own = trainer, Shards(trainer.slots, places, groups).sent
         said = groups.all_told(
             [
                 [each.begin, each.numel, each.width, each.rows, each.columns]
-                for each in sent.values()
+                for each in self._own.values()
             ]
         )
-        self._shards = [[Shard(*each) for each in rank] for rank in said]
+        self._others = [[Shard(*each) for each in rank] for rank in said[1:]]
         self._group: Any = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT)
         self._copies: dict[tuple[int, str], Tensor] = {}
-        largest = max((each.size for rank in self._shards[1:] for each in rank), default=0)
+        largest = max((each.size for rank in self._others for each in rank), default=0)
         self._received = torch.empty(largest if groups.rank == 0 else 0, dtype=trainer.dtype)
         self._thread = Background("gathering", partial(torch.set_num_threads, 1))
         self._running: Future[None] | None = None
@@ -57,7 +57,7 @@ class StateGathering:
         return running is not None and running.done() and running.exception() is not None
 
     def begin(self, state: Mapping[str, Tensor] | None = None) -> None:
-        """Copy what this rank sends, and let it go to rank 0; waits for the gathering before this one.
+        """Copy this rank's part, and let it go to rank 0; waits for the gathering before this one.
 
         `state`: of rank 0, the flat tensor of each moment, and the weights as `WEIGHTS`, to be filled.
 
@@ -67,10 +67,13 @@ class StateGathering:
         self.wait()
         optimizer = self._trainer.optimizer
         moments = (WEIGHTS, *(optimizer.moment_names if optimizer.num_steps else ()))
-        for slot in self._slots:
+        for slot, shard in self._own.items():
             kept = {WEIGHTS: self._trainer.slots[slot].local, **optimizer.moments(slot)}
             for moment in moments:
-                self._copy(slot, moment, kept[moment])
+                if state is None:
+                    self._copy(slot, moment, kept[moment])
+                else:
+                    shard.place_whole(kept[moment], state[moment])
         self._running = self._thread.submit(
             partial(self._send, moments)
             if state is None
@@ -106,15 +109,12 @@ class StateGathering:
         copy.copy_(local)
 
     def _send(self, moments: Sequence[str]) -> None:
-        for slot in self._slots:
+        for slot in self._own:
             for moment in moments:
                 dist.send(self._copies[slot, moment], dst=0, group=self._group)
 
     def _receive(self, moments: Sequence[str], state: Mapping[str, Tensor]) -> None:
-        for slot, shard in zip(self._slots, self._shards[0], strict=True):
-            for moment in moments:
-                shard.place_whole(self._copies[slot, moment], state[moment])
-        for rank, shards in enumerate(self._shards[1:], 1):
+        for rank, shards in enumerate(self._others, 1):
             for shard in shards:
                 part = self._received[: shard.size]
                 for moment in moments:

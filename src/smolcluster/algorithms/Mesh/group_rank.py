@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch._C._distributed_c10d import FileStore
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh.config import MeshConfig, pick_backend
 from smolcluster.algorithms.Mesh.group import ORDERS, GroupRank, is_of_another
-from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT, Groups
 from smolcluster.algorithms.Mesh.meeting import use_interface
 from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 from smolcluster.algorithms.process import process_log
@@ -34,8 +33,6 @@ from smolcluster.training.named import load_named
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device import pick_device, use_threads
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Who gives the ranks their orders ends sooner those that hang."""
 QUIET_S = 20.0
 """How long a rank waits to be ended before it says that another one has."""
 END = "end"
@@ -79,7 +76,7 @@ def join_group(setup: Setup, workload: Workload, log: logging.Logger) -> GroupRa
         store=FileStore(setup.store, world_size),
         rank=setup.rank,
         world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=STEP_TIMEOUT,
     )
     groups = Groups(setup.mesh.mesh, device)
     groups.check_agreed([("torch", torch.__version__), ("the dataset", workload.fingerprint)])

@@ -14,13 +14,14 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig
-from smolcluster.algorithms.Mesh.process import be_rank, place_of, together
-from smolcluster.algorithms.Mesh.ranks import Ranks, free_port
+from smolcluster.algorithms.Mesh.process import be_rank, device_and_backend, together
+from smolcluster.algorithms.Mesh.ranks import Ranks
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.runs.summary import Summary
 from smolcluster.training.hooks import Hooks
 from smolcluster.training.workload import Workload
+from smolcluster.utils.addresses import free_port
 from smolcluster.utils.device import use_threads
 
 Told = Callable[[], Settings]
@@ -47,7 +48,7 @@ def local_ranks(
         )
     settings = told()
     config = settings.of(MeshConfig)
-    place, size, port = place_of(config, settings), config.mesh.world_size, free_port()
+    by, size, port = device_and_backend(config, settings), config.mesh.world_size, free_port()
     use_threads(settings.node.threads)
 
     def ranks(rank: int) -> Ranks:
@@ -59,7 +60,7 @@ def local_ranks(
         for rank in range(1, size):
             processes.append(_started(partial(_be_rank, ranks(rank), told, there)))
         met = together(
-            *(ranks(0), place, config, settings, log),
+            *(ranks(0), by, config, settings, log),
             start_timeout_s=settings.cluster.start_timeout_s,
             check=partial(_check_alive, processes),
         )

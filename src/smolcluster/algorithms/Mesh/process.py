@@ -66,7 +66,7 @@ def be_rank(
     """
     rank, host = ranks.here.start, platform.node()
     config = config_of(dict(keys))
-    place = place_of(config, settings)
+    by = device_and_backend(config, settings)
     num_here = int(
         os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1
     )
@@ -77,7 +77,7 @@ def be_rank(
         if rank == 0 and vocab_size is not None:
             log.logger.info("--vocab-size %d: the vocabulary is the tokenizer's", vocab_size)
         met = together(
-            *(ranks, place, config, settings, log.logger),
+            *(ranks, by, config, settings, log.logger),
             start_timeout_s=start_timeout_s,
             launcher=launcher,
             tells=tells,
@@ -101,12 +101,11 @@ def be_rank(
                 _follow(settings, config, groups, log, workload)
 
 
-Place = tuple[torch.device, str]
-"""What a rank computes on, and the backend by which it is connected."""
+DeviceAndBackend = tuple[torch.device, str]
 
 
-def place_of(config: MeshConfig, settings: Settings) -> Place:
-    """Where this rank computes.
+def device_and_backend(config: MeshConfig, settings: Settings) -> DeviceAndBackend:
+    """What this rank computes on, and what connects it to the others.
 
     Raises:
         ConfigError: this machine cannot do that.
@@ -125,7 +124,7 @@ def place_of(config: MeshConfig, settings: Settings) -> Place:
 @contextmanager
 def together(
     ranks: Ranks,
-    place: Place,
+    by: DeviceAndBackend,
     config: MeshConfig,
     settings: Settings,
     log: logging.Logger,
@@ -144,7 +143,7 @@ def together(
         ConnectTimeout: ranks are missing; names them.
         PeerLost: another rank failed first, which is named.
     """
-    rank, (device, backend) = ranks.here.start, place
+    rank, (device, backend) = ranks.here.start, by
     store = open_store(rank, ranks, start_timeout_s)
     watch = Watch(
         *(store.clone(), rank, ranks.world_size, log),

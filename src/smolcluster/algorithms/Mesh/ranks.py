@@ -1,6 +1,5 @@
 """Which ranks of a mesh this process is or starts; pure."""
 
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -132,11 +131,3 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if not environ[name].isdecimal():
         raise ConfigError(f"{name} is {environ[name]!r}, must be a number")
     return int(environ[name])
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port

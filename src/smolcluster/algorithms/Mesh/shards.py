@@ -42,11 +42,11 @@ class Shard:
         return _length(self.rows) * _length(self.columns)
 
     def place_whole(self, local: Tensor, flat: Tensor) -> None:
-        """Copy all that lies there (size,) to where it is in the flat weights."""
+        """Copy all that lies there, `size` elements, to where it is in the flat weights."""
         if not self.size:
             return
         whole = flat[self.begin : self.begin + self.numel].view(-1, self.width)
-        own = local.view(_length(self.rows), _length(self.columns))
+        own = local.reshape(_length(self.rows), _length(self.columns))
         for to_rows, from_rows in _packed(self.rows):
             for to_columns, from_columns in _packed(self.columns):
                 whole[to_rows, to_columns].copy_(own[from_rows, from_columns])

@@ -1,0 +1,29 @@
+"""Addresses and ports of this machine's loopback."""
+
+import socket
+from ipaddress import ip_address
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address never leaves this machine; so does the empty one of a Unix socket.
+
+    Raises:
+        ValueError: it is a name.
+    """
+    return not address or ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_loopback_name(address: str) -> bool:
+    """Whether an address or name means this machine to itself, and nothing to others."""
+    try:
+        return is_loopback(address)
+    except ValueError:
+        return address == "localhost"
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
