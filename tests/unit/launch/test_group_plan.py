@@ -129,7 +129,7 @@ def test_machines_of_two_systems_are_refused() -> None:
         ("schedule=zbw", "schedule is 'zbw'"),
         ("mesh.tp=8", "4 heads"),
         ("mesh.pp=8", "microbatches"),
-        ("mesh.dp=3", "global_batch_size"),
+        ("mesh.dp=3", "change batch_size"),
         ("optimizer=lion", "optimizer"),
         ("ema_decay=0.9", "ema_decay is 0.9"),
         ("schedule=zbv", "the model has 4 layers"),

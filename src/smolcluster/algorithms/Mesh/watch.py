@@ -254,7 +254,8 @@ class Watch:
                     self._fail(Failure(**json.loads(self._store.get(FAILED))))
                     return
                 self._answered = time.monotonic()
-                if self._over.wait(BEAT_S if self._own is None and not self._lost else 0.2):
+                is_over = self._over.wait(BEAT_S if self._own is None and not self._lost else 0.2)
+                if is_over and self._own is None:  # an error must be told first, however late it is
                     return
 
     def _judged(self) -> Failure | None:

@@ -160,6 +160,24 @@ def test_the_first_error_is_what_others_say_when_they_lose_a_connection() -> Non
     assert "in test_the_first_error" in json.loads(store.values["failed"])["stack"]
 
 
+def test_an_error_reaches_others_however_late_the_store_answers() -> None:
+    asked, answers = threading.Event(), threading.Event()
+
+    class Slow(Memory):
+        def check(self, keys: list[str], /) -> bool:
+            asked.set()
+            answers.wait(DEADLINE_S)
+            return super().check(keys)
+
+    store = Slow()
+    with watches(store, 1) as (made, _, _):
+        assert asked.wait(DEADLINE_S)
+        with pytest.raises(DataError), made[0].watched():
+            raise DataError("train.bin is damaged")
+        answers.set()
+        wait_until(lambda: "failed" in store.values)
+
+
 def test_a_rank_that_cannot_end_by_itself_is_ended() -> None:
     store = Memory()
     with watches(store, 0, 1) as (made, told, left):
