@@ -77,6 +77,7 @@ def test_a_model_of_one_s_own_in_a_loop(served: Served, capsys: pytest.CaptureFi
     assert float(said.split()[1]) > 0.5
 
 
+@pytest.mark.faults
 @pytest.mark.usefixtures("own_model")
 def test_a_model_of_one_s_own_said_in_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -138,7 +138,7 @@ def smolcluster(folder: Path, *words: str) -> str:
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("algorithm", "num_workers"),
     [

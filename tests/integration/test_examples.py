@@ -83,7 +83,7 @@ def test_a_resnet_learns_digits(
     trained(tmp_path, algorithm, example("digits_resnet", channels=4, num_blocks=1))
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_llama_is_fine_tuned_by_its_adapters(
     tmp_path: Path, example: Callable[..., Workload]
 ) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from harness import free_port
 from processes import Child, Processes
+from smolcluster.observability.view.curves import read_series
+from smolcluster.observability.view.process_stats import title_of
 from smolcluster.runs.paths import find_run
 from waiting import DEADLINE_S
 
@@ -49,6 +51,12 @@ def newest_step(folder: Path) -> int:
     return max(steps, default=0)
 
 
+def where_time_went(folder: Path) -> dict[str, dict[str, float]]:
+    """What each process reported, by its title without its host."""
+    processes = read_series(find_run(folder)).processes.values()
+    return {title_of(each).partition(" (")[0]: each.newest() for each in processes}
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_gone_ends_the_mesh_by_its_name(processes: Processes, how: int) -> None:
     child = processes.start(
@@ -57,6 +65,9 @@ def test_a_rank_that_is_gone_ends_the_mesh_by_its_name(processes: Processes, how
         forked=False,
     )
     wait_until(lambda: is_training(processes.runs), child)
+    wait_until(lambda: where_time_went(processes.runs).keys() >= {"rank 1"}, child)
+    told = where_time_went(processes.runs)["rank 1"]
+    assert all(told[name] > 0 for name in ("steps_per_s", "share/forward", "share/backward", "cpu"))
     ranks = ranks_below(child)
     assert ranks.keys() == {0, 1}
     ranks[1].send_signal(how)

@@ -281,7 +281,7 @@ def test_the_seed_s_two_commands_train_on_two_processes(processes: Processes) ->
     [
         ("WORKERS=1", "TENSOR_PARALLEL_SIZE=2"),
         pytest.param(
-            ("WORKERS=2", "TENSOR_PARALLEL_SIZE=2", "DATA_PARALLEL=1"), marks=pytest.mark.slow
+            ("WORKERS=2", "TENSOR_PARALLEL_SIZE=2", "DATA_PARALLEL=1"), marks=pytest.mark.faults
         ),
         pytest.param(
             ("WORKERS=2", "TENSOR_PARALLEL_SIZE=2", "PIPELINE_PARALLEL=1", "MICRO_BATCHES=4"),
@@ -310,6 +310,7 @@ def test_a_rank_that_cannot_begin_is_not_waited_for(processes: Processes) -> Non
     )
 
 
+@pytest.mark.faults
 def test_the_example_splits_tensors_by_its_environment_alone(processes: Processes) -> None:
     processes.environ |= {"TENSOR_PARALLEL": "1", "TENSOR_PARALLEL_SIZE": "2"}
     flags = ("--train-batches", "6", "--checkpoint-dir", str(processes.folder))

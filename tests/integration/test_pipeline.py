@@ -163,8 +163,13 @@ def test_it_goes_on_with_another_cut_on_another_number_of_machines(tmp_path: Pat
         torch.testing.assert_close(checkpoint.optimizer[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("lost", [1, 2, 3])
-@pytest.mark.parametrize("redundancy", [1, 5])
+@pytest.mark.parametrize(
+    ("redundancy", "lost"),
+    [
+        *((1, 1), (5, 2), (1, 3)),
+        *(pytest.param(*each, marks=pytest.mark.faults) for each in ((5, 1), (1, 2), (5, 3))),
+    ],
+)
 def test_a_stage_that_is_lost_costs_its_layers_nothing(
     tmp_path: Path, lost: int, redundancy: int
 ) -> None:

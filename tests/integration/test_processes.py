@@ -222,7 +222,10 @@ def test_logs_are_in_utc_whatever_the_zone_of_a_worker(processes: Processes) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["edp", "syncps", "diloco"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["syncps", *(pytest.param(each, marks=pytest.mark.faults) for each in ("edp", "diloco"))],
+)
 def test_a_store_is_killed_another_is_started_and_every_sample_is_applied_once(
     processes: Processes, algorithm: str
 ) -> None:

@@ -107,7 +107,9 @@ def test_a_run_that_fails_leaves_a_report_with_the_first_error(processes: Proces
     assert "worker" in head  # it was a worker that met it first
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.faults), signal.SIGTERM]
+)
 def test_a_run_that_is_stopped_leaves_a_report(
     processes: Processes, signum: signal.Signals
 ) -> None:

@@ -258,6 +258,12 @@ class Report:
         if self._spans and best:
             self._spans.write("worker", telemetry, ahead_s=best.offset_s, **worker.who)
 
+    def rank_heard(self, rank: int, node: str, measured: Mapping[str, float]) -> None:
+        """A rank of a mesh, other than the run's owner, has told what it does."""
+        self._metrics.log(
+            MetricRecord("rank", self.version, self._epoch, measured, rank=rank, node=node)
+        )
+
     def _look_at_oneself(self) -> None:
         if time.monotonic() - self._looked_at < VITALS_EVERY_S:
             return

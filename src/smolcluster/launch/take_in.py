@@ -123,14 +123,15 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         bring([*machines.values()], secret, run.say, root=root, overwrite=wanted.overwrite)
         draft.find_way(run.say)
         packed, code = paths.root / WORKLOAD_FILE, _code_of(launched)
-        for process in draft.processes:
+        processes = draft.processes
+        for process in processes:
             machine = machines[process.node]
             put(machine.host, f"{process.run_dir}/{CLUSTER_FILE}", without_env(file))
             if code is not None and packed.is_file():
                 put_code(machine.host, process.run_dir, packed.read_bytes(), code)
             run.add(process)
         if launched.shippers:
-            for process in {each.node: each for each in draft.processes}.values():
+            for process in {each.node: each for each in processes}.values():
                 _ship(paths, process, machines[process.node].env, draft.settings, run.say)
         file.replace(paths.root / CLUSTER_FILE)
     return 0

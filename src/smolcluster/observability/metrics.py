@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
-MetricKind = Literal["step", "eval", "worker", "server"]
+MetricKind = Literal["step", "eval", "worker", "rank", "server"]
 RESERVED = frozenset({"ts", "kind", "incarnation", "step", "epoch", "rank", "node"})
 
 
@@ -16,8 +16,8 @@ RESERVED = frozenset({"ts", "kind", "incarnation", "step", "epoch", "rank", "nod
 class MetricRecord:
     """Values measured at one step; those that are not finite are reported as null.
 
-    Epochs count from 0. `rank` and `node` say whose values they are, if they are one worker's. A `worker` or
-    `server` record is what a process reports of itself.
+    Epochs count from 0. `rank` and `node` say whose values they are, if they are one process's. A `worker`,
+    `rank` (of a mesh) or `server` record is what a process reports of itself.
     """
 
     kind: MetricKind

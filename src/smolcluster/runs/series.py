@@ -197,8 +197,12 @@ class Total:
 
 @dataclass
 class ProcessSeries:
-    """What a process reported of itself; the rank of the run's owner is None."""
+    """What a process reported of itself; the rank of the run's owner is None.
 
+    `role`: server, worker, or rank of a mesh.
+    """
+
+    role: str
     rank: int | None
     node: str
     curve: Curve = field(default_factory=lambda: Curve(MAX_REPORTS, REPORT_VALUES))
@@ -233,7 +237,7 @@ class ProcessSeries:
         }
         points = {"places": [each.place for each in thinner.buckets], **thinner.document(t0)}
         return {
-            **{"rank": self.rank, "node": self.node, "last_s": self.last_s},
+            **{"role": self.role, "rank": self.rank, "node": self.node, "last_s": self.last_s},
             **{"points": points, "totals": totals},
         }
 
@@ -266,7 +270,7 @@ class Series:
             elif kind == "eval":
                 self._name_metrics(entry)
                 self.evaluations.add(entry, t, self._samples)
-            elif kind in ("worker", "server"):
+            elif kind in ("worker", "rank", "server"):
                 self._take_report(entry, t)
 
     def start_of(self, step: int) -> int:
@@ -320,7 +324,8 @@ class Series:
         if not isinstance(rank, int | None):
             return
         if (rank, node) in self.processes or len(self.processes) < MAX_PROCESSES:
-            self.processes.setdefault((rank, node), ProcessSeries(rank, node)).add(entry, t)
+            new = ProcessSeries(entry["kind"], rank, node)
+            self.processes.setdefault((rank, node), new).add(entry, t)
 
 
 def loaded(content: bytes) -> tuple[Series, int] | None:
@@ -341,7 +346,7 @@ def loaded(content: bytes) -> tuple[Series, int] | None:
         series.starts = [(str(name), int(step)) for name, step in document["starts"]]
         series._samples = float(document["samples_applied"])
         for each in document["processes"]:
-            own = ProcessSeries(each["rank"], each["node"])
+            own = ProcessSeries(each["role"], each["rank"], each["node"])
             own.load(each, t0)
             series.processes[own.rank, own.node] = own
         return series, int(document["metrics_nbytes"])

@@ -10,7 +10,10 @@ def is_loopback(address: str) -> bool:
     Raises:
         ValueError: it is a name.
     """
-    return not address or ip_address(address.partition("%")[0]).is_loopback
+    if not address:
+        return True
+    found = ip_address(address.partition("%")[0])
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
 def is_loopback_name(address: str) -> bool:

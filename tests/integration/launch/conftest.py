@@ -9,12 +9,12 @@ from lab import Lab, obstacle
 from launching import Launching, Screen
 
 HERE = Path(__file__).parent
-NUM_LABS = 3
+NUM_LABS = 2
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have three processes run the tests of this folder, each with hosts of its own, and begin with them.
+    """Have two processes run the tests of this folder, each with hosts of its own, and begin with them.
 
     Whole stories are dealt out in turn; the other tests of a file stay together.
     """

@@ -97,6 +97,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.faults  # its parts are judged on one machine
 def test_three_hosts_fine_tune_a_model_and_merge_what_they_have_trained(
     launching: Launching, tmp_path: Path
 ) -> None:

@@ -221,7 +221,7 @@ def test_a_run_outlives_what_happens_to_its_machines(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("now", [(), ("--now",)])
+@pytest.mark.parametrize("now", [(), pytest.param(("--now",), marks=pytest.mark.faults)])
 def test_the_number_of_a_process_that_is_gone_is_nobodys_death(
     launching: Launching, now: tuple[str, ...]
 ) -> None:
@@ -408,7 +408,7 @@ def test_a_controller_without_tmux_follows_syncps_until_ctrl_c_comes_twice(
     assert (launching.folder("mini1") / "checkpoints/latest").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_gpt_is_launched_and_stopped_by_a_signal(launching: Launching) -> None:
     """Where nobody can be asked, a signal stops the run."""
     small = ["model.model_dim=16", "model.num_layers=1", "model.num_heads=1", "model.ff_dim=32"]

@@ -114,7 +114,7 @@ def test_the_window_of_a_run_on_three_machines(
     over.wait_for("is over", "code=1")
 
 
-@pytest.mark.slow
+@pytest.mark.faults  # a local run has the same window
 def test_a_window_that_stays_open_shows_the_end(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:

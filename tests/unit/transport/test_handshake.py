@@ -338,6 +338,7 @@ def test_a_server_that_must_encrypt_refuses_plain_clients(
         ("auto", "127.0.0.1", False),
         ("auto", "127.8.8.8", False),
         ("auto", "::1", False),
+        ("auto", "::ffff:127.0.0.1", False),
         ("auto", "", False),
         ("auto", "192.168.1.4", True),
         ("auto", "fe80::1%eth0", True),

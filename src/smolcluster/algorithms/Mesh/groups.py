@@ -1,7 +1,7 @@
 """The device mesh: where a rank stands in it, and what all ranks must agree on."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smolcluster.algorithms.Mesh.watch import Watch
+from smolcluster.cluster.process_stats import Gauge, ProcessStats
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import ConfigError, PeerLost, UserCodeError
+from smolcluster.utils.meter import Meter
 
 DIMENSIONS = ("pp", "dp", "fsdp", "tp")
 """From the outermost: ranks that share a layer are neighbours, on one machine where possible."""
@@ -68,6 +70,18 @@ class Groups:
         """Tell the watch what this rank does now; `waits`: it is for other ranks."""
         if self._watch is not None:
             self._watch.note(doing, waits=waits)
+
+    def report_to_owner(self, meter: Meter) -> None:
+        """Let rank 0 hear each second what this process does, as `meter` counts it."""
+        stats, gauge = ProcessStats(meter), Gauge()
+        if self._watch is not None:
+            self._watch.measure(lambda: gauge.take(stats.report()))
+
+    def take_reports(self) -> Iterator[tuple[int, str, Mapping[str, float]]]:
+        """On rank 0: rank, host and numbers of each other rank that has reported since the last call."""
+        if self._watch is not None:
+            for rank, beat in self._watch.take_reports():
+                yield rank, beat.host, beat.measured
 
     def end_watch(self) -> None:
         """All ranks are told that it is over."""

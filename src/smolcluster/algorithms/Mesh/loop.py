@@ -33,6 +33,8 @@ from smolcluster.runs.summary import Summary
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import LOSS_SCALE, Replica
 from smolcluster.training.workload import Workload
+from smolcluster.utils.gpu import watched
+from smolcluster.utils.meter import Meter
 from smolcluster.utils.stopping import Interrupted
 
 
@@ -64,7 +66,9 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
     train = training.recipe.applied_to(context.run.train)
     with lost_named():
         groups.all_told(context.run.run_id)
-        trainer = _trainer(training.workload, train, config, groups, context.run.seed)
+        trainer = _trainer(
+            training.workload, train, config, groups, seed=context.run.seed, meter=replica.meter
+        )
         trainer.scaler = replica.scaler  # whose state is saved, and shown
         _share_state(trainer, replica)
         whole = _Whole(trainer, replica, report)
@@ -98,6 +102,8 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
             step = _step(trainer, applied, version, instructions, profiler)
             num = trainer.num_samples_at(applied)
             report.step_taken(_taken(step, version, applied, num, trainer.num_samples))
+            for rank, host, measured in groups.take_reports():
+                report.rank_heard(rank, host, measured)
             is_evaluated = version % eval_steps == 0 and not report.is_over
             if is_evaluated or report.is_over:
                 whole.gather(saver)
@@ -190,7 +196,9 @@ def follow(
     noted = logged(config.instruction_log, groups.rank, groups["pp"], log.warning)
     with lost_named(), noted as instructions:
         folder = begin(groups.all_told("")[0])
-        trainer = _trainer(workload, workload.training.applied_to(train), config, groups, seed)
+        train, meter = workload.training.applied_to(train), Meter(gpu=watched(groups.device))
+        trainer = _trainer(workload, train, config, groups, seed=seed, meter=meter)
+        groups.report_to_owner(meter)
         _share_state(trainer, None)
         gathering = StateGathering(trainer)
         profiler = _profiler(config, groups, folder, log)
@@ -209,6 +217,7 @@ def follow(
                 continue
             with suppress(NonFiniteLoss):  # rank 0 says so, and then stop
                 _step(trainer, applied, version, instructions, profiler)
+            meter.step_done(trainer.num_samples_here)
 
 
 def _step(
@@ -238,14 +247,20 @@ def _profiler(
 
 
 def _trainer(
-    workload: Workload, train: TrainConfig, config: MeshConfig, groups: Groups, seed: int
+    workload: Workload,
+    train: TrainConfig,
+    config: MeshConfig,
+    groups: Groups,
+    *,
+    seed: int,
+    meter: Meter,
 ) -> MeshTrainer:
     groups.check_agreed([("the dataset", workload.fingerprint)])
     if train.ema_decay is not None:
         raise ConfigError(
             f"ema_decay is {train.ema_decay:g}, but on a mesh nobody averages weights: set it to null"
         )
-    return MeshTrainer(workload, train, config, groups, seed=seed)
+    return MeshTrainer(workload, train, config, groups, seed=seed, meter=meter)
 
 
 def _taken(step: MeshStep, version: int, applied: int, num: int, num_samples: int) -> StepTaken:

@@ -4,7 +4,6 @@ What a backend would say by a broken connection is looked at first: ranks that a
 themselves rank 0, other versions and configurations, an address that leads elsewhere.
 """
 
-import ipaddress
 import json
 import os
 import secrets
@@ -21,6 +20,7 @@ from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT
 from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks, has_agent_store
 from smolcluster.algorithms.Mesh.watch import FAILED, Store
 from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy
+from smolcluster.utils.addresses import is_loopback
 
 QUIET_END_S = 10.0
 ANSWER_S = 10.0
@@ -209,16 +209,16 @@ def interface_of(
         ways: of each rank, the address from which it reaches rank 0's, and the latter.
     """
     own, _ = ways[rank]
-    if all(_is_loopback(each) for each, _ in ways):
+    if all(is_loopback(each) for each, _ in ways):
         return None
-    if rank == 0 or _is_loopback(own):  # on rank 0's machine: as the others see it
-        own = next(there for here, there in ways if not _is_loopback(here))
+    if rank == 0 or is_loopback(own):  # on rank 0's machine: as the others see it
+        own = next(there for here, there in ways if not is_loopback(here))
     return addresses.get(own)
 
 
 def is_elsewhere(address: str) -> bool:
     """Whether it leads to no address of this machine."""
-    return not any(each in _addresses() or _is_loopback(each) for each in _resolved(address))
+    return not any(each in _addresses() or is_loopback(each) for each in _resolved(address))
 
 
 def _ways_to(ranks: Ranks) -> tuple[str, str]:
@@ -245,16 +245,7 @@ def _resolved(address: str) -> set[str]:
 
 
 def _loopback_hint(address: str) -> str:
-    found = next((each for each in _resolved(address) if _is_loopback(each)), None)
+    found = next((each for each in _resolved(address) if is_loopback(each)), None)
     if found is None:
         return ""
     return f" ({found}: on this machine that leads to itself; name an address that all nodes can reach)"
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return bool((mapped or found).is_loopback)

@@ -16,6 +16,7 @@ from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import Instruction, Op, Schedule, stage_ranks
 from smolcluster.training.schedules.simulation import Span
+from smolcluster.utils.meter import Meter
 
 AHEAD = 2
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -125,9 +126,14 @@ class Pipeline:
     """This rank's part of a pipeline."""
 
     def __init__(
-        self, groups: Groups, schedule: Schedule, stages: Mapping[int, StageCompute]
+        self,
+        groups: Groups,
+        schedule: Schedule,
+        stages: Mapping[int, StageCompute],
+        meter: Meter | None = None,
     ) -> None:
-        """`stages`: those of this rank, by number."""
+        """`stages`: those of this rank, by number; `meter`: counts where its time goes."""
+        self._meter = meter or Meter()
         self.instructions = schedule[groups["pp"]]
         self.stages, self._groups = stages, groups
         ranks = stage_ranks(schedule)
@@ -150,7 +156,8 @@ class Pipeline:
                     self._transfers.ask(key, parts[coming.microbatch].size)
             self._execute(instruction, parts, note)
         self._groups.note("waiting until all is sent", waits=True)
-        self._transfers.finish()
+        with self._meter("send"):
+            self._transfers.finish()
         for stage in self.stages.values():
             stage.finish()
 
@@ -165,19 +172,21 @@ class Pipeline:
         key = self._needs(instruction)
         if key is not None:
             self._groups.note(f"waiting for what {instruction} takes", waits=True)
-        given = None if key is None else self._transfers.take(key, part.size)
+        with self._meter("wait"):
+            given = None if key is None else self._transfers.take(key, part.size)
         self._groups.note(str(instruction))
         begin = time.perf_counter()
-        match instruction.op:
-            case Op.FORWARD:
-                result, target = compute.forward(number, part, given), stage + 1
-            case Op.BACKWARD:
-                result, target = compute.backward(number, given), stage - 1
-            case Op.BACKWARD_INPUT:
-                result, target = compute.backward_input(number, given), stage - 1
-            case Op.BACKWARD_WEIGHT:
-                compute.backward_weight(number)
-                result, target = None, stage
+        with self._meter("forward" if instruction.op is Op.FORWARD else "backward"):
+            match instruction.op:
+                case Op.FORWARD:
+                    result, target = compute.forward(number, part, given), stage + 1
+                case Op.BACKWARD:
+                    result, target = compute.backward(number, given), stage - 1
+                case Op.BACKWARD_INPUT:
+                    result, target = compute.backward_input(number, given), stage - 1
+                case Op.BACKWARD_WEIGHT:
+                    compute.backward_weight(number)
+                    result, target = None, stage
         if note is not None:
             note(Span(instruction, begin, time.perf_counter()))
         if result is not None and 0 <= target <= self._last:

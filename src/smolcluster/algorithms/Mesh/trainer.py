@@ -32,6 +32,7 @@ from smolcluster.training.stages.cut import Stage
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device_errors import first_line, is_out_of_memory
+from smolcluster.utils.meter import Meter
 
 WEIGHTS = ""
 """Names a parameter itself among its moments."""
@@ -78,6 +79,7 @@ class MeshTrainer:
         shapes: of all parameters, by name.
         num_samples: of an epoch.
         dtype: of the weights, those of other ranks included.
+        num_samples_here: that this rank has computed of the newest step.
         scaler: of a float16 run, in which all ranks' follow the same steps.
     """
 
@@ -90,8 +92,9 @@ class MeshTrainer:
         *,
         seed: int,
         plan: Mapping[str, Style] = OWN_PLAN,
+        meter: Meter | None = None,
     ) -> None:
-        """Build this rank's stages; all ranks must do so at once.
+        """Build this rank's stages; all ranks must do so at once. `meter` counts where its time goes.
 
         Raises:
             ConfigError: the sizes do not fit the model or the batch.
@@ -104,6 +107,7 @@ class MeshTrainer:
             num_layers=layers,
         )
         self.workload, self.groups = workload, groups
+        self._meter, self.num_samples_here = meter or Meter(), 0
         self.num_samples = workload.train.num_samples
         self._train = workload.training.applied_to(train)
         self._seed, self._config, self._num_parts = seed, config, config.microbatches
@@ -130,7 +134,7 @@ class MeshTrainer:
             stages[number] = self._compute_of(stage, config)
             tied |= set(stage.tied)
             self.slots += slots
-        self._pipeline = Pipeline(groups, schedule, stages)
+        self._pipeline = Pipeline(groups, schedule, stages, self._meter)
         self._tied = TiedWeights(self.slots, tied, groups)
         self._optimizer = MeshOptimizer(
             self.slots,
@@ -193,22 +197,27 @@ class MeshTrainer:
         The loss is multiplied by `scale` for the backward alone.
         """
         self.groups.note(f"loading samples {start} to {start + len(indices)} of epoch {epoch}")
-        parts = list(self._parts(indices, epoch, start))
+        with self._meter("data"):
+            parts = list(self._parts(indices, epoch, start))
+        self.num_samples_here = sum(part.num_samples for part in parts)
         with self._memory_named():
             self._pipeline.run(parts, scale, note)
         self.groups.note("summing gradients", waits=True)
-        gradients = sum_replicas(self.slots, self.groups)
-        self._tied.exchange(gradients)
-        loss, terms = self._loss()
-        for gradient in gradients:
-            gradient.div_(max(1, terms) * scale)
-        norm = self._optimizer.norm(gradients)
+        with self._meter("wait"):
+            gradients = sum_replicas(self.slots, self.groups)
+            self._tied.exchange(gradients)
+            loss, terms = self._loss()
+        with self._meter("apply"):
+            for gradient in gradients:
+                gradient.div_(max(1, terms) * scale)
+            norm = self._optimizer.norm(gradients)
         return Computed(loss / max(1, terms), terms, norm, gradients)
 
     def apply(self, computed: Computed, rate: float) -> None:
         """Step along a gradient, clipped as the configuration says; every rank must."""
         clipping = self._train.gradient_clipping
-        self._optimizer.step(computed.gradients, computed.grad_norm, clipping, rate)
+        with self._meter("apply"):
+            self._optimizer.step(computed.gradients, computed.grad_norm, clipping, rate)
 
     @contextmanager
     def _memory_named(self) -> Iterator[None]:

@@ -24,9 +24,10 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from smolcluster.errors import PeerLost, SmolclusterError, TryAgain
@@ -82,6 +83,8 @@ class Beat:
         num_done: how often it has got on.
         doing: what it does now.
         waits: whether that is waiting for others.
+        num_reports: how often `measured` has changed.
+        measured: what it reported of itself last, as `rates` names it.
     """
 
     number: int
@@ -89,6 +92,8 @@ class Beat:
     doing: str
     waits: bool
     host: str
+    num_reports: int = 0
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 class Judge:
@@ -184,6 +189,9 @@ class Watch:
             now=time.monotonic(),
         )
         self._num_done, self._doing, self._waits = 0, "the beginning", False
+        self._measure: Callable[[], Mapping[str, float] | None] = lambda: None
+        self._num_taken: dict[int, int] = {}
+        self._reports: deque[tuple[int, Beat]] = deque()
         self._answered = time.monotonic()
         self._own: Failure | None = None
         self._lost, self._said = False, False
@@ -201,6 +209,15 @@ class Watch:
         """The rank has got on, and now does this; `waits`: it is for other ranks."""
         self._doing, self._waits = doing, waits
         self._num_done += 1
+
+    def measure(self, read: Callable[[], Mapping[str, float] | None]) -> None:
+        """Tell rank 0 what `read` returns, which a thread calls each second; None: nothing new."""
+        self._measure = read
+
+    def take_reports(self) -> Iterator[tuple[int, Beat]]:
+        """On rank 0: the other ranks whose `measured` has changed since the last call."""
+        while self._reports:
+            yield self._reports.popleft()
 
     def close(self) -> None:
         """The rank ends as it should."""
@@ -240,11 +257,14 @@ class Watch:
 
     def _beat(self) -> None:
         """Talk to the store until the rank is over."""
-        number = 0
+        number, num_reports, measured = 0, 0, dict[str, float]()
         with suppress(RuntimeError):  # the store is gone: the guard sees it
             while True:
                 number += 1
-                beat = Beat(number, self._num_done, self._doing, self._waits, platform.node())
+                if (told := self._measure()) is not None:
+                    num_reports, measured = num_reports + 1, dict(told)
+                doing = self._num_done, self._doing, self._waits
+                beat = Beat(number, *doing, platform.node(), num_reports, measured)
                 self._store.set(_beat_key(self.rank), json.dumps(asdict(beat)))
                 if self._lost:
                     self._store.set(LOST, str(self.rank))
@@ -265,6 +285,10 @@ class Watch:
             for rank in ranks
             if self._store.check([_beat_key(rank)])
         }
+        for rank, beat in beats.items():
+            if rank and beat.num_reports > self._num_taken.get(rank, 0):
+                self._num_taken[rank] = beat.num_reports
+                self._reports.append((rank, beat))
         return self._judge.judge(beats, time.monotonic(), is_lost=self._store.check([LOST]))
 
     def _guard(self) -> None:

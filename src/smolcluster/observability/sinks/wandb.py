@@ -272,7 +272,8 @@ def values_of(record: MetricRecord, role: str) -> dict[str, Any]:
     if role == "worker":
         own = {f"worker/{name}": value for name, value in record.values.items()}
         return {"worker/step": record.step} | own
-    prefix = {"worker": f"rank{record.rank}/", "server": "server/"}.get(record.kind, "")
+    ranks = f"rank{record.rank}/"
+    prefix = {"worker": ranks, "rank": ranks, "server": "server/"}.get(record.kind, "")
     values = {
         f"{prefix}{name}": value for name, value in record.values.items() if name not in LEFT_OUT
     }

@@ -54,7 +54,8 @@ class Measured:
             "smoothed": smoothed,
             "evaluations": series.evaluations.columns(),
             "processes": [
-                {"rank": each.rank, "node": each.node, **each.curve.columns()} for each in processes
+                {"role": each.role, "rank": each.rank, "node": each.node, **each.curve.columns()}
+                for each in processes
             ],
         }
 

@@ -11,8 +11,7 @@ SHARES = ("data", "forward", "backward", "encode", "send", "wait", "apply")
 
 
 def title_of(process: ProcessSeries) -> str:
-    role = "server" if process.rank is None else "worker"
-    return process_title(role, process.node, process.rank).strip()
+    return process_title(process.role, process.node, process.rank).strip()
 
 
 def step_s_of(process: ProcessSeries) -> float | None:

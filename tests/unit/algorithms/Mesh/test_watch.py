@@ -4,8 +4,10 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -176,6 +178,25 @@ def test_an_error_reaches_others_however_late_the_store_answers() -> None:
             raise DataError("train.bin is damaged")
         answers.set()
         wait_until(lambda: "failed" in store.values)
+
+
+def test_rank_0_hears_once_what_another_rank_has_measured() -> None:
+    told: deque[dict[str, float]] = deque()
+    heard: list[tuple[int, Mapping[str, float]]] = []
+
+    def is_heard(number: int) -> bool:
+        heard.extend((rank, beat.measured) for rank, beat in made[0].take_reports())
+        return len(heard) == number
+
+    with watches(Memory(), 0, 1) as (made, _, _):
+        made[0].measure(lambda: {"cpu": 9.0})  # its own are in its run already
+        made[1].measure(lambda: told.popleft() if told else None)
+        for number, cpu in enumerate((0.5, 0.75), start=1):
+            told.append({"cpu": cpu})
+            wait_until(partial(is_heard, number))
+        time.sleep(10 * watching.BEAT_S)
+        assert is_heard(2)
+    assert heard == [(1, {"cpu": 0.5}), (1, {"cpu": 0.75})]
 
 
 def test_a_rank_that_cannot_end_by_itself_is_ended() -> None:

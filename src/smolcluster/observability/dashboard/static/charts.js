@@ -16,7 +16,7 @@ const perProcess = (name, withServer = true) => (data) => data.processes
   .filter((process) => withServer || process.rank !== null)
   .map((process) => ({
     gaps: true,
-    label: title(process),
+    label: title(process, process.role),
     colour: rankColour(process.rank), table: process, values: process[name], width: 1.5,
   }));
 
