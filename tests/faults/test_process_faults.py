@@ -288,6 +288,7 @@ def test_a_killed_server_goes_on_bit_for_bit(
     assert_as_undisturbed(site, reference(algorithm))
 
 
+@pytest.mark.faults
 def test_three_workers_of_edp_wait_for_a_killed_server(processes: Processes) -> None:
     site = Site(processes, "edp", workers=3)
     workers = [site.worker(number) for number in (1, 2, 3)]

@@ -109,8 +109,8 @@ def test_two_workers_go_on_as_if_nothing_had_happened(
         return cluster
 
     whole = run_both(tmp_path / "whole", resume=False)
-    saved = sorted(int(path.name[5:]) for path in (tmp_path / "whole/checkpoints").glob("step-*"))
-    step = saved[len(saved) // 2]
+    # of those on the way only the first is certain: a later one is left out while the disk is busy
+    step = min(int(path.name[5:]) for path in (tmp_path / "whole/checkpoints").glob("step-*"))
     killed_after(whole.folder, tmp_path / "resumed", step)
     resumed = run_both(tmp_path / "resumed", resume=True)
     losses = losses_after(whole.metrics.steps, step)

@@ -122,6 +122,7 @@ def test_workers_look_for_a_server_that_was_stopped(processes: Processes) -> Non
     assert (status.state, status.reason) == ("ended", "it was stopped")
 
 
+@pytest.mark.faults
 def test_a_stopped_worker_leaves_and_the_run_goes_on(processes: Processes) -> None:
     port = f"port={free_port()}"
     server = processes.server("--local", "--override", port, "num_epochs=20", "threads=1")

@@ -78,7 +78,7 @@ class Machines:
         assert applied == dict.fromkeys(range(EPOCHS), once)
 
 
-@pytest.mark.slow
+@pytest.mark.faults  # faults/test_process_faults kills one, too
 def test_a_killed_worker_makes_no_difference(processes: Processes) -> None:
     machines = Machines(processes)
     eventually(lambda: machines.evaluated >= 10)
