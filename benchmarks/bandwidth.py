@@ -15,7 +15,7 @@ import os
 import signal
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -129,6 +129,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mbit", nargs="+", type=float, default=[100, 50, 20, 5, 2, 1])
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument(
+        "--epochs", type=int, default=1, help="DiLoCo's rounds are planned for so many"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="so many times as fast")
     parser.add_argument("--text", type=Path, default=DEFAULT_DATA / "tinyshakespeare.txt")
     parser.add_argument("--out", type=Path, default=RESULTS, help="joined, where it exists")
@@ -139,7 +142,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     arguments = parse_arguments()
     text = arguments.text.resolve()
-    chosen = [arm for arm in ARMS if arm.name in arguments.arms]
+    planned = f"num_epochs={arguments.epochs}"
+    chosen = [
+        replace(arm, overrides=(*arm.overrides, planned)) if arm.algorithm == "diloco" else arm
+        for arm in ARMS
+        if arm.name in arguments.arms
+    ]
     known = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
     found = {(each["arm"], each["mbit"]): Outcome(**each) for each in known}
     torch.set_num_threads(1)
