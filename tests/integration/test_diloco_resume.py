@@ -25,9 +25,8 @@ STEP = 60
 KEPT = Path("test-run") / "worker-1"
 
 
-def settings_for(codec: str, workers: int = 1, mode: str = "sync") -> Settings:
+def settings_for(codec: str, workers: int = 1) -> Settings:
     return local_settings(
-        f"mode={mode}",
         *("mode=sync", f"codec_up={codec}", f"codec_down={codec}", "local_steps=5", "num_epochs=4"),
         *("checkpoint_steps=30", "keep_last=100", f"min_workers={workers}"),
         *("outer_lr=0.7", "outer_momentum=0.9", "eval_steps=1000"),
@@ -90,14 +89,16 @@ class AllAtOnce(diloco.Server):
             super().hand_out(now)
 
 
-@pytest.mark.parametrize("mode", ["sync", "streaming"])
 def test_two_workers_go_on_as_if_nothing_had_happened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each with its own moments and what its codec owes, where times do not decide who computes what."""
+    """Each with its own moments and what its codec owes, where times do not decide who computes what.
+
+    While fragments are sent behind computation, times decide which weights a batch meets.
+    """
     monkeypatch.setattr(pacing, "plan_round", in_equal_parts)
     monkeypatch.setattr(Peer, "num_wanted", lambda _peer, _busy_s: 1000)
-    settings = settings_for("int8", workers=2, mode=mode)
+    settings = settings_for("int8", workers=2)
 
     def run_both(folder: Path, *, resume: bool) -> Cluster:
         cluster = Cluster(settings, folder, AllAtOnce, algorithm="diloco", resume=resume)
