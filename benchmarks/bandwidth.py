@@ -23,6 +23,7 @@ import torch
 import exchange
 from common import DEFAULT_DATA, PROJECT, report
 from exchange import Children, bridge_name, hosts_of
+from smolcluster.utils.units import format_count
 from time_to_loss import ARMS, MOST_BROKEN, NUM_WORKERS, Bench, Conditions, Order, Run, go
 
 RESULTS = PROJECT / "benchmarks" / "results" / "bandwidth.json"
@@ -33,12 +34,14 @@ UNSHAPED = 0.0
 class Outcome:
     """Of one arm with links of so many Mbit/s; the slow machine's has a fifth.
 
-    `computing`: the mean share of time in which a fast machine computed. `broken`: the share of batches that
-    took longer than their machine's pace. `load`: how many processes wanted this machine's cores.
+    `epochs`: that DiLoCo's rounds were planned for. `computing`: the mean share of time in which a fast
+    machine computed. `broken`: the share of batches that took longer than their machine's pace. `load`: how
+    many processes wanted this machine's cores.
     """
 
     arm: str
     mbit: float
+    epochs: int
     tokens_per_s: float
     loss: float
     computing: float
@@ -47,11 +50,12 @@ class Outcome:
     load: float
 
 
-def outcome_of(run: Run, mbit: float) -> Outcome:
+def outcome_of(run: Run, mbit: float, epochs: int) -> Outcome:
     fast = [share for name, share in run.computing.items() if name != "slow"]
     return Outcome(
         arm=run.arm,
         mbit=mbit,
+        epochs=epochs,
         tokens_per_s=run.tokens_per_s,
         loss=run.points[-1].loss if run.points else float("nan"),
         computing=statistics.fmean(fast) if fast else 0.0,
@@ -77,12 +81,13 @@ def shape(bench: Bench) -> None:
 def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """A row for each outcome, after the heading."""
     titles = {arm.name: arm.title for arm in ARMS}
-    heading = ["arm", "Mbit/s", "tokens/s", "computing: fast", "slow", "loss at the end"]
+    heading = ["arm", "epochs", "Mbit/s", "tokens/s", "computing: fast", "slow", "loss at the end"]
     return [
         heading,
         *(
             [
                 titles[each.arm] + (" *" if each.broken > MOST_BROKEN else ""),
+                str(each.epochs),
                 f"{each.mbit:g}" if each.mbit else "not limited",
                 f"{each.tokens_per_s:.0f}",
                 f"{each.computing:.0%}",
@@ -103,16 +108,20 @@ def draw(outcomes: Sequence[Outcome], file: Path) -> None:
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for arm in ARMS:
-        own = sorted(
-            (each for each in outcomes if each.arm == arm.name and each.mbit != UNSHAPED),
-            key=lambda each: each.mbit,
-        )
-        if own:
-            mbit = [each.mbit for each in own]
-            style = {"marker": "o", "label": arm.title}
-            panels[0].plot(mbit, [100 * each.computing for each in own], **style)
-            panels[1].plot(mbit, [each.loss for each in own], **style)
+    titles = {arm.name: arm.title for arm in ARMS}
+    for name, epochs in sorted({(each.arm, each.epochs) for each in outcomes}):
+        own = [
+            each
+            for each in sorted(outcomes, key=lambda each: each.mbit)
+            if (each.arm, each.epochs) == (name, epochs) and each.mbit != UNSHAPED
+        ]
+        mbit = [each.mbit for each in own]
+        style = {
+            "marker": "o",
+            "label": f"{titles[name]}, rounds for {format_count(epochs, 'epoch')}",
+        }
+        panels[0].plot(mbit, [100 * each.computing for each in own], **style)
+        panels[1].plot(mbit, [each.loss for each in own], **style)
     for panel in panels:
         panel.set(xscale="log", xlabel="Mbit/s of a fast machine's link")
         panel.grid(alpha=0.3)
@@ -149,7 +158,7 @@ def main() -> None:
         if arm.name in arguments.arms
     ]
     known = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
-    found = {(each["arm"], each["mbit"]): Outcome(**each) for each in known}
+    found = {(one.arm, one.epochs, one.mbit): one for one in (Outcome(**each) for each in known)}
     torch.set_num_threads(1)
     Children()  # says what is to be imported first
     multiprocessing.forkserver.ensure_running()  # its processes shall not be as patient as this one
@@ -161,7 +170,8 @@ def main() -> None:
             shape(bench)
             for arm in chosen:
                 run = go(bench, arm, Order(1, arguments.lr, arguments.seconds))
-                found[arm.name, mbit] = outcome_of(run, mbit)
+                outcome = outcome_of(run, mbit, arguments.epochs)
+                found[arm.name, arguments.epochs, mbit] = outcome
                 outcomes = [found[key] for key in sorted(found)]
                 arguments.out.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
                 draw(outcomes, arguments.out.with_suffix(".svg"))
