@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from smolcluster.algorithms.entry import guarded
+from smolcluster.algorithms.Mesh.ranks import RANK_VARIABLES, ranks_of
 from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
 from smolcluster.errors import LaunchError, PeerLost
 from smolcluster.utils.addresses import free_port
@@ -216,7 +217,6 @@ def configuration(
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     from smolcluster.algorithms.Mesh.config import config_of  # noqa: PLC0415 - it takes time
-    from smolcluster.algorithms.Mesh.ranks import RANK_VARIABLES, ranks_of  # noqa: PLC0415 - it imports torch
 
     size = args.world_size
     if args.cluster and size is None and not any(rank in os.environ for rank, _ in RANK_VARIABLES):

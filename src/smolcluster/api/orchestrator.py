@@ -214,11 +214,13 @@ class Orchestrator:
         spec = get_algorithm(self.config.runs_algorithm)
         ranks = import_module(f"{spec.package}.local_ranks")
         share = (workload.batch_size or self.config.batch_size) * self.config.gradient_accumulation
-        told = partial(rank_settings, self.config, train, share * self.config.mesh.num_shares)
-        owner = Owner(SINGLE, "trainer", SERVER, told(), workload=workload)
+        make_settings = partial(
+            rank_settings, self.config, train, share * self.config.mesh.num_shares
+        )
+        owner = Owner(SINGLE, "trainer", SERVER, make_settings(), workload=workload)
         with (
             library_log("trainer", SERVER) as log,
-            ranks.local_ranks(told, workload, log.logger) as train_on,
+            ranks.local_ranks(make_settings, workload, log.logger) as train_on,
         ):
             for note in self.config.notes():
                 self.log.info("%s", note)

@@ -134,6 +134,7 @@ class Report:
         self.meter = training.replica.meter
         self._server_node = server_node
         self._process_stats, self._gauge = ProcessStats(self.meter), Gauge()
+        self._rank_gauges: dict[int, Gauge] = {}
         self._looked_at = -math.inf
         self._layers = Cadence(NUM_LAYERED_FIRST, LAYERED_EVERY_S)
         self._status_file = status
@@ -258,11 +259,13 @@ class Report:
         if self._spans and best:
             self._spans.write("worker", telemetry, ahead_s=best.offset_s, **worker.who)
 
-    def rank_heard(self, rank: int, node: str, measured: Mapping[str, float]) -> None:
-        """A rank of a mesh, other than the run's owner, has told what it does."""
-        self._metrics.log(
-            MetricRecord("rank", self.version, self._epoch, measured, rank=rank, node=node)
-        )
+    def rank_heard(self, rank: int, node: str, telemetry: Telemetry) -> None:
+        """A rank of a mesh, other than the run's owner, has told what it has done."""
+        kept = self._rank_gauges.setdefault(rank, Gauge()).take(telemetry)
+        if kept is not None:
+            self._metrics.log(
+                MetricRecord("rank", self.version, self._epoch, kept, rank=rank, node=node)
+            )
 
     def _look_at_oneself(self) -> None:
         if time.monotonic() - self._looked_at < VITALS_EVERY_S:

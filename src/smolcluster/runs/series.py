@@ -346,7 +346,8 @@ def loaded(content: bytes) -> tuple[Series, int] | None:
         series.starts = [(str(name), int(step)) for name, step in document["starts"]]
         series._samples = float(document["samples_applied"])
         for each in document["processes"]:
-            own = ProcessSeries(each["role"], each["rank"], each["node"])
+            role = each.get("role", "server" if each["rank"] is None else "worker")
+            own = ProcessSeries(role, each["rank"], each["node"])
             own.load(each, t0)
             series.processes[own.rank, own.node] = own
         return series, int(document["metrics_nbytes"])

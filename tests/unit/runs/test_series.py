@@ -134,6 +134,17 @@ def test_a_file_is_read_as_it_was_written() -> None:
     assert again.processes[1, "n1"].newest() == series.processes[1, "n1"].newest()
 
 
+def test_a_file_that_names_no_roles_is_read() -> None:
+    series = Series()
+    series.take(report_of(1, 1))
+    series.take({**report_of(1, 1), "kind": "server", "rank": None})
+    document = orjson.loads(series.document(0))
+    roles = [each.pop("role") for each in document["processes"]]
+    found = loaded(orjson.dumps(document))
+    assert found is not None
+    assert [each.role for each in found[0].processes.values()] == roles == ["worker", "server"]
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"t0": "x"}', b"\xff"])
 def test_a_damaged_file_is_none(content: bytes) -> None:
     assert loaded(content) is None

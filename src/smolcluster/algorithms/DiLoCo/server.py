@@ -328,9 +328,8 @@ class Server:
         """Step a fragment along the mean of what workers have changed, and send it to all."""
         self.saver.wait_for_copy()
         contributions, self.contributions[number] = self.contributions[number], []
-        contributions.sort(
-            key=lambda each: each.request.holder
-        )  # sums do not depend on who came first
+        # a sum must not depend on who came first
+        contributions.sort(key=lambda each: each.request.holder)
         self.stores.step(number, [each.change for each in contributions])
         self.replica.check_weights(f"after outer step {self.stores.version}")
         for peer in self.active:

@@ -11,6 +11,7 @@ from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig, mesh_sche
 from smolcluster.configs.schema import GPTConfig, LocalPath, MeshSizes, ProfileConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import Schedule
+from smolcluster.utils.units import format_count
 
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
@@ -177,8 +178,9 @@ class MeshConfig(ScheduledConfig):
             )
         parts = sizes.num_shares * self.microbatches
         if num_samples % parts:
+            ranks = format_count(sizes.num_shares, "rank")
             raise ConfigError(
-                f"a step has {num_samples} samples, which {sizes.num_shares} ranks (dp x fsdp) "
+                f"a step has {num_samples} samples, which {ranks} (dp x fsdp) "
                 f"cannot divide into {self.microbatches} microbatches each: change batch_size so that "
                 f"a step has a multiple of {parts}, or microbatches"
             )

@@ -1,19 +1,21 @@
 """The device mesh: where a rank stands in it, and what all ranks must agree on."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smolcluster.algorithms.Mesh.watch import Watch
-from smolcluster.cluster.process_stats import Gauge, ProcessStats
+from smolcluster.cluster.process_stats import ProcessStats
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import ConfigError, PeerLost, UserCodeError
+from smolcluster.transport.messages import Telemetry
 from smolcluster.utils.meter import Meter
 
 DIMENSIONS = ("pp", "dp", "fsdp", "tp")
@@ -72,16 +74,17 @@ class Groups:
             self._watch.note(doing, waits=waits)
 
     def report_to_owner(self, meter: Meter) -> None:
-        """Let rank 0 hear each second what this process does, as `meter` counts it."""
-        stats, gauge = ProcessStats(meter), Gauge()
+        """Let rank 0 hear each second what this process has done by then, as `meter` counts it."""
+        stats = ProcessStats(meter)
         if self._watch is not None:
-            self._watch.measure(lambda: gauge.take(stats.report()))
+            self._watch.tell(lambda: stats.report(with_spans=False).model_dump())
 
-    def take_reports(self) -> Iterator[tuple[int, str, Mapping[str, float]]]:
-        """On rank 0: rank, host and numbers of each other rank that has reported since the last call."""
+    def take_reports(self) -> Iterator[tuple[int, str, Telemetry]]:
+        """On rank 0: rank, host and newest report of each other rank that is heard of since the last call."""
         if self._watch is not None:
-            for rank, beat in self._watch.take_reports():
-                yield rank, beat.host, beat.measured
+            for rank, beat in self._watch.take_newest():
+                with suppress(ValidationError):
+                    yield rank, beat.host, Telemetry.model_validate(beat.counted)
 
     def end_watch(self) -> None:
         """All ranks are told that it is over."""

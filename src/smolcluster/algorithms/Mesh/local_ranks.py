@@ -24,18 +24,17 @@ from smolcluster.training.workload import Workload
 from smolcluster.utils.addresses import free_port
 from smolcluster.utils.device import use_threads
 
-Told = Callable[[], Settings]
 END_S = 15.0
 """How long a rank may take to end by itself."""
 
 
 @contextmanager
 def local_ranks(
-    told: Told, workload: Workload, log: logging.Logger
+    make_settings: Callable[[], Settings], workload: Workload, log: logging.Logger
 ) -> Iterator[Callable[[ServerContext], Summary]]:
     """What trains a run on them, for its owner, which is rank 0; the others are there as long as the block.
 
-    `told` makes the settings, anew in each process.
+    `make_settings` is called in each process.
 
     Raises:
         ConfigError: this machine cannot do it, or what is trained cannot be given to another process.
@@ -46,25 +45,28 @@ def local_ranks(
             "tensor_parallel is True, but the training data are a stream, which only one process can read: "
             "give a dataset with __getitem__ and __len__"
         )
-    settings = told()
+    settings = make_settings()
     config = settings.of(MeshConfig)
-    by, size, port = device_and_backend(config, settings), config.mesh.world_size, free_port()
+    device, backend = device_and_backend(config, settings)
+    size, port = config.mesh.world_size, free_port()
     use_threads(settings.node.threads)
 
     def ranks(rank: int) -> Ranks:
         return Ranks(range(rank, rank + 1), size, True, "localhost", port)
 
-    there = _for_others(workload)
+    followed = _for_others(workload)
     processes: list[BaseProcess] = []
     try:
         for rank in range(1, size):
-            processes.append(_started(partial(_be_rank, ranks(rank), told, there)))
-        met = together(
-            *(ranks(0), by, config, settings, log),
+            processes.append(_started(partial(_be_rank, ranks(rank), make_settings, followed)))
+        meeting = together(
+            *(ranks(0), config, settings, log),
+            device=device,
+            backend=backend,
             start_timeout_s=settings.cluster.start_timeout_s,
             check=partial(_check_alive, processes),
         )
-        with met as groups:
+        with meeting as groups:
             yield lambda context: loop.train(context, config, groups)
         for process in processes:
             process.join(END_S)
@@ -114,11 +116,11 @@ def _check_alive(processes: Sequence[BaseProcess]) -> None:
             )
 
 
-def _be_rank(ranks: Ranks, told: Told, workload: Workload) -> None:
+def _be_rank(ranks: Ranks, make_settings: Callable[[], Settings], workload: Workload) -> None:
     os.environ["LOCAL_RANK"] = str(ranks.here.start)
 
     def body() -> None:
-        settings = told()
+        settings = make_settings()
         be_rank(
             *(ranks, settings.of(MeshConfig).model_dump(), settings),
             start_timeout_s=settings.cluster.start_timeout_s,

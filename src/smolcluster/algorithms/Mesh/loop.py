@@ -35,6 +35,7 @@ from smolcluster.training.replica import LOSS_SCALE, Replica
 from smolcluster.training.workload import Workload
 from smolcluster.utils.gpu import watched
 from smolcluster.utils.meter import Meter
+from smolcluster.utils.peak_memory import PeakMemory
 from smolcluster.utils.stopping import Interrupted
 
 
@@ -66,8 +67,9 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
     train = training.recipe.applied_to(context.run.train)
     with lost_named():
         groups.all_told(context.run.run_id)
+        meter = _measuring(replica.meter, train, groups)
         trainer = _trainer(
-            training.workload, train, config, groups, seed=context.run.seed, meter=replica.meter
+            training.workload, train, config, groups, seed=context.run.seed, meter=meter
         )
         trainer.scaler = replica.scaler  # whose state is saved, and shown
         _share_state(trainer, replica)
@@ -102,8 +104,8 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
             step = _step(trainer, applied, version, instructions, profiler)
             num = trainer.num_samples_at(applied)
             report.step_taken(_taken(step, version, applied, num, trainer.num_samples))
-            for rank, host, measured in groups.take_reports():
-                report.rank_heard(rank, host, measured)
+            for rank, host, telemetry in groups.take_reports():
+                report.rank_heard(rank, host, telemetry)
             is_evaluated = version % eval_steps == 0 and not report.is_over
             if is_evaluated or report.is_over:
                 whole.gather(saver)
@@ -196,7 +198,8 @@ def follow(
     noted = logged(config.instruction_log, groups.rank, groups["pp"], log.warning)
     with lost_named(), noted as instructions:
         folder = begin(groups.all_told("")[0])
-        train, meter = workload.training.applied_to(train), Meter(gpu=watched(groups.device))
+        train = workload.training.applied_to(train)
+        meter = _measuring(Meter(), train, groups)
         trainer = _trainer(workload, train, config, groups, seed=seed, meter=meter)
         groups.report_to_owner(meter)
         _share_state(trainer, None)
@@ -204,7 +207,8 @@ def follow(
         profiler = _profiler(config, groups, folder, log)
         while True:
             groups.note("waiting for rank 0's word", waits=True)
-            order, applied, version = _hear(groups)
+            with meter("wait"):
+                order, applied, version = _hear(groups)
             if order == Order.STOP:
                 if profiler is not None:
                     profiler.close()
@@ -244,6 +248,13 @@ def _profiler(
         return None
     assert folder is not None  # noqa: S101 - a run on a mesh has one
     return StepProfiler(config.profile, groups, folder, log)
+
+
+def _measuring(meter: Meter, train: TrainConfig, groups: Groups) -> Meter:
+    """Let it measure what this rank computes on, which the replica of rank 0 is not on."""
+    meter.gpu = watched(groups.device)
+    meter.memory = PeakMemory(groups.device) if train.memory_profiling else None
+    return meter
 
 
 def _trainer(

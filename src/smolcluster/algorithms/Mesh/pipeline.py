@@ -168,12 +168,12 @@ class Pipeline:
         note: Callable[[Span], None] | None,
     ) -> None:
         stage, number = instruction.stage, instruction.microbatch
-        part, compute = parts[number], self.stages[stage]
+        part, compute, given = parts[number], self.stages[stage], None
         key = self._needs(instruction)
         if key is not None:
             self._groups.note(f"waiting for what {instruction} takes", waits=True)
-        with self._meter("wait"):
-            given = None if key is None else self._transfers.take(key, part.size)
+            with self._meter("wait"):
+                given = self._transfers.take(key, part.size)
         self._groups.note(str(instruction))
         begin = time.perf_counter()
         with self._meter("forward" if instruction.op is Op.FORWARD else "backward"):

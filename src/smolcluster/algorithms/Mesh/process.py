@@ -66,7 +66,7 @@ def be_rank(
     """
     rank, host = ranks.here.start, platform.node()
     config = config_of(dict(keys))
-    by = device_and_backend(config, settings)
+    device, backend = device_and_backend(config, settings)
     num_here = int(
         os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1
     )
@@ -76,13 +76,15 @@ def be_rank(
     with process_log(role, host, number, console=console) as log:
         if rank == 0 and vocab_size is not None:
             log.logger.info("--vocab-size %d: the vocabulary is the tokenizer's", vocab_size)
-        met = together(
-            *(ranks, by, config, settings, log.logger),
+        meeting = together(
+            *(ranks, config, settings, log.logger),
+            device=device,
+            backend=backend,
             start_timeout_s=start_timeout_s,
             launcher=launcher,
             tells=tells,
         )
-        with met as groups:
+        with meeting as groups:
             if rank == 0:
                 own_run(
                     Owner(
@@ -101,10 +103,7 @@ def be_rank(
                 _follow(settings, config, groups, log, workload)
 
 
-DeviceAndBackend = tuple[torch.device, str]
-
-
-def device_and_backend(config: MeshConfig, settings: Settings) -> DeviceAndBackend:
+def device_and_backend(config: MeshConfig, settings: Settings) -> tuple[torch.device, str]:
     """What this rank computes on, and what connects it to the others.
 
     Raises:
@@ -124,11 +123,12 @@ def device_and_backend(config: MeshConfig, settings: Settings) -> DeviceAndBacke
 @contextmanager
 def together(
     ranks: Ranks,
-    by: DeviceAndBackend,
     config: MeshConfig,
     settings: Settings,
     log: logging.Logger,
     *,
+    device: torch.device,
+    backend: str,
     start_timeout_s: float,
     launcher: int | None = None,
     tells: int | None = None,
@@ -143,7 +143,7 @@ def together(
         ConnectTimeout: ranks are missing; names them.
         PeerLost: another rank failed first, which is named.
     """
-    rank, (device, backend) = ranks.here.start, by
+    rank = ranks.here.start
     store = open_store(rank, ranks, start_timeout_s)
     watch = Watch(
         *(store.clone(), rank, ranks.world_size, log),

@@ -202,6 +202,9 @@ class MeshTrainer:
         self.num_samples_here = sum(part.num_samples for part in parts)
         with self._memory_named():
             self._pipeline.run(parts, scale, note)
+            if self.groups.device.type == "cuda":
+                with self._meter("backward"):  # which has only been begun
+                    torch.cuda.synchronize(self.groups.device)
         self.groups.note("summing gradients", waits=True)
         with self._meter("wait"):
             gradients = sum_replicas(self.slots, self.groups)

@@ -24,11 +24,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from smolcluster.errors import PeerLost, SmolclusterError, TryAgain
 
@@ -83,8 +82,7 @@ class Beat:
         num_done: how often it has got on.
         doing: what it does now.
         waits: whether that is waiting for others.
-        num_reports: how often `measured` has changed.
-        measured: what it reported of itself last, as `rates` names it.
+        counted: what its process has counted of its work by now.
     """
 
     number: int
@@ -92,8 +90,7 @@ class Beat:
     doing: str
     waits: bool
     host: str
-    num_reports: int = 0
-    measured: Mapping[str, float] = field(default_factory=dict)
+    counted: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Judge:
@@ -189,9 +186,9 @@ class Watch:
             now=time.monotonic(),
         )
         self._num_done, self._doing, self._waits = 0, "the beginning", False
-        self._measure: Callable[[], Mapping[str, float] | None] = lambda: None
-        self._num_taken: dict[int, int] = {}
-        self._reports: deque[tuple[int, Beat]] = deque()
+        self._count: Callable[[], Mapping[str, Any]] = dict
+        self._newest: dict[int, Beat] = {}
+        self._numbers: dict[int, int] = {}
         self._answered = time.monotonic()
         self._own: Failure | None = None
         self._lost, self._said = False, False
@@ -210,14 +207,14 @@ class Watch:
         self._doing, self._waits = doing, waits
         self._num_done += 1
 
-    def measure(self, read: Callable[[], Mapping[str, float] | None]) -> None:
-        """Tell rank 0 what `read` returns, which a thread calls each second; None: nothing new."""
-        self._measure = read
+    def tell(self, count: Callable[[], Mapping[str, Any]]) -> None:
+        """Tell rank 0 what `count` returns, values of JSON; a thread calls it each second."""
+        self._count = count
 
-    def take_reports(self) -> Iterator[tuple[int, Beat]]:
-        """On rank 0: the other ranks whose `measured` has changed since the last call."""
-        while self._reports:
-            yield self._reports.popleft()
+    def take_newest(self) -> Iterator[tuple[int, Beat]]:
+        """On rank 0: the newest beat of each other rank that has had one since the last call."""
+        while self._newest:
+            yield self._newest.popitem()
 
     def close(self) -> None:
         """The rank ends as it should."""
@@ -257,14 +254,12 @@ class Watch:
 
     def _beat(self) -> None:
         """Talk to the store until the rank is over."""
-        number, num_reports, measured = 0, 0, dict[str, float]()
+        number = 0
         with suppress(RuntimeError):  # the store is gone: the guard sees it
             while True:
                 number += 1
-                if (told := self._measure()) is not None:
-                    num_reports, measured = num_reports + 1, dict(told)
                 doing = self._num_done, self._doing, self._waits
-                beat = Beat(number, *doing, platform.node(), num_reports, measured)
+                beat = Beat(number, *doing, platform.node(), self._count())
                 self._store.set(_beat_key(self.rank), json.dumps(asdict(beat)))
                 if self._lost:
                     self._store.set(LOST, str(self.rank))
@@ -275,7 +270,7 @@ class Watch:
                     return
                 self._answered = time.monotonic()
                 is_over = self._over.wait(BEAT_S if self._own is None and not self._lost else 0.2)
-                if is_over and self._own is None:  # an error must be told first, however late it is
+                if is_over and self._own is None:  # an error is told while this process lives
                     return
 
     def _judged(self) -> Failure | None:
@@ -286,9 +281,9 @@ class Watch:
             if self._store.check([_beat_key(rank)])
         }
         for rank, beat in beats.items():
-            if rank and beat.num_reports > self._num_taken.get(rank, 0):
-                self._num_taken[rank] = beat.num_reports
-                self._reports.append((rank, beat))
+            if rank and beat.counted and beat.number != self._numbers.get(rank):
+                self._numbers[rank] = beat.number
+                self._newest[rank] = beat
         return self._judge.judge(beats, time.monotonic(), is_lost=self._store.check([LOST]))
 
     def _guard(self) -> None:

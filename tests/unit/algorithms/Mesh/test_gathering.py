@@ -14,6 +14,7 @@ from smolcluster.algorithms.Mesh import gathering
 from smolcluster.algorithms.Mesh.gathering import StateGathering
 from smolcluster.algorithms.Mesh.shards import Shard
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS
+from waiting import eventually
 
 
 class Shards:
@@ -105,6 +106,9 @@ def test_a_process_that_ends_at_once_waits_for_no_rank(wire: Wire) -> None:
     waiting.join(DEADLINE_S)
     assert not waiting.is_alive()
     assert found
+    wire.failure = RuntimeError("Connection closed by peer")
+    wire.may_arrive.release()
+    eventually(lambda: whole.has_failed)  # its thread leaves the next test's wire alone
 
 
 def test_what_is_sent_is_that_of_the_step_though_the_weights_change_meanwhile(

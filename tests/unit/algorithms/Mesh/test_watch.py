@@ -4,10 +4,8 @@ import json
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 
@@ -180,23 +178,22 @@ def test_an_error_reaches_others_however_late_the_store_answers() -> None:
         wait_until(lambda: "failed" in store.values)
 
 
-def test_rank_0_hears_once_what_another_rank_has_measured() -> None:
-    told: deque[dict[str, float]] = deque()
-    heard: list[tuple[int, Mapping[str, float]]] = []
+def test_rank_0_hears_the_newest_of_what_other_ranks_have_counted() -> None:
+    steps = 0
+    heard: list[tuple[int, int]] = []
 
-    def is_heard(number: int) -> bool:
-        heard.extend((rank, beat.measured) for rank, beat in made[0].take_reports())
-        return len(heard) == number
+    def is_heard() -> bool:
+        heard.extend((rank, beat.counted["steps"]) for rank, beat in made[0].take_newest())
+        return bool(heard) and heard[-1][1] == steps
 
     with watches(Memory(), 0, 1) as (made, _, _):
-        made[0].measure(lambda: {"cpu": 9.0})  # its own are in its run already
-        made[1].measure(lambda: told.popleft() if told else None)
-        for number, cpu in enumerate((0.5, 0.75), start=1):
-            told.append({"cpu": cpu})
-            wait_until(partial(is_heard, number))
-        time.sleep(10 * watching.BEAT_S)
-        assert is_heard(2)
-    assert heard == [(1, {"cpu": 0.5}), (1, {"cpu": 0.75})]
+        made[0].tell(lambda: {"steps": 9})  # its own are in its run already
+        made[1].tell(lambda: {"steps": steps})
+        wait_until(is_heard)
+        steps = 2
+        time.sleep(10 * watching.BEAT_S)  # several are told, of which one is left
+        wait_until(is_heard)
+    assert {rank for rank, _ in heard} == {1}
 
 
 def test_a_rank_that_cannot_end_by_itself_is_ended() -> None:
