@@ -29,11 +29,13 @@ class KeySchema:
     schema: Json
     definitions: Json
     nullable: bool = False
+    is_mixed: bool = False
+    """Whether values of another type may stand here as well."""
 
     @classmethod
     def build(cls, schema: Json, definitions: Json) -> "KeySchema":
         """Follow references, take `null` apart from the rest, and put kinds of a section together."""
-        nullable = False
+        nullable = is_mixed = False
         while schema.keys() & {"$ref", "anyOf", "oneOf"}:
             if "$ref" in schema:
                 schema = definitions[schema["$ref"].rpartition("/")[2]]
@@ -43,8 +45,9 @@ class KeySchema:
                 continue
             branches = [branch for branch in schema["anyOf"] if branch.get("type") != "null"]
             nullable = nullable or len(branches) < len(schema["anyOf"])
+            is_mixed = is_mixed or len({branch.get("type") for branch in branches}) > 1
             schema = branches[0]
-        return cls(schema, definitions, nullable)
+        return cls(schema, definitions, nullable, is_mixed)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -64,7 +67,7 @@ class KeySchema:
     @property
     def is_text(self) -> bool:
         """Whether the value is text, a path or a name: what needs no quotes on a command line."""
-        return self.schema.get("type") == "string"
+        return self.schema.get("type") == "string" and not self.is_mixed
 
     def child(self, name: str) -> "KeySchema | None":
         """The shape below `name`; None when there is no such key."""

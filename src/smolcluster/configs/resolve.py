@@ -234,6 +234,10 @@ def load_resolved(path: Path) -> Settings:
     Raises:
         ConfigError: the file cannot be read, or is not such a configuration.
     """
+    if not path.exists():
+        raise ConfigError(
+            f"{path}: no such file: the run had not begun when it ended; launch it anew"
+        )
     node = read_yaml(path).get(NODE_SECTION)
     settings = load_settings(path, path, environ={})
     if not isinstance(node, dict):

@@ -36,7 +36,9 @@ from pydantic import (
     StringConstraints,
     Tag,
     ValidationError,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
     create_model,
     model_validator,
 )
@@ -274,7 +276,21 @@ class ProfileConfig(Section):
 
 LayerRange = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
 """Layers `[start, end)`."""
-ShardPlan = Literal["auto", "even"] | dict[str, LayerRange | list[LayerRange]]
+
+
+def _shard_plan(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Raises ValueError: in one sentence, for whichever kind of plan it was meant to be."""
+    try:
+        return check(value)
+    except ValidationError:
+        raise ValueError(
+            "must be auto, even, or ranges of layers by node, such as {mini1: [0, 12], pi5: [12, 20]}"
+        ) from None
+
+
+ShardPlan = Annotated[
+    Literal["auto", "even"] | dict[str, LayerRange | list[LayerRange]], WrapValidator(_shard_plan)
+]
 ActivationCodec = Literal["fp32", "bf16", "int8"]
 
 

@@ -206,7 +206,8 @@ def find_run(root: Path, name: str = LATEST) -> RunPaths:
     if not folder.is_dir():
         known = sorted(path.name for path in root.glob("[!.]*/") if not path.is_symlink())
         older = "… " if len(known) > NUM_SHOWN else ""
+        missing = "no run that has begun" if name == LATEST else f"no run {name!r}"
         raise ConfigError(
-            f"no run {name!r} under {root} (known: {older}{', '.join(known[-NUM_SHOWN:]) or 'none'})"
+            f"{missing} under {root} (known: {older}{', '.join(known[-NUM_SHOWN:]) or 'none'})"
         )
     return RunPaths(folder.resolve())

@@ -234,11 +234,15 @@ def test_two_names_must_be_one(runs: Runs, resume: str) -> None:
     assert f"--resume {AUTO}" in str(caught.value)
 
 
-@pytest.mark.parametrize("resume", ["nowhere", LATEST])
-def test_a_run_that_is_not_there_is_named_with_those_that_are(runs: Runs, resume: str) -> None:
+@pytest.mark.parametrize(
+    ("resume", "missing"), [("nowhere", "no run 'nowhere'"), (LATEST, "no run that has begun")]
+)
+def test_a_run_that_is_not_there_is_named_with_those_that_are(
+    runs: Runs, resume: str, missing: str
+) -> None:
     runs.saved("mine", 3)
     (runs.root / LATEST).unlink()
-    with pytest.raises(ConfigError, match=rf"no run '{resume}' under .*known: mine"):
+    with pytest.raises(ConfigError, match=rf"{missing} under .*known: mine"):
         runs.claim(None, resume)
     assert not (runs.root / resume).exists()
 
@@ -247,7 +251,7 @@ def test_a_link_to_a_run_that_is_gone_means_no_run(runs: Runs) -> None:
     runs.root.mkdir()
     (runs.root / LATEST).symlink_to("gone")
     assert runs.claim(None, AUTO).paths.run_id not in ("gone", LATEST)
-    with pytest.raises(ConfigError, match="no run 'latest'"):
+    with pytest.raises(ConfigError, match="no run that has begun"):
         runs.claim(None, LATEST)
 
 

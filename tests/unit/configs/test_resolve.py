@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from smolcluster.algorithms.EDP.config import EDPConfig
+from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.SynchronousPS.config import SyncPSConfig
 from smolcluster.configs.layers import from_overrides
 from smolcluster.configs.load import find_config, parse_yaml, read_yaml, shipped_names
@@ -15,6 +16,7 @@ from smolcluster.configs.resolve import (
     Settings,
     check_algorithm,
     check_node_overrides,
+    load_resolved,
     load_settings,
     localise,
     node_overrides,
@@ -804,3 +806,29 @@ def test_resolving_does_not_wait_for_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "plan"),
+    [
+        ("even", "even"),
+        ("{mini1: [0, 2], pi5: [2, 3]}", {"mini1": (0, 2), "pi5": (2, 3)}),
+        ("{mini1: [[0, 1], [2, 3]]}", {"mini1": [(0, 1), (2, 3)]}),
+    ],
+)
+def test_a_cut_may_be_written_in_an_override(stated: str, plan: object) -> None:
+    settings = load_settings("pipeline", "digits", None, (f"shard_plan={stated}",), environ={})
+    assert settings.of(PipelineConfig).shard_plan == plan
+
+
+@pytest.mark.parametrize("stated", ["evenly", "{mini1: 3}", "{mini1: [0, x]}", "null"])
+def test_what_is_no_cut_is_refused_with_what_is_one(stated: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"shard_plan is .*, must be auto, even, or ranges of layers"
+    ):
+        load_settings("pipeline", "digits", None, (f"shard_plan={stated}",), environ={})
+
+
+def test_a_run_that_never_began_has_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the run had not begun when it ended"):
+        load_resolved(tmp_path / "config.yaml")

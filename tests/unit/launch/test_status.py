@@ -223,10 +223,15 @@ def probed(liveness: Liveness, written: RunStatus | None) -> ProbeResult:
     [("training", None), ("broken off", "resume r1"), ("stopped", "resume r1"), ("ended", None)],
 )
 def test_what_goes_on_with_a_run_is_said_where_it_can_be(state: State, hint: str | None) -> None:
-    said = notes(RunReport(run_id="r1", state=state, processes=()))
+    said = notes(RunReport(run_id="r1", state=state, num_epochs=3, processes=()))
     assert [line for line in said if "resume" in line] == (
         [] if hint is None else [f"`uv run smolcluster {hint}` goes on with it"]
     )
+
+
+def test_nothing_goes_on_with_a_run_that_never_began() -> None:
+    said = notes(RunReport(run_id="r1", state="broken off", processes=()))
+    assert not [line for line in said if "resume" in line]
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_run_is_found_by_id_and_as_latest(tmp_path: Path) -> None:
 
 
 def test_an_unknown_run_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no run 'latest' .*known: none"):
+    with pytest.raises(ConfigError, match=r"no run that has begun .*known: none"):
         find_run(tmp_path)
     create_run(tmp_path, "edp-1")
     with pytest.raises(ConfigError, match=r"no run 'edp-9' .*known: edp-1\)"):

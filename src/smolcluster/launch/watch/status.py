@@ -148,7 +148,8 @@ def notes(report: RunReport) -> list[str]:
         lines.append(f"the server's process is no more, and has not said why: {as_command('logs')}")
     if report.age_s is not None and report.age_s > OLD_S:
         lines.append(f"what the server said {format_duration(report.age_s)} ago")
-    if report.state in ("broken off", "stopped"):
+    has_begun = report.num_epochs is not None
+    if report.state in ("broken off", "stopped") and has_begun:
         lines.append(f"{as_command('resume', report.run_id)} goes on with it")
     if report.state in ("waiting", "training"):
         lines += [

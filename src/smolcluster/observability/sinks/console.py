@@ -165,7 +165,7 @@ def status_parts(step: MetricRecord, num_epochs: int | None, measured: str) -> l
         parts.append(f"{values['samples_per_s']:,.0f} samples/s")
     if "staleness" in values:
         parts.append(f"staleness {values['staleness']:.1f}")
-    if "mb_per_s" in values:
+    if values.get("mb_per_s"):
         parts.append(format_rate(1e6 * values["mb_per_s"]))
     return parts
 

@@ -44,7 +44,7 @@ def cuts(num_hosts: int, steps: int = STEPS) -> list[list[float]]:
     ]
 
 
-rates = st.floats(0.2, 100)
+rates = st.floats(1, 100)
 nbytes = st.floats(1, 50)
 
 
