@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from smolcluster.errors import ConfigError
-from smolcluster.utils.addresses import is_loopback_name
 
 RANK_VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 """Of torchrun, and of srun: this process's rank, and how many there are."""
 DEFAULT_PORT = 29500
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """By which torchrun says that it has a store at MASTER_ADDR and MASTER_PORT."""
 NODE_COUNTS = ("SLURM_NNODES", "GROUP_WORLD_SIZE")
@@ -111,7 +111,7 @@ def _check_one_world(environ: Mapping[str, str], size: int, address: str) -> Non
         )
     for variable in NODE_COUNTS:
         nodes = _number(environ, variable) if variable in environ else 1
-        if nodes > 1 and is_loopback_name(address):
+        if nodes > 1 and address in LOOPBACK:
             raise ConfigError(
                 f"MASTER_ADDR is {address}, but ranks are on {nodes} nodes ({variable}), each of which would "
                 "look for rank 0 on itself: set MASTER_ADDR or --master-addr to the node of rank 0"
