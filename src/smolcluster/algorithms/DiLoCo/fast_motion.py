@@ -224,7 +224,7 @@ class FastMotion:
     def _take(self, place: int, number: int) -> Process:
         """Take a change in, which is the server's work."""
         machine = self._machines[place]
-        machine.timing.answered(self._simulation.now)
+        machine.timing.answered(number, self._simulation.now)
         yield self._simulation.serve(self._site.apply_s / self._run.num_fragments)
         machine.owed.discard(number)
         if self._is_async:
@@ -318,6 +318,7 @@ class FastMotion:
         if not machine.uncovered[number]:
             return
         machine.timing.is_asked, machine.timing.num_since_asked = self._waits, 0
+        machine.timing.asked(number, self._simulation.now)
         machine.uncovered[number] = 0
         machine.owed.add(number)
         machine.down.put(0, lambda: self._wants(machine, number))

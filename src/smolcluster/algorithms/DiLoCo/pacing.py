@@ -62,6 +62,12 @@ class Timing:
     """When it joined, or was heard to have taken its last step."""
     upload_s: float = 0.0
     """How long after its last step its change is here."""
+    num_before: dict[int, int] = field(default_factory=dict)
+    """By fragment whose change it owes: batches that it has to take a step with before it sends it."""
+    ready_at: dict[int, float] = field(default_factory=dict)
+    """By fragment whose change it owes: since when it has been on its way."""
+    on_way_s: dict[int, float] = field(default_factory=dict)
+    """By fragment: how long its newest change was on its way."""
     num_since_asked: int = 0
     """Batches that it was given since it was asked for its change last."""
     waited_s: float | None = None
@@ -105,10 +111,23 @@ class Timing:
         self.step_s = min(MOST_STEP_S, max(LEAST_STEP_S, smoothed_s))
         self.stepped_at = self.progressed_at = now
         self.is_computing = bool(self.unanswered)
+        for fragment in self.num_before:
+            self.num_before[fragment] -= 1
+            if self.num_before[fragment] == 0:
+                self.ready_at[fragment] = now
 
-    def answered(self, now: float) -> None:
-        """A change has come."""
+    def asked(self, fragment: int, now: float) -> None:
+        """It is asked for its change in a fragment."""
+        self.num_before[fragment] = len(self.unanswered)
+        if not self.unanswered:
+            self.ready_at[fragment] = now
+
+    def answered(self, fragment: int, now: float) -> None:
+        """Its change in a fragment has come."""
         self.progressed_at = now
+        self.num_before.pop(fragment, None)
+        if (ready_at := self.ready_at.pop(fragment, None)) is not None:
+            self.on_way_s[fragment] = now - ready_at
         self.upload_s = 0.5 * self.upload_s + 0.5 * max(0.0, now - self.stepped_at)
 
     def begin(self) -> None:
@@ -135,7 +154,8 @@ def shared_out(
         mode: `async` where workers no longer wait for each other.
     """
     # while its change is on its way, and new weights are
-    busy_s = {id_: 0.0 if mode == "sync" else 2 * each.upload_s for id_, each in takers.items()}
+    longest_s = {id_: max(each.on_way_s.values(), default=0.0) for id_, each in takers.items()}
+    busy_s = {id_: 0.0 if mode == "sync" else 2 * each for id_, each in longest_s.items()}
     wanted = {id_: each.num_wanted(busy_s[id_]) for id_, each in takers.items()}
     if mode == "async":
         return dict(wanted), wanted

@@ -296,6 +296,7 @@ class Server:
         if not self.ledger.has_uncovered(peer.id, number):
             return
         peer.is_asked, peer.num_since_asked = self.waits, 0
+        peer.asked(number, time.monotonic())
         request = self.ledger.request(peer.id, number).number
         tell(peer, Collect(request=request, fragment=number, wait=peer.is_asked))
 
@@ -481,7 +482,7 @@ class Server:
             sum(Range.of(each).num_samples for each in request.leases),
         )
         self.ledger.arrived(request)
-        peer.answered(time.monotonic())
+        peer.answered(request.fragment, time.monotonic())
         if steps:
             peer.step_terms = change.weight / len(steps)
         share = share_of(peer, [each for each in self.active if each is not peer])

@@ -1,5 +1,6 @@
 """Who gets how many batches of a round."""
 
+from smolcluster.algorithms.DiLoCo.config import Mode
 from smolcluster.algorithms.DiLoCo.pacing import Timing, shared_out
 from smolcluster.algorithms.DiLoCo.round import Round
 
@@ -76,3 +77,12 @@ def test_the_last_exchange_of_the_round_before_holds_nothing_up() -> None:
     round_.ask(3, 0.0)
     round_.begin(2, most_steps=100)
     assert round_.budget(8) == 4
+
+
+def test_a_worker_holds_batches_for_as_long_as_changes_and_weights_keep_its_link_busy() -> None:
+    worker = at_rest(0.5)
+    worker.on_way_s = {0: 1.0, 1: 0.1}
+    cases: tuple[tuple[Mode, int], ...] = (("sync", 2), ("streaming", 5), ("async", 5))
+    for mode, number in cases:
+        _, at_once = shared_out(begun(20, 2), {1: worker}, 1, 0.0, mode)
+        assert at_once == {1: number}

@@ -140,6 +140,20 @@ def test_a_worker_holds_more_while_fragments_are_on_its_link() -> None:
     assert peer_with(1).num_wanted(busy_s=2.5) == 3
 
 
+def test_how_long_a_change_is_on_its_way_counts_from_the_last_step_that_it_holds() -> None:
+    peer = peer_with(2)
+    peer.asked(0, 10.0)
+    peer.gets(key(7), 10.5)  # it is not of this change
+    for now in (11.0, 12.0, 13.0):
+        peer.stepped(1.0, now)
+    peer.answered(0, 14.5)
+    assert peer.on_way_s == {0: 2.5}
+    idle = peer_with(0)
+    idle.asked(1, 10.0)
+    idle.answered(1, 11.0)
+    assert idle.on_way_s == {1: 1.0}
+
+
 def test_an_upload_that_is_hidden_gives_nobody_less_to_compute() -> None:
     far = peer_with(0)
     far.upload_s = 5.0
