@@ -25,6 +25,8 @@ from smolcluster.algorithms.Mesh.watch import FAILED
 from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy
 
 HERE = "127.0.0.1"
+pytestmark = pytest.mark.flaky(reruns=1)
+"""Torch's stores are connected to, which a busy machine may take seconds for."""
 
 
 def ranks(world_size: int, port: int, address: str = HERE) -> Ranks:
@@ -119,8 +121,8 @@ def test_a_group_that_is_formed_again_meets_by_nothing_of_the_one_before(
 
 
 def test_who_waits_for_a_rank_0_that_never_comes_says_so(agent: TCPStore) -> None:
-    with pytest.raises(ConnectTimeout, match="rank 1 has waited 1 s for rank 0"):
-        open_store(1, ranks(2, agent.port), 1)
+    with pytest.raises(ConnectTimeout, match="rank 1 has waited 5 s for rank 0"):
+        open_store(1, ranks(2, agent.port), 5)
 
 
 def test_a_port_that_is_taken() -> None:
