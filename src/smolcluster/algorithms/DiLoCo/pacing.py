@@ -73,6 +73,11 @@ class Timing:
     waited_s: float | None = None
     """How long it had nothing to compute before this round's first step; None: that is to come."""
 
+    @property
+    def link_busy_s(self) -> float:
+        """How long at most its change is on its way, and then new weights are."""
+        return 2 * max(self.on_way_s.values(), default=0.0)
+
     def num_wanted(self, busy_s: float) -> int:
         """How many more batches it should hold, while its link may be busy with other things for so long."""
         ahead = min(MOST_AHEAD, math.ceil(AHEAD_S / self.step_s))
@@ -153,10 +158,10 @@ def shared_out(
         now: on the clock of all times.
         mode: `async` where workers no longer wait for each other.
     """
-    # while its change is on its way, and new weights are
-    longest_s = {id_: max(each.on_way_s.values(), default=0.0) for id_, each in takers.items()}
-    busy_s = {id_: 0.0 if mode == "sync" else 2 * each for id_, each in longest_s.items()}
-    wanted = {id_: each.num_wanted(busy_s[id_]) for id_, each in takers.items()}
+    wanted = {
+        id_: each.num_wanted(0.0 if mode == "sync" else each.link_busy_s)
+        for id_, each in takers.items()
+    }
     if mode == "async":
         return dict(wanted), wanted
     streaming = mode == "streaming"

@@ -525,6 +525,7 @@ class Server:
         self.stores.forget(peer.worker.member.instance)
         peer.outbox.clear()
         peer.unanswered.clear()
+        peer.num_before.clear()
         peer.begin()
         return returned
 

@@ -180,11 +180,11 @@ def test_an_error_reaches_others_however_late_the_store_answers() -> None:
 
 def test_rank_0_hears_the_newest_of_what_other_ranks_have_counted() -> None:
     steps = 0
-    heard: list[tuple[int, int]] = []
+    heard: list[tuple[int, Beat]] = []
 
     def is_heard() -> bool:
-        heard.extend((rank, beat.counted["steps"]) for rank, beat in made[0].take_newest())
-        return bool(heard) and heard[-1][1] == steps
+        heard.extend(made[0].take_newest())
+        return bool(heard) and heard[-1][1].counted["steps"] == steps
 
     with watches(Memory(), 0, 1) as (made, _, _):
         made[0].tell(lambda: {"steps": 9})  # its own are in its run already
@@ -194,6 +194,8 @@ def test_rank_0_hears_the_newest_of_what_other_ranks_have_counted() -> None:
         time.sleep(10 * watching.BEAT_S)  # several are told, of which one is left
         wait_until(is_heard)
     assert {rank for rank, _ in heard} == {1}
+    numbers = [beat.number for _, beat in heard]
+    assert numbers == sorted(set(numbers)), "each is heard once"
 
 
 def test_a_rank_that_cannot_end_by_itself_is_ended() -> None:
