@@ -15,7 +15,7 @@ from torch import nn
 import own_workloads
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pretrained_models import adapters, saved
-from smolcluster.algorithms.PipelineParallel import coordinator, dealing, links, worker
+from smolcluster.algorithms.PipelineParallel import coordinator, dealing, links, moving, worker
 from smolcluster.algorithms.PipelineParallel.automatic import Reported, measure
 from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
 from smolcluster.algorithms.PipelineParallel.peers import Peer
@@ -283,6 +283,7 @@ def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
     class Slow(Paced):
         layer_s = 3.0
 
+    monkeypatch.setattr(moving, "WINDOW_S", 0.0)
     workers = [
         cluster.worker(1, node="pi5", make=Paced),
         cluster.worker(2, node="win", make=Slow),

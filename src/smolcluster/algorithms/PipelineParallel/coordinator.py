@@ -20,8 +20,8 @@ from smolcluster.algorithms.PipelineParallel.builders import Builders
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.crew import Crew, Question, subject_of
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
-from smolcluster.algorithms.PipelineParallel.moving import StageTimes
-from smolcluster.algorithms.PipelineParallel.peers import Peer, named
+from smolcluster.algorithms.PipelineParallel.moving import StageTimes, rest_after
+from smolcluster.algorithms.PipelineParallel.peers import Peer, named, reported
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
@@ -109,6 +109,8 @@ class Coordinator(ABC):
         """The longest step of this plan so far."""
         self.dealing_s = 0.0
         """What it took the last time until all stages had their layers."""
+        self.num_moves = 0
+        """How often layers were dealt out again because stages did not take what was planned."""
 
     @property
     @abstractmethod
@@ -163,7 +165,11 @@ class Coordinator(ABC):
         self.considered = {each.id for each in ready}
         self.step_s = 0.0
         peers = [by_name[name] for name in cut.map.nodes]
-        times = StageTimes(cut.problem, cut.plan) if cut.problem and cut.plan else None
+        times = None
+        if cut.problem and cut.plan:
+            hosts = {name: reported(each).host for name, each in by_name.items()}
+            rest_s = rest_after(self.num_moves)
+            times = StageTimes(cut.problem, cut.plan, hosts=hosts, rest_s=rest_s)
         crew = self.crew = Crew(self.dealer.attempt, cut.map, peers, cut.plan, times)
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
         for each in self.peers.values():

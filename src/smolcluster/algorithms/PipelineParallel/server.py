@@ -30,7 +30,7 @@ from smolcluster.algorithms.PipelineParallel.coordinator import (
 )
 from smolcluster.algorithms.PipelineParallel.crew import Crew, stage_figures
 from smolcluster.algorithms.PipelineParallel.moving import Decision, seconds_computed
-from smolcluster.algorithms.PipelineParallel.peers import Peer
+from smolcluster.algorithms.PipelineParallel.peers import Peer, named
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
 from smolcluster.cluster.report import StepTaken
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
@@ -99,6 +99,8 @@ class Server(Coordinator):
         self.is_evaluated = self.is_kept = True
         """Whether the last step is, as far as that is due."""
         self.step_began_at = 0.0
+        self.keeping_since = self.keeping_s = 0.0
+        """When the state was asked for the last time, and how long it took until all stages had sent it."""
         """When the newest one was begun."""
         self.stop_by: float | None = None
         """When the run stops at the latest, once that was asked for."""
@@ -178,6 +180,7 @@ class Server(Coordinator):
         """Have all stages send what they have."""
         state = self.report.with_evaluation(self.report.training_state({}))
         self.keeper.begin(crew.attempt, state)
+        self.keeping_since = time.monotonic()
         keep = KeepStages(attempt=crew.attempt, step=self.version)
         subject = StageKept, self.version
         self.ask(crew, subject, partial(self.tell, keep), self.on_kept)
@@ -185,6 +188,7 @@ class Server(Coordinator):
     def on_kept(self, _answers: list[StageKept]) -> None:
         """Nothing would be lost now: deal the layers out again, if there is a reason."""
         self.keeper.finish()
+        self.keeping_s = time.monotonic() - self.keeping_since
         self.is_kept = True
         crew, newcomers = self.crew, self.newcomers()
         moving = crew.moving if crew else None
@@ -202,9 +206,12 @@ class Server(Coordinator):
 
     def take_as_measured(self, crew: Crew, decision: Decision) -> None:
         """Plan with what stages took from now on."""
-        for name, peer in zip(crew.map.nodes, crew.peers, strict=True):
-            if peer.measured is not None and name in decision.slowness:
-                peer.measured = slowed(peer.measured, decision.slowness[name])
+        self.num_moves += 1
+        by_name = named(self.ready) | dict(zip(crew.map.nodes, crew.peers, strict=True))
+        for name, factor in decision.slowness.items():
+            peer = by_name.get(name)
+            if peer is not None and peer.measured is not None:
+                peer.measured = slowed(peer.measured, factor)
 
     def begin_step(self, crew: Crew) -> None:
         """Give all stages the samples of the next step."""
@@ -287,11 +294,11 @@ class Server(Coordinator):
         )
         every = self.config.redundancy or self.context.settings.cluster.checkpoint_steps
         self.is_evaluated = not self.is_time(self.train.eval_steps)
-        self.judge(crew, samples, answers)
+        self.judge(crew, samples, answers, took_s)
         is_due = self.is_time(every) or crew.moving is not None
         self.is_kept = not (self.keeper.can_keep and is_due)
 
-    def judge(self, crew: Crew, samples: Range, answers: list[StageDone]) -> None:
+    def judge(self, crew: Crew, samples: Range, answers: list[StageDone], took_s: float) -> None:
         """See whether stages take what was planned; the last step of an epoch may have fewer samples."""
         if crew.times is None or samples.num_samples < self.train.samples_per_step:
             return
@@ -300,9 +307,11 @@ class Server(Coordinator):
             {
                 name: seconds_computed(each.seconds) / num
                 for name, each in zip(crew.map.nodes, answers, strict=True)
-            }
+            },
+            took_s,
         )
-        decision = crew.times.decide(self.report.steps_left, self.dealing_s)
+        move_s = self.keeping_s + self.dealing_s
+        decision = crew.times.decide(self.report.steps_left, move_s)
         crew.moving = decision if decision.moves and self.keeper.can_keep else None
 
     def not_finite(self, crew: Crew, rank: int, answer: StageDone) -> str:

@@ -203,19 +203,13 @@ def one_more(problem: Problem, plan: LayerPlan) -> tuple[str, LayerPlan]:
 
 
 def plan_again(
-    problem: Problem, plan: LayerPlan, measured: Mapping[str, float]
+    problem: Problem, plan: LayerPlan, slowness: Mapping[str, float]
 ) -> tuple[Problem, LayerPlan | None]:
     """The problem as it turned out, and a better plan for it; None: the old one is nearly the best.
 
-    `measured`: seconds of a microbatch at the stage of each machine, forward and backward together.
+    `slowness`: by machine, the seconds its layers take for each second in `problem`; others are as they were.
     """
-    planned = {stage.machine: stage.costs.total_s for stage in plan.stages}
-    machines = tuple(
-        _slowed(each, measured[each.name] / planned[each.name])
-        if each.name in measured and planned.get(each.name)
-        else each
-        for each in problem.machines
-    )
+    machines = tuple(_slowed(each, slowness.get(each.name, 1.0)) for each in problem.machines)
     turned_out = replace(problem, machines=machines)
     old = predict(turned_out, [(each.machine, each.start, each.end) for each in plan.stages])
     new = plan_layers(turned_out)

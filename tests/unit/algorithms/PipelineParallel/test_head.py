@@ -71,6 +71,7 @@ class Hand(Head):
         )
         self.builders, self.dealer, self.report = Builders(), Mock(), Mock()
         self.turn, self.step_s, self.num_grants, self.dealing_s = 0, 0.0, 0, 0.0
+        self.num_moves = 0
         self.fragments, self.lost, self.crew = None, None, None
         self.waiting = self.running = None
         self._ended = threading.Event()

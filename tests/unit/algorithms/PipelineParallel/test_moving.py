@@ -1,14 +1,17 @@
 """Whether layers move because a stage takes longer than planned, on paper."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from smolcluster.algorithms.PipelineParallel.automatic import slowed
 from smolcluster.algorithms.PipelineParallel.moving import (
     NUM_STEPS,
+    WINDOW_S,
     Decision,
     StageTimes,
+    rest_after,
     seconds_computed,
 )
 from smolcluster.algorithms.planning.layers import Layer, Machine, Problem, plan_layers
@@ -19,36 +22,98 @@ NUM_LAYERS = 12
 LAYER_S = 3e-3
 
 
-def times(num_machines: int = 2) -> tuple[StageTimes, dict[str, float]]:
+STEP_S = 1.0
+"""What a whole step takes: nine of them are more than a window."""
+
+
+def times(
+    num_machines: int = 2, *, hosts: Mapping[str, str] | None = None, rest_s: float = 0.0
+) -> tuple[StageTimes, dict[str, float]]:
     """Those of equal machines, and what is planned for a microbatch of each."""
     cost = Costs(LAYER_S / 3, LAYER_S / 3, LAYER_S / 3)
     machines = tuple(Machine(name, (cost,) * NUM_LAYERS) for name in "abcd"[:num_machines])
     problem = Problem((Layer(100, 10, 1000),) * NUM_LAYERS, machines, {}, 16)
     plan = plan_layers(problem)
-    return StageTimes(problem, plan), {each.machine: each.costs.total_s for each in plan.stages}
+    stages = StageTimes(problem, plan, hosts=hosts, rest_s=rest_s)
+    return stages, {each.machine: each.costs.total_s for each in plan.stages}
 
 
 def after(
     stages: StageTimes,
     seconds: Mapping[str, float],
-    num_steps: int = NUM_STEPS + 1,
+    num_steps: int = NUM_STEPS,
     *,
     steps_left: int = 1000,
-    dealing_s: float = 1.0,
+    move_s: float = 1.0,
+    took_s: float = STEP_S,
 ) -> Decision:
     for _ in range(num_steps):
-        stages.add(seconds)
-    return stages.decide(steps_left, dealing_s)
+        stages.add(seconds, took_s)
+    return stages.decide(steps_left, move_s)
+
+
+def begun(**kwargs: Any) -> tuple[StageTimes, dict[str, float]]:
+    """Those whose first step, which does not count, has been taken."""
+    stages, planned = times(**kwargs)
+    stages.add(planned, STEP_S)
+    return stages, planned
 
 
 def test_a_stage_that_becomes_three_times_slower_has_the_layers_dealt_out_again() -> None:
-    stages, planned = times()
+    stages, planned = begun()
     assert not after(stages, planned).moves
     slow = planned | {"a": 3 * planned["a"]}
-    decisions = [after(stages, slow, 1) for _ in range(1 + NUM_STEPS // 2)]
-    assert [each.moves for each in decisions] == [False] * 4 + [True], "a few slow steps may pass"
-    assert decisions[-1].slowness == pytest.approx({"a": 3.0, "b": 1.0})
-    assert decisions[-1].reason.startswith("a takes 54 ms a microbatch instead of 18 ms; ")
+    after(stages, planned, NUM_STEPS // 2)
+    decision = after(stages, slow, NUM_STEPS - NUM_STEPS // 2)
+    assert decision.slowness == pytest.approx({"a": 3.0, "b": 1.0})
+    assert decision.reason.startswith("a takes 54 ms a microbatch instead of 18 ms; ")
+
+
+def test_a_few_slow_steps_move_nothing() -> None:
+    stages, planned = begun()
+    after(stages, planned | {"a": 3 * planned["a"]}, NUM_STEPS // 2)
+    found = after(stages, planned, NUM_STEPS - NUM_STEPS // 2)
+    assert (found.moves, found.reason) == (False, "stages take what was considered")
+
+
+def test_many_short_steps_are_observed_for_a_window_before_they_are_judged() -> None:
+    stages, planned = begun()
+    slow = planned | {"a": 3 * planned["a"]}
+    num_steps = 400
+    took_s = WINDOW_S / num_steps / 1.25
+    assert "not enough" in after(stages, slow, num_steps, took_s=took_s).reason
+    assert after(stages, slow, num_steps, took_s=took_s).moves
+
+
+def test_a_plan_is_left_alone_twice_as_long_after_each_move() -> None:
+    assert [rest_after(num) for num in range(4)] == [0.0, 10.0, 20.0, 40.0]
+    assert rest_after(100) == rest_after(1000) == 600.0
+    stages, planned = begun(rest_s=3 * STEP_S)
+    slow = planned | {"a": 3 * planned["a"]}
+    assert not after(stages, slow, NUM_STEPS + 2).moves
+    assert after(stages, slow, 1).moves
+
+
+def test_a_gain_in_the_simulation_alone_moves_nothing() -> None:
+    """A step of many tiny messages takes far longer than its computing, which is all that a cut changes."""
+    stages, planned = begun()
+    found = after(stages, planned | {"a": 3 * planned["a"]}, took_s=100.0)
+    assert not found.moves
+    assert "less than a tenth" in found.reason
+
+
+def test_a_machine_without_layers_is_as_slow_as_the_stages_on_its_host() -> None:
+    """Of processes that share a machine's cores, the one that rests is not the faster one."""
+    cost = Costs(LAYER_S / 3, LAYER_S / 3, LAYER_S / 3)
+    machines = tuple(Machine(name, (cost,)) for name in "ab")
+    problem = Problem((Layer(100, 10, 1000),), machines, {}, 4)
+    plan = plan_layers(problem)
+    [used] = [each.machine for each in plan.stages]
+    for hosts, moves in ({"a": "one", "b": "one"}, False), ({"a": "one", "b": "other"}, True):
+        alone = StageTimes(problem, plan, hosts=hosts)
+        seconds = {used: 3 * plan.stages[0].costs.total_s}
+        alone.add(seconds, 0.02)
+        assert after(alone, seconds, 1000, took_s=0.02).moves is moves
 
 
 @pytest.mark.parametrize(
@@ -63,31 +128,34 @@ def test_a_stage_that_becomes_three_times_slower_has_the_layers_dealt_out_again(
 def test_layers_stay_where_nothing_is_to_be_gained(
     factors: Mapping[str, float], reason: str
 ) -> None:
-    stages, planned = times()
+    stages, planned = begun()
     found = after(stages, {name: factors[name] * each for name, each in planned.items()})
     assert (found.moves, found.reason) == (False, reason)
 
 
 def test_what_was_considered_is_not_searched_again_until_it_changes() -> None:
-    stages, planned = times()
+    stages, planned = begun()
     both = {name: 3 * each for name, each in planned.items()}
     after(stages, both)
     assert after(stages, both).reason == "stages take what was considered"
     assert after(stages, both | {"b": 9 * planned["b"]}).moves
 
 
-def test_the_last_steps_of_a_run_do_not_pay_for_moving() -> None:
-    slow = {"a": 3.0}
-    for steps_left, moves in ((2, False), (200, True)):
-        stages, planned = times()
-        seconds = planned | {name: factor * planned[name] for name, factor in slow.items()}
-        assert after(stages, seconds, steps_left=steps_left, dealing_s=5.0).moves is moves
+@pytest.mark.parametrize(
+    ("steps_left", "move_s", "moves"),
+    [(2, 5.0, False), (200, 5.0, True), (10**6, 1000.0, False)],
+    ids=["the run ends", "it pays", "it would take too long to pay"],
+)
+def test_a_move_has_to_pay_for_itself(steps_left: int, move_s: float, moves: bool) -> None:
+    stages, planned = begun()
+    slow = planned | {"a": 3 * planned["a"]}
+    assert after(stages, slow, steps_left=steps_left, move_s=move_s).moves is moves
 
 
 def test_too_few_steps_and_the_first_one_say_nothing() -> None:
     stages, planned = times()
-    stages.add({name: 100 * each for name, each in planned.items()})
-    assert after(stages, planned, NUM_STEPS - 1).reason == f"8 of {NUM_STEPS} steps were measured"
+    stages.add({name: 100 * each for name, each in planned.items()}, STEP_S)
+    assert "not enough" in after(stages, planned, NUM_STEPS - 1).reason
     assert after(stages, planned, 1).reason == "stages take what was considered"
 
 
