@@ -459,7 +459,6 @@ class Cluster:
         if spec.is_synchronous:
             check_rule(describe_optimizer(self._model, self._optimizer), run)
         self._detach()
-        modes = {module: module.training for module in self._model.modules()}
         replica = Replica(
             self._model,
             Training().optimizer_for(run.train),
@@ -467,9 +466,8 @@ class Cluster:
             device=next(self._model.parameters()).device,
             bucket_bytes=welcome.bucket_bytes,
             meter=self._meter,
+            keeps_modes=True,
         )
-        for module, is_training in modes.items():
-            module.training = is_training
         named = {plain_name(name): param for name, param in self._model.named_parameters()}
         self._places = [(named[plain_name(name)], place) for name, place in replica.layers]
         for parameter, _ in self._places:

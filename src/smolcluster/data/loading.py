@@ -7,12 +7,14 @@ seed, the epoch and the sample's place in it: it is the same in one process and 
 """
 
 import copy
+import operator
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
     default_collate,
 )
 
@@ -32,6 +35,12 @@ from smolcluster.errors import ConfigError, DataError
 from smolcluster.utils.seed import derive_seed
 
 Collate = Callable[[list[Any]], Batch]
+Guard = Callable[[str], AbstractContextManager[None]]
+"""Entered as a user's function is called, with what it is called for."""
+Drawn = TypeVar("Drawn")
+COUNT_PATIENCE_S = 30.0
+"""How long a stream or a sampler is counted; one that is endless must not be counted for ever."""
+SAY_EVERY_S = 5.0
 _SAMPLING = threading.Lock()
 """Held while a sampler draws from the process's generators."""
 
@@ -49,10 +58,20 @@ Data = MapDataset | Iterable[Any] | Samples
 """What a workload is trained on; a DataLoader is an iterable."""
 
 
+def unguarded(_what: str) -> AbstractContextManager[None]:
+    """A guard that does nothing."""
+    return nullcontext()
+
+
 def samples_of(
-    data: Data, collate: Collate | None = None, samples_per_epoch: int | None = None
+    data: Data,
+    collate: Collate | None = None,
+    samples_per_epoch: int | None = None,
+    guard: Guard = unguarded,
 ) -> Samples:
     """A user's data as a split. `samples_per_epoch` is the length of a stream that has none.
+
+    `guard` is entered as the data are asked for their length and their order.
 
     Raises:
         ConfigError: it is no data, an iterator, or a DataLoader that says nothing of its batches.
@@ -63,16 +82,16 @@ def samples_of(
         case str() | bytes() | Mapping():
             pass  # what it holds are not samples
         case DataLoader():
-            return _of_loader(data, collate, samples_per_epoch)
+            return _of_loader(data, collate, samples_per_epoch, guard)
         case _ if not _is_stream(data) and isinstance(data, MapDataset):
-            return MapSamples(data, collate)
+            return MapSamples(data, collate, guard=guard)
         case Iterator() if not isinstance(data, IterableDataset):
             raise ConfigError(
                 f"the data are a {type(data).__qualname__}, which can be gone through only once, not "
                 "once an epoch; give an IterableDataset, or an object whose __iter__ makes a new iterator"
             )
         case Iterable():
-            return StreamSamples(data, collate, samples_per_epoch)
+            return StreamSamples(data, collate, samples_per_epoch, guard=guard)
     raise ConfigError(
         f"the data are a {type(data).__qualname__}, which is neither a dataset with __getitem__ and __len__, "
         "nor an iterable, nor a DataLoader"
@@ -91,7 +110,10 @@ def _is_stream(data: object) -> bool:
 
 
 def _of_loader(
-    loader: DataLoader[Any], collate: Collate | None, samples_per_epoch: int | None
+    loader: DataLoader[Any],
+    collate: Collate | None,
+    samples_per_epoch: int | None,
+    guard: Guard,
 ) -> Samples:
     batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if batch_size is None:
@@ -101,8 +123,8 @@ def _of_loader(
     collate = collate or loader.collate_fn
     data: Any = loader.dataset
     if _is_stream(data):
-        return StreamSamples(data, collate, samples_per_epoch, loader, batch_size)
-    return MapSamples(data, collate, loader, batch_size)
+        return StreamSamples(data, collate, samples_per_epoch, loader, batch_size, guard=guard)
+    return MapSamples(data, collate, loader, batch_size, guard=guard)
 
 
 class MapSamples(Permuted):
@@ -114,12 +136,15 @@ class MapSamples(Permuted):
         collate: Collate | None = None,
         loader: DataLoader[Any] | None = None,
         batch_size: int | None = None,
+        *,
+        guard: Guard = unguarded,
     ) -> None:
         """`loader`, if there is one, says which samples make an epoch, and in which order."""
         self.dataset = dataset
         self.collate = collate or default_collate
         self.loader = loader
         self.batch_size = batch_size
+        self._guard = guard
 
     @cached_property
     def num_samples(self) -> int:
@@ -135,13 +160,22 @@ class MapSamples(Permuted):
 
         Raises:
             DataError: an epoch has not as many samples as the others.
+            ConfigError: the sampler has no end, or names samples by what is no whole number.
+            UserCodeError: dataset or sampler raised an exception, where the guard says so.
         """
         if self.loader is None or not self.has_own_order:
-            order = epoch_permutation(seed, epoch, len(self.dataset))
+            with self._guard("data"):
+                num_samples = len(self.dataset)
+            order = epoch_permutation(seed, epoch, num_samples)
         else:
             seed = derive_seed(seed, "sampler", epoch)
-            drawn = _drawn(_sampler_of(self.loader), seed, epoch)
-            order = torch.tensor(drawn, dtype=torch.int32)
+            with self._guard("sampler"):
+                drawn = _drawn(
+                    _sampler_of(self.loader), seed, epoch, self.loader.batch_size is None
+                )
+            order = torch.tensor(drawn, dtype=torch.int64)
+            check_indices(order, len(self.dataset))
+            order = order.to(torch.int32)
         if self.loader is not None and self.loader.drop_last and self.batch_size:
             order = order[: len(order) // self.batch_size * self.batch_size]
         if epoch and len(order) != self.num_samples:
@@ -177,6 +211,8 @@ class StreamSamples(Permuted):
         samples_per_epoch: int | None = None,
         loader: DataLoader[Any] | None = None,
         batch_size: int | None = None,
+        *,
+        guard: Guard = unguarded,
     ) -> None:
         """`loader` reads the stream in processes, if it has any."""
         self.stream = stream
@@ -184,18 +220,40 @@ class StreamSamples(Permuted):
         self.samples_per_epoch = samples_per_epoch
         self.loader = loader
         self.batch_size = batch_size
+        self._guard = guard
+        self._counted: int | None = None
         self._reading: tuple[int, Iterator[Any]] | None = None
         self._next = 0
         """The place in the epoch of the sample that is read next."""
 
-    @cached_property
+    @property
     def num_samples(self) -> int:
         """Its length, `samples_per_epoch`, or what one pass counts."""
+        return self.count()
+
+    def count(self, say: Callable[[str], None] = lambda _: None) -> int:
+        """`num_samples`; where it has to be counted, `say` is told every few seconds that it is.
+
+        Raises:
+            ConfigError: the stream has not ended after `COUNT_PATIENCE_S`.
+            DataError: it has no samples.
+        """
+        if self._counted is None:
+            self._counted = _some(self._count(say))
+        return self._counted
+
+    def _count(self, say: Callable[[str], None]) -> int:
         if self.samples_per_epoch is not None:
-            return _some(self.samples_per_epoch)
-        if isinstance(self.stream, Sized):
-            return _some(len(self.stream))
-        return _some(sum(1 for _ in self._begin(Place(0, 0, 0))))
+            return self.samples_per_epoch
+        with self._guard("data"):
+            if isinstance(self.stream, Sized):
+                return len(self.stream)
+            remedy = (
+                "give Workload(samples_per_epoch=...), the samples of an epoch; of validation data, a part "
+                "that ends"
+            )
+            every = _ending(self._begin(Place(0, 0, 0)), "the stream", remedy, say)
+            return sum(1 for _ in every)
 
     def order(self, epoch: int, seed: int) -> Tensor:  # noqa: ARG002 - the stream has its own
         return torch.arange(self.num_samples, dtype=torch.int32)
@@ -241,6 +299,28 @@ class StreamSamples(Permuted):
                 except StopIteration:
                     return
             yield sample
+
+
+def _ending(
+    drawn: Iterable[Drawn], what: str, remedy: str, say: Callable[[str], None] = lambda _: None
+) -> Iterator[Drawn]:
+    """All of `drawn`, which somebody counts, unless it goes on for longer than he has patience.
+
+    Raises:
+        ConfigError: it does.
+    """
+    began = said = time.monotonic()
+    for number, each in enumerate(drawn, 1):
+        yield each
+        now = time.monotonic()
+        if now - began > COUNT_PATIENCE_S:
+            raise ConfigError(
+                f"{what} has not ended after {number:,} samples, which took {now - began:.0f} s to count: it "
+                f"is endless, or too long to be counted first; {remedy}"
+            )
+        if now - said > SAY_EVERY_S:
+            said = now
+            say(f"{what} does not say its length: counting its samples, {number:,} so far")
 
 
 def _some(num_samples: int) -> int:
@@ -321,16 +401,69 @@ def _only_shuffles(sampler: Iterable[Any]) -> bool:
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
-def _drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[int]:
-    """A sampler's indices in an epoch; those of a batch sampler one batch after the other."""
+def _drawn(sampler: Iterable[Any], seed: int, epoch: int, is_of_batches: bool) -> list[int]:
+    """A sampler's indices in an epoch; those of a batch sampler one batch after the other.
+
+    Raises:
+        ConfigError: it has no end, or gives what is no index.
+    """
     _set_epoch(sampler, epoch)
-    if getattr(sampler, "generator", False) is not False:
+    sampler = _seeded(sampler, seed)
+    if getattr(sampler, "generator", False) is None:
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[attr-defined]
     with _SAMPLING, torch.random.fork_rng(devices=[]), _python_generators(seed):
         torch.default_generator.manual_seed(seed)
-        drawn = list(sampler)
-    return [int(place) for each in drawn for place in (each if isinstance(each, list) else [each])]
+        every = _ending(
+            sampler, f"the sampler {type(sampler).__qualname__}", "let it end after each epoch"
+        )
+        return [
+            _index(key, sampler)
+            for each in every
+            for key in (each if is_of_batches and isinstance(each, Iterable) else [each])
+        ]
+
+
+def _seeded(sampler: Any, seed: int) -> Any:
+    """The sampler with new generators in place of its own, and of those of the samplers that it draws from.
+
+    A generator goes on from one drawing to the next, and no two processes have drawn equally often.
+    """
+    own = {
+        name: _new_generator(each, seed) for name, each in getattr(sampler, "__dict__", {}).items()
+    }
+    changed = {name: each for name, each in own.items() if each is not vars(sampler)[name]}
+    if changed:
+        sampler = copy.copy(sampler)
+        vars(sampler).update(changed)
+    return sampler
+
+
+def _new_generator(value: Any, seed: int) -> Any:
+    match value:
+        case torch.Generator():
+            return torch.Generator(value.device).manual_seed(seed)
+        case np.random.Generator():
+            return np.random.default_rng(seed)
+        case np.random.RandomState():
+            return np.random.RandomState(seed % 2**32)
+        case random.Random():
+            return random.Random(seed)  # noqa: S311 - of an order
+        case Sampler():
+            return _seeded(value, seed)
+    return value
+
+
+def _index(key: Any, sampler: Iterable[Any]) -> int:
+    """A sample's number, also of NumPy or a tensor of one number."""
+    try:
+        return operator.index(key)
+    except (TypeError, RuntimeError):  # the latter of tensors
+        raise ConfigError(
+            f"the DataLoader's {type(sampler).__qualname__} names a sample {key!r:.60}, must be a whole "
+            "number: a run counts samples and hands out their numbers; let the dataset, or collate, choose "
+            "the rest (such as the size of an image)"
+        ) from None
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,14 @@ import torch
 from torch import Tensor
 
 from smolcluster.data.dataset import Batch, Place
-from smolcluster.data.loading import MapDataset, MapSamples, StreamSamples, collated
+from smolcluster.data.loading import (
+    Guard,
+    MapDataset,
+    MapSamples,
+    StreamSamples,
+    collated,
+    unguarded,
+)
 from smolcluster.data.processes import (
     Work,
     end_processes,
@@ -27,14 +33,8 @@ from smolcluster.utils.background import Background
 
 Key = tuple[int, int]
 """An epoch, and a place in its order."""
-Guard = Callable[[str], AbstractContextManager[None]]
-"""Entered as a user's function is called, with what it is called for."""
 MAX_CHUNK = 16
 """Samples that are loaded one after another before somebody can have them."""
-
-
-def unguarded(_what: str) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 class Prefetch:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from smolcluster.configs.schema import DatasetPlace, TrainConfig
 from smolcluster.data.dataset import Batch, Elsewhere, Place
+from smolcluster.data.loading import StreamSamples
 from smolcluster.data.prefetch import Prefetch, prefetch_of
 from smolcluster.data.pytree import sliced
 from smolcluster.errors import DataError, SmolclusterError
@@ -30,6 +31,7 @@ from smolcluster.utils.gpu import no_gpu, watched
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.peak_memory import PeakMemory
 from smolcluster.utils.seed import derive_seed
+from smolcluster.utils.words import a_few
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ class TrainingContext:
         if not may_draw(model):
             return []
         try:
-            return drawing_layers(model, model_layers(model, self.workload))
+            with user_code("layers"):
+                return drawing_layers(model, model_layers(model, self.workload))
         except SmolclusterError:
             return []  # it cannot be cut, so that nobody computes a part of it
 
@@ -258,6 +261,7 @@ def build(
     """
     if workload is None:
         workload = load_workload(train, seed, place, log)
+    _count_streams(workload, log)
     train = workload.training.applied_to(train)
     if workload.batch_size is not None:
         train = train.model_copy(update={"batch_size": workload.batch_size})
@@ -279,10 +283,23 @@ def build(
     at_most = Microbatching(at_once, "microbatch", log)
     eval_size = workload.eval_batch_size or at_once or train.batch_size
     evaluated = Microbatching(eval_size, "samples of an evaluation", log)
+    if replica.resting and log is not None:
+        log.info("in evaluation mode, and left in it: %s", a_few(replica.resting))
     unused = UnusedParameters(replica, log)
     prefetch = prefetch_of(workload.train, user_code)
     workload = workload.to(device)
     return TrainingContext(workload, replica, seed, at_most, evaluated, unused, prefetch)
+
+
+def _count_streams(workload: Workload, log: logging.Logger | None) -> None:
+    """Count streams that do not say their length while a signal still ends this process at once.
+
+    Raises:
+        ConfigError: one does not end.
+    """
+    for split in (workload.train, workload.validation):
+        if isinstance(split, StreamSamples):
+            split.count(log.info if log is not None else lambda _: None)
 
 
 def stage_replica(

@@ -38,7 +38,7 @@ def frozen_digest(model: nn.Module) -> str:
 def base_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The frozen parameters that adapters (of `peft`, such as LoRA) were put on, by name."""
     adapted = [
-        f"{name}." for name, module in model.named_modules() if hasattr(module, "peft_config")
+        f"{name}." for name, module in model.named_modules() if _adapters(module) is not None
     ]
     return {
         plain_name(name): parameter
@@ -61,11 +61,19 @@ def described_base(model: nn.Module) -> str | None:
 def _base_name(model: nn.Module) -> str:
     """Where the base was loaded from, as far as is known; else what it is called."""
     for module in model.modules():
-        adapters = getattr(module, "peft_config", None)
+        adapters = _adapters(module)
         for adapter in adapters.values() if isinstance(adapters, dict) else ():
             if path := getattr(adapter, "base_model_name_or_path", None):
                 return str(path)[-100:]
     return "a model made on the spot"
+
+
+def _adapters(module: nn.Module) -> object:
+    """What peft keeps of a module's adapters, if any; a user's `__getattr__` may raise anything."""
+    try:
+        return getattr(module, "peft_config", None)
+    except Exception:
+        return None
 
 
 def _described(name: str, tensor: Tensor) -> str:

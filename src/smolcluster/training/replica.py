@@ -19,6 +19,7 @@ from smolcluster.configs.schema import GradientClipping, Precision
 from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.training.buffers import ModelBuffers, plain_name
 from smolcluster.training.fingerprint import base_of, content, described_base, fingerprint
+from smolcluster.training.modes import begin_training, move
 from smolcluster.training.optimizer import bucket_norms, clip_factor
 from smolcluster.training.recipe import OptimizerSpec
 from smolcluster.training.scaler import LEAST_SCALE, LossScaler
@@ -45,6 +46,7 @@ class Replica:
         parameters: all by name, also those that are not trained; tied ones once, by their first name.
         fingerprint: see `fingerprint.py`.
         base: what the model's adapters were put on, for people and for comparison; None without any.
+        resting: names of the model's parts that stay in evaluation mode, see `modes.py`.
         average: of the weights (Polyak), flat (num_params,); None: there is none, or none yet.
         meter: where it counts the time of forward, backward, and what changes the weights.
     """
@@ -62,6 +64,7 @@ class Replica:
         ema_decay: float | None = None,
         meter: Meter | None = None,
         is_stage: bool = False,
+        keeps_modes: bool = False,
     ) -> None:
         """Move `model` to `device` and its parameters into flat tensors.
 
@@ -75,13 +78,16 @@ class Replica:
             ema_decay: how much of the average each step keeps; None: there is no average.
             meter: the process's; None: one of its own.
             is_stage: whether others train the rest of the model, so that there may be nothing to train here.
+            keeps_modes: whether somebody else puts the model into training and evaluation mode.
 
         Raises:
             ConfigError: the model cannot be trained so: mixed types, sparse gradients, nothing to train.
         """
         self.device = device or torch.device("cpu")
         self.bucket_bytes = bucket_bytes
-        self.model = model.to(self.device).train()
+        self.model = model
+        move(model, self.device)
+        self.resting = [] if keeps_modes else begin_training(model)
         trainable = _trainable(self.model)
         if not (trainable or is_stage):
             raise ConfigError("model: no parameter is trainable; set requires_grad on at least one")
@@ -250,7 +256,8 @@ class Replica:
 
     def copy_model(self) -> nn.Module:
         """Return a copy of the model in evaluation mode, with the weights of now, or their average."""
-        model = copy.deepcopy(self.model).eval()
+        model = copy.deepcopy(self.model)
+        model.eval()  # an override may return nothing
         if self.average is not None:
             self.lend(self.average, model)
         return model

@@ -100,8 +100,10 @@ class Workload:
             )
         self.maker = model
         self.loss = loss
-        self.train = samples_of(train, collate, samples_per_epoch)
-        self.validation = None if validation is None else samples_of(validation, collate)
+        self.train = samples_of(train, collate, samples_per_epoch, user_code)
+        self.validation = (
+            None if validation is None else samples_of(validation, collate, guard=user_code)
+        )
         self.metrics = metrics
         self.name = name or UNNAMED
         self.is_named = name is not None

@@ -3,8 +3,12 @@
 import tempfile
 import traceback
 
+from smolcluster.utils.words import condensed
+
 EXIT_CODE = 70
 """Of a process that met one, as of `sysexits.h`: an internal error."""
+MAX_MESSAGE_CHARS = 500
+"""An error's text may hold a whole tensor; the file has all of it."""
 
 
 def describe_bug(error: BaseException) -> str:
@@ -13,5 +17,5 @@ def describe_bug(error: BaseException) -> str:
         "w", prefix="smolcluster-", suffix=".log", delete=False
     ) as file:
         traceback.print_exception(error, file=file)
-    reason = " ".join(str(error).split())
+    reason = condensed(str(error), MAX_MESSAGE_CHARS)
     return f"this is a bug in smolcluster: {type(error).__name__}: {reason}; see {file.name}"

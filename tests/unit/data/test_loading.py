@@ -26,6 +26,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from smolcluster.data import loading
 from smolcluster.data.dataset import Place
 from smolcluster.data.loading import MapSamples, StreamSamples, every_index, samples_of
 from smolcluster.data.permutation import epoch_permutation
@@ -146,6 +147,88 @@ def test_a_batch_sampler_gives_order_and_size() -> None:
     assert samples.order(0, SEED).tolist() == [0, 2, 4, 6, 8]
     assert isinstance(samples, MapSamples)
     assert samples.batch_size == 2
+
+
+class Batches(BatchSampler):
+    """Gives each batch as `kind` makes it."""
+
+    kind: Any = tuple
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.kind, super().__iter__())
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, iter])
+def test_a_batch_sampler_may_give_its_batches_in_any_container(kind: Any) -> None:
+    batches = Batches(EveryOther(), batch_size=2, drop_last=False)
+    batches.kind = kind
+    assert orders(DataLoader(Numbers(), batch_sampler=batches))[0] == [0, 2, 4, 6, 8]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_a_sampler_may_give_numbers_of_any_kind(kind: Any) -> None:
+    assert orders(loader(sampler=[kind(each) for each in (3, 1)]))[0] == [3, 1]
+
+
+@pytest.mark.parametrize("key", [(8, 0), "name", 1.5, torch.tensor([1, 2])])
+def test_samples_named_by_what_is_no_number_are_refused_with_the_samplers_name(key: Any) -> None:
+    with pytest.raises(ConfigError, match=r"list names a sample .*, must be a whole number"):
+        _ = samples_of(loader(sampler=[key])).num_samples
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [torch.Generator(), random.Random(1), np.random.default_rng()],  # noqa: S311
+)
+def test_a_samplers_own_generator_does_not_remember_how_often_it_was_drawn_from(
+    generator: Any,
+) -> None:
+    class Own(Sampler[int]):
+        def __init__(self) -> None:
+            self.generator = self.own = generator
+
+        def __iter__(self) -> Iterator[int]:
+            if isinstance(self.own, torch.Generator):
+                return iter(torch.randperm(10, generator=self.own).tolist())
+            places = list(range(10))
+            self.own.shuffle(places)
+            return iter(places)
+
+    data: Any = DataLoader(Numbers(), batch_sampler=BatchSampler(Own(), 2, drop_last=False))  # type: ignore[arg-type]
+    first = orders(data)
+    assert (orders(data), len({tuple(each) for each in first})) == (first, 3)
+
+
+def test_an_exception_of_a_sampler_is_the_users() -> None:
+    class Fails(EveryOther):
+        def __iter__(self) -> Iterator[int]:
+            raise KeyError("lengths.json")
+
+    with pytest.raises(UserCodeError, match=r"lengths\.json"):
+        _ = samples_of(loader(sampler=Fails()), guard=user_code).num_samples
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield 0
+
+
+class EndlessSampler(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield 0
+
+
+def test_what_has_no_end_is_refused_and_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "COUNT_PATIENCE_S", 0.02)
+    monkeypatch.setattr(loading, "SAY_EVERY_S", 0.001)
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="samples_per_epoch"):
+        StreamSamples(Endless()).count(said.append)
+    assert "counting its samples" in said[0]
+    with pytest.raises(ConfigError, match="the sampler EndlessSampler has not ended"):
+        _ = samples_of(loader(sampler=EndlessSampler())).num_samples
 
 
 def test_an_epoch_of_another_length_is_refused() -> None:

@@ -61,3 +61,14 @@ def test_the_base_of_adapters_is_what_is_frozen_below_them() -> None:
     with torch.no_grad():
         other.get_parameter("1.base.bias")[0] += 1
     assert described_base(other) != described_base(whole)
+
+
+class Forwards(nn.Linear):
+    def __getattr__(self, name: str) -> object:
+        if name == "peft_config":
+            raise KeyError(name)
+        return super().__getattr__(name)
+
+
+def test_a_model_may_raise_anything_for_a_name_that_it_does_not_know() -> None:
+    assert base_of(Forwards(2, 2)) == {}

@@ -22,6 +22,7 @@ from smolcluster.data.permutation import EpochOrders
 from smolcluster.errors import NonFiniteLoss, OutOfMemory, UserCodeError
 from smolcluster.training.compute import autocast, placed
 from smolcluster.training.layer_seeds import LayerSeeds
+from smolcluster.training.modes import begin_training
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.scaler import LEAST_SCALE, LossScaler
 from smolcluster.training.schedule import learning_rate
@@ -127,7 +128,7 @@ class MeshTrainer:
             stage = build_stage(
                 workload, cut.start, cut.stop, seed, groups.device, may_be_one=is_uncut
             )
-            stage.train()
+            begin_training(stage)
             slots = spread(stage, plan, groups, splits=config.schedule_name in SPLIT)
             if part:
                 seed_parts(stage, self._seeds)

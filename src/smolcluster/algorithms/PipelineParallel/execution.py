@@ -27,6 +27,7 @@ from smolcluster.data.loading import every_index
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import Microbatch
 from smolcluster.training.evaluate import Evaluation, evaluate
+from smolcluster.training.modes import evaluating
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.training.stages.build import Answer
@@ -262,7 +263,7 @@ def _evaluated(
     answer = Answer(once)
     answer.add_module("stage", own.module)
     assert workload.validation is not None  # noqa: S101 - `evaluate_stages` has looked
-    try:
+    with evaluating(answer):
         return evaluate(
             answer,
             workload.validation,
@@ -274,5 +275,3 @@ def _evaluated(
             before_batch=of_batch.clear,
             dtype=own.module.dtype,
         )
-    finally:
-        own.module.train()

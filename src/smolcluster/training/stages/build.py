@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import ConfigError, SmolclusterError
+from smolcluster.training.modes import begin_training
 from smolcluster.training.pretrained import Pretrained
 from smolcluster.training.stages.cut import Stage, layers_of
 from smolcluster.training.stages.huggingface import (
@@ -108,6 +109,7 @@ def build_stage(
 
 
 def _cut(model: nn.Module, workload: Workload, start: int, end: int, *, may_be_one: bool) -> Stage:
+    begin_training(model)  # its own override may freeze layers, and is no part of a stage
     if _is_language_model(model, workload):
         return HuggingFaceStage(model, start, end)
     return Stage(model, layers_of(model, workload.stages, may_be_one=may_be_one), start, end)

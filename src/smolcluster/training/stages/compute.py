@@ -22,6 +22,7 @@ from smolcluster.data.pytree import map_tensors, tensors_in
 from smolcluster.errors import ProtocolError
 from smolcluster.training.compute import autocast, placed
 from smolcluster.training.layer_seeds import LayerSeeds
+from smolcluster.training.modes import evaluating
 from smolcluster.training.replica import Replica
 from smolcluster.training.stages.build import model_input, output_loss
 from smolcluster.training.stages.cut import Stage
@@ -152,12 +153,9 @@ class StageCompute:
     def evaluate(self, value: Batch, batch: Batch = None) -> Batch:
         """The output of a batch that is not trained on; of the last stage what the model returns."""
         value, batch = self._given(value, batch)
-        self.stage.eval()
-        try:
-            with autocast(self._replica.precision, self._replica.device), user_code("model"):
-                return self.stage(value)
-        finally:
-            self.stage.train()
+        precision, device = self._replica.precision, self._replica.device
+        with evaluating(self.stage), autocast(precision, device), user_code("model"):
+            return self.stage(value)
 
     def _given(self, value: Batch, batch: Batch) -> tuple[Batch, Batch]:
         """The stage's input and its samples, on its device."""

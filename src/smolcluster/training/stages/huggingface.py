@@ -139,11 +139,28 @@ class HuggingFaceStage(Stage):
 
 
 def language_model(model: nn.Module) -> Any:
-    """The causal language model of transformers that `model` is, or that adapters of peft were put on."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(base).__mro__}
-    is_one = "transformers.modeling_utils.PreTrainedModel" in kinds
-    return base if is_one and hasattr(base, "base_model") else None
+    """The language model of transformers that `model` is, or that adapters of peft were put on.
+
+    None: it is no model of transformers, or one whose configuration has no number of blocks, such as ResNet.
+    """
+    base: Any = model
+    if "peft.peft_model.PeftModel" in _kinds(model):
+        base = base.get_base_model()
+    is_one = "transformers.modeling_utils.PreTrainedModel" in _kinds(base)
+    return base if is_one and _num_hidden_layers(base) is not None else None
+
+
+def _kinds(model: object) -> set[str]:
+    return {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
+
+
+def _num_hidden_layers(model: Any) -> int | None:
+    """What the configuration says; None: nothing. Its code may raise anything, such as of several texts."""
+    try:
+        found = model.config.get_text_config().num_hidden_layers
+    except Exception:
+        return None
+    return found if isinstance(found, int) else None
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -166,7 +183,7 @@ def num_blocks(model: nn.Module) -> int:
 
 def _blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """The path of the model's list of blocks, and that list."""
-    num_layers = model.config.get_text_config().num_hidden_layers
+    num_layers = _num_hidden_layers(model)
     lists = [
         (name, each)
         for name, each in model.named_modules()

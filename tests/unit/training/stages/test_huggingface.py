@@ -12,6 +12,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.training.stages import huggingface
 from smolcluster.training.stages.build import build_stage, model_input, num_layers, output_loss
 from smolcluster.training.stages.cut import Stage
+from smolcluster.training.stages.huggingface import language_model
 from smolcluster.training.workload import Workload
 from smolcluster.utils.seed import derive_seed
 
@@ -53,6 +54,39 @@ def of(architecture: str) -> Workload:
         return result
 
     return Workload(lambda: transformers.AutoModelForCausalLM.from_config(config), loss, [0])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8], "depths": [1]},
+        {"model_type": "convnext", "num_stages": 2, "hidden_sizes": [8, 16], "depths": [1, 1]},
+    ],
+)
+def test_a_model_that_says_no_number_of_blocks_is_no_language_model(config: dict[str, Any]) -> None:
+    kind = config.pop("model_type")
+    made = transformers.AutoConfig.for_model(kind, **config)
+    assert language_model(transformers.AutoModel.from_config(made)) is None
+
+
+def test_a_configuration_may_raise_anything() -> None:
+    class Several(transformers.LlamaConfig):  # type: ignore[misc, name-defined]
+        def get_text_config(self, **_: Any) -> Any:
+            raise ValueError("two text configurations")
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
+    model.config = Several(**GROUPED)
+    assert language_model(model) is None
+    model.config = {"num_hidden_layers": 3}
+    assert language_model(model) is None
+
+
+def test_a_method_of_a_users_model_is_not_taken_for_that_of_peft() -> None:
+    class Own(nn.Linear):
+        def get_base_model(self, name: str) -> str:
+            return name
+
+    assert language_model(Own(1, 1)) is None
 
 
 def batch() -> dict[str, Tensor]:

@@ -1,0 +1,92 @@
+"""A user's model is moved and put into its modes by methods that it may have overridden."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from smolcluster.errors import ConfigError, UserCodeError
+from smolcluster.training.modes import begin_training, evaluating, move
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
+        self.norm, self.last = nn.BatchNorm1d(2), nn.Linear(2, 1)
+
+
+class FrozenNorm(Net):
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+        self.norm.eval()
+
+
+class Beginner(Net):
+    def train(self, loader: Any, epochs: int) -> float:  # type: ignore[override]
+        raise AssertionError(loader, epochs)
+
+
+class Fails(Net):
+    def train(self, mode: bool = True) -> "Fails":  # noqa: ARG002
+        raise KeyError("phase")
+
+
+def test_an_override_of_train_is_respected_and_what_it_returns_ignored() -> None:
+    net = FrozenNorm()
+    begin_training(net)
+    assert (net.training, net.body.training, net.norm.training) == (True, True, False)
+    with evaluating(net):
+        assert not net.body.training
+    assert (net.body.training, net.norm.training) == (True, False)
+
+
+def test_a_method_called_train_that_trains_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Beginner\.train needs arguments"):
+        begin_training(Beginner())
+
+
+def test_an_exception_of_train_is_the_users() -> None:
+    with pytest.raises(UserCodeError, match="KeyError"):
+        begin_training(Fails())
+
+
+def test_a_norm_that_is_in_evaluation_mode_stays_in_it() -> None:
+    net = Net()
+    net.norm.eval()
+    assert begin_training(net) == ["norm"]
+    assert (net.norm.training, net.body.training) == (False, True)
+
+
+def test_a_frozen_backbone_in_evaluation_mode_stays_in_it() -> None:
+    net = Net()
+    net.body.eval().requires_grad_(False)
+    assert begin_training(net) == ["body"]
+    assert not net.body[1].training
+
+
+def test_a_trained_part_that_was_loaded_in_evaluation_mode_is_put_into_training_mode() -> None:
+    net = Net()
+    net.body.eval()
+    assert begin_training(net) == []
+    assert net.body[1].training
+
+
+def test_a_whole_model_in_evaluation_mode_is_put_into_training_mode() -> None:
+    net = Net().eval()
+    assert begin_training(net) == []
+    assert net.norm.training
+
+
+class MovesNothing(Net):
+    def to(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
+        return None
+
+
+def test_what_to_returns_is_ignored_and_it_has_to_move_the_module() -> None:
+    move(MovesNothing(), CPU)
+    with pytest.raises(ConfigError, match=r"body\.0\.weight is on cpu after MovesNothing\.to"):
+        move(MovesNothing(), torch.device("meta"))
