@@ -238,7 +238,7 @@ class Plan:
         if len(names) > 1 or not names <= DTYPES.keys():
             raise ConfigError(
                 f"model: its parameters are {', '.join(sorted(names))}, must all be one of "
-                f"{', '.join(DTYPES)}"
+                f"{', '.join(DTYPES)}: write model.float(), and compute under torch.autocast"
             )
         return DTYPES[names.pop()]
 

@@ -31,6 +31,7 @@ DEFAULT_BUCKET_BYTES = 1 << 20
 LOSS_SCALE = "loss_scale"
 AVERAGE = "ema."
 """Begins the names of the average's parameters in a checkpoint."""
+TRAINED_TYPES = (torch.float32, torch.float64)
 DIVERGENCE_REMEDY = "lower learning_rate, or clip gradients harder (gradient_clipping)"
 
 
@@ -281,13 +282,39 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     ]
     _check_dense(model)
     for name, param in found:
+        check_type(name, param)
         first_name, first = found[0]
         if param.dtype != first.dtype:
             raise ConfigError(
                 f"model: parameter {name} is {param.dtype}, but {first_name} is {first.dtype}; "
-                "give all parameters one type"
+                "give all parameters one type, such as by model.float()"
             )
     return sorted(found, key=lambda entry: not _decays(entry[1]))
+
+
+def check_type(name: str, parameter: Tensor) -> None:
+    """See that a parameter is of a type that is trained, the same in one process and on every cluster.
+
+    Raises:
+        ConfigError: it is not; the message says what to write.
+    """
+    if parameter.layout is not torch.strided:
+        raise ConfigError(
+            f"model: parameter {name} has the layout {parameter.layout}, must be dense: what is trained is "
+            "summed and sent as one flat tensor"
+        )
+    if parameter.dtype in TRAINED_TYPES:
+        return
+    remedy = "make it of real numbers (torch.view_as_real)"
+    if parameter.dtype in (torch.bfloat16, torch.float16):
+        remedy = (
+            "write model.float() (of a folder of weights: dtype=float32), and precision: bf16 or fp16 to "
+            "compute in fewer bits"
+        )
+    raise ConfigError(
+        f"model: parameter {name} is {parameter.dtype}, must be float32 or float64, in which weights are "
+        f"kept: {remedy}"
+    )
 
 
 def _check_dense(model: nn.Module) -> None:

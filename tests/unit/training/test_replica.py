@@ -326,3 +326,16 @@ def test_looking_for_the_layer_leaves_no_hooks_and_no_changed_weights() -> None:
     assert torch.equal(replica.params, before)
     assert not any(module._forward_hooks for module in replica.model.modules())
     assert math.isfinite(forward_backward(replica, inputs, targets))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_half_precision_are_refused_with_what_to_write(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=r"model\.float\(\).*precision: bf16"):
+        Replica(nn.Linear(2, 1).to(dtype), "sgd")
+
+
+def test_a_sparse_parameter_is_refused_by_name() -> None:
+    model = nn.Module()
+    model.edges = nn.Parameter(torch.eye(2).to_sparse())
+    with pytest.raises(ConfigError, match="parameter edges has the layout"):
+        Replica(model, "sgd")
