@@ -23,6 +23,7 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import Ended, module_of, server_overrides
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.owner import Owner, own_run
+from smolcluster.algorithms.supervision import TOOK_PART
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.cluster.listening import check_port
 from smolcluster.configs.function_name import known_here
@@ -208,7 +209,7 @@ def _following(
     ):
 
         def begin(run: RunConfig) -> None:
-            _tell_supervisor(args, own.begin(run))
+            _tell_supervisor(args, _folder_told(own.begin(run)))
 
         if args.run_id is not None:
             own.file_logs(args.run_id)
@@ -223,6 +224,7 @@ def _following(
             workload=args.workload and known_here(args.workload).text,
             own_folder=own.own_folder,
             on_run_known=begin,
+            on_ready=lambda: _tell_supervisor(args, TOOK_PART),
         )
         yield log.logger, own, place
 
@@ -270,7 +272,8 @@ def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace, held: type[He
         def begin(run_id: str) -> None:
             paths = create_run(root, run_id, newest=False)
             log.file_logs_to(paths.log_file("store", args.node), run_id)
-            _tell_supervisor(args, paths)
+            _tell_supervisor(args, _folder_told(paths))
+            _tell_supervisor(args, TOOK_PART)
 
         if args.run_id is not None:
             begin(args.run_id)
@@ -289,11 +292,15 @@ def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace, held: type[He
         )
 
 
-def _tell_supervisor(args: argparse.Namespace, paths: RunPaths) -> None:
-    """Let the supervisor, if there is one, know the run's folder."""
+def _folder_told(paths: RunPaths) -> bytes:
+    return os.fsencode(paths.root.absolute())
+
+
+def _tell_supervisor(args: argparse.Namespace, what: bytes) -> None:
+    """Let the supervisor, if there is one, know the run's folder, or that this process takes part."""
     if args.supervised is not None:
         with suppress(OSError):  # it has gone, and so shall we; or was told often enough
-            os.write(args.supervised, os.fsencode(paths.root.absolute()) + b"\0")
+            os.write(args.supervised, what + b"\0")
 
 
 def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Settings:

@@ -1,9 +1,9 @@
 """The supervisor of a worker or a store: it starts the process, and starts it again when it died.
 
 A process has died when it was killed (memory ran out, a driver crashed), when its device failed, or when it
-met an internal error. One that says itself why it ends is not started again: the run is over, the server
-refused it, the user's code raised an exception, the secret is wrong, the server stayed away for as long as
-the configuration lets it.
+met an internal error after it had taken part: before, the next one would meet it as well. One that says
+itself why it ends is not started again: the run is over, the server refused it, the user's code raised an
+exception, the secret is wrong, the server stayed away for as long as the configuration lets it.
 
 The process is in the supervisor's process group, so whoever ends the group ends both; who asks the supervisor
 alone to stop is handed on. Its standard input is a pipe of the supervisor's: when that is gone, however it
@@ -32,6 +32,8 @@ from smolcluster.utils.words import as_command
 
 SUPERVISED = "--supervised"
 """The option of a supervised process: where to write the folder of its run, a file descriptor."""
+TOOK_PART = b"took part"
+"""What it writes after that, once it takes part. Each ends with a NUL."""
 FIRST_DELAY_S, FACTOR = 1.0, 4.0
 SETTLED_S = 600.0
 """A process that lived for so long is not one that cannot live."""
@@ -55,16 +57,20 @@ class Decision:
     """How it died; empty: it has not, but said itself why it ended."""
 
 
-def decide(code: int, lived_s: float, num_restarts: int, allowed: int) -> Decision:
+def decide(
+    code: int, lived_s: float, num_restarts: int, allowed: int, *, took_part: bool = True
+) -> Decision:
     """Whether to start a process again, `num_restarts` times in a row so far of the `allowed` ones.
 
-    `code`: its exit code; minus a signal's number when that ended it.
+    `code`: its exit code; minus a signal's number when that ended it. `took_part`: whether it came so far.
     """
     if lived_s >= SETTLED_S:
         num_restarts = 0
     if -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) or (code >= 0 and code not in _DIED):
         return Decision(None, num_restarts)
     how = _DIED.get(code) or f"was ended by {_signal_name(-code)}"
+    if code == BUG and not took_part:
+        return Decision(None, num_restarts, f"{how} before it took part")
     if num_restarts >= allowed:
         return Decision(None, num_restarts, how)
     return Decision(FIRST_DELAY_S * FACTOR**num_restarts, num_restarts + 1, how)
@@ -110,17 +116,23 @@ def supervise(role: str, node: str, rank: int | None, allowed: int, *, named: bo
     num_restarts = 0
     while True:
         began = time.monotonic()
-        code, told = _life(command, stopping)
+        code, (told, *more) = _life(command, stopping)
         folder = told or folder
-        decision = decide(code, time.monotonic() - began, num_restarts, allowed)
+        lived_s, took_part = time.monotonic() - began, TOOK_PART in more
+        decision = decide(code, lived_s, num_restarts, allowed, took_part=took_part)
         num_restarts = decision.num_restarts
         if stopping.signum is not None or not decision.reason:
             return code if code >= 0 else 128 - code
         if decision.delay_s is None:
+            is_spent = took_part or code != BUG
+            why = (
+                f"that was done {allowed} times (restarts)"
+                if is_spent
+                else "it would meet it again"
+            )
             say(
                 "error",
-                f"error: this {role} {decision.reason}, and is not started again: that was done {allowed} "
-                f"times (restarts){brought_back}",
+                f"error: this {role} {decision.reason}, and is not started again: {why}{brought_back}",
             )
             return code if code >= 0 else 128 - code
         say(
@@ -132,8 +144,8 @@ def supervise(role: str, node: str, rank: int | None, allowed: int, *, named: bo
             return 128 + asked_by
 
 
-def _life(command: Sequence[str], stopping: Stopping) -> tuple[int, bytes]:
-    """Run the process until its end; its exit code, and the folder of its run if it came so far."""
+def _life(command: Sequence[str], stopping: Stopping) -> tuple[int, list[bytes]]:
+    """Run the process until its end; its exit code, and what it told: the folder of its run, and more."""
     hears, tells = os.pipe()
     for end in (hears, tells):
         os.set_blocking(end, False)
@@ -146,8 +158,8 @@ def _life(command: Sequence[str], stopping: Stopping) -> tuple[int, bytes]:
                 stopping.hand_on()
             code = stopping.process.wait()
         with suppress(BlockingIOError):
-            return code, os.read(hears, 1 << 16).split(b"\0")[0]
-        return code, b""
+            return code, os.read(hears, 1 << 16).split(b"\0")
+        return code, [b""]
     finally:
         stopping.process = None
         os.close(hears)

@@ -92,6 +92,8 @@ class WorkerSetup:
     own_folder: Callable[[str], Path] | None = None
     """Where the worker keeps what is its own of the run of that id; None: nowhere."""
     on_run_known: Callable[[RunConfig], object] = lambda _: None
+    on_ready: Callable[[], object] = lambda: None
+    """Called when what is trained is built and the server is told so."""
     on_stats: Callable[[Telemetry], None] = lambda _: None
     """Hears of every report that goes to the server, in the session's thread; must not block."""
 
@@ -353,6 +355,7 @@ class _Life:
             self._place.on_run_known(welcome.run)
             participant = self._prepare(welcome, link.check)
             link.begin(participant.new_receiver(), self._ready(participant, welcome.run))
+            self._place.on_ready()
             participant.take_part(link)
         except (RunOver, RunFailed):
             close_message = Goodbye(reason="the run is over")

@@ -42,6 +42,7 @@ from smolcluster.net.session import Receiver, Session
 from smolcluster.ps.push import bucket_spec
 from smolcluster.training.buffers import plain_name
 from smolcluster.training.fingerprint import frozen_digest
+from smolcluster.training.lazy import check_shapes
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
 from smolcluster.training.workload import Workload
 from smolcluster.transport.connection import listen
@@ -179,6 +180,7 @@ class Plan:
 
     @classmethod
     def of(cls, model: nn.Module, num_samples: int, *, is_counted: bool) -> Self:
+        check_shapes(model)
         layers = tuple(layer for layer, _ in state_of(model))
         return cls(layers, num_samples, is_counted, frozen_digest(model))
 

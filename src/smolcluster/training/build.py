@@ -18,6 +18,7 @@ from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
 from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate
 from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
+from smolcluster.training.lazy import give_shapes
 from smolcluster.training.local_copy import Fragments, LocalCopy, OwnCopy
 from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.optimizer import LocalOptimizer
@@ -219,6 +220,7 @@ class TrainingContext:
         if workload.validation is None or self.replica.device.type == "meta":
             return None
         held_out, device = workload.validation, self.eval_device or self.replica.device
+        workload.bring_losses(device)
         copied = (self.replica.copy_model() if model is None else model).to(device)
 
         def compute(at_once: int) -> Evaluation:
@@ -287,6 +289,9 @@ def build(
         log.info("in evaluation mode, and left in it: %s", a_few(replica.resting))
     unused = UnusedParameters(replica, log)
     prefetch = prefetch_of(workload.train, user_code)
+    if not is_outline:
+        workload = workload.watched()
+        workload.bring_losses(device)
     workload = workload.to(device)
     return TrainingContext(workload, replica, seed, at_most, evaluated, unused, prefetch)
 
@@ -311,6 +316,7 @@ def stage_replica(
 ) -> Replica:
     """These layers of the model that `training` outlines, with their initial weights, on `device`."""
     workload, outlined = training.workload, training.replica
+    workload.bring_losses(device)
     return Replica(
         build_stage(workload, layers.start, layers.stop, training.seed, device, log=log),
         workload.training.optimizer_for(train),
@@ -326,7 +332,9 @@ def stage_replica(
 def _new_model(workload: Workload, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
-        return workload.new_model()
+        model = workload.new_model()
+        give_shapes(model, workload, seed)
+        return model
 
 
 def _as_it_is(batch: Batch) -> Batch:

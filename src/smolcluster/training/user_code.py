@@ -53,10 +53,10 @@ def user_code(what: str) -> Iterator[None]:
 
 def wrong_result(what: str, function: Callable[..., Any], problem: str) -> UserCodeError:
     """An error about what a user's function returned; it names where the function is defined."""
-    plain = function
+    plain: Any = inspect.unwrap(function)
     while isinstance(plain, partial):
-        plain = plain.func
-    code = getattr(inspect.unwrap(plain), "__code__", None)
+        plain = inspect.unwrap(plain.func)
+    code = getattr(plain, "__code__", None)
     if code is None:
         return UserCodeError(f"{what}: {problem}")
     where = _place(what, code.co_qualname, code.co_filename, code.co_firstlineno)

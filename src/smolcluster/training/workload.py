@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from smolcluster.data.dataset import Batch, Elsewhere
 from smolcluster.data.loading import Collate, Data, StreamSamples, samples_of
 from smolcluster.errors import ConfigError
+from smolcluster.training.criterion import WatchedLoss, bring_modules, check_untrained
 from smolcluster.training.recipe import Training
 from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.transport.messages import DataSizes, ServedData
@@ -92,12 +93,14 @@ class Workload:
                 then is one that returns the output.
 
         Raises:
-            ConfigError: a metric has the loss's name.
+            ConfigError: a metric has the loss's name, or the loss is a module with parameters to train.
         """
         for taken in {"", "loss"}.intersection(metrics):
             raise ConfigError(
                 f"a metric is named {taken!r}, which is the loss: choose another name"
             )
+        check_untrained("loss", loss)
+        check_untrained("output_loss", output_loss)
         self.maker = model
         self.loss = loss
         self.train = samples_of(train, collate, samples_per_epoch, user_code)
@@ -177,6 +180,16 @@ class Workload:
         moved.train = self.train.to(device)
         moved.validation = None if self.validation is None else self.validation.to(device)
         return moved
+
+    def bring_losses(self, device: torch.device) -> None:
+        """Have what loss and metrics refer to, such as weights of classes, on the device that computes."""
+        bring_modules([self.loss, *self.metrics.values()], device, but=self.maker)
+
+    def watched(self) -> Self:
+        """The same with a loss that is refused where it depends on parameters that are not the model's."""
+        watching = copy.copy(self)
+        watching.loss = WatchedLoss(self.loss)
+        return watching
 
     def _sizes(self) -> str:
         held_out = 0 if self.validation is None else self.validation.num_samples

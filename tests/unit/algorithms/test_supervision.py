@@ -23,12 +23,14 @@ from smolcluster.utils.stopping import Interrupted
 folder, ending = Path(sys.argv[1]), sys.argv[2]
 def body():
     os.write(int(sys.argv[-1]), os.fsencode(folder) + b"\\0")
+    if ending != "early bug":
+        os.write(int(sys.argv[-1]), supervision.TOOK_PART + b"\\0")
     try:
         with (folder / "lives").open("a") as file:
             file.write(f"{os.getpid()} ")
         if ending == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif ending == "bug":
+        elif ending.endswith("bug"):
             1 / 0
         elif ending.isdigit():
             raise SystemExit(int(ending))
@@ -123,6 +125,15 @@ def test_after_so_many_restarts_it_gives_up_and_says_so_in_the_log(
     assert "not started again" in said.splitlines()[-1]
     log = (tmp_path / "logs/worker-rank0-pi5.log").read_text().splitlines()
     assert [json.loads(line)["level"] for line in log] == ["WARNING"] * 3 + ["ERROR"]
+
+
+def test_who_meets_an_internal_error_before_he_takes_part_is_not_started_again(
+    start: Start,
+) -> None:
+    supervised = start("early bug")
+    ended, said = supervised.end()
+    assert (ended, len(supervised.lives)) == (70, 1)
+    assert "before it took part, and is not started again" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize("code", [0, 2, 77, 78])

@@ -1,7 +1,7 @@
 """What two machines compare before they train together, and what is said of an adapter's base."""
 
 import copy
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_the_base_of_adapters_is_what_is_frozen_below_them() -> None:
 
 
 class Forwards(nn.Linear):
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         if name == "peft_config":
             raise KeyError(name)
         return super().__getattr__(name)

@@ -111,6 +111,7 @@ class MeshTrainer:
         self._meter, self.num_samples_here = meter or Meter(), 0
         self.num_samples = workload.train.num_samples
         self._train = workload.training.applied_to(train)
+        workload.bring_losses(groups.device)
         self._seed, self._config, self._num_parts = seed, config, config.microbatches
         part = groups["tp"] if groups.sizes.sequence_parallel else 0
         self._seeds = LayerSeeds(seed, groups.device, part=part)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import ConfigError, SmolclusterError
+from smolcluster.training.lazy import check_shapes
 from smolcluster.training.modes import begin_training
 from smolcluster.training.pretrained import Pretrained
 from smolcluster.training.stages.cut import Stage, layers_of
@@ -137,7 +138,10 @@ def _recorded(workload: Workload) -> tuple[nn.Module, Tape | None]:
         with recording() as tape:
             model = workload.new_model()
     except SmolclusterError:
-        return workload.new_model(), None
+        model = workload.new_model()
+        check_shapes(model)
+        return model, None
+    check_shapes(model)
     _check_new(model, workload)
     return model, tape
 

@@ -1,0 +1,108 @@
+"""A loss with parameters that nobody trains is refused by name, wherever they are."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from smolcluster.errors import ConfigError
+from smolcluster.training.criterion import WatchedLoss, modules_of
+from smolcluster.training.workload import Workload
+
+Loss = Callable[[nn.Module, Any], Any]
+GLOBAL = nn.Linear(4, 8)
+BATCH = torch.randn(3, 6), torch.tensor([0, 1, 2])
+
+
+class Arc(nn.Module):
+    def __init__(self, *, trained: bool = True) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(8, 4), requires_grad=trained)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(-torch.cdist(model(batch[0]), self.centres), batch[1])
+
+
+class Holds:
+    def __init__(self) -> None:
+        self.arc = Arc()
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        result: Tensor = self.arc(model, batch)
+        return result
+
+
+def of_global(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(GLOBAL(model(batch[0])), batch[1])
+
+
+def closure() -> Loss:
+    arc = Arc()
+    return lambda model, batch: (arc(model, batch), 1)
+
+
+def hidden() -> Loss:
+    arcs = {"deep": {"deeper": [Arc().forward]}}
+    return lambda model, batch: (arcs["deep"]["deeper"][0](model, batch), 1)
+
+
+def weighed(scale: nn.Module, model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(scale(model(batch[0])), batch[1])
+
+
+@pytest.mark.parametrize("loss", [Arc(), Arc().forward, partial(Arc())])
+def test_a_loss_that_is_a_module_with_parameters_is_refused_at_once(loss: Loss) -> None:
+    with pytest.raises(ConfigError, match=r"the loss Arc has parameters \(centres\)"):
+        Workload(lambda: nn.Linear(6, 4), loss, [0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (Holds(), "arc.centres"),
+        (closure(), "arc.centres"),
+        (of_global, "GLOBAL.weight"),
+        (partial(weighed, nn.Linear(4, 8)), "weight"),
+        (hidden(), "one of shape (8, 4)"),
+    ],
+)
+def test_parameters_that_only_the_loss_knows_are_found_in_its_first_value(
+    loss: Loss, name: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        WatchedLoss(loss)(nn.Linear(6, 4), BATCH)
+    assert name in str(raised.value)
+    assert "make it a part of the model" in str(raised.value)
+
+
+def test_what_gets_no_gradient_is_no_fault() -> None:
+    teacher = nn.Linear(6, 4)
+    model = nn.Linear(6, 4)
+
+    def loss(trained: nn.Module, batch: Any) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(batch[0])
+        return functional.mse_loss(trained(batch[0]), wanted)
+
+    assert WatchedLoss(loss)(model, BATCH).requires_grad
+    assert WatchedLoss(Arc(trained=False))(model, BATCH).requires_grad
+    Workload(lambda: nn.Linear(6, 4), Arc(trained=False), [0])
+
+
+def test_the_weights_of_classes_of_a_criterion_move_with_the_model() -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(4))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        result: Tensor = criterion(model(batch[0]), batch[1])
+        return result
+
+    model = nn.Linear(6, 4)
+    workload = Workload(model, loss, [0], metrics={"same": lambda _m, _b: (model.weight.sum(), 1)})
+    assert [name for name, _ in modules_of(loss)] == ["criterion"]
+    workload.bring_losses(torch.device("meta"))
+    assert criterion.weight is not None
+    assert (criterion.weight.device.type, model.weight.device.type) == ("meta", "cpu")
