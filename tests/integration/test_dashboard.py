@@ -70,10 +70,9 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 @pytest.fixture
 def browser(chromium: Chrome) -> Iterator[Chrome]:
-    """The browser as if it were new: what it keeps belongs to an address with a port, but for cookies."""
+    """The browser as if it were new: what it keeps belongs to an address with a port."""
     yield chromium
     chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    chromium.execute_cdp_cmd("Network.clearBrowserCookies", {})
     chromium.get("about:blank")
     complaints(chromium)
 
@@ -199,7 +198,10 @@ def test_a_run_that_goes_on_is_shown_as_it_is(processes: Processes, browser: Chr
     assert "server mini1 and 2 workers" in label
 
     eventually(lambda: count(browser, "#curves canvas") >= 4)
-    script = "const done = arguments[1]; fetch(arguments[0]).then((it) => it.json()).then(done)"
+    script = (
+        "const done = arguments[1];"
+        "import('/static/ask.js').then(({ ask }) => ask(arguments[0])).then((it) => it.json()).then(done)"
+    )
     points: list[tuple[int, float]] = []
 
     def are_read() -> bool:
@@ -220,7 +222,7 @@ def test_a_run_that_goes_on_is_shown_as_it_is(processes: Processes, browser: Chr
         assert 0.9999 * min(near) <= loss <= 1.0001 * max(near), step
 
     resources = "return performance.getEntriesByType('resource').map((each) => each.name)"
-    origin = address.partition("/?")[0]
+    origin = address.partition("/#")[0]
     assert all(name.startswith(f"{origin}/") for name in run_js(browser, resources))
     assert complaints(browser) == []
 
@@ -417,8 +419,9 @@ def test_without_the_token_the_browser_shows_what_to_do(
 ) -> None:
     made_runs(processes)
     _, address = dashboard(processes, "edp-first")
-    browser.get(address.partition("?")[0])
-    assert "Open the whole address" in text_of(browser, "body")
+    browser.get(address.partition("#")[0])
+    eventually(lambda: "open the whole address" in text_of(browser, "#problems"))
+    assert "edp-first" not in text_of(browser, "body")
 
 
 def test_stages_of_a_pipeline_have_columns_and_links_between_them(

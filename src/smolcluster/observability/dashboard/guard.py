@@ -1,8 +1,10 @@
-"""Who may see the page: whoever has the token, at the page's own address.
+"""Who may see runs: whoever has the token, at the page's own address.
 
-The token comes once in the address, and goes on as a cookie that no script can read. `Host` is checked, so
-that no other name can be made to mean this machine (DNS rebinding), and `Origin`, so that no other page can
-read what is here. Nothing here can be changed by a request.
+The page itself, which holds nothing of a run, is for everybody at that address. It takes the token from
+behind the `#` of the printed address, which browsers send nobody, and puts it into a header of each request.
+No cookie has it: browsers send those to every port of a machine, and so to other people's programs there.
+`Host` is checked, so that no other name can be made to mean this machine (DNS rebinding), and `Origin`, so
+that no other page can read what is here. Nothing here can be changed by a request.
 """
 
 import ipaddress
@@ -10,10 +12,8 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import parse_qs
 
-from starlette.requests import cookie_parser
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADERS = {
@@ -28,20 +28,7 @@ HEADERS = {
 }
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">
-<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">
-<title>smolcluster</title>{head}</head>
-<body><p>{text}</p></body></html>
-"""
-UNKNOWN = _PAGE.format(
-    head="",
-    text="This page needs its token. Open the whole address that <code>smolcluster dashboard</code> has "
-    "printed in its terminal; it ends in <code>?token=…</code>",
-)
-OPENING = _PAGE.format(
-    head='<meta http-equiv="refresh" content="0;url=/">', text='<a href="/">To the dashboard</a>'
-)
+UNKNOWN = "this needs the token: open the whole address that `smolcluster dashboard` prints in its terminal\n"
 
 
 @dataclass(frozen=True)
@@ -52,25 +39,23 @@ class Access:
         token: the secret.
         names: what `Host` may say, without a port.
         takes_addresses: whether it may also be any number: then no name can be made to mean this machine.
-        cookie: the cookie's name; browsers share cookies between the ports of a machine.
     """
 
     token: str
     names: frozenset[str]
     takes_addresses: bool
-    cookie: str
 
     def verdict(
-        self, path: str, query: str, headers: Mapping[str, str]
-    ) -> Literal["welcome", "new", "unknown", "stranger"]:
-        """Welcome: has the cookie; new: has brought the token; stranger: comes from another page or name."""
+        self, path: str, headers: Mapping[str, str]
+    ) -> Literal["welcome", "unknown", "stranger"]:
+        """Welcome: has the token, or wants the bare page; stranger: comes from another page or name."""
         if not self._is_own_address(headers):
             return "stranger"
-        if path == "/" and (given := parse_qs(query).get("token")):
-            return "new" if self._is_token(given[0]) else "unknown"
-        # Read as leniently as browsers send: cookies of other ports' pages come with it.
-        cookies = cookie_parser(headers.get("cookie", ""))
-        return "welcome" if self._is_token(cookies.get(self.cookie, "")) else "unknown"
+        if path == "/" or path.startswith("/static/"):
+            return "welcome"
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        is_token = secrets.compare_digest(given.encode(), self.token.encode())
+        return "welcome" if is_token else "unknown"
 
     def _is_own_address(self, headers: Mapping[str, str]) -> bool:
         host = headers.get("host", "")
@@ -84,17 +69,13 @@ class Access:
             is_shown or from_where in ("same-origin", "none")
         )
 
-    def _is_token(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode(), self.token.encode())
 
-
-def access_for(host: str, port: int, hostname: str, token: str) -> Access:
+def access_for(host: str, hostname: str, token: str) -> Access:
     """What a request must have where the server listens on `host`; `hostname` is this machine's name."""
-    name = f"smolcluster-{port}"
     if host in LOOPBACK:
-        return Access(token, LOOPBACK, False, name)
+        return Access(token, LOOPBACK, takes_addresses=False)
     own = {host, hostname, f"{hostname.partition('.')[0]}.local"}
-    return Access(token, LOOPBACK | {each.lower() for each in own}, True, name)
+    return Access(token, LOOPBACK | {each.lower() for each in own}, takes_addresses=True)
 
 
 class Guard:
@@ -117,26 +98,12 @@ class Guard:
         }
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("only GET is answered here\n", 405)
-        match self._access.verdict(scope["path"], scope["query_string"].decode("latin-1"), headers):
+        match self._access.verdict(scope["path"], headers):
             case "welcome":
                 return self._app
-            case "new":
-                return self._opened()
             case "unknown":
-                return HTMLResponse(UNKNOWN, 401)
+                return PlainTextResponse(UNKNOWN, 401)
         return PlainTextResponse("the request comes from another page or by another name\n", 403)
-
-    def _opened(self) -> Response:
-        """A page that goes on to the dashboard.
-
-        No redirect: where another program or page has opened the address, a browser would follow one without
-        the cookie, which is for this page's own requests only.
-        """
-        response = HTMLResponse(OPENING)
-        response.set_cookie(
-            self._access.cookie, self._access.token, httponly=True, samesite="strict", path="/"
-        )
-        return response
 
 
 def _with_headers(send: Send) -> Send:

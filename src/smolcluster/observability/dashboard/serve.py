@@ -55,9 +55,9 @@ def serve(
     listener = bound(host, port)
     own_port = listener.getsockname()[1]
     token = secrets.token_urlsafe(24)
-    access = access_for(host, own_port, socket.gethostname(), token)
+    access = access_for(host, socket.gethostname(), token)
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
-    address = f"http://{format_address(shown, own_port)}/?token={token}"
+    address = f"http://{format_address(shown, own_port)}/#token={token}"
     say(f"dashboard: {address}")
     say("Ctrl-C ends it; training goes on")
     config = server_config(Guard(make_app(views, chosen), access))

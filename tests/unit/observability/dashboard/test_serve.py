@@ -50,12 +50,12 @@ def test_the_browsers_command_line_has_no_token_and_a_confined_browser_may_read_
         (elsewhere, home),
         (home / ".cache/runs", home),
     ):
-        with opened("http://127.0.0.1:8265/?token=secret", (run, home)):
+        with opened("http://127.0.0.1:8265/#token=secret", (run, home)):
             [file] = used.glob("dashboard-*.html")
             assert opened_files.pop() == file.as_uri()
             assert "secret" not in file.as_uri()
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
-            assert "0;url=http://127.0.0.1:8265/?token=secret" in file.read_text()
+            assert "0;url=http://127.0.0.1:8265/#token=secret" in file.read_text()
         assert not file.exists()
 
 

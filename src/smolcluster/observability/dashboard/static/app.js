@@ -1,5 +1,6 @@
 // The page: which run is shown, what comes from it, and the parts that draw it.
 
+import { ask, follow } from "./ask.js";
 import { el, byId, say } from "./dom.js";
 import { compact, count, duration, NONE, number, percent } from "./format.js";
 import { drawCluster } from "./cluster.js";
@@ -12,12 +13,7 @@ const SERIES_EVERY_MS = 2000, SILENT_MS = 5000;
 let run = null, source = null, state = null, heardAt = 0, timer = 0, isLoading = false;
 let have = { series: -1, events: -1 };
 
-async function read(path) {
-  const answer = await fetch(path);
-  if (answer.status === 401) throw new Error("the token is not known any more: open the address that the terminal shows");
-  if (!answer.ok) throw new Error((await answer.text()).trim());
-  return answer.json();
-}
+const read = async (path) => (await ask(path)).json();
 
 const own = (what) => `/api/runs/${encodeURIComponent(run)}/${what}`;
 
@@ -47,27 +43,22 @@ function show(name) {
   closeLogs();
   drawTimeline({ events: [], counts: {} });
   heardAt = Date.now();
-  source = new EventSource(own("stream"));
-  source.addEventListener("state", (event) => { heardAt = Date.now(); take(JSON.parse(event.data)); });
-  source.addEventListener("lines", (event) => newLines(JSON.parse(event.data)));
-  source.addEventListener("error", () => { drawFreshness(); explain(source); });
   // The first state says that the log files are followed from here on; what was written before is read, again after a break.
-  source.addEventListener("open", ({ target }) => target.addEventListener("state", () => openLogs(name), { once: true }));
-}
-
-/** Why there is no stream: a browser does not tell. */
-async function explain(failed) {
-  if (failed.readyState !== EventSource.CLOSED) return;
-  const name = run;
-  try {
-    await read(own("state"));
-    setTimeout(() => { if (name === run && failed === source) show(name); }, 2000);
-  } catch (error) {
-    if (name !== run || failed !== source) return;
-    drawProblems([error.message]);
-    drawFreshness();
-    setTimeout(() => { if (name === run && failed === source) explain(failed); }, 3000);
-  }
+  let isNew = false;
+  source = follow(own("stream"), {
+    opened: () => { isNew = true; },
+    state: (next) => {
+      heardAt = Date.now();
+      take(next);
+      if (isNew) openLogs(name);
+      isNew = false;
+    },
+    lines: newLines,
+    broken: (reason) => {
+      if (reason) drawProblems([reason]);
+      drawFreshness();
+    },
+  });
 }
 
 function take(next) {

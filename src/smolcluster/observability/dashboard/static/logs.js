@@ -1,5 +1,6 @@
 // Log lines: the newest at the bottom. The server searches the files; what comes later is filtered here.
 
+import { ask } from "./ask.js";
 import { el, byId, say, rankColour } from "./dom.js";
 import { clock, count, moment, title } from "./format.js";
 
@@ -30,9 +31,7 @@ export async function openLogs(chosen) {
   const address = `/api/runs/${encodeURIComponent(run)}/logs?${query}`;
   let found;
   try {
-    const answer = await fetch(address, { signal });
-    if (!answer.ok) throw new Error(await answer.text());
-    found = await answer.json();
+    found = await (await ask(address, { signal })).json();
   } catch (error) {
     if (signal.aborted) return;
     isLoading = false;
@@ -108,9 +107,13 @@ function moreButton(entry, row, text) {
   const button = el("button", { type: "button", class: "plain more" }, `more (${count(entry.more)} characters)`);
   button.addEventListener("click", async () => {
     const query = new URLSearchParams({ file: entry.file, offset: entry.offset });
-    const answer = await fetch(`/api/runs/${encodeURIComponent(run)}/line?${query}`);
-    if (!answer.ok) { say(button, "it is not there any more"); return; }
-    const whole = await answer.json();
+    let whole;
+    try {
+      whole = await (await ask(`/api/runs/${encodeURIComponent(run)}/line?${query}`)).json();
+    } catch {
+      say(button, "it is not there any more");
+      return;
+    }
     say(text, printable(whole.message));
     const detail = row.querySelector("pre");
     if (detail) say(detail, printable(whole.detail, true));
