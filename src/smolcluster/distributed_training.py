@@ -104,7 +104,12 @@ def parser() -> argparse.ArgumentParser:
         help="profile some steps of all ranks; which ones --override profile.wait=10 profile.active=3 says",
     )
     what = made.add_argument_group("training")
-    what.add_argument("--config", default="stdlib", help="training file, or a shipped name")
+    what.add_argument(
+        "--config",
+        metavar="FILE",
+        help="training file, or a shipped name; default stdlib, a small GPT that needs no download, or "
+        "gpt_config.yaml beside the cluster file or edited",
+    )
     what.add_argument("--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     for name in ("hidden-size", "attention-heads", "layers", "max-seq-length", "vocab-size"):
         what.add_argument(f"--{name}", type=int)
@@ -190,16 +195,18 @@ def configuration(
     Raises:
         ConfigError: a file, key or value is wrong.
     """
+    from smolcluster.configs.meant import SMALL_GPT, training_source  # noqa: PLC0415
     from smolcluster.configs.resolve import load_settings, workload_overrides  # noqa: PLC0415
     from smolcluster.configs.schema import config_of  # noqa: PLC0415 - they take time
 
     keys = stated_keys(args) if args.cluster else mesh_keys(args, world_size or 1)
     texts = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    train_file = training_source(args.config, args.cluster, default=SMALL_GPT)
 
     def settings_with(*more: str) -> "Settings":
         return load_settings(
             args.cluster or default_algorithm().name,
-            args.config,
+            train_file,
             args.machine if args.cluster else None,
             [*texts, *more, *workload_overrides(args.workload)],
             local=True,

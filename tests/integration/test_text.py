@@ -299,11 +299,11 @@ def test_edp_gpt_on_a_cluster_is_the_documented_gpt(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_gpt_on_one_machine_means_the_small_one(
+def test_a_gpt_that_is_named_is_trained_on_one_machine_too(
     capsys: pytest.CaptureFixture[str], algorithm: str
 ) -> None:
     server, *_ = plan(capsys, algorithm, "--local", "--train-config", "gpt")
-    assert "--train-config stdlib" in server
+    assert "--train-config gpt" in server
     assert main(["launch", algorithm, "--train-config", "gpt", "--dry-run"]) == 0
     assert DOCUMENTED_GPT in capsys.readouterr().out
 

@@ -125,7 +125,8 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
 ) -> None:
     overrides = ["--override", "port=6000", "threads=2"]
     assert main(["launch", name, "--local", "--workers", "2", "--dry-run", *overrides]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert "nn_config_digits.yaml: SimpleNN on digits; to choose another: --train-config" in first
     assert lines[::2] == ["server mini1:", "worker 1 (pi5):", "worker 2 (win):"]
     assert f"{get_algorithm(name).server} --local --workers 2 --run-id {name}-" in lines[1]
     assert all(str(get_algorithm(name).worker) in line for line in lines[3::2])
@@ -164,7 +165,10 @@ def test_a_dry_run_of_a_mesh_prints_what_each_place_gets(
         (["--on", "kubernetes", *image], "completionMode: Indexed"),
     ):
         assert main(["launch", "mesh", "--dry-run", *options]) == 0
-        assert told in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert told in printed
+        first = printed.splitlines()[1 if printed.startswith("#!") else 0]
+        assert "gpt_config_stdlib.yaml: GPT on stdlib; to choose another: --train-config" in first
     assert list(nothing_starts.iterdir()) == []
 
 
@@ -200,7 +204,7 @@ def test_threads_set_for_one_node_stay(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["launch", "edp", "--local", "--dry-run", "--override", "nodes.win.threads=2"]) == 0
-    lines = capsys.readouterr().out.splitlines()[1::2]
+    lines = capsys.readouterr().out.splitlines()[2::2]
     assert ["threads=1" in line for line in lines] == [True, True, False, True]
 
 

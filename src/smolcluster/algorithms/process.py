@@ -27,12 +27,12 @@ from smolcluster.algorithms.supervision import TOOK_PART
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.cluster.listening import check_port
 from smolcluster.configs.function_name import known_here
+from smolcluster.configs.meant import cluster_source, training_source
 from smolcluster.configs.resolve import (
     Settings,
     check_algorithm,
     check_has_local_steps,
     check_node_overrides,
-    default_training,
     load_settings,
     workload_overrides,
 )
@@ -115,14 +115,7 @@ def serve(
     args: argparse.Namespace,
     serve_run: Callable[[ServerContext], Summary],
 ) -> None:
-    settings = load_settings(
-        args.config or algorithm,
-        args.train_config or default_training(args.workload, "digits" if args.local else "nn"),
-        None,
-        [*args.override, *workload_overrides(args.workload)],
-        local=args.local,
-        local_workers=args.workers,
-    )
+    settings = server_settings(algorithm, args)
     check_algorithm(settings, algorithm)
     console = SteadyConsole(stderr=True)
     named = not args.stop_on_stdin_eof
@@ -303,6 +296,23 @@ def _tell_supervisor(args: argparse.Namespace, what: bytes) -> None:
             os.write(args.supervised, what + b"\0")
 
 
+def server_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Settings:
+    """What the command line, environment and files of a server say; the files are those of a launch.
+
+    Raises:
+        ConfigError: one line with what is wrong.
+    """
+    cluster_file = cluster_source(args.config, algorithm)
+    return load_settings(
+        cluster_file,
+        training_source(args.train_config, cluster_file, workload=args.workload),
+        None,
+        [*args.override, *workload_overrides(args.workload)],
+        local=args.local,
+        local_workers=args.workers,
+    )
+
+
 def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Settings:
     """What the command line, environment and cluster file of a worker, or a store, say.
 
@@ -312,7 +322,7 @@ def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Setti
     check_node_overrides(args.override)
     overrides = [*args.override, *server_overrides(args.server, args.node)]
     return load_settings(
-        args.config or algorithm,
+        cluster_source(args.config, algorithm),
         "digits",
         args.node,
         overrides,

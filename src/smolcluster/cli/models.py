@@ -26,7 +26,7 @@ def _train(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="Training file or shipped name.  [default: digits; with --resume the run's own]",
+            help="Training file or shipped name.  [default: as a launch's; with --resume the run's own]",
         ),
     ] = None,
     default_config: Annotated[str, typer.Option("--default-config", hidden=True)] = "digits",
@@ -43,13 +43,14 @@ def _train(
     override: Overrides = None,
 ) -> int:
     """Train in this single process: the baseline that a cluster is compared with."""
-    from smolcluster.configs.resolve import default_training, workload_overrides  # noqa: PLC0415
+    from smolcluster.configs.meant import training_source  # noqa: PLC0415 - takes time
+    from smolcluster.configs.resolve import workload_overrides  # noqa: PLC0415
     from smolcluster.launch.saved import train_or_go_on  # noqa: PLC0415 - see above
 
     return train_or_go_on(
         config,
         [*(override or []), *workload_overrides(workload)],
-        default=default_training(workload, default_config),
+        default=training_source(None, default=default_config, workload=workload),
         run_id=run_id,
         resume=resume,
     )

@@ -98,8 +98,8 @@ TrainFile = Annotated[
     typer.Option(
         "--train-config",
         metavar="FILE",
-        help="Training file or shipped name; gpt with --local means stdlib, a small GPT that needs no "
-        "download.  [default: digits, or what the command says]",
+        help="Training file or shipped name.  [default: nn_config.yaml beside the cluster file, else the "
+        "shipped one if it is edited, else digits; of a GPT gpt_config.yaml and stdlib]",
     ),
 ]
 Workload = Annotated[

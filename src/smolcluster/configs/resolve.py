@@ -409,11 +409,6 @@ def without_workload(overrides: Iterable[str]) -> list[str]:
     ]
 
 
-def default_training(workload: str | None, otherwise: str) -> str:
-    """The shipped training file of who names none: `otherwise`, or the one for a workload."""
-    return otherwise if workload is None else WORKLOAD
-
-
 def _is_secret(assignment: OverrideValue) -> bool:
     path = assignment.path
     return path[0] == ENV or (path[0] == "nodes" and path[2:3] == (ENV,))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from smolcluster.cluster.listening import check_port
 from smolcluster.configs.load import Kind, find_config, shipped_names
+from smolcluster.configs.meant import written_here
 from smolcluster.configs.resolve import Settings, check_algorithm
 from smolcluster.configs.schema import config_of
 from smolcluster.launch.group_plan import plan_group_local
@@ -18,7 +19,7 @@ from smolcluster.launch.observe.beside import announce, beside_others, stack_for
 from smolcluster.launch.plan import Request, plan_local
 from smolcluster.launch.prepare import Machine
 from smolcluster.launch.remote import LaunchOptions, go_on, inherited, launch_remote, wants_window
-from smolcluster.launch.requests import check_model, naming_workload, settings_of, written_here
+from smolcluster.launch.requests import check_model, naming_workload, settings_of
 from smolcluster.launch.run import Run
 from smolcluster.launch.shipping import loki_of
 from smolcluster.observability.terminal import SteadyConsole, print_line

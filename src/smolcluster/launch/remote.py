@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict
 
 from smolcluster.configs.load import dump_yaml, find_config, read_config
+from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
 from smolcluster.configs.nested import flatten, is_nested
 from smolcluster.configs.resolve import check_algorithm, workload_overrides
 from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, NodeConfig
@@ -42,9 +43,7 @@ from smolcluster.launch.prepare import (
     settings_in,
 )
 from smolcluster.launch.requests import (
-    DEFAULT_TRAINING,
     check_model,
-    cluster_source,
     naming_workload,
     settings_of,
 )

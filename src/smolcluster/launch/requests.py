@@ -6,37 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from smolcluster.configs.function_name import known_here
-from smolcluster.configs.resolve import (
-    Settings,
-    default_training,
-    load_settings,
-    workload_overrides,
+from smolcluster.configs.load import find_config, shipped_names
+from smolcluster.configs.meant import (
+    DEFAULT_TRAINING,
+    SMALLER,
+    WORKLOAD,
+    cluster_source,
+    training_source,
 )
+from smolcluster.configs.resolve import Settings, load_settings, workload_overrides
 from smolcluster.configs.schema import config_of
 from smolcluster.configs.spec import AlgorithmSpec, LaunchCommand, default_algorithm
 from smolcluster.errors import ConfigError
 from smolcluster.launch.estimate import tensors_of
 from smolcluster.launch.plan import ATTACHED, Request
 from smolcluster.launch.workload_code import check_source
-
-DEFAULT_TRAINING = "digits"
-"""What a launch trains that names nothing: it needs no download."""
-SMALL_GPT = "stdlib"
-"""A GPT that needs no download."""
-
-
-def cluster_source(stated: str | None, algorithm: str | None = None) -> str:
-    """The cluster file that is meant: the named one, else the one in this folder, else the shipped one.
-
-    `algorithm`: whose it is; None: the default one's.
-    """
-    algorithm = algorithm or default_algorithm().name
-    return stated or written_here(algorithm) or algorithm
-
-
-def written_here(algorithm: str) -> str | None:
-    file = Path(f"cluster_config_{algorithm}.yaml")
-    return str(file) if file.is_file() else None
 
 
 def settings_of(request: Request, local: bool, node: str | None = None) -> Settings:
@@ -65,6 +49,22 @@ def naming_workload(request: Request, settings: Settings) -> Request:
         request,
         workload=name.text,
         train_config=request.train_config or DEFAULT_TRAINING,
+    )
+
+
+def training_line(request: Request, settings: Settings) -> str:
+    """What is trained, by which file, and how to choose another: the first line of every launch."""
+    if request.script is not None:
+        return f"training: what {shlex.split(request.script)[0]} says: its own model and data"
+    source = request.train_config or DEFAULT_TRAINING
+    train, file = settings.train, find_config(source, "training").absolute()
+    what = train.workload or f"{train.model.type} on {train.dataset.name}"
+    names = [name for name in shipped_names("training") if name not in (source, WORKLOAD)]
+    own = find_config(SMALLER.get(source, source), "training").absolute()
+    edit = "it" if own == file else own
+    return (
+        f"training: {file}: {what}; to choose another: --train-config FILE (or {', '.join(names)}), "
+        f"or edit {edit}"
     )
 
 
@@ -125,19 +125,21 @@ def request_of(
             num_workers=num_workers,
             script=known_script(script),
         )
-    filled_in = command.train_overrides if train_config is None and workload is None else ()
+    default = command.train_config or DEFAULT_TRAINING
+    trained = training_source(
+        train_config, cluster_source(config, spec.name), default=default, workload=workload
+    )
+    is_commands = train_config is None and trained == command.train_config
+    filled_in = command.train_overrides if is_commands and workload is None else ()
     if local:
         filled_in += command.local_overrides
         num_workers = command.local_workers if num_workers is None else num_workers
-    elif train_config is None:
+    elif is_commands:
         filled_in += command.cluster_overrides
-    train_config = train_config or command.train_config
-    if local and train_config == "gpt":
-        train_config = SMALL_GPT
     return Request(
         algorithm=spec,
         config=config,
-        train_config=train_config or (workload and default_training(workload, DEFAULT_TRAINING)),
+        train_config=trained,
         overrides=(*filled_in, *overrides),
         num_workers=num_workers,
         workload=workload,

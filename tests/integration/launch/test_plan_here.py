@@ -12,7 +12,7 @@ from smolcluster.cli import main
 def test_a_model_is_measured_and_cut_on_this_machine(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = ["--local", "--workers", "2", "--train-config", "gpt", "--override", "batch_size=8"]
+    words = ["--local", "--workers", "2", "--train-config", "stdlib", "--override", "batch_size=8"]
     assert main(["plan", *words, "--microbatches", "4", "--json"]) == 0
     text = capsys.readouterr().out
     plan = PLAN.parse(text)

@@ -15,6 +15,7 @@ from smolcluster.algorithms.entry import server_parser, worker_parser
 from smolcluster.algorithms.process import worker_settings
 from smolcluster.configs.function_name import FunctionName
 from smolcluster.configs.load import read_config
+from smolcluster.configs.meant import cluster_source
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig, StagesConfig
 from smolcluster.configs.spec import algorithms, get_algorithm
@@ -30,7 +31,6 @@ from smolcluster.launch.plan import (
     plan_local,
 )
 from smolcluster.launch.remote import LaunchOptions, launch_remote, places_of
-from smolcluster.launch.requests import cluster_source
 from smolcluster.launch.take_in import script_of, workload_of
 from smolcluster.runs.launched import Launched
 

@@ -488,7 +488,8 @@ def test_a_local_run_is_told_to_prometheus_while_it_lasts(
     assert launch() == 0
     assert runs_seen == [["127.0.0.1:9000", "127.0.0.1:9001", "127.0.0.1:9002"]]
     assert list((folder / "targets").iterdir()) == []
-    assert capsys.readouterr().out.splitlines() == ["Grafana shows the run: http://localhost:3000"]
+    [_, line] = capsys.readouterr().out.splitlines()  # below what is trained
+    assert line == "Grafana shows the run: http://localhost:3000"
 
 
 def test_a_launch_goes_on_alone_without_docker_or_where_nobody_asked_for_grafana(
@@ -498,13 +499,13 @@ def test_a_launch_goes_on_alone_without_docker_or_where_nobody_asked_for_grafana
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert launch("--observe") == 0
-    [line] = capsys.readouterr().out.splitlines()
+    [_, line] = capsys.readouterr().out.splitlines()  # below what is trained
     assert "Docker is not installed" in line
     fake = Docker(no_docker)
     assert launch() == 0
-    [line] = capsys.readouterr().out.splitlines()
+    [_, line] = capsys.readouterr().out.splitlines()
     assert "`--observe`" in line
     assert launch("--no-observe") == 0
-    assert capsys.readouterr().out == ""
+    assert "Grafana" not in capsys.readouterr().out
     assert fake.asked == []
     assert runs_seen == [[], [], []]

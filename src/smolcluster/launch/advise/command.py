@@ -15,6 +15,7 @@ from typing import Any
 from smolcluster.algorithms.planning.advice import Advice, Option, advise, best_settings
 from smolcluster.algorithms.planning.costs import Interface, Job, Site, Worker, costs_of
 from smolcluster.configs.load import find_config
+from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
 from smolcluster.configs.resolve import Settings, check_algorithm, without_workload
 from smolcluster.configs.spec import AlgorithmSpec, algorithms, get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
@@ -34,8 +35,6 @@ from smolcluster.launch.plan import Request
 from smolcluster.launch.prepare import Machine, send_project, settings_in
 from smolcluster.launch.remote import machines_of, places_of, project_root, without_env
 from smolcluster.launch.requests import (
-    DEFAULT_TRAINING,
-    cluster_source,
     naming_workload,
     settings_of,
 )

@@ -4,12 +4,14 @@ import sys
 from dataclasses import replace
 from functools import partial
 
+from smolcluster.configs.resolve import check_algorithm
 from smolcluster.launch.advise.command import Found, find_advice
 from smolcluster.launch.advise.show import advice_line, as_json, show
 from smolcluster.launch.advise.stores import with_stores_chosen
 from smolcluster.launch.local import launch
 from smolcluster.launch.plan import Request
 from smolcluster.launch.remote import LaunchOptions
+from smolcluster.launch.requests import check_model, settings_of, training_line
 from smolcluster.observability.terminal import SteadyConsole, print_line
 
 DO_NOT_DISTRIBUTE = 4
@@ -40,6 +42,11 @@ def launch_as_stated(request: Request, how: LaunchOptions, *, local: bool) -> in
         SmolclusterError: what prevents it, in one line.
     """
     say = partial(print_line, SteadyConsole())
+    settings = settings_of(request, local)
+    check_algorithm(settings, request.algorithm.name)
+    check_model(request, settings)
+    if how.on == "ssh" or not how.dry_run:  # a file for a scheduler says it itself
+        say(training_line(request, settings))
     return launch(with_stores_chosen(request, say, local=local), how, local=local)
 
 
@@ -53,6 +60,7 @@ def launch_advised(request: Request, how: LaunchOptions, *, local: bool) -> int:
     """
     console = SteadyConsole()
     say = partial(print_line, console)
+    say(training_line(request, settings_of(request, local)))
     found = find_advice(request, say, local=local, sync=how.sync, overwrite=how.overwrite)
     say(advice_line(found))
     if found.request is None:

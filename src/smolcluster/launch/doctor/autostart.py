@@ -9,11 +9,11 @@ import plistlib
 import shlex
 import sys
 
+from smolcluster.configs.meant import cluster_source
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import host_of, shell_path
-from smolcluster.launch.requests import cluster_source
 from smolcluster.utils.units import format_address
 
 WAIT_S = 120

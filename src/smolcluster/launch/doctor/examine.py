@@ -15,7 +15,8 @@ from typing import Any
 
 from smolcluster.configs.function_name import known_here
 from smolcluster.configs.load import find_config, read_config
-from smolcluster.configs.resolve import default_training, load_settings, workload_overrides
+from smolcluster.configs.meant import cluster_source, training_source
+from smolcluster.configs.resolve import load_settings, workload_overrides
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.doctor.check_report import as_json_text, exit_code, show
@@ -33,7 +34,6 @@ from smolcluster.launch.host import Host, TookTooLong, Unreachable, host_of
 from smolcluster.launch.manifest import read_tree, without
 from smolcluster.launch.probing import Listener, read_listener
 from smolcluster.launch.remote import own_paths, project_root
-from smolcluster.launch.requests import cluster_source
 from smolcluster.launch.sync import environment_digest
 from smolcluster.launch.workload_code import check_source, packages_of
 from smolcluster.observability.terminal import SteadyConsole
@@ -61,7 +61,8 @@ def doctor(
     """
     source = cluster_source(config)
     stated = [*overrides, *workload_overrides(workload)]
-    settings = load_settings(source, default_training(workload, "nn"), None, stated)
+    trained = training_source(None, source, workload=workload)
+    settings = load_settings(source, trained, None, stated)
     cluster = settings.cluster
     raw = read_config(find_config(source, "cluster"), "cluster").get("nodes") or {}
     nodes = nodes_of(cluster, raw)

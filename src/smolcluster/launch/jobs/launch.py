@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from smolcluster.configs.load import find_config
+from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
 from smolcluster.configs.resolve import (
     Settings,
     check_algorithm,
@@ -35,10 +36,9 @@ from smolcluster.launch.remote import (
     without_env,
 )
 from smolcluster.launch.requests import (
-    DEFAULT_TRAINING,
-    cluster_source,
     naming_workload,
     settings_of,
+    training_line,
 )
 from smolcluster.launch.run import Run
 from smolcluster.observability.terminal import SteadyConsole
@@ -67,7 +67,7 @@ def launch_job(request: Request, how: LaunchOptions, *, run_id: str | None = Non
     else:
         text, launched = kubernetes_job(request, settings, here / run_id)
     if how.dry_run:
-        sys.stdout.write(text)
+        sys.stdout.write(commented(text, training_line(request, settings)))
         return 0
     tool = launched.server.argv[0]
     if not Host(launched.server.node).run(f"command -v {tool} >/dev/null").ok:
@@ -86,6 +86,12 @@ def launch_job(request: Request, how: LaunchOptions, *, run_id: str | None = Non
     run.keep_what_waits()
     run.start()
     return go_on(run, launched, how)
+
+
+def commented(text: str, line: str) -> str:
+    """A file for a scheduler with a line that it does not read, below the one that names the shell."""
+    at = text.index("\n") + 1 if text.startswith("#!") else 0
+    return f"{text[:at]}# {line}\n{text[at:]}"
 
 
 def resume_job(

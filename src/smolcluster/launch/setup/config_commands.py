@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from smolcluster.configs.json_schema import json_schema
 from smolcluster.configs.load import NODE_SECTION, SECTIONS, Kind
+from smolcluster.configs.meant import cluster_source, training_source
 from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
 from smolcluster.configs.spec import algorithms
 from smolcluster.errors import ConfigError
-from smolcluster.launch.requests import DEFAULT_TRAINING, cluster_source
 from smolcluster.utils.units import format_count
 
 
@@ -46,7 +46,8 @@ def show(
     Raises:
         ConfigError: one line with what is wrong.
     """
-    files = (cluster_source(config), train_config or DEFAULT_TRAINING)
+    cluster_file = cluster_source(config)
+    files = (cluster_file, training_source(train_config, cluster_file))
     settings = load_settings(*files, node, overrides, environ, local=local)
     if local and settings.node.threads is None:  # as `plan_local` has it
         with_threads = [*overrides, "threads=1"]
@@ -67,7 +68,8 @@ def check(
     Raises:
         ConfigError: one line with what is wrong.
     """
-    files = (cluster_source(config), train_config or DEFAULT_TRAINING)
+    cluster_file = cluster_source(config)
+    files = (cluster_file, training_source(train_config, cluster_file))
     settings = load_settings(*files, None, overrides, environ)  # with the settings of every node
     _write(f"ok: {summary(settings)}\n")
     return 0

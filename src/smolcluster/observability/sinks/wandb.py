@@ -89,10 +89,11 @@ def wandb_for(
 ) -> "WandbSink":
     """The sink of one process of a run; `algorithm` is its title, `rank` a worker's.
 
-    Its name in W&B is `EDP-worker-mini2_rank0_lr0.001_bs32`; a server's has no rank part.
+    Its name in W&B is `EDP-worker-mini2_rank0_lr0.001_bs32`, where the last is a worker's batch, even if a
+    step has several; a server's has no rank part.
     """
     place = "" if rank is None else f"_rank{rank}"
-    rates = f"lr{run.train.learning_rate:g}_bs{run.train.samples_per_step}"
+    rates = f"lr{run.train.learning_rate:g}_bs{run.train.samples_per_push}"
     start = {
         "project": run.train.logging.project_name,
         "group": run.run_id,

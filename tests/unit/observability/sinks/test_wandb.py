@@ -388,9 +388,10 @@ def test_a_worker_is_a_run_of_its_own_beside_the_servers(tmp_path: Path) -> None
     warnings: list[str] = []
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
+    of_three = RUN.train.model_copy(update={"global_batch_size": 3 * RUN.train.batch_size})
     sink = wandb_for(
-        RUN,
-        "EDP",
+        RUN.model_copy(update={"train": of_three}),
+        "SyncPS",
         role="worker",
         node="mini2",
         rank=0,
@@ -404,8 +405,8 @@ def test_a_worker_is_a_run_of_its_own_beside_the_servers(tmp_path: Path) -> None
     first, line, end = seen(tmp_path)
     start = json.loads(first)
     train = RUN.train
-    rates = f"lr{train.learning_rate:g}_bs{train.samples_per_step}"
-    assert start["name"] == f"EDP-worker-mini2_rank0_{rates}"
+    rates = f"lr{train.learning_rate:g}_bs{train.batch_size}"
+    assert start["name"] == f"SyncPS-worker-mini2_rank0_{rates}", "with a worker's batch"
     assert (start["group"], start["job_type"]) == (RUN.run_id, "worker")
     own = {name: start["config"][name] for name in ("run_id", "role", "node", "rank")}
     assert own == {"run_id": RUN.run_id, "role": "worker", "node": "mini2", "rank": 0}
