@@ -22,6 +22,7 @@ from smolcluster.algorithms.Mesh.ranks import RANK_VARIABLES, ranks_of
 from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
 from smolcluster.errors import LaunchError, PeerLost
 from smolcluster.utils.addresses import free_port
+from smolcluster.utils.seed import HASH_SEED, hash_seed
 
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
@@ -287,6 +288,7 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
                 pass_fds=(tells,),
                 env={
                     **os.environ,
+                    HASH_SEED: hash_seed(os.environ),
                     **environ,
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank - here.start),

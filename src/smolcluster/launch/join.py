@@ -41,6 +41,7 @@ from smolcluster.runs.paths import RunPaths, check_run_id, create_run, runs_root
 from smolcluster.transport.messages import Welcome
 from smolcluster.transport.security import load_secret
 from smolcluster.utils.locks import held
+from smolcluster.utils.seed import HASH_SEED, hash_seed
 
 POLL_S = 0.1
 LOCK = "joining.lock"
@@ -246,7 +247,11 @@ def _join_as_process(
         return _detached(own, process)
     _note(own, process, os.getpid())
     sys.stdout.flush()
-    return os.execv(process.argv[0], process.argv)  # noqa: S606 - an argument list, no shell
+    return os.execve(process.argv[0], process.argv, _environ())  # noqa: S606 - a list, no shell
+
+
+def _environ() -> dict[str, str]:
+    return {**os.environ, HASH_SEED: hash_seed(os.environ)}
 
 
 def _detached(paths: RunPaths, process: LaunchedProcess) -> int:
@@ -260,6 +265,7 @@ def _detached(paths: RunPaths, process: LaunchedProcess) -> int:
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
+            env=_environ(),
             start_new_session=True,
         )
     _note(paths, process, started.pid)

@@ -10,6 +10,7 @@ environment) and which removes itself before it does anything else. It leaves
     <run>/logs/<stem>.console.txt   what was on the screen at its end
 """
 
+import os
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,6 +29,7 @@ from smolcluster.launch.jobs.scheduler import (
 from smolcluster.launch.tmux import start, target
 from smolcluster.observability.parsing import parse_log_line
 from smolcluster.runs.launched import LaunchedProcess
+from smolcluster.utils.seed import HASH_SEED, hash_seed
 
 POLL_S = 0.2
 SCREEN_LINES = 200
@@ -79,6 +81,7 @@ def put(host: Host, path: str, content: bytes) -> None:
 
 def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
     run, stem = shell_path(process.run_dir), shlex.quote(process.stem)
+    env = {**env, HASH_SEED: hash_seed({**os.environ, **env})}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     lines = [
         'rm -f -- "$0"; _smolcluster_asked=',  # a name that nobody exports

@@ -99,3 +99,15 @@ def test_it_has_a_group_of_its_own_which_ends_with_it(
     assert child.exit_code is None
     child.close()
     assert all(ends(int(pid)) for pid in said)
+
+
+def test_texts_have_the_same_hash_in_all_children(
+    spawn: Spawn, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    children = [spawn("print(hash('word'))") for _ in range(2)]
+    wait_until(lambda: all(child.exit_code is not None for child in children))
+    for child in children:
+        child.close()
+    assert len(said) == 2
+    assert said[0] == said[1]

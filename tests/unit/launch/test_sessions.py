@@ -163,6 +163,7 @@ def test_a_variable_of_the_users_does_not_keep_a_process_from_starting(
     assert subprocess.run(["sh", str(script)], env=env, check=False).returncode == 0
     assert (run / "told").read_text() == "for\n"
     assert (run / "exits" / process.stem).read_text() == "0\n"
+    assert "export PYTHONHASHSEED=" in start_script(told, {}), "the same for all of a launch"
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")

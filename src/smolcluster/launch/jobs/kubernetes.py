@@ -19,6 +19,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.launch.group_plan import COMMAND
 from smolcluster.launch.jobs.scheduler import kubectl
 from smolcluster.runs.launched import LaunchedProcess
+from smolcluster.utils.seed import HASH_SEED, hash_seed
 
 Json = dict[str, Any]
 
@@ -266,7 +267,8 @@ def _escaped(text: str) -> str:
 
 
 def _env(config: KubernetesConfig) -> list[Json]:
-    plain = [{"name": name, "value": _escaped(value)} for name, value in config.env.items()]
+    env = {HASH_SEED: hash_seed({}), **config.env}
+    plain = [{"name": name, "value": _escaped(value)} for name, value in env.items()]
     secret = []
     for variable, place in config.secrets.items():
         name, _, key = place.partition("/")

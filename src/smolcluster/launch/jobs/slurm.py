@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from smolcluster.configs.schema import SlurmConfig
 from smolcluster.errors import ConfigError
+from smolcluster.utils.seed import HASH_SEED
 
 OWN = ("job-name", "nodes", "ntasks", "ntasks-per-node", "output", "error", "requeue", "open-mode")
 """Options that a launch sets itself."""
@@ -76,7 +77,7 @@ def sbatch_script(job: SlurmJob, config: SlurmConfig) -> str:
         f"mkdir -p {shlex.quote(f'{job.run_dir}/exits')}; rm -f {exits}",
         'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         '[ -n "$MASTER_ADDR" ] || { echo "error: Slurm does not say which nodes the job has" >&2; exit 1; }',
-        f"export MASTER_ADDR MASTER_PORT={job.port}",
+        f"export MASTER_ADDR MASTER_PORT={job.port} {HASH_SEED}=${{{HASH_SEED}:-0}}",
         f"srun --kill-on-bad-exit=1 --nodes={config.nodes} --ntasks-per-node={ranks} \\",
         f"  {_ranks(job, config, share)}",
         "code=$?",
