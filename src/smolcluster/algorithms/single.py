@@ -57,12 +57,13 @@ def train(context: ServerContext) -> Summary:
                     is_skipped=step.is_skipped,
                 )
             )
-            evaluation = None
-            if version % config.eval_steps == 0 and not report.is_over:
+            is_evaluated = version % config.eval_steps == 0 and not report.is_over
+            saver.after_step(is_evaluated=is_evaluated)  # first: an evaluation may fail
+            if is_evaluated:
+                saver.wait_for_copy()  # the evaluation is of the same buffers
                 evaluation = training.evaluate(before_batch=context.check_stop)
-            if evaluation is not None:
-                report.evaluated(version, step.epoch, evaluation)
-            saver.after_step(is_evaluated=evaluation is not None)
+                if evaluation is not None:
+                    report.evaluated(version, step.epoch, evaluation)
             saver.tick()
             report.tick()
-        return report.summary()
+        return saver.summary()

@@ -8,7 +8,6 @@ orchestrator.start_training(train_loader=train_loader, num_epochs=3)
 orchestrator.save_checkpoint("model.safetensors")
 """
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +43,7 @@ from smolcluster.observability.logs import NodeLog, console_logger
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.summary import Summary
 from smolcluster.training.buffers import plain_name
+from smolcluster.training.copying import copied
 from smolcluster.training.hooks import StepDone
 from smolcluster.training.recipe import Training
 from smolcluster.training.workload import LossFunction, Metric, Workload
@@ -321,7 +321,7 @@ class Orchestrator:
     def _maker(self) -> Callable[[], nn.Module] | nn.Module:
         """What makes the model, where each process has a part of it."""
         if self.config.tensor_parallel:
-            return partial(copy.deepcopy, self.model)
+            return partial(copied, self.model)
         return partial(on_meta, self.model) if self.config.spreads_layers else self.model
 
     def _with_lines(self, training: Training) -> Training:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from smolcluster.net.inbox import Event, Inbox
 from smolcluster.training.buffers import BufferValues, ModelBuffers
@@ -60,8 +60,9 @@ class Evaluator:
         self._every = every
         self._log = log
         self._check_stop = check_stop
-        self._model = training.replica.copy_model()
-        self._buffers = ModelBuffers(self._model)
+        has_any = training.workload.validation is not None
+        self._model = training.new_copy() if has_any else nn.Module()
+        self._buffers = ModelBuffers(self._model, training.replica.buffers.frozen)
         self._inbox = inbox
         self._executor = executor_beside(training.replica.device, "evaluator")
         self._running: Future[None] | None = None
@@ -100,7 +101,8 @@ class Evaluator:
         try:
             self._training.replica.lend(weights, self._model)
             self._buffers.load(buffers)
-            evaluation = self._training.evaluate(self._model, self._check_wanted)
+            with self._buffers.kept():
+                evaluation = self._training.evaluate(self._model, self._check_wanted)
         except _GivenUp:
             return
         except Exception as error:

@@ -2,6 +2,8 @@
 
     step -> copy, by a thread of its own -> (evaluation of that step, if there is one) -> disk, by another
 
+The run's end goes to the disk before it is evaluated, so that no evaluation that fails can lose it.
+
 On a device for one thread only the server copies itself, between two steps.
 A copy takes about as long as reading the weights and the optimizer's state once, where they need not come
 from other ranks first (`fill`), and goes on while the server waits for the next gradients; `wait_for_copy`
@@ -21,6 +23,7 @@ from torch import Tensor
 from smolcluster.cluster.report import Report
 from smolcluster.codec.base import absmax
 from smolcluster.errors import NonFiniteLoss, SmolclusterError
+from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import (
     CheckpointStore,
     CheckpointWriter,
@@ -121,6 +124,30 @@ class Saver:
         is_wanted = is_news and not self._skips_end
         return self._writer is not None and is_wanted and _is_orderly(error)
 
+    def summary(self) -> Summary:
+        """Evaluate the run's end and sum the run up; before that, hand the end to the disk.
+
+        Raises:
+            Exception: as `Report.summary`; what was trained is saved nevertheless.
+        """
+        if self.saves_end():
+            self._take()
+        self.wait_for_copy()
+        submitted = self._submit()
+        try:
+            summary = self._report.summary()
+        except Exception:
+            if submitted is not None:
+                self._log.error(
+                    "the weights of step %d are saved; only their evaluation failed", submitted.step
+                )
+            raise
+        if submitted is not None and self._writer is not None:
+            known = self._report.with_evaluation(submitted)
+            if known != submitted:
+                self._writer.tell(known)
+        return summary
+
     def skip_end(self) -> None:
         """What the replica holds now is nothing to go on from: do not save it at the end."""
         self._skips_end = True
@@ -158,12 +185,14 @@ class Saver:
             _copy, self._source, state, self._source.extra(), self._writer.take_spare()
         )
 
-    def _submit(self) -> None:
+    def _submit(self) -> TrainingState | None:
+        """Hand the copy to the disk, if there is one; what is said of it."""
         copied, self._copied = self._copied, None
         if copied is None or self._writer is None:
-            return
+            return None
         state = self._report.with_evaluation(copied.state)
         self._writer.submit(replace(copied, state=state))
+        return state
 
 
 def _copy(

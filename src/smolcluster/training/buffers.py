@@ -1,15 +1,19 @@
 """Buffers that a model changes as it computes, such as the running statistics of batch norm.
 
 They belong to the model's state and travel with its weights; what never changes never travels. Which ones
-change is found out after the first batch by comparing all, and later from PyTorch's version counters, which
+change is found out after the first batches by comparing all, and later from PyTorch's version counters, which
 cost no pass. Batch norm's kernels do not count there, but its number of batches does: when one buffer of a
 module begins to change, all others of that module are compared.
+
+Frozen parameters that the model's own code changes, such as a teacher that follows the weights, are buffers
+in all but name, and count as such if the first batches change them.
 
 Values are carried as float64: floating-point buffers and integers up to 2^53 are exact in it, and so is
 a + (b - a) = b, whoever adds the difference.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +25,8 @@ from smolcluster.errors import ConfigError, NonFiniteLoss
 BufferValues = Mapping[int, Tensor]
 """Values of buffers, or differences of these, each flat (n,) float64 on the CPU, by the buffer's number."""
 
+NUM_FIRST = 3
+"""After so many batches, of which one may be a rehearsal, all buffers are compared, and frozen parameters."""
 COMPILED = "_orig_mod."
 """What `torch.compile` puts into the names of a module's parameters and buffers."""
 
@@ -37,10 +43,12 @@ class _Slot:
     name: str
     module: nn.Module
     key: str
-    initial: Tensor
-    """On the CPU, because most buffers never change."""
+    shape: torch.Size
+    initial: Tensor | None
+    """On the CPU, because most buffers never change; None: of a frozen parameter it is not known (yet)."""
     seen: tuple[Tensor | None, int]
     """The tensor that was last looked at, and its version counter."""
+    is_parameter: bool = False
 
     @property
     def is_variance(self) -> bool:
@@ -60,11 +68,11 @@ class _Slot:
             ConfigError: a buffer of the model's state has changed its shape.
         """
         tensor = self.tensor
-        if tensor is None or tensor.shape == self.initial.shape:
+        if tensor is None or tensor.shape == self.shape:
             return tensor
         if self.is_persistent:
             raise ConfigError(
-                f"model: buffer {self.name} has changed its shape from {tuple(self.initial.shape)} to "
+                f"model: buffer {self.name} has changed its shape from {tuple(self.shape)} to "
                 f"{tuple(tensor.shape)}; keep the shape, or register it with persistent=False"
             )
         return None
@@ -79,47 +87,77 @@ class _Slot:
     def is_persistent(self) -> bool:
         return self.key not in self.module._non_persistent_buffers_set
 
+    def keep_initial(self) -> None:
+        """What is there now is what it began with, unless that is known."""
+        tensor = self.tensor
+        if self.initial is None and tensor is not None and not tensor.is_meta:
+            self.initial = tensor.detach().to("cpu", copy=True)
+
 
 class ModelBuffers:
     """The buffers of a model, numbered in the order of `named_buffers`, the same on all machines.
 
     Attributes:
-        names: of all, without what `torch.compile` adds.
+        names: of all, without what `torch.compile` adds; those of `frozen` come last.
+        frozen: names of frozen parameters that are buffers as well, if the first batches change them.
         changing: numbers of those that have changed, in order.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, frozen: Sequence[str] = ()) -> None:
+        self._model = model
         self._slots = []
         for name, buffer in model.named_buffers():
             owner, _, key = name.rpartition(".")
             seen = buffer, buffer._version
             initial = buffer.detach() if buffer.is_meta else buffer.detach().to("cpu", copy=True)
-            slot = _Slot(plain_name(name), model.get_submodule(owner), key, initial, seen)
-            self._slots.append(slot)
+            module = model.get_submodule(owner)
+            self._slots.append(_Slot(plain_name(name), module, key, buffer.shape, initial, seen))
+        self._num_buffers, self.frozen = len(self._slots), tuple(frozen)
+        for name, each in model.named_parameters():
+            if plain_name(name) in self.frozen:
+                owner, _, key = name.rpartition(".")
+                slot = _Slot(
+                    *(plain_name(name), model.get_submodule(owner), key, each.shape, None),
+                    seen=(each, each._version),
+                    is_parameter=True,
+                )
+                self._slots.append(slot)
         self.names = [slot.name for slot in self._slots]
         self.changing: list[int] = []
         self._base: dict[int, Tensor] = {}
-        self._has_looked = False
+        self._num_looks = 0
+        self._caches: dict[str, Tensor] = {}
 
     def numel(self, number: int) -> int:
-        """How many values a buffer has; a complex number is two.
+        """How many values a buffer has; a complex number is two. A sparse one never travels.
 
         Raises:
             IndexError: there is no such buffer.
         """
-        return _real(self._slots[number].initial).numel()
+        slot = self._slots[number]
+        if slot.initial is None:
+            return slot.shape.numel()
+        return _real(slot.initial).numel() if _is_dense(slot.initial) else 0
+
+    def before_batch(self) -> None:
+        """A batch will be computed: before the first ones, keep what frozen parameters are."""
+        if self._num_looks < NUM_FIRST:
+            for slot in self._slots[self._num_buffers :]:
+                slot.keep_initial()
 
     def find(self) -> None:
         """Find out which buffers have changed since the last call.
 
         Raises:
-            ConfigError: a buffer of the model's state has changed its shape.
+            ConfigError: a buffer of the model's state has changed its shape, or a sparse one its values.
         """
-        if not self._has_looked:
-            self._has_looked = True
+        if self._num_looks < NUM_FIRST:
+            self._num_looks += 1
             self.look()
+            if self._num_looks == NUM_FIRST:
+                self._let_frozen_go()
             return
-        quiet = sorted(set(range(len(self._slots))).difference(self.changing))
+        quiet = sorted(set(range(self._num_buffers)).difference(self.changing))
         moved = {
             id(self._slots[number].module) for number in quiet if self._slots[number].has_moved
         }
@@ -133,12 +171,24 @@ class ModelBuffers:
             if number not in self.changing:
                 self._look_at(number)
 
+    def _let_frozen_go(self) -> None:
+        for number in range(self._num_buffers, len(self._slots)):
+            if number not in self.changing:
+                self._slots[number].initial = None
+
     def _look_at(self, number: int) -> None:
         slot = self._slots[number]
-        tensor = slot.tensor
+        tensor, (seen, version) = slot.tensor, slot.seen
         slot.seen = tensor, 0 if tensor is None else tensor._version
         now = slot.shared
-        if now is None or now.is_meta:  # an outline's has no values
+        if now is None or now.is_meta or slot.initial is None:  # an outline's has no values
+            return
+        if not _is_dense(now) or not _is_dense(slot.initial):
+            if now is not seen or now._version != version:
+                raise ConfigError(
+                    f"model: buffer {slot.name} is {now.layout} and changes as the model computes, and only "
+                    "dense ones can be sent: keep its indices and its values as buffers of their own"
+                )
             return
         then = slot.initial.to(now.device)
         if not bool(((now == then) | (now.isnan() & then.isnan())).all()):
@@ -146,7 +196,57 @@ class ModelBuffers:
 
     def _note(self, number: int) -> None:
         if number not in self.changing:
+            self._slots[number].keep_initial()
             self.changing = sorted([*self.changing, number])
+
+    def will_be(self, values: Mapping[str, Tensor]) -> None:
+        """Frozen parameters are about to get these values, by name: those that differ have changed."""
+        for number in range(self._num_buffers, len(self._slots)):
+            now, given = self._slots[number].tensor, values.get(self.names[number])
+            if now is None or given is None or now.is_meta or now.shape != given.shape:
+                continue
+            if not torch.equal(now.detach().cpu(), given.cpu()):
+                self._note(number)
+
+    def check_none_is_new(self) -> None:
+        """See to it that computing has not registered buffers which hold more than a cache of this machine.
+
+        Raises:
+            ConfigError: it has, and nobody else has them.
+        """
+        known = set(self.names)
+        for name, buffer in self._model.named_buffers():
+            if (plain := plain_name(name)) in known:
+                continue
+            owner, _, key = name.rpartition(".")
+            is_cache = key in self._model.get_submodule(owner)._non_persistent_buffers_set
+            before = self._caches.get(plain)
+            if is_cache and (before is None or before.shape != buffer.shape):
+                self._caches[plain] = buffer.detach().to("cpu", copy=True)
+            elif not is_cache or not _is_same(buffer.detach().cpu(), before):
+                raise ConfigError(
+                    f"model: buffer {plain} is not there before the model computes, and then has shape "
+                    f"{tuple(buffer.shape)}: register it with values of that shape when the model is made, "
+                    "such as torch.zeros, so that all machines have it"
+                )
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Undo what the block does to the buffers' values. Caches that get another shape stay so."""
+        kept = [slot for number, slot in enumerate(self._slots) if self._is_kept(number)]
+        before = [
+            (slot, tensor, tensor.detach().clone())
+            for slot in kept
+            if (tensor := slot.tensor) is not None
+        ]
+        try:
+            yield
+        finally:
+            for slot, tensor, values in before:
+                _bring_back(slot, tensor, values)
+
+    def _is_kept(self, number: int) -> bool:
+        return number < self._num_buffers or number in self.changing
 
     def values(self) -> dict[int, Tensor]:
         """Copies of the buffers that have changed."""
@@ -185,7 +285,7 @@ class ModelBuffers:
         return moved
 
     def _not_finite(self, number: int) -> NonFiniteLoss | ConfigError:
-        initial = self._slots[number].initial
+        initial = self._initial(number)
         bad = initial[~torch.isfinite(initial)]
         if not bad.numel():
             return NonFiniteLoss(f"buffer {self.names[number]} has become NaN or infinite")
@@ -203,7 +303,7 @@ class ModelBuffers:
         """Give the buffers these values; those that are left out have the ones that they began with."""
         for number in self.changing:
             if number not in values:
-                self._store(number, _wide(self._slots[number].initial))
+                self._store(number, self._initial(number))
         for number, flat in values.items():
             self._note(number)
             self._store(number, flat)
@@ -226,17 +326,35 @@ class ModelBuffers:
         """The buffers of the model's state, by name: those that are persistent, or have changed."""
         return {
             slot.name: tensor
-            for number, slot in enumerate(self._slots)
+            for number, slot in enumerate(self._slots[: self._num_buffers])
             if (slot.is_persistent or number in self.changing)
             and (tensor := slot.tensor) is not None
+            and _is_dense(tensor)
         }
 
+    @property
+    def unsaved(self) -> list[str]:
+        """The buffers of the model's state that no checkpoint can hold: sparse ones."""
+        slots = self._slots[: self._num_buffers]
+        return [
+            slot.name
+            for slot in slots
+            if slot.is_persistent and (tensor := slot.tensor) is not None and not _is_dense(tensor)
+        ]
+
     def by_name(self) -> dict[str, Tensor]:
-        return {slot.name: each for slot in self._slots if (each := slot.tensor) is not None}
+        slots = self._slots[: self._num_buffers]
+        return {slot.name: each for slot in slots if (each := slot.tensor) is not None}
 
     def _base_of(self, number: int) -> Tensor:
         base = self._base.get(number)
-        return _wide(self._slots[number].initial) if base is None else base
+        return self._initial(number) if base is None else base
+
+    def _initial(self, number: int) -> Tensor:
+        slot = self._slots[number]
+        slot.keep_initial()
+        assert slot.initial is not None  # noqa: S101 - it has values, or nobody asks
+        return _wide(slot.initial)
 
     def _store(self, number: int, flat: Tensor) -> None:
         target = self._slots[number].shared
@@ -261,6 +379,29 @@ def mean_buffers(parts: Sequence[tuple[int, BufferValues]]) -> dict[int, Tensor]
             share = values * (size / num_samples)
             mean[number] = mean[number] + share if number in mean else share
     return mean
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided
+
+
+def _is_same(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.shape != other.shape or not (_is_dense(one) and _is_dense(other)):
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+@torch.no_grad()
+def _bring_back(slot: _Slot, tensor: Tensor, values: Tensor) -> None:
+    """Let a buffer be this tensor with these values again, unless it is a cache of another shape now."""
+    now = slot.tensor
+    if now is not tensor:
+        if not slot.is_persistent and (now is None or now.shape != values.shape):
+            return
+        holder = slot.module._parameters if slot.is_parameter else slot.module._buffers
+        holder[slot.key] = tensor  # type: ignore[assignment]
+    if _is_dense(tensor) and not _is_same(tensor, values):
+        tensor.copy_(values)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class TrainingContext:
         eval_batch_size: samples that are evaluated at once.
         unused: watches for parameters that the loss does not depend on; None: nobody does.
         prefetch: what loads training samples ahead; None: they lie in memory, or elsewhere.
-        eval_device: where a copy of the model is evaluated; None: where the replica lies.
+        eval_device: where the model is evaluated, there a copy; None: where the replica lies.
     """
 
     workload: Workload
@@ -206,10 +206,20 @@ class TrainingContext:
         buffers.restore()
         return True
 
+    def new_copy(self) -> nn.Module:
+        """Another model in evaluation mode, with the replica's weights of now, or their average.
+
+        Raises:
+            UserCodeError: the model refuses to be copied, and is made by no function.
+        """
+        workload = self.workload
+        make = None if workload.is_built else partial(_new_model, workload, self.seed)
+        return self.replica.copy_model(make)
+
     def evaluate(
         self, model: nn.Module | None = None, before_batch: Callable[[], None] = lambda: None
     ) -> Evaluation | None:
-        """Evaluate a copy of the replica's model, or of its weights of now; None: nothing is held out.
+        """Evaluate `model`, or the replica's own on its weights of now; None: nothing is held out.
 
         `before_batch` is called now and then, and may raise: an evaluation can take long.
 
@@ -221,11 +231,14 @@ class TrainingContext:
             return None
         held_out, device = workload.validation, self.eval_device or self.replica.device
         workload.bring_losses(device)
-        copied = (self.replica.copy_model() if model is None else model).to(device)
+        if model is None and device == self.replica.device:
+            with self.replica.evaluating() as own:
+                return self.evaluate(own, before_batch)
+        evaluated = (self.new_copy() if model is None else model).to(device)
 
         def compute(at_once: int) -> Evaluation:
             return evaluate(
-                copied,
+                evaluated,
                 held_out,
                 device,
                 loss=workload.loss,

@@ -307,6 +307,22 @@ class CheckpointStore:
         self._tidy(state.step)
         return place
 
+    def tell(self, state: TrainingState) -> None:
+        """Let the checkpoint of a step say what has become known of its weights since it was saved.
+
+        Raises:
+            CheckpointError: there is none of that step, it is damaged, or cannot be written.
+        """
+        place = self.folder / _name(state.step)
+        known = {"val_loss": state.val_loss, "progress": state.progress}
+        written = _read_state(place).model_copy(update=known)
+        try:
+            with replacing(place / STATE_FILE) as draft:
+                draft.write_bytes(_encode(written))
+        except OSError as error:
+            raise _cannot_write(f"checkpoint {place}", error) from error
+        self._tidy(state.step)
+
     def newest_good(self, *, is_loaded: bool = True) -> Checkpoint | None:
         """The checkpoint to go on from; None when there is none. Damaged ones are skipped with a warning.
 
@@ -496,6 +512,7 @@ class CheckpointWriter:
         self._grown = 0
         self._changed = threading.Condition()
         self._waiting: Snapshot | None = None
+        self._told: TrainingState | None = None
         self._spare: Snapshot | None = None
         self._busy = False
         self._ending = False
@@ -559,6 +576,11 @@ class CheckpointWriter:
             steps = dropped.state.step, snapshot.state.step
             self._log.debug("step %d is not saved: the disk was busy until step %d came", *steps)
 
+    def tell(self, state: TrainingState) -> None:
+        """What has become known of the last snapshot since it was submitted; said at the end."""
+        with self._changed:
+            self._told = state
+
     def take_spare(self) -> Snapshot | None:
         """A snapshot that is on the disk, or was dropped, for its memory to be used again."""
         with self._changed:
@@ -578,6 +600,11 @@ class CheckpointWriter:
             with self._changed:
                 self._busy, self._spare = False, snapshot
                 self._changed.notify_all()
+        if self._told is not None and self._failed_step is None:
+            try:
+                self._store.tell(self._told)
+            except CheckpointError as error:
+                self._log.warning("%s", error)
 
     def _next(self) -> Snapshot | None:
         """Wait for a snapshot; None at the end."""

@@ -60,9 +60,9 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate `model`, which lies on `device`, on every sample of a split.
 
-    The model is put into evaluation mode and left there, so give a copy (`Replica.copy_model`).
-    `batch_size` samples are evaluated at a time. `before_batch` may raise. `dtype`: of samples of floating
-    point; None: that of the model's trained parameters.
+    The model is put into evaluation mode and left there. What it needs gradients for it can compute under
+    `torch.enable_grad`. `batch_size` samples are evaluated at a time. `before_batch` may raise. `dtype`: of
+    samples of floating point; None: that of the model's trained parameters.
 
     Raises:
         NonFiniteLoss: the mean loss is NaN or infinite.
@@ -73,7 +73,7 @@ def evaluate(
     batch_size = batch_size or DEFAULT_BATCH_SIZE
     measured = {"": loss} | {name: of for name, of in metrics.items() if not isinstance(of, OfLoss)}
     sums, counts = dict.fromkeys(measured, 0.0), dict.fromkeys(measured, 0)
-    with torch.inference_mode(), autocast(precision, device):
+    with torch.no_grad(), autocast(precision, device):
         for indices in torch.split(every_index(samples), batch_size):
             before_batch()
             with user_code("data"):

@@ -7,9 +7,10 @@ is elementwise. Matrices come first: weight decay is theirs alone. Tied weights
 occur once; frozen parameters are left out and stay as they are.
 """
 
-import copy
 import math
 from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,14 @@ from xxhash import xxh3_128_hexdigest
 from smolcluster.configs.schema import GradientClipping, Precision
 from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.training.buffers import ModelBuffers, plain_name
+from smolcluster.training.copying import second
 from smolcluster.training.fingerprint import base_of, content, described_base, fingerprint
 from smolcluster.training.modes import begin_training, move
 from smolcluster.training.optimizer import bucket_norms, clip_factor
 from smolcluster.training.recipe import OptimizerSpec
 from smolcluster.training.scaler import LEAST_SCALE, LossScaler
 from smolcluster.training.torch_optimizer import Flat, new_optimizer
+from smolcluster.training.user_code import user_code
 from smolcluster.utils.meter import Meter
 
 DEFAULT_BUCKET_BYTES = 1 << 20
@@ -102,7 +105,9 @@ class Replica:
         num_params = self.layers[-1][1].stop if trainable else 0
         self.params = torch.empty(num_params, dtype=dtype, device=self.device)
         self.grads = torch.zeros_like(self.params)
-        self._move_into_flat(trainable)
+        for (_, place), (_, parameter) in zip(self.layers, trainable, strict=True):
+            self.params[place] = parameter.data.reshape(-1)
+        self._into_flat()
         self.buckets = cut(self.num_params, max(1, bucket_bytes // dtype.itemsize))
         spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         flat = Flat(trainable, [place for _, place in self.layers], self.params, self.grads)
@@ -120,9 +125,10 @@ class Replica:
     def num_params(self) -> int:
         return self.params.numel()
 
-    def _move_into_flat(self, trainable: list[tuple[str, nn.Parameter]]) -> None:
-        for (_, place), (_, parameter) in zip(self.layers, trainable, strict=True):
-            self.params[place] = parameter.data.reshape(-1)
+    def _into_flat(self) -> None:
+        """Let the model's parameters and their gradients be the flat tensors."""
+        for name, place in self.layers:
+            parameter = self.parameters[name]
             parameter.data = self.params[place].view(parameter.shape)
             parameter.grad = self.grads[place].view(parameter.shape)
 
@@ -255,25 +261,60 @@ class Replica:
             self._staging = torch.empty(self.num_params, dtype=self.grads.dtype, pin_memory=pin)
         return self._staging.copy_(self.grads)
 
-    def copy_model(self) -> nn.Module:
-        """Return a copy of the model in evaluation mode, with the weights of now, or their average."""
-        model = copy.deepcopy(self.model)
-        model.eval()  # an override may return nothing
-        if self.average is not None:
-            self.lend(self.average, model)
+    def copy_model(self, make: Callable[[], nn.Module] | None = None) -> nn.Module:
+        """Return another model in evaluation mode, with the weights of now, or their average.
+
+        `make` makes one where the model refuses to be copied.
+
+        Raises:
+            UserCodeError: it does, and there is no `make`.
+        """
+        model = second(self.model, make)
+        with user_code("model"):
+            model.eval()
+        self.lend(self.evaluated.clone(), model)
         return model
 
-    def saved_parameters(self) -> dict[str, nn.Parameter]:
-        """What a checkpoint holds by name: all parameters, but not those that adapters were put on."""
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """Lend the model itself a copy of the weights of now, or of their average, to be evaluated.
+
+        After the block the model is as before: its weights, gradients, modes, and its buffers' values.
+        """
+        modes = {module: module.training for module in self.model.modules()}
+        with self.buffers.kept():
+            try:
+                self.lend(self.evaluated.clone(), self.model)
+                yield self.model
+            finally:
+                try:
+                    with user_code("model"):
+                        self.model.train()  # it may undo then what it has done to its weights
+                finally:
+                    self._into_flat()
+                    for module, mode in modes.items():
+                        module.training = mode
+
+    def saved_parameters(self) -> dict[str, Tensor]:
+        """What a checkpoint holds by name: all parameters, but not those that adapters were put on.
+
+        Of trained ones it is the flat memory, whatever the model has been lent meanwhile.
+        """
         base = base_of(self.model)
-        return {name: each for name, each in self.parameters.items() if name not in base}
+        found = {name: each.detach() for name, each in self.parameters.items() if name not in base}
+        flat = {name: self.params[place].view(found[name].shape) for name, place in self.layers}
+        return found | flat
 
     def lend(self, flat: Tensor, model: nn.Module) -> None:
-        """Let a copy of the model have `flat` (num_params,), laid out as `params`, as its weights."""
+        """Let `model`, this one or a copy, have `flat` (num_params,), laid out as `params`, as its weights.
+
+        It has no gradients then.
+        """
         parameters = {plain_name(name): each for name, each in model.named_parameters()}
         for name, place in self.layers:
             parameter = parameters[name]
             parameter.data = flat[place].view(parameter.shape)
+            parameter.grad = None
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from smolcluster.data.dataset import Batch, Elsewhere
 from smolcluster.data.loading import Collate, Data, StreamSamples, samples_of
 from smolcluster.errors import ConfigError
+from smolcluster.training.copying import copied
 from smolcluster.training.criterion import WatchedLoss, bring_modules, check_untrained
 from smolcluster.training.recipe import Training
 from smolcluster.training.user_code import user_code, wrong_result
@@ -163,10 +164,11 @@ class Workload:
         """A model of one's own, with initial weights from PyTorch's global generator.
 
         Raises:
-            UserCodeError: the function that makes it raised an exception, or made no module.
+            UserCodeError: the function that makes it raised an exception, or made no module, or it is a
+                module that cannot be copied.
         """
         if isinstance(self.maker, nn.Module):
-            return copy.deepcopy(self.maker)
+            return copied(self.maker)
         with user_code("model"):
             model: object = self.maker()
         if not isinstance(model, nn.Module):

@@ -596,3 +596,40 @@ def test_a_servers_saver_saves_as_often_as_the_cluster_file_says(
                     steps.append(training.tick_until_saved(shelf).state.step)
         steps.extend(snapshot.state.step for snapshot in shelf.rest())
         assert steps == saved
+
+
+def test_the_end_is_on_its_way_to_the_disk_before_it_is_evaluated(
+    shared_parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", 99, logger([]))
+    training = Training(shared_parts, store, None)
+
+    def fails(*_: object, **__: object) -> Evaluation:
+        raise NonFiniteLoss("validation loss is nan")
+
+    monkeypatch.setattr(type(shared_parts.context.training), "evaluate", fails)
+    with pytest.raises(NonFiniteLoss), training.saver:
+        training.steps(3)
+        training.saver.summary()
+    found = store.newest_good()
+    assert found is not None
+    assert_is_of(found, 3)
+    assert any("the weights of step 3 are saved" in line for line in training.lines)
+
+
+def test_the_evaluation_of_the_end_is_told_of_what_was_saved_before_it(
+    shared_parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", 99, logger([]))
+    training = Training(shared_parts, store, None)
+
+    def evaluate(*_: object, **__: object) -> Evaluation:
+        return Evaluation(0.125)
+
+    monkeypatch.setattr(type(shared_parts.context.training), "evaluate", evaluate)
+    with training.saver:
+        training.steps(3)
+        summary = training.saver.summary()
+    found = store.newest_good()
+    assert found is not None
+    assert summary.final.val_loss == found.state.val_loss == 0.125

@@ -1218,3 +1218,19 @@ def test_an_earlier_step_can_be_the_one_to_go_on_from(tmp_path: Path) -> None:
     assert newest(store).state.step == 25
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
         store.make_latest(7)
+
+
+def test_what_becomes_known_of_a_saved_step_is_said_and_may_make_it_the_best(
+    tmp_path: Path,
+) -> None:
+    store = new_store(tmp_path)
+    store.save(snapshot_of(1, val_loss=0.5))
+    store.save(snapshot_of(2))
+    store.tell(state_of(2, val_loss=0.25, progress={"told": 1}))
+    found = store.newest_good()
+    assert found is not None
+    assert (found.state.step, found.state.val_loss) == (2, 0.25)
+    assert found.state.progress == {"told": 1}
+    assert (store.folder / BEST).readlink() == Path("step-00000002")
+    with pytest.raises(CheckpointError):
+        store.tell(state_of(3))

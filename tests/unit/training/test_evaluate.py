@@ -2,12 +2,13 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from computing import PERPLEXITY, evaluated
 from smolcluster.data.dataset import Split
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.training.evaluate import evaluate
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 30, 1024])
@@ -66,3 +67,31 @@ def test_of_text_the_perplexity_is_said_and_masked_targets_do_not_count(
     assert result.metrics["perplexity"] == pytest.approx(math.exp(expected))
     assert result.values == {"val_loss": result.loss, "val_perplexity": math.exp(result.loss)}
     assert "perplexity" in str(result)
+
+
+def test_a_loss_may_take_gradients_where_it_is_evaluated() -> None:
+    model, split = nn.Linear(4, 1), Split(torch.randn(6, 4), torch.zeros(6))
+
+    def slope(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.enable_grad():
+            places = batch[0].detach().requires_grad_()
+            found = torch.autograd.grad(model(places).sum(), places)[0]
+        return found.square().mean()
+
+    result = evaluate(model, split, torch.device("cpu"), loss=slope)
+    assert result.loss == pytest.approx(model.weight.square().mean().item())
+
+
+def test_what_is_cached_in_an_evaluation_can_be_used_in_training() -> None:
+    model, split = nn.Linear(4, 1), Split(torch.randn(6, 4), torch.zeros(6))
+    cache: list[Tensor] = []
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if not cache:
+            cache.append(torch.arange(4).float().exp())
+        output: Tensor = model(batch[0] * cache[0]) * cache[0][:1]
+        return output.square().mean()
+
+    evaluate(model, split, torch.device("cpu"), loss=loss)
+    loss(model, (split.inputs.requires_grad_(), split.targets)).backward()  # type: ignore[no-untyped-call]
+    assert model.weight.grad is not None

@@ -1,5 +1,7 @@
 import math
 import re
+import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -339,3 +341,72 @@ def test_a_sparse_parameter_is_refused_by_name() -> None:
     model.edges = nn.Parameter(torch.eye(2).to_sparse())
     with pytest.raises(ConfigError, match="parameter edges has the layout"):
         Replica(model, "sgd")
+
+
+class Restless(nn.Module):
+    """Changes about everything as it is evaluated, and refuses to be copied."""
+
+    mean: Tensor
+    flag: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+        self.frozen = nn.BatchNorm1d(3, affine=False)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("flag", torch.tensor(0))
+        self.lock = threading.Lock()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            with torch.no_grad():
+                self.fc.weight.zero_()
+                self.fc.bias.data = torch.ones(2)
+                self.mean += 1
+                self.flag = self.flag + 1
+        outputs: Tensor = self.fc(self.frozen(inputs))
+        return outputs
+
+
+@pytest.mark.parametrize("error", [None, KeyError()])
+def test_a_model_that_was_evaluated_is_as_before_whatever_it_does_then(
+    error: Exception | None,
+) -> None:
+    model = Restless()
+    replica = Replica(model, "sgd", ema_decay=0.5)
+    model.frozen.eval()
+    replica.update_average()
+    replica.params.add_(1.0)
+    replica.update_average()
+    weights, flag = replica.snapshot(), model.flag
+    average = replica.evaluated.clone()
+    with suppress(KeyError), replica.evaluating() as lent:
+        seen = torch.cat([each.detach().flatten() for each in (model.fc.weight, model.fc.bias)])
+        lent.eval()(torch.randn(2, 3)).sum().backward()
+        if error is not None:
+            raise error
+    assert lent is model
+    assert torch.equal(seen, average)
+    assert not torch.equal(average, weights)
+    assert torch.equal(replica.evaluated, average)
+    assert torch.equal(replica.params, weights)
+    for name, place in replica.layers:
+        parameter = model.get_parameter(name)
+        assert parameter.grad is not None
+        assert parameter.data_ptr() == replica.params[place].data_ptr()
+        assert parameter.grad.data_ptr() == replica.grads[place].data_ptr()
+    assert not replica.grads.any()
+    assert (model.training, model.fc.training, model.frozen.training) == (True, True, False)
+    assert not model.mean.any()
+    assert model.flag is flag
+    assert not model.flag
+
+
+def test_what_is_saved_meanwhile_are_the_weights_themselves() -> None:
+    replica = Replica(perceptron(), "sgd", ema_decay=0.5)
+    replica.update_average()
+    replica.params.add_(1.0)
+    with replica.evaluating():
+        saved = replica.saved_parameters()
+    for name, place in replica.layers:
+        assert torch.equal(saved[name].flatten(), replica.params[place])

@@ -192,7 +192,7 @@ class Server:
         while not self.hosts.gather():
             self.serve_next()
         self.replica.check_weights("at the end of the run")
-        return self.report.summary()
+        return self.saver.summary()
 
     def serve_next(self) -> None:
         for event in self.pool.next_events(TICK_S):

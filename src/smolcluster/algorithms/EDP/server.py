@@ -141,7 +141,7 @@ class Server:
         self.replica.check_weights("at the end of the run")
         if self.context.is_attached:
             self.give_result()
-        return self.report.summary()
+        return self.saver.summary()
 
     def serve_next(self) -> None:
         for event in self.pool.next_events(TICK_S):

@@ -111,14 +111,16 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
                 whole.gather(saver)
             elif saver.is_due(version):
                 whole.begin(saver)
-            evaluation = training.evaluate(before_batch=check_stop) if is_evaluated else None
-            if evaluation is not None:
-                report.evaluated(version, applied // trainer.num_samples, evaluation)
+            saver.after_step(is_evaluated=is_evaluated)  # first: an evaluation may fail
+            if is_evaluated:
+                saver.wait_for_copy()  # the evaluation is of the same buffers
+                evaluation = training.evaluate(before_batch=check_stop)
+                if evaluation is not None:
+                    report.evaluated(version, applied // trainer.num_samples, evaluation)
             groups.note("recording the step")
-            saver.after_step(is_evaluated=evaluation is not None)
             saver.tick()
             report.tick()
-        return report.summary()
+        return saver.summary()
 
 
 class _Whole:

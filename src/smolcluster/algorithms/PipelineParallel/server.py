@@ -155,7 +155,8 @@ class Server(Coordinator):
     def next_turn(self, crew: Crew) -> None:
         """Have the stages take a step, or evaluate or send what the last one has come to."""
         self.turn += 1
-        if not self.is_evaluated:
+        is_end_kept = self.is_kept or not self.report.is_over  # first: an evaluation may fail
+        if not self.is_evaluated and is_end_kept:
             evaluate = EvaluateStages(attempt=crew.attempt, turn=self.turn)
             subject = StageEvaluated, self.turn
             tell, patience_s = partial(self.tell, evaluate), self.evaluation_patience_s
@@ -340,7 +341,8 @@ class Server(Coordinator):
             epoch = max(0, self.report.samples_applied - 1) // self.context.training.num_samples
             self.report.evaluated(self.version, epoch, Evaluation(loss, metrics))
         if self.report.is_over and self.keeper.can_keep:
-            self.is_kept = False
+            known = self.report.with_evaluation(self.report.training_state({}))
+            self.is_kept = self.keeper.tell(known)
 
     def learning_rate(self) -> float:
         total = self.train.num_epochs * self.context.training.num_samples

@@ -227,6 +227,17 @@ class Keeper:
         self.kept = Kept(self._state, folder)
         self.on_saved(self._state.step, folder)
 
+    def tell(self, state: TrainingState) -> bool:
+        """Say on the disk what has become known of a step's weights; False: they are not kept."""
+        self.settle(wait=True)
+        if self._store is None or self.kept.folder is None or self.kept.state.step != state.step:
+            return False
+        try:
+            self._disk.submit(self._store.tell, state).result()
+        except SmolclusterError as error:
+            self._log.warning("%s", error)
+        return True
+
     def drop(self) -> None:
         """What was not finished is not wanted any more."""
         with self._lock:

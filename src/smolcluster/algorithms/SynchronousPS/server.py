@@ -132,7 +132,7 @@ class Server:
                 self.gather_for_the_end(error)
                 raise
             self.gather_for_the_end()
-            return self.report.summary()
+            return self.saver.summary()
 
     def serve(self) -> None:
         while not self.report.is_over:
