@@ -250,6 +250,42 @@ def test_through_the_open_port_logs_are_pushed_and_neither_read_nor_deleted(
         assert httpx.request(method, url + path, trust_env=False).status_code == 403, path
 
 
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "multipart/form-data; boundary=application/json"}, 415),
+        ({}, 415),
+        ({"Content-Type": "application/json", "Origin": "http://evil.example.org"}, 403),
+        ({"Content-Type": "application/json", "Origin": "null"}, 403),
+        ({"Content-Type": "application/json"}, 204),
+        ({"Content-Type": "application/json; charset=utf-8"}, 400),
+        ({"Content-Type": "application/x-protobuf"}, 400),
+    ],
+)
+def test_a_page_in_a_browser_pushes_no_logs(
+    pushing: tuple[str, Receiver], headers: dict[str, str], code: int
+) -> None:
+    """What a page may send elsewhere without asking first has another type, and names the page.
+
+    400 is the answer of the receiver behind, which understands the type alone that `ship` sends.
+    """
+    url, receiver = pushing
+    body = push_body([LokiLine((("job", "x"),), time.time_ns(), "forged")])
+    sent = {"Content-Encoding": "gzip", **headers}
+    push = f"{url}/loki/api/v1/push"
+    assert httpx.post(push, content=body, headers=sent, trust_env=False).status_code == code
+    assert receiver.received.texts() == (["forged"] if code == 204 else [])
+
+
+def test_grafana_has_no_usual_password_and_answers_by_one_name() -> None:
+    environment = yaml("docker-compose.yml")["services"]["grafana"]["environment"]
+    assert environment["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_PASSWORD:?")
+    assert environment["GF_SERVER_DOMAIN"] == "localhost"
+    assert environment["GF_SERVER_ENFORCE_DOMAIN"] == "true"
+
+
 def test_lines_that_are_no_json_break_no_count() -> None:
     for expression in expressions("logs"):
         assert "| json" in expression

@@ -408,7 +408,8 @@ app.add_typer(observe_app, name="observe", help="Grafana, Loki and Prometheus in
 def _up() -> int:
     """Start them and wait until they answer. A launch does it with --observe.
 
-    Grafana's user is admin; the password is what GRAFANA_PASSWORD was at the first start, or admin.
+    Grafana's user is admin; the password is what GRAFANA_PASSWORD was at the first start, else the random one
+    in ~/.config/smolcluster/grafana-password.
     """
     from smolcluster.launch.observe.commands import observe_up  # noqa: PLC0415 - takes time
 

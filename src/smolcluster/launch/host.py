@@ -12,7 +12,7 @@ import shlex
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -179,9 +179,16 @@ class Host:
 
 
 def run_here(
-    argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float | None, shielded: bool = False
+    argv: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    timeout_s: float | None,
+    shielded: bool = False,
+    environ: Mapping[str, str] | None = None,
 ) -> Done:
     """Run a command on this machine and wait for its end; `shielded` from a Ctrl-C at the terminal.
+
+    `environ` is its environment; None: this process's.
 
     Its errors go to a file: an `ssh` of before 8.5 that stays in the background as everybody's connection
     keeps the pipe, whose end would be waited for.
@@ -199,6 +206,7 @@ def run_here(
             timeout=timeout_s,
             check=False,
             start_new_session=shielded,
+            env=environ,
         )
         errors.seek(0)
         said = errors.read()

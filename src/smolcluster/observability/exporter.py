@@ -12,7 +12,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import accumulate
@@ -21,6 +21,7 @@ from socket import AF_INET, AF_INET6
 from socketserver import TCPServer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.types import WSGIApplication
 
 import psutil
 from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
@@ -35,6 +36,7 @@ from prometheus_client.registry import Collector
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.runs.evaluated import metrics_in
 from smolcluster.runs.status import STALENESS_EDGES, RunStatus, WorkerStatus
+from smolcluster.utils.addresses import is_address, name_of
 from smolcluster.utils.gpu import GpuQuantity, Readings, no_gpu
 from smolcluster.utils.meter import Phase
 from smolcluster.utils.units import format_address
@@ -46,7 +48,9 @@ STALENESS_BOUNDS = (*map(str, STALENESS_EDGES), "+Inf")
 MAX_CLIENTS = 16
 """That are answered at once: strangers must not take all file descriptors of the process."""
 REQUEST_TIMEOUT_S = 10.0
-"""How long a client may take to say what it wants."""
+"""How long a client may take from being let in to the end of its answer."""
+OWN_NAMES = frozenset({"localhost", "host.docker.internal"})
+"""By which this machine means itself, and containers mean it."""
 MAX_FURTHER_PORTS = 64
 """That are tried where the own one is taken: enough for the processes of a few more runs on a machine."""
 POLL_S, CLOSE_TIMEOUT_S = 0.1, 2.0
@@ -329,8 +333,9 @@ def serve_metrics(
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
+    application = for_own_names(make_wsgi_app(registry), socket.gethostname())
     try:
-        server = _listening(address, port, make_wsgi_app(registry))
+        server = _listening(address, port, application)
     except OSError as error:
         where = format_address(address, port)
         warn(f"no /metrics on {where}: {error.strerror or error}; set metrics_port or metrics_bind")
@@ -346,6 +351,24 @@ def serve_metrics(
         server.shutdown()
         server.server_close()
         thread.join(CLOSE_TIMEOUT_S)
+
+
+def for_own_names(application: WSGIApplication, hostname: str) -> WSGIApplication:
+    """The same for those who ask this machine by a name of its own, so that no page elsewhere reads it.
+
+    A page whose name is made to mean this machine (DNS rebinding) asks by that name. Addresses cannot be made
+    to mean something else. `hostname` is this machine's, whose domain others may know better.
+    """
+    own = hostname.partition(".")[0].lower()
+
+    def guarded(environ: Any, start_response: Any) -> Iterable[bytes]:
+        name = name_of(environ.get("HTTP_HOST", ""))
+        if is_address(name) or name in OWN_NAMES or name.partition(".")[0] == own:
+            return application(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"ask by this machine's address, localhost, or its host name\n"]
+
+    return guarded
 
 
 def _listening(address: str, first: int, application: Any) -> WSGIServer:
@@ -388,10 +411,14 @@ class _Server(ThreadingWSGIServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and make room."""
+        """Answer, and make room; who takes too long over it all is cut."""
+        cut = threading.Timer(REQUEST_TIMEOUT_S, _cut, (request,))
+        cut.daemon = True
         try:
+            cut.start()
             super().process_request_thread(request, client_address)
         finally:
+            cut.cancel()
             self.places.release()
 
     def server_bind(self) -> None:
@@ -404,13 +431,16 @@ class _Server(ThreadingWSGIServer):
         """A client's trouble is its own."""
 
 
+def _cut(connection: socket.socket) -> None:
+    with suppress(OSError):  # it has gone
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 class _Server6(_Server):
     address_family = AF_INET6
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = REQUEST_TIMEOUT_S
-
     def log_message(self, format: str, *args: object) -> None:
         """A scrape every few seconds is no news."""
 

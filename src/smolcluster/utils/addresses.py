@@ -24,6 +24,22 @@ def is_loopback_name(address: str) -> bool:
         return address == "localhost"
 
 
+def name_of(host: str) -> str:
+    """The name or address in a request's `Host`, such as `localhost:8265` or `[::1]:8265`, lower case."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.rpartition(":")[0].lower() if ":" in host else host.lower()
+
+
+def is_address(name: str) -> bool:
+    """Whether it is an IP address, which nobody can make to mean another machine."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 def free_port() -> int:
     """A port of the loopback that nobody listens on now."""
     with socket.socket() as free:

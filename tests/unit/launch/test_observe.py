@@ -4,12 +4,14 @@ import json
 import os
 import shutil
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from harness import free_port, local_settings
@@ -50,6 +52,7 @@ from smolcluster.utils.retry import Deadline
 
 DOCKER = """#!/bin/sh
 echo "$*" >>"{folder}/asked"
+case "$*" in *" up --detach" | *" down") echo "$GRAFANA_PASSWORD" >>"{folder}/passwords" ;; esac
 case "$*" in
   "version "*)
     if [ -f "{folder}/locked" ]; then echo "permission denied while trying to connect" >&2; exit 1; fi
@@ -79,6 +82,12 @@ class Docker:
         (self.folder / what).write_text(content)
 
     @property
+    def passwords(self) -> list[str]:
+        """Grafana's, each time that Compose was called."""
+        file = self.folder / "passwords"
+        return file.read_text().splitlines() if file.exists() else [""]
+
+    @property
     def asked(self) -> list[str]:
         """What it was called with."""
         file = self.folder / "asked"
@@ -90,6 +99,8 @@ def no_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A PATH with a shell and nothing of Docker's."""
     folder = tmp_path / "bin"
     folder.mkdir()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("GRAFANA_PASSWORD", raising=False)
     for name in ("sh", "cat"):
         path = shutil.which(name)
         assert path is not None
@@ -193,9 +204,52 @@ def test_up_starts_the_containers_and_says_where_grafana_is(
     assert main(["observe", "up"]) == 0
     assert f"compose --file {folder}/docker-compose.yml up --detach" in docker.asked
     assert capsys.readouterr().out == (
-        "Grafana: http://localhost:3000, user admin, "
-        "password: what GRAFANA_PASSWORD was at the first start, or admin\n"
+        f"Grafana: http://localhost:3000, user admin, password in {stack.password_file()}\n"
     )
+
+
+def test_grafana_has_a_random_password_that_others_cannot_read(
+    docker: Docker, folder: Path, all_well: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["observe", "up"]) == 0
+    file = stack.password_file()
+    password = file.read_text().strip()
+    assert len(password) >= 32
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert docker.passwords == [password]
+    assert main(["observe", "down"]) == 0
+    assert main(["observe", "up"]) == 0
+    assert docker.passwords == [password] * 3, "the same from now on"
+    assert password not in "\n".join(docker.asked), "everybody can read command lines"
+    monkeypatch.setenv("GRAFANA_PASSWORD", "mine")
+    stack.begin_up(folder)
+    deadline = Deadline(30)
+    while docker.passwords[-1] != "mine":
+        assert not deadline.expired
+
+
+@pytest.mark.parametrize(("code", "is_said"), [(200, False), (401, True)])
+def test_a_grafana_that_keeps_an_older_password_is_told_of(
+    *,
+    code: int,
+    is_said: bool,
+    docker: Docker,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = []
+
+    def answer(url: str, auth: tuple[str, str], **_: object) -> httpx.Response:
+        asked.append((url, auth))
+        return httpx.Response(code)
+
+    monkeypatch.setattr(stack, "answers", lambda *_: True)
+    monkeypatch.setattr(httpx, "get", answer)
+    assert main(["observe", "up"]) == 0
+    password = stack.password_file().read_text().strip()
+    assert asked == [("http://localhost:3000/api/org", ("admin", password))]
+    assert ("reset-admin-password" in capsys.readouterr().out) is is_said
 
 
 def test_up_that_fails_says_so(

@@ -7,10 +7,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -281,6 +282,49 @@ def test_strangers_cannot_take_all_connections_of_the_process() -> None:
             except OSError:
                 assert time.monotonic() < end, "nobody is let in any more"
         assert b"smolcluster_" in said
+
+
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [
+        ("evil.example.org:9464", 403),
+        ("127.0.0.1.evil.org", 403),
+        ("", 403),
+        ("127.0.0.1:9464", 200),
+        ("localhost", 200),
+        ("[::1]:9464", 200),
+        ("10.0.0.7:9464", 200),
+        ("host.docker.internal:9464", 200),
+        ("mini2:9464", 200),
+        ("mini2.lab.example.org:9464", 200),
+    ],
+)
+def test_a_page_whose_name_was_made_to_mean_this_machine_reads_nothing(
+    host: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "mini2.local")
+    port = free_port()
+    with serve_metrics(collector(a_status()), "127.0.0.1", port, warn=pytest.fail):
+        url = f"http://127.0.0.1:{port}/metrics"
+        answer = httpx.get(url, headers={"Host": host}, timeout=10, trust_env=False)
+    assert answer.status_code == code
+    assert ("smolcluster_step" in answer.text) is (code == 200)
+
+
+def test_who_says_a_byte_now_and_then_is_cut_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "REQUEST_TIMEOUT_S", 0.5)
+    port, end = free_port(), time.monotonic() + 60
+    with (
+        serve_metrics(collector(a_status()), "127.0.0.1", port, warn=pytest.fail),
+        socket.create_connection(("127.0.0.1", port), 0.05) as client,
+    ):
+        client.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        with pytest.raises(ConnectionError):
+            while time.monotonic() < end:
+                client.sendall(b"x")
+                with suppress(TimeoutError):
+                    if client.recv(1) == b"":
+                        raise ConnectionResetError
 
 
 def test_a_machine_without_threads_turns_nobody_away_for_good(

@@ -1,5 +1,6 @@
 """The commands `smolcluster observe up`, `down` and `status`."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,10 @@ from smolcluster.utils.retry import Deadline
 READY_S = 90.0
 """From the start of the containers to their services' first answer; Loki alone takes 20 s."""
 POLL_S = 1.0
+HOW_TO_RESET = (
+    "`docker exec -i smolcluster-grafana-1 grafana cli admin reset-admin-password --password-from-stdin` "
+    "sets the one that it reads"
+)
 
 
 def observe_up() -> int:
@@ -31,10 +36,12 @@ def observe_up() -> int:
         if deadline.expired:
             return _report(stack.health(folder))
         time.sleep(POLL_S)
-    sys.stdout.write(
-        f"Grafana: {GRAFANA}, user admin, "
-        "password: what GRAFANA_PASSWORD was at the first start, or admin\n"
-    )
+    whose = stack.PASSWORD if os.environ.get(stack.PASSWORD) else str(stack.password_file())
+    sys.stdout.write(f"Grafana: {GRAFANA}, user admin, password in {whose}\n")
+    if not stack.takes_password():
+        sys.stdout.write(
+            f"Grafana was first started with another password, which it keeps: {HOW_TO_RESET}\n"
+        )
     return 0
 
 

@@ -18,9 +18,11 @@ import httpx
 from smolcluster.errors import LaunchError, TryAgain
 from smolcluster.launch.host import Done, run_here
 from smolcluster.observability.exporter import LOOPBACK
+from smolcluster.transport.security import default_secret_path, ensure_secret
 
 FOLDER = "logging"
 COMPOSE_FILE = "docker-compose.yml"
+PASSWORD = "GRAFANA_PASSWORD"  # noqa: S105 - the name of a variable
 GRAFANA, LOKI_PORT = "http://localhost:3000", 3100
 ASK_S = 10.0
 """How long Docker may take to answer a question."""
@@ -137,6 +139,31 @@ def compose(folder: Path) -> list[str]:
     return [*words, "--file", str(folder / COMPOSE_FILE)]
 
 
+def password_file() -> Path:
+    """Where Grafana's password is kept, by default `~/.config/smolcluster/grafana-password`, mode 0600."""
+    return default_secret_path().with_name("grafana-password")
+
+
+def stack_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What Compose is called with: GRAFANA_PASSWORD as the user has it, else the random one of the file.
+
+    Raises:
+        AuthError: the file cannot be made, or others can read it.
+    """
+    if environ.get(PASSWORD):
+        return dict(environ)
+    return {**environ, PASSWORD: ensure_secret(password_file()).key.decode()}
+
+
+def takes_password(grafana: str = GRAFANA) -> bool:
+    """Whether Grafana lets the administrator in with the password that it should have."""
+    with suppress(httpx.HTTPError):
+        auth = ("admin", stack_environ()[PASSWORD])
+        reply = httpx.get(f"{grafana}/api/org", auth=auth, timeout=ANSWER_S, trust_env=False)
+        return reply.status_code != httpx.codes.UNAUTHORIZED
+    return True
+
+
 def up(folder: Path) -> None:
     """Start the stack; what Docker says goes to the terminal.
 
@@ -164,9 +191,11 @@ def begin_up(folder: Path) -> None:
 
     Raises:
         NoDocker: Docker has no Compose.
+        AuthError: see `stack_environ`.
     """
     argv = [*compose(folder), "up", "--detach"]
-    run_here(["sh", "-c", '"$@" </dev/null >/dev/null 2>&1 &', "sh", *argv], timeout_s=ASK_S)
+    detached = ["sh", "-c", '"$@" </dev/null >/dev/null 2>&1 &', "sh", *argv]
+    run_here(detached, timeout_s=ASK_S, environ=stack_environ())
 
 
 def health(folder: Path) -> list[Health]:
@@ -230,10 +259,11 @@ def _compose(folder: Path, words: Sequence[str], timeout_s: float) -> None:
     check_docker()
     argv = [*compose(folder), *words]
     try:
-        code = subprocess.run(argv, check=False, timeout=timeout_s).returncode  # noqa: S603 - a list
+        environ = stack_environ()
+        done = subprocess.run(argv, check=False, timeout=timeout_s, env=environ)  # noqa: S603 - a list
     except subprocess.TimeoutExpired as error:
         raise LaunchError(f"`{' '.join(argv)}` did not end within {timeout_s:g} s") from error
-    if code:
+    if code := done.returncode:
         raise LaunchError(f"`{' '.join(argv)}` ended with exit code {code}; it says why above")
 
 

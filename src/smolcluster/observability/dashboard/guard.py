@@ -7,7 +7,6 @@ No cookie has it: browsers send those to every port of a machine, and so to othe
 that no other page can read what is here. Nothing here can be changed by a request.
 """
 
-import ipaddress
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import Literal
 
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from smolcluster.utils.addresses import is_address, name_of
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -59,8 +60,8 @@ class Access:
 
     def _is_own_address(self, headers: Mapping[str, str]) -> bool:
         host = headers.get("host", "")
-        name = _name_of(host)
-        if name not in self.names and not (self.takes_addresses and _is_address(name)):
+        name = name_of(host)
+        if name not in self.names and not (self.takes_addresses and is_address(name)):
             return False
         origin = headers.get("origin")
         from_where = headers.get("sec-fetch-site", "none")
@@ -117,18 +118,3 @@ def _with_headers(send: Send) -> Send:
         await send(message)
 
     return sending
-
-
-def _name_of(host: str) -> str:
-    """The name in `localhost:8265`, `[::1]:8265` and the like."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.rpartition(":")[0].lower() if ":" in host else host.lower()
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
