@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,15 +19,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from smolcluster.algorithms.entry import guarded
-from smolcluster.algorithms.Mesh.ranks import RANK_VARIABLES, ranks_of
+from smolcluster.algorithms.Mesh.ranks import IN_POD, RANK_VARIABLES, ranks_of
 from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
-from smolcluster.errors import LaunchError, PeerLost
+from smolcluster.errors import ConfigError, LaunchError, PeerLost
 from smolcluster.utils.addresses import free_port
 from smolcluster.utils.seed import HASH_SEED, hash_seed
 
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
 
+RESOLVE_S = 3.0
+"""How long a name may be unknown; a pod's, which others of its kind wait for, until all must be there."""
 END_TIMEOUT_S = 60.0
 """How long rank 0 may save after a signal."""
 STOP_ON_STDIN_EOF = "--stop-on-stdin-eof"
@@ -62,9 +65,18 @@ def parser() -> argparse.ArgumentParser:
         "smolcluster.distributed_training", description=__doc__, allow_abbrev=False
     )
     ranks = made.add_argument_group("ranks")
-    ranks.add_argument("--world-size", type=int, help="processes in all; default 1")
-    ranks.add_argument("--rank", type=int, help="the first rank here; default: all of them")
-    ranks.add_argument("--nproc-per-node", type=int, help="ranks here, from --rank on; default 1")
+    ranks.add_argument("--world-size", type=int, help="processes in all; default WORLD_SIZE, 1")
+    ranks.add_argument(
+        "--rank",
+        type=int,
+        help="the first rank here; default RANK, else a pod's place in its Job or StatefulSet; else "
+        "all of --world-size are here",
+    )
+    ranks.add_argument(
+        "--nproc-per-node",
+        type=int,
+        help="ranks here, from --rank on; default 1: a node of eight ranks needs --nproc-per-node 8",
+    )
     ranks.add_argument("--master-addr", help="where rank 0 is; default MASTER_ADDR, localhost")
     ranks.add_argument("--master-port", type=int, help="its port; default MASTER_PORT, 29500")
     ranks.add_argument("--backend", choices=("auto", "nccl", "gloo", "mpi"), help="default auto")
@@ -104,7 +116,10 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="profile some steps of all ranks; which ones --override profile.wait=10 profile.active=3 says",
     )
-    what = made.add_argument_group("training")
+    what = made.add_argument_group(
+        "training",
+        "What is not given here is what the training file says, such as gpt_config_stdlib.yaml.",
+    )
     what.add_argument(
         "--config",
         metavar="FILE",
@@ -238,6 +253,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         address=args.master_addr,
         port=args.master_port,
     )
+    if ranks.world_size > 1:
+        _check_address(ranks.address, args.start_timeout if IN_POD in os.environ else RESOLVE_S)
     if not ranks.is_process:
         port = ranks.port or free_port()
         _start(ranks.here, ranks.world_size, {"MASTER_PORT": str(port)}, argv)
@@ -259,6 +276,28 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         resume=args.resume,
         has_progress=not args.no_progress,
     )
+
+
+def _check_address(address: str, patience_s: float) -> None:
+    """See that the name of rank 0's machine is known: torch says so by a stack of C++.
+
+    Raises:
+        ConfigError: it is not, not even after `patience_s` seconds.
+    """
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() >= end:
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(
+                    f"MASTER_ADDR or --master-addr is {address}, which is no address or known name of a "
+                    f"machine ({reason}): name the machine of rank 0"
+                ) from error
+            time.sleep(0.2)
+        else:
+            return
 
 
 def _launcher(ours: int | None) -> int | None:

@@ -1,18 +1,29 @@
 """The flags of `python -m smolcluster.distributed_training`, and which ranks it is."""
 
+import socket
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 import smolcluster
+from smolcluster import distributed_training
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.ranks import ranks_of
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.distributed_training import configuration, mesh_keys, overrides_of, parser
 from smolcluster.errors import ConfigError
 
+RANK_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "SLURM_PROCID",
+    "JOB_COMPLETION_INDEX",
+    "KUBERNETES_SERVICE_HOST",
+)
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 CONFIGS = Path(smolcluster.__file__).parent / "configs"
 
 
@@ -26,6 +37,12 @@ CONFIGS = Path(smolcluster.__file__).parent / "configs"
         ({"RANK": "5", "WORLD_SIZE": "8"}, {"rank": 4, "num_here": 4}, range(5, 6), True),
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}, {}, range(2, 3), True),
         ({"SLURM_PROCID": "2"}, {"world_size": 4}, range(2, 3), True),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, {}, range(2, 3), True),
+        ({"WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"}, {}, range(2, 3), True),
+        ({"WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "1"}, {"num_here": 2}, range(2, 4), False),
+        ({"WORLD_SIZE": "4", "HOSTNAME": "train-3", **POD}, {}, range(3, 4), True),
+        ({"WORLD_SIZE": "4"}, {"rank": 3}, range(3, 4), True),
+        ({"WORLD_SIZE": "1"}, {}, range(1), True),
     ],
 )
 def test_which_ranks_a_command_is(
@@ -49,6 +66,23 @@ TORCHRUN = {
 }
 
 
+def test_a_name_that_nobody_knows_is_one_line_at_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("smolcluster.distributed_training.RESOLVE_S", 0.0)
+    for name in RANK_NAMES:
+        monkeypatch.delenv(name, raising=False)
+    words = ["--world-size", "16", "--rank", "8", "--master-addr", "node1-ip"]
+    _run = partial(distributed_training._run, distributed_training.parser().parse_args(words))
+    with pytest.raises(ConfigError, match=r"--master-addr is node1-ip, which is no .* known name"):
+        _run(words)
+    assert capfd.readouterr().err == ""
+
+
 def test_flags_say_where_rank_0_is_before_the_environment() -> None:
     stated = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     for environ in ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}, stated):
@@ -69,6 +103,11 @@ def test_flags_do_not_lead_away_from_torchruns_store() -> None:
     ("environ", "flags", "told"),
     [
         ({"RANK": "1"}, {}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "4"}, {}, "WORLD_SIZE is 4, but nothing says which rank .*--rank"),
+        ({"WORLD_SIZE": "4", "HOSTNAME": "train-3"}, {}, "nothing says which rank"),
+        ({"WORLD_SIZE": "4", "HOSTNAME": "train-x7k2p", **POD}, {}, "completionMode: Indexed"),
+        ({"WORLD_SIZE": "4", "HOSTNAME": "train-24567", **POD}, {}, "completions: 4"),
+        ({"WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "4"}, {}, "not within 0 to 3"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, {}, "RANK is 'x'"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, {"world_size": 4}, "--world-size is 4"),
         (

@@ -23,6 +23,8 @@ from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy
 from smolcluster.utils.addresses import is_loopback
 
 QUIET_END_S = 10.0
+ONE_A_NODE_S = 15.0
+"""After so long without another rank, ranks 0 and 8 of 16 are all that were started."""
 ANSWER_S = 10.0
 """How long the store of a group may take to answer, of which it is not known whether it is there."""
 PLACE, NAME = "smolcluster/store", "name"
@@ -142,7 +144,12 @@ def meet(
     store.set(f"here/{rank}", json.dumps(dict(told)))
     end = time.monotonic() + timeout_s
     missing = set(range(ranks.world_size))
+    num_missing, since = len(missing), time.monotonic()
     while missing := {each for each in missing if not store.check([f"here/{each}"])}:
+        if len(missing) != num_missing:
+            num_missing, since = len(missing), time.monotonic()
+        elif time.monotonic() > since + ONE_A_NODE_S + (rank == 0):  # the store ends with rank 0
+            _check_not_one_a_node(ranks.world_size, missing)
         if time.monotonic() > end:
             names = ", ".join(map(str, sorted(missing)))
             raise ConnectTimeout(
@@ -153,6 +160,22 @@ def meet(
         check()
         time.sleep(0.05)
     compare(rank, told, json.loads(store.get("here/0")))
+
+
+def _check_not_one_a_node(world_size: int, missing: set[int]) -> None:
+    """Refuse ranks 0 and 8 of 16: the first ones of nodes, the rest of which nobody has started.
+
+    Raises:
+        ConfigError: those that are there divide the ranks equally among them.
+    """
+    found = [each for each in range(world_size) if each not in missing]
+    share = world_size // len(found)
+    if len(found) > 1 and share > 1 and found == list(range(0, world_size, share)):
+        names = ", ".join(map(str, found))
+        raise ConfigError(
+            f"only ranks {names} of {world_size} have come, one a node: give each node --nproc-per-node "
+            f"{share} to start the {share} ranks from its --rank on"
+        )
 
 
 def compare(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> None:

@@ -5,8 +5,17 @@ from dataclasses import dataclass
 
 from smolcluster.errors import ConfigError
 
-RANK_VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
-"""Of torchrun, and of srun: this process's rank, and how many there are."""
+RANK_VARIABLES = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+"""Of torchrun, srun, and two of mpirun: this process's rank, and how many there are."""
+POD_INDEX = "JOB_COMPLETION_INDEX"
+"""Which pod of an Indexed Job of Kubernetes this is."""
+IN_POD = "KUBERNETES_SERVICE_HOST"
+"""Set in each pod."""
 DEFAULT_PORT = 29500
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -66,11 +75,33 @@ def ranks_of(
             _check_one_world(environ, size, address)
             known = port or (_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None)
             return _checked(Ranks(range(own, own + 1), size, True, address, known or DEFAULT_PORT))
-    size = world_size or 1
+    stated = _number(environ, "WORLD_SIZE") if "WORLD_SIZE" in environ else None
+    size = world_size or stated or 1
+    if rank is None and stated is not None and size > 1:
+        rank = _first_of_pod(environ, num_here or 1, size)
     if rank is None:
         return Ranks(range(size), size, size == 1, address, port)
     here = range(rank, rank + (num_here or 1))
-    return _checked(Ranks(here, size, len(here) == 1, address, port or DEFAULT_PORT))
+    known = port or (_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None)
+    return _checked(Ranks(here, size, len(here) == 1, address, known or DEFAULT_PORT))
+
+
+def _first_of_pod(environ: Mapping[str, str], num_here: int, size: int) -> int:
+    """The first rank of a pod, by its place in an Indexed Job or a StatefulSet.
+
+    Raises:
+        ConfigError: nothing says which process this is of those that WORLD_SIZE counts.
+    """
+    name, _, last = environ.get("HOSTNAME", "").rpartition("-")
+    if POD_INDEX in environ:
+        return _number(environ, POD_INDEX) * num_here
+    if IN_POD in environ and name and last.isdecimal() and int(last) * num_here < size:
+        return int(last) * num_here
+    raise ConfigError(
+        f"WORLD_SIZE is {size}, but nothing says which rank this process is: set RANK or --rank (in "
+        f"Kubernetes completionMode: Indexed and completions: {size // num_here}, or a StatefulSet), or "
+        "unset WORLD_SIZE and say --world-size to have all ranks on this machine"
+    )
 
 
 def has_agent_store(environ: Mapping[str, str]) -> bool:

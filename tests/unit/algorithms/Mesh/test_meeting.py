@@ -50,6 +50,19 @@ def test_ranks_that_never_come_are_named() -> None:
         meet(0, there, store, {}, 0.1)
 
 
+@pytest.mark.parametrize(("first", "told"), [({0, 4}, "--nproc-per-node 4"), ({0, 1}, "missing")])
+def test_nodes_that_have_started_one_rank_each_are_told_the_flag(
+    monkeypatch: pytest.MonkeyPatch, first: set[int], told: str
+) -> None:
+    monkeypatch.setattr(meeting, "ONE_A_NODE_S", -1.0)
+    there = ranks(8, free_port())
+    store = open_store(0, there, 10)
+    for rank in first:
+        store.set(f"here/{rank}", "{}")
+    with pytest.raises((ConfigError, ConnectTimeout), match=told):
+        meet(0, there, store, {}, 1.0)
+
+
 def test_two_ranks_0_are_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     """On two machines: the second one's own store is not that at the address."""
     there = ranks(2, free_port())
