@@ -136,8 +136,7 @@ class Host:
         if self.destination is None:
             return ["sh", "-c", PREAMBLE + script]
         remote = shlex.join(["sh", "-c", PREAMBLE + script])
-        tty = ["-t"] if terminal else []
-        return ["ssh", *ssh_options(), *tty, "--", self.destination, remote]
+        return ["ssh", *ssh_options(terminal=terminal), "--", self.destination, remote]
 
     def run(
         self,
@@ -220,8 +219,12 @@ def host_of(cluster: ClusterConfig, node: str) -> Host:
     return Host(node, None if stated == HERE else stated or node)
 
 
-def ssh_options() -> list[str]:
-    """The options of every `ssh` that is started: never a question, time limits, one connection for all."""
+def ssh_options(*, terminal: bool = False) -> list[str]:
+    """The options of every `ssh` that is started: never a question, time limits, one connection for all.
+
+    What people set for their own use of a machine is left out: a command that opens tmux there, a terminal,
+    ports that are forwarded. `terminal`: the command needs one.
+    """
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": str(CONNECT_TIMEOUT_S),
@@ -230,6 +233,9 @@ def ssh_options() -> list[str]:
         "ControlMaster": "auto",
         "ControlPath": str(control_folder() / "%C"),
         "ControlPersist": str(PERSIST_S),
+        "RemoteCommand": "none",
+        "RequestTTY": "yes" if terminal else "no",
+        "ClearAllForwardings": "yes",
     }
     return [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
 

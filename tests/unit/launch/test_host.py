@@ -187,10 +187,10 @@ def test_without_ssh_there_is_one_line(monkeypatch: pytest.MonkeyPatch, home: Pa
 # Options
 
 
-def as_ssh_reads(*words: str) -> dict[str, str]:
-    """What ssh makes of its options, without anybody's configuration."""
+def as_ssh_reads(*words: str, config: Path = Path("/dev/null")) -> dict[str, str]:
+    """What ssh makes of its options and of a configuration."""
     done = subprocess.run(
-        ["ssh", "-F", "/dev/null", "-G", *words], capture_output=True, text=True, check=True
+        ["ssh", "-F", str(config), "-G", *words], capture_output=True, text=True, check=True
     )
     return dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
 
@@ -213,8 +213,26 @@ def test_the_destination_cannot_be_an_option_and_the_script_is_one_word(home: Pa
     *options, dashes, destination, remote = Host("pi5", "-oProxyCommand=evil").argv("a; b")
     assert (dashes, destination) == ("--", "-oProxyCommand=evil")
     assert options == ["ssh", *ssh_options()]
-    assert "-t" in Host("pi5", "pi5").argv("a", terminal=True)
     assert remote.startswith("sh -c ")
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_people_set_for_their_own_logins_is_left_out(
+    home: Path, tmp_path: Path, *, terminal: bool
+) -> None:
+    """With a RemoteCommand ssh refuses every command; a forwarded port fails for the second connection."""
+    config = tmp_path / "config"
+    config.write_text(
+        "Host box\n  RemoteCommand tmux new -A -s work\n  RequestTTY force\n"
+        "  LocalForward 8888 localhost:8888\n  ExitOnForwardFailure yes\n  User me\n"
+    )
+    *options, _, _, _ = Host("box", "box").argv("true", terminal=terminal)
+    read = as_ssh_reads(*options[1:], "box", config=config)
+    assert read.get("remotecommand", "none") == "none"
+    assert read["requesttty"] == ("true" if terminal else "false")
+    assert "localforward" not in read
+    assert read["user"] == "me"
 
 
 # Sockets
