@@ -3,6 +3,7 @@
     SmolclusterError            1
     ├── ConfigError             2   a configuration file, key, value or flag is wrong
     ├── UserCodeError           3   the user's model, loss, metric, data or hook raised an exception
+    │   └── ModelChanged            … or the model changes weights that only the optimizer may change
     ├── DataError               1   a dataset is missing, damaged or does not fit the model
     ├── NonFiniteLoss           1   a loss, gradient or weight became NaN or infinite
     ├── ProtocolError           1   a peer sent bytes that the protocol does not allow
@@ -54,6 +55,10 @@ class UserCodeError(SmolclusterError):
     def __init__(self, sentence: str, frames: str = "") -> None:
         super().__init__(sentence)
         self.frames = frames
+
+
+class ModelChanged(UserCodeError):
+    """Computing has changed parameters or gradients, which only the optimizer and the backward may."""
 
 
 class DataError(SmolclusterError):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from smolcluster.cluster.report import Report
 from smolcluster.codec.base import absmax
-from smolcluster.errors import NonFiniteLoss, SmolclusterError
+from smolcluster.errors import ModelChanged, NonFiniteLoss, SmolclusterError
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import (
     CheckpointStore,
@@ -218,5 +218,5 @@ def _is_orderly(error: BaseException | None) -> bool:
     if isinstance(error, Interrupted):
         return error.is_orderly
     return error is None or (
-        isinstance(error, SmolclusterError) and not isinstance(error, NonFiniteLoss)
+        isinstance(error, SmolclusterError) and not isinstance(error, NonFiniteLoss | ModelChanged)
     )

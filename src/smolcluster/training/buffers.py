@@ -125,7 +125,8 @@ class ModelBuffers:
         self.names = [slot.name for slot in self._slots]
         self.changing: list[int] = []
         self._base: dict[int, Tensor] = {}
-        self._num_looks = 0
+        self._num_batches = 0
+        self._has_looked = False
         self._caches: dict[str, Tensor] = {}
 
     def numel(self, number: int) -> int:
@@ -141,9 +142,12 @@ class ModelBuffers:
 
     def before_batch(self) -> None:
         """A batch will be computed: before the first ones, keep what frozen parameters are."""
-        if self._num_looks < NUM_FIRST:
+        self._num_batches += 1
+        if self._num_batches <= NUM_FIRST:
             for slot in self._slots[self._num_buffers :]:
                 slot.keep_initial()
+        elif self._num_batches == NUM_FIRST + 1:
+            self._let_frozen_go()
 
     def find(self) -> None:
         """Find out which buffers have changed since the last call.
@@ -151,11 +155,9 @@ class ModelBuffers:
         Raises:
             ConfigError: a buffer of the model's state has changed its shape, or a sparse one its values.
         """
-        if self._num_looks < NUM_FIRST:
-            self._num_looks += 1
+        if self._num_batches in range(1, NUM_FIRST + 1) or not self._has_looked:
+            self._has_looked = True
             self.look()
-            if self._num_looks == NUM_FIRST:
-                self._let_frozen_go()
             return
         quiet = sorted(set(range(self._num_buffers)).difference(self.changing))
         moved = {

@@ -104,7 +104,7 @@ class TrainingContext:
             self.prefetch.forget_before(Place(self.seed, epoch, start))
 
         cut = partial(self.parts, indices, epoch, start)
-        return self._compute(len(indices), cut)
+        return self._compute(len(indices), epoch, cut)
 
     def parts(self, indices: Tensor, epoch: int, start: int, at_once: int) -> list[Microbatch]:
         """The training samples `indices` (n,), which stand in an epoch's order from `start` on, cut."""
@@ -134,7 +134,7 @@ class TrainingContext:
             DataError: they do not fit the model.
         """
         cut = partial(self.received_parts, batch, num_samples, epoch, start)
-        return self._compute(num_samples, cut)
+        return self._compute(num_samples, epoch, cut)
 
     def received_parts(
         self, batch: Batch, num_samples: int, epoch: int, start: int, at_once: int
@@ -170,7 +170,9 @@ class TrainingContext:
         except SmolclusterError:
             return []  # it cannot be cut, so that nobody computes a part of it
 
-    def _compute(self, num_samples: int, cut: Callable[[int], list[Microbatch]]) -> BatchLoss:
+    def _compute(
+        self, num_samples: int, epoch: int, cut: Callable[[int], list[Microbatch]]
+    ) -> BatchLoss:
         """`cut` gives the batch in parts of so many samples."""
         replica, buffers = self.replica, self.replica.buffers
         kept, seeds = buffers.values(), LayerSeeds(self.seed, self.replica.device)
@@ -183,7 +185,9 @@ class TrainingContext:
             buffers.find()
             buffers.put(kept)
 
+        replica.watch.begin(epoch)
         loss = self.microbatch.fitted(num_samples, compute, undo)
+        replica.watch.end()
         if self.unused is not None:
             self.unused.batch_done()
         return loss

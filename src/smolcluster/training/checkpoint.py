@@ -664,6 +664,7 @@ def restore(
             f"though all tensors have the same names and shapes; {remedy}"
         )
     _check_tensors(folder / OPTIMIZER_FILE, checkpoint.optimizer, optimizer, remedy)
+    replica.buffers.will_be(checkpoint.model)
     with torch.no_grad():
         for live, stored in ((model, checkpoint.model), (optimizer, checkpoint.optimizer)):
             for name, tensor in live.items():

@@ -69,7 +69,8 @@ def forward_backward(
             batch = placed(part.gather(), replica.device, replica.params.dtype)
         with replica.meter("forward"), autocast(replica.precision, replica.device):
             is_lone = part.num_samples == 1
-            with user_code("loss"), lone_sample(replica.model) if is_lone else nullcontext():
+            lone = lone_sample(replica.model) if is_lone else nullcontext()
+            with replica.watch.around_loss(is_first=not counts), user_code("loss"), lone:
                 result = loss(replica.model, batch)
             total, count = count_terms(result, part.num_samples, of=loss)
             if not counts:
@@ -81,6 +82,7 @@ def forward_backward(
             if share.requires_grad:
                 has_gradient = True
                 scaled.backward()  # type: ignore[no-untyped-call]
+                replica.watch.gather()
         shares.append(share.detach())
     with replica.meter("backward"):  # an accelerator has it to finish
         num_terms = sum(whole_count(count, of=loss) for count in counts)

@@ -25,6 +25,7 @@ from smolcluster.training.modes import begin_training, move
 from smolcluster.training.optimizer import bucket_norms, clip_factor
 from smolcluster.training.recipe import OptimizerSpec
 from smolcluster.training.scaler import LEAST_SCALE, LossScaler
+from smolcluster.training.state_watch import StateWatch, Trained
 from smolcluster.training.torch_optimizer import Flat, new_optimizer
 from smolcluster.training.user_code import user_code
 from smolcluster.utils.meter import Meter
@@ -34,6 +35,8 @@ DEFAULT_BUCKET_BYTES = 1 << 20
 LOSS_SCALE = "loss_scale"
 AVERAGE = "ema."
 """Begins the names of the average's parameters in a checkpoint."""
+MOST_FROZEN = 4
+"""Frozen parameters that may follow the weights are at most so many times as large as these."""
 TRAINED_TYPES = (torch.float32, torch.float64)
 DIVERGENCE_REMEDY = "lower learning_rate, or clip gradients harder (gradient_clipping)"
 
@@ -53,6 +56,7 @@ class Replica:
         resting: names of the model's parts that stay in evaluation mode, see `modes.py`.
         average: of the weights (Polyak), flat (num_params,); None: there is none, or none yet.
         meter: where it counts the time of forward, backward, and what changes the weights.
+        watch: sees to it that computing changes no weights.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class Replica:
         self.base = described_base(self.model)
         self.parameters = {plain_name(name): each for name, each in model.named_parameters()}
         self.layers = _layout(trainable)
-        self.buffers = ModelBuffers(self.model)
+        self.buffers = ModelBuffers(self.model, _followers(self))
         self._starts = [place.start for _, place in self.layers]
         dtype = trainable[0][1].dtype if trainable else torch.float32
         num_params = self.layers[-1][1].stop if trainable else 0
@@ -107,7 +111,17 @@ class Replica:
         self.grads = torch.zeros_like(self.params)
         for (_, place), (_, parameter) in zip(self.layers, trainable, strict=True):
             self.params[place] = parameter.data.reshape(-1)
+        self._trained = [
+            Trained(
+                *(name, self.parameters[name], self.params[place].view(parameter.shape)),
+                self.grads[place].view(parameter.shape),
+            )
+            for (name, place), (_, parameter) in zip(self.layers, trainable, strict=True)
+        ]
         self._into_flat()
+        self.watch = StateWatch(
+            *(self.model, self.parameters, self._trained, self.grads, self.buffers)
+        )
         self.buckets = cut(self.num_params, max(1, bucket_bytes // dtype.itemsize))
         spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         flat = Flat(trainable, [place for _, place in self.layers], self.params, self.grads)
@@ -127,10 +141,8 @@ class Replica:
 
     def _into_flat(self) -> None:
         """Let the model's parameters and their gradients be the flat tensors."""
-        for name, place in self.layers:
-            parameter = self.parameters[name]
-            parameter.data = self.params[place].view(parameter.shape)
-            parameter.grad = self.grads[place].view(parameter.shape)
+        for each in self._trained:
+            each.parameter.data, each.parameter.grad = each.data, each.gradient
 
     def clip(self, clipping: GradientClipping) -> float:
         """Clip `grads` if that is enabled; return their L2 norm before."""
@@ -292,6 +304,7 @@ class Replica:
                         self.model.train()  # it may undo then what it has done to its weights
                 finally:
                     self._into_flat()
+                    self.watch.forget_frozen()
                     for module, mode in modes.items():
                         module.training = mode
 
@@ -331,6 +344,15 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
                 "give all parameters one type, such as by model.float()"
             )
     return sorted(found, key=lambda entry: not _decays(entry[1]))
+
+
+def _followers(replica: Replica) -> list[str]:
+    """The frozen parameters that may follow the weights, such as a teacher's: not a base, however large."""
+    base, trained = base_of(replica.model), {name for name, _ in replica.layers}
+    names = [name for name in replica.parameters if name not in base and name not in trained]
+    num_trained = sum(replica.parameters[name].numel() for name in trained)
+    numel = sum(replica.parameters[name].numel() for name in names)
+    return names if numel <= MOST_FROZEN * num_trained else []
 
 
 def check_type(name: str, parameter: Tensor) -> None:

@@ -95,9 +95,13 @@ class Execution:
         self._links.begin_step(turn, is_counted=True)
         for each in self.stages.values():
             each.replica.grads.zero_()
+            each.replica.watch.begin(parts[0].place.epoch if parts else 0)
         seconds: dict[str, float] = defaultdict(float)
         for instruction in instructions:
             seconds[instruction.op] += self._execute(turn, instruction, parts)
+        for each in self.stages.values():
+            each.replica.watch.gather()
+            each.replica.watch.end()
         losses = [each.compute.end_step() for each in self.stages.values()]
         self._add_tied(turn)
         return StepOutcome(

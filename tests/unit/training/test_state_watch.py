@@ -1,0 +1,189 @@
+"""What of a model's state computing may change: buffers, and what follows the weights; no weights."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from smolcluster.errors import ConfigError, ModelChanged
+from smolcluster.training.compute import Microbatch, forward_backward
+from smolcluster.training.replica import Replica
+
+Change = Callable[["Changing"], object]
+
+
+class Changing(nn.Module):
+    """Does something to itself in each forward."""
+
+    def __init__(self, change: Change = lambda _: None) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.teacher = nn.Linear(3, 4).requires_grad_(requires_grad=False)
+        self.change = change
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.change(self)
+        outputs: Tensor = self.head(self.body(inputs))
+        return outputs
+
+
+def mean_of(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).square().mean()
+    return loss
+
+
+def compute(replica: Replica, loss: Callable[[nn.Module, Tensor], Tensor] = mean_of) -> None:
+    """A batch of two microbatches, the same each time."""
+    batch = torch.arange(12.0).view(4, 3)
+    replica.watch.begin(0)
+    parts = [Microbatch(2, part.clone) for part in torch.split(batch, 2)]
+    forward_backward(replica, loss, parts)
+    replica.watch.end()
+
+
+@torch.no_grad()
+def in_place(model: Changing) -> None:
+    model.head.weight.copy_(functional.normalize(model.head.weight, dim=1))
+
+
+def through_data(model: Changing) -> None:
+    model.head.weight.data.mul_(0.5)
+
+
+def reassigned(model: Changing) -> None:
+    model.head.weight.data = functional.normalize(model.head.weight.data, dim=1)
+
+
+def replaced(model: Changing) -> None:
+    model.head.weight = nn.Parameter(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("change", [in_place, through_data, reassigned, replaced])
+def test_weights_that_the_forward_changes_are_refused_by_name(change: Change) -> None:
+    replica = Replica(Changing(change), "sgd")
+    with pytest.raises(
+        ModelChanged, match=r"parameter head\.weight \(Linear\).*register_buffer"
+    ) as refusal:
+        compute(replica)
+    assert refusal.value.exit_code == 3
+    assert "\n" not in str(refusal.value)
+
+
+def test_weights_that_are_put_back_are_nobody_s_business() -> None:
+    @torch.no_grad()
+    def there_and_back(model: Changing) -> None:
+        kept = model.head.weight.clone()
+        model.head.weight.zero_()
+        model.head.weight.copy_(kept)
+
+    replica = Replica(Changing(there_and_back), "sgd")
+    for _ in range(5):
+        compute(replica)
+
+
+def test_a_table_whose_rows_are_renormalised_is_told_to_have_no_max_norm() -> None:
+    model = nn.Sequential(nn.Embedding(12, 3, max_norm=0.1), nn.Flatten(), nn.Linear(9, 1))
+    replica = Replica(model, "sgd")
+    with pytest.raises(ModelChanged, match=r"0\.weight \(Embedding\).*set max_norm=None"):
+        compute(replica, lambda model, batch: mean_of(model, batch.long()))
+
+
+def test_a_parameter_that_the_forward_makes_is_refused() -> None:
+    replica = Replica(Changing(lambda model: setattr(model, "late", nn.Linear(2, 2))), "sgd")
+    with pytest.raises(
+        ModelChanged, match=r"parameter late\.\w+ is made only as the model computes"
+    ):
+        compute(replica)
+
+
+def test_a_teacher_that_follows_the_weights_travels_as_buffers_do() -> None:
+    @torch.no_grad()
+    def follow(model: Changing) -> None:
+        for own, theirs in zip(model.teacher.parameters(), model.body.parameters(), strict=True):
+            own.data.lerp_(theirs, 0.1)
+
+    one, other = Replica(Changing(follow), "sgd"), Replica(Changing(), "sgd")
+    other.model.load_state_dict(one.model.state_dict())
+    one.buffers.mark()
+    compute(one)
+    added = one.buffers.difference()
+    assert {one.buffers.names[number] for number in added} == {"teacher.weight", "teacher.bias"}
+    other.buffers.add(added)
+    for name, parameter in one.model.named_parameters():
+        assert torch.equal(parameter, other.model.get_parameter(name)), name
+
+
+def test_a_frozen_parameter_that_begins_to_change_late_is_refused_by_name() -> None:
+    model = Changing()
+    replica = Replica(model, "sgd")
+    for _ in range(4):
+        compute(replica)
+    model.teacher.weight.data.add_(1.0)
+    with pytest.raises(ModelChanged, match=r"teacher\.weight \(Linear\) is frozen, but changes"):
+        replica.watch.begin(1)
+
+
+def clears(set_to_none: bool) -> Callable[[nn.Module, Tensor], Tensor]:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        model.zero_grad(set_to_none=set_to_none)
+        return mean_of(model, batch)
+
+    return loss
+
+
+@pytest.mark.parametrize("loss", [clears(set_to_none=True), clears(set_to_none=False)])
+def test_a_loss_that_clears_gradients_loses_none(
+    loss: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    replica = Replica(Changing(), "sgd")
+    compute(replica)
+    expected = replica.grads.clone()
+    for _ in range(2):
+        compute(replica, loss)
+        assert torch.equal(replica.grads, expected)
+
+
+def test_what_a_hook_puts_in_a_gradient_s_place_counts() -> None:
+    model = Changing()
+    replica = Replica(model, "sgd")
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad / 2
+
+    compute(replica)
+    place = dict(replica.layers)["head.weight"]
+    whole = replica.grads[place].clone()
+    batch = torch.arange(12.0).view(4, 3)
+    model.head.weight.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
+    forward_backward(replica, mean_of, [Microbatch(4, batch.clone)])
+    torch.testing.assert_close(replica.grads[place], whole / 2)
+
+
+def test_a_loss_that_goes_backward_itself_is_refused() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        mean_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        return mean_of(model, batch)
+
+    with pytest.raises(ModelChanged, match="changes gradients; leave zero_grad"):
+        compute(Replica(Changing(), "sgd"), loss)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_begins_as_none_is_refused_unless_it_is_a_cache(persistent: bool) -> None:
+    def fill(model: Changing) -> None:
+        model.table = torch.arange(3.0)
+
+    model = Changing(fill)
+    model.register_buffer("table", None, persistent=persistent)
+    replica = Replica(model, "sgd")
+    if not persistent:
+        for _ in range(3):
+            compute(replica)
+        model.change = lambda model: setattr(model, "table", torch.rand(3))
+    with pytest.raises(ConfigError, match=r"buffer table .* shape \(3,\)"):
+        compute(replica)
+        replica.watch.begin(1)
+        replica.watch.end()
