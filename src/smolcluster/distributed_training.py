@@ -52,10 +52,24 @@ MODEL_FLAGS = {
 """Flags, and the keys of the configuration that they set."""
 
 
+REPLACED = {
+    "GT_INSTRUCTION_LOG": "--instruction-log FOLDER",
+    "GT_CONFIG": "--cluster FILE, or --tp, --pp and so on",
+    "GT_BACKEND": "--backend gloo, or --override device=cpu",
+    "GT_VERBOSE": "the run's log, which has all",
+    "GT_DEBUG_DISPATCHER": "the run's log, which has all",
+}
+"""Variables of another program that a user may have set, and what does here what they did there."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(given)
+    if args.launcher is None:
+        for name, here in REPLACED.items():
+            if name in os.environ:
+                sys.stderr.write(f"{name} says nothing here; in its place: {here}\n")
     return guarded(lambda: _run(args, given), stop_on_stdin_eof=args.stop_on_stdin_eof)
 
 
@@ -127,8 +141,9 @@ def parser() -> argparse.ArgumentParser:
         "gpt_config.yaml beside the cluster file or edited",
     )
     what.add_argument("--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
-    for name in ("hidden-size", "attention-heads", "layers", "max-seq-length", "vocab-size"):
+    for name in ("hidden-size", "attention-heads", "layers", "vocab-size"):
         what.add_argument(f"--{name}", type=int)
+    what.add_argument("--max-seq-length", "--seq-len", type=int)
     for name in ("batch-size", "epochs", "save-interval"):
         what.add_argument(f"--{name}", type=int)
     what.add_argument("--learning-rate", type=float)
