@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import pytest
@@ -27,7 +27,7 @@ from proxy import Proxy
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.observability.view.stages import numbers_of
-from smolcluster.runs.events import CheckpointSaved
+from smolcluster.runs.events import CheckpointSaved, Event, kind_of
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.status import read_status
@@ -446,3 +446,30 @@ def test_stages_of_a_pipeline_have_columns_and_links_between_them(
         assert hidden == [True, True]
         assert "sets the pace: it computes 70% of a step" in text_of(browser, "#insight")
         assert complaints(browser) == []
+
+
+def test_all_kinds_of_events_are_drawn_and_one_that_the_page_does_not_know(
+    processes: Processes, browser: Chrome
+) -> None:
+    open_made(processes, browser)
+    kinds = [*(kind_of(model) for model in get_args(Event)), "unheard_of"]
+    script = """const [kinds, done] = arguments;
+        const events = kinds.map((kind, index) => ({ t: 10 * index, kind, text: kind }));
+        const counts = Object.fromEntries(kinds.map((kind) => [kind, 1]));
+        import('/static/timeline.js').then(({ drawTimeline }) => drawTimeline({ events, counts }))
+          .then(() => done([...document.querySelectorAll('#kinds .chip')].map((it) => it.dataset.kind)))"""
+    assert sorted(browser.execute_async_script(script, kinds)) == sorted(kinds)
+    assert count(browser, "#timeline .mark") == len(kinds)
+    assert "other" in text_of(browser, "#timeline")
+
+
+@pytest.mark.parametrize("width", [400, 640, 660, 800, 1000, 1340, 1400])
+def test_the_workers_fit_into_pages_of_any_width(
+    processes: Processes, browser: Chrome, width: int
+) -> None:
+    open_made(processes, browser)
+    size = {"width": width, "height": 850, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    room = "const place = document.querySelector('.wide'); return place.scrollWidth - place.clientWidth"
+    eventually(lambda: int(run_js(browser, room)) <= 0)
+    assert is_visible(browser, "#workers tbody tr")

@@ -300,6 +300,17 @@ def _plot_loss(axes: "Axes", loss: Points, single: Points, val_loss: Points | No
     axes.plot(*smoothed, color=BLUE, linewidth=2, label="training, smoothed")
     if val_loss is not None:
         _plot_evaluations(axes, val_loss, "validation")
+        best = min(range(len(val_loss.y)), key=val_loss.y.__getitem__)
+        axes.plot(
+            *(val_loss.x[best], val_loss.y[best]),
+            color=GREEN,
+            linestyle="",
+            marker="*",
+            markersize=14,
+            markeredgecolor="white",
+            zorder=4,
+            label=f"best validation, {val_loss.y[best]:.4g}",
+        )
     low, high, is_logarithmic = loss_limits(single, smoothed, val_loss)
     if is_logarithmic:
         _use_decades(axes)

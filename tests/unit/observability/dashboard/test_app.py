@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import httpx
@@ -33,6 +33,7 @@ from smolcluster.observability.dashboard.serve import bound, server_config
 from smolcluster.observability.view import lines
 from smolcluster.observability.view.lines import Found
 from smolcluster.observability.view.run import Files, files_here
+from smolcluster.runs.events import Event, kind_of
 from smolcluster.runs.paths import RunPaths
 from waiting import eventually
 
@@ -404,3 +405,10 @@ def streamed(answer: httpx.Response) -> Iterator[tuple[str, Any]]:
             name = value
         elif field == "data":
             yield name, json.loads(value)
+
+
+def test_every_kind_of_event_has_a_lane_and_a_colour_on_the_page() -> None:
+    lanes, style = ((STATIC / name).read_text() for name in ("timeline.js", "style.css"))
+    kinds = [kind_of(model) for model in get_args(Event)]
+    assert [kind for kind in kinds if f'"{kind}"' not in lanes] == []
+    assert [kind for kind in kinds if f".kind-{kind}" not in style] == []

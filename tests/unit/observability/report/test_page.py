@@ -487,3 +487,11 @@ def test_an_older_page_stays_when_a_new_one_cannot_be_written(
     with pytest.raises(SmolclusterError, match="No space left"):
         write_report(run.paths)
     assert run.paths.report.read_bytes() == before
+
+
+def test_curves_come_before_what_the_logs_say(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.started()
+    run.steps(1, 20)
+    page = write_report(run.paths).read_text(encoding="utf-8")
+    assert 0 < page.index('id="curves"') < page.index('id="trouble"')

@@ -4,7 +4,7 @@ import { ask, follow } from "./ask.js";
 import { el, byId, say } from "./dom.js";
 import { compact, count, duration, NONE, number, percent } from "./format.js";
 import { drawCluster } from "./cluster.js";
-import { drawWorkers } from "./workers.js";
+import { drawWorkers, fitWorkers } from "./workers.js";
 import { clearCharts, drawCharts, redrawCharts, setUpCharts } from "./charts.js";
 import { drawTimeline, redrawTimeline } from "./timeline.js";
 import { closeLogs, newLines, offerSources, openLogs, setUpLogs } from "./logs.js";
@@ -131,9 +131,10 @@ function drawFigures() {
     ["progress", percent(done, done < 1 ? 1 : 0), state.total_samples ? `${compact(state.samples_applied)} of ${compact(state.total_samples)} samples` : ""],
     ["step", count(state.step), state.total_steps ? `of ${count(state.total_steps)}` : ""],
     ["epoch", state.num_epochs ? count(Math.min(state.epoch + 1, state.num_epochs)) : NONE, state.num_epochs ? `of ${count(state.num_epochs)}` : ""],
-    ["loss", number(state.loss), state.learning_rate > 0 ? `lr ${number(state.learning_rate, 3)}` : ""],
+    ["training loss", number(state.loss), state.loss_is ?? ""],
     ["validation loss", number(state.val_loss), ""],
     ...metrics(state).map(([name, value]) => [name, name === "accuracy" ? percent(value, 1) : number(value), "validation"]),
+    ...(state.learning_rate > 0 && !state.is_over ? [["learning rate", number(state.learning_rate, 3), ""]] : []),
     ["samples/s", number(state.samples_per_s, 3), ""],
     state.is_over ? ["took", duration(state.wall_s), ""] : ["left", state.eta_s === null || state.eta_s === undefined ? NONE : duration(state.eta_s), `${duration(state.wall_s)} so far`],
   ];
@@ -231,7 +232,7 @@ function setUp() {
   new ResizeObserver(([entry]) => {
     if (Math.abs(entry.contentRect.width - width) < 1) return;
     width = entry.contentRect.width;
-    if (state) { drawCluster(state); redrawTimeline(); }
+    if (state) { drawCluster(state); fitWorkers(); redrawTimeline(); }
   }).observe(document.querySelector("main"));
   setUpCharts();
   setUpLogs();

@@ -20,8 +20,24 @@ const perProcess = (name, withServer = true) => (data) => data.processes
     colour: rankColour(process.rank), table: process, values: process[name], width: 1.5,
   }));
 
+/** Where the validation loss was lowest. */
+function best(data) {
+  const { step, t, val_loss: losses } = data.evaluations;
+  const place = (losses ?? []).reduce((least, loss, index) => (loss !== null && (least < 0 || loss < losses[least]) ? index : least), -1);
+  if (place < 0) return [];
+  return [{ label: `best, at step ${count(step[place])}`, colour: "good", table: { step: [step[place]], t: [t[place]] }, values: [losses[place]], width: 0, points: true, size: 11 }];
+}
+
+/** Whether the losses span more than a factor of ten, so that a logarithmic axis shows them better. */
+export function spansDecade({ smoothed, evaluations }) {
+  const known = [...(smoothed.loss ?? []), ...(evaluations.val_loss ?? [])].filter((value) => value !== null);
+  const low = known.reduce((least, value) => Math.min(least, value), Infinity);
+  const high = known.reduce((most, value) => Math.max(most, value), -Infinity);
+  return low > 0 && high > 10 * low;
+}
+
 const PANELS = [
-  { title: "Loss", curves: [raw("each step", "loss"), smoothed("smoothed", "loss", "accent"), evaluated("validation", "val_loss", "second")], isLog: true, wide: true },
+  { title: "Loss", curves: [raw("each step", "loss"), smoothed("smoothed", "loss", "accent"), evaluated("validation", "val_loss", "second"), best], isLog: true, wide: true },
   { title: "Validation accuracy", curves: [evaluated("accuracy", "val_accuracy", "second")] },
   { title: "Validation perplexity", curves: [evaluated("perplexity", "val_perplexity", "second")] },
   { title: "Throughput", unit: "samples/s", curves: [raw("each step", "samples_per_s"), smoothed("smoothed", "samples_per_s", "accent")], fromZero: true },
@@ -50,7 +66,7 @@ function panels() {
 }
 
 const drawn = new Map();
-let data = null, over = "step", isLogLoss = false, zoom = null;
+let data = null, over = "step", isLogLoss = false, isChosen = false, zoom = null;
 
 /** The curves of a panel that have points. */
 function found(panel) {
@@ -105,7 +121,7 @@ function options(panel, curves, width) {
       { label: inTime ? "time" : "step", value: (_, value) => (value === null ? "" : inTime ? clock(value) : count(value)) },
       ...curves.map((curve) => ({
         label: curve.label, stroke: () => colour(curve.colour), width: curve.width, spanGaps: false,
-        points: { show: Boolean(curve.points) && curve.values.length < 80, size: 5, fill: () => colour("card") },
+        points: { show: Boolean(curve.points) && curve.values.length < 80, size: curve.size ?? 5, fill: () => colour("card") },
         value: (_, value) => (value === null ? "" : format(value)),
       })),
     ],
@@ -130,6 +146,7 @@ function zoomTo(range) {
 
 export function drawCharts(next) {
   data = next;
+  if (!isChosen) setLogLoss(spansDecade(data));
   const box = byId("curves");
   for (const panel of panels()) drawPanel(panel, box);
   byId("curves-title").closest("section").classList.toggle("empty", drawn.size === 0);
@@ -177,6 +194,11 @@ export function redrawCharts() {
   for (const { plot } of drawn.values()) plot.redraw(false, true);
 }
 
+function setLogLoss(isOn) {
+  isLogLoss = isOn;
+  byId("log-scale").setAttribute("aria-pressed", String(isOn));
+}
+
 export function setUpCharts() {
   for (const button of document.querySelectorAll("[data-x]")) {
     button.addEventListener("click", () => {
@@ -185,9 +207,9 @@ export function setUpCharts() {
       if (data) drawCharts(data);
     });
   }
-  byId("log-scale").addEventListener("click", (event) => {
-    isLogLoss = !isLogLoss;
-    event.currentTarget.setAttribute("aria-pressed", String(isLogLoss));
+  byId("log-scale").addEventListener("click", () => {
+    isChosen = true;
+    setLogLoss(!isLogLoss);
     if (data) drawCharts(data);
   });
   new ResizeObserver(() => {

@@ -6,27 +6,30 @@ import { clock, moment, sentence } from "./format.js";
 const LANES = [
   ["run", ["run_started", "run_resumed", "run_ended"]],
   ["workers", ["worker_joined", "worker_left", "worker_lost", "worker_parked", "worker_stalled", "worker_rejected"]],
-  ["work", ["push_dropped", "lease_returned", "step_overdue"]],
+  ["work", ["push_dropped", "lease_returned", "step_overdue", "layers_moved", "steps_undone"]],
   ["epochs", ["epoch_finished"], "frequent"],
   ["model", ["evaluated"], "frequent"],
   ["saved", ["checkpoint_saved"], "frequent"],
 ].map(([name, kinds, isFrequent]) => ({ name, kinds, isFrequent: Boolean(isFrequent), height: isFrequent ? 16 : 26 }));
 const LEFT = 64, RIGHT = 14, APART = 4;
-const laneOf = Object.fromEntries(LANES.flatMap((lane) => lane.kinds.map((kind) => [kind, lane])));
+const OTHER = { name: "other", kinds: [], isFrequent: true, height: 16 };
+const known = new Map(LANES.flatMap((lane) => lane.kinds.map((kind) => [kind, lane])));
+/** The lane of a kind; one of its own for kinds that this page does not know. */
+const laneOf = (kind) => known.get(kind) ?? OTHER;
 const hidden = new Set();
 let events = [], counts = {}, shown = [], chosen = null;
 
 export function drawTimeline(next) {
-  const known = chosen === null ? null : shown[chosen];
+  const before = chosen === null ? null : shown[chosen];
   ({ events, counts } = next);
   drawKinds();
   redrawTimeline();
-  if (known) choose(shown.findIndex((event) => event.t === known.t && event.kind === known.kind));
+  if (before) choose(shown.findIndex((event) => event.t === before.t && event.kind === before.kind));
 }
 
 function drawKinds() {
   const box = byId("kinds");
-  const kinds = Object.keys(laneOf).filter((kind) => counts[kind]);
+  const kinds = [...new Set([...known.keys(), ...Object.keys(counts)])].filter((kind) => counts[kind]);
   const key = kinds.join();
   if (box.dataset.key !== key) {
     box.dataset.key = key;
@@ -51,7 +54,8 @@ export function redrawTimeline() {
   [shown, chosen] = [[], null];
   say(byId("event"), "");
   if (!events.length) { box.replaceChildren(el("p", { class: "quiet" }, "nothing has happened yet")); return; }
-  const width = Math.max(280, box.clientWidth), height = LANES.reduce((sum, lane) => sum + lane.height, 26);
+  const lanes = events.some(({ kind }) => laneOf(kind) === OTHER) ? [...LANES, OTHER] : LANES;
+  const width = Math.max(280, box.clientWidth), height = lanes.reduce((sum, lane) => sum + lane.height, 26);
   const [first, last] = [events[0].t, Math.max(events.at(-1).t, events[0].t + 1)];
   const x = (t) => LEFT + ((t - first) / (last - first)) * (width - LEFT - RIGHT);
   shown = fitting(events.filter((event) => !hidden.has(event.kind)), x);
@@ -59,7 +63,7 @@ export function redrawTimeline() {
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "application", tabindex: "0", "aria-label": "Events over time; arrow keys go from one to the next" });
   const middles = new Map();
   let top = 0;
-  for (const lane of LANES) {
+  for (const lane of lanes) {
     const y = top + lane.height / 2;
     middles.set(lane, y);
     top += lane.height;
@@ -70,7 +74,7 @@ export function redrawTimeline() {
     const t = first + ((last - first) * tick) / num;
     picture.append(svg("text", { x: x(t), y: height - 6, class: `tick ${tick === 0 ? "first" : tick === num ? "last" : ""}` }, clock(t)));
   }
-  const spots = shown.map(({ t, kind }) => ({ x: x(t), y: middles.get(laneOf[kind]) }));
+  const spots = shown.map(({ t, kind }) => ({ x: x(t), y: middles.get(laneOf(kind)) }));
   picture.append(...spots.map((spot, index) => mark(spot, shown[index].kind, index)));
   picture.addEventListener("pointermove", (event) => choose(nearest(spots, event, picture)));
   picture.addEventListener("keydown", (event) => {
@@ -86,7 +90,7 @@ export function redrawTimeline() {
 function fitting(all, x) {
   const kept = {};
   return all.toReversed().filter(({ kind, t }) => {
-    if (laneOf[kind].isFrequent && x(t) > kept[kind] - APART) return false;
+    if (laneOf(kind).isFrequent && x(t) > kept[kind] - APART) return false;
     kept[kind] = x(t);
     return true;
   }).reverse();
@@ -94,7 +98,7 @@ function fitting(all, x) {
 
 function mark({ x, y }, kind, index) {
   const own = { class: `mark kind-${kind}`, "data-index": index };
-  return laneOf[kind].isFrequent ? svg("rect", { x: x - 1, y: y - 5, width: 2, height: 10, ...own }) : svg("circle", { cx: x, cy: y, r: 5, ...own });
+  return laneOf(kind).isFrequent ? svg("rect", { x: x - 1, y: y - 5, width: 2, height: 10, ...own }) : svg("circle", { cx: x, cy: y, r: 5, ...own });
 }
 
 function nearest(spots, event, picture) {

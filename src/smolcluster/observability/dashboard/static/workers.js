@@ -74,10 +74,18 @@ export function drawWorkers(state) {
     fillRow(rows.get(key), worker, state);
   }
   hideEmpty(table);
+  fitWorkers();
   const empty = state.workers.length === 0;
   body.classList.toggle("empty", empty);
   byId("phases").hidden = !state.workers.some((worker) => parts(worker.process_stats).length);
   if (empty && !body.rows.length) rows.set("none", body.appendChild(el("tr", {}, el("td", { colspan: COLUMNS.length, class: "quiet" }, state.is_over ? "no workers took part" : "no workers yet"))));
+}
+
+/** Show rows as cards where the table is wider than its place: how wide it is depends on what the machines tell. */
+export function fitWorkers() {
+  const table = byId("workers");
+  table.classList.remove("cards");
+  table.classList.toggle("cards", table.scrollWidth > table.parentNode.clientWidth);
 }
 
 /** Columns of what not every machine or algorithm has. */
