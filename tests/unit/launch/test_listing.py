@@ -51,7 +51,7 @@ def test_runs_are_listed_the_newest_last(
     assert [row(run) for run in listed(tmp_path)] == [
         ["empty", "broken off", "", "", "", "local"],
         ["c", "broken off", "120", "0.25", "1 min", "local"],
-        ["b", "ended", "1,000", "0.125", "1 min 15 s", "local"],
+        ["b", "ended", "1,000", "0.125 (mean)", "1 min 15 s", "local"],
         ["a", "failed", "120", "0.25", "1 min", "local"],
     ]
     assert runs() == 0
@@ -166,7 +166,14 @@ def test_json_has_a_shape_to_rely_on(
     assert json.loads(capsys.readouterr().out) == [
         {
             **{"run_id": "b", "algorithm": "syncps", "state": "ended", "is_alive": False},
-            **{"steps": 1000, "loss": 0.125, "wall_s": 75.0, "nodes": []},
+            **{
+                "steps": 1000,
+                "loss": 0.125,
+                "loss_is": "mean of the last epoch",
+                "val_loss": None,
+                "wall_s": 75.0,
+                "nodes": [],
+            },
             **{"began_at": "1970-01-01T00:00:10.000Z", "as_of": None},
         }
     ]

@@ -106,7 +106,15 @@ def test_a_cluster_is_shown_with_the_age_of_each_heartbeat_by_the_servers_clock(
         ["worker 2 (win)", "ended with code 137", "119", "0.27", "256", "0.4 s ago"],
     ]
     assert head(report) == [
-        *("r1", "edp", "training", "step 120 of 400", "epoch 2 of 4", "loss 0.25", "val 0.5"),
+        *(
+            "r1",
+            "edp",
+            "training",
+            "step 120 of 400",
+            "epoch 2 of 4",
+            "training loss 0.25 (last step)",
+            "validation loss 0.5",
+        ),
         *("acc 0.900", "512 samples/s"),
     ]
 

@@ -136,7 +136,10 @@ def test_a_pane_of_80_columns_tells_how_the_cluster_does() -> None:
     shown = lines(busy())
     assert shown[0] == "r1 · edp · training · for 1 min"
     assert "30%  4.4 s left · step 120 of 400 · epoch 2 of 4" in shown[1]
-    assert shown[2] == "loss 0.25 · val 0.5 · acc 0.900 · 512 samples/s"
+    assert (
+        shown[2]
+        == "training loss 0.25 (last step) · validation loss 0.5 · acc 0.900 · 512 samples/s"
+    )
     assert shown[3].startswith("loss      █")
     assert shown[4].startswith("samples/s ▁")
     [title] = [line for line in shown if line.startswith("node")]

@@ -26,7 +26,7 @@ from smolcluster.launch.watch.probe import Ask, command_lines, look
 from smolcluster.launch.watch.report import ProbeResult
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 from smolcluster.observability.view.listing import ListedRun, line_of, remembered
-from smolcluster.observability.view.snapshot import RunSnapshot, read_snapshot
+from smolcluster.observability.view.snapshot import LAST_EPOCH, RunSnapshot, read_snapshot
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths, latest_of, runs_in
@@ -186,14 +186,21 @@ def _table(console: Console, found: list[ListedRun]) -> Table:
 
 
 def row(run: ListedRun) -> list[str]:
-    """A run's cells: id, state, steps, loss, time, where."""
+    """A run's cells: id, state, steps, loss of the last step, time, where."""
     age_s = 0.0 if run.as_of is None else time.time() - run.as_of.timestamp()
     is_old = run.is_alive is not False and age_s > NEWS_S
     return [
         run.run_id,
         f"{run.state}, {format_duration(age_s)} ago" if is_old else run.state,
         "" if run.steps is None else f"{run.steps:,}",
-        "" if run.loss is None else f"{run.loss:.4g}",
+        _loss(run),
         "" if run.wall_s is None else format_duration(run.wall_s),
         ", ".join(run.nodes) or "local",
     ]
+
+
+def _loss(run: ListedRun) -> str:
+    """Its training loss of the last step; where only an epoch's mean is known that, by its name."""
+    if run.loss is None:
+        return ""
+    return f"{run.loss:.4g}{' (mean)' if run.loss_is == LAST_EPOCH else ''}"

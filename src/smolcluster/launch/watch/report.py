@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from smolcluster.observability.view.snapshot import State, state_of, summed_up
+from smolcluster.observability.view.snapshot import LAST_STEP, State, state_of, summed_up
 from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.launched import Process
@@ -88,6 +88,9 @@ class RunReport(WithMetrics):
     epoch: int | None = None
     num_epochs: int | None = None
     loss: float | None = None
+    loss_is: str | None = Field(
+        None, description="What `loss` is: last step, or mean of the last epoch."
+    )
     val_loss: float | None = None
     val_accuracy: float | None = None
     val_perplexity: float | None = None
@@ -100,7 +103,8 @@ def report_of(run_id: str, algorithm: str | None, probed: ProbeResult) -> RunRep
     status, summary, state = probed.status, probed.summary, probed.state
     values: dict[str, object] = {"algorithm": algorithm}
     if status is not None:
-        values |= dict(status) | {"age_s": None if status.is_over else status.age_s(probed.now)}
+        values |= dict(status) | {"loss_is": LAST_STEP}
+        values |= {"age_s": None if status.is_over else status.age_s(probed.now)}
     elif summary is not None:
         values |= summed_up(summary) | {"algorithm": summary.algorithm, "samples_per_s": None}
     if state in ("starting", "broken off"):

@@ -18,6 +18,7 @@ from smolcluster.launch.find import find
 from smolcluster.launch.watch.probe import Ask, look
 from smolcluster.launch.watch.report import ProcessReport, RunReport, report_of
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.observability.view.snapshot import LAST_STEP
 from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.evaluated import metrics_in, told
 from smolcluster.runs.launched import launched_of
@@ -83,7 +84,7 @@ def shown(console: Console, report: RunReport) -> RenderableType:
     table.add_column("process")
     table.add_column("state", max_width=44)
     has_gpu = any(each.gpu for each in report.processes)
-    for name in ("step", "loss", "samples/s", "last heartbeat", *(["gpu"] if has_gpu else [])):
+    for name in ("step", "last loss", "samples/s", "last heartbeat", *(["gpu"] if has_gpu else [])):
         table.add_column(name, justify="right", no_wrap=name != "gpu")
     for each in report.processes:
         cells = [*row(each), *([gpu_cell(each.gpu)] if has_gpu else [])]
@@ -133,9 +134,9 @@ def progress(report: RunReport) -> list[str]:
 def measured(report: RunReport) -> list[str]:
     parts = []
     if report.loss is not None:
-        parts.append(f"loss {report.loss:.4g}")
+        parts.append(f"training loss {report.loss:.4g} ({report.loss_is or LAST_STEP})")
     if report.val_loss is not None:
-        parts.append(f"val {report.val_loss:.4g}")
+        parts.append(f"validation loss {report.val_loss:.4g}")
     parts += told(metrics_in(dict(report)))
     if report.samples_per_s and report.state == "training":
         parts.append(f"{report.samples_per_s:,.0f} samples/s")

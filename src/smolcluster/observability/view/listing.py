@@ -5,7 +5,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from smolcluster.observability.view.snapshot import RunSnapshot, read_snapshot
+from smolcluster.observability.view.snapshot import (
+    LAST_EPOCH,
+    LAST_STEP,
+    RunSnapshot,
+    read_snapshot,
+)
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import LATEST, RunPaths, check_run_id, is_run_folder, latest_of, runs_in
 from smolcluster.runs.status import Instant, RunStatus, instant
@@ -28,7 +33,9 @@ class ListedRun(BaseModel):
         description="Whether a process of it lives; null: its machines cannot be asked."
     )
     steps: int | None
-    loss: float | None
+    loss: float | None = Field(description="Its training loss: see `loss_is`.")
+    loss_is: str | None = Field(None, description="last step, or mean of the last epoch.")
+    val_loss: float | None = Field(None, description="Of its newest evaluation.")
     wall_s: float | None
     nodes: tuple[str, ...] = Field(description="Empty: it was started on this machine alone.")
     began_at: Instant
@@ -47,11 +54,18 @@ def line_of(
     as_of: float | None = None,
 ) -> ListedRun:
     """A run in a line; `as_of`: when its machines told this, seconds since 1970."""
-    steps, loss, wall_s = None, None, None
-    if summary is not None and (status is None or status.is_over):
-        steps, loss, wall_s = summary.steps, summary.final.train_loss, summary.wall_s
-    elif status is not None:
-        steps, loss, wall_s = status.step, status.loss, status.wall_s
+    steps, loss, loss_is, val_loss, wall_s = None, None, None, None, None
+    if status is not None and (status.loss is not None or summary is None):
+        steps, loss, loss_is, wall_s = status.step, status.loss, LAST_STEP, status.wall_s
+        val_loss = status.val_loss
+    elif summary is not None:
+        steps, loss, loss_is, wall_s = (
+            summary.steps,
+            summary.final.train_loss,
+            LAST_EPOCH,
+            summary.wall_s,
+        )
+        val_loss = summary.final.val_loss
     launched = () if read.launched is None or read.launched.is_local else read.launched.processes
     return ListedRun(
         run_id=read.paths.run_id,
@@ -60,6 +74,8 @@ def line_of(
         is_alive=is_alive,
         steps=steps,
         loss=loss,
+        loss_is=None if loss is None else loss_is,
+        val_loss=val_loss,
         wall_s=wall_s,
         nodes=tuple(dict.fromkeys(each.node for each in launched)),
         began_at=instant(read.began),

@@ -26,6 +26,8 @@ State = Literal[
     "starting", "waiting", "training", "ended", "stopped", "failed", "broken off", "unknown"
 ]
 File = TypeVar("File")
+LAST_STEP, LAST_EPOCH = "last step", "mean of the last epoch"
+"""What a run's training loss is: of a status, and of a run that has left its summary alone."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def summed_up(summary: Summary) -> dict[str, Any]:
         "samples_applied": summary.samples_applied,
         "total_samples": summary.samples_applied,
         "loss": final.train_loss,
+        "loss_is": LAST_EPOCH,
         **{name: value for name, value in final if name.startswith(PREFIX)},
         "samples_per_s": summary.samples_applied / summary.wall_s if summary.wall_s else None,
         "wall_s": summary.wall_s,

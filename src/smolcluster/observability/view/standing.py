@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smolcluster.configs.spec import SINGLE, algorithms, has_pushes
-from smolcluster.observability.view.snapshot import RunSnapshot, state_of, summed_up
+from smolcluster.observability.view.snapshot import LAST_STEP, RunSnapshot, state_of, summed_up
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.status import OLD_S, STALENESS_EDGES, RunStatus, WorkerStatus
 
@@ -71,7 +71,10 @@ def _progress(read: RunSnapshot, *, is_over: bool) -> dict[str, Any]:
     eta_s = left / status.samples_per_s if status.samples_per_s and not is_over else None
     told_apart = {"run_id", "algorithm", "state", "workers", "process_stats"}
     names = set(RunStatus.model_fields) - told_apart
-    return status.model_dump(mode="json", include=names) | {"eta_s": eta_s}
+    return status.model_dump(mode="json", include=names) | {
+        "eta_s": eta_s,
+        "loss_is": LAST_STEP,
+    }
 
 
 def _workers(read: RunSnapshot, reports: Reports, age_s: float | None) -> list[dict[str, Any]]:

@@ -177,7 +177,7 @@ def _curves(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
     width = (canvas.width - 4) // 2 if is_wide else canvas.width
     lines = []
     for name, values, form in (
-        ("loss", [point.loss for point in points], "{:.3g}"),
+        ("loss", [point.loss for point in points], "{:.4g}"),
         ("samples/s", [point.samples_per_s for point in points], "{:,.0f}"),
     ):
         shown = bars.spread(steps, values, max(4, width - 19))
@@ -185,7 +185,7 @@ def _curves(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
         line = Text.assemble(
             (f"{name:<9} ", "dim"),
             (bars.sparkline(heights, plain=canvas.is_plain), "cyan"),
-            f" {form.format(shown[-1])}",
+            f" {form.format(values[-1] if name == 'loss' else shown[-1])}",
         )
         lines.append(line)
     if not is_wide:
