@@ -19,7 +19,6 @@ from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec
 
 BUCKET = 262_144
-NUM_SAMPLES = 32
 OPERATIONS = ("encode", "encode_feedback", "decode")
 
 
@@ -77,7 +76,7 @@ def measure(codec: Codec, numel: int, rounds: int) -> dict[str, Paired]:
 
     def encode_feedback() -> None:
         for bucket, values, _, payload in views:
-            feedback.encode(bucket, values, NUM_SAMPLES, payload)
+            feedback.encode(bucket, values, payload)
         feedback.commit()
 
     def decode() -> None:

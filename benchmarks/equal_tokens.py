@@ -148,7 +148,7 @@ class Link:
 
     def send(self, values: Tensor) -> Tensor:
         out = torch.empty(self._codec.encoded_nbytes(len(values)), dtype=torch.uint8)
-        self._feedback.encode(slice(0, len(values)), values, 1, out)
+        self._feedback.encode(slice(0, len(values)), values, out)
         self._feedback.commit()
         self.nbytes += len(out)
         received = torch.empty_like(values)

@@ -1,16 +1,20 @@
 """Error feedback: what a codec loses is added to the next push, so that nothing is lost for good.
 
 After Error Feedback Fixes SignSGD (Karimireddy et al., arXiv:1901.09847) and 1-Bit Stochastic
-Gradient Descent (Seide et al., Interspeech 2014). Two departures, for pushes of unequal size that
-may be dropped:
+Gradient Descent (Seide et al., Interspeech 2014). Two departures:
 
-* The residual r is kept in units of the weighted sum. A push of n loss terms carries n times their
-  mean gradient g, so it encodes x = g + r / n and leaves r' = n (x - decode(encode(x))). What is stored
-  is r' / n, and n: that saves a pass over the memory.
+* A push may be weighed against others: what is applied of it is its share s of a sum. The residual r of
+  a push of share s is owed to the next push, of share s', in the unit in which it was lost:
+
+      x = g + r s / s'        q = decode(encode(x))        r' = x - q
+
+  A push that is applied as it is has a share of 1 whatever its size, so that x = g + r. A share may be
+  known only when the push has been applied: what an estimate has paid too much or too little is owed then.
 * r' is provisional until `commit`, when the push has been applied. `rollback` forgets it: a dropped
-  push gives its mass back, as its samples will be computed again.
+  push pays nothing, as its samples will be computed again. When nobody knows whether a push has been
+  applied, `forget` gives up all debts, so that none is paid twice.
 
-With q the decoded pushes that were applied, sum(n q) + r = sum(n g), up to roundings.
+With q the decoded pushes that were applied, sum(s q) + s r = sum(s g), up to roundings.
 """
 
 from collections.abc import Sequence
@@ -37,39 +41,42 @@ class ErrorFeedback:
         self._committed_parts: dict[int, _Part] = {}
         self._open_parts: dict[int, _Part] = {}
 
-    def encode(self, bucket: slice, gradient: Tensor, num_terms: int, out: Tensor) -> None:
+    def encode(self, bucket: slice, gradient: Tensor, out: Tensor, share: float = 1.0) -> None:
         """Encode a bucket of the open push, with what earlier pushes owe, into `out`.
 
         Args:
             bucket: The bucket's place in the flat gradient. Every push is cut in the same places.
-            gradient: The bucket's mean gradient over the push's terms, (n,) of the codec's type;
-                not changed.
-            num_terms: Loss terms of the push, 1 or more, the same for all of its buckets.
+            gradient: The bucket's gradient, (n,) of the codec's type; not changed.
             out: uint8 (m,), as for `Codec.encode`.
+            share: What the push counts in the sum that is applied, above 0; the same for all of its buckets.
 
         Raises:
             NonFiniteValue: the gradient, or its sum with the residual, holds NaN or infinity. The
                 bucket keeps the residual it had; `out` must not be sent.
         """
-        if num_terms < 1:
-            raise ValueError(f"a push holds at least 1 loss term, not {num_terms}")
+        if not share > 0:
+            raise ValueError(f"a push has a share above 0, not {share}")
         self._open_parts.pop(bucket.start, None)
         owed = self._committed_parts.get(bucket.start)
-        weight = owed.num_terms / num_terms if owed else 0.0
+        weight = owed.share / share if owed else 0.0
         error = self._open[bucket]
         torch.add(gradient, self._committed[bucket], alpha=weight, out=error)
         self._codec.encode_keeping_error(error, out)
-        self._open_parts[bucket.start] = _Part(bucket, num_terms)
+        self._open_parts[bucket.start] = _Part(bucket, share)
 
-    def commit(self, stop: int | None = None) -> None:
+    def commit(self, stop: int | None = None, share: float | None = None) -> None:
         """The open push was applied: its errors are owed now. Buckets it left out keep theirs.
 
         With `stop`, only its buckets before that element were applied, and the others were dropped.
+        `share` is what the push has counted in fact, above 0; None: what it was encoded with.
         """
         if stop is not None:
             dropped = [start for start in self._open_parts if start >= stop]
             for start in dropped:
                 del self._open_parts[start]
+        if share is not None:
+            for part in list(self._open_parts.values()):
+                self._count_as(part, share)
         numel = sum(part.bucket.stop - part.bucket.start for part in self._open_parts.values())
         if numel == self._committed.numel():
             self._committed, self._open = self._open, self._committed
@@ -83,34 +90,40 @@ class ErrorFeedback:
         """The open push was dropped: everything is as it was before its first bucket."""
         self._open_parts.clear()
 
+    def forget(self) -> None:
+        """Whether the open push was applied is not known: nothing is owed any more."""
+        self._open_parts.clear()
+        self._committed_parts.clear()
+        self._committed.zero_()
+
+    def _count_as(self, part: "_Part", share: float) -> None:
+        """A part of the open push has counted `share`: it owes what it has paid too little of its debt."""
+        owed = self._committed_parts.get(part.bucket.start)
+        if owed is not None and share != part.share:
+            unpaid = owed.share / share - owed.share / part.share
+            self._open[part.bucket].add_(self._committed[part.bucket], alpha=unpaid)
+        self._open_parts[part.bucket.start] = _Part(part.bucket, share)
+
     @property
     def committed(self) -> Tensor:
-        """What applied pushes owe, (numel,): r / n, with n the terms of each bucket's last push."""
+        """What applied pushes owe, (numel,): r, in the unit of each bucket's last push."""
         return self._committed
 
-    @property
-    def owed(self) -> tuple[Tensor, int]:
-        """`committed`, and the loss terms of the last push that was applied, whole; 0: there was none."""
-        terms = {part.num_terms for part in self._committed_parts.values()}
-        if len(terms) > 1:
-            raise ValueError("of its last pushes only parts were applied")
-        return self._committed, next(iter(terms), 0)
-
-    def resume(self, buckets: Sequence[slice], num_terms: int) -> None:
-        """`committed` has been filled with what a push of so many loss terms in all `buckets` owed."""
-        self._committed_parts = {bucket.start: _Part(bucket, num_terms) for bucket in buckets}
+    def resume(self, buckets: Sequence[slice]) -> None:
+        """`committed` has been filled with what a push that was applied as it was owed in all `buckets`."""
+        self._committed_parts = {bucket.start: _Part(bucket, 1.0) for bucket in buckets}
 
     def residual(self) -> Tensor:
-        """Return r, a new tensor (numel,): what applied pushes still owe to the weighted sum."""
+        """Return s r, a new tensor (numel,): what applied pushes still owe to the sum."""
         residual = self._committed.clone()
         for part in self._committed_parts.values():
-            residual[part.bucket] *= part.num_terms
+            residual[part.bucket] *= part.share
         return residual
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A bucket that was encoded, and the loss terms of its push: what its error counts for."""
+    """A bucket that was encoded, and the share of its push: what its error counts for."""
 
     bucket: slice
-    num_terms: int
+    share: float

@@ -128,11 +128,13 @@ class GradientSender:
         weights: Tensor | None = None,
         *,
         backup_from: int | None = None,
+        share: float = 1.0,
     ) -> Iterator[tuple[Push, memoryview]]:
         """The messages of those frames, and their payloads, which have memory of their own.
 
         With `weights` (num_params,) on the CPU these are sent instead; that takes a lossless codec. With
         `backup_from` only the buckets from that one on, lossless, as the replica's own memory.
+        `share` is what the push counts in the sum that is applied, as far as is known: see `ErrorFeedback`.
 
         Raises:
             NonFiniteLoss: a bucket that is encoded holds NaN or infinity; its layer is named.
@@ -148,22 +150,29 @@ class GradientSender:
                 payload = bytes_of(values[bucket])
             else:
                 with self._meter("encode"):
-                    payload = self._encode(number, values[bucket], push.num_terms, what)
+                    payload = self._encode(
+                        number, values[bucket], share if push.num_terms else 0, what
+                    )
             if not is_backup:
                 self._meter.raw_bytes += values[bucket].nbytes
                 self._meter.encoded_bytes += payload.nbytes
             spec = bucket_spec(codec, bucket)
             yield push.model_copy(update={"bucket": number, "tensor": spec}), payload
 
-    def settle(self, num_buckets: int | None = None) -> None:
-        """The first `num_buckets` buckets (None: all) of the last push have counted.
+    def settle(self, num_buckets: int | None = None, share: float | None = None) -> None:
+        """The first `num_buckets` buckets (None: all) of the last push have counted, `share` if given.
 
         The others give their mass back.
         """
         if self._feedback is not None:
             buckets = self._replica.buckets
             count = len(buckets) if num_buckets is None else num_buckets
-            self._feedback.commit(buckets[count - 1].stop if count else 0)
+            self._feedback.commit(buckets[count - 1].stop if count else 0, share)
+
+    def forget(self) -> None:
+        """Whether the last push has counted is not known: nothing is owed any more."""
+        if self._feedback is not None:
+            self._feedback.forget()
 
     def _header(
         self, lease: LeaseKey, base_version: int, loss: BatchLoss, compute_s: float
@@ -182,15 +191,15 @@ class GradientSender:
             tensor=bucket_spec(self._codec, self._replica.buckets[0]),
         )
 
-    def _encode(self, number: int, values: Tensor, num_terms: int, what: str) -> memoryview:
+    def _encode(self, number: int, values: Tensor, share: float, what: str) -> memoryview:
         bucket = self._replica.buckets[number]
         size = self._codec.encoded_nbytes(bucket_length(bucket))
         encoded = torch.empty(size, dtype=torch.uint8)
         try:
-            if self._feedback is None or num_terms == 0:  # what weighs nothing pays no debts
+            if self._feedback is None or share == 0:  # what weighs nothing pays no debts
                 self._codec.encode(values, encoded)
             else:
-                self._feedback.encode(bucket, values, num_terms, encoded)
+                self._feedback.encode(bucket, values, encoded, share)
         except NonFiniteValue as error:
             name = self._replica.parameter_at(bucket.start + error.index)
             raise NonFiniteLoss(f"{what} at layer {name} cannot be sent: {error}") from error

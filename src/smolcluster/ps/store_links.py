@@ -175,9 +175,9 @@ class StoreLinks(ABC):
         """How a slice steps; None: it takes no steps."""
         return None
 
-    def _residual_terms(self) -> int:
-        """Loss terms of the step that has left the residuals which slices hold; 0: they hold none."""
-        return 0
+    def _owes_residual(self) -> bool:
+        """Whether the residual among a slice's contents is still owed."""
+        return False
 
     @abstractmethod
     def _hear(
@@ -349,7 +349,7 @@ class StoreLinks(ABC):
             codec=self._codec,
             has_loss_scale=replica.scaler is not None,
             rule=self._rule(place),
-            residual_terms=self._residual_terms(),
+            owes_residual=self._owes_residual(),
         )
 
     def _listens(self, session_id: int, listens: Listening) -> bool:

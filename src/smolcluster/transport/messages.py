@@ -403,13 +403,14 @@ class Commit(Message):
     """Server: every bucket of the step that makes `version` has been sent; take it.
 
     If it `is_skipped`, because a gradient has overflowed, the weights and the optimizer stay as they are.
-    The gradient, a mean over `num_samples` samples, counts `clip` times. Now and then the payload holds a
-    digest of each bucket of the weights before the step: xxh3-64 of their bytes.
+    The gradient, a mean over `num_terms` loss terms of `num_samples` samples, counts `clip` times. Now
+    and then the payload holds a digest of each bucket of the weights before the step: xxh3-64 of their bytes.
     """
 
     KIND: ClassVar[int] = 17
     version: Count
     num_samples: Positive
+    num_terms: Count = 0
     clip: Annotated[float, Field(ge=0, le=1)]
     is_skipped: bool = False
     learning_rate: Annotated[float, Field(ge=0)]
@@ -643,8 +644,8 @@ class Slice(Message):
 
     The flat weights of `num_params` elements are cut into buckets of `bucket_length`, of which it holds
     `first` to `stop` - 1, and of each of the `contents` as much. Gradients come encoded with `codec`.
-    Without a `rule` it takes no steps, and sends back the mean of what is pushed; a residual is of a step of
-    `residual_terms` loss terms.
+    Without a `rule` it takes no steps, and sends back the mean of what is pushed; a residual among its
+    contents is still owed if it `owes_residual`.
     """
 
     KIND: ClassVar[int] = 41
@@ -659,7 +660,7 @@ class Slice(Message):
     codec: Identifier
     has_loss_scale: bool
     rule: SliceRule | OuterRule | None
-    residual_terms: Count = 0
+    owes_residual: bool = False
 
 
 class Listening(Message):

@@ -101,7 +101,7 @@ def test_all_who_apply_the_updates_agree_with_the_store_bit_for_bit(
         change = torch.randn(NUMEL, generator=generator) * 1e-2
         wanted -= change.double()
         encoded = torch.empty(codec.encoded_nbytes(NUMEL), dtype=torch.uint8)
-        feedback.encode(slice(0, NUMEL), change, 1, encoded)
+        feedback.encode(slice(0, NUMEL), change, encoded)
         feedback.commit()
         update = Update(store.version, store.version + 1, len(encoded), encoded)
         store.take(update)

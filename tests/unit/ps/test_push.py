@@ -217,8 +217,8 @@ def test_what_counted_and_what_is_owed_add_up_bucket_by_bucket(codec: str) -> No
         for bucket, frame in list(zip(replica.buckets, frames, strict=True))[:num_settled]:
             decoded = torch.empty(bucket.stop - bucket.start)
             decoder.decode(torch.frombuffer(frame.payload, dtype=torch.uint8), decoded)
-            wanted[bucket] += num_samples * gradient[bucket].double()
-            counted[bucket] += num_samples * decoded.double()
+            wanted[bucket] += gradient[bucket].double()
+            counted[bucket] += decoded.double()
         sender.settle(num_settled)
 
     for number in range(60):

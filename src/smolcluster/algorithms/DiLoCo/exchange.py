@@ -128,8 +128,8 @@ class Encoder:
         self.feedbacks = [ErrorFeedback(self.codec, fragment.numel) for fragment in lossy]
         """By fragment, with a lossy codec."""
 
-    def encode(self, number: int, values: Values, weight: int) -> list[Tensor]:
-        """The buckets of fragment `number`, encoded; its `values` count `weight` times.
+    def encode(self, number: int, values: Values, *, counts: bool = True) -> list[Tensor]:
+        """The buckets of fragment `number`, encoded; without `counts` they pay no debts.
 
         Raises:
             NonFiniteValue: they hold NaN or infinity; its index is that in the fragment.
@@ -140,8 +140,8 @@ class Encoder:
                 self.codec.encoded_nbytes(bucket.stop - bucket.start), dtype=torch.uint8
             )
             try:
-                if self.feedbacks and weight:
-                    self.feedbacks[number].encode(bucket, values[bucket], weight, out)
+                if self.feedbacks and counts:
+                    self.feedbacks[number].encode(bucket, values[bucket], out)
                 else:
                     self.codec.encode(values[bucket], out)
             except NonFiniteValue as error:
@@ -152,24 +152,19 @@ class Encoder:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What is owed to the next changes, with the loss terms of the last ones."""
-        owed = [feedback.owed for feedback in self.feedbacks]
-        return {f"owed.{number}": values for number, (values, _) in enumerate(owed)} | {
-            f"owed_terms.{number}": torch.tensor(terms) for number, (_, terms) in enumerate(owed)
-        }
+        """What is owed to the next changes."""
+        return {f"owed.{number}": each.committed for number, each in enumerate(self.feedbacks)}
 
     def resume(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on with such `tensors`."""
         for number, feedback in enumerate(self.feedbacks):
             feedback.committed.copy_(tensors[f"owed.{number}"])
-            if terms := int(tensors[f"owed_terms.{number}"]):
-                feedback.resume(self._layout.buckets(number), terms)
+            feedback.resume(self._layout.buckets(number))
 
     def forget(self, number: int) -> None:
         """Whether the last values of a fragment have been applied is not known: nothing is owed twice."""
         if self.feedbacks:
-            numel = self.feedbacks[number].committed.numel()
-            self.feedbacks[number] = ErrorFeedback(self.codec, numel)
+            self.feedbacks[number].forget()
 
     def settle(self, number: int, *, is_applied: bool) -> None:
         """The last values of a fragment have been applied, or came to nothing."""

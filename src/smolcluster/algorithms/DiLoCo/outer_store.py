@@ -84,7 +84,7 @@ class OuterStore:
         """The weights, the optimizer's state and the residuals have been filled."""
         self.versions = list(versions)
         for number, feedback in enumerate(self.residuals):
-            feedback.resume(self._layout.buckets(number), 1)
+            feedback.resume(self._layout.buckets(number))
 
     def step(
         self, number: int, changes: Sequence[Counted], *, base_version: int, version: int
@@ -154,7 +154,7 @@ class OuterStore:
         """
         theirs = self._theirs[worker]
         way = theirs - self._layout.gather(WHOLE, self._weights).cpu()
-        encoded = encoder.encode(WHOLE, way, 0)
+        encoded = encoder.encode(WHOLE, way, counts=False)
         for place, bucket in zip(self._layout.buckets(WHOLE), encoded, strict=True):
             encoder.codec.decode(bucket, way[place])
         theirs.sub_(way)
@@ -164,13 +164,13 @@ class OuterStore:
         version = self.versions[number]
         if self._fragment.get(number, (None,))[0] != version:
             values = self._layout.gather(number, self._weights).cpu()
-            encoded = self._lossless.encode(number, values, 1)
+            encoded = self._lossless.encode(number, values)
             self._fragment[number] = version, self._frames(self._lossless, number, encoded, None)
         return self._fragment[number][1]
 
     def _encode(self, encoder: Encoder, number: int, taken: Tensor, base_version: int) -> Tensor:
         """Encode an outer step for those who have the weights before it; returns it as it is decoded."""
-        encoded = encoder.encode(number, taken, 1)
+        encoded = encoder.encode(number, taken)
         encoder.settle(number, is_applied=True)
         for place, bucket in zip(self._layout.buckets(number), encoded, strict=True):
             encoder.codec.decode(bucket, taken[place])

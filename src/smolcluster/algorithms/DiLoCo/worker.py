@@ -216,7 +216,8 @@ class Worker:
         with replica.meter("encode"):
             try:
                 change = self.copy.change(number)
-                encoded = self.encoder.encode(number, change, self.num_terms[number])
+                counts = self.num_terms[number] > 0
+                encoded = self.encoder.encode(number, change, counts=counts)
             except NonFiniteValue as error:
                 self.encoder.settle(number, is_applied=False)
                 fragment = self.layout.fragments[number]
@@ -300,8 +301,8 @@ class Worker:
 
     def begin_with(self, arrived: WeightsArrived) -> None:
         """Take the server's whole weights for one's own: what was computed before them is void."""
-        for number in self.copy.sent:
-            self.encoder.settle(number, is_applied=False)
+        for number in self.copy.sent:  # whether they have been applied is not known
+            self.encoder.forget(number)
         self.copy.load(arrived.weights)
         self.replica.buffers.load(arrived.buffers)
         self.stream.clear()

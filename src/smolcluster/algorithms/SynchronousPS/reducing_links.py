@@ -40,7 +40,6 @@ class ReducingLinks(StoreLinks):
         self._version = 0
         """What the last commit made."""
         self._open_version = 0
-        self._copied_terms = 0
         self._on_store_lost: Callable[[], None] = lambda: None
 
     def begin(self, version: int, on_store_lost: Callable[[], None]) -> None:
@@ -90,13 +89,8 @@ class ReducingLinks(StoreLinks):
     def _contents(self, place: slice) -> dict[str, Tensor]:
         return {name: values[place] for name, values in self._reduction.residual().items()}
 
-    def _residual_terms(self) -> int:
-        is_owed = self._copied_version == self._version  # else a step has paid it
-        return self._copied_terms if is_owed else 0
-
-    def _remember_copy(self, version: int) -> None:
-        super()._remember_copy(version)
-        self._copied_terms = self._reduction.residual_terms
+    def _owes_residual(self) -> bool:
+        return self._copied_version == self._version  # else a step has paid it
 
     def _on_lost(self, _store: RemoteStore) -> None:
         self._on_store_lost()

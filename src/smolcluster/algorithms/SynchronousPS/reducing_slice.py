@@ -134,9 +134,9 @@ class ReducingSlice(HeldSlice):
             self._slice, given.codec, first=given.first, num_buckets=len(self._buckets)
         )
         residual = self._reduction.residual()
-        if residual and given.residual_terms and RESIDUAL in self._contents:
+        if residual and given.owes_residual and RESIDUAL in self._contents:
             residual[RESIDUAL].copy_(self._contents[RESIDUAL])
-            self._reduction.owe(given.residual_terms)
+            self._reduction.resume()
         self._contents = residual
         self._step: SliceStep | None = None
         self._opened = threading.Condition()

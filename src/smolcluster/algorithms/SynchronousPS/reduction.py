@@ -20,13 +20,12 @@ from smolcluster.codec.base import NonFiniteValue, absmax, bytes_of
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.data.permutation import Range
-from smolcluster.errors import CheckpointError, NonFiniteLoss, ProtocolError
+from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.buffers import BufferCollector
 from smolcluster.ps.push import PushOrder, bucket_length, bucket_spec, digests_spec
 from smolcluster.training.buffers import BufferValues
-from smolcluster.training.checkpoint import Progress
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.transport.frames import Frame
@@ -135,7 +134,6 @@ class Reduction:
             self._feedback = ErrorFeedback(self._codec, replica.num_params)
         self._encoded = [self._new_encoded() for _ in buffers]
         self._frames: list[list[weakref.ref[Frame]]] = [[] for _ in buffers]
-        self._residual_terms = 0
         self._step: OpenedStep | None = None
         self._num_added = [0] * len(self._buckets)
         self._num_terms = [0] * len(self._buckets)
@@ -154,34 +152,10 @@ class Reduction:
         """What a lossy codec owes to the next step, for a checkpoint; it changes at `close`."""
         return {} if self._feedback is None else {RESIDUAL: self._feedback.committed}
 
-    def progress(self) -> Progress:
-        """What else a checkpoint keeps: the loss terms of the step that left the residual."""
-        return {} if self._feedback is None else {RESIDUAL: self._residual_terms}
-
-    def resume(self, progress: Progress) -> None:
-        """Go on from a checkpoint; `residual` has been filled.
-
-        Raises:
-            CheckpointError: the progress does not say whose residual that is.
-        """
-        if self._feedback is None:
-            return
-        num_terms = progress.get(RESIDUAL)
-        if type(num_terms) is not int or num_terms < 0:
-            raise CheckpointError(
-                f"the checkpoint's residual is of {num_terms!r} terms, must be 0 or more: begin a new run"
-            )
-        self.owe(num_terms)
-
-    def owe(self, num_terms: int) -> None:
-        """`residual` has been filled with what a step of so many loss terms owed; 0: there was none."""
+    def resume(self) -> None:
+        """`residual` has been filled, and is owed to the next step."""
         if self._feedback is not None:
-            self._residual_terms = num_terms
-            self._feedback.resume(self._buckets if num_terms else (), num_terms)
-
-    @property
-    def residual_terms(self) -> int:
-        return self._residual_terms
+            self._feedback.resume(self._buckets)
 
     def open(self, step: OpenedStep) -> None:
         """Begin a step in the oldest one's memory, or in new memory if a link is still busy with that."""
@@ -205,7 +179,6 @@ class Reduction:
             self._feedback.rollback()
         else:
             self._feedback.commit()
-            self._residual_terms = self._num_terms[0] or self._residual_terms
         self._step = None
 
     def abandon(self) -> None:
@@ -330,11 +303,10 @@ class Reduction:
         """Take the norm of a bucket's mean; a lossy codec turns it into what everybody will decode."""
         if self._feedback is not None:
             encoded = self._encoded_of(step.version, number)
-            num_terms = self._num_terms[number]
             with self._lossy_lock:
                 try:
-                    if num_terms:
-                        self._feedback.encode(self._buckets[number], total, num_terms, encoded)
+                    if self._num_terms[number]:
+                        self._feedback.encode(self._buckets[number], total, encoded)
                     else:
                         self._codec.encode(total, encoded)
                     self._codec.decode(encoded, total)
@@ -417,6 +389,7 @@ def commit_of(step: Step, clip: float, rate: float, num_digests: int = 0) -> Com
     return Commit(
         version=step.version,
         num_samples=step.batch.num_samples,
+        num_terms=step.loss.num_terms,
         clip=clip,
         is_skipped=step.overflow is not None,
         learning_rate=rate,

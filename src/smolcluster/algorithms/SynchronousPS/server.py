@@ -99,11 +99,11 @@ class Server:
         self.pool = context.open_pool(self.receiver_for, self.links)
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
-        source = CheckpointSource(self.replica, self.reduction.progress, self.reduction.residual)
+        source = CheckpointSource(self.replica, dict, self.reduction.residual)
         self.version = self.samples_applied = 0
         if state := context.resume(source, self.report):
             self.version, self.samples_applied = state.step, state.samples_applied
-            self.reduction.resume(state.progress)
+            self.reduction.resume()
         self.links.begin(self.version, self.on_store_lost)
         self.stores = context.open_stores()
         self.members = Members(

@@ -51,6 +51,7 @@ from smolcluster.transport.messages import (
     MAX_PULLED_BUCKETS,
     WEIGHTS,
     Cancel,
+    Commit,
     LeaseKey,
     Park,
     Pull,
@@ -99,6 +100,10 @@ class Worker:
         self.deferred: deque[Event] = deque()
         """A commit whose mean has not all come from stores, and what the server has said after it."""
         self.unacknowledged: LeaseKey | None = None
+        self.unacknowledged_terms = 0.0
+        """Loss terms of that push."""
+        self.batch_samples = self.train.samples_per_step
+        """Of the newest step: what the next one most likely has."""
         self.client = StoreClient(len(self.replica.buckets), self.mean_receiver)
         self.link: Link
         self.receiver: StepReceiver
@@ -204,9 +209,10 @@ class Worker:
             pushes = self.sender.pushes(*what, backup_from=task.assignment.first_bucket)
             hold = None
         else:
-            pushes = self.sender.pushes(*what)
+            share = min(1.0, task.num_samples / self.batch_samples)
+            pushes = self.sender.pushes(*what, share=share)
             hold = self.receiver.hold
-            self.unacknowledged = task.lease
+            self.unacknowledged, self.unacknowledged_terms = task.lease, loss.num_terms
             self.receiver.pace(paced=not self.tasks)
         self.outgoing = {
             session: Outgoing(task.lease, compute_s, hold) for session in self.client.sessions
@@ -279,7 +285,8 @@ class Worker:
             self.has_buffers = True
         self.version = commit.version
         self.cancelled = {lease for lease in self.cancelled if lease.grant > self.newest_grant}
-        self.settle(0 if commit.is_skipped else None)
+        self.batch_samples = commit.num_samples
+        self.settle_step(commit)
         self.replica.meter.step_done(self.num_computed)
         self.num_computed = 0
 
@@ -336,9 +343,15 @@ class Worker:
         self.num_joined, self.has_buffers, self.fell_behind = 0, False, False
         self.link.send(Pull())
 
-    def settle(self, num_buckets: int | None) -> None:
+    def settle_step(self, commit: Commit) -> None:
+        """The last push has counted, by its part of the step's loss terms, unless the step is skipped."""
+        terms = self.unacknowledged_terms
+        share = terms / commit.num_terms if terms and commit.num_terms else None
+        self.settle(0 if commit.is_skipped else None, share)
+
+    def settle(self, num_buckets: int | None, share: float | None = None) -> None:
         """So many buckets (None: all) of the last push have counted; forget the others' residual."""
         self.receiver.pace(paced=False)
         if self.unacknowledged is not None:
-            self.sender.settle(num_buckets)
+            self.sender.settle(num_buckets, share)
             self.unacknowledged = None

@@ -219,7 +219,7 @@ class Hosting:
     def bring(self, worker: str, fragment: int, values: Tensor) -> WholeChange:
         """A worker sends what a fragment has changed by; returns what the server makes of all parts."""
         encoder, self.num_requests = self.encoders[worker], self.num_requests + 1
-        encoded = encoder.encode(fragment, values, 1)
+        encoded = encoder.encode(fragment, values)
         encoder.settle(fragment, is_applied=True)
         collect = Collect(request=self.num_requests, fragment=fragment, wait=False)
         key, whole = ChangeKey(worker, self.num_requests), None

@@ -125,7 +125,7 @@ def test_a_change_goes_to_where_its_buckets_are_and_the_server_hears_of_it() -> 
     assert homes == [[0, 1], [2], [2]], "the last fragments are no matter of the server's"
     encoder = Encoder("fp32", layout)
     for number in range(3):
-        encoded = encoder.encode(number, torch.zeros(layout.fragments[number].numel), 1)
+        encoded = encoder.encode(number, torch.zeros(layout.fragments[number].numel))
         collect = Collect(request=number + 1, fragment=number, wait=False)
         hosts.send(collect, [], delta_frames(layout, collect, encoded, encoder.codec))
     own, *told = link.messages

@@ -250,7 +250,7 @@ def test_a_store_is_not_believed_a_bucket_that_it_does_not_hold() -> None:
 def send_to(store: StoreHost, hosting: Hosting, request: int, values: Tensor) -> None:
     """FAST sends a store what that holds of a change."""
     encoder = hosting.encoders[FAST]
-    encoded = encoder.encode(0, values, 1)
+    encoded = encoder.encode(0, values)
     collect = Collect(request=request, fragment=0, wait=False)
     frames = delta_frames(hosting.layout, collect, encoded, encoder.codec)
     for home, frame in zip(hosting.layout.homes(0), frames, strict=True):

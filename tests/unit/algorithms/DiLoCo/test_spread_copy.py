@@ -127,8 +127,8 @@ def go_through(worker: Worker) -> list[Tensor]:
     seen: list[Tensor] = []
     encode = worker.encoder.encode
 
-    def watched(number: int, values: Values, weight: int) -> list[Tensor]:
-        found = encode(number, values, weight)
+    def watched(number: int, values: Values, *, counts: bool = True) -> list[Tensor]:
+        found = encode(number, values, counts=counts)
         seen.extend(found)
         return found
 
@@ -170,6 +170,6 @@ def test_a_change_is_gathered_no_more_than_a_bucket_at_a_time() -> None:
     assert isinstance(copy, Spread)
     for number, fragment in enumerate(worker.layout.fragments):
         layout = Layout(worker.layout.fragments, 64, torch.float32)
-        encoded = Encoder("int8", layout).encode(number, copy.change(number), 8)
+        encoded = Encoder("int8", layout).encode(number, copy.change(number))
         assert len(encoded) == -(-fragment.numel // 16)
     assert copy.largest == 16

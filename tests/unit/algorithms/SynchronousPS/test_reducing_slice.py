@@ -83,11 +83,10 @@ def test_what_is_of_no_part_of_the_step_does_not_count(stray: Push) -> None:
     assert SliceStep(OPENED, SPAN).claim(1, stray) is None
 
 
-def links_of(codec: str, num_terms: int = 0) -> ReducingLinks:
-    """Links of a server at step 5, the last of which left a residual of so many loss terms."""
+def links_of(codec: str) -> ReducingLinks:
+    """Links of a server at step 5."""
     replica = new_replica()
     reduction = Reduction(replica, codec)
-    reduction.owe(num_terms)
     links = ReducingLinks(
         replica,
         NODES,
@@ -117,19 +116,19 @@ def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
     assert not win.is_cut
 
 
-def given_terms(links: ReducingLinks, session_id: int) -> int:
-    """Of how many loss terms the residual is that a store begins with."""
+def owes_residual(links: ReducingLinks, session_id: int) -> bool:
+    """Whether a store begins with a residual that is still owed."""
     given = open_session(links, "win", session_id).sent[0]
     assert isinstance(given, Slice)
-    return given.residual_terms
+    return given.owes_residual
 
 
 def test_a_residual_that_a_step_has_paid_is_not_given_again() -> None:
-    links = links_of("int8", num_terms=32)
-    assert given_terms(links, 1) == 32
+    links = links_of("int8")
+    assert owes_residual(links, 1)
     links.handle(SessionClosed(1, "its power is gone"))
     links.commit(commit_of(6))
-    assert given_terms(links, 2) == 0
+    assert not owes_residual(links, 2)
 
 
 def test_a_store_is_not_believed_a_mean_of_another_step() -> None:

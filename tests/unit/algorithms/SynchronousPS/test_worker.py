@@ -398,6 +398,7 @@ def test_who_is_parked_hears_how_much_of_its_last_push_has_counted(
     grant: int | None, counted: int
 ) -> None:
     shop = Shop("int8")
+    shop.worker.batch_samples = 32  # as the commit says: the share of both pushes is the same
     shop.worker.work_on(task(1))
     shop.worker.handle(park(grant, 2))
     for event in shop.state(3, 0.5):
@@ -594,6 +595,7 @@ def test_what_is_not_finite_names_the_step(shop: Shop) -> None:
 def next_push(settled: int | None, *, by_commit: bool = False) -> list[bytes]:
     """What a worker pushes after a push of which `settled` buckets have counted."""
     shop = Shop("int8")
+    shop.worker.batch_samples = 32  # as the commit says: the share of both pushes is the same
     live(shop, task(1))
     shop.worker.num_joined = 3
     if settled is not None:
