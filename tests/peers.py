@@ -100,7 +100,13 @@ class Hand:
         self.connection.send(message, payload)
 
     def ready(
-        self, *, dataset: str, model: str | None = None, unacknowledged: LeaseKey | None = None
+        self,
+        *,
+        dataset: str,
+        model: str | None = None,
+        unacknowledged: LeaseKey | None = None,
+        samples: tuple[tuple[str, ...], ...] = (),
+        order: str | None = None,
     ) -> None:
         self.say(
             Ready(
@@ -109,6 +115,8 @@ class Hand:
                 device="cpu",
                 samples_per_s=0.0,
                 unacknowledged=unacknowledged,
+                samples=samples,
+                order=order,
             )
         )
 

@@ -50,6 +50,7 @@ from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import RunConfig
 from smolcluster.configs.spec import get_algorithm
+from smolcluster.data.marks import Mark, chosen, marks_of
 from smolcluster.errors import ConfigError, NonFiniteLoss, Rejected
 from smolcluster.net.dialling import Address
 from smolcluster.observability.exporter import ProcessLabels
@@ -133,6 +134,8 @@ class _Wanted:
     is_counted: bool
     batch_size: int | None
     num_epochs: int | None
+    samples: tuple[Mark, ...] = ()
+    """What some samples are known by."""
 
 
 @dataclass(eq=False)
@@ -260,7 +263,8 @@ class Cluster:
             )
         self._sampler = LeaseSampler(self, batch_size)
         if known is None:
-            self._wanted = replace(self._wanted, num_samples=len(dataset))
+            marks = marks_of(dataset, chosen(len(dataset)))
+            self._wanted = replace(self._wanted, num_samples=len(dataset), samples=marks)
             self._log.info("samples are handed out by the server: each counts exactly once")
             self._switch()
         return self._sampler
@@ -416,7 +420,10 @@ class Cluster:
         parent.switch()
 
     def _plan(self) -> Plan:
-        return Plan.of(self._model, self._known_samples(), is_counted=self._wanted.is_counted)
+        num_samples, wanted = self._known_samples(), self._wanted
+        return Plan.of(
+            self._model, num_samples, is_counted=wanted.is_counted, samples=wanted.samples
+        )
 
     def _offer(self, address: Address, secret: Secret) -> None:
         plan, wanted, cluster = self._plan(), self._wanted, self._settings.cluster
@@ -445,6 +452,7 @@ class Cluster:
 
         Raises:
             ConfigError: this is no run of attached processes, or its model is another one.
+            Rejected: its samples are others.
         """
         if welcome.plan is None:
             raise ConfigError(
@@ -454,6 +462,8 @@ class Cluster:
         plan, theirs = self._plan(), Plan.parse(welcome.plan)
         if difference := plan.difference(theirs):
             raise ConfigError(f"{difference}; give all processes of a run the same model and data")
+        if difference := plan.sample_difference(theirs):
+            raise Rejected(difference, "dataset")
         run = welcome.run
         spec = get_algorithm(run.algorithm)
         if spec.is_synchronous:

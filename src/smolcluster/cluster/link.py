@@ -470,6 +470,8 @@ class _Life:
             source=self._training.workload.source,
             dataset_fingerprint=self._training.workload.fingerprint,
             model_fingerprint=replica.fingerprint,
+            samples=self._training.workload.sample_marks,
+            order=self._training.workload.order_mark(run.seed),
             device=describe(pick_device(self._place.node.device)),
             samples_per_s=self._samples_per_s or 0.0,
             unacknowledged=participant.unacknowledged,

@@ -10,12 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 from smolcluster.cluster.evaluator import EvaluationFailed, EvaluationFinished
 from smolcluster.cluster.report import Report, why_ended
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import ClusterConfig
+from smolcluster.data.marks import SAME_DATA, first_difference
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss, UserCodeError
 from smolcluster.net.acceptor import Acceptor, SessionOpened
 from smolcluster.net.inbox import Call, Event, Inbox, JoinRequest, MessageReceived, SessionClosed
@@ -396,6 +398,10 @@ class WorkerPool:
         )
         yield Joined(worker, ready)
 
+    @cached_property
+    def _order(self) -> str | None:
+        return self._training.workload.order_mark(self._training.seed)
+
     def _difference(self, ready: Ready) -> tuple[str, str] | None:
         workload = self._training.workload
         if workload.source is not None and ready.source != workload.source:
@@ -410,6 +416,16 @@ class WorkerPool:
                 f"this worker's dataset differs from the server's (fingerprint {theirs[:12]}, server "
                 f"{ours[:12]}); copy the server's files to its dataset.root; for text, see that tokenizer "
                 "and Python are the server's, or set dataset.source=server there"
+            )
+        if (place := first_difference(ready.samples, workload.sample_marks)) is not None:
+            number = workload.marked_samples[place]
+            return "dataset", (
+                f"sample {number} of this worker's training data is not the server's: {SAME_DATA}"
+            )
+        if ready.order is not None and ready.order != self._order:
+            return "dataset", (
+                "this worker's sampler gives another order than the server's under the same seed: let it "
+                "draw from PyTorch's, NumPy's or random's generator, which are seeded, and go through no set"
             )
         if ready.model_fingerprint != self._training.replica.fingerprint:
             return "model", (

@@ -25,6 +25,7 @@ from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.schema import ClusterConfig, Encryption, OptimizerArgs
 from smolcluster.data.dataset import Batch, Elsewhere, Place
+from smolcluster.data.marks import SAME_DATA, Mark, chosen, first_difference
 from smolcluster.errors import (
     ClusterEmpty,
     ConfigError,
@@ -48,6 +49,8 @@ from smolcluster.training.workload import Workload
 from smolcluster.transport.connection import listen
 from smolcluster.transport.handshake import VERSION, Door, introduce
 from smolcluster.transport.messages import (
+    MAX_SAMPLE_MARKS,
+    MOST_MARKED_VALUES,
     SESSION,
     Accepted,
     Count,
@@ -73,6 +76,7 @@ NO_OPTIMIZER = "optimizer"
 """A Reject's code: the server has no such optimizer."""
 BAD_OFFER = "offer"
 """A Reject's code: the server cannot train as it is offered."""
+MAX_MARK_CHARS = 128
 MAX_LAYOUT_NBYTES = 16 * 1024 * 1024
 MAX_VALUES = 2**37
 """How many numbers may be offered."""
@@ -171,32 +175,42 @@ class Plan:
         num_samples: samples of an epoch.
         is_counted: whether each process draws its samples itself, and the run counts how many.
         frozen: SHA-256 over the frozen parameters, which every process has of its own; empty: none.
+        samples: what some samples are known by (`data/marks.py`); empty: each process draws its own.
     """
 
     layers: tuple[Layer, ...]
     num_samples: int
     is_counted: bool
     frozen: str = ""
+    samples: tuple[Mark, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, num_samples: int, *, is_counted: bool) -> Self:
+    def of(
+        cls,
+        model: nn.Module,
+        num_samples: int,
+        *,
+        is_counted: bool,
+        samples: tuple[Mark, ...] = (),
+    ) -> Self:
         check_shapes(model)
         layers = tuple(layer for layer, _ in state_of(model))
-        return cls(layers, num_samples, is_counted, frozen_digest(model))
+        return cls(layers, num_samples, is_counted, frozen_digest(model), samples)
 
     @property
     def text(self) -> str:
         """The plan as it travels: compressed, because a header has little room."""
-        return base64.b64encode(zlib.compress(self._content)).decode()
+        content = json.dumps([*self._compared, self.samples]).encode()
+        return base64.b64encode(zlib.compress(content)).decode()
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(self._content).hexdigest()
+        """Of all but the samples, which are compared one by one."""
+        return hashlib.sha256(json.dumps(self._compared).encode()).hexdigest()
 
     @property
-    def _content(self) -> bytes:
-        content = [self.layers, self.num_samples, self.is_counted, self.frozen]
-        return json.dumps(content).encode()
+    def _compared(self) -> list[Any]:
+        return [self.layers, self.num_samples, self.is_counted, self.frozen]
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -208,14 +222,15 @@ class Plan:
         try:
             inflate = zlib.decompressobj()
             content = inflate.decompress(base64.b64decode(text, validate=True), MAX_LAYOUT_NBYTES)
-            layers, num_samples, is_counted, frozen = json.loads(content)
+            layers, num_samples, is_counted, frozen, samples = json.loads(content)
             parsed = tuple(_layer(*layer) for layer in layers)
+            marks = tuple(_mark(each) for each in samples[:MAX_SAMPLE_MARKS])
         except (ValueError, TypeError, zlib.error, RecursionError) as error:
             raise ProtocolError(f"the plan of what is trained cannot be read: {error}") from None
         is_trained = any(layer.kind == "parameter" and layer.numel for layer in parsed)
         if not (is_trained and isinstance(num_samples, int) and 0 < num_samples < 2**31):
             raise ProtocolError("the plan of what is trained has no parameters or no samples")
-        plan = cls(parsed, num_samples, bool(is_counted), str(frozen))
+        plan = cls(parsed, num_samples, bool(is_counted), str(frozen), marks)
         scratch_nbytes = sum(layer.nbytes for layer in parsed if layer.kind == "scratch")
         if plan.num_values > MAX_VALUES or scratch_nbytes > MAX_SCRATCH_NBYTES:
             raise ProtocolError(
@@ -244,6 +259,14 @@ class Plan:
             )
         return DTYPES[names.pop()]
 
+    def sample_difference(self, other: "Plan") -> str | None:
+        """The first sample that is another one than the run's, in words; None: none is seen."""
+        place = first_difference(self.samples, other.samples)
+        if place is None:
+            return None
+        number = chosen(self.num_samples)[place]
+        return f"sample {number} of this process's training data is not the run's: {SAME_DATA}"
+
     def difference(self, other: "Plan") -> str | None:
         """The first difference to the run's plan, `other`, in words; None: there is none."""
         for own, theirs in zip(self.layers, other.layers, strict=False):
@@ -263,6 +286,14 @@ class Plan:
         if self.num_samples != other.num_samples:
             return f"samples: an epoch has {self.num_samples}, in the run {other.num_samples}"
         return None
+
+
+def _mark(values: list[str]) -> Mark:
+    if not (
+        values and all(isinstance(each, str) and len(each) <= MAX_MARK_CHARS for each in values)
+    ):
+        raise ValueError("a sample's mark is no list of texts")
+    return tuple(values[: 1 + MOST_MARKED_VALUES])
 
 
 def _layer(kind: Any, name: str, shape: list[int], dtype: str) -> Layer:

@@ -5,14 +5,17 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 from smolcluster.data.dataset import Batch, Elsewhere
-from smolcluster.data.loading import Collate, Data, StreamSamples, samples_of
+from smolcluster.data.loading import Collate, Data, MapSamples, StreamSamples, samples_of
+from smolcluster.data.marks import Mark, chosen, marks_of
 from smolcluster.errors import ConfigError
 from smolcluster.training.copying import copied
 from smolcluster.training.criterion import WatchedLoss, bring_modules, check_untrained
@@ -22,6 +25,8 @@ from smolcluster.transport.messages import DataSizes, ServedData
 
 UNNAMED = "workload"
 """What a workload without a name is called, and the usual name of the function that makes one."""
+NUM_ORDERED = 1000
+"""So many places of an epoch's order are compared."""
 Terms = tuple[Tensor, int | Tensor]
 """A sum over a batch, (), and over how many terms it is."""
 LossFunction = Callable[[nn.Module, Batch], Terms | Tensor]
@@ -131,6 +136,28 @@ class Workload:
         if self._fingerprint is None:
             self._fingerprint = self._sizes()
         return self._fingerprint
+
+    @property
+    def marked_samples(self) -> list[int]:
+        """The samples that `sample_marks` are of."""
+        return chosen(len(self.train.dataset)) if isinstance(self.train, MapSamples) else []
+
+    @cached_property
+    def sample_marks(self) -> tuple[Mark, ...]:
+        """What the first, middle and last training sample are known by; empty where others compare all.
+
+        Ours have a fingerprint of their whole content, and streams and what is sent are read by one process.
+        """
+        if not isinstance(self.train, MapSamples):
+            return ()
+        return marks_of(self.train.dataset, self.marked_samples)
+
+    def order_mark(self, seed: int) -> str | None:
+        """XXH3-64 of how the first epoch begins where the data's own sampler says so; None: it does not."""
+        if not isinstance(self.train, MapSamples) or not self.train.has_own_order:
+            return None
+        first = self.train.order(0, seed)[:NUM_ORDERED]
+        return xxh3_64_hexdigest(first.numpy().tobytes())
 
     @property
     def is_built(self) -> bool:

@@ -40,6 +40,7 @@ MAX_SENTENCE_CHARS = 1000
 MAX_BUCKET_BYTES = 64 * 1024 * 1024
 MAX_BATCH_NBYTES = 4 * 1024 * 1024 * 1024
 MAX_SETS = 16
+MOST_MARKED_VALUES = 64
 UNSUMMED = "payloads without checksums over TLS and Unix sockets"
 
 
@@ -206,6 +207,12 @@ class Welcome(Accepted):
     """To processes that attach: the parameters and samples of the run (`ps/offering.py`)."""
 
 
+MAX_SAMPLE_MARKS = 3
+SampleMark = Annotated[
+    tuple[Identifier, ...], Strict(False), Field(min_length=1, max_length=1 + MOST_MARKED_VALUES)
+]
+
+
 class Ready(Message):
     """Client: has built model and data, and these are their fingerprints."""
 
@@ -217,6 +224,12 @@ class Ready(Message):
     device: Name
     samples_per_s: Speed
     unacknowledged: LeaseKey | None = None
+    samples: Annotated[
+        tuple[SampleMark, ...], Strict(False), Field(max_length=MAX_SAMPLE_MARKS)
+    ] = ()
+    """What its first, middle and last training sample are known by (`data/marks.py`); empty: it has none."""
+    order: Identifier | None = None
+    """XXH3-64 of how its own sampler begins the first epoch; null: it has none."""
     weights: Identifier | None = None
     """XXH3-128 of the weights and buffers that it has; null: it gets them in any case."""
 

@@ -27,6 +27,7 @@ from smolcluster.cluster.joining import RunOver, join
 from smolcluster.cluster.process_stats import ProcessStats
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.configs.resolve import Settings
+from smolcluster.data.loading import MapSamples
 from smolcluster.errors import (
     ClusterEmpty,
     NonFiniteLoss,
@@ -267,6 +268,27 @@ def test_other_data_is_refused_in_a_sentence_that_says_where_to_mend_it(
         assert part in refusal.sentence
     hand.hear_the_end()
     assert house.pool.workers == []
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"samples": (("a", "b"), ("a", "x"))}, "sample 4 of this worker's training data"),
+        ({"order": "x"}, "sampler gives another order"),
+    ],
+)
+def test_samples_and_order_are_compared_by_content(
+    house: HandledHub, parts: Parts, told: dict[str, Any], words: str
+) -> None:
+    workload = parts.context.training.workload
+    workload.train = MapSamples(list(range(9)))
+    workload.sample_marks = (("a", "b"), ("a", "c"))
+    hand = house.enter(hello())
+    hand.ready(dataset=parts.dataset, **told)
+    house.until(lambda: bool(parts.happened(WorkerRejected)))
+    refusal = hand.hear_a(Reject)
+    assert refusal.code == "dataset"
+    assert words in refusal.sentence
 
 
 def test_another_model_is_refused_in_a_sentence_that_says_so(

@@ -1,0 +1,101 @@
+"""What two machines know a sample by: other data are seen, what only rounds or draws differently is not."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import TensorDataset, random_split
+
+from smolcluster.data.marks import chosen, first_difference, marks_of
+
+
+def differ(one: Any, other: Any) -> bool:
+    return first_difference(marks_of([one], [0]), marks_of([other], [0])) is not None
+
+
+IMAGE = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (3, 4),
+        ("cat", "dog"),
+        (b"cat", b"dog"),
+        ((IMAGE, 1), (IMAGE, 2)),
+        (IMAGE, IMAGE.flip(0)),
+        (IMAGE, IMAGE[:, :4]),
+        (IMAGE, IMAGE.numpy()),
+        ([1, 2, 3], [1, 3, 2]),
+        ({"ids": [1, 2]}, {"labels": [1, 2]}),
+        (torch.tensor([0.5]), torch.tensor([0.51])),
+        ({1, 2}, {1, 3}),
+        (Image.new("L", (2, 2), 0), Image.new("L", (2, 2), 1)),
+    ],
+)
+def test_other_samples_are_seen(one: Any, other: Any) -> None:
+    assert differ(one, other)
+    assert not differ(one, one)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (IMAGE, IMAGE * (1 + 1e-5)),
+        ("/home/ada/data/cat.png", "/mnt/disk/cat.png"),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        (torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()),
+        (object(), object()),
+    ],
+)
+def test_what_another_machine_may_have_otherwise_is_not_compared(one: Any, other: Any) -> None:
+    assert not differ(one, other)
+
+
+class Augmented:
+    """Draws what a seed reaches, and from a generator that none does."""
+
+    def __init__(self, label: int = 0) -> None:
+        self.label, self.own = label, np.random.default_rng()
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> tuple[Tensor, float, float, Any, int]:
+        drawn = torch.rand(2), random.random(), np.random.rand()  # noqa: S311
+        return (*drawn, self.own.random(4), self.label + index)
+
+
+def test_chance_is_no_difference_and_does_not_hide_one() -> None:
+    marks: Callable[[int], Any] = lambda label: marks_of(Augmented(label), [0, 1, 2])  # noqa: E731
+    assert first_difference(marks(0), marks(0)) is None
+    assert first_difference(marks(0), marks(1)) == 0
+
+
+def test_the_generators_of_the_process_are_left_alone() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    expected = torch.rand(1), random.random()  # noqa: S311
+    torch.manual_seed(1)
+    random.seed(1)
+    marks_of(Augmented(), [0, 1, 2])
+    assert (torch.rand(1), random.random()) == expected  # noqa: S311
+
+
+def test_a_split_without_a_seed_is_seen() -> None:
+    data = TensorDataset(torch.linspace(-1, 1, 400)[:, None])
+    torch.manual_seed(1)
+    first, _ = random_split(data, [320, 80])
+    second, _ = random_split(data, [320, 80])
+    places = chosen(320)
+    assert places == [0, 160, 319]
+    assert first_difference(marks_of(first, places), marks_of(second, places)) is not None
+
+
+def test_a_sample_that_cannot_be_read_is_not_compared() -> None:
+    assert first_difference(marks_of([], [0]), marks_of([1], [0])) is None
