@@ -51,7 +51,7 @@ def test_runs_are_listed_the_newest_last(
     assert [row(run) for run in listed(tmp_path)] == [
         ["empty", "broken off", "", "", "", "local"],
         ["c", "broken off", "120", "0.25", "1 min", "local"],
-        ["b", "ended", "1,000", "0.125 (mean)", "1 min 15 s", "local"],
+        ["b", "ended", "1,000", "~0.125", "1 min 15 s", "local"],
         ["a", "failed", "120", "0.25", "1 min", "local"],
     ]
     assert runs() == 0

@@ -200,7 +200,7 @@ def row(run: ListedRun) -> list[str]:
 
 
 def _loss(run: ListedRun) -> str:
-    """Its training loss of the last step; where only an epoch's mean is known that, by its name."""
+    """Its training loss of the last step; where only an epoch's mean is known that, after a `~`."""
     if run.loss is None:
         return ""
-    return f"{run.loss:.4g}{' (mean)' if run.loss_is == LAST_EPOCH else ''}"
+    return f"{'~' if run.loss_is == LAST_EPOCH else ''}{run.loss:.4g}"
