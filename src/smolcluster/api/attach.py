@@ -178,7 +178,7 @@ class Cluster:
         self.rank = (told.worker_id or 1) - 1
         self.epoch = 0
         self.loss: Tensor | float | None = None
-        self._num_terms: int | None = None
+        self._num_terms: float | None = None
         self._overflow: float | None = None
         """The loss scale with which a gradient of this step has overflowed; 1: it is not known."""
         self._lease: _Lease | None = None
@@ -275,7 +275,7 @@ class Cluster:
         return self._lease is not None and self._lease.num_undrawn == 0
 
     def log(
-        self, loss: Tensor | float | None = None, *, num_terms: int | None = None, **values: float
+        self, loss: Tensor | float | None = None, *, num_terms: float | None = None, **values: float
     ) -> None:
         """Tell the mean loss of the batch, over `num_terms` terms, or other values by name.
 

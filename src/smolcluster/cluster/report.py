@@ -91,7 +91,7 @@ class StepTaken:
     """L2, before clipping."""
     layer_norms: Mapping[str, float]
     """The same by parameter, where that is tracked."""
-    num_terms: int
+    num_terms: float
     worker: Worker | None = None
     """Whose push it was; None: everybody's."""
     staleness: int | None = None
@@ -637,7 +637,7 @@ class Report:
         last = max(self.tally.epoch_samples, default=0)
         if last not in self.tally.epoch_loss:
             return None
-        return self.tally.epoch_loss[last] / max(1, self.tally.epoch_terms[last])
+        return self.tally.epoch_loss[last] / (self.tally.epoch_terms[last] or 1.0)
 
     def _values(self, step: StepTaken) -> dict[str, float]:
         values = {} if math.isnan(step.loss) else {"loss": step.loss}

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from smolcluster.runs.status import STALENESS_EDGES
 from smolcluster.runs.summary import Pushes
@@ -41,7 +41,7 @@ class Tally(BaseModel):
     epoch_samples: Counter[int]
     epoch_loss: defaultdict[int, float]
     """Sums of loss terms."""
-    epoch_terms: Counter[int] = Counter()
+    epoch_terms: defaultdict[int, float] = Field(default_factory=lambda: defaultdict(float))
     """How many there were; empty in a checkpoint whose samples have one each."""
     pushes: Counter[str]
     """By outcome: the names of `Pushes`."""
@@ -68,7 +68,8 @@ class Tally(BaseModel):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         Pushes(**self.pushes)  # it knows all outcomes, or refuses
-        self.epoch_terms = self.epoch_terms or Counter(self.epoch_samples)
+        if not self.epoch_terms:
+            self.epoch_terms = defaultdict(float, self.epoch_samples)
         return self
 
     def worker(self, worker_id: int, node: str) -> WorkerTally:

@@ -16,7 +16,7 @@ from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica, first_non_finite
 from smolcluster.training.user_code import user_code, wrong_result
-from smolcluster.training.workload import LossFunction, count_terms, whole_count
+from smolcluster.training.workload import LossFunction, count_terms, real_count
 
 
 class BatchLoss(NamedTuple):
@@ -27,7 +27,7 @@ class BatchLoss(NamedTuple):
     """
 
     mean: float
-    num_terms: int
+    num_terms: float
     learning_rate: float | None = None
     overflow: float | None = None
 
@@ -60,7 +60,7 @@ def forward_backward(
     replica.grads.zero_()
     num_samples = sum(part.num_samples for part in parts)
     shares: list[Tensor] = []
-    counts: list[int | Tensor] = []
+    counts: list[float | Tensor] = []
     divisor: float | Tensor = 0.0
     has_gradient = False
     for part in parts:
@@ -85,7 +85,7 @@ def forward_backward(
                 replica.watch.gather()
         shares.append(share.detach())
     with replica.meter("backward"):  # an accelerator has it to finish
-        num_terms = sum(whole_count(count, of=loss) for count in counts)
+        num_terms = sum(real_count(count, of=loss) for count in counts)
         if num_terms and not has_gradient:
             raise wrong_result(
                 "loss",
@@ -93,7 +93,7 @@ def forward_backward(
                 "does not depend on any trainable parameter; compute it from the model's output, without "
                 "detach, item or no_grad",
             )
-        scale = float(divisor) / max(1, num_terms)
+        scale = float(divisor) / (num_terms or 1.0)
         if scale != replica.loss_scale:
             replica.grads.mul_(scale / replica.loss_scale)
         norm = torch.linalg.vector_norm(replica.grads).item()

@@ -21,7 +21,7 @@ from smolcluster.training.workload import (
     OfLoss,
     count_terms,
     described,
-    whole_count,
+    real_count,
 )
 
 DEFAULT_BATCH_SIZE = 32
@@ -72,7 +72,7 @@ def evaluate(
     dtype = dtype or trained_dtype(model)
     batch_size = batch_size or DEFAULT_BATCH_SIZE
     measured = {"": loss} | {name: of for name, of in metrics.items() if not isinstance(of, OfLoss)}
-    sums, counts = dict.fromkeys(measured, 0.0), dict.fromkeys(measured, 0)
+    sums, counts = dict.fromkeys(measured, 0.0), dict.fromkeys(measured, 0.0)
     with torch.no_grad(), autocast(precision, device):
         for indices in torch.split(every_index(samples), batch_size):
             before_batch()
@@ -84,8 +84,8 @@ def evaluate(
                     result = measure(model, batch)
                 total, num_terms = count_terms(result, len(indices), of=measure, what=what)
                 sums[name] += float(total)
-                counts[name] += whole_count(num_terms, of=measure, what=what)
-    means = {name: sums[name] / max(1, counts[name]) for name in measured}
+                counts[name] += real_count(num_terms, of=measure, what=what)
+    means = {name: sums[name] / (counts[name] or 1.0) for name in measured}
     mean = means.pop("")
     if not math.isfinite(mean):
         raise NonFiniteLoss(

@@ -44,7 +44,7 @@ class StepDone:
     samples_applied: int
     total_samples: int
     loss: float
-    num_terms: int
+    num_terms: float
     learning_rate: float
     grad_norm: float
     rank: int | None = None

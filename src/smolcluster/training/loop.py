@@ -28,7 +28,7 @@ class TrainingStep:
     start: int
     num_samples: int
     loss: float
-    num_terms: int
+    num_terms: float
     learning_rate: float
     grad_norm: float
     layer_norms: Mapping[str, float]

@@ -27,7 +27,7 @@ UNNAMED = "workload"
 """What a workload without a name is called, and the usual name of the function that makes one."""
 NUM_ORDERED = 1000
 """So many places of an epoch's order are compared."""
-Terms = tuple[Tensor, int | Tensor]
+Terms = tuple[Tensor, float | Tensor]
 """A sum over a batch, (), and over how many terms it is."""
 LossFunction = Callable[[nn.Module, Batch], Terms | Tensor]
 OutputLoss = Callable[[Any, Batch], Terms | Tensor]
@@ -235,7 +235,7 @@ def count_terms(result: Any, num_samples: int, *, of: LossFunction, what: str = 
     match result:
         case Tensor() if result.numel() == 1:
             return result.reshape(()) * num_samples, num_samples
-        case (Tensor() as total, int() | Tensor() as count) if _is_one(total) and _is_one(count):
+        case (Tensor() as total, int() | float() | Tensor() as count) if _is_one(total) and _is_one(count):
             return total.reshape(()), count
     raise wrong_result(
         what,
@@ -245,8 +245,8 @@ def count_terms(result: Any, num_samples: int, *, of: LossFunction, what: str = 
     )
 
 
-def whole_count(count: int | Tensor, *, of: LossFunction, what: str = "loss") -> int:
-    """A number of terms that `of` returned, on the CPU.
+def real_count(count: float | Tensor, *, of: LossFunction, what: str = "loss") -> float:
+    """A number of terms that `of` returned, on the CPU: fractional where terms have weights.
 
     Raises:
         UserCodeError: it is NaN, infinite or negative.
@@ -254,10 +254,10 @@ def whole_count(count: int | Tensor, *, of: LossFunction, what: str = "loss") ->
     number = float(count)
     if not (math.isfinite(number) and number >= 0):
         raise wrong_result(what, of, f"returned {number} as the number of terms, must be 0 or more")
-    return int(number)
+    return number
 
 
-def _is_one(value: int | Tensor) -> bool:
+def _is_one(value: float | Tensor) -> bool:
     return not isinstance(value, Tensor) or value.numel() == 1
 
 

@@ -54,6 +54,8 @@ def one_line(text: object) -> object:
 
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
+Terms = Annotated[float, Field(ge=0, le=2**53)]
+"""Loss terms: a weighted mean has the sum of its weights, which is no whole number."""
 Positive = Annotated[int, Field(ge=1, le=2**53)]
 Byte32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Instance = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
@@ -291,7 +293,7 @@ class Push(Message):
     bucket: Count
     num_buckets: Positive
     num_samples: Positive
-    num_terms: Count
+    num_terms: Terms
     loss: Loss | None
     learning_rate: Annotated[float, Field(ge=0)] | None = None
     overflow: Scale | None = None
@@ -512,7 +514,7 @@ class Stepped(Message):
     KIND: ClassVar[int] = 32
     lease: LeaseKey
     loss: Loss | None
-    num_terms: Count
+    num_terms: Terms
     grad_norm: Annotated[float, Field(ge=0)]
     learning_rate: Annotated[float, Field(ge=0)] | None = None
     overflow: Scale | None = None
@@ -970,7 +972,7 @@ class StageDone(Message):
     attempt: Count
     lease: LeaseKey
     loss: Annotated[float, Field(allow_inf_nan=False)] | None
-    num_terms: Count
+    num_terms: Terms
     squared_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
     seconds: Annotated[dict[Identifier, Seconds], Field(max_length=8)]
     peak_bytes: Count = 0

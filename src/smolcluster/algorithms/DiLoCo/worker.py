@@ -94,8 +94,8 @@ class Worker:
         """What the server wants next, in order."""
         self.copy = training.local_copy([each.places for each in self.layout.fragments])
         """The weights: θ, which local steps change, and θ_start, that changes are counted from."""
-        self.versions = [0] * len(self.layout.fragments)
-        self.num_terms = [0] * len(self.layout.fragments)
+        self.versions = [0.0] * len(self.layout.fragments)
+        self.num_terms = [0.0] * len(self.layout.fragments)
         """Loss terms of the steps since a fragment's change was sent last, but for those that overflowed.
 
         Without any the change weighs nothing, and pays no debts.
@@ -226,7 +226,7 @@ class Worker:
         if number == BUFFERS_WITH:
             replica.buffers.mark()
         self.copy.mark_sent(number)
-        self.num_terms[number] = 0
+        self.num_terms[number] = 0.0
         frames = delta_frames(self.layout, collect, encoded, self.encoder.codec)
         version = self.versions[number]
         self.hosts.send(
@@ -307,7 +307,7 @@ class Worker:
         self.replica.buffers.load(arrived.buffers)
         self.stream.clear()
         self.versions = [arrived.version] * len(self.versions)
-        self.num_terms = [0] * len(self.num_terms)
+        self.num_terms = [0.0] * len(self.num_terms)
         self.is_void = False
 
     def take_fragment(self, arrived: FragmentArrived) -> None:

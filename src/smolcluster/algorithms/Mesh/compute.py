@@ -21,7 +21,7 @@ from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.deferred import Deferred, backward_input
 from smolcluster.training.user_code import user_code
-from smolcluster.training.workload import LossFunction, Terms, count_terms, whole_count
+from smolcluster.training.workload import LossFunction, Terms, count_terms, real_count
 
 OutputLoss = Callable[[Any, Batch], Terms | Tensor]
 Autocast = Callable[[], AbstractContextManager[object]]
@@ -77,7 +77,7 @@ class StageCompute:
         """
         self.stage = stage
         self._loss_kernels = loss_parallel if is_loss_parallel and stage.is_last else nullcontext
-        self.loss = (0.0, 0)
+        self.loss = (0.0, 0.0)
         self._output_loss, self._loss_name = output_loss, loss_name
         self._autocast = autocast
         self._seeds = seeds
@@ -98,7 +98,7 @@ class StageCompute:
 
     def begin(self, scale: float) -> None:
         """A step begins; its loss is multiplied by `scale`."""
-        self._scale, self.loss = scale, (0.0, 0)
+        self._scale, self.loss = scale, (0.0, 0.0)
         for parameter in self.stage.parameters():
             parameter.grad = None
         if isinstance(self.stage, FSDPModule):
@@ -129,7 +129,7 @@ class StageCompute:
                 total = total.full_tensor()
             if part.num_samples:
                 sum_, terms = self.loss
-                counted = whole_count(count, of=self._loss_name)
+                counted = real_count(count, of=self._loss_name)
                 self.loss = (sum_ + float(total.detach()), terms + counted)
             self._outputs[number] = total.float() if total.dtype.itemsize < 4 else total
             if not part.num_samples:

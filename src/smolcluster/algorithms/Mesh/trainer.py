@@ -50,7 +50,7 @@ class MeshStep:
     """
 
     loss: float
-    num_terms: int
+    num_terms: float
     learning_rate: float
     grad_norm: float
     is_skipped: bool = False
@@ -67,7 +67,7 @@ class Computed:
     """
 
     loss: float
-    num_terms: int
+    num_terms: float
     grad_norm: float
     gradients: list[Tensor]
 
@@ -214,9 +214,9 @@ class MeshTrainer:
             loss, terms = self._loss()
         with self._meter("apply"):
             for gradient in gradients:
-                gradient.div_(max(1, terms) * scale)
+                gradient.div_((terms or 1.0) * scale)
             norm = self._optimizer.norm(gradients)
-        return Computed(loss / max(1, terms), terms, norm, gradients)
+        return Computed(loss / (terms or 1.0), terms, norm, gradients)
 
     def apply(self, computed: Computed, rate: float) -> None:
         """Step along a gradient, clipped as the configuration says; every rank must."""
@@ -279,14 +279,14 @@ class MeshTrainer:
         if count:
             self._optimizer.resume(moments, int(count))
 
-    def _loss(self) -> tuple[float, int]:
+    def _loss(self) -> tuple[float, float]:
         """Sum of the loss's terms, and their number, of all ranks."""
         own = [0.0, 0.0]
         if self._is_last and self.groups["tp"] == 0:
             for stage in self._pipeline.stages.values():
                 own = [a + b for a, b in zip(own, stage.loss, strict=True)]
         loss, terms = self.groups.total(*own)
-        return loss, int(terms)
+        return loss, terms
 
     def _overflows(self, loss: float, norm: float, scale: float) -> bool:
         if math.isfinite(loss) and math.isfinite(norm):

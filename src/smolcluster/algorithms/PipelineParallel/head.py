@@ -104,7 +104,7 @@ class Computed(NamedTuple):
     """
 
     loss: float
-    num_terms: int
+    num_terms: float
     grad_norm: float
 
 
@@ -440,10 +440,11 @@ def what_stages_hear(error: BaseException | None) -> BaseException | None:
 
 def computed(answers: Sequence[StageDone]) -> Computed:
     """What stages have come to, all together."""
-    num_terms = max(1, sum(each.num_terms for each in answers))
+    num_terms = sum(each.num_terms for each in answers)
+    divisor = num_terms or 1.0
     losses = [math.nan if each.loss is None else each.loss for each in answers]
     squares = [math.nan if each.squared_norm is None else each.squared_norm for each in answers]
-    return Computed(sum(losses) / num_terms, num_terms, math.sqrt(math.fsum(squares)) / num_terms)
+    return Computed(sum(losses) / divisor, num_terms, math.sqrt(math.fsum(squares)) / divisor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -492,7 +493,7 @@ class PipelineCopy:
 
     def clip(self, clipping: GradientClipping) -> float:
         newest = self._head.newest
-        self._clip = clip_factor(newest.grad_norm, clipping) / newest.num_terms
+        self._clip = clip_factor(newest.grad_norm, clipping) / (newest.num_terms or 1.0)
         return newest.grad_norm
 
     def step(self, learning_rate: float, held: Collection[int] = ()) -> None:

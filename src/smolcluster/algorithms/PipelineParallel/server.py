@@ -266,7 +266,7 @@ class Server(Coordinator):
         for rank, each in enumerate(answers):
             figures = stage_figures(crew, rank, each, took_s)
             self.report.board.measured(crew.peers[rank].worker, **figures)
-        num_terms = max(1, sum(each.num_terms for each in answers))
+        num_terms = sum(each.num_terms for each in answers) or 1.0
         loss = sum(each.loss for each in answers if each.loss is not None) / num_terms
         squares = [each.squared_norm for each in answers if each.squared_norm is not None]
         norm = math.sqrt(math.fsum(squares)) / num_terms

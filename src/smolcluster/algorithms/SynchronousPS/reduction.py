@@ -136,7 +136,7 @@ class Reduction:
         self._frames: list[list[weakref.ref[Frame]]] = [[] for _ in buffers]
         self._step: OpenedStep | None = None
         self._num_added = [0] * len(self._buckets)
-        self._num_terms = [0] * len(self._buckets)
+        self._num_terms = [0.0] * len(self._buckets)
         """Of the parts that have been added to each bucket."""
         self._expected: list[ExpectedTerms | None] = [None] * len(self._buckets)
         self._norms = [0.0] * len(self._buckets)
@@ -161,7 +161,7 @@ class Reduction:
         """Begin a step in the oldest one's memory, or in new memory if a link is still busy with that."""
         self._num_added = [0] * len(self._buckets)
         self._largest = [(0.0, "")] * len(self._buckets)
-        self._num_terms = [0] * len(self._buckets)
+        self._num_terms = [0.0] * len(self._buckets)
         self._expected = [None] * len(self._buckets)
         self._step = step
         buffer = step.version % self.num_buffers

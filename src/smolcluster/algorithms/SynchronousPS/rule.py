@@ -23,24 +23,24 @@ from torch import Tensor
 class ExpectedTerms:
     """E: the loss terms of a batch of so many samples, if all were like those of one part.
 
-    A fraction of whole numbers, so that the weights of equal samples are exactly those of their numbers.
+    A fraction, so that the weights of equal samples are exactly those of their numbers.
     """
 
-    part_terms: int
+    part_terms: float
     part_samples: int
     batch_samples: int
 
-    def weight(self, num_terms: int) -> float:
+    def weight(self, num_terms: float) -> float:
         """t_i / E: what the mean gradient of a part of so many terms counts."""
         return num_terms * self.part_samples / self._scaled
 
-    def correction(self, num_terms: int) -> float:
+    def correction(self, num_terms: float) -> float:
         """E / T, of a batch that has turned out to have so many terms."""
-        return self._scaled / (self.part_samples * max(1, num_terms))
+        return self._scaled / (self.part_samples * (num_terms or 1.0))
 
     @property
-    def _scaled(self) -> int:
-        return max(1, self.part_terms) * self.batch_samples
+    def _scaled(self) -> float:
+        return (self.part_terms or 1.0) * self.batch_samples
 
 
 def blend(own: Tensor, server: Tensor, beta: float) -> None:

@@ -159,7 +159,7 @@ class Step:
         """Mean loss over the batch's terms, once every part has counted."""
         num_terms = sum(part.loss.num_terms for part in self.parts)
         total = sum(part.loss.mean * part.loss.num_terms for part in self.parts)
-        return BatchLoss(total / max(1, num_terms), num_terms)
+        return BatchLoss(total / (num_terms or 1.0), num_terms)
 
     @property
     def buffers(self) -> BufferValues:

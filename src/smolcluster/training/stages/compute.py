@@ -28,7 +28,7 @@ from smolcluster.training.stages.build import model_input, output_loss
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.deferred import Deferred, add_gradients, backward_input
 from smolcluster.training.user_code import user_code
-from smolcluster.training.workload import Workload, count_terms, whole_count
+from smolcluster.training.workload import Workload, count_terms, real_count
 
 Gradients = list[Tensor | None]
 """Of the tensors of floats in a tree, in order; None: nothing depends on one."""
@@ -58,7 +58,7 @@ class StageLoss:
     """The sum of a step's loss terms, and their number; of all stages but the last one 0."""
 
     total: float = 0.0
-    num_terms: int = 0
+    num_terms: float = 0.0
 
 
 class StageCompute:
@@ -84,7 +84,7 @@ class StageCompute:
         self._held: dict[int, _Held] = {}
         self._deferred: dict[int, Deferred] = {}
         self._totals: list[Tensor] = []
-        self._counts: list[int | Tensor] = []
+        self._counts: list[float | Tensor] = []
         self.stage.before_layer = self._seed_layer
 
     @property
@@ -146,7 +146,7 @@ class StageCompute:
         """The loss of the microbatches since the last call; what a step that broke off has left goes."""
         totals, counts = self._totals, self._counts
         self._held, self._deferred, self._totals, self._counts = {}, {}, [], []
-        num_terms = sum(whole_count(each, of=self._loss) for each in counts)
+        num_terms = sum(real_count(each, of=self._loss) for each in counts)
         return StageLoss(sum(each.item() for each in totals), num_terms)
 
     @torch.no_grad()
