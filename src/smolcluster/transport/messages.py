@@ -425,7 +425,7 @@ class Commit(Message):
     KIND: ClassVar[int] = 17
     version: Count
     num_samples: Positive
-    num_terms: Count = 0
+    num_terms: Terms = 0.0
     clip: Annotated[float, Field(ge=0, le=1)]
     is_skipped: bool = False
     learning_rate: Annotated[float, Field(ge=0)]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from computing import forward_backward
@@ -22,6 +22,8 @@ from smolcluster.data.tokens import TokenBlocks
 from smolcluster.models.gpt import GPT
 from smolcluster.training.build import TrainingContext, build, most_at_once
 from smolcluster.training.builtin import builtin_workload
+from smolcluster.training.compute import Microbatch
+from smolcluster.training.compute import forward_backward as step_of
 from smolcluster.training.loop import training_steps
 from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.replica import Replica
@@ -57,6 +59,35 @@ def test_microbatches_with_uneven_terms_give_the_gradient_of_the_whole(microbatc
     loss = forward_backward(parts, inputs, targets, microbatch)
     assert loss == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(parts.grads, whole.grads, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("scale", [1000.0, 1.0, 0.01])
+def test_a_weighted_mean_is_that_of_the_whole_however_the_weights_are_scaled(scale: float) -> None:
+    """The number of terms of a weighted mean is the sum of its weights, which is no whole number."""
+    inputs, targets = uneven_batch()
+    weights = scale * torch.linspace(0.1, 1.3, VOCAB, dtype=torch.float64)
+
+    def weighted(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+        logits, wanted = model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+        counted = weights[wanted]
+        each = functional.cross_entropy(logits, wanted, reduction="none")
+        return (counted * each).sum(), counted.sum()
+
+    words = torch.cat([inputs[:, :1], targets.clamp(min=0)], dim=1)
+    losses, gradients = [], []
+    for size in (12, 5, 1):
+        replica = Replica(gpt(), "adamw")
+        parts = [
+            Microbatch(len(each), lambda each=each: each)  # type: ignore[misc]
+            for each in torch.split(words, size)
+        ]
+        found = step_of(replica, weighted, parts)
+        losses.append(found.mean)
+        gradients.append(replica.grads)
+        assert found.num_terms == pytest.approx(float(weights[words[:, 1:]].sum()))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
+    for each in gradients:
+        torch.testing.assert_close(each, gradients[0], rtol=1e-10, atol=1e-14)
 
 
 def test_the_loss_is_the_mean_over_all_terms() -> None:

@@ -94,7 +94,7 @@ class Worker:
         """What the server wants next, in order."""
         self.copy = training.local_copy([each.places for each in self.layout.fragments])
         """The weights: θ, which local steps change, and θ_start, that changes are counted from."""
-        self.versions = [0.0] * len(self.layout.fragments)
+        self.versions = [0] * len(self.layout.fragments)
         self.num_terms = [0.0] * len(self.layout.fragments)
         """Loss terms of the steps since a fragment's change was sent last, but for those that overflowed.
 

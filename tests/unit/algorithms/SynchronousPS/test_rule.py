@@ -45,14 +45,15 @@ def test_a_weight_of_0_changes_nothing_and_of_1_copies_bit_for_bit() -> None:
     assert torch.equal(own, server)
 
 
-@pytest.mark.parametrize("first", [(7, 4), (0, 4), (20, 1)])
+@pytest.mark.parametrize("first", [(7.0, 4), (0.0, 4), (20.0, 1)])
+@pytest.mark.parametrize("scale", [1.0, 0.37, 1e-3, 1e3])
 def test_parts_weigh_their_loss_terms_whatever_the_first_one_lets_expect(
-    first: tuple[int, int],
+    first: tuple[float, int], scale: float
 ) -> None:
-    terms = [7, 0, 20, 1]
-    expected = ExpectedTerms(*first, batch_samples=16)
+    terms = [scale * each for each in (7, 0, 20, 1)]
+    expected = ExpectedTerms(scale * first[0], first[1], batch_samples=16)
     weights = [expected.weight(each) * expected.correction(sum(terms)) for each in terms]
-    assert weights == pytest.approx([each / 28 for each in terms])
+    assert weights == pytest.approx([each / sum(terms) for each in terms])
 
 
 def test_a_batch_without_a_term_has_finite_weights() -> None:
