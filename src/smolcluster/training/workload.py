@@ -235,7 +235,9 @@ def count_terms(result: Any, num_samples: int, *, of: LossFunction, what: str = 
     match result:
         case Tensor() if result.numel() == 1:
             return result.reshape(()) * num_samples, num_samples
-        case (Tensor() as total, int() | float() | Tensor() as count) if _is_one(total) and _is_one(count):
+        case (Tensor() as total, int() | float() | Tensor() as count) if _is_one(total) and _is_one(
+            count
+        ):
             return total.reshape(()), count
     raise wrong_result(
         what,
