@@ -19,9 +19,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from smolcluster.algorithms.entry import guarded
-from smolcluster.algorithms.Mesh.ranks import IN_POD, RANK_VARIABLES, ranks_of
+from smolcluster.algorithms.Mesh.ranks import (
+    IN_POD,
+    RANK_VARIABLES,
+    SECRET_VARIABLE,
+    ranks_of,
+)
 from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
 from smolcluster.errors import ConfigError, LaunchError, PeerLost
+from smolcluster.transport.security import new_secret
 from smolcluster.utils.addresses import free_port
 from smolcluster.utils.seed import HASH_SEED, hash_seed
 
@@ -272,7 +278,10 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         _check_address(ranks.address, args.start_timeout if IN_POD in os.environ else RESOLVE_S)
     if not ranks.is_process:
         port = ranks.port or free_port()
-        _start(ranks.here, ranks.world_size, {"MASTER_PORT": str(port)}, argv)
+        environ = {"MASTER_PORT": str(port)}
+        if len(ranks.here) == ranks.world_size:
+            environ[SECRET_VARIABLE] = new_secret()
+        _start(ranks.here, ranks.world_size, environ, argv)
         return
     from smolcluster.algorithms.Mesh.process import be_rank  # noqa: PLC0415 - it imports torch
 

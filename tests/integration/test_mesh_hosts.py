@@ -17,7 +17,7 @@ ADDRESSES = "192.168.1.100", "192.168.1.101"
 RANKS_PER_HOST = 4
 COMMAND = (
     "-m smolcluster.distributed_training --world-size 8 --rank {rank} --master-addr 192.168.1.100 "
-    "--master-port 29500 --hidden-size 16 --batch-size 2"
+    "--master-port 29500 --hidden-size 16 --batch-size 2 --override encryption=off"
 )
 TEXT = {
     "SMOLCLUSTER_DATA__NAME": "text",

@@ -38,7 +38,14 @@ class Runs:
 
     def launch(self, *overrides: str, options: tuple[str, ...] = ()) -> str:
         words = ("launch", "mesh", "--on", "slurm", "--train-config", "digits", *options)
-        keys = ("slurm.nodes=2", "mesh.pp=1", "microbatches=1", "batch_size=64", *overrides)
+        keys = (
+            "slurm.nodes=2",
+            "mesh.pp=1",
+            "microbatches=1",
+            "batch_size=64",
+            "encryption=off",
+            *overrides,
+        )
         return self.smolcluster(*words, "--override", *keys)
 
     @property

@@ -100,7 +100,7 @@ def _create(path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(_SECRET_NBYTES) + "\n")
+            file.write(new_secret() + "\n")
         try:
             os.link(draft, path)
         except FileExistsError:
@@ -109,6 +109,24 @@ def _create(path: Path) -> None:
             draft.unlink()
     except OSError as error:
         raise AuthError(f"the cluster's secret {path} cannot be made: {error.strerror}") from None
+
+
+def new_secret() -> str:
+    """256 random bits as a text, for processes that one process starts."""
+    return secrets.token_hex(_SECRET_NBYTES)
+
+
+def secret_of_text(text: str) -> Secret:
+    """The secret that a process was told by the one that started it.
+
+    Raises:
+        AuthError: it is too short.
+    """
+    if len(text) < MIN_SECRET_CHARS:
+        raise AuthError(
+            f"the secret that this process was told has fewer than {MIN_SECRET_CHARS} characters"
+        )
+    return Secret(Path("what started the ranks"), text.encode())
 
 
 def new_nonce() -> str:

@@ -20,7 +20,7 @@ def test_a_mesh_of_two_machines_is_one_command(launching: Launching) -> None:
         "--no-tmux",
     )
     keys = ("workers=[mini1, mini2]", "num_workers=2", "mesh.tp=2", "mesh.pp=1", "microbatches=2")
-    options = ("--override", *keys, "num_epochs=1", "batch_size=64")
+    options = ("--override", *keys, "num_epochs=1", "batch_size=64", "encryption=off")
     running = launching.popen(launching.command(*words, *options))
     assert running.wait(2 * LAUNCH_TIMEOUT_S) == 0, running.output
     assert "all ranks are there" in running.output

@@ -5,118 +5,219 @@ themselves rank 0, other versions and configurations, an address that leads else
 """
 
 import json
+import logging
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Annotated
 
 import psutil
 import torch.distributed as dist
+from pydantic import Field, StringConstraints, TypeAdapter
 from torch._C._distributed_c10d import TCPStore
 
 from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT
 from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks, has_agent_store
+from smolcluster.algorithms.Mesh.store import GroupStore, Host, Way
 from smolcluster.algorithms.Mesh.watch import FAILED, Store
-from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy
-from smolcluster.utils.addresses import is_loopback
+from smolcluster.configs.schema import Encryption
+from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy, SmolclusterError
+from smolcluster.net.dialling import Address
+from smolcluster.transport.security import Secret
+from smolcluster.utils.addresses import is_loopback, is_loopback_name
 
 QUIET_END_S = 10.0
 ONE_A_NODE_S = 15.0
 """After so long without another rank, ranks 0 and 8 of 16 are all that were started."""
 ANSWER_S = 10.0
 """How long the store of a group may take to answer, of which it is not known whether it is there."""
+IPAddress = Annotated[
+    str, StringConstraints(pattern=r"^[0-9a-fA-F.:]{2,45}(%[0-9A-Za-z._-]{1,15})?$")
+]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Text = Annotated[str, StringConstraints(max_length=100_000)]
+PLACES = TypeAdapter(tuple[Port, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]])
+TOLD = TypeAdapter(Annotated[dict[Text, Text], Field(max_length=1000)])
+WAYS = TypeAdapter(tuple[IPAddress, IPAddress])
 PLACE, NAME = "smolcluster/store", "name"
 """Rank 0's port and the name of its store, in torchrun's; and the latter again, in rank 0's."""
 
 
-def open_store(rank: int, ranks: Ranks, timeout_s: float) -> TCPStore:
+@dataclass
+class Meeting:
+    """This rank's way to the store.
+
+    Attributes:
+        store: for the thread that trains.
+        second: for the one that watches.
+    """
+
+    store: GroupStore
+    second: GroupStore
+    host: Host | None = None
+    ways: tuple[Way, ...] = ()
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """From which address of this machine rank 0's is reached, and the latter."""
+        return self.ways[0].addresses if self.ways else ("127.0.0.1", "127.0.0.1")
+
+    def close(self) -> None:
+        for way in self.ways:
+            way.close()
+        if self.host is not None:
+            self.host.close()
+
+
+def open_store(
+    rank: int, ranks: Ranks, secret: Secret, timeout_s: float, log: logging.Logger
+) -> Meeting:
     """Rank 0's store, which ends with it; under torchrun its own says where that is.
 
     Raises:
         ConnectTimeout: rank 0 is not there.
         PortBusy: another process listens on the port.
         ConfigError: the address is not rank 0's machine.
+        AuthError: the secret is not rank 0's.
     """
     port, has_agent = ranks.port or DEFAULT_PORT, has_agent_store(os.environ)
-    is_master = rank == 0 and not has_agent
-    try:
-        found = _store_at(ranks.address, port, timeout_s, is_master=is_master)
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        if is_master and is_elsewhere(ranks.address):
-            raise ConfigError(
-                f"rank 0 is on {socket.gethostname()}, but MASTER_ADDR or --master-addr is {ranks.address}, "
-                "which is another machine: name the one of rank 0"
+    if rank != 0:
+        if has_agent:
+            return _group_meeting(rank, ranks.address, port, secret, timeout_s, log)
+        try:
+            return _reached(ranks.address, port, secret, timeout_s, log)
+        except ConnectTimeout as error:
+            raise ConnectTimeout(
+                f"rank {rank} cannot reach rank 0 at {ranks.address}{_loopback_hint(ranks.address)}, port "
+                f"{port}: {error}; start rank 0 there, and check --master-addr"
             ) from error
-        if is_master:
-            raise PortBusy(
-                f"rank 0 cannot listen on port {port}: {reason}; choose another --master-port"
-            ) from error
-        raise ConnectTimeout(
-            f"rank {rank} cannot reach rank 0 at {ranks.address}{_loopback_hint(ranks.address)}, port "
-            f"{port}: {reason}; start rank 0 there, and check --master-addr"
-        ) from error
-    if has_agent:
-        return _group_store(found, rank, ranks.address, timeout_s)
-    if rank == 0 and not _is_first(found, rank):
+    if is_elsewhere(ranks.address):
         raise ConfigError(
-            f"two processes are rank 0 of {ranks.address}, port {port}: give each node the --rank of its "
-            "first process and the same --world-size, or another --master-port to another mesh"
+            f"rank 0 is on {socket.gethostname()}, but MASTER_ADDR or --master-addr is {ranks.address}, "
+            "which is another machine: name the one of rank 0"
         )
-    return found
+    try:
+        host = Host(own_addresses(ranks.address), 0 if has_agent else port, secret, log)
+    except PortBusy as error:
+        raise PortBusy(
+            f"rank 0 cannot listen on port {port}: {error}; is another rank 0 there? Give each node the "
+            "--rank of its first process, or choose another --master-port"
+        ) from error
+    store = host.store(timeout_s)
+    if has_agent:
+        name = secrets.token_hex(8)
+        store.set(NAME, name)
+        _agent_at(ranks.address, port, timeout_s).set(PLACE, json.dumps([host.port, name]))
+    return Meeting(store, host.store(timeout_s), host)
 
 
-def _group_store(agent: TCPStore, rank: int, address: str, timeout_s: float) -> TCPStore:
+def own_addresses(address: str) -> list[str]:
+    """Where rank 0 listens: at the address by which the others know it.
+
+    A machine's own name may lead to its loopback there, and to its network elsewhere: then also at the
+    address that its default route has.
+    """
+    if is_loopback_name(address) or not all(map(is_loopback, _resolved(address))):
+        return [address]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # nothing is sent: the system says which way it would take
+        return [address, str(probe.getsockname()[0])]
+    return [address]
+
+
+def _reached(
+    address: str, port: int, secret: Secret, timeout_s: float, log: logging.Logger
+) -> Meeting:
+    place = Address(address, port)
+    first = Way(place, secret, timeout_s, log)
+    second = Way(place, secret, timeout_s, log)
+    store, watched = GroupStore(first, timeout_s), GroupStore(second, timeout_s)
+    return Meeting(store, watched, ways=(first, second))
+
+
+def _group_meeting(  # noqa: PLR0917 - as `open_store`
+    rank: int, address: str, agent_port: int, secret: Secret, timeout_s: float, log: logging.Logger
+) -> Meeting:
     """The store of this group, which rank 0 opens on a free port and tells torchrun's.
 
     torchrun's is there as long as torchrun is, and so are the keys of groups before; its agents do not count
-    alike how often the group was formed again.
+    alike how often the group was formed again. Anybody may write to it: it says where to ask, no more.
 
     Raises:
         ConnectTimeout: rank 0 has not told its port.
     """
-    if rank == 0:
-        own, name = _store_at(address, 0, timeout_s, is_master=True), secrets.token_hex(8)
-        own.set(NAME, name)
-        agent.set(PLACE, json.dumps([own.port, name]))
-        return own
+    try:
+        agent = _agent_at(address, agent_port, timeout_s)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConnectTimeout(
+            f"rank {rank} cannot reach torchrun's store at {address}, port {agent_port}: {reason}"
+        ) from error
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
-        if agent.check([PLACE]):
-            port, name = json.loads(agent.get(PLACE))
-            if (found := _store_of_now(address, port, name, rank)) is not None:
-                found.set_timeout(timedelta(seconds=timeout_s))
-                return found
+        place = _place(agent.get(PLACE)) if agent.check([PLACE]) else None
+        found = place and _meeting_of_now(address, place, rank, secret, timeout_s, log)
+        if found:
+            return found
         time.sleep(0.1)
     raise ConnectTimeout(
         f"rank {rank} has waited {timeout_s:.0f} s for rank 0 at {address}: its log says why it has not come"
     )
 
 
-def _store_of_now(address: str, port: int, name: str, rank: int) -> TCPStore | None:
-    """Rank 0's store, if it is there, and not that of a group in which this rank was or any has failed."""
+def _place(told: bytes) -> tuple[int, str] | None:
+    """Rank 0's port and its store's name, if that is what it says."""
     try:
-        with socket.create_connection((address, port), ANSWER_S):  # a store's own attempt is loud
-            pass
-        found = _store_at(address, port, ANSWER_S)
-        is_named = found.check([NAME]) and found.get(NAME).decode() == name
-        return found if is_named and not found.check([FAILED]) and _is_first(found, rank) else None
-    except (OSError, RuntimeError):
+        return PLACES.validate_json(told)
+    except ValueError:
         return None
 
 
-def _store_at(address: str, port: int, timeout_s: float, *, is_master: bool = False) -> TCPStore:
+def _meeting_of_now(  # noqa: PLR0917 - as `open_store`
+    address: str,
+    place: tuple[int, str],
+    rank: int,
+    secret: Secret,
+    timeout_s: float,
+    log: logging.Logger,
+) -> Meeting | None:
+    """Rank 0's store, if it is there, and not that of a group in which this rank was or any has failed."""
+    port, name = place
+    try:
+        with socket.create_connection(
+            (address, port), ANSWER_S
+        ):  # who is not there is not waited for
+            pass
+        found = _reached(address, port, secret, ANSWER_S, log)
+    except (OSError, SmolclusterError):
+        return None
+    try:
+        store = found.store
+        is_named = store.check([NAME]) and store.get(NAME).decode() == name
+        if is_named and not store.check([FAILED]) and _is_first(store, rank):
+            found.store.timeout_s = found.second.timeout_s = timeout_s
+            return found
+    except RuntimeError:
+        pass
+    found.close()
+    return None
+
+
+def _agent_at(address: str, port: int, timeout_s: float) -> TCPStore:
     return TCPStore(
         *(address, port),
-        is_master=is_master,
+        is_master=False,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
     )
 
 
-def _is_first(store: TCPStore, rank: int) -> bool:
+def _is_first(store: Store, rank: int) -> bool:
     """Whether no other process has come as this rank."""
     mark = secrets.token_hex(8)
     return store.compare_set(f"rank {rank}", "", mark).decode() == mark
@@ -159,7 +260,21 @@ def meet(
             )
         check()
         time.sleep(0.05)
-    compare(rank, told, json.loads(store.get("here/0")))
+    compare(rank, told, _told(store.get("here/0")))
+
+
+def _told(text: bytes) -> dict[str, str]:
+    """What a rank has told.
+
+    Raises:
+        ConfigError: that is not what ranks tell.
+    """
+    try:
+        return TOLD.validate_json(text)
+    except ValueError:
+        raise ConfigError(
+            "rank 0 says what no rank says: start all ranks with the same code"
+        ) from None
 
 
 def _check_not_one_a_node(world_size: int, missing: set[int]) -> None:
@@ -193,22 +308,62 @@ def compare(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> None
             )
 
 
-def connect(rank: int, ranks: Ranks, store: TCPStore, backend: str) -> None:
-    """Make the process group, over the interface on which this rank reaches the others."""
-    store.set(f"at/{rank}", json.dumps(_ways_to(ranks)))
-    ways = [json.loads(store.get(f"at/{each}")) for each in range(ranks.world_size)]
-    name = interface_of(_addresses(), rank, ways)
-    if name is not None:
-        use_interface(name)
+def connect(
+    rank: int, ranks: Ranks, meeting: Meeting, backend: str, encryption: Encryption
+) -> None:
+    """Make the process group: over the loopback, or the interface on which this rank reaches the others.
+
+    Raises:
+        ConfigError: ranks are on several machines, between which a backend encrypts nothing, and the
+            configuration does not say that this is right.
+    """
+    store = meeting.store
+    store.set(f"at/{rank}", json.dumps(meeting.addresses))
+    ways = [WAYS.validate_json(store.get(f"at/{each}")) for each in range(ranks.world_size)]
+    if all(stays_here(way) for way in ways):
+        name = _addresses().get("127.0.0.1")
+        if name is not None:
+            use_interface(name)
+    else:
+        check_unencrypted(encryption)
+        name = interface_of(_addresses(), rank, ways)
+        if name is not None:
+            prefer_interface(name)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=ranks.world_size, timeout=STEP_TIMEOUT
     )
 
 
+def check_unencrypted(encryption: Encryption, where: str = "between machines") -> None:
+    """Refuse what would travel without encryption, unless that is said to be right.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if encryption != "off":
+        raise ConfigError(
+            f"encryption is {encryption}, but {where} nothing of a mesh is encrypted (Gloo and NCCL cannot): "
+            "on a network that is yours alone say --override encryption=off, or launch edp, syncps, diloco "
+            "or a pipeline, which encrypt"
+        )
+
+
+def stays_here(way: tuple[str, str]) -> bool:
+    """Whether a rank that reaches rank 0 from one address at another one is on its machine."""
+    here, there = way
+    return here == there or (is_loopback(here) and is_loopback(there))
+
+
 def use_interface(name: str) -> None:
+    """Have the backends use this network interface, and no other one."""
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # without = any that begins so
+
+
+def prefer_interface(name: str) -> None:
     """Have the backends use this network interface, where the environment names none."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without = any that begins so
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def part(rank: int, world_size: int, store: Store) -> None:
@@ -242,14 +397,6 @@ def interface_of(
 def is_elsewhere(address: str) -> bool:
     """Whether it leads to no address of this machine."""
     return not any(each in _addresses() or is_loopback(each) for each in _resolved(address))
-
-
-def _ways_to(ranks: Ranks) -> tuple[str, str]:
-    try:
-        with socket.create_connection((ranks.address, ranks.port or DEFAULT_PORT), 10) as way:
-            return way.getsockname()[0], way.getpeername()[0]
-    except OSError:  # the store was reached: what is left is that any interface may do
-        return "127.0.0.1", "127.0.0.1"
 
 
 def _addresses() -> dict[str, str]:

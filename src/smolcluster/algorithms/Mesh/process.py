@@ -5,8 +5,8 @@ import logging
 import os
 import platform
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import smolcluster
 from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig, config_of, pick_backend
 from smolcluster.algorithms.Mesh.groups import Groups, check_torch, lost_named
-from smolcluster.algorithms.Mesh.meeting import connect, meet, open_store, part
-from smolcluster.algorithms.Mesh.ranks import Ranks
+from smolcluster.algorithms.Mesh.meeting import connect, is_elsewhere, meet, open_store, part
+from smolcluster.algorithms.Mesh.ranks import SECRET_VARIABLE, Ranks
 from smolcluster.algorithms.Mesh.watch import Failure, Watch
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
@@ -29,6 +29,13 @@ from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.paths import create_run, runs_root
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.workload import Workload
+from smolcluster.transport.security import (
+    Secret,
+    default_secret_path,
+    ensure_secret,
+    load_secret,
+    secret_of_text,
+)
 from smolcluster.utils.device import pick_device, use_threads
 
 MOST_LINE = 500
@@ -144,18 +151,35 @@ def together(
         PeerLost: another rank failed first, which is named.
     """
     rank = ranks.here.start
-    store = open_store(rank, ranks, start_timeout_s)
+    secret = group_secret(os.environ, ranks, settings.node.secret_file)
+    meeting = open_store(rank, ranks, secret, start_timeout_s, log)
     watch = Watch(
-        *(store.clone(), rank, ranks.world_size, log),
+        *(meeting.second, rank, ranks.world_size, log),
         hang_timeout_s=config.hang_timeout_s,
         launcher=launcher,
         on_failure=lambda failure: None if tells is None else _tell(tells, failure),
     )
-    with watch.watched(), lost_named():
-        meet(rank, ranks, store, told(settings, config), start_timeout_s, check=check)
-        connect(rank, ranks, store, backend)
-        yield Groups(_sizes(config, ranks), device, watch)
-    part(rank, ranks.world_size, store)
+    with closing(meeting):
+        with watch.watched(), lost_named():
+            meet(rank, ranks, meeting.store, told(settings, config), start_timeout_s, check=check)
+            connect(rank, ranks, meeting, backend, settings.cluster.encryption)
+            yield Groups(_sizes(config, ranks), device, watch)
+        part(rank, ranks.world_size, meeting.store)
+
+
+def group_secret(environ: MutableMapping[str, str], ranks: Ranks, file: Path | None) -> Secret:
+    """What the ranks prove to each other: what started them has told it, or the cluster's secret.
+
+    Only rank 0's machine makes one where there is none.
+
+    Raises:
+        AuthError: it is missing, or open to others.
+    """
+    told = environ.pop(SECRET_VARIABLE, None)
+    if told is not None:
+        return secret_of_text(told)
+    makes = ranks.here.start == 0 or not is_elsewhere(ranks.address)
+    return (ensure_secret if makes else load_secret)(file or default_secret_path())
 
 
 def _tell(tells: int, failure: Failure) -> None:
@@ -177,6 +201,7 @@ def told(settings: Settings, config: MeshConfig) -> dict[str, str]:
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "seed": str(run.seed),
+        "encryption": settings.cluster.encryption,
         **{key: json.dumps(value) for key, value in {**train, **mesh}.items()},
         "workload": str(run.workload),
     }

@@ -29,6 +29,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from pydantic import TypeAdapter
+
 from smolcluster.errors import PeerLost, SmolclusterError, TryAgain
 
 BEAT_S = 1.0
@@ -91,6 +93,12 @@ class Beat:
     waits: bool
     host: str
     counted: Mapping[str, Any] = field(default_factory=dict)
+
+
+BEATS, FAILURES = TypeAdapter(Beat), TypeAdapter(Failure)
+"""What is read from the store is looked at: another rank, of other code, may have written it."""
+MOST_TOLD = 100_000
+"""Bytes that a rank may tell of itself, or of a failure."""
 
 
 class Judge:
@@ -266,7 +274,7 @@ class Watch:
                 if (failure := self._own or self._judged()) is not None:
                     self._store.compare_set(FAILED, "", json.dumps(asdict(failure)))
                 if self._store.check([FAILED]):
-                    self._fail(Failure(**json.loads(self._store.get(FAILED))))
+                    self._fail(told_failure(self._store.get(FAILED)))
                     return
                 self._answered = time.monotonic()
                 is_over = self._over.wait(BEAT_S if self._own is None and not self._lost else 0.2)
@@ -276,9 +284,10 @@ class Watch:
     def _judged(self) -> Failure | None:
         ranks = range(self.world_size) if self.rank == 0 else range(1)
         beats = {
-            rank: Beat(**json.loads(self._store.get(_beat_key(rank))))
+            rank: beat
             for rank in ranks
             if self._store.check([_beat_key(rank)])
+            and (beat := told_beat(self._store.get(_beat_key(rank)))) is not None
         }
         for rank, beat in beats.items():
             if rank and beat.counted and beat.number != self._numbers.get(rank):
@@ -330,6 +339,22 @@ class Watch:
         self._said = True
         told = {"stack": failure.stack} if failure.stack else {"stacks": stacks()}
         self._log.debug("%s", failure, extra=told)  # what ends the process says it aloud
+
+
+def told_beat(text: bytes) -> Beat | None:
+    """What a rank has said of itself; None: nothing that a rank says, as if it were silent."""
+    try:
+        return BEATS.validate_json(text[:MOST_TOLD])
+    except ValueError:
+        return None
+
+
+def told_failure(text: bytes) -> Failure:
+    """Who has failed first, as far as what was said of it can be read."""
+    try:
+        return FAILURES.validate_json(text[:MOST_TOLD])
+    except ValueError:
+        return Failure(0, "", "what the rank that failed has said of it cannot be read")
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:

@@ -1,12 +1,12 @@
 """What ranks look at before a backend connects them."""
 
+import logging
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -14,23 +14,46 @@ from torch._C._distributed_c10d import TCPStore
 from harness import free_port
 from smolcluster.algorithms.Mesh import meeting
 from smolcluster.algorithms.Mesh.meeting import (
+    Meeting,
+    check_unencrypted,
     compare,
     interface_of,
     is_elsewhere,
     meet,
-    open_store,
+    stays_here,
 )
 from smolcluster.algorithms.Mesh.ranks import Ranks
+from smolcluster.algorithms.Mesh.store import GroupStore
 from smolcluster.algorithms.Mesh.watch import FAILED
-from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy
+from smolcluster.errors import AuthError, ConfigError, ConnectTimeout, PortBusy
+from smolcluster.transport.security import Secret
 
 HERE = "127.0.0.1"
+SECRET = Secret(Path("secret"), b"s" * 32)
+LOG = logging.getLogger("test")
 pytestmark = pytest.mark.flaky(reruns=1)
 """Torch's stores are connected to, which a busy machine may take seconds for."""
 
 
 def ranks(world_size: int, port: int, address: str = HERE) -> Ranks:
     return Ranks(range(1), world_size, True, address, port)
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Meeting]]:
+    made: list[Meeting] = []
+    yield made
+    for each in reversed(made):
+        each.close()
+
+
+@pytest.fixture
+def open_store(opened: list[Meeting]) -> Callable[..., GroupStore]:
+    def open_(rank: int, there: Ranks, timeout_s: float, secret: Secret = SECRET) -> GroupStore:
+        opened.append(meeting.open_store(rank, there, secret, timeout_s, LOG))
+        return opened[-1].store
+
+    return open_
 
 
 def test_ranks_of_other_code_or_configuration_are_named() -> None:
@@ -42,7 +65,7 @@ def test_ranks_of_other_code_or_configuration_are_named() -> None:
         compare(1, first, {**first, "ema": "1"})
 
 
-def test_ranks_that_never_come_are_named() -> None:
+def test_ranks_that_never_come_are_named(open_store: Callable[..., GroupStore]) -> None:
     there = ranks(4, free_port())
     store = open_store(0, there, 10)
     store.set("here/2", "{}")
@@ -52,7 +75,10 @@ def test_ranks_that_never_come_are_named() -> None:
 
 @pytest.mark.parametrize(("first", "told"), [({0, 4}, "--nproc-per-node 4"), ({0, 1}, "missing")])
 def test_nodes_that_have_started_one_rank_each_are_told_the_flag(
-    monkeypatch: pytest.MonkeyPatch, first: set[int], told: str
+    monkeypatch: pytest.MonkeyPatch,
+    open_store: Callable[..., GroupStore],
+    first: set[int],
+    told: str,
 ) -> None:
     monkeypatch.setattr(meeting, "ONE_A_NODE_S", -1.0)
     there = ranks(8, free_port())
@@ -63,18 +89,40 @@ def test_nodes_that_have_started_one_rank_each_are_told_the_flag(
         meet(0, there, store, {}, 1.0)
 
 
-def test_two_ranks_0_are_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two machines: the second one's own store is not that at the address."""
+def test_rank_0_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--master-addr is 192.0.2.7, which is another machine"):
+        meeting.open_store(0, ranks(2, free_port(), "192.0.2.7"), SECRET, 1, LOG)
+
+
+def test_who_does_not_know_the_secret_reads_and_forges_nothing(
+    open_store: Callable[..., GroupStore],
+) -> None:
     there = ranks(2, free_port())
     store = open_store(0, there, 10)
-    monkeypatch.setattr(meeting, "TCPStore", partial(client, store.port))
-    with pytest.raises(ConfigError, match="two processes are rank 0"):
-        open_store(0, there, 10)
+    store.set("here/0", "what is trained")
+    with pytest.raises(AuthError):
+        open_store(1, there, 8, Secret(Path("other"), b"o" * 32))
+    with pytest.raises((RuntimeError, ValueError)):  # torch's own client, as an attacker has it
+        TCPStore(HERE, there.port or 0, is_master=False, timeout=timedelta(seconds=1)).set(
+            "failed", "x"
+        )
+    assert not store.check([FAILED])
+    assert open_store(1, there, 10).get("here/0") == b"what is trained"
 
 
-def client(port: int, *_: object, is_master: bool, **options: Any) -> TCPStore:
-    """Of the store at this port, in the place of another one."""
-    return TCPStore(HERE, port, is_master=False, **options)
+def test_rank_0_listens_at_its_address_only(open_store: Callable[..., GroupStore]) -> None:
+    there = ranks(2, free_port(), "127.0.0.2")
+    open_store(0, there, 10)
+    with pytest.raises(OSError):
+        socket.create_connection((HERE, there.port), 1)
+
+
+def test_between_machines_that_nothing_is_encrypted_must_be_said() -> None:
+    check_unencrypted("off")
+    with pytest.raises(ConfigError, match=r"encryption is auto, .* --override encryption=off"):
+        check_unencrypted("auto")
+    assert stays_here((HERE, "127.0.1.1")) and stays_here((HEAD, HEAD))
+    assert not stays_here((WORKER, HEAD))
 
 
 @pytest.fixture
@@ -84,7 +132,9 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     return TCPStore(HERE, 0, is_master=True, timeout=timedelta(seconds=10))
 
 
-def test_ranks_of_a_group_meet_by_torchruns_store(agent: TCPStore) -> None:
+def test_ranks_of_a_group_meet_by_torchruns_store(
+    agent: TCPStore, open_store: Callable[..., GroupStore]
+) -> None:
     there = ranks(2, agent.port)
     first = open_store(0, there, 10)
     first.set("a", "b")
@@ -96,17 +146,17 @@ class Before:
 
     def __init__(self, agent: TCPStore) -> None:
         self.there = ranks(2, agent.port)
-        self.rank_0 = open_store(0, self.there, 10)
-        self.rank_0.set("old", "1")
+        self.rank_0 = meeting.open_store(0, self.there, SECRET, 10, LOG)
+        self.rank_0.store.set("old", "1")
 
     def rank_1_comes(self) -> None:
-        open_store(1, self.there, 10)
+        meeting.open_store(1, self.there, SECRET, 10, LOG).close()
 
     def fails(self) -> None:
-        self.rank_0.set(FAILED, "{}")
+        self.rank_0.store.set(FAILED, "{}")
 
     def ends(self) -> None:
-        del self.rank_0
+        self.rank_0.close()
 
 
 @pytest.mark.parametrize("what", [Before.rank_1_comes, Before.fails, Before.ends])
@@ -115,12 +165,13 @@ def test_a_group_that_is_formed_again_meets_by_nothing_of_the_one_before(
     agent: TCPStore,
     what: Callable[[Before], None],
     counts: tuple[str, str],
+    open_store: Callable[..., GroupStore],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However often each agent thinks that it was."""
     before = Before(agent)
     what(before)
-    there, found = ranks(2, agent.port), queue.SimpleQueue[TCPStore]()
+    there, found = ranks(2, agent.port), queue.SimpleQueue[GroupStore]()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", counts[1])
     waiting = threading.Thread(target=lambda: found.put(open_store(1, there, 60)), daemon=True)
     waiting.start()
@@ -131,21 +182,26 @@ def test_a_group_that_is_formed_again_meets_by_nothing_of_the_one_before(
     now.set("new", "1")
     assert found.get(timeout=60).check(["new"])
     waiting.join()
+    before.rank_0.close()
 
 
-def test_who_waits_for_a_rank_0_that_never_comes_says_so(agent: TCPStore) -> None:
+def test_who_waits_for_a_rank_0_that_never_comes_says_so(
+    agent: TCPStore, open_store: Callable[..., GroupStore]
+) -> None:
     with pytest.raises(ConnectTimeout, match="rank 1 has waited 5 s for rank 0"):
         open_store(1, ranks(2, agent.port), 5)
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken(open_store: Callable[..., GroupStore]) -> None:
     with socket.create_server((HERE, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortBusy, match=f"port {port}"):
             open_store(0, ranks(2, port), 1)
 
 
-def test_an_address_that_leads_to_oneself_is_said() -> None:
+def test_an_address_that_leads_to_oneself_is_said(
+    open_store: Callable[..., GroupStore],
+) -> None:
     with pytest.raises(ConnectTimeout, match="on this machine that leads to itself"):
         open_store(1, ranks(2, free_port(), "localhost"), 0.5)
 

@@ -223,3 +223,9 @@ def test_a_good_end_is_told_nobody() -> None:
             with each.watched():
                 each.note("F0 of stage 0")
     assert not told and not left and "failed" not in store.values
+
+
+def test_what_no_rank_says_is_taken_for_silence() -> None:
+    assert watching.told_beat(b'{"x": 1}') is None
+    assert watching.told_beat(b"[" * 100_000) is None
+    assert "cannot be read" in watching.told_failure(b'{"x": 1}').reason

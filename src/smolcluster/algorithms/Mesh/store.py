@@ -1,0 +1,275 @@
+"""The key-value store by which ranks find each other and watch each other: rank 0's, behind our own door.
+
+torch's `TCPStore` listens on every interface and lets anybody read and write. This one is a `Store` to torch
+as well (Gloo and NCCL exchange their addresses through it), but a rank reaches it by a session of ours:
+it proves that it knows the secret, and between machines what is said is encrypted, whatever the configuration
+says of `encryption`.
+"""
+
+import logging
+import platform
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Annotated, ClassVar, Literal
+
+import torch.distributed as dist
+from pydantic import Field, Strict, StringConstraints
+from torch._C._distributed_c10d import Store
+
+from smolcluster.net.dialling import Address
+from smolcluster.net.node import Disconnected, Node, Peer, Received
+from smolcluster.transport.messages import Message, MessageSet, TensorSpec
+from smolcluster.transport.security import Secret
+
+MOST_NBYTES = 16 << 20
+"""Of a value."""
+MOST_KEYS = 4096
+"""That one question may name."""
+SILENCE_S = 120.0
+"""A rank that is silent for so long is cut off; who watches the ranks has named it before."""
+POLL_S = 0.01
+ANSWER_S = 60.0
+"""How long an answer may take; who watches the ranks sees sooner that rank 0 does not answer."""
+
+Operation = Literal["set", "get", "check", "compare_set", "add", "delete", "count"]
+Key = Annotated[str, StringConstraints(max_length=1024)]
+Keys = Annotated[tuple[Key, ...], Strict(False), Field(max_length=MOST_KEYS)]
+
+
+class Ask(Message):
+    """A rank: do this with these keys; the payload is a value, of `compare_set` both, one after the other."""
+
+    KIND: ClassVar[int] = 65
+    operation: Operation
+    keys: Keys
+    number: Annotated[int, Field(ge=-(2**53), le=2**53)] = 0
+    """Of `add` what is added, of `compare_set` how many bytes the expected value has."""
+    tensor: TensorSpec
+
+
+class Answer(Message):
+    """Rank 0: what came of it; the payload is a value."""
+
+    KIND: ClassVar[int] = 66
+    number: Annotated[int, Field(ge=-(2**53), le=2**53)]
+    tensor: TensorSpec
+
+
+GROUP_STORE = MessageSet(
+    "group-store", from_dialler=frozenset({Ask}), from_listener=frozenset({Answer})
+)
+"""What ranks, which dial, and rank 0 say to each other."""
+Ready = tuple[int, bytes]
+"""A number and a value."""
+Call = Callable[[Ask, bytes], Ready]
+
+
+def bytes_of(value: bytes) -> TensorSpec:
+    """Says that a payload is these bytes."""
+    return TensorSpec(codec="none", dtype="uint8", shape=(len(value),), nbytes=len(value))
+
+
+class Shelf:
+    """The values. Any thread."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, ask: Ask, value: bytes) -> Ready:
+        """Do what is asked; the number of `get` says whether there is a value, of `check` whether all are.
+
+        Raises:
+            ValueError: it cannot be done.
+        """
+        with self._lock:
+            if ask.operation == "check":
+                return int(all(key in self._values for key in ask.keys)), b""
+            if ask.operation == "count":
+                return len(self._values), b""
+            [key] = ask.keys
+            return self._do(ask, key, value)
+
+    def _do(self, ask: Ask, key: str, value: bytes) -> Ready:
+        before = self._values.get(key)
+        match ask.operation:
+            case "set":
+                self._values[key] = value
+            case "add":
+                number = int(before or b"0") + ask.number
+                self._values[key] = str(number).encode()
+                return number, b""
+            case "compare_set":
+                expected, wanted = value[: ask.number], value[ask.number :]
+                if (before or b"") == expected:
+                    self._values[key] = before = wanted
+                return int(before is not None), expected if before is None else before
+            case "delete":
+                self._values.pop(key, None)
+        return int(before is not None), before or b""
+
+
+class GroupStore(Store):
+    """What torch, and whoever watches the ranks, use of a store.
+
+    Every operation raises `torch.distributed.DistStoreError`, a RuntimeError, when rank 0 is lost or a value
+    does not come in time.
+    """
+
+    def __init__(self, call: Call, timeout_s: float) -> None:
+        super().__init__()
+        self._call = call
+        self.timeout_s = timeout_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", [key], _encoded(value))
+
+    def get(self, key: str) -> bytes:
+        """The key's value, once it has one."""
+        self.wait([key])
+        return self._ask("get", [key])[1]
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", keys)[0])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return when all keys are there."""
+        limit_s = self.timeout_s if timeout is None else timeout.total_seconds()
+        end = time.monotonic() + limit_s
+        while not self.check(keys):
+            if time.monotonic() > end:
+                raise dist.DistStoreError(
+                    f"keys have not come in {limit_s:.0f} s: {', '.join(keys)}"
+                )
+            time.sleep(POLL_S)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set the key if it has the expected value (none is an empty one); its value from then on."""
+        first = _encoded(expected)
+        return self._ask("compare_set", [key], first + _encoded(desired), len(first))[1]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number that the key has, at first 0; returns the sum."""
+        return self._ask("add", [key], number=amount)[0]
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", [key])[0])
+
+    def num_keys(self) -> int:
+        return self._ask("count", [])[0]
+
+    def _ask(
+        self, operation: Operation, keys: Sequence[str], value: bytes = b"", number: int = 0
+    ) -> Ready:
+        told = bytes_of(value)
+        return self._call(
+            Ask(operation=operation, keys=tuple(keys), number=number, tensor=told), value
+        )
+
+
+class Host:
+    """Rank 0's side: has the values, and answers the other ranks in a thread of its own."""
+
+    def __init__(
+        self, addresses: Sequence[str], port: int, secret: Secret, log: logging.Logger
+    ) -> None:
+        """Listen on these addresses of this machine, and on no other one.
+
+        Raises:
+            PortBusy, ConfigError: as `transport.connection.listen`.
+        """
+        self._shelf = Shelf()
+        self._node = _node(secret, log)
+        self._closed = threading.Event()
+        self.port = port
+        try:
+            for address in addresses:
+                self.port = self._node.listen(address, self.port).port
+        except BaseException:
+            self._node.close()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="group-store", daemon=True)
+        self._thread.start()
+
+    def store(self, timeout_s: float) -> GroupStore:
+        """Rank 0's own way to the values."""
+        return GroupStore(self._shelf, timeout_s)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        self._node.close()
+
+    def _serve(self) -> None:
+        while not self._closed.is_set():
+            event = self._node.next_event(0.2)
+            if isinstance(event, Received) and isinstance(event.message, Ask):
+                self._answer(event.peer, event.message, event.payload)
+
+    def _answer(self, peer: Peer, ask: Ask, value: bytes) -> None:
+        try:
+            number, found = self._shelf(ask, value)
+        except ValueError as error:
+            peer.session.cut(f"it asks for what cannot be done: {error}")
+            return
+        peer.send(Answer(number=number, tensor=bytes_of(found)), found)
+
+
+class Way:
+    """Another rank's side: a session with rank 0, which may be used by one thread at a time."""
+
+    def __init__(self, address: Address, secret: Secret, timeout_s: float, log: logging.Logger):
+        """Try for `timeout_s` seconds to be let in.
+
+        Raises:
+            ConnectTimeout, AuthError, VersionDiffers: as `Node.dial`.
+        """
+        self._node, self._lock = _node(secret, log), threading.Lock()
+        self._is_lost = False
+        try:
+            self._peer = self._node.dial(address, timeout_s)
+        except BaseException:
+            self._node.close()
+            raise
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """From which address of this machine the store is reached, and at which one."""
+        connection = self._peer.session.connection
+        return connection.own_address, connection.address
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_lost = True
+            self._node.close()
+
+    def __call__(self, ask: Ask, value: bytes) -> Ready:
+        with self._lock:
+            if not self._is_lost:
+                self._peer.send(ask, value)
+            end = time.monotonic() + ANSWER_S
+            while not self._is_lost and (event := self._node.next_event(end - time.monotonic())):
+                if isinstance(event, Received) and isinstance(event.message, Answer):
+                    return event.message.number, event.payload
+                if isinstance(event, Disconnected):
+                    break
+            self._is_lost = True  # an answer may be on its way still: nothing more is asked here
+            self._node.close()
+        raise dist.DistStoreError("rank 0, which has the store, is lost")
+
+
+def _node(secret: Secret, log: logging.Logger) -> Node:
+    return Node(
+        platform.node()[:64] or "rank",
+        secret,
+        [GROUP_STORE],
+        bucket_bytes=MOST_NBYTES,
+        heartbeat_timeout_s=SILENCE_S,
+        log=log,
+    )
+
+
+def _encoded(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
