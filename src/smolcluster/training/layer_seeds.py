@@ -1,9 +1,12 @@
-"""What a model draws at random as it computes, such as dropout masks, by seed, microbatch and layer.
+"""What a model draws at random as it computes, such as dropout masks, by seed, microbatch, layer and call.
 
 Before each layer PyTorch's generators are seeded by the run's seed, the place of the microbatch's first
-sample, and the layer's number, and once more when the model has returned, for what its loss draws. So masks
-do not depend on who computes a layer: a single process, a stage of a pipeline or of a mesh, and a second time
-where activations are not kept; and no generator's state is saved.
+sample, the layer's number, and which call of the layer within the microbatch it is; and once more when the
+model has returned, for what its loss draws. So masks do not depend on who computes a layer: a single process,
+a stage of a pipeline or of a mesh; two passes through a model in one loss have masks of their own.
+
+Activation checkpointing calls a layer again during the backward, with the generators as they were before the
+first time. The seed that they had then tells which call is repeated, and that call's seed is used again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,14 +35,29 @@ class LayerSeeds:
         """`part`: of each sequence, where several processes share sequences: each draws its own."""
         self._seed, self._device, self._part = seed, device, part
         self.place = Place(seed, 0, 0)
+        self._calls: dict[int, int] = {}
+        """The number of each layer's last call within the microbatch, from 0."""
+        self._used: dict[tuple[int, int, int], int] = {}
+        """The seeds of layers (layer, part), by the seed that the generator had before."""
+
+    def at(self, place: Place) -> None:
+        """A microbatch's layers begin to compute, perhaps once more."""
+        self.place = place
+        self._calls.clear()
 
     def begin(self, place: Place) -> None:
         """A microbatch begins; what its loss draws before the model is called follows as well."""
-        self.place = place
-        self(0)
+        self.at(place)
+        seed_generators(self._derived(0, 0), self._device)
+
+    def forget(self) -> None:
+        """A step has ended: none of its layers is computed again."""
+        self._used.clear()
 
     def __call__(self, layer: int) -> None:
         """Layer number `layer` begins; the first one has whole sequences, and so has the loss."""
+        if not _in_backward():
+            self._calls[layer] = self._calls.get(layer, -1) + 1
         self._begin(layer, 0 if layer <= 0 else self._part)
 
     def sequences_cut(self) -> None:
@@ -47,9 +65,18 @@ class LayerSeeds:
         self._begin(0, self._part)
 
     def _begin(self, layer: int, part: int) -> None:
-        place = (self.place.epoch, self.place.start)
-        seed = derive_seed(self._seed, "dropout", *place, layer, *([part] if part else []))
-        seed_generators(seed, self._device)
+        key = (layer, part, torch.default_generator.initial_seed())
+        if not _in_backward():
+            self._used[key] = self._derived(layer, part)
+        seed_generators(self._used.get(key) or self._derived(layer, part), self._device)
+
+    def _derived(self, layer: int, part: int) -> int:
+        names: list[int | str] = [self.place.epoch, self.place.start, layer]
+        if part:
+            names.append(part)
+        if call := self._calls.get(layer, 0):
+            names += ["call", call]
+        return derive_seed(self._seed, "dropout", *names)
 
     def model_returned(self) -> None:
         """What the loss draws now must not depend on where the last layer was computed."""
@@ -86,6 +113,11 @@ class LayerSeeds:
                 self(number)
 
         return seed
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs in this thread: then a layer that is called is computed again."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from pipelines import SEED, by_hand, whole
 from smolcluster.algorithms.PipelineParallel.execution import OwnStage
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.data.dataset import Batch
+from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import GPT
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import cross_entropy
@@ -215,3 +217,69 @@ def test_who_has_another_part_of_sequences_draws_another_mask_where_they_are_cut
 
     is_same = [torch.equal(*both) for both in zip(drawn(0), drawn(1), strict=True)]
     assert is_same == [True, False, False, True]
+
+
+def passes(model: nn.Module, batch: Batch, seen: list[Tensor]) -> Tensor:
+    own = [model(batch[0]) for _ in range(3)]
+    seen += own
+    loss: Tensor = functional.mse_loss(own[0], own[1]) + own[2].mean()
+    return loss
+
+
+def test_each_pass_of_one_loss_has_masks_of_its_own() -> None:
+    seen: list[Tensor] = []
+    workload = Workload(sequential().maker, partial(passes, seen=seen), rows(6))
+    replica = Replica(whole(workload), "sgd")
+    training = TrainingContext(workload, replica, SEED, Microbatching(None))
+    training.compute(torch.arange(NUM_SAMPLES), EPOCH, START)
+    again = [each.detach() for each in seen]
+    assert not any(torch.equal(one, other) for one, other in pairwise([*again, again[0]]))
+    seen.clear()
+    training.compute(torch.arange(NUM_SAMPLES), EPOCH, START)
+    assert all(torch.equal(*both) for both in zip(seen, again, strict=True))
+
+
+class Checkpointed(nn.Sequential):
+    """Layers that are computed again in the backward, each with its hooks."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        for each in self:
+            value = checkpoint(each, value, use_reentrant=self.reentrant)
+        return value
+
+    reentrant = False
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
+def test_activations_that_are_computed_again_have_the_masks_of_their_pass(
+    kind: type[Checkpointed],
+) -> None:
+    def gradient(kind: type[nn.Sequential]) -> Tensor:
+        workload = Workload(
+            lambda: kind(*(layer() for _ in range(4)), nn.Linear(6, 3)).double(), two, rows(6)
+        )
+        replica = Replica(whole(workload), "sgd")
+        training = TrainingContext(workload, replica, SEED, Microbatching(SIZE))
+        training.compute(torch.arange(NUM_SAMPLES), EPOCH, START)
+        return replica.grads.clone()
+
+    def two(model: nn.Module, batch: Batch) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        first, second = model(inputs), model(inputs)
+        loss: Tensor = first.square().mean() + (second * first).mean()
+        return loss
+
+    torch.testing.assert_close(gradient(kind), gradient(nn.Sequential))
+
+
+def test_a_pipeline_refuses_a_loss_that_calls_its_model_twice() -> None:
+    workload = Workload(sequential().maker, partial(passes, seen=[]), rows(6))
+    training, *_ = alone(workload)
+    parts = training.parts(torch.arange(NUM_SAMPLES), EPOCH, START, SIZE)
+    stages = built(workload, 2, recompute=False)
+    with pytest.raises(ConfigError, match="more than once"):
+        by_hand(generate("1f1b", 2, len(parts)), stages, parts)

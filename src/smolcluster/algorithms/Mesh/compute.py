@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class StageCompute:
         if is_compiled:
             compile_layers(stage)
         if recompute != "none":
-            _recompute(stage, seeds, every=1 if recompute == "full" else 2)
+            _recompute(stage, every=1 if recompute == "full" else 2)
 
     @property
     def is_sharded(self) -> bool:
@@ -99,6 +100,7 @@ class StageCompute:
     def begin(self, scale: float) -> None:
         """A step begins; its loss is multiplied by `scale`."""
         self._scale, self.loss = scale, (0.0, 0.0)
+        self._seeds.forget()
         for parameter in self.stage.parameters():
             parameter.grad = None
         if isinstance(self.stage, FSDPModule):
@@ -112,7 +114,7 @@ class StageCompute:
         Raises:
             ConfigError: the stage returns no tensor, so that it cannot be sent.
         """
-        self._seeds.place = part.place
+        self._seeds.at(part.place)
         if self.stage.is_first:
             given = part.model_input
         else:
@@ -186,18 +188,7 @@ class StageCompute:
         return gradient
 
 
-def _recompute(stage: Stage, seeds: LayerSeeds, every: int) -> None:
+def _recompute(stage: Stage, every: int) -> None:
     """Let every n-th layer compute its activations again in the backward, drawing the same numbers."""
     for layer in stage.own_layers()[::every]:
-        compute = layer.forward
-
-        def again(*args: Any, compute: Any = compute, **named: Any) -> Any:
-            place = seeds.place  # by the backward there may have been forwards of others
-
-            def at_place(*args: Any, **named: Any) -> Any:
-                seeds.place = place
-                return compute(*args, **named)
-
-            return checkpoint(at_place, *args, use_reentrant=False, **named)
-
-        layer.forward = again
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

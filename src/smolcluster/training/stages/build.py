@@ -211,9 +211,15 @@ class Answer(nn.Module):
 
     def __init__(self, output: Callable[[], Any]) -> None:
         super().__init__()
-        self._output = output
+        self._output, self._is_taken = output, False
 
     def forward(self, *_values: Any, **named: Any) -> Any:
+        if self._is_taken:
+            raise ConfigError(
+                "the loss calls the model more than once for a batch, but a pipeline or mesh computes it "
+                "once: call it once, or train with train, SyncPS, EDP or DiLoCo"
+            )
+        self._is_taken = True
         output = self._output()
         if isinstance(output, Logits):
             return output.answer(named.get("labels"))

@@ -146,6 +146,7 @@ class StageCompute:
         """The loss of the microbatches since the last call; what a step that broke off has left goes."""
         totals, counts = self._totals, self._counts
         self._held, self._deferred, self._totals, self._counts = {}, {}, [], []
+        self._seeds.forget()
         num_terms = sum(real_count(each, of=self._loss) for each in counts)
         return StageLoss(sum(each.item() for each in totals), num_terms)
 
@@ -187,7 +188,7 @@ class StageCompute:
         return None
 
     def _run(self, held: _Held, value: Batch) -> Any:
-        self._seeds.place = held.place
+        self._seeds.at(held.place)
         with autocast(self._replica.precision, self._replica.device), user_code("model"):
             return self.stage(value)
 
