@@ -23,7 +23,6 @@ from smolcluster.runs.events import RunResumed
 from smolcluster.training.checkpoint import (
     Checkpoint,
     CheckpointStore,
-    Progress,
     Snapshot,
     TrainingState,
     restore,
@@ -91,7 +90,7 @@ def test_with_more_epochs_a_finished_run_goes_on() -> None:
 # What the codec owes
 
 
-def state_at(step: int, progress: Progress) -> TrainingState:
+def state_at(step: int) -> TrainingState:
     return TrainingState(
         run_id="syncps-1",
         algorithm="syncps",
@@ -102,7 +101,7 @@ def state_at(step: int, progress: Progress) -> TrainingState:
         dataset_fingerprint="d",
         seed=42,
         codec="bf16",
-        progress=progress,
+        progress={},
     )
 
 
@@ -123,13 +122,10 @@ def train(replica: Replica, reduction: Reduction, versions: range) -> list[Tenso
     return means
 
 
-def saved(
-    folder: Path, replica: Replica, reduction: Reduction, step: int, **changes: Any
-) -> Checkpoint:
+def saved(folder: Path, replica: Replica, reduction: Reduction, step: int) -> Checkpoint:
     """What a checkpoint on the disk makes of a server."""
     store = CheckpointStore(folder / "checkpoints", 9, logger([]))
-    progress = {**reduction.progress(), **changes}
-    store.save(Snapshot.of(replica, state_at(step, progress), reduction.residual()))
+    store.save(Snapshot.of(replica, state_at(step), reduction.residual()))
     found = store.newest_good()
     assert found is not None
     return found
@@ -140,7 +136,7 @@ def resumed(checkpoint: Checkpoint, codec: str) -> tuple[Replica, Reduction]:
     replica.params.fill_(7.0)
     reduction = Reduction(replica, codec)
     restore(replica, checkpoint, reduction.residual())
-    reduction.resume(checkpoint.state.progress)
+    reduction.resume()
     return replica, reduction
 
 
@@ -153,14 +149,12 @@ def test_a_server_that_goes_on_applies_bit_for_bit_what_it_would_have(
     reduction = Reduction(replica, codec)
     train(replica, reduction, range(1, num_before + 1))
     again, other = resumed(saved(tmp_path, replica, reduction, num_before), codec)
-    assert other.progress() == reduction.progress()
     versions = range(num_before + 1, num_before + 8)
     means, expected = train(again, other, versions), train(replica, reduction, versions)
     assert all(torch.equal(mean, each) for mean, each in zip(means, expected, strict=True))
     assert torch.equal(again.params, replica.params)
     for name, tensor in replica.optimizer.state.items():
         assert torch.equal(again.optimizer.state[name], tensor), name
-    assert other.progress() == reduction.progress()
     for name, tensor in reduction.residual().items():
         assert torch.equal(other.residual()[name], tensor)
 
@@ -169,19 +163,15 @@ def test_a_server_that_goes_on_applies_bit_for_bit_what_it_would_have(
 def test_what_is_owed_is_of_the_steps_that_are_closed(codec: str) -> None:
     replica = small_replica("sgd", DTYPES[codec])
     reduction = Reduction(replica, codec)
-    assert reduction.progress() == {RESIDUAL: 0}
     assert not bool(reduction.residual()[RESIDUAL].any())
     train(replica, reduction, range(1, 3))
-    assert reduction.progress() == {RESIDUAL: 32}
     owed = reduction.residual()[RESIDUAL].clone()
     assert bool(owed.any())
     step = opened_step(3, [5])
     reduction.open(step)
     add_part(reduction, replica, step.assignments[0], random_gradient(replica.num_params, 99))
-    assert reduction.progress() == {RESIDUAL: 32}
     assert torch.equal(reduction.residual()[RESIDUAL], owed), "not before the step is taken"
     reduction.close()
-    assert reduction.progress() == {RESIDUAL: 5}
     assert not torch.equal(reduction.residual()[RESIDUAL], owed)
 
 
@@ -190,9 +180,9 @@ def test_a_lossless_codec_keeps_nothing(codec: str) -> None:
     replica = small_replica("sgd", DTYPES[codec])
     reduction = Reduction(replica, codec)
     train(replica, reduction, range(1, 3))
-    assert (reduction.residual(), reduction.progress()) == ({}, {})
-    reduction.resume({RESIDUAL: 8})
-    assert (reduction.residual(), reduction.progress()) == ({}, {})
+    assert reduction.residual() == {}
+    reduction.resume()
+    assert reduction.residual() == {}
 
 
 @pytest.mark.parametrize("codec", LOSSY)
@@ -246,7 +236,7 @@ def checkpoint_of(parts: Parts, folder: Path, step: int = 4, **changes: Any) -> 
         replica.params.fill_(0.25)
         owed = server.reduction.residual()
         owed[RESIDUAL].fill_(0.125)
-        state = server.report.training_state({RESIDUAL: 30}).model_copy(update=changes)
+        state = server.report.training_state({}).model_copy(update=changes)
         store = CheckpointStore(folder / "checkpoints", 9, logger([]))
         store.save(Snapshot.of(replica, state, owed))
         replica.params.fill_(0.5)
@@ -278,7 +268,6 @@ def test_a_server_stands_where_its_checkpoint_stood(parts: Parts, tmp_path: Path
     assert torch.equal(replica.params, torch.full_like(replica.params, 0.25))
     (owed,) = server.reduction.residual().values()
     assert torch.equal(owed, torch.full_like(owed, 0.125))
-    assert server.reduction.progress() == {RESIDUAL: 30}
     assert parts.happened(RunResumed) == [RunResumed(step=4, samples_applied=count)]
 
 
