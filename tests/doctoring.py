@@ -58,6 +58,7 @@ class FakeHost(Host):
         stdin: bytes = b"",  # noqa: ARG002
         timeout_s: float = 20.0,
         shielded: bool = False,  # noqa: ARG002
+        alone: bool = False,  # noqa: ARG002
     ) -> Done:
         found = re.match(r": 'doctor: (.+)'\n", script)
         name = found[1] if found else script

@@ -131,12 +131,17 @@ class Host:
     def shown(self) -> str:
         return self.destination or "this machine"
 
-    def argv(self, script: str, *, terminal: bool = False) -> list[str]:
-        """The command that runs a POSIX shell script there; with a `terminal` for programs that draw."""
+    def argv(self, script: str, *, terminal: bool = False, alone: bool = False) -> list[str]:
+        """The command that runs a POSIX shell script there; with a `terminal` for programs that draw.
+
+        `alone`: over a connection of its own, for which the host's key is verified anew.
+        """
         if self.destination is None:
             return ["sh", "-c", PREAMBLE + script]
         remote = shlex.join(["sh", "-c", PREAMBLE + script])
-        return ["ssh", *ssh_options(terminal=terminal), "--", self.destination, remote]
+        # the first value of an option counts
+        own = ["-o", "ControlMaster=no", "-o", "ControlPath=none"] if alone else []
+        return ["ssh", *own, *ssh_options(terminal=terminal), "--", self.destination, remote]
 
     def run(
         self,
@@ -145,8 +150,11 @@ class Host:
         stdin: bytes = b"",
         timeout_s: float = COMMAND_TIMEOUT_S,
         shielded: bool = False,
+        alone: bool = False,
     ) -> Done:
         """Run a POSIX shell script there and wait for its end; `shielded` from a Ctrl-C at the terminal.
+
+        `alone`: see `argv`.
 
         Raises:
             Unreachable: the machine cannot be reached, or does not let us in.
@@ -154,7 +162,8 @@ class Host:
         """
         try:
             greeted = f"echo {GREETING}; {script}"
-            done = run_here(self.argv(greeted), stdin=stdin, timeout_s=timeout_s, shielded=shielded)
+            argv = self.argv(greeted, alone=alone)
+            done = run_here(argv, stdin=stdin, timeout_s=timeout_s, shielded=shielded)
         except subprocess.TimeoutExpired as error:
             raise TookTooLong(
                 f"{self.node} ({self.shown}): a command did not end within {timeout_s:g} s"

@@ -32,6 +32,8 @@ UNPROVED_PATIENCE_S = 5.0
 """How long a refusal is doubted at first that anybody on the way may have said."""
 SAY_AFTER_S = 3.0
 """A peer that starts at the same time is worth no word."""
+LONG_S = 7200.0
+"""A longer patience than this one is a launcher's, which ends who waits: no time to be told of."""
 SETTLED_S = 4.0
 """A session that lasted so long lets the delays between reconnects begin anew."""
 
@@ -111,8 +113,9 @@ def dial(
         if deadline.remaining() == 0:
             break
         if obstacle != said and timeout_s - deadline.remaining() >= say_after_s:
-            left = format_duration(deadline.remaining())
-            log.info("waiting for %s, up to %s: %s", whom, left, obstacle)
+            left = deadline.remaining()
+            until = f", up to {format_duration(left)}" if left < LONG_S else ""
+            log.info("waiting for %s%s: %s", whom, until, obstacle)
             said = obstacle
         (stop.wait if stop else time.sleep)(min(wait_s, deadline.remaining()))
         if stop and stop.is_set():

@@ -105,6 +105,29 @@ def test_a_server_that_is_not_there_is_waited_for_with_one_line_and_a_deadline(
     assert caught.value.exit_code == 75
 
 
+@pytest.mark.parametrize(("timeout_s", "is_said"), [(60.0, True), (86400.0, False)])
+def test_only_a_wait_with_an_end_in_sight_says_how_long_it_is(
+    delays: list[float], monkeypatch: pytest.MonkeyPatch, timeout_s: float, *, is_said: bool
+) -> None:
+    causes = [ConnectTimeout("nobody there"), Rejected("enough", "node")]
+
+    def refuse(*_: object) -> Connection:
+        raise causes.pop(0)
+
+    monkeypatch.setattr(dialling, "connect", refuse)
+    lines: list[str] = []
+    with pytest.raises(Rejected, match="enough"):
+        join(
+            Address("h", 1),
+            hello(),
+            SECRET,
+            timeout_s=timeout_s,
+            log=logger(lines),
+            say_after_s=0.0,
+        )
+    assert ["up to" in line for line in lines] == [is_said]
+
+
 def test_attempts_become_rarer_up_to_a_limit_and_are_spread(
     delays: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

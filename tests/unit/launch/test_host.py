@@ -209,6 +209,13 @@ def test_host_keys_are_verified_and_nobody_is_ever_asked(home: Path) -> None:
     assert Path(read["controlpath"]).parent == control_folder()
 
 
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")
+def test_a_connection_of_its_own_shares_none(home: Path) -> None:
+    read = as_ssh_reads(*Host("pi5", "pi5").argv("a", alone=True)[1:-1])
+    assert read["controlmaster"] in ("no", "false")
+    assert read.get("controlpath", "none") == "none"
+
+
 def test_the_destination_cannot_be_an_option_and_the_script_is_one_word(home: Path) -> None:
     *options, dashes, destination, remote = Host("pi5", "-oProxyCommand=evil").argv("a; b")
     assert (dashes, destination) == ("--", "-oProxyCommand=evil")

@@ -137,7 +137,7 @@ def examine_machine(node: NodeChecks) -> None:
 def make_contact(node: NodeChecks) -> None:
     findings, is_here = node.findings, node.is_here
     try:
-        answer = ask(node.host, SYSTEM, CONTACT_SCRIPT, CONTACT_S)
+        answer = ask(node.host, SYSTEM, CONTACT_SCRIPT, CONTACT_S, alone=True)
     except LaunchError as error:
         wrong = refused(error, node, CONTACT_S)
         if isinstance(error, Unreachable) and error.cause.startswith("host_key"):
@@ -175,14 +175,16 @@ def look_at(node: NodeChecks, check: Check) -> tuple[Finding, Answer | None]:
     return judged(check, answer, node), answer
 
 
-def ask(host: Host, name: str, script: str, limit_s: float, stdin: bytes = b"") -> Answer:
-    """Run a check's script; `ps` there shows which check it is.
+def ask(
+    host: Host, name: str, script: str, limit_s: float, stdin: bytes = b"", *, alone: bool = False
+) -> Answer:
+    """Run a check's script; `ps` there shows which check it is. `alone`: see `Host.argv`.
 
     Raises:
         LaunchError: it did not end in time, or the machine is out of reach.
     """
     begun, start = time.time(), time.monotonic()
-    done = host.run(f": 'doctor: {name}'\n{script}", stdin=stdin, timeout_s=limit_s)
+    done = host.run(f": 'doctor: {name}'\n{script}", stdin=stdin, timeout_s=limit_s, alone=alone)
     return Answer(done.code, done.stdout, done.stderr, begun, time.monotonic() - start)
 
 
