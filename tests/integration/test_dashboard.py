@@ -263,7 +263,7 @@ def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
     open_made(processes, browser)
     status = read_status(processes.runs / "edp-second" / "status.json")
     assert step_on(browser) == status.step
-    assert figure(browser, "loss") == f"{status.loss:g}"
+    assert figure(browser, "training loss") == f"{status.loss:g}"
     assert figure(browser, "accuracy") == "90.0%"
     assert text_of(browser, "#workers tbody").count("joined") == 3
 

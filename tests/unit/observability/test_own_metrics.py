@@ -48,7 +48,7 @@ def test_on_the_terminal() -> None:
     assert measured(MetricRecord("eval", 1, 0, VALUES)) == "hits 0.4321 · f1 macro 12.5"
     status = a_status_with_metrics()
     report = report_of("r1", None, ProbeResult((), status, None, NOW))
-    assert {"val 0.5", "hits 0.4321", "f1 macro 12.5"} <= set(head(report))
+    assert {"validation loss 0.5", "hits 0.4321", "f1 macro 12.5"} <= set(head(report))
     assert report.model_dump()["val_hits"] == 0.4321
     assert "validation hits 0.4321" in progress_line(status)
 
