@@ -380,9 +380,22 @@ def codec_for(run: RunConfig, dtype: torch.dtype) -> str:
     spec = algorithms().get(run.algorithm)
     name = run.of(config_of(spec)).uplink_codec if spec else None
     name = name or run.codec or ("int8" if run.use_quantization else lossless_for(dtype))
-    if get_codec(name).dtype != dtype:
-        raise ConfigError(f"codec {name} works on float32, the model's parameters are {dtype}")
+    check_codec("codec", name, dtype)
     return name
+
+
+def check_codec(key: str, name: str, dtype: torch.dtype) -> None:
+    """Refuse a codec that cannot hold a model's parameters.
+
+    Raises:
+        ConfigError: one line with the key, its value and what to change.
+    """
+    own = get_codec(name).dtype
+    if own != dtype:
+        raise ConfigError(
+            f"{key} {name} works on {str(own).removeprefix('torch.')}, the model's parameters are {dtype}: "
+            f"leave {key} out, or train the model in float32"
+        )
 
 
 def _check_batch_fits(batch_size: int, bucket_bytes: int) -> None:

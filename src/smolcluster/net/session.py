@@ -268,6 +268,8 @@ class Session:
         if isinstance(item, Sequence):
             self._rest.extend(item)
             self._rest_since = self._num_drops
+            if not self._rest:  # there were none
+                self.num_sent += 1
         elif isinstance(item, threading.Event):
             item.set()
         elif item is not None:

@@ -69,6 +69,13 @@ def test_gradients_travel_as_configured_and_lossless_by_default(
     assert codec_for(run, dtype) == codec
 
 
+@pytest.mark.parametrize("codec", ["int8", "bf16"])
+def test_a_codec_that_cannot_hold_the_parameters_is_refused(codec: str) -> None:
+    run = local_settings(f"codec={codec}").run_config("run-1", "edp")
+    with pytest.raises(ConfigError, match=rf"^codec {codec} works on float32.*float64"):
+        codec_for(run, torch.float64)
+
+
 @pytest.fixture
 def parts(tmp_path: Path) -> Iterator[Parts]:
     with server_parts(local_settings(f"port={free_port()}"), tmp_path) as parts:

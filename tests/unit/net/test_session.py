@@ -106,6 +106,15 @@ def test_messages_arrive_in_the_order_they_were_queued(ends: Ends) -> None:
     assert [ends.peer.hear_a(Ack).version for _ in range(50)] == list(range(50))
 
 
+def test_no_frames_are_sent_as_soon_as_their_turn_comes(ends: Ends) -> None:
+    session = ends.session()
+    session.send_frames([])
+    session.send(ACK)
+    ends.peer.hear_a(Ack)
+    assert session.flush(DEADLINE_S)
+    assert (session.num_sent, session.backlog) == (2, 0)
+
+
 def test_a_held_frame_is_sent_when_it_is_released(ends: Ends) -> None:
     asked: list[float] = []
     released = threading.Event()

@@ -13,7 +13,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.context import ServerContext, check_codec
 from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.algorithms.DiLoCo.exchange import Layout
 from smolcluster.algorithms.DiLoCo.fragments import cut
@@ -113,7 +113,7 @@ def new_stores(context: ServerContext, outer: OuterOptimizer, num_fragments: int
 
     Raises:
         ConfigError: there are several, and this run needs all weights in one place, or has more workers
-            than stores can be told of.
+            than stores can be told of; or `codec_down` cannot hold the weights.
     """
     context.check_average()
     cluster, replica = context.settings.cluster, context.training.replica
@@ -124,6 +124,8 @@ def new_stores(context: ServerContext, outer: OuterOptimizer, num_fragments: int
         )
     layout = Layout.of(replica, cut(replica.layers, num_fragments))
     codec_down = context.run.of(DiLoCoConfig).codec_down
+    if codec_down is not None:
+        check_codec("codec_down", codec_down, replica.params.dtype)
     return context.store_links(
         partial(OuterLinks, outer=outer, layout=layout, codec_down=codec_down)
     )

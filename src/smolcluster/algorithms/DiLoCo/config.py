@@ -70,7 +70,7 @@ class DiLoCoConfig(AlgorithmConfig):
     )
 
     def num_fragments(self, num_tensors: int) -> int:
-        """Into how many fragments a model of so many trainable tensors is cut."""
+        """Into how many fragments a model of so many trainable tensors, which have values, is cut."""
         if self.mode != "streaming":
             return 1
         return self.fragments or min(DEFAULT_FRAGMENTS, num_tensors)
@@ -118,9 +118,12 @@ class DiLoCoConfig(AlgorithmConfig):
         Raises:
             ConfigError: one line with the key, its value and what to change.
         """
-        from smolcluster.algorithms.DiLoCo.fragments import cut  # noqa: PLC0415 - it needs this module
+        from smolcluster.algorithms.DiLoCo.fragments import (  # noqa: PLC0415 - it needs this module
+            cut,
+            filled,
+        )
 
-        num_fragments = self.num_fragments(len(layers))
+        num_fragments = self.num_fragments(len(filled(layers)))
         num_pieces = sum(len(each.places) for each in cut(layers, num_fragments))
         if num_pieces > most:
             raise ConfigError(

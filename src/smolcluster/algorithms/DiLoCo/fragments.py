@@ -82,20 +82,26 @@ class Fragment:
         ]
 
 
+def filled(layers: Sequence[tuple[str, slice]]) -> list[slice]:
+    """The places of those tensors of `layers` (name and place) that have values."""
+    return [place for _, place in layers if place.start < place.stop]
+
+
 def cut(layers: Sequence[tuple[str, slice]], num_fragments: int) -> list[Fragment]:
     """Pack the tensors `layers` (name and place, in order) into fragments of about equal size.
 
     Places in a fragment, and fragments by their first place, keep the order of `layers`; neighbours are one
-    place. The result is the same on every machine.
+    place. Tensors without values are in none. The result is the same on every machine.
 
     Raises:
         ConfigError: there are fewer tensors than fragments.
     """
-    if num_fragments > len(layers):
-        raise too_many_fragments(num_fragments, len(layers))
+    places = filled(layers)
+    if num_fragments > len(places):
+        raise too_many_fragments(num_fragments, len(places))
     bins: list[list[slice]] = [[] for _ in range(num_fragments)]
     sizes = [0] * num_fragments
-    by_size = sorted((place for _, place in layers), key=lambda place: place.start - place.stop)
+    by_size = sorted(places, key=lambda place: place.start - place.stop)
     for place in by_size:
         lightest = min(range(num_fragments), key=lambda number: (sizes[number], len(bins[number])))
         bins[lightest].append(place)

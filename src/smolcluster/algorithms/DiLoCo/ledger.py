@@ -133,11 +133,19 @@ class Ledger:
         for key in request.leases:
             self._entries[Range.of(key)].arrived.add(request.fragment)
 
-    def lose(self, requests: Iterable[Request]) -> None:
-        """Changes that were here are lost, and not applied: `take_back` gives their samples to others."""
+    def lose(self, requests: Iterable[Request]) -> set[int]:
+        """Changes that were here are lost, and not applied: `take_back` gives their samples to others.
+
+        Returns who holds these samples: somebody else than has sent a change, if that one was lost since.
+        """
+        holders = set()
         for each in requests:
             for key in each.leases:
-                self._entries[Range.of(key)].arrived.discard(each.fragment)
+                entry = self._entries[Range.of(key)]
+                entry.arrived.discard(each.fragment)
+                if entry.holder is not None:
+                    holders.add(entry.holder)
+        return holders
 
     def take_back(self, holder: int) -> list[LeaseKey]:
         """Forget what `holder` was asked for, and its leases that have not arrived whole; returns these."""

@@ -35,6 +35,7 @@ from smolcluster.algorithms.DiLoCo.beginning import (
 )
 from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, Mode
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver
+from smolcluster.algorithms.DiLoCo.fragments import filled
 from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
 from smolcluster.algorithms.DiLoCo.outer_links import (
     Change,
@@ -111,7 +112,7 @@ class Server:
         self.is_streaming = self.config.mode == "streaming"
         self.is_async = False
         """Whether workers no longer wait for each other, nor have rounds."""
-        num_fragments = self.config.num_fragments(len(replica.layers))
+        num_fragments = self.config.num_fragments(len(filled(replica.layers)))
         self.numbers = range(num_fragments)
         """Of the fragments."""
         self.outer = new_outer(context, self.total_batches)
@@ -544,10 +545,10 @@ class Server:
         """
         lost = [each for waiting in self.contributions.values() for each in waiting]
         self.contributions = {each: [] for each in self.numbers}
-        self.ledger.lose(each.request for each in lost)
+        holders = self.ledger.lose(each.request for each in lost)
         for each in lost:
             self.stores.drop(each.change.arrived)
-        for holder in {each.request.holder for each in lost}.difference(self.peers):
+        for holder in holders.difference(self.peers):
             self.take_back_from(holder, "a store was lost")
         for peer in self.peers.values():
             peer.worker.live_session.cut("a store was lost")

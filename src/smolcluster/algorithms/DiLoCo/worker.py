@@ -32,7 +32,7 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     cannot_be_sent,
     delta_frames,
 )
-from smolcluster.algorithms.DiLoCo.fragments import cut
+from smolcluster.algorithms.DiLoCo.fragments import cut, filled
 from smolcluster.algorithms.DiLoCo.hosts import Hosts
 from smolcluster.cluster.link import Link, wait_until
 from smolcluster.codec.base import NonFiniteValue
@@ -80,7 +80,7 @@ class Worker:
         self.training = training
         self.train = training.recipe.applied_to(welcome.run.train)
         self.replica = training.replica
-        num_fragments = config.num_fragments(len(self.replica.layers))
+        num_fragments = config.num_fragments(len(filled(self.replica.layers)))
         self.layout = Layout.of(self.replica, cut(self.replica.layers, num_fragments))
         self.encoder = Encoder(welcome.codec, self.layout)
         self.codec_down = config.codec_down or lossless_for(self.replica.params.dtype)

@@ -75,6 +75,21 @@ def test_tensors_stay_whole_and_neighbours_are_one_place() -> None:
     ]
 
 
+@REPEATABLE
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any), st.data())
+def test_tensors_without_values_change_nothing(sizes: list[int], data: st.DataObject) -> None:
+    layers, full = layers_of(sizes), layers_of([size for size in sizes if size])
+    num_fragments = data.draw(st.integers(1, len(full)))
+    fragments = cut(layers, num_fragments)
+    assert fragments == cut(full, num_fragments)
+    for fragment in fragments:
+        places = [place for _, place in fragment.buckets(4)]
+        assert all(place.start < place.stop for place in places)
+        assert sum(place.stop - place.start for place in places) == fragment.numel
+    with pytest.raises(ConfigError, match=f"the model has {len(full)} "):
+        cut(layers, len(full) + 1)
+
+
 def test_more_fragments_than_tensors_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"fragments is 3.*2 trainable tensors"):
         cut(layers_of([5, 5]), 3)

@@ -151,12 +151,29 @@ class Chance:
             self.waiting += [Range.of(each) for each in self.ledger.take_back(holder)]
 
     def lose_store(self, _holder: int) -> None:
-        """With it a part of all changes that wait; all workers begin again."""
+        """With it a part of all changes that wait; those who hold their samples begin again."""
         if self.draw.random() < 0.1:
-            self.ledger.lose(self.arrived)
+            holders = self.ledger.lose(self.arrived)
             self.arrived = []
-            for holder in range(NUM_HOLDERS):
+            for holder in holders:
                 self.waiting += [Range.of(each) for each in self.ledger.take_back(holder)]
+
+
+def test_a_lost_change_goes_back_to_who_has_its_samples_though_another_had_sent_it() -> None:
+    """The first worker was lost when it had sent one fragment, the second when the other was applied."""
+    ledger = Ledger(2)
+    give(ledger, key(0, 1), 7)
+    first = ledger.request(7, 0)
+    ledger.arrived(first)
+    assert ledger.take_back(7) == [key(0, 1)]
+    give(ledger, key(0, 2), 8)
+    second = ledger.request(8, 1)
+    ledger.arrived(second)
+    assert ledger.apply([second]) == []
+    assert ledger.take_back(8) == [], "all of it is here"
+    assert ledger.lose([first]) == {8}
+    assert ledger.take_back(8) == [key(0, 2)]
+    assert ledger.assign(key(0, 3), 9, 0.1) == {0}
 
 
 @pytest.mark.parametrize("num_fragments", [1, 3])

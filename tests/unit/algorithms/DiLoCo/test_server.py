@@ -5,11 +5,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
-from smolcluster.algorithms.DiLoCo.beginning import RoundsState
+from smolcluster.algorithms.DiLoCo.beginning import RoundsState, new_stores
 from smolcluster.algorithms.DiLoCo.outer_links import ChangeKey, NormArrived
 from smolcluster.algorithms.DiLoCo.server import Server
-from smolcluster.errors import CheckpointError
+from smolcluster.errors import CheckpointError, ConfigError
 
 
 def go_on_from(num_fragments: int, **more: Any) -> Mock:
@@ -43,3 +44,19 @@ def test_a_bucket_that_its_store_has_lost_is_not_decided_on() -> None:
         server.stores.hear.return_value = is_there
         Server.on_norm(server, part.key, part)
         assert server.stores.drop_part.called == is_there
+
+
+@pytest.mark.parametrize("codec", ["int4", "fp16", None])
+def test_a_codec_of_outer_steps_that_cannot_hold_the_weights_is_refused_at_the_start(
+    codec: str | None,
+) -> None:
+    context = Mock()
+    context.settings.cluster.store_nodes = ["here"]
+    context.training.replica.layers = [("weight", slice(0, 4))]
+    context.training.replica.params.dtype = torch.float64
+    context.run.of.return_value.codec_down = codec
+    if codec is None:
+        new_stores(context, Mock(), 1)
+        return
+    with pytest.raises(ConfigError, match=rf"^codec_down {codec} works on float32.*float64"):
+        new_stores(context, Mock(), 1)
