@@ -2,7 +2,7 @@
 
 from pydantic import Field, PositiveInt
 
-from smolcluster.configs.schema import AlgorithmConfig
+from smolcluster.configs.schema import AlgorithmConfig, TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
 from smolcluster.utils.words import hint_at
@@ -25,6 +25,19 @@ class ScheduledConfig(AlgorithmConfig):
         description="PipelineParallel, Mesh: parts of a batch (of a mesh: of a rank's share of it) that are "
         "on their way at the same time.",
     )
+
+
+def check_whole(train: TrainConfig, num_parts: int, what: str) -> None:
+    """Refuse to cut what is to stay whole; `what` says the keys that cut a step, and their values.
+
+    Raises:
+        ConfigError: `batch` is whole, and a step has several parts.
+    """
+    if train.batch == "whole" and num_parts > 1:
+        raise ConfigError(
+            f"batch is whole, but {what}, which cuts a step into {num_parts} parts: use edp or diloco, or "
+            "set batch to cut"
+        )
 
 
 def mesh_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:

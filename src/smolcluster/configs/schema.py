@@ -857,6 +857,11 @@ class TrainConfig(Section):
         description="Where workers share a step, and in a single process: its samples; null: "
         "batch_size x gradient_accumulation, x num_workers where they share it.",
     )
+    batch: Literal["cut", "whole"] = Field(
+        "cut",
+        description="whole: no batch is computed in parts, for losses that couple its samples; in SyncPS one "
+        "worker computes a step. cut: they may be.",
+    )
     learning_rate: PositiveFloat = Field(0.001, description="Peak learning rate.")
     num_epochs: AutoInt = Field(
         2,

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -13,9 +14,16 @@ from smolcluster.data.dataset import Batch, Elsewhere, Place
 from smolcluster.data.loading import StreamSamples
 from smolcluster.data.prefetch import Prefetch, prefetch_of
 from smolcluster.data.pytree import sliced
-from smolcluster.errors import DataError, SmolclusterError
+from smolcluster.errors import ConfigError, DataError, NonFiniteLoss, SmolclusterError
 from smolcluster.training.builtin import load_workload
-from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
+from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward, placed
+from smolcluster.training.cutting import (
+    NUM_SAMPLES,
+    FirstLook,
+    lacks_labels,
+    said_of_cutting,
+    without_effect_on_chance,
+)
 from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate
 from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
 from smolcluster.training.lazy import give_shapes
@@ -27,7 +35,7 @@ from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.stages.build import build_stage, model_layers, outline
 from smolcluster.training.unused import UnusedParameters
 from smolcluster.training.user_code import user_code
-from smolcluster.training.workload import Workload
+from smolcluster.training.workload import Workload, count_terms
 from smolcluster.utils.gpu import no_gpu, watched
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.peak_memory import PeakMemory
@@ -45,6 +53,7 @@ class TrainingContext:
         unused: watches for parameters that the loss does not depend on; None: nobody does.
         prefetch: what loads training samples ahead; None: they lie in memory, or elsewhere.
         eval_device: where the model is evaluated, there a copy; None: where the replica lies.
+        first_look: at what the loss makes of batches that are cut; None: nobody looks.
     """
 
     workload: Workload
@@ -55,6 +64,7 @@ class TrainingContext:
     unused: UnusedParameters | None = None
     prefetch: Prefetch | None = None
     eval_device: torch.device | None = None
+    first_look: FirstLook | None = None
 
     @property
     def num_samples(self) -> int:
@@ -177,9 +187,22 @@ class TrainingContext:
         replica, buffers = self.replica, self.replica.buffers
         kept, seeds = buffers.values(), LayerSeeds(self.seed, self.replica.device)
 
-        def compute(at_once: int) -> BatchLoss:
+        def computed(parts: list[Microbatch]) -> BatchLoss:
             with seeds.hooked(replica.model, self._drawing_layers):
-                return forward_backward(replica, self.workload.loss, cut(at_once), seeds.begin)
+                return forward_backward(replica, self.workload.loss, parts, seeds.begin)
+
+        def compute(at_once: int) -> BatchLoss:
+            parts = cut(at_once)
+            if len(parts) > 1:
+                self.look_at_cutting()
+            try:
+                return computed(parts)
+            except NonFiniteLoss:  # as is a mean over no label
+                labelled = [each for each in parts if not lacks_labels(each.gather())]
+                if len(labelled) == len(parts):
+                    raise
+            undo()
+            return computed(labelled)
 
         def undo() -> None:
             buffers.find()
@@ -191,6 +214,36 @@ class TrainingContext:
         if self.unused is not None:
             self.unused.batch_done()
         return loss
+
+    def look_at_cutting(self) -> None:
+        """Say once if the loss of a few samples is another one when they are computed in two parts.
+
+        Nothing else changes by it. Where it cannot be told, such as with samples that others send, it is not.
+        """
+        look = self.first_look
+        if look is None or look.is_done or isinstance(self.workload.train, Elsewhere):
+            return
+        look.is_done = True
+        replica, loss, indices = self.replica, self.workload.loss, self.order(0)[:NUM_SAMPLES]
+
+        def loss_of(places: slice) -> tuple[float, float]:
+            batch = self.gather(indices[places], Place(self.seed, 0, places.start))
+            with replica.labels.watching():
+                result = loss(model, placed(batch, replica.device, replica.params.dtype))
+            terms = replica.labels.terms_of(result)
+            total, count = terms or count_terms(result, len(indices[places]), of=loss)
+            return float(total), float(count)
+
+        said = None
+        with without_effect_on_chance(replica.device), replica.evaluating() as model:
+            model.eval()
+            with (
+                torch.no_grad(),
+                suppress(Exception),
+            ):  # training will meet what is wrong, and say it
+                said = said_of_cutting(loss_of, len(indices))
+        if said is not None:
+            look.log.warning("%s", said)
 
     def rehearse(self, num_samples: int) -> bool:
         """Compute what costs as much as a batch of so many samples; False: there is none to be had here.
@@ -298,8 +351,9 @@ def build(
     if replica.meter.gpu is no_gpu:
         replica.meter.gpu = watched(device)
     replica.meter.memory = PeakMemory(device) if train.memory_profiling else None
+    look = None if log is None or train.batch == "whole" else FirstLook(log)
     at_once = most_at_once(train, microbatch)
-    at_most = Microbatching(at_once, "microbatch", log)
+    at_most = Microbatching(at_once, "microbatch", log, is_whole=train.batch == "whole")
     eval_size = workload.eval_batch_size or at_once or train.batch_size
     evaluated = Microbatching(eval_size, "samples of an evaluation", log)
     if replica.resting and log is not None:
@@ -310,7 +364,9 @@ def build(
         workload = workload.watched()
         workload.bring_losses(device)
     workload = workload.to(device)
-    return TrainingContext(workload, replica, seed, at_most, evaluated, unused, prefetch)
+    return TrainingContext(
+        workload, replica, seed, at_most, evaluated, unused, prefetch, first_look=look
+    )
 
 
 def _count_streams(workload: Workload, log: logging.Logger | None) -> None:
@@ -359,7 +415,19 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 def most_at_once(train: TrainConfig, microbatch: int | None) -> int | None:
-    """How many samples this machine computes at once, of those of a step; None: all."""
+    """How many samples this machine computes at once, of those of a step; None: all.
+
+    Raises:
+        ConfigError: fewer than all, where batches are to stay whole.
+    """
+    if train.batch == "whole":
+        cuts = {"microbatch": microbatch or 1, "gradient_accumulation": train.gradient_accumulation}
+        key = next((key for key, value in cuts.items() if value > 1), None)
+        if microbatch is not None or key:
+            key = key or "microbatch"
+            raise ConfigError(
+                f"batch is whole, but {key} {cuts[key]} cuts it: leave {key} out, or set batch to cut"
+            )
     if train.gradient_accumulation == 1:
         return microbatch
     return min(train.batch_size, microbatch or train.batch_size)

@@ -18,6 +18,12 @@ from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica, first_non_f
 from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.training.workload import LossFunction, count_terms, real_count
 
+AT_THE_LOSS = "at the loss itself: every layer's output is finite"
+NO_TERMS_REMEDY = (
+    "a mean over no terms is no number: where a part of a batch may have none, such as no labels, return "
+    "(sum, number) of the terms; else look for a division by 0 or a logarithm of 0"
+)
+
 
 class BatchLoss(NamedTuple):
     """The mean loss of a batch, and over how many loss terms it is; 0 where there is none.
@@ -70,9 +76,11 @@ def forward_backward(
         with replica.meter("forward"), autocast(replica.precision, replica.device):
             is_lone = part.num_samples == 1
             lone = lone_sample(replica.model) if is_lone else nullcontext()
-            with replica.watch.around_loss(is_first=not counts), user_code("loss"), lone:
+            looking = replica.labels.watching()
+            with replica.watch.around_loss(is_first=not counts), user_code("loss"), lone, looking:
                 result = loss(replica.model, batch)
-            total, count = count_terms(result, part.num_samples, of=loss)
+            terms = replica.labels.terms_of(result)
+            total, count = terms or count_terms(result, part.num_samples, of=loss)
             if not counts:
                 divisor = at_least_one(count * num_samples / part.num_samples)
             share = total / divisor
@@ -187,7 +195,8 @@ def _explain_non_finite(
     if not math.isfinite(mean):
         batch = placed(part.gather(), replica.device, replica.params.dtype)
         origin = _origin_of_loss(replica, loss, batch)
-        raise NonFiniteLoss(f"loss is {mean} {origin}; {DIVERGENCE_REMEDY}")
+        remedy = NO_TERMS_REMEDY if origin == AT_THE_LOSS else DIVERGENCE_REMEDY
+        raise NonFiniteLoss(f"loss is {mean} {origin}; {remedy}")
     for name, place in replica.layers:
         if (value := first_non_finite(replica.grads[place])) is not None:
             raise NonFiniteLoss(
@@ -206,7 +215,7 @@ def _origin_of_loss(replica: Replica, loss: LossFunction, batch: Batch) -> str:
     for name, place in replica.layers:
         if (value := first_non_finite(replica.params[place])) is not None:
             return f"at layer {name}, whose weights hold {value}"
-    return "at the loss itself: every layer's output is finite"
+    return AT_THE_LOSS
 
 
 def _first_bad_output(
@@ -229,7 +238,7 @@ def _first_bad_output(
         for name, module in model.named_modules()
     ]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), lone_sample(model):
             loss(model, batch)
     finally:
         for handle in handles:

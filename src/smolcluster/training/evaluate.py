@@ -13,6 +13,7 @@ from smolcluster.data.dataset import Samples
 from smolcluster.data.loading import every_index
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.compute import autocast, placed, trained_dtype
+from smolcluster.training.cutting import LabelsSeen, lacks_labels
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.training.workload import (
@@ -69,6 +70,7 @@ def evaluate(
         UserCodeError: data, loss or a metric raised an exception, or what one returned is no number.
     """
     model.eval()
+    seen = LabelsSeen(model)
     dtype = dtype or trained_dtype(model)
     batch_size = batch_size or DEFAULT_BATCH_SIZE
     measured = {"": loss} | {name: of for name, of in metrics.items() if not isinstance(of, OfLoss)}
@@ -80,9 +82,12 @@ def evaluate(
                 batch = placed(samples.batch(indices), device, dtype)
             for name, measure in measured.items():
                 what = f"metric {name}" if name else "loss"
-                with user_code(what):
+                with user_code(what), seen.watching():
                     result = measure(model, batch)
-                total, num_terms = count_terms(result, len(indices), of=measure, what=what)
+                terms = seen.terms_of(result)
+                total, num_terms = terms or count_terms(result, len(indices), of=measure, what=what)
+                if not math.isfinite(float(total)) and lacks_labels(batch):
+                    continue
                 sums[name] += float(total)
                 counts[name] += real_count(num_terms, of=measure, what=what)
     means = {name: sums[name] / (counts[name] or 1.0) for name in measured}

@@ -19,9 +19,16 @@ class Microbatching:
     """
 
     def __init__(
-        self, size: int | None, what: str = "microbatch", log: logging.Logger | None = None
+        self,
+        size: int | None,
+        what: str = "microbatch",
+        log: logging.Logger | None = None,
+        *,
+        is_whole: bool = False,
     ) -> None:
+        """`is_whole`: batches must not be cut, whatever the memory."""
         self.size = size
+        self._is_whole = is_whole
         self._what = what
         self._log = log or logging.getLogger("smolcluster")
 
@@ -57,6 +64,11 @@ class Microbatching:
             raise OutOfMemory(
                 f"out of memory with one sample at a time: {reason}; choose a smaller model, "
                 "precision bf16 or another device"
+            )
+        if self._is_whole:
+            raise OutOfMemory(
+                f"out of memory with {microbatch} samples at once, and batch is whole: {reason}; lower "
+                "batch_size, or set batch to cut"
             )
         self.size = (microbatch + 1) // 2
         self._log.warning(

@@ -20,6 +20,7 @@ from smolcluster.configs.schema import GradientClipping, Precision
 from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.training.buffers import ModelBuffers, plain_name
 from smolcluster.training.copying import second
+from smolcluster.training.cutting import LabelsSeen
 from smolcluster.training.fingerprint import base_of, content, described_base, fingerprint
 from smolcluster.training.modes import begin_training, move
 from smolcluster.training.optimizer import bucket_norms, clip_factor
@@ -119,6 +120,7 @@ class Replica:
             for (name, place), (_, parameter) in zip(self.layers, trainable, strict=True)
         ]
         self._into_flat()
+        self.labels = LabelsSeen(self.model)
         self.watch = StateWatch(
             *(self.model, self.parameters, self._trained, self.grads, self.buffers)
         )

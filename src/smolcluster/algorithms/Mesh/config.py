@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from smolcluster.algorithms.Mesh.sharding import Cut, groups_of, read_sharding
-from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig, mesh_schedule
+from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig, check_whole, mesh_schedule
 from smolcluster.configs.schema import GPTConfig, LocalPath, MeshSizes, ProfileConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import Schedule
@@ -116,6 +116,9 @@ class MeshConfig(ScheduledConfig):
     def check(self, settings: "Settings") -> None:
         """Refuse what a mesh cannot follow, as far as the files tell it."""
         train = settings.train
+        num_parts = self.mesh.num_shares * self.microbatches
+        what = f"mesh is {self.mesh} and microbatches is {self.microbatches}"
+        check_whole(train, num_parts, what)
         pick_backend(self.backend, "cuda")
         if train.optimizer not in OPTIMIZERS:
             raise ConfigError(

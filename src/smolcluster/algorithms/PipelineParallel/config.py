@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from smolcluster.algorithms.scheduled import ScheduledConfig
+from smolcluster.algorithms.scheduled import ScheduledConfig, check_whole
 from smolcluster.configs.schema import ActivationCodec, ShardPlan, TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES
@@ -77,6 +77,7 @@ class PipelineConfig(ScheduledConfig):
             )
 
     def _check_train(self, train: TrainConfig) -> None:
+        check_whole(train, self.microbatches, f"microbatches is {self.microbatches}")
         if train.samples_per_step % self.microbatches:
             raise ConfigError(
                 f"microbatches is {self.microbatches}, which does not divide the {train.samples_per_step} "

@@ -19,6 +19,7 @@ from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.sharing import (
     Cost,
     Pace,
+    all_to_one,
     sizes_by_cost,
     sizes_by_share,
     with_probes,
@@ -155,8 +156,14 @@ class Members:
         batch_share: Mapping[str, float] | None,
         incarnation: str,
         num_buffers: int,
+        *,
+        is_whole: bool = False,
     ) -> None:
-        """`num_buffers`: steps after which the memory of a mean gradient is used again."""
+        """`num_buffers`: steps after which the memory of a mean gradient is used again.
+
+        `is_whole`: a step's batch is one part.
+        """
+        self._is_whole = is_whole
         self._num_buffers = num_buffers
         self._stores = stores
         self._batch_share = batch_share
@@ -238,7 +245,9 @@ class Members:
         Nobody knows the latter (infinite) before a member has been measured.
         """
         costs = [self.cost_of(member) for member in members]
-        if self._batch_share is not None:
+        if self._is_whole:
+            sizes = probed = all_to_one(costs, num_samples)
+        elif self._batch_share is not None:
             shares = [self._batch_share.get(each.worker.member.node, 0.0) for each in members]
             sizes = probed = sizes_by_share(shares, num_samples)
         else:

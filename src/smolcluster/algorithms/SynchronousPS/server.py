@@ -111,6 +111,7 @@ class Server:
             self.config.batch_share,
             context.incarnation,
             self.reduction.num_buffers,
+            is_whole=context.settings.train.batch == "whole",
         )
         self.saver = context.new_saver(source, self.report)
 

@@ -127,6 +127,12 @@ def sizes_by_cost(costs: Sequence[Cost], total: int) -> list[int]:
     return sizes
 
 
+def all_to_one(costs: Sequence[Cost], total: int) -> list[int]:
+    """The sizes where one member gets the whole batch: the one that has it done first."""
+    fastest = min(range(len(costs)), key=lambda place: costs[place].seconds(total))
+    return [total if place == fastest else 0 for place in range(len(costs))]
+
+
 def sizes_by_share(shares: Sequence[float], total: int) -> list[int]:
     """Whole sizes in proportion to `shares`, by largest remainder; equal ones if all shares are 0."""
     whole = sum(shares)

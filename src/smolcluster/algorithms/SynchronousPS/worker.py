@@ -148,6 +148,8 @@ class Worker:
             self.await_sent()
         if self.is_wanted(task):
             self.want_next(task)
+            if task.num_samples < self.train.samples_per_step:
+                self.training.look_at_cutting()
             started = time.perf_counter()
             try:
                 self.replica.buffers.restore()  # each part begins as the step does

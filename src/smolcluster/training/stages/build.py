@@ -211,15 +211,9 @@ class Answer(nn.Module):
 
     def __init__(self, output: Callable[[], Any]) -> None:
         super().__init__()
-        self._output, self._is_taken = output, False
+        self._output = output
 
     def forward(self, *_values: Any, **named: Any) -> Any:
-        if self._is_taken:
-            raise ConfigError(
-                "the loss calls the model more than once for a batch, but a pipeline or mesh computes it "
-                "once: call it once, or train with train, SyncPS, EDP or DiLoCo"
-            )
-        self._is_taken = True
         output = self._output()
         if isinstance(output, Logits):
             return output.answer(named.get("labels"))
@@ -260,7 +254,16 @@ def output_loss(
         return of_output
 
     def loss(output: Any, batch: Batch) -> Terms | Tensor:
+        is_called = False
+
         def answer() -> Any:
+            nonlocal is_called
+            if is_called:
+                raise ConfigError(
+                    "the loss calls the model more than once for a batch, but a pipeline or mesh computes "
+                    "it once: call it once, or use SyncPS, EDP or DiLoCo"
+                )
+            is_called = True
             model_returned()
             return output
 

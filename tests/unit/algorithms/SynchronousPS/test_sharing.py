@@ -12,6 +12,7 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
     FIRST_PROBE,
     Cost,
     Pace,
+    all_to_one,
     patience_s,
     rest_after,
     sizes_by_cost,
@@ -317,3 +318,9 @@ def test_patience_grows_with_what_is_expected_up_to_a_bound(
     least_s: float, expected_s: float, allowed_s: float
 ) -> None:
     assert patience_s(expected_s, least_s) == allowed_s
+
+
+def test_a_batch_that_stays_whole_goes_to_who_has_it_done_first() -> None:
+    costs = [Cost(0.0, 0.01), Cost(0.5, 0.001), Cost(0.0, 0.02)]
+    assert all_to_one(costs, 32) == [32, 0, 0]
+    assert all_to_one(costs, 320) == [0, 320, 0]

@@ -1,0 +1,196 @@
+"""What is said of losses that depend on how a batch is cut, and what a part weighs."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from smolcluster.configs.schema import TrainConfig
+from smolcluster.data.dataset import Batch
+from smolcluster.errors import ConfigError, NonFiniteLoss, OutOfMemory
+from smolcluster.training.build import TrainingContext, most_at_once
+from smolcluster.training.cutting import FirstLook
+from smolcluster.training.evaluate import evaluate
+from smolcluster.training.microbatching import Microbatching
+from smolcluster.training.replica import Replica
+from smolcluster.training.workload import LossFunction, Workload
+
+SIZE = 24
+HALF_LABELLED = torch.arange(SIZE) % 3 == 0
+
+
+def rows(labels: Tensor | None = None) -> TensorDataset:
+    inputs = torch.randn(SIZE, 6)
+    return TensorDataset(inputs, torch.randint(2, (SIZE,)) if labels is None else labels)
+
+
+def some_labels() -> Tensor:
+    labels = torch.randint(2, (SIZE,))
+    labels[HALF_LABELLED] = -100
+    return labels
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+def mean(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def by_terms(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    summed = functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+    return summed, (batch[1] != -100).sum()
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    out = functional.normalize(model(batch[0]), dim=1)
+    return functional.cross_entropy(out @ out.t() / 0.1, torch.arange(len(out)))
+
+
+def noisy(model: nn.Module, batch: Any) -> Tensor:
+    return mean(model, batch) + torch.randn(())
+
+
+def broken_in_evaluation(model: nn.Module, batch: Any) -> Tensor:
+    if not model.training:
+        raise ValueError("only trained")
+    return mean(model, batch)
+
+
+def training(
+    loss: LossFunction, microbatch: int | None, labels: Tensor | None = None
+) -> TrainingContext:
+    torch.manual_seed(0)
+    workload = Workload(model, loss, rows(labels))
+    log = logging.getLogger("smolcluster.test")
+    return TrainingContext(
+        workload,
+        Replica(workload.new_model(), "sgd"),
+        1,
+        Microbatching(microbatch),
+        first_look=FirstLook(log),
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "is_said"),
+    [
+        (mean, None, False),
+        (by_terms, some_labels(), False),
+        (noisy, None, False),
+        (broken_in_evaluation, None, False),
+        (contrastive, None, True),
+        (mean, some_labels(), True),
+    ],
+    ids=["a mean", "terms", "at random", "not in evaluation", "contrastive", "a mean of means"],
+)
+def test_a_loss_that_depends_on_the_cut_is_told_of_once(
+    loss: LossFunction, labels: Tensor | None, *, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = training(loss, 8, labels)
+    for _ in range(2):
+        context.compute(context.order(0))
+    told = [each.getMessage() for each in caplog.records]
+    assert len(told) == is_said
+    assert all("batch: whole" in each and "(sum, number)" in each for each in told)
+
+
+@pytest.mark.parametrize("loss", [contrastive, mean])
+def test_looking_changes_nothing(loss: LossFunction) -> None:
+    looked, not_looked = training(loss, 8), training(loss, 8)
+    assert not_looked.first_look is not None
+    not_looked.first_look.is_done = True
+    for _ in range(2):
+        found = [each.compute(each.order(0)) for each in (looked, not_looked)]
+        assert found[0] == found[1]
+        assert torch.equal(looked.replica.grads, not_looked.replica.grads)
+    for name, buffer in looked.replica.model.named_buffers():
+        assert torch.equal(buffer, dict(not_looked.replica.model.named_buffers())[name])
+    assert looked.replica.model.training
+
+
+def test_nothing_is_looked_at_where_nothing_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    context = training(contrastive, None)
+    context.compute(context.order(0))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("num_labels", [1, 0])
+def test_parts_without_labels_weigh_nothing(num_labels: int) -> None:
+    """A mean over no label is NaN, as PyTorch's cross-entropy gives it."""
+    labels = torch.full((SIZE,), -100)
+    labels[:num_labels] = 1
+    context = training(mean, 1, labels)
+    found = context.compute(torch.arange(SIZE))
+    assert found.num_terms == num_labels
+    assert torch.isfinite(context.replica.grads).all()
+    assert bool(context.replica.grads.any()) is bool(num_labels)
+
+
+def test_a_loss_that_is_no_number_with_labels_is_refused_as_ever() -> None:
+    context = training(lambda model, batch: mean(model, batch) * torch.nan, 8)
+    with pytest.raises(NonFiniteLoss):
+        context.compute(context.order(0))
+
+
+def test_a_batch_without_labels_is_left_out_of_an_evaluation() -> None:
+    labels = torch.randint(2, (SIZE,))
+    labels[8:16] = -100
+    workload = Workload(model, mean, rows(labels), rows(labels))
+    own = workload.new_model()
+    assert workload.validation is not None
+    cpu = torch.device("cpu")
+    found = evaluate(own, workload.validation, cpu, loss=mean, batch_size=8)
+    terms = evaluate(own, workload.validation, cpu, loss=by_terms, batch_size=8)
+    assert found.loss == pytest.approx(terms.loss)
+
+
+def test_a_hugging_face_models_own_loss_is_weighed_by_its_labels() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 11}
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    words = torch.randint(11, (SIZE, 8))
+    labels = words.clone()
+    for row in range(SIZE):
+        labels[row, : row % 8] = -100
+
+    def lm() -> nn.Module:
+        torch.manual_seed(0)
+        made: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **quiet))
+        return made.double()
+
+    def own_loss(model: nn.Module, batch: Batch) -> Tensor:
+        loss: Tensor = model(input_ids=batch[0], labels=batch[1]).loss
+        return loss
+
+    def step(microbatch: int | None) -> tuple[float, float, Tensor]:
+        workload = Workload(lm, own_loss, TensorDataset(words, labels))
+        replica = Replica(workload.new_model(), "sgd")
+        context = TrainingContext(workload, replica, 1, Microbatching(microbatch))
+        found = context.compute(torch.arange(SIZE))
+        return found.mean, found.num_terms, replica.grads
+
+    whole, parts = step(None), step(5)
+    assert parts[:2] == pytest.approx(whole[:2])
+    assert whole[1] == int((labels[:, 1:] != -100).sum())
+    torch.testing.assert_close(parts[2], whole[2])
+
+
+def test_a_batch_that_stays_whole_is_not_cut_by_anything() -> None:
+    train = TrainConfig(dataset={"name": "digits"}, batch="whole")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="microbatch 4"):
+        most_at_once(train, 4)
+    cut = train.model_copy(update={"gradient_accumulation": 2})
+    with pytest.raises(ConfigError, match="gradient_accumulation 2"):
+        most_at_once(cut, None)
+
+    def out_of_memory(_: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(OutOfMemory, match="batch is whole"):
+        Microbatching(None, is_whole=True).fitted(8, out_of_memory)
