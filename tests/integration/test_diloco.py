@@ -212,6 +212,25 @@ def test_local_steps_are_chosen_by_measured_times_and_at_first_few(tmp_path: Pat
     assert chosen[:5] == [1, 2, 4, 6, 6]
 
 
+def test_local_steps_are_chosen_again_when_workers_no_longer_wait(tmp_path: Path) -> None:
+    chosen: list[int] = []
+
+    class Watched(Server):
+        def choose_steps(self) -> None:
+            super().choose_steps()
+            chosen.append(self.round.local_steps)
+
+        def measured_steps(self) -> int:
+            super().measured_steps()
+            return 24
+
+    settings = settings_for("num_epochs=4", *ASYNC, workers=2)
+    cluster = Cluster(settings, tmp_path, Watched, algorithm="diloco")
+    cluster.finish(*(cluster.worker(rank + 1) for rank in range(2)))
+    assert chosen[:7] == [1, 2, 4, 8, 16, 16, 24], "then a round is a change of each"
+    assert set(chosen[7:]) <= {24}
+
+
 class Dying(Worker):
     """Loses its connection in the middle of a round, once."""
 

@@ -36,9 +36,16 @@ def settings_for(codec: str, workers: int = 1) -> Settings:
     )
 
 
-def run(settings: Settings, folder: Path, *, resume: bool = False, workers: int = 1) -> Cluster:
+def run(
+    settings: Settings,
+    folder: Path,
+    core: type[diloco.Server] = diloco.Server,
+    *,
+    resume: bool = False,
+    workers: int = 1,
+) -> Cluster:
     """A run that ends well."""
-    cluster = Cluster(settings, folder, algorithm="diloco", resume=resume)
+    cluster = Cluster(settings, folder, core, algorithm="diloco", resume=resume)
     outcomes = [cluster.worker(number + 1) for number in range(workers)]
     cluster.server.finish()
     for outcome in outcomes:
@@ -79,6 +86,31 @@ def test_without_what_a_worker_kept_it_goes_on_with_cold_moments(tmp_path: Path)
     losses = losses_after(resumed.metrics.steps)
     assert len(losses) == len(losses_after(whole.metrics.steps))
     assert losses[-1] == pytest.approx(losses_after(whole.metrics.steps)[-1], abs=0.2)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_resumed_run_begins_with_the_local_steps_it_had(tmp_path: Path, mode: str) -> None:
+    begun: list[int] = []
+
+    class Measured(diloco.Server):
+        def measured_steps(self) -> int:
+            return 5
+
+    class Watched(diloco.Server):
+        def begin_round(self) -> None:
+            super().begin_round()
+            begun.append(self.round.local_steps)
+
+    settings = local_settings(
+        *(f"mode={mode}", "num_epochs=3", "checkpoint_steps=30", "keep_last=100", "min_workers=1"),
+        workers=1,
+        algorithm="diloco",
+    )
+    whole = run(settings, tmp_path / "whole", Measured)
+    step = min(int(path.name[5:]) for path in (tmp_path / "whole/checkpoints").glob("step-*"))
+    folder = killed_after(whole.folder, tmp_path / "resumed", step)
+    run(settings, folder, Watched, resume=True)
+    assert begun[0] == 5
 
 
 class AllAtOnce(diloco.Server):

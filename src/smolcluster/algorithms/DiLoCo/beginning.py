@@ -43,9 +43,13 @@ class RoundsState(BaseModel):
     """Samples that have been applied in some fragments: epoch, start, stop, and these fragments."""
     momentum_order: Literal["fragments", "weights"] = "fragments"
     """How momentum is laid; earlier versions, which do not say it, have laid it fragment by fragment."""
+    local_steps: PositiveInt | None = None
+    """H; earlier versions do not say it."""
 
     @classmethod
-    def of(cls, stores: OuterLinks, outer: OuterOptimizer, ledger: Ledger) -> Self:
+    def of(
+        cls, stores: OuterLinks, outer: OuterOptimizer, ledger: Ledger, local_steps: int
+    ) -> Self:
         return cls(
             version=stores.version,
             num_fragments=len(stores.versions),
@@ -53,6 +57,7 @@ class RoundsState(BaseModel):
             outer_momentum=outer.momentum,
             partly_applied=ledger.partly_applied,
             momentum_order="weights",
+            local_steps=local_steps,
         )
 
     def check(self, num_fragments: int) -> None:

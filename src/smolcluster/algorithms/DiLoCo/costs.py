@@ -87,7 +87,7 @@ def _of_long_rounds(site: Site, run: Run) -> Found:
         for worker, up_s, down_s in zip(site.workers, ups_s, downs_s, strict=True)
     ]
     waits, step_s = run.mode == "sync", harmonic_mean(steps_s)
-    least_s = waiting_round_s(min(away_s)) if waits else hiding_round_s([], away_s)
+    least_s = waiting_round_s(min(away_s)) if waits else hiding_round_s(away_s, [])
     local_steps = run.local_steps or choose_local_steps(
         step_s, least_s, run.total_batches, len(steps_s)
     )

@@ -18,6 +18,7 @@ from smolcluster.algorithms.DiLoCo.pacing import (
     Timing,
     has_enough,
     measured_steps,
+    num_exchanges,
     shared_out,
 )
 from smolcluster.algorithms.DiLoCo.round import Round
@@ -127,9 +128,9 @@ class FastMotion:
         """Whether workers no longer wait for each other."""
         self._rounds: list[tuple[float, int, int]] = []
         """When each began, its H, and how many batches had been handed out before."""
-        self._exchanges: list[tuple[float, int, int]] = []
-        """Of those that do not wait: when each had had one more exchange; by then, steps that were heard of
-        and exchanges of all."""
+        self._exchanges: list[tuple[float, int, int, int]] = []
+        """Of those that do not wait: when each had had one more exchange; H then; by then, steps that were
+        heard of and exchanges of all."""
 
     def find(self) -> Found | None:
         """Go on until rounds are alike, then count; None: rounds are too long for a simulation."""
@@ -148,9 +149,10 @@ class FastMotion:
         return Found((after - before) / seconds, (len(counted) - 1) / seconds, local_steps)
 
     def _found_of_exchanges(self) -> Found | None:
-        if len(self._exchanges) < LEAST_COUNTED:
+        counted = self._counted_exchanges
+        if len(counted) < LEAST_COUNTED:
             return None
-        (began_s, before, first), (ended_s, after, last) = self._exchanges[0], self._exchanges[-1]
+        (began_s, _, before, first), (ended_s, _, after, last) = counted[0], counted[-1]
         seconds = ended_s - began_s
         exchanges_s = (last - first) / seconds / len(self._machines)
         return Found((after - before) / seconds, exchanges_s, self._round.local_steps)
@@ -164,8 +166,16 @@ class FastMotion:
         return []
 
     @property
+    def _counted_exchanges(self) -> list[tuple[float, int, int, int]]:
+        """From the first before which H was like it."""
+        for number in range(1, len(self._exchanges)):
+            if self._exchanges[number][1] <= (1 + STEADY) * self._exchanges[number - 1][1]:
+                return self._exchanges[number:]
+        return []
+
+    @property
     def _is_over(self) -> bool:
-        counted = self._exchanges if self._is_async else self._counted
+        counted = self._counted_exchanges if self._is_async else self._counted
         return len(counted) > COUNTED_ROUNDS
 
     def _machine(self, place: int) -> Machine:
@@ -230,9 +240,12 @@ class FastMotion:
         if self._is_async:
             self._send_weights(machine)
             machine.num_exchanges += 1
+            self._num_outer_steps += 1
+            self._choose_steps()
             done = [each.num_exchanges for each in self._machines]
             if min(done) > len(self._exchanges):
-                self._exchanges.append((self._simulation.now, self._num_batches, sum(done)))
+                local_steps, num_batches = self._round.local_steps, self._num_batches
+                self._exchanges.append((self._simulation.now, local_steps, num_batches, sum(done)))
         self._decide()
 
     def _send_weights(self, machine: Machine) -> None:
@@ -241,19 +254,23 @@ class FastMotion:
 
         machine.down.put(self._run.down_nbytes / self._run.num_fragments, arrive)
 
-    def _begin_round(self) -> None:
-        run, num_rounds = self._run, self._num_outer_steps // self._run.num_fragments
-        steps = measured_steps(self._round, self._timings, run.total_batches, run.mode)
+    def _choose_steps(self) -> None:
+        run, num_workers = self._run, len(self._machines)
         if run.local_steps is not None:
             self._round.begin(run.local_steps)
-        else:
-            most_steps = most_local_steps(run.total_batches, len(self._machines))
-            self._round.begin(warmed_up(num_rounds, steps), most_steps)
+            return
+        steps = measured_steps(self._round, self._timings, run.total_batches, run.mode)
+        num_rounds = num_exchanges(self._num_outer_steps, run.num_fragments, run.mode, num_workers)
+        most_steps = most_local_steps(run.total_batches, num_workers)
+        self._round.begin(warmed_up(num_rounds, steps), most_steps)
+
+    def _begin_round(self) -> None:
+        self._choose_steps()
         for timing in self._timings:
             timing.begin()
         num_given = sum(each.num_given for each in self._machines)
         self._rounds.append((self._simulation.now, self._round.local_steps, num_given))
-        self._is_async = run.mode == "async" and self._num_outer_steps >= SYNCHRONOUS_ROUNDS
+        self._is_async = self._run.mode == "async" and self._num_outer_steps >= SYNCHRONOUS_ROUNDS
 
     def _decide(self) -> None:
         """What the server's main thread does whenever it has heard of something."""

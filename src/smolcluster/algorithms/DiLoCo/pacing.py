@@ -17,6 +17,7 @@ from smolcluster.algorithms.DiLoCo.rounds import (
     choose_local_steps,
     hiding_round_s,
     is_retried,
+    most_local_steps,
     own_steps,
     plan_round,
     waiting_round_s,
@@ -131,9 +132,10 @@ class Timing:
         """Its change in a fragment has come."""
         self.progressed_at = now
         self.num_before.pop(fragment, None)
+        upload_s = max(0.0, now - self.stepped_at)
+        self.upload_s = 0.5 * self.upload_s + 0.5 * upload_s if self.on_way_s else upload_s
         if (ready_at := self.ready_at.pop(fragment, None)) is not None:
             self.on_way_s[fragment] = now - ready_at
-        self.upload_s = 0.5 * self.upload_s + 0.5 * max(0.0, now - self.stepped_at)
 
     def begin(self) -> None:
         """A round begins with new weights, or it is to begin again."""
@@ -185,22 +187,39 @@ def shared_out(
 def measured_steps(
     round_: Round, workers: Collection[Timing], total_batches: int, mode: Mode
 ) -> int:
-    """H by measured times: the least that keeps workers computing; at first the least of all.
+    """H by measured times: the least that keeps workers computing; before there are any, what it was.
 
     Streaming exchanges behind computation: a round need only be as long as that takes.
     """
     exchanges_s = round_.exchange_s.values()
     waits = [each.waited_s for each in workers if each.waited_s is not None]
-    if not workers or not (exchanges_s if mode == "streaming" else waits):
-        return 1
+    away_s = [2 * each.upload_s + each.step_s for each in workers if each.on_way_s]
+    measured: Mapping[Mode, Collection[float]] = {
+        "sync": waits,
+        "streaming": exchanges_s,
+        "async": away_s,
+    }
+    if not (workers and measured[mode]):
+        return min(round_.local_steps, most_local_steps(total_batches, len(workers)))
     if mode == "streaming":
         round_s = hiding_round_s(exchanges_s, [each.upload_s for each in workers])
     elif mode == "async":
-        round_s = hiding_round_s([2 * each.upload_s + each.step_s for each in workers], [])
+        round_s = hiding_round_s(away_s, [])
     else:
         round_s = waiting_round_s(min(waits))
     step_s = harmonic_mean([each.step_s for each in workers])
     return choose_local_steps(step_s, round_s, total_batches, len(workers))
+
+
+def num_exchanges(num_outer_steps: int, num_fragments: int, mode: Mode, num_workers: int) -> int:
+    """How many times all has been exchanged with everybody, after so many outer steps.
+
+    When workers no longer wait for each other, an outer step is one worker's.
+    """
+    if mode != "async":
+        return num_outer_steps // num_fragments
+    num_own = max(0, num_outer_steps - SYNCHRONOUS_ROUNDS)
+    return min(num_outer_steps, SYNCHRONOUS_ROUNDS) + num_own // num_workers
 
 
 def has_enough(round_: Round, worker: Timing, workers: Collection[Timing]) -> bool:

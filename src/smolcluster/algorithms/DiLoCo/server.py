@@ -52,6 +52,7 @@ from smolcluster.algorithms.DiLoCo.pacing import (
     SYNCHRONOUS_ROUNDS,
     has_enough,
     measured_steps,
+    num_exchanges,
     shared_out,
 )
 from smolcluster.algorithms.DiLoCo.peers import Contribution, Peer, share_of
@@ -118,6 +119,7 @@ class Server:
         self.outer = new_outer(context, self.total_batches)
         self.stores = new_stores(context, self.outer, num_fragments)
         self.ledger = Ledger(num_fragments)
+        self.round = Round(num_fragments)
         self.feed = context.open_feed()
         self.pool = context.open_pool(
             self.receiver_for, self.stores, num_more=self.stores.num_frames + MOST_BEHIND
@@ -144,7 +146,6 @@ class Server:
         self.peers: dict[int, Peer] = {}
         self.workers: dict[int, Worker] = {}
         """All that have ever taken part, by session."""
-        self.round = Round(num_fragments)
         self.plan: dict[int, int] = {}
         """How many more batches each worker should get in this round."""
         self.contributions: dict[int, list[Contribution]] = {each: [] for each in self.numbers}
@@ -163,9 +164,11 @@ class Server:
             self.outer.learning_rate = rounds.outer_lr
         if self.config.outer_momentum is None:
             self.outer.momentum = rounds.outer_momentum
+        if rounds.local_steps is not None:
+            self.round.begin(rounds.local_steps)
 
     def progress(self) -> Progress:
-        rounds = RoundsState.of(self.stores, self.outer, self.ledger)
+        rounds = RoundsState.of(self.stores, self.outer, self.ledger, self.round.local_steps)
         return {
             DISPATCHER: self.dispatcher.state.model_dump(mode="json"),
             ROUNDS: rounds.model_dump(mode="json"),
@@ -209,16 +212,20 @@ class Server:
         self.hosts.gather_if_due(now, is_at_work=bool(self.peers))
 
     def begin_round(self) -> None:
-        """Choose how many batches a worker takes on average until the next outer step."""
+        """Take in workers anew, and choose how many batches each takes on average in this round."""
+        self.choose_steps()
+        for peer in self.active:
+            peer.begin()
+        if self.config.mode == "async" and self.stores.version >= SYNCHRONOUS_ROUNDS:
+            self.is_async = True
+
+    def choose_steps(self) -> None:
+        """Ask the rule how many batches a worker takes on average until its next exchange."""
         if self.config.local_steps is not None:
             self.round.begin(self.config.local_steps)
         else:
             steps = warmed_up(self.num_rounds, self.measured_steps())
             self.round.begin(steps, most_local_steps(self.total_batches, len(self.active)))
-        for peer in self.active:
-            peer.begin()
-        if self.config.mode == "async" and self.stores.version >= SYNCHRONOUS_ROUNDS:
-            self.is_async = True
 
     def measured_steps(self) -> int:
         return measured_steps(self.round, self.active, self.total_batches, self.config.mode)
@@ -226,7 +233,8 @@ class Server:
     @property
     def num_rounds(self) -> int:
         """How many times every fragment has been exchanged."""
-        return self.stores.version // len(self.numbers)
+        num_workers = self.context.settings.cluster.num_workers
+        return num_exchanges(self.stores.version, len(self.numbers), self.config.mode, num_workers)
 
     @property
     def waits(self) -> bool:
@@ -307,6 +315,7 @@ class Server:
             changes, self.contributions[WHOLE] = self.contributions[WHOLE], []
             for each in changes:
                 self.apply(each)
+                self.choose_steps()
             return
         waiting = [each for each in self.round.gathering if self.ledger.is_waiting(each)]
         for number in [each for each in self.round.gathering if each not in waiting]:

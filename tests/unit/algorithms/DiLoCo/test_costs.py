@@ -68,6 +68,17 @@ def test_chosen_steps_keep_workers_computing() -> None:
     assert 0.03 < predict(site, JOB, settings_of()).lost < 0.06
 
 
+@pytest.mark.parametrize("mode", ["streaming", "async"])
+@pytest.mark.parametrize("step_s", [0.1, 0.002])
+def test_chosen_steps_grow_until_they_hide_the_exchange(mode: str, step_s: float) -> None:
+    """10 s for the whole each way; with short steps in closed form."""
+    rate = JOB.encoded_nbytes("int8") / 10
+    site = Site(tuple(Worker(name, step_s, 0.0, rate, rate) for name in "ab"), {})
+    forecast = predict(site, JOB, settings_of(f"mode={mode}"))
+    assert int(forecast.chosen.split()[-1]) >= 10 / step_s
+    assert forecast.lost < 0.05
+
+
 def test_a_step_s_bytes_are_its_part_of_the_round_s() -> None:
     assert (
         step_nbytes(JOB, settings_of("local_steps=10")) == (JOB.encoded_nbytes("int8") // 10,) * 2

@@ -1,7 +1,9 @@
 """Who gets how many batches of a round."""
 
+import pytest
+
 from smolcluster.algorithms.DiLoCo.config import Mode
-from smolcluster.algorithms.DiLoCo.pacing import Timing, shared_out
+from smolcluster.algorithms.DiLoCo.pacing import Timing, measured_steps, num_exchanges, shared_out
 from smolcluster.algorithms.DiLoCo.round import Round
 
 
@@ -86,3 +88,45 @@ def test_a_worker_holds_batches_for_as_long_as_changes_and_weights_keep_its_link
     for mode, number in cases:
         _, at_once = shared_out(begun(20, 2), {1: worker}, 1, 0.0, mode)
         assert at_once == {1: number}
+
+
+def heard(step_s: float, *upload_s: float) -> Timing:
+    """A worker whose changes have been so long on their way, one after the other."""
+    worker, now = at_rest(step_s), 0.0
+    for each in upload_s:
+        worker.gets("a batch", now)
+        worker.asked(0, now)
+        worker.unanswered.clear()
+        worker.stepped(step_s, now + step_s)
+        now += step_s + each
+        worker.answered(0, now)
+    return worker
+
+
+def test_the_first_change_says_how_long_one_is_on_its_way_and_the_next_smooth_it() -> None:
+    assert heard(0.1, 8.0).upload_s == pytest.approx(8.0)
+    assert heard(0.1, 8.0, 4.0).upload_s == pytest.approx(6.0)
+
+
+def test_who_does_not_wait_computes_for_as_long_as_a_change_and_its_answer_take() -> None:
+    workers = [heard(0.01, 3.0), heard(0.01, 0.1)]
+    assert measured_steps(begun(16, 1), workers, 100_000, "async") == 902
+    assert measured_steps(begun(16, 1), workers, 10_000, "async") == 200, "25 rounds of two"
+
+
+@pytest.mark.parametrize("mode", ["sync", "streaming", "async"])
+def test_what_is_not_measured_stays_as_it_was(mode: Mode) -> None:
+    for workers in ([], [at_rest(0.1)]):
+        assert measured_steps(begun(7, 4), workers, 100_000, mode) == 7
+        assert measured_steps(begun(7, 4), workers, 100, mode) == 4, "25 rounds"
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_outer_steps", "number"),
+    [("sync", 9, 9), ("streaming", 9, 2), ("async", 3, 3), ("async", 6, 4), ("async", 10, 6)],
+)
+def test_an_exchange_is_one_of_all_fragments_with_all_workers(
+    mode: Mode, num_outer_steps: int, number: int
+) -> None:
+    num_fragments = 4 if mode == "streaming" else 1
+    assert num_exchanges(num_outer_steps, num_fragments, mode, 3) == number

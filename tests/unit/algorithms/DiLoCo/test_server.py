@@ -9,6 +9,7 @@ import torch
 
 from smolcluster.algorithms.DiLoCo.beginning import RoundsState, new_stores
 from smolcluster.algorithms.DiLoCo.outer_links import ChangeKey, NormArrived
+from smolcluster.algorithms.DiLoCo.round import Round
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.errors import CheckpointError, ConfigError
 
@@ -25,7 +26,9 @@ def go_on_from(num_fragments: int, **more: Any) -> Mock:
     )
     server: Any = SimpleNamespace(numbers=range(num_fragments), ledger=Mock(), stores=Mock())
     server.config, server.outer = SimpleNamespace(outer_lr=0.5, outer_momentum=0.5), Mock()
+    server.round = Round(num_fragments)
     Server.go_on_from(server, rounds)
+    assert server.round.local_steps == more.get("local_steps", 1)
     stores: Mock = server.stores
     return stores
 
@@ -35,6 +38,11 @@ def test_momentum_that_is_laid_fragment_by_fragment_is_not_read_as_the_weights_a
         go_on_from(2)
     go_on_from(1).resume.assert_called_with(7)  # there both are one order
     go_on_from(2, momentum_order="weights").resume.assert_called_with(7)
+
+
+def test_a_run_goes_on_with_its_local_steps_if_its_checkpoint_says_them() -> None:
+    go_on_from(1)
+    go_on_from(1, local_steps=902)
 
 
 def test_a_bucket_that_its_store_has_lost_is_not_decided_on() -> None:
