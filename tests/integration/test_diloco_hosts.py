@@ -148,7 +148,7 @@ class Unplugged(Worker):
             frame = delta_frames(
                 self.layout,
                 collect,
-                self.encoder.encode(0, self.anchor_of(0), 1),
+                self.encoder.encode(0, self.anchor_of(0)),
                 self.encoder.codec,
             )[0]
             self.encoder.forget(0)

@@ -406,7 +406,6 @@ def test_with_8_bits_it_goes_on_and_what_the_server_owes_is_kept(
         residual = kept.optimizer[RESIDUAL]
         assert float(residual.abs().max()) > 0
         assert torch.equal(reduction.residual()[RESIDUAL], residual)
-        assert kept.state.progress[RESIDUAL] == 32
     worker = cluster.worker(1, node=NODES[0])
     cluster.server.finish()
     worker.finish()
