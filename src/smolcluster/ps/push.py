@@ -169,11 +169,6 @@ class GradientSender:
             count = len(buckets) if num_buckets is None else num_buckets
             self._feedback.commit(buckets[count - 1].stop if count else 0, share)
 
-    def forget(self) -> None:
-        """Whether the last push has counted is not known: nothing is owed any more."""
-        if self._feedback is not None:
-            self._feedback.forget()
-
     def _header(
         self, lease: LeaseKey, base_version: int, loss: BatchLoss, compute_s: float
     ) -> Push:

@@ -249,8 +249,9 @@ class Assignment(Message):
     """Server: compute the gradient of these samples (payload: their indices).
 
     With `batch_nbytes` the samples themselves came just before, in `Served` messages of so many bytes in all.
-    `version` is the server's. SyncPS: only the buckets from `first_bucket` on are wanted; a `backup` of
-    somebody else's part is pushed lossless. DiLoCo: only these `fragments` take a step; null: all.
+    `version` is the server's. SyncPS: they are of a batch of `batch_samples`; only the buckets from
+    `first_bucket` on are wanted; a `backup` of somebody else's part is pushed lossless. DiLoCo: only these
+    `fragments` take a step; null: all.
     """
 
     KIND: ClassVar[int] = 7
@@ -258,6 +259,7 @@ class Assignment(Message):
     version: Count
     learning_rate: Annotated[float, Field(ge=0)]
     loss_scale: Scale = 1.0
+    batch_samples: Count = 0
     first_bucket: Count = 0
     backup: bool = False
     tensor: TensorSpec

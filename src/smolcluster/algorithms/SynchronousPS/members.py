@@ -135,6 +135,7 @@ class StepMember:
                     version=version,
                     learning_rate=rate,
                     loss_scale=loss_scale,
+                    batch_samples=assignment.step.batch.num_samples,
                     first_bucket=assignment.first_bucket,
                     backup=assignment.backup,
                 )

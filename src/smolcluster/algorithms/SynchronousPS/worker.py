@@ -102,8 +102,6 @@ class Worker:
         self.unacknowledged: LeaseKey | None = None
         self.unacknowledged_terms = 0.0
         """Loss terms of that push."""
-        self.batch_samples = self.train.samples_per_step
-        """Of the newest step: what the next one most likely has."""
         self.client = StoreClient(len(self.replica.buckets), self.mean_receiver)
         self.link: Link
         self.receiver: StepReceiver
@@ -211,7 +209,7 @@ class Worker:
             pushes = self.sender.pushes(*what, backup_from=task.assignment.first_bucket)
             hold = None
         else:
-            share = min(1.0, task.num_samples / self.batch_samples)
+            share = task.num_samples / max(task.num_samples, task.assignment.batch_samples)
             pushes = self.sender.pushes(*what, share=share)
             hold = self.receiver.hold
             self.unacknowledged, self.unacknowledged_terms = task.lease, loss.num_terms
@@ -287,7 +285,6 @@ class Worker:
             self.has_buffers = True
         self.version = commit.version
         self.cancelled = {lease for lease in self.cancelled if lease.grant > self.newest_grant}
-        self.batch_samples = commit.num_samples
         self.settle_step(commit)
         self.replica.meter.step_done(self.num_computed)
         self.num_computed = 0

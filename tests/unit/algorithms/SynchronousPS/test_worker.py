@@ -173,9 +173,14 @@ def lease(grant: int = 1, start: int = 0, stop: int = 4) -> LeaseKey:
 
 
 def task(
-    grant: int = 1, version: int = 3, first_bucket: int = 0, *, backup: bool = False
+    grant: int = 1,
+    version: int = 3,
+    first_bucket: int = 0,
+    *,
+    backup: bool = False,
+    batch_samples: int = 32,
 ) -> Assigned:
-    """Four samples, which differ from grant to grant."""
+    """Four samples of a batch, which differ from grant to grant."""
     indices = torch.arange(4 * grant, 4 * grant + 4, dtype=torch.int32)
     return Assigned(
         *assignment_of(
@@ -183,6 +188,7 @@ def task(
             indices,
             version=version,
             learning_rate=0.1,
+            batch_samples=batch_samples,
             first_bucket=first_bucket,
             backup=backup,
         )
@@ -398,7 +404,6 @@ def test_who_is_parked_hears_how_much_of_its_last_push_has_counted(
     grant: int | None, counted: int
 ) -> None:
     shop = Shop("int8")
-    shop.worker.batch_samples = 32  # as the commit says: the share of both pushes is the same
     shop.worker.work_on(task(1))
     shop.worker.handle(park(grant, 2))
     for event in shop.state(3, 0.5):
@@ -595,7 +600,6 @@ def test_what_is_not_finite_names_the_step(shop: Shop) -> None:
 def next_push(settled: int | None, *, by_commit: bool = False) -> list[bytes]:
     """What a worker pushes after a push of which `settled` buckets have counted."""
     shop = Shop("int8")
-    shop.worker.batch_samples = 32  # as the commit says: the share of both pushes is the same
     live(shop, task(1))
     shop.worker.num_joined = 3
     if settled is not None:
@@ -629,6 +633,26 @@ def test_a_cancel_settles_what_has_counted_and_the_commit_after_it_no_more(
 ) -> None:
     assert next_push(num_buckets) == reference(num_buckets)
     assert next_push(num_buckets, by_commit=True) == reference(num_buckets)
+
+
+@pytest.mark.parametrize("batch_samples", [4, 8, 32])
+def test_a_debt_is_paid_by_the_share_of_this_batch_whatever_the_last_one_was(
+    batch_samples: int,
+) -> None:
+    """Of a last batch of a few samples a part is more than of the batches before it."""
+    shop = Shop("int8")
+    live(shop, task(1))
+    shop.worker.num_joined = 3
+    shop.worker.handle(cancel(1, 3))
+    shop.wire.frames.clear()
+    shop.worker.work_on(task(2, batch_samples=batch_samples))
+    sender = GradientSender("int8", shop.replica)
+    for grant, share in ((1, 4 / 32), (2, 4 / batch_samples)):
+        shop.replica.grads.copy_(gradient_for(shop.replica, task(grant).indices))
+        pushes = list(sender.pushes(lease(grant), 3, BatchLoss(0.5, 8), 0.25, share=share))
+        sender.settle()
+    sent = [bytes(frame.payload) for frame in shop.wire.frames]
+    assert sent == [bytes(payload) for _, payload in pushes]
 
 
 def test_what_is_owed_differs_with_what_counted() -> None:
