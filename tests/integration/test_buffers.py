@@ -36,8 +36,9 @@ from smolcluster.errors import Rejected
 from smolcluster.net.inbox import Inbox
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import Pushed
+from smolcluster.training.batches import placed
 from smolcluster.training.build import build
-from smolcluster.training.compute import BatchLoss, placed
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import training_steps
 from smolcluster.training.schedule import learning_rate
 

@@ -2,10 +2,11 @@
 
     skeleton_nbytes u32 | skeleton (JSON) | padding | tensor | padding | tensor | ...
 
-A batch is a tree of dicts, lists and tuples over tensors, NumPy arrays and plain values: None, bool, int,
-float and str. In the skeleton a plain value stands for itself, and everything else is an object with one
-field that says what it is. Tensors and arrays are little-endian, row by row, each at a multiple of
-`ALIGNMENT` bytes; whole numbers of 64 bits travel as the smallest type that holds them.
+A batch is a tree of dicts, lists and tuples (sizes of tensors and packed sequences among them) over tensors,
+NumPy arrays and plain values: None, bool, int, float and str. In the skeleton a plain value stands for
+itself, and everything else is an object with one field that says what it is. Tensors and arrays are
+little-endian, row by row, each at a multiple of `ALIGNMENT` bytes; whole numbers of 64 bits travel as the
+smallest type that holds them.
 
 Nothing that is received can name code: unknown types, sizes that do not add up, and trees deeper than
 `MAX_DEPTH` are refused. Tensors cost no more memory than they have bytes, but 64-bit whole numbers, at most
@@ -27,6 +28,7 @@ import orjson
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import DataError, ProtocolError
@@ -163,8 +165,13 @@ def _sequence(
     items = [
         _skeleton(each, f"{path}[{place}]", depth + 1, tensors) for place, each in enumerate(node)
     ]
-    if isinstance(node, list):
-        return items
+    match node:
+        case list():
+            return items
+        case torch.Size():
+            return {"size": items}
+        case PackedSequence():
+            return {"packed": items}
     fields = getattr(node, "_fields", None)
     return {"tuple": items} if fields is None else {"named": [list(fields), items]}
 
@@ -283,8 +290,8 @@ class _Decoder:
                 return float(content)
             case "dict", list():
                 return self._dict(content, depth)
-            case "tuple", list():
-                return tuple(self._node(each, depth + 1) for each in content)
+            case "tuple" | "size" | "packed", list():
+                return _tuple(kind, [self._node(each, depth + 1) for each in content])
             case "named", [list() as fields, list() as items]:
                 return _named(fields, [self._node(each, depth + 1) for each in items])
         raise ProtocolError("a batch's skeleton holds what is no part of a batch")
@@ -347,6 +354,20 @@ def _named(fields: list[Any], values: list[Any]) -> Any:
     except ValueError:
         raise ProtocolError("a batch's named tuple has names that are none") from None
     return kind(*values)
+
+
+def _tuple(kind: str, values: list[Any]) -> tuple[Any, ...]:
+    """A tuple, a tensor's size, or a packed sequence."""
+    match kind, values:
+        case "tuple", _:
+            return tuple(values)
+        case "size", _ if _is_shape(values):
+            return torch.Size(values)
+        case "packed", [Tensor(), Tensor() as at, Tensor() | None, Tensor() | None] if (
+            at.dim() == 1
+        ):
+            return PackedSequence(*values)
+    raise ProtocolError(f"a batch's {kind} is none")
 
 
 @lru_cache(maxsize=MAX_NAMED_TUPLES)

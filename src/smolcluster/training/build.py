@@ -16,7 +16,7 @@ from smolcluster.data.prefetch import Prefetch, prefetch_of
 from smolcluster.data.pytree import sliced
 from smolcluster.errors import ConfigError, DataError, NonFiniteLoss, SmolclusterError
 from smolcluster.training.builtin import load_workload
-from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward, placed
+from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
 from smolcluster.training.cutting import (
     NUM_SAMPLES,
     FirstLook,
@@ -193,16 +193,18 @@ class TrainingContext:
 
         def compute(at_once: int) -> BatchLoss:
             parts = cut(at_once)
-            if len(parts) > 1:
-                self.look_at_cutting()
             try:
-                return computed(parts)
+                batches = (each.gather() for each in parts)
+                loss = replica.doubles.attempt(partial(computed, parts), batches, undo)
             except NonFiniteLoss:  # as is a mean over no label
                 labelled = [each for each in parts if not lacks_labels(each.gather())]
                 if len(labelled) == len(parts):
                     raise
-            undo()
-            return computed(labelled)
+                undo()
+                loss = computed(labelled)
+            if len(parts) > 1:
+                self.look_at_cutting(at_once)
+            return loss
 
         def undo() -> None:
             buffers.find()
@@ -215,21 +217,26 @@ class TrainingContext:
             self.unused.batch_done()
         return loss
 
-    def look_at_cutting(self) -> None:
+    def look_at_cutting(self, at_once: int) -> None:
         """Say once if the loss of a few samples is another one when they are computed in two parts.
 
+        They are `at_once` at most, which have been computed at once before.
         Nothing else changes by it. Where it cannot be told, such as with samples that others send, it is not.
         """
         look = self.first_look
         if look is None or look.is_done or isinstance(self.workload.train, Elsewhere):
             return
         look.is_done = True
-        replica, loss, indices = self.replica, self.workload.loss, self.order(0)[:NUM_SAMPLES]
+        replica, loss, indices = (
+            self.replica,
+            self.workload.loss,
+            self.order(0)[: min(NUM_SAMPLES, at_once)],
+        )
 
         def loss_of(places: slice) -> tuple[float, float]:
             batch = self.gather(indices[places], Place(self.seed, 0, places.start))
             with replica.labels.watching():
-                result = loss(model, placed(batch, replica.device, replica.params.dtype))
+                result = loss(model, replica.placed(batch))
             terms = replica.labels.terms_of(result)
             total, count = terms or count_terms(result, len(indices[places]), of=loss)
             return float(total), float(count)
@@ -303,6 +310,7 @@ class TrainingContext:
                 precision=self.replica.precision,
                 batch_size=at_once,
                 before_batch=before_batch,
+                doubles=self.replica.doubles,
             )
 
         size = self.eval_batch_size.size or workload.eval_batch_size or DEFAULT_BATCH_SIZE
@@ -348,6 +356,7 @@ def build(
         ema_decay=train.ema_decay,
         meter=meter,
     )
+    replica.doubles.log = log
     if replica.meter.gpu is no_gpu:
         replica.meter.gpu = watched(device)
     replica.meter.memory = PeakMemory(device) if train.memory_profiling else None

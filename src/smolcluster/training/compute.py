@@ -1,9 +1,7 @@
 """Forward and backward: from batches to a mean loss, and its gradient in a replica."""
 
-import copy
 import math
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -14,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.training.batches import tensors_of
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica, first_non_finite
 from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.training.workload import LossFunction, count_terms, real_count
@@ -72,7 +71,7 @@ def forward_backward(
     for part in parts:
         begin(part.place)
         with replica.meter("data"), user_code("data"):
-            batch = placed(part.gather(), replica.device, replica.params.dtype)
+            batch = replica.placed(part.gather())
         with replica.meter("forward"), autocast(replica.precision, replica.device):
             is_lone = part.num_samples == 1
             lone = lone_sample(replica.model) if is_lone else nullcontext()
@@ -158,42 +157,12 @@ def trained_dtype(model: nn.Module) -> torch.dtype:
     return next((each.dtype for each in model.parameters() if each.requires_grad), torch.float32)
 
 
-def placed(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """The batch with its tensors on `device`, those of floating point as `dtype`."""
-    match batch:
-        case Tensor():
-            return batch.to(device, dtype) if batch.is_floating_point() else batch.to(device)
-        case UserDict():  # such as what tokenizers of transformers return, which has attributes
-            copied = copy.copy(batch)
-            copied.data = placed(batch.data, device, dtype)
-            return copied
-        case Mapping():
-            return {key: placed(value, device, dtype) for key, value in batch.items()}
-        case tuple() if hasattr(batch, "_fields"):
-            return type(batch)(*(placed(value, device, dtype) for value in batch))
-        case list() | tuple():
-            return type(batch)(placed(value, device, dtype) for value in batch)
-    return batch
-
-
-def _tensors(batch: Batch) -> Iterator[Tensor]:
-    match batch:
-        case Tensor():
-            yield batch
-        case Mapping():
-            for value in batch.values():
-                yield from _tensors(value)
-        case list() | tuple():
-            for value in batch:
-                yield from _tensors(value)
-
-
 def _explain_non_finite(
     replica: Replica, loss: LossFunction, part: Microbatch, mean: float
 ) -> None:
     """Raise and name the cause; return if all is finite and only the norm's sum overflowed."""
     if not math.isfinite(mean):
-        batch = placed(part.gather(), replica.device, replica.params.dtype)
+        batch = replica.placed(part.gather())
         origin = _origin_of_loss(replica, loss, batch)
         remedy = NO_TERMS_REMEDY if origin == AT_THE_LOSS else DIVERGENCE_REMEDY
         raise NonFiniteLoss(f"loss is {mean} {origin}; {remedy}")
@@ -205,7 +174,7 @@ def _explain_non_finite(
 
 
 def _origin_of_loss(replica: Replica, loss: LossFunction, batch: Batch) -> str:
-    for tensor in _tensors(batch):
+    for tensor in tensors_of(batch):
         if tensor.is_floating_point() and (value := first_non_finite(tensor)) is not None:
             return f"because the batch's inputs hold {value}: check the dataset"
     with autocast(replica.precision, replica.device):

@@ -19,13 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from smolcluster.data.dataset import NO_TERM, Batch
-from smolcluster.data.pytree import tensors_in
+from smolcluster.training.batches import tensors_of
 from smolcluster.training.workload import Terms
 
 NUM_SAMPLES = 16
 """Of the first batch, which are computed whole and in two parts."""
-FIRST_PART = 5
-"""Samples of the first part: unequal parts show means of means as well."""
 TOLERANCE = 1e-3
 """Of what rounding may change."""
 REMEDY = (
@@ -46,7 +44,7 @@ def lacks_labels(batch: Batch) -> bool:
     """Whether a tensor of the batch says of each of its places that no loss term belongs to it (-100)."""
     return any(
         bool((each == NO_TERM).all())
-        for each in tensors_in(batch)
+        for each in tensors_of(batch)
         if each.numel() and each.dtype in (torch.int64, torch.int32, torch.int16)
     )
 
@@ -106,7 +104,7 @@ def said_of_cutting(
     """
     if num_samples < 2:
         return None
-    cut = min(FIRST_PART, num_samples // 2)
+    cut = max(1, num_samples // 3)  # parts of unequal size show means of means as well
     whole, again = (_mean([loss_of(slice(0, num_samples))]) for _ in range(2))
     if not (math.isfinite(whole) and whole == again):
         return None

@@ -3,16 +3,19 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from smolcluster.configs.schema import Precision
-from smolcluster.data.dataset import Samples
+from smolcluster.data.dataset import Batch, Samples
 from smolcluster.data.loading import every_index
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.compute import autocast, placed, trained_dtype
+from smolcluster.training.batches import Doubles, placed
+from smolcluster.training.compute import autocast, trained_dtype
 from smolcluster.training.cutting import LabelsSeen, lacks_labels
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.user_code import user_code, wrong_result
@@ -58,12 +61,14 @@ def evaluate(
     batch_size: int | None = None,
     before_batch: Callable[[], None] = lambda: None,
     dtype: torch.dtype | None = None,
+    doubles: Doubles | None = None,
 ) -> Evaluation:
     """Evaluate `model`, which lies on `device`, on every sample of a split.
 
     The model is put into evaluation mode and left there. What it needs gradients for it can compute under
     `torch.enable_grad`. `batch_size` samples are evaluated at a time. `before_batch` may raise. `dtype`: of
-    samples of floating point; None: that of the model's trained parameters.
+    samples of floating point; None: that of the model's trained parameters. `doubles`: what is known of
+    samples in float64. The loss and each metric are given a batch in containers of their own.
 
     Raises:
         NonFiniteLoss: the mean loss is NaN or infinite.
@@ -71,6 +76,7 @@ def evaluate(
     """
     model.eval()
     seen = LabelsSeen(model)
+    doubles = doubles or Doubles()
     dtype = dtype or trained_dtype(model)
     batch_size = batch_size or DEFAULT_BATCH_SIZE
     measured = {"": loss} | {name: of for name, of in metrics.items() if not isinstance(of, OfLoss)}
@@ -79,14 +85,15 @@ def evaluate(
         for indices in torch.split(every_index(samples), batch_size):
             before_batch()
             with user_code("data"):
-                batch = placed(samples.batch(indices), device, dtype)
+                gathered = placed(samples.batch(indices), device, dtype, lowers_doubles=False)
             for name, measure in measured.items():
                 what = f"metric {name}" if name else "loss"
-                with user_code(what), seen.watching():
-                    result = measure(model, batch)
+                fresh = partial(placed, gathered, device, dtype)
+                value = partial(_value, measure, what, model, fresh, doubles=doubles, seen=seen)
+                result = doubles.attempt(value, [gathered])
                 terms = seen.terms_of(result)
                 total, num_terms = terms or count_terms(result, len(indices), of=measure, what=what)
-                if not math.isfinite(float(total)) and lacks_labels(batch):
+                if not math.isfinite(float(total)) and lacks_labels(gathered):
                     continue
                 sums[name] += float(total)
                 counts[name] += real_count(num_terms, of=measure, what=what)
@@ -101,6 +108,21 @@ def evaluate(
         if isinstance(of, OfLoss):
             derived[name] = _of_loss(name, of, mean)
     return Evaluation(mean, means | derived)
+
+
+def _value(
+    measure: LossFunction,
+    what: str,
+    model: nn.Module,
+    fresh: Callable[..., Batch],
+    *,
+    doubles: Doubles,
+    seen: LabelsSeen,
+) -> Any:
+    """What a loss or metric returns for a batch in containers of its own."""
+    batch = fresh(lowers_doubles=doubles.are_lowered)
+    with user_code(what), seen.watching():
+        return measure(model, batch)
 
 
 def _of_loss(name: str, metric: OfLoss, loss: float) -> float:

@@ -6,7 +6,8 @@ from torch.nn.parameter import is_lazy
 
 from smolcluster.data.dataset import Elsewhere, Place
 from smolcluster.errors import ConfigError
-from smolcluster.training.compute import placed, trained_dtype
+from smolcluster.training.batches import placed
+from smolcluster.training.compute import trained_dtype
 from smolcluster.training.modes import evaluating
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload

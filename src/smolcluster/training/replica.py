@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
 from smolcluster.configs.schema import GradientClipping, Precision
+from smolcluster.data.dataset import Batch
 from smolcluster.errors import ConfigError, NonFiniteLoss
+from smolcluster.training.batches import Doubles, placed
 from smolcluster.training.buffers import ModelBuffers, plain_name
 from smolcluster.training.copying import second
 from smolcluster.training.cutting import LabelsSeen
@@ -121,6 +123,7 @@ class Replica:
         ]
         self._into_flat()
         self.labels = LabelsSeen(self.model)
+        self.doubles = Doubles()
         self.watch = StateWatch(
             *(self.model, self.parameters, self._trained, self.grads, self.buffers)
         )
@@ -145,6 +148,11 @@ class Replica:
         """Let the model's parameters and their gradients be the flat tensors."""
         for each in self._trained:
             each.parameter.data, each.parameter.grad = each.data, each.gradient
+
+    def placed(self, batch: Batch) -> Batch:
+        """A batch as the model takes it; see `batches.placed`."""
+        lowers = self.doubles.are_lowered
+        return placed(batch, self.device, self.params.dtype, lowers_doubles=lowers)
 
     def clip(self, clipping: GradientClipping) -> float:
         """Clip `grads` if that is enabled; return their L2 norm before."""

@@ -10,7 +10,8 @@ from transformers import BatchEncoding
 
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.compute import Microbatch, forward_backward, lone_sample, placed
+from smolcluster.training.batches import placed
+from smolcluster.training.compute import Microbatch, forward_backward, lone_sample
 from smolcluster.training.replica import Replica
 
 META = torch.device("meta")

@@ -20,7 +20,8 @@ from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Place
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.errors import NonFiniteLoss, OutOfMemory, UserCodeError
-from smolcluster.training.compute import autocast, placed
+from smolcluster.training.batches import placed
+from smolcluster.training.compute import autocast
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.modes import begin_training
 from smolcluster.training.replica import DIVERGENCE_REMEDY

@@ -146,8 +146,6 @@ class Worker:
             self.await_sent()
         if self.is_wanted(task):
             self.want_next(task)
-            if task.num_samples < self.train.samples_per_step:
-                self.training.look_at_cutting()
             started = time.perf_counter()
             try:
                 self.replica.buffers.restore()  # each part begins as the step does
@@ -157,6 +155,8 @@ class Worker:
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"step {self.version + 1}: {error}") from error
             compute_s = time.perf_counter() - started
+            if task.num_samples < self.train.samples_per_step:
+                self.training.look_at_cutting(task.num_samples)
             self.num_computed += task.num_samples
             self.hear()
         if self.is_wanted(task):

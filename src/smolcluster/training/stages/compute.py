@@ -20,7 +20,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import map_tensors, tensors_in
 from smolcluster.errors import ProtocolError
-from smolcluster.training.compute import autocast, placed
+from smolcluster.training.batches import placed
+from smolcluster.training.compute import autocast
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.modes import evaluating
 from smolcluster.training.replica import Replica

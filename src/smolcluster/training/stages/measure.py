@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import map_tensors, tensors_in
-from smolcluster.training.compute import placed
+from smolcluster.training.batches import placed
 from smolcluster.training.stages.build import build_stage, model_input, outlines, output_loss
 from smolcluster.training.stages.deferred import backward_input
 from smolcluster.training.user_code import user_code
