@@ -111,6 +111,10 @@ class WatchedLoss:
 
     def _check(self, model: nn.Module, total: Tensor) -> None:
         own = {id(each) for each in model.parameters()}
+        if (
+            not own
+        ):  # what stages or ranks have computed stands for the model: its graph holds their weights
+            return
         others = [each for each in _leaves(total) if id(each) not in own]
         if others:
             names = self._names()
