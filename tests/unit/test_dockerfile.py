@@ -43,6 +43,15 @@ def test_its_python_is_one_that_the_package_takes() -> None:
     assert int(found[1]) >= int(least.removeprefix(">=3.").partition(",")[0])
 
 
+def test_it_is_pinned_and_nothing_in_it_runs_as_root() -> None:
+    [[image]] = words_of("FROM")
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", image)
+    names = [name for name, _ in instructions()]
+    [[user]] = words_of("USER")
+    assert user not in ("root", "0")
+    assert names.index("USER") > max(n for n, name in enumerate(names) if name == "RUN")
+
+
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
 def test_what_pods_start_comes_with_the_package(kind: str) -> None:
     """No instruction of the image starts anything: pods name the command."""

@@ -151,7 +151,7 @@ def _connections() -> Iterator[int]:
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as copy:
-                    if copy.family in (socket.AF_INET, socket.AF_INET6):
+                    if copy.family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
                         yield number
 
 

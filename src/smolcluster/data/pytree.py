@@ -40,6 +40,8 @@ MAX_DEPTH = 32
 MAX_DIMS = 16
 MAX_NUMEL = 2**53
 MAX_FIELDS = 256
+MAX_NAME_CHARS = 100
+"""Of a field of a named tuple, whose class is kept."""
 MAX_SKELETON_NBYTES = 16 * 1024 * 1024
 MAX_NODES = 1 << 20
 """Values, lists and objects in a skeleton."""
@@ -346,7 +348,9 @@ def _is_shape(shape: list[Any]) -> bool:
 
 def _named(fields: list[Any], values: list[Any]) -> Any:
     """A named tuple: attributes of these names, and nothing else of the sender's class."""
-    known = all(isinstance(name, str) for name in fields) and len(fields) <= MAX_FIELDS
+    known = len(fields) <= MAX_FIELDS and all(
+        isinstance(name, str) and len(name) <= MAX_NAME_CHARS for name in fields
+    )
     if not known or len(fields) != len(values):
         raise ProtocolError("a batch's named tuple has other names than values")
     try:

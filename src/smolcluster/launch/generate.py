@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
 
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.data.tokenizer import Tokenizer, load_tokenizer
@@ -12,6 +13,7 @@ from smolcluster.launch.saved import gpt_of, store_of
 from smolcluster.launch.watch.fetch import brought
 from smolcluster.models.gpt import GPT
 from smolcluster.models.sampling import sample
+from smolcluster.observability.terminal import shown_text
 from smolcluster.runs.paths import RunPaths
 
 
@@ -54,6 +56,9 @@ def generate(run: str, options: GenerateOptions) -> int:
         generator=torch.Generator().manual_seed(options.seed),
     )
     text = options.prompt + tokenizer.decode(list(written)) + "\n"
+    # A model may write what moves a terminal's cursor, or more.
+    if sys.stdout.isatty():
+        text = shown_text(Console(), text).plain + "\n"
     encoding = sys.stdout.encoding
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     return 0

@@ -86,7 +86,8 @@ def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
     lines = [
         'rm -f -- "$0"; _smolcluster_asked=',  # a name that nobody exports
         *exports,
-        f"mkdir -p {run}/pids {run}/exits {run}/logs; rm -f {run}/exits/{stem} {run}/asked/{stem}.*",
+        f"(umask 077; mkdir -p {run}/pids {run}/exits {run}/logs)",
+        f"rm -f {run}/exits/{stem} {run}/asked/{stem}.*",
         f"echo $$ > {run}/pids/{stem}",
         "trap _smolcluster_asked=1 INT TERM HUP",
         f'[ -z "$_smolcluster_asked" ] && cd {shell_path(process.project_dir)} && '

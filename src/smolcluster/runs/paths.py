@@ -131,6 +131,10 @@ def check_run_id(run_id: str) -> str:
     return run_id
 
 
+OWNER_ONLY = 0o700
+"""A run's folder holds data, settings and addresses: other users of a machine have no business there."""
+
+
 def create_run(root: Path, run_id: str, *, newest: bool = True) -> RunPaths:
     """Make a run's folder under `root` (it may exist) and, if `newest`, let `latest` point to it.
 
@@ -139,7 +143,9 @@ def create_run(root: Path, run_id: str, *, newest: bool = True) -> RunPaths:
     """
     paths = RunPaths(root / check_run_id(run_id))
     try:
-        paths.logs.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
+        paths.root.mkdir(mode=OWNER_ONLY, exist_ok=True)
+        paths.logs.mkdir(exist_ok=True)
         if newest:
             point_latest(root, run_id)
     except OSError as error:

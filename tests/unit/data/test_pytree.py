@@ -248,6 +248,13 @@ def test_named_tuples_of_the_same_fields_are_of_one_type_in_all_batches() -> Non
     assert type(sent(batch)) is type(sent(batch))
 
 
+def test_names_of_a_named_tuple_are_bounded() -> None:
+    """The class that is made of them is kept."""
+    long = as_bytes({"named": [["a" * 101], [1]]})
+    with pytest.raises(ProtocolError, match="named tuple"):
+        decode(long)
+
+
 def test_a_batch_of_too_many_plain_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     many = as_bytes([[]] * 100)
     encode([1] * 100)

@@ -1,4 +1,5 @@
 import re
+import stat
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -82,6 +83,11 @@ def test_creating_a_run_makes_its_folder_and_moves_latest(tmp_path: Path) -> Non
         "edp-2",
         "latest",
     ]
+
+
+def test_other_users_of_the_machine_do_not_see_into_a_run(tmp_path: Path) -> None:
+    paths = create_run(tmp_path / "runs", "edp-1")
+    assert stat.S_IMODE(paths.root.stat().st_mode) == 0o700
 
 
 def test_a_worker_joins_a_run_without_moving_latest(tmp_path: Path) -> None:

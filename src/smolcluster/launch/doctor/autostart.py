@@ -9,11 +9,14 @@ import plistlib
 import shlex
 import sys
 
+from rich.console import Console
+
 from smolcluster.configs.meant import cluster_source
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import host_of, shell_path
+from smolcluster.observability.terminal import shown_text
 from smolcluster.utils.units import format_address
 
 WAIT_S = 120
@@ -90,7 +93,7 @@ def autostart(config: str | None, overrides: list[str]) -> int:
             text = _job(cluster, node, done.stdout.splitlines(), folder)
         except LaunchError as error:
             failed, text = True, f"# {error}"
-        sys.stdout.write(f"{text}\n\n")
+        sys.stdout.write(f"{shown_text(Console(), text).plain}\n\n")
     return int(failed)
 
 

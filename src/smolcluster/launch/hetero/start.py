@@ -30,6 +30,7 @@ from smolcluster.launch.hetero.file import (
     read_hetero,
 )
 from smolcluster.observability.logs import console_logger
+from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.runs.events import num_resumed
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.launched import LaunchedProcess
@@ -245,8 +246,10 @@ class Part:
 
 
 def _say_of(node: str) -> Callable[[str], None]:
+    console = SteadyConsole(file=sys.stdout)
+
     def say(line: str) -> None:
-        sys.stdout.write(f"[{node}] {line}\n")
+        print_line(console, f"[{node}] {line}")
         sys.stdout.flush()
 
     return say
