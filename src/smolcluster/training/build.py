@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -233,13 +234,17 @@ class TrainingContext:
             self.order(0)[: min(NUM_SAMPLES, at_once)],
         )
 
+        numbers = (
+            count()
+        )  # samples that are drawn at random differ each time, and then nothing is said
+
         def loss_of(places: slice) -> tuple[float, float]:
-            batch = self.gather(indices[places], Place(self.seed, 0, places.start))
+            batch = self.gather(indices[places], Place(self.seed, 0, next(numbers)))
             with replica.labels.watching():
                 result = loss(model, replica.placed(batch))
             terms = replica.labels.terms_of(result)
-            total, count = terms or count_terms(result, len(indices[places]), of=loss)
-            return float(total), float(count)
+            total, number = terms or count_terms(result, len(indices[places]), of=loss)
+            return float(total), float(number)
 
         said = None
         with without_effect_on_chance(replica.device), replica.evaluating() as model:
