@@ -320,6 +320,7 @@ class ServerContext:
             log=self.log,
         )
         report = self.new_report(self.codec, acceptor.bytes_moved)
+        acceptor.trouble = lambda: report.trouble
         self.log.info("listening on %s, port %d", ", ".join(addresses), cluster.port)
         if cluster.encryption == "off":
             self.log.warning(

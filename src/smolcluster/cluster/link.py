@@ -132,6 +132,7 @@ class Link(Session, Receiver):
         self.place = place
         """Of this worker's process; None: it needs no peers but the server."""
         self._whom = place.whom if place else "the server"
+        self._told_trouble = ""
         self._others: list[Session] = []
         """Sessions with other peers, which last as long as this one."""
         self.heard = False
@@ -211,6 +212,14 @@ class Link(Session, Receiver):
         self._others.append(session)
         session.start()
         return session
+
+    def hear_trouble(self, trouble: str) -> None:
+        """Log what the server cannot do, once each time that it changes."""
+        before, self._told_trouble = self._told_trouble, trouble
+        if self.place is None or trouble == before:
+            return
+        said = f"{self._whom} says: {trouble}" if trouble else f"{self._whom} can save again"
+        self.place.log.log(logging.WARNING if trouble else logging.INFO, "%s", said)
 
     def next_event(self, timeout_s: float) -> Event | None:
         """The next event, or None when there is none within `timeout_s` seconds.

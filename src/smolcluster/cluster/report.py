@@ -140,6 +140,7 @@ class Report:
         self._status_file = status
         self._spans = spans
         self._check_stop = check_stop
+        self._unsaved = ""
         self._begun_at = instant(time.time())
         self._newest: StepTaken | None = None
         self._run = run
@@ -282,8 +283,22 @@ class Report:
 
     def saved(self, step: int, folder: Path) -> None:
         """A checkpoint of this step is on the disk, in `folder`. Any thread."""
+        self._unsaved = ""
         self._events.write(CheckpointSaved(step=step))
         self._hooks.checkpoint(hooks.CheckpointSaved(step, folder))
+
+    def has_no_space(self, step: int) -> None:
+        """The disk was too full for the checkpoint of this step. Any thread."""
+        self._unsaved = (
+            f"step {step} is not saved: no space is left on the disk of {self._server_node}"
+        )
+
+    @property
+    def trouble(self) -> str:
+        """What cannot be saved for lack of space; empty: nothing. Any thread."""
+        if self._status_file is not None and self._status_file.has_full_disk:
+            return f"nothing is saved: no space is left on the disk of {self._server_node}"
+        return self._unsaved
 
     def worker_changed(self, event: WorkerJoined | WorkerLeft | WorkerLost) -> None:
         """A worker joined, left, or was lost."""
@@ -459,6 +474,7 @@ class Report:
             process_stats=self._gauge.values,
             **measured,
             samples_per_s=self._samples_pace(),
+            trouble=self.trouble or None,
             workers=self.board.workers(),
             **self._own_fields,
         )

@@ -622,6 +622,9 @@ class Run:
         if stopped.left:
             self.say(f"the others are stopped; {as_command('stop', run_id)} tries again", "red")
             return 1
+        if stopped.unsaved is not None:
+            self.say(f"run {run_id}: stopped, but {stopped.unsaved}", "red")
+            return 1
         what = "it was over already" if stopped.was_over else "stopped"
         self.say(f"run {run_id}: {what}; nothing of it is left running")
         return 0

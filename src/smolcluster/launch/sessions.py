@@ -33,6 +33,8 @@ from smolcluster.utils.seed import HASH_SEED, hash_seed
 
 POLL_S = 0.2
 SCREEN_LINES = 200
+FULL_BELOW_NBYTES = 64 * 1024
+"""A disk with less space takes no file of a run any more."""
 
 
 class Ending(IntEnum):
@@ -135,6 +137,16 @@ def _pid(process: LaunchedProcess) -> str:
         return f"pid={process.pid}"
     file = f"{shell_path(process.run_dir)}/pids/{shlex.quote(process.stem)}"
     return f"pid=$(cat {file} 2>/dev/null)"
+
+
+def free_script(server: LaunchedProcess) -> str:
+    """Prints how many KiB the disk of a run's folder has left for its user."""
+    return f"df -Pk {shell_path(server.run_dir)} 2>/dev/null | awk 'NR == 2 {{print $4}}'"
+
+
+def is_full_disk(said: str) -> bool:
+    """Whether so few KiB are left that nothing more is written."""
+    return said.strip().isdigit() and 1024 * int(said) < FULL_BELOW_NBYTES
 
 
 def exit_code(process: LaunchedProcess) -> int | None:

@@ -3,13 +3,23 @@
 These do not hear of it: to them a server that was stopped is one that may come back.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import shell_path
-from smolcluster.launch.sessions import Ending, ask_to_end, host_of, kill, wait_to_end
+from smolcluster.launch.sessions import (
+    Ending,
+    ask_to_end,
+    free_script,
+    host_of,
+    is_full_disk,
+    kill,
+    wait_to_end,
+)
+from smolcluster.launch.watch.probe import sections
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.status import STATUS, stopped
 from smolcluster.utils.at_once import at_once
@@ -25,6 +35,7 @@ KILL_GRACE_S = 5.0
 """How long what was killed may take to be gone."""
 ASK_S = 2.0
 """How long a machine is waited for at once: so soon a changed mind is heard."""
+_CHECKPOINT = re.compile(r"step-(\d{8,16})")
 WAITING = "waiting for its last checkpoint"
 
 InAHurry = Callable[[], bool]
@@ -45,6 +56,8 @@ class StopResult:
 
     left: list[Left]
     was_over: bool
+    unsaved: str | None = None
+    """What is not saved because the server's disk is full, with the checkpoint that there is."""
 
 
 def stop_processes(
@@ -59,17 +72,49 @@ def stop_processes(
     The server is asked first, then the workers, and at last what ships their logs. Who does not end in time
     is killed, and so is everybody as soon as `in_a_hurry()` says so.
     """
-    server = _end(launched.server, server_grace_s, in_a_hurry, say)
+    server, unsaved = _end(launched.server, server_grace_s, in_a_hurry, say), None
     if server is Ending.ENDED:
         with suppress(LaunchError):
             _note_stopped(launched)
+            unsaved = _unsaved(launched.server)
     workers = at_once(lambda worker: _end(worker, WORKER_GRACE_S, in_a_hurry, say), launched.others)
     results = [server, *workers]
     shippers = _end_shippers(launched.shippers, in_a_hurry, say)
     return StopResult(
         left=[result for result in (*results, *shippers) if isinstance(result, Left)],
         was_over=all(result is Ending.WAS_OVER for result in results),
+        unsaved=unsaved,
     )
+
+
+def _unsaved(server: LaunchedProcess) -> str | None:
+    """What a full disk has kept a server that has ended from saving; None: nothing.
+
+    Raises:
+        LaunchError: the server's machine cannot be asked.
+    """
+    run = shell_path(server.run_dir)
+    lines = [
+        "echo ::free",
+        free_script(server),
+        "echo ::names",
+        f"ls {run}/checkpoints 2>/dev/null",
+    ]
+    lines += ["echo ::status", f"cat {run}/status.json 2>/dev/null"]
+    said = sections(host_of(server).run("\n".join(lines)).stdout)
+    status = STATUS.parse(said.get("status", ""))
+    trouble = status.trouble if status is not None else None
+    if trouble is None and is_full_disk(said.get("free", "")):
+        trouble = f"nothing is saved: no space is left on the disk of {server.node}"
+    if trouble is None:
+        return None
+    steps = sorted(
+        int(found[1])
+        for found in map(_CHECKPOINT.fullmatch, said.get("names", "").split())
+        if found
+    )
+    there = f"the newest checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint"
+    return f"{trouble}; {there}"
 
 
 def _note_stopped(launched: Launched) -> None:

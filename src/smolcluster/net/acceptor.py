@@ -91,6 +91,8 @@ class Acceptor:
         self._admit = admit
         self._receiver_for = receiver_for
         self._max_queued = max_queued
+        self.trouble: Callable[[], str] = str
+        """What the sessions' heartbeats say that this side cannot do."""
         self._log = log
         self._session_ids = session_ids or itertools.count(1)
         self._unproved: dict[int, str] = {}
@@ -191,6 +193,7 @@ class Acceptor:
             heartbeat_timeout_s=answer.heartbeat_timeout_s,
             max_queued=self._max_queued,
             kinds=from_dialler(proved.sets),
+            trouble=self.trouble,
         )
         self._inbox.put(SessionOpened(session, proved))
         session.start()

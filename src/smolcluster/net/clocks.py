@@ -31,9 +31,11 @@ class Clocks:
         """When the peer sent its last heartbeat, and when it came."""
         self._samples: deque[Sample] = deque(maxlen=NUM_SAMPLES)
 
-    def beat(self) -> Heartbeat:
+    def beat(self, trouble: str = "") -> Heartbeat:
         sent_at, heard_at = self._heard or (None, None)
-        return Heartbeat(sent_at=self._now(), heard_sent_at=sent_at, heard_at=heard_at)
+        return Heartbeat(
+            sent_at=self._now(), heard_sent_at=sent_at, heard_at=heard_at, trouble=trouble
+        )
 
     def hear(self, beat: Heartbeat) -> None:
         now = self._now()

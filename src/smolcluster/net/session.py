@@ -80,11 +80,12 @@ class Session:
         max_queued: int,
         kinds: Kinds,
         report: Callable[[], Message | None] = lambda: None,
+        trouble: Callable[[], str] = str,
     ) -> None:
-        """`report`: what to send along with each heartbeat; the writer asks it."""
+        """`report`: what to send along with each heartbeat, `trouble`: what it says; the writer asks."""
         self.session_id = session_id
         self.clocks = Clocks()
-        self._report = report
+        self._report, self._trouble = report, trouble
         self.connection = connection
         self.receiver = receiver
         self._kinds = kinds
@@ -217,6 +218,9 @@ class Session:
         self._reader.join(deadline.remaining())
         return not self._reader.is_alive()
 
+    def hear_trouble(self, trouble: str) -> None:
+        """What the peer's newest heartbeat says that it cannot do; empty: nothing. The reader's thread."""
+
     def _read(self) -> None:
         torch.set_num_threads(1)
         try:
@@ -226,6 +230,7 @@ class Session:
                 )
                 if isinstance(message, Heartbeat):
                     self.clocks.hear(message)
+                    self.hear_trouble(message.trouble)
                 else:
                     event = self.receiver(message, payload)
                     if event is not None:
@@ -291,6 +296,6 @@ class Session:
         return self._rest.popleft()
 
     def _beat(self) -> None:
-        self.connection.send_frame(frame_of(self.clocks.beat()))
+        self.connection.send_frame(frame_of(self.clocks.beat(self._trouble())))
         if report := self._report():
             self.connection.send_frame(frame_of(report))

@@ -35,6 +35,8 @@ FLUSH_EVERY_S = 1.0
 CLOSING_RETRY_S = 0.2
 MAX_KEPT_NBYTES = 8_000_000
 """Of lines that wait for their file."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The system's numbers of an error for which a disk has no space, or none for its user."""
 NUM_OLD_FILES = 2
 """Of a file that is rotated: `name.1` is what was `name` before, `name.2` what was `name.1`."""
 
@@ -296,7 +298,7 @@ class LineWriter:
 
 def is_full(problem: BaseException | None) -> bool:
     """Whether a file could not be written because there is no space on its disk, or none for its user."""
-    return isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(problem, OSError) and problem.errno in FULL
 
 
 def waiting_for_space(path: Path, patience_s: float) -> str:

@@ -122,6 +122,9 @@ class RunStatus(WithMetrics):
     process_stats: dict[str, float] = Field(
         {}, validation_alias=PROCESS_STATS, description="What the owner measured of itself last."
     )
+    trouble: str | None = Field(
+        None, description="What cannot be saved because the disk is full; null: nothing."
+    )
     workers: list[WorkerStatus]
 
     @property
@@ -219,6 +222,11 @@ class StatusFile:
         self._written: RunStatus | None = None
         self.newest: RunStatus | None = None
         """What was said last; for any thread."""
+
+    @property
+    def has_full_disk(self) -> bool:
+        """Whether the newest status is not in the file because there is no space for it."""
+        return is_full(self._problem)
 
     def ask(self, status: Callable[[], RunStatus]) -> None:
         """Keep what `status` says for the next `flush`, if it is time; otherwise do not even ask."""

@@ -46,7 +46,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from smolcluster.errors import CheckpointError
-from smolcluster.runs.files import utc_timestamp
+from smolcluster.runs.files import FULL, utc_timestamp
 from smolcluster.runs.model_file import Strict, problem_of
 from smolcluster.training.replica import AVERAGE, Replica
 from smolcluster.utils.replacing import replacing
@@ -498,16 +498,18 @@ class CheckpointWriter:
         before_saving: Callable[[], None] = lambda: None,
         on_progress: Callable[[], None] = lambda: None,
         *,
+        on_no_space: Callable[[int], None] = lambda _: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """In the writer's thread `before_saving` is called before a step is saved, and `on_saved` when it is,
-        with the step and its folder; `on_progress` in the thread that waits for the end, as files grow.
+        with the step and its folder, or `on_no_space` when the disk was too full; `on_progress` in the thread
+        that waits for the end, as files grow.
         """
         self._store = store
         self._log = log
         self._on_saved = on_saved
         self._before_saving = before_saving
-        self._on_progress = on_progress
+        self._on_progress, self._on_no_space = on_progress, on_no_space
         self._now = now
         self._grown = 0
         self._changed = threading.Condition()
@@ -628,6 +630,8 @@ class CheckpointWriter:
             cause = error.__cause__ if known else error
             kind = _errno(error.__cause__) or type(cause)
             self._failed_step = step
+            if _errno(cause) in FULL:
+                self._on_no_space(step)
             if kind not in self._reported:
                 self._reported.add(kind)
                 said, trace = (error, None) if known else (repr(error), error)

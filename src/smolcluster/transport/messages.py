@@ -366,13 +366,14 @@ class Heartbeat(Message):
     """Either side: still alive, at `sent_at`; and when the peer's last heartbeat was sent and came.
 
     The four moments of a pair of heartbeats give the round trip and the difference of the clocks (NTP,
-    RFC 5905).
+    RFC 5905). Server: `trouble` is what it cannot do at the moment, because its disk is full.
     """
 
     KIND: ClassVar[int] = 12
     sent_at: Moment
     heard_sent_at: Moment | None = None
     heard_at: Moment | None = None
+    trouble: Sentence = ""
 
 
 class Goodbye(Message):

@@ -41,6 +41,7 @@ from smolcluster.transport.messages import (
     End,
     Fault,
     Goodbye,
+    Heartbeat,
     LeaseKey,
     Message,
     Pull,
@@ -94,6 +95,20 @@ def test_a_worker_says_what_it_has_and_ends_well_with_the_run(life: Life[Helper]
     worker.finish()
     assert life.runs == ["run-1"]
     assert "the run is over: every sample has been applied" in life.lines[-1]
+
+
+def test_what_the_server_cannot_save_is_in_the_worker_s_log_once(life: Life[Helper]) -> None:
+    worker = life.begin()
+    hand, _ = life.taken_part()
+    for trouble in ("nothing is saved", "nothing is saved", "step 3 is not saved", ""):
+        hand.say(Heartbeat(sent_at=1.0, trouble=trouble))
+    end(hand)
+    worker.finish()
+    assert [line for line in life.lines if "save" in line] == [
+        "WARNING the server says: nothing is saved",
+        "WARNING the server says: step 3 is not saved",
+        "INFO the server can save again",
+    ]
 
 
 @pytest.mark.parametrize(("algorithm", "says"), [("diloco", True), ("edp", False)])

@@ -1,5 +1,6 @@
 """What `status.json` says of a run while it lives and when it is over: a report's and a hub's part in it."""
 
+import errno
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,8 @@ from smolcluster.cluster.report import Report, StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import Range
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import NonFiniteLoss, SmolclusterError
+from smolcluster.runs import status as status_module
 from smolcluster.runs.events import RunStarted, read_events
 from smolcluster.runs.status import RunStatus, StatusFile, read_status
 from smolcluster.training.evaluate import Evaluation
@@ -269,3 +271,24 @@ def test_who_took_part_to_the_end_is_joined_when_it_is_over(board: Board) -> Non
         ("macbook", "joined"),
         ("pi5", "lost"),
     ]
+
+
+def test_what_a_full_disk_keeps_from_being_saved_is_told_until_it_is(
+    board: Board, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = board.context.new_report()
+    assert (board.read(report).trouble, report.trouble) == (None, "")
+    report.has_no_space(7)
+    assert "step 7 is not saved: no space is left" in (board.read(report).trouble or "")
+    report.saved(8, tmp_path)
+    assert board.read(report).trouble is None
+
+    def is_full(*_: object) -> None:
+        raise SmolclusterError("cannot write") from OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(status_module, "write_status", is_full)
+        board.read(report)
+        assert report.trouble.startswith("nothing is saved: no space is left")
+    board.read(report)
+    assert report.trouble == ""

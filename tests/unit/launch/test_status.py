@@ -237,6 +237,21 @@ def test_what_goes_on_with_a_run_is_said_where_it_can_be(state: State, hint: str
     )
 
 
+def test_a_full_disk_of_the_server_is_told(tmp_path: Path) -> None:
+    """Whether the server could write so, or nothing any more."""
+    paths = launched_run(tmp_path, server())
+    written = status_of(now=NOW)
+    small = "step 9 is not saved: no space is left on the disk of mini1"
+    for status_of_server, free, expected in (
+        (written, "1000000", []),
+        (written.model_copy(update={"trouble": small}), "1000000", [small]),
+        (written, "0", ["nothing is saved: no space is left on the disk of mini1"]),
+    ):
+        answer = said(["running"], status_of_server) + f"::free\n{free}\n"
+        told = notes(look_at(paths, lambda _host, _script, answer=answer: answer))
+        assert [line for line in told if "saved" in line] == expected
+
+
 def test_nothing_goes_on_with_a_run_that_never_began() -> None:
     said = notes(RunReport(run_id="r1", state="broken off", processes=()))
     assert not [line for line in said if "resume" in line]

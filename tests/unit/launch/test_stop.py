@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from processes import fill_disk, small_disk
 from reading import children_of, status_of, write
 from smolcluster.errors import ConfigError
 from smolcluster.launch import remote
@@ -122,3 +123,33 @@ def test_a_run_from_elsewhere_is_refused(paths: RunPaths) -> None:
     write(paths.config, "")
     with pytest.raises(ConfigError, match="was not launched from here"):
         remote.stop(str(paths.root), now=False)
+
+
+def test_a_full_disk_is_named_with_the_checkpoint_that_there_is(
+    tmp_path: Path, counting: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk", "1m"):
+        paths = create_run(tmp_path / "disk", "edp-1")
+        write_status(paths.status, status_of())
+        for step in (40, 80):
+            (paths.checkpoints / f"step-{step:08d}").mkdir(parents=True)
+        server = counting(tmp_path, *SERVER)
+        children_of(paths, server.pid)
+        fill_disk(tmp_path / "disk" / "filler")
+        assert stop(paths, now=False) == 1
+        assert server.wait() is not None
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no space is left on the disk of" in said
+    assert "the newest checkpoint is of step 80" in said
+
+
+def test_a_last_checkpoint_without_space_is_named_too(
+    paths: RunPaths, spawn: Spawn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What its server has written at its end says so; there is space for small files."""
+    trouble = "step 120 is not saved: no space is left on the disk of mini1"
+    over = {"state": "ended", "reason": "it was stopped", "trouble": trouble}
+    write_status(paths.status, status_of().model_copy(update=over))
+    children_of(paths, spawn(*SERVER).pid)
+    assert stop(paths, now=False) == 1
+    assert f"{trouble}; there is no checkpoint" in " ".join(capsys.readouterr().out.split())

@@ -1058,6 +1058,20 @@ def test_a_stuck_disk_stops_nobody_and_the_newest_waits(tmp_path: Path) -> None:
     ]
 
 
+def test_who_is_told_of_a_full_disk_hears_the_step(tmp_path: Path) -> None:
+    store = Gated(tmp_path, [])
+    full = CheckpointError("step 1 cannot be written")
+    full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    store.errors = [full, OSError(errno.EIO, "I/O error")]
+    store.gate.set()
+    told: list[int] = []
+    with CheckpointWriter(store, logger([]), on_no_space=told.append) as writer:
+        for step in (1, 2, 3):
+            writer.submit(snapshot_of(step))
+            assert writer.flush(DEADLINE_S)
+    assert (told, store.saved) == ([1], [3])
+
+
 def test_what_waits_at_the_end_is_still_written(tmp_path: Path) -> None:
     store = Gated(tmp_path, [])
     with CheckpointWriter(store, logger([])) as writer:

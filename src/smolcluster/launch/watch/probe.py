@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,7 +18,14 @@ import psutil
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
-from smolcluster.launch.sessions import host_of, look_script, words_of
+from smolcluster.launch.sessions import (
+    FULL_BELOW_NBYTES,
+    free_script,
+    host_of,
+    is_full_disk,
+    look_script,
+    words_of,
+)
 from smolcluster.launch.watch.report import Liveness, ProbeResult, ProcessReport
 from smolcluster.observability.parsing import parse_log_line
 from smolcluster.observability.view.snapshot import read_snapshot
@@ -121,6 +129,7 @@ def _look_at(host: Host, launched: Launched, ask: Ask) -> ProbeResult:
         SUMMARY.parse(said.get("summary.json", "")),
         instant(_seconds(said.get("now", "")) or time.time()),
         words_of(said.get("console", "")),
+        is_full=is_full_disk(said.get("free", "")),
     )
 
 
@@ -143,6 +152,7 @@ def look_at_script(own: Sequence[LaunchedProcess], server: LaunchedProcess) -> s
                 f"echo; echo '{MARK}{name}'",
                 f"head -c {MAX_FILE_NBYTES} {run}/{name} 2>/dev/null",
             ]
+        lines += [f"echo; echo '{MARK}free'", free_script(server)]
         console = f"{run}/logs/{shlex.quote(server.stem)}.console.txt"
         lines += [f"echo; echo '{MARK}console'", f"tail -n {NUM_LAST_LINES} {console} 2>/dev/null"]
     return "\n".join([*lines, "true"])
@@ -200,6 +210,12 @@ def _look_at_owner(paths: RunPaths) -> ProbeResult:
     else:
         seen = _found(owner, "ended" if read.is_over else "gone")
     words = _last_error(paths, seen)
+    with suppress(OSError):
+        free = shutil.disk_usage(paths.root).free
+        is_full = free < FULL_BELOW_NBYTES
+        return ProbeResult(
+            (seen,), read.status, read.summary, instant(time.time()), words, is_full=is_full
+        )
     return ProbeResult((seen,), read.status, read.summary, instant(time.time()), words)
 
 

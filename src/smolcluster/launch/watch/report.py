@@ -64,6 +64,8 @@ class ProbeResult:
     summary: Summary | None
     now: datetime
     stderr_tail: str | None = None
+    is_full: bool = False
+    """Whether the disk of the run's folder has no space left."""
 
     @property
     def state(self) -> State:
@@ -83,6 +85,9 @@ class RunReport(WithMetrics):
         "could not write why; unknown: its machine cannot be asked."
     )
     reason: str | None = Field(None, description="Why the run is over, or has broken off.")
+    trouble: str | None = Field(
+        None, description="What its server cannot save because its disk is full."
+    )
     step: int | None = None
     total_steps: int | None = None
     epoch: int | None = None
@@ -109,6 +114,9 @@ def report_of(run_id: str, algorithm: str | None, probed: ProbeResult) -> RunRep
         values |= summed_up(summary) | {"algorithm": summary.algorithm, "samples_per_s": None}
     if state in ("starting", "broken off"):
         values |= {"reason": _why(probed), "samples_per_s": None}
+    if probed.is_full:
+        node = probed.processes[0].node if probed.processes else "its machine"
+        values |= {"trouble": f"nothing is saved: no space is left on the disk of {node}"}
     values |= {"run_id": run_id, "state": state, "processes": _processes(probed)}
     shared = {
         name: value

@@ -144,7 +144,7 @@ def measured(report: RunReport) -> list[str]:
 
 
 def notes(report: RunReport) -> list[str]:
-    lines = [report.reason] if report.reason else []
+    lines = [each for each in (report.reason, report.trouble) if each]
     if report.state == "broken off" and report.reason is None:
         lines.append(f"the server's process is no more, and has not said why: {as_command('logs')}")
     if report.age_s is not None and report.age_s > OLD_S:
