@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -248,7 +249,8 @@ def test_a_full_disk_of_the_server_is_told(tmp_path: Path) -> None:
         (written, "0", ["nothing is saved: no space is left on the disk of mini1"]),
     ):
         answer = said(["running"], status_of_server) + f"::free\n{free}\n"
-        told = notes(look_at(paths, lambda _host, _script, answer=answer: answer))
+        ask: Ask = partial(lambda answer, _host, _script: answer, answer)
+        told = notes(look_at(paths, ask))
         assert [line for line in told if "saved" in line] == expected
 
 

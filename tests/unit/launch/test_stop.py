@@ -136,7 +136,7 @@ def test_a_full_disk_is_named_with_the_checkpoint_that_there_is(
         server = counting(tmp_path, *SERVER)
         children_of(paths, server.pid)
         fill_disk(tmp_path / "disk" / "filler")
-        assert stop(paths, now=False) == 1
+        assert stop(paths, now=False, grace_s=0.2) == 1
         assert server.wait() is not None
     said = " ".join(capsys.readouterr().out.split())
     assert "no space is left on the disk of" in said
@@ -151,5 +151,5 @@ def test_a_last_checkpoint_without_space_is_named_too(
     over = {"state": "ended", "reason": "it was stopped", "trouble": trouble}
     write_status(paths.status, status_of().model_copy(update=over))
     children_of(paths, spawn(*SERVER).pid)
-    assert stop(paths, now=False) == 1
+    assert stop(paths, now=False, grace_s=0.2) == 1
     assert f"{trouble}; there is no checkpoint" in " ".join(capsys.readouterr().out.split())
