@@ -326,7 +326,10 @@ def _ending(
 def _some(num_samples: int) -> int:
     """The number, if it is one to train on."""
     if num_samples < 1:
-        raise DataError("the data hold no samples: see that the dataset finds its files")
+        raise ConfigError(
+            "the data hold no samples: see that the dataset finds its files, that a loader with drop_last "
+            "has a whole batch, and that validation data are left out or hold some"
+        )
     return num_samples
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from smolcluster.errors import ConfigError, NonFiniteLoss
+from smolcluster.errors import ConfigError, ModelChanged, NonFiniteLoss
 
 BufferValues = Mapping[int, Tensor]
 """Values of buffers, or differences of these, each flat (n,) float64 on the CPU, by the buffer's number."""
@@ -214,7 +214,7 @@ class ModelBuffers:
         """See to it that computing has not registered buffers which hold more than a cache of this machine.
 
         Raises:
-            ConfigError: it has, and nobody else has them.
+            ModelChanged: it has, and nobody else has them.
         """
         known = set(self.names)
         for name, buffer in self._model.named_buffers():
@@ -226,7 +226,7 @@ class ModelBuffers:
             if is_cache and (before is None or before.shape != buffer.shape):
                 self._caches[plain] = buffer.detach().to("cpu", copy=True)
             elif not is_cache or not _is_same(buffer.detach().cpu(), before):
-                raise ConfigError(
+                raise ModelChanged(
                     f"model: buffer {plain} is not there before the model computes, and then has shape "
                     f"{tuple(buffer.shape)}: register it with values of that shape when the model is made, "
                     "such as torch.zeros, so that all machines have it"
