@@ -280,7 +280,7 @@ def test_a_loader_without_batches_is_refused() -> None:
 
 @pytest.mark.parametrize("data", [[], DataLoader(Numbers(0)), Stream(0)])  # type: ignore[arg-type]
 def test_no_samples_are_refused(data: Any) -> None:
-    with pytest.raises(DataError, match="no samples"):
+    with pytest.raises(ConfigError, match="no samples"):
         _ = samples_of(data).num_samples
 
 
