@@ -84,7 +84,7 @@ def shown(console: Console, report: RunReport) -> RenderableType:
     table.add_column("process")
     table.add_column("state", max_width=44)
     has_gpu = any(each.gpu for each in report.processes)
-    for name in ("step", "last loss", "samples/s", "last heartbeat", *(["gpu"] if has_gpu else [])):
+    for name in ("step", "loss", "samples/s", "last heartbeat", *(["gpu"] if has_gpu else [])):
         table.add_column(name, justify="right", no_wrap=name != "gpu")
     for each in report.processes:
         cells = [*row(each), *([gpu_cell(each.gpu)] if has_gpu else [])]
