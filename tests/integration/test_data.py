@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from smolcluster.data.dataset import Batch
 from smolcluster.data.loading import Data
 from smolcluster.errors import DataError, RunFailed
 from smolcluster.ps import feed
+from smolcluster.training import workload as workload_module
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import training_steps
@@ -379,6 +381,7 @@ def test_data_that_take_long_are_named(
     """While they do: the first samples come when the line has."""
     monkeypatch.setattr(feed, "SLOW_S", 0.0)
     monkeypatch.setattr(feed, "LOOK_S", 0.001)
+    monkeypatch.setattr(workload_module, "chosen", lambda _: [])  # compared before they are loaded
     slow: list[str] = []
 
     class Slow(Noisy):
@@ -388,6 +391,7 @@ def test_data_that_take_long_are_named(
                 slow.extend(
                     line for line in cluster.log_lines if "the data of own are slow" in line
                 )
+                time.sleep(0.001)
             return super().__getitem__(index)
 
     settings = settings_for(algorithm, 1, "num_epochs=1")

@@ -11,6 +11,7 @@ the last name counts.
 import copy
 import math
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -26,6 +27,8 @@ from smolcluster.transport.messages import MOST_MARKED_VALUES
 Mark = tuple[str, ...]
 """Values after the first `MOST_MARKED_VALUES` are not compared, only their structure is."""
 READINGS = 3
+PATIENCE_S = 2.0
+"""How long samples are read; those that are then not read often enough are not compared."""
 MOST_SKETCHED = 1 << 16
 """Numbers of a tensor that its sketch is made of, evenly spread over it."""
 TOLERANCE = 5e-3
@@ -39,9 +42,16 @@ SAME_DATA = (
 
 
 def marks_of(dataset: Any, indices: Sequence[int]) -> tuple[Mark, ...]:
-    """The marks of a dataset's samples; a sample that cannot be read has one that fits all."""
+    """The marks of a dataset's samples; one that cannot be read, or not soon, has a mark that fits all."""
     reader = _copied(dataset)
-    return tuple(_steady([_reading(reader, index) for _ in range(READINGS)]) for index in indices)
+    began = time.monotonic()
+    marks = []
+    for index in indices:
+        readings: list[Mark] = []
+        while len(readings) < READINGS and time.monotonic() - began < PATIENCE_S:
+            readings.append(_reading(reader, index))
+        marks.append(_steady(readings) if len(readings) == READINGS else (UNKNOWN,))
+    return tuple(marks)
 
 
 def chosen(num_samples: int) -> list[int]:

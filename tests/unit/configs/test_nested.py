@@ -75,6 +75,7 @@ def with_key(key: str, value: Any, content: dict[str, Any] | None = None) -> dic
 
 KEYS = [
     ("training.batch_size", 7, "batch_size"),
+    ("training.batch", "whole", "batch"),
     ("training.epochs", 7, "num_epochs"),
     ("training.num_epochs", 7, "num_epochs"),
     ("training.learning_rate", 0.5, "learning_rate"),

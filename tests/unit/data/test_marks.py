@@ -1,6 +1,7 @@
 """What two machines know a sample by: other data are seen, what only rounds or draws differently is not."""
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import TensorDataset, random_split
 
+from smolcluster.data import marks
 from smolcluster.data.marks import chosen, first_difference, marks_of
 
 
@@ -57,6 +59,22 @@ def test_what_another_machine_may_have_otherwise_is_not_compared(one: Any, other
     assert not differ(one, other)
 
 
+def test_samples_that_take_long_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marks, "PATIENCE_S", 0.05)
+    num_read = 0
+
+    class Slow:
+        def __getitem__(self, index: int) -> int:
+            nonlocal num_read
+            num_read += 1
+            time.sleep(0.05)
+            return index
+
+    of_all = marks_of(Slow(), [0, 1])
+    assert num_read == 1
+    assert first_difference(of_all, marks_of([5, 5], [0, 1])) is None
+
+
 class Augmented:
     """Draws what a seed reaches, and from a generator that none does."""
 
@@ -72,9 +90,9 @@ class Augmented:
 
 
 def test_chance_is_no_difference_and_does_not_hide_one() -> None:
-    marks: Callable[[int], Any] = lambda label: marks_of(Augmented(label), [0, 1, 2])  # noqa: E731
-    assert first_difference(marks(0), marks(0)) is None
-    assert first_difference(marks(0), marks(1)) == 0
+    of: Callable[[int], Any] = lambda label: marks_of(Augmented(label), [0, 1, 2])  # noqa: E731
+    assert first_difference(of(0), of(0)) is None
+    assert first_difference(of(0), of(1)) == 0
 
 
 def test_the_generators_of_the_process_are_left_alone() -> None:

@@ -340,7 +340,7 @@ def test_all_machines_that_cannot_be_reached_are_told(
 
 def test_a_shell_that_is_none_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Host, "argv", lambda *_: ["sh", "-c", "echo \"'sh' is not recognized\" >&2; exit 1"]
+        Host, "argv", lambda *_, **__: ["sh", "-c", "echo \"'sh' is not recognized\" >&2; exit 1"]
     )
     with pytest.raises(
         LaunchError, match=r"mini1 \(m\): its shell does not .* 'sh' is not recognized$"

@@ -241,7 +241,7 @@ class Scripted(Host):
 
     first: str = ""
 
-    def argv(self, script: str, *, terminal: bool = False) -> list[str]:  # noqa: ARG002
+    def argv(self, script: str, **_: bool) -> list[str]:
         return ["/bin/sh", "-c", f"{self.first}\n{script}"]
 
 
