@@ -221,8 +221,8 @@ def stages() -> list[m.Message]:
             seconds={"F": 0.1, "B": 0.2},
             peak_bytes=1000,
         ),
-        m.EvaluateStages(attempt=1, turn=4),
-        m.StageEvaluated(attempt=1, turn=4, values={"val_loss": 1.25}),
+        m.EvaluateStages(attempt=1, turn=4, lease=lease, batch_size=2, batch_nbytes=64),
+        m.StageEvaluated(attempt=1, turn=4, totals={"loss": (2.5, 2.0)}),
         m.LayersMeasured(
             kinds=(
                 m.MeasuredLayer(

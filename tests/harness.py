@@ -135,6 +135,11 @@ class Recorder:
         """One record an optimizer step of the server, in order."""
         return [record for record in self.records if record.kind == "step"]
 
+    @property
+    def evaluations(self) -> list[MetricRecord]:
+        """One record an evaluation of the run's weights, in order."""
+        return [record for record in self.records if record.kind == "eval"]
+
 
 class Outcome(threading.Thread):
     """A thread whose result or error can be had."""

@@ -23,7 +23,7 @@ from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import AuthError, ClusterEmpty, ConfigError, PortBusy, Rejected
 from smolcluster.runs.events import Evaluated, read_events
 from smolcluster.runs.summary import read_summary
-from smolcluster.training.hooks import Hooks, StepDone
+from smolcluster.training.hooks import EvaluationDone, Hooks, StepDone
 from smolcluster.training.recipe import Training
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import sets_of
@@ -134,6 +134,42 @@ def test_layers_are_spread_over_the_workers(config: smolcluster.DistributedConfi
     assert steps[0].loss == pytest.approx(losses[first].mean().item(), rel=1e-5)
     after = functional.cross_entropy(model(inputs), targets).item()
     assert after < losses.mean().item()
+
+
+def right(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return (model(batch[0]).argmax(dim=1) == batch[1]).sum(), len(batch[1])
+
+
+@pytest.mark.parametrize("has_metric", [True, False])
+def test_workers_with_some_of_the_layers_evaluate_what_the_orchestrator_holds_out(
+    config: smolcluster.DistributedConfig, tmp_path: Path, has_metric: bool
+) -> None:
+    config.model_parallel, config.pipeline_parallel = not has_metric, has_metric
+    config.micro_batches = 2
+    model, evaluations = cut_net(), list[EvaluationDone]()
+    metrics = {"right": right}
+    orchestrator = smolcluster.Orchestrator(config)
+    hooks = Hooks(on_evaluation=evaluations.append)
+    orchestrator.register_model(model, metrics=metrics, training=Training(hooks=hooks))
+    options = {"model_ctor": cut_net} | ({"metrics": metrics} if has_metric else {})
+    workers = [worker(config, number, **options) for number in (1, 2)]
+    assert orchestrator.wait_for_workers(timeout=60) == 2
+    held_out = DataLoader(samples(40, 2), batch_size=16)  # the last batch is a smaller one
+    summary = orchestrator.start_training(loader(), held_out, num_epochs=2, val_interval=5)
+    for each in workers:
+        each.finish()
+    inputs, targets = samples(40, 2).tensors
+    with torch.no_grad():
+        logits = model(inputs)
+    expected = functional.cross_entropy(logits, targets).item()
+    assert summary.final.val_loss == pytest.approx(expected, rel=1e-5)
+    assert [each.step for each in evaluations] == [*range(5, summary.steps, 5), summary.steps]
+    assert evaluations[-1].loss < evaluations[0].loss
+    accuracy = (logits.argmax(dim=1) == targets).float().mean().item()
+    found = evaluations[-1].metrics
+    assert found == (pytest.approx({"right": accuracy}) if has_metric else {})
+    [log] = tmp_path.glob("runs/pipeline-*/logs/server*.log")
+    assert log.read_text().count("metric right is missing") == (0 if has_metric else 1)
 
 
 def test_a_run_goes_on_with_more_epochs(config: smolcluster.DistributedConfig) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import own_workloads
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
@@ -43,7 +44,7 @@ from smolcluster.training.build import TrainingContext, build, stage_replica
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.finetune import next_token_loss
 from smolcluster.training.pretrained import Pretrained
-from smolcluster.training.workload import Workload
+from smolcluster.training.workload import Metric, OfLoss, Workload
 from smolcluster.transport.messages import LayersMeasured, MeasuredLayer, Planned
 from smolcluster.utils.stopping import Interrupted
 
@@ -625,10 +626,46 @@ def test_stages_that_cannot_reach_each_other_talk_through_the_server(
     assert any("server relays" in line for line in cluster.log_lines)
 
 
-def test_samples_of_the_server_are_trained_on_and_none_are_held_out(tmp_path: Path) -> None:
-    settings = settings_for(2, "dataset.source=server", "num_epochs=1", "batch_size=100")
-    cluster = Cluster(settings, tmp_path, algorithm="pipeline")
-    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
-    summary = cluster.finish(*workers)
-    assert summary.final.val_loss is None
-    assert cluster.store.count()
+def test_samples_of_the_server_are_trained_on_and_those_held_out_are_evaluated(
+    tmp_path: Path,
+) -> None:
+    """The digits, whose labels the first stage needs not, nor their pixels the last one."""
+    own = "num_epochs=1", "batch_size=100", "eval_steps=7", "microbatches=2"
+    evaluations = []
+    for source in ("local", "server"):
+        settings = settings_for(2, f"dataset.source={source}", *own)
+        folder = tmp_path / source
+        folder.mkdir()
+        cluster = Cluster(settings, folder, algorithm="pipeline")
+        cluster.finish(cluster.worker(1, node="pi5"), cluster.worker(2, node="win"))
+        evaluations.append([record.values for record in cluster.metrics.evaluations])
+        assert cluster.store.count()
+    expected, found = evaluations
+    assert len(found) > 1
+    assert [*found[0]] == ["val_loss", "val_accuracy"]
+    for one, other in zip(expected, found, strict=True):
+        assert other == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize(("workers", "schedule"), [(3, "1f1b"), (2, "zb-v")])
+def test_what_is_held_out_is_sent_in_parts_to_the_stages_that_need_it(
+    tmp_path: Path, workers: int, schedule: str
+) -> None:
+    """One stage needs nothing of it, or one machine has the first and the last; batches are of 3."""
+    own = "num_epochs=1", "microbatches=2", f"schedule={schedule}", "dataset.source=server"
+    settings = settings_for(workers, *own)
+    held_out: Any = DataLoader(text()[:10], batch_size=3)  # type: ignore[arg-type]
+    metrics: dict[str, Metric] = {
+        "tokens": lambda _, batch: (batch[1].sum(), batch[1].numel()),
+        "twice": OfLoss(twice),
+    }
+    workload = Workload(gpt().maker, cross_entropy, text(), held_out, metrics=metrics)
+    cluster = run(settings, tmp_path, workload)
+    _, training = own_workloads.alone(settings, workload, "pipeline")
+    evaluation = training.evaluate()
+    assert evaluation is not None
+    assert cluster.metrics.evaluations[-1].values == pytest.approx(evaluation.values, rel=1e-5)
+
+
+def twice(loss: float) -> float:
+    return 2 * loss

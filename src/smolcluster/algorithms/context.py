@@ -29,7 +29,7 @@ from smolcluster.net.session import Receiver
 from smolcluster.observability.metrics import Metrics
 from smolcluster.observability.spans import SpanLog
 from smolcluster.ps.buffers import most_buffer_frames
-from smolcluster.ps.feed import Feed, NoFeed
+from smolcluster.ps.feed import Feed, HeldOutFeed, NoFeed
 from smolcluster.ps.hosted_stores import HostedStores
 from smolcluster.ps.offering import PlannedWorkload
 from smolcluster.ps.store import Stores
@@ -147,6 +147,12 @@ class ServerContext:
             num_ahead=2 * max(train.samples_per_step, num_workers * train.samples_per_push),
             num_epochs=train.num_epochs,
         )
+
+    def open_held_out_feed(self, batch_size: int) -> HeldOutFeed | None:
+        """Where samples that are evaluated come from, so many at once; None: workers have them, or nobody."""
+        if not self.is_served or self.training.workload.validation is None:
+            return None
+        return HeldOutFeed(self.training, self.inbox, self.log, batch_size)
 
     def open_stores(self) -> Stores:
         """The stores of the server's weights; call it when a checkpoint has been restored."""

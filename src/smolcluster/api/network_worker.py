@@ -12,10 +12,11 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from multiprocessing.process import BaseProcess
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from smolcluster.training.build import TrainingContext
 from smolcluster.training.recipe import Training
 from smolcluster.training.stages.build import outline
 from smolcluster.training.user_code import user_code
-from smolcluster.training.workload import LossFunction, Workload
+from smolcluster.training.workload import LossFunction, Metric, Workload
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import Welcome, sets_of
 from smolcluster.utils.addresses import is_loopback_name
@@ -69,6 +70,7 @@ class NetworkWorker:
         *,
         loss_fn: OutputLoss | None = None,
         loss: LossFunction | None = None,
+        metrics: Mapping[str, Metric] = MappingProxyType({}),
         training: Training = Training(),  # noqa: B008 - it is frozen
         name: str | None = None,
         threads: int | None = None,
@@ -81,6 +83,7 @@ class NetworkWorker:
             model_ctor: makes the orchestrator's model, whose weights the worker takes.
             master_ip, master_port: where the orchestrator is; None: as in `config`.
             loss_fn, loss, training: as given to `Orchestrator.register_model`; PyTorch's losses need not be.
+            metrics: the same, which the worker with the last layers computes where layers are spread.
             name: in the run, of this worker alone; None: the host's and the GPU's.
             threads: compute threads; None: PyTorch's choice.
 
@@ -101,7 +104,7 @@ class NetworkWorker:
             self.config.master_port = master_port
         self.name = name or self.config.worker_name or _name_of(gpu_id)
         self._model_ctor = model_ctor
-        self._training = training
+        self._training, self._metrics = training, metrics
         self._loss = None if loss_fn is None and loss is None else loss_of(loss_fn, loss)
         node: dict[str, Any] = {"device": device_of(gpu_id)}
         if threads is not None:
@@ -174,7 +177,9 @@ class NetworkWorker:
         def new_model() -> nn.Module:
             return built.pop() if built else self._model_ctor()
 
-        workload = Workload(new_model, loss, Elsewhere(0), training=self._training)
+        workload = Workload(
+            new_model, loss, Elsewhere(0), metrics=self._metrics, training=self._training
+        )
         workload.source = digest
         return workload
 

@@ -1,6 +1,7 @@
 """What a dataset is: two splits of tensors, and a fingerprint to compare two machines by."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -127,6 +128,22 @@ class ElsewhereText(Elsewhere):
 
     def example(self, num_samples: int) -> Batch:
         return torch.zeros(num_samples, self.length + 1, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Sent(Permuted):
+    """Samples that somebody has sent as whole batches, of `batch_size` but for the last one."""
+
+    num_samples: int
+    batch_size: int
+    batches: Sequence[Batch]
+
+    def batch(self, indices: Tensor, place: Place | None = None) -> Batch:  # noqa: ARG002
+        """The batch that begins with the first of these indices."""
+        return self.batches[int(indices[0]) // self.batch_size]
+
+    def to(self, device: torch.device) -> Self:  # noqa: ARG002 - batches are moved one by one
+        return self
 
 
 @dataclass(frozen=True)

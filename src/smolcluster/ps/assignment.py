@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.codec.base import bytes_of
-from smolcluster.data.dataset import Batch
+from smolcluster.data.dataset import Batch, Sent
 from smolcluster.data.pytree import Encoded, decode
 from smolcluster.errors import DataError, NonFiniteLoss, OutOfMemory, ProtocolError
 from smolcluster.net.inbox import Event
@@ -23,6 +23,7 @@ from smolcluster.transport.messages import (
     MAX_BATCH_NBYTES,
     MAX_LOSS,
     Assignment,
+    EvaluateStages,
     LeaseKey,
     Served,
     TensorSpec,
@@ -88,6 +89,13 @@ class Assigned(Event):
         return self.indices.numel()
 
 
+class HeldOut(Event):
+    """Evaluate the `samples` that were sent; None: those of this machine. An error: why they are not here."""
+
+    def __init__(self, wanted: EvaluateStages, samples: Sent | OutOfMemory | None) -> None:
+        self.wanted, self.samples = wanted, samples
+
+
 class AssignmentReceiver:
     """Puts the pieces of a batch together until its assignment comes; of one batch at a time."""
 
@@ -150,19 +158,51 @@ class AssignmentReceiver:
             if self._training is not None:
                 assigned.begin_to_load(self._training)
             return assigned
-        got = self._lease, self._num_filled, self._nbytes
-        if got != (assignment.lease, assignment.batch_nbytes, assignment.batch_nbytes):
-            raise ProtocolError("the server's assignment came without its whole batch")
-        data, self._data, self._lease = self._data, memoryview(b""), None
+        data = self._taken(assignment.lease, assignment.batch_nbytes, "assignment")
         with suppress(MemoryError):
-            if self._has_room:
+            if data is not None:
                 return Assigned(assignment, payload, data)
         assigned = Assigned(assignment, payload)
-        assigned.failure = OutOfMemory(
+        assigned.failure = self._no_memory()
+        return assigned
+
+    def held_out(self, wanted: EvaluateStages) -> HeldOut:
+        """The event of samples that are to be evaluated.
+
+        Raises:
+            ProtocolError: it is not valid, or the batches that it says have not come before it.
+        """
+        lease, size = wanted.lease, wanted.batch_size
+        if lease is None:
+            return HeldOut(wanted, None)
+        num_samples = lease.stop - lease.start
+        if wanted.batch_nbytes is None:
+            return HeldOut(wanted, Sent(num_samples, size, ()))
+        data = self._taken(lease, wanted.batch_nbytes, "evaluation")
+        with suppress(MemoryError):
+            if data is not None:
+                batches = decode(data)
+                if not isinstance(batches, list) or len(batches) != -(-num_samples // size):
+                    raise ProtocolError("the server's samples to evaluate are not as many batches")
+                return HeldOut(wanted, Sent(num_samples, size, batches))
+        return HeldOut(wanted, self._no_memory())
+
+    def _taken(self, lease: LeaseKey, nbytes: int, what: str) -> memoryview | None:
+        """The batch that has come, so many bytes; None: there was no memory for it.
+
+        Raises:
+            ProtocolError: another one has come, or not all of it.
+        """
+        if (self._lease, self._num_filled, self._nbytes) != (lease, nbytes, nbytes):
+            raise ProtocolError(f"the server's {what} came without its whole batch")
+        data, self._data, self._lease = self._data, memoryview(b""), None
+        return data if self._has_room else None
+
+    def _no_memory(self) -> OutOfMemory:
+        return OutOfMemory(
             f"this machine has no memory for a batch of {self._nbytes:,} bytes that the server sends; lower "
             "batch_size, or end what else runs here"
         )
-        return assigned
 
 
 def _sendable(loss: BatchLoss) -> BatchLoss:

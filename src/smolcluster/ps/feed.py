@@ -20,6 +20,7 @@ from smolcluster.data.pytree import encode
 from smolcluster.net.inbox import Call, Inbox
 from smolcluster.ps.assignment import ServedBatch
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.user_code import user_code
 from smolcluster.utils.background import Background
 from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.units import format_duration
@@ -45,7 +46,7 @@ class Feed:
         num_epochs: int,
     ) -> None:
         """`num_ahead`: samples that are loaded beyond the last ones asked for."""
-        self._samples = training.workload.train
+        self._samples, self._held_out = training.workload.train, training.workload.validation
         self._data = training.workload.name
         self._log = log
         self._num_slow = 0
@@ -139,6 +140,23 @@ class Feed:
             self._ready[samples] = batch
             for deliver in waiting:
                 deliver(batch)
+
+
+class HeldOutFeed(Feed):
+    """Of the samples that are held out: what is delivered is a list of batches, as they are evaluated."""
+
+    def __init__(
+        self, training: TrainingContext, inbox: Inbox, log: logging.Logger, batch_size: int
+    ) -> None:
+        alone = replace(training, prefetch=None)  # which is of the training data
+        super().__init__(alone, inbox, log, num_ahead=0, num_epochs=0)
+        self._batch_size = batch_size
+
+    def _load(self, _samples: Range, indices: Tensor) -> list[Batch]:
+        held_out = self._held_out
+        assert held_out is not None  # noqa: S101 - whoever opens this has looked
+        with user_code("data"):
+            return [held_out.batch(each) for each in torch.split(indices, self._batch_size)]
 
 
 class NoFeed:

@@ -29,6 +29,10 @@ from smolcluster.training.workload import (
 )
 
 DEFAULT_BATCH_SIZE = 32
+LOSS = "loss"
+"""What `Totals` call the loss; no metric has its name."""
+Totals = Mapping[str, tuple[float, float]]
+"""Of the loss and of each metric, by name: the sum over terms, and their number."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,47 @@ def evaluate(
         NonFiniteLoss: the mean loss is NaN or infinite.
         UserCodeError: data, loss or a metric raised an exception, or what one returned is no number.
     """
+    totals = totals_of(
+        model,
+        samples,
+        device,
+        loss=loss,
+        metrics=metrics,
+        precision=precision,
+        batch_size=batch_size,
+        before_batch=before_batch,
+        dtype=dtype,
+        doubles=doubles,
+    )
+    return evaluation_of(totals, metrics)
+
+
+def totals_of(
+    model: nn.Module,
+    samples: Samples,
+    device: torch.device,
+    *,
+    loss: LossFunction,
+    metrics: Mapping[str, Metric],
+    precision: Precision,
+    batch_size: int | None,
+    before_batch: Callable[[], None],
+    dtype: torch.dtype | None,
+    doubles: Doubles | None = None,
+) -> Totals:
+    """What `evaluate` makes its means of, of these samples; sums may be NaN or infinite.
+
+    Raises:
+        UserCodeError: as `evaluate`.
+    """
     model.eval()
     seen = LabelsSeen(model)
     doubles = doubles or Doubles()
     dtype = dtype or trained_dtype(model)
     batch_size = batch_size or DEFAULT_BATCH_SIZE
-    measured = {"": loss} | {name: of for name, of in metrics.items() if not isinstance(of, OfLoss)}
+    measured = {LOSS: loss} | {
+        name: of for name, of in metrics.items() if not isinstance(of, OfLoss)
+    }
     sums, counts = dict.fromkeys(measured, 0.0), dict.fromkeys(measured, 0.0)
     with torch.no_grad(), autocast(precision, device):
         for indices in torch.split(every_index(samples), batch_size):
@@ -87,7 +126,7 @@ def evaluate(
             with user_code("data"):
                 gathered = placed(samples.batch(indices), device, dtype, lowers_doubles=False)
             for name, measure in measured.items():
-                what = f"metric {name}" if name else "loss"
+                what = name if name == LOSS else f"metric {name}"
                 fresh = partial(placed, gathered, device, dtype)
                 value = partial(_value, measure, what, model, fresh, doubles=doubles, seen=seen)
                 result = doubles.attempt(value, [gathered])
@@ -97,8 +136,18 @@ def evaluate(
                     continue
                 sums[name] += float(total)
                 counts[name] += real_count(num_terms, of=measure, what=what)
-    means = {name: sums[name] / (counts[name] or 1.0) for name in measured}
-    mean = means.pop("")
+    return {name: (sums[name], counts[name]) for name in measured}
+
+
+def evaluation_of(totals: Totals, metrics: Mapping[str, Metric]) -> Evaluation:
+    """The means over all terms, and what follows from the loss.
+
+    Raises:
+        NonFiniteLoss: the mean loss is NaN or infinite.
+        UserCodeError: what follows from it raised an exception, or is no number.
+    """
+    means = {name: total / (count or 1.0) for name, (total, count) in totals.items()}
+    mean = means.pop(LOSS)
     if not math.isfinite(mean):
         raise NonFiniteLoss(
             f"validation loss is {mean}: the weights have diverged; {DIVERGENCE_REMEDY}"

@@ -101,6 +101,8 @@ MAX_STAGES, MAX_WANTED, MAX_LAYER_KINDS = 4096, 64, 200
 MAX_PLACES = 4096
 FlatPlace = Annotated[tuple[Count, Count], Strict(False)]
 """Start and stop in flat weights."""
+Total = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], Terms], Strict(False)]
+"""A sum over loss terms, or over those of a metric, and their number."""
 OptimizerArgument = bool | int | float | Annotated[tuple[float, ...], Strict(False)]
 WEIGHTS = "weights"
 """The content of a State that holds weights."""
@@ -1075,22 +1077,27 @@ class CopyPiece(Message):
 
 
 class EvaluateStages(Message):
-    """Server: compute all samples that are held out, together, as the `turn` of that number."""
+    """Server: compute all samples that are held out, together, as the `turn` of that number.
+
+    With a `lease` it is so many of them as that has places, `batch_size` at once. First and last stage get
+    them just before: a list of batches, in `Served` messages of `batch_nbytes` bytes in all.
+    """
 
     KIND: ClassVar[int] = 55
     attempt: Count
     turn: Count
+    lease: LeaseKey | None = None
+    batch_size: Positive = 1
+    batch_nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)] | None = None
 
 
 class StageEvaluated(Message):
-    """Stage: it has; on the last one with what came of it."""
+    """Stage: it has; on the last one with sum and number of terms of loss and metrics."""
 
     KIND: ClassVar[int] = 56
     attempt: Count
     turn: Count
-    values: Annotated[
-        dict[Name, Annotated[float, Field(allow_inf_nan=False)]], Field(max_length=64)
-    ]
+    totals: Annotated[dict[Name, Total], Field(max_length=64)]
     is_finite: bool = True
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import CODECS, get_codec
 from smolcluster.configs.schema import DatasetConfig, GPTConfig, TrainConfig
-from smolcluster.data.dataset import Batch, Dataset
+from smolcluster.data.dataset import Batch, Dataset, Sent
 from smolcluster.data.pytree import encode
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import OutOfMemory, ProtocolError
@@ -18,6 +18,7 @@ from smolcluster.ps.assignment import (
     FIRST_ROOM_NBYTES,
     Assigned,
     AssignmentReceiver,
+    HeldOut,
     ServedBatch,
     assignment_of,
 )
@@ -28,6 +29,7 @@ from smolcluster.transport.frames import Frame, check_head
 from smolcluster.transport.messages import (
     MAX_BATCH_NBYTES,
     Assignment,
+    EvaluateStages,
     LeaseKey,
     Message,
     Served,
@@ -304,3 +306,35 @@ def test_a_tensors_bytes_are_its_own_memory(dtype: torch.dtype) -> None:
     assert torch.frombuffer(view, dtype=dtype).tolist() == [9, 9, 9, 9]
     view[:] = bytes(view.nbytes)
     assert tensor.tolist() == [0, 1, 0, 0, 0, 0, 6, 7]
+
+
+def evaluation(batches: Batch, told: Batch, num_samples: int = 5) -> HeldOut:
+    """What arrives where `batches` were sent, and `told` were said to be, in batches of two."""
+    key = LeaseKey(incarnation="here", epoch=0, start=4, stop=4 + num_samples, grant=1)
+    receiver = AssignmentReceiver()
+    for frame in ServedBatch(encode(batches), 100).frames(key):
+        take(receiver, frame)
+    nbytes = encode(told).nbytes
+    message = EvaluateStages(attempt=1, turn=2, lease=key, batch_size=2, batch_nbytes=nbytes)
+    return receiver.held_out(message)
+
+
+def test_samples_to_evaluate_arrive_as_the_batches_that_they_were() -> None:
+    batches = [torch.arange(4.0).view(2, 2), torch.ones(2, 2), torch.zeros(1, 2)]
+    sent = evaluation(batches, batches).samples
+    assert isinstance(sent, Sent)
+    found = [sent.batch(each) for each in torch.split(torch.arange(sent.num_samples), 2)]
+    assert all(map(torch.equal, found, batches))
+
+
+@pytest.mark.parametrize(
+    ("told", "num_samples"),
+    [([torch.ones(2)] * 3, 7), (torch.ones(6), 6), ([torch.ones(99)] * 3, 6)],
+    ids=["too few batches", "no list", "not all of it"],
+)
+def test_samples_to_evaluate_that_are_others_than_said_are_refused(
+    told: Batch, num_samples: int
+) -> None:
+    batches = [torch.ones(2)] * 3 if isinstance(told, list) else told
+    with pytest.raises(ProtocolError):
+        evaluation(batches, told, num_samples)

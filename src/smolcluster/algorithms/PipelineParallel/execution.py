@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from smolcluster.algorithms.PipelineParallel.links import Links
-from smolcluster.data.dataset import Batch, Elsewhere
+from smolcluster.data.dataset import Batch, Samples
 from smolcluster.data.loading import every_index
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import Microbatch
-from smolcluster.training.evaluate import Evaluation, evaluate
+from smolcluster.training.evaluate import Totals, totals_of
 from smolcluster.training.modes import evaluating
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedules.instructions import Instruction, Op
@@ -223,21 +223,16 @@ class Execution:
 
 
 def evaluate_stages(
-    execution: Execution, training: TrainingContext, turn: int, batch_size: int
-) -> Evaluation | None:
-    """Compute all samples that are held out with the other stages; what came of it, at the last one.
+    execution: Execution, training: TrainingContext, turn: int, held_out: Samples, batch_size: int
+) -> Totals:
+    """Compute samples that are held out with the other stages; what came of them, at the last one.
 
-    `batch_size`: of them at once, where the workload does not say; the same on all stages.
+    `batch_size`: of them at once, the same on all stages.
 
     Raises:
         PeerLost: a neighbour is lost.
-        NonFiniteLoss: the loss is NaN or infinite.
     """
-    workload = training.workload
-    held_out = workload.validation
-    if held_out is None or isinstance(held_out, Elsewhere):
-        return None
-    batches = torch.split(every_index(held_out), workload.eval_batch_size or batch_size)
+    batches = torch.split(every_index(held_out), batch_size)
     execution.begin_turn(turn)
     numbers = itertools.count()
 
@@ -248,14 +243,18 @@ def evaluate_stages(
     if not execution.is_last:
         for _ in batches:
             output()
-        return None
-    return _evaluated(execution, training, output, len(batches[0]))
+        return {}
+    return _totals(execution, training, output, held_out, len(batches[0]))
 
 
-def _evaluated(
-    execution: Execution, training: TrainingContext, output: Callable[[], Any], batch_size: int
-) -> Evaluation:
-    """The evaluation at the last stage, with the outputs of batches as they come."""
+def _totals(
+    execution: Execution,
+    training: TrainingContext,
+    output: Callable[[], Any],
+    held_out: Samples,
+    batch_size: int,
+) -> Totals:
+    """Of loss and metrics at the last stage, with the outputs of batches as they come."""
     workload, own = training.workload, execution.stages[max(execution.stages)]
     of_batch: list[Any] = []
 
@@ -266,11 +265,10 @@ def _evaluated(
 
     answer = Answer(once)
     answer.add_module("stage", own.module)
-    assert workload.validation is not None  # noqa: S101 - `evaluate_stages` has looked
     with evaluating(answer):
-        return evaluate(
+        return totals_of(
             answer,
-            workload.validation,
+            held_out,
             own.replica.device,
             loss=workload.loss,
             metrics=workload.metrics,

@@ -29,6 +29,7 @@ from smolcluster.algorithms.PipelineParallel.coordinator import (
     StageReceiver,
 )
 from smolcluster.algorithms.PipelineParallel.crew import Crew, stage_figures
+from smolcluster.algorithms.PipelineParallel.evaluating import Evaluating
 from smolcluster.algorithms.PipelineParallel.moving import Decision, seconds_computed
 from smolcluster.algorithms.PipelineParallel.peers import Peer, named
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
@@ -38,7 +39,6 @@ from smolcluster.errors import NonFiniteLoss
 from smolcluster.net.inbox import Event
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.runs.summary import Summary
-from smolcluster.training.evaluate import Evaluation
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.schedule import learning_rate
@@ -53,6 +53,7 @@ from smolcluster.transport.messages import (
     StageKept,
     StageState,
     WantState,
+    frame_of,
 )
 from smolcluster.utils.stopping import Interrupted
 
@@ -90,6 +91,9 @@ class Server(Coordinator):
         )
         self.orders = EpochOrders(context.training.order)
         self.feed = context.open_feed()
+        self.evaluating = Evaluating(
+            context, batch_size=self.train.batch_size, num_batches=self.config.microbatches
+        )
         self.keeper.on_saved = self.report.saved
         self.keeper.kept = Kept(self.report.training_state({}), context.initial)
         if context.checkpoint is not None:
@@ -115,7 +119,7 @@ class Server(Coordinator):
         Raises:
             NonFiniteLoss: a loss or a gradient is NaN or infinite; the message names the stage.
         """
-        with closing(self.feed), self.pool, closing(self.keeper):
+        with closing(self.feed), closing(self.evaluating), self.pool, closing(self.keeper):
             while not (self.report.is_over and self.is_evaluated and self.is_kept):
                 self.heed_stop()
                 for event in self.pool.next_events(TICK_S):
@@ -157,20 +161,37 @@ class Server(Coordinator):
         self.turn += 1
         is_end_kept = self.is_kept or not self.report.is_over  # first: an evaluation may fail
         if not self.is_evaluated and is_end_kept:
-            evaluate = EvaluateStages(attempt=crew.attempt, turn=self.turn)
-            subject = StageEvaluated, self.turn
-            tell, patience_s = partial(self.tell, evaluate), self.evaluation_patience_s
-            self.ask(crew, subject, tell, self.evaluated, patience_s)
+            subject, patience_s = (StageEvaluated, self.turn), self.evaluation_patience_s
+            self.ask(crew, subject, self.evaluate, self.evaluated, patience_s)
         elif not self.is_kept or self.stop_by:
             self.keep(crew)
         elif not self.report.is_over:
             self.begin_step(crew)
 
+    def evaluate(self, crew: Crew, rank: int) -> None:
+        """Have a stage compute what is held out; where it is sent, first and last stage get a part of it."""
+        wanted = EvaluateStages(attempt=crew.attempt, turn=self.turn)
+        part = self.evaluating.part
+        if part is None:
+            self.tell(wanted, crew, rank)
+            return
+        lease, size = self.lease_of(part, self.turn), self.evaluating.batch_size
+        if rank not in (crew.map.ranks[0], crew.map.ranks[-1]):
+            self.tell(wanted.model_copy(update={"lease": lease, "batch_size": size}), crew, rank)
+            return
+        session = crew.peers[rank].worker.live_session
+
+        def send(batch: ServedBatch | None) -> None:
+            if self.crew is crew and batch is not None:
+                told = {"lease": lease, "batch_size": size, "batch_nbytes": batch.nbytes}
+                frames = batch.frames(lease)
+                session.send_frames([*frames, frame_of(wanted.model_copy(update=told))])
+
+        self.evaluating.deliver(part, send)
+
     @property
     def evaluation_patience_s(self) -> float:
-        held_out = self.context.training.workload.validation
-        num_samples = 0 if held_out is None else held_out.num_samples
-        num_steps = math.ceil(num_samples / self.train.samples_per_step)
+        num_steps = math.ceil(self.evaluating.num_samples / self.train.samples_per_step)
         return max(PATIENCE_S, num_steps * self.step_patience_s)
 
     def is_time(self, every: int | None) -> bool:
@@ -225,19 +246,22 @@ class Server(Coordinator):
         samples = next(batches)
         self.num_grants += 1
         self.step_began_at = time.monotonic()
-        lease = LeaseKey(
-            incarnation=self.context.incarnation,
-            epoch=samples.epoch,
-            start=samples.start,
-            stop=samples.stop,
-            grant=self.num_grants,
-        )
+        lease = self.lease_of(samples, self.num_grants)
         self.ask(
             crew,
             (StageDone, lease),
             partial(self.assign, samples, lease),
             partial(self.commit, crew, samples),
             self.step_patience_s,
+        )
+
+    def lease_of(self, samples: Range, grant: int) -> LeaseKey:
+        return LeaseKey(
+            incarnation=self.context.incarnation,
+            epoch=samples.epoch,
+            start=samples.start,
+            stop=samples.stop,
+            grant=grant,
         )
 
     def assign(self, samples: Range, lease: LeaseKey, crew: Crew, rank: int) -> None:
@@ -324,22 +348,22 @@ class Server(Coordinator):
         )
 
     def evaluated(self, answers: list[StageEvaluated]) -> None:
-        """All stages have computed what is held out.
+        """All stages have computed what is held out, or a part of it.
 
         Raises:
             NonFiniteLoss: the loss is not finite.
         """
-        self.is_evaluated = True
         if not all(each.is_finite for each in answers):
             raise NonFiniteLoss(
                 f"the validation loss after step {self.version} is not finite; {DIVERGENCE_REMEDY}"
             )
-        values = {name: value for each in answers for name, value in each.values.items()}
-        if "val_loss" in values:
-            loss = values.pop("val_loss")
-            metrics = {name.removeprefix("val_"): value for name, value in values.items()}
+        evaluation = self.evaluating.take(answers)
+        self.is_evaluated = not self.evaluating.is_under_way
+        if not self.is_evaluated:
+            return
+        if evaluation is not None:
             epoch = max(0, self.report.samples_applied - 1) // self.context.training.num_samples
-            self.report.evaluated(self.version, epoch, Evaluation(loss, metrics))
+            self.report.evaluated(self.version, epoch, evaluation)
         if self.report.is_over and self.keeper.can_keep:
             known = self.report.with_evaluation(self.report.training_state({}))
             self.is_kept = self.keeper.tell(known)
@@ -374,6 +398,7 @@ class Server(Coordinator):
             state.step,
         )
         self.report.resume(state)
+        self.evaluating.restart()
         self.is_evaluated = self.is_kept = True
 
 

@@ -33,13 +33,14 @@ from smolcluster.algorithms.PipelineParallel.plan import schedule_of
 from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.cluster.link import Link, WorkerSetup
-from smolcluster.data.dataset import Place
-from smolcluster.errors import ConnectTimeout, NonFiniteLoss, PeerLost, SmolclusterError
+from smolcluster.data.dataset import Elsewhere, Place, Sent
+from smolcluster.errors import ConnectTimeout, OutOfMemory, PeerLost, SmolclusterError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
-from smolcluster.ps.assignment import Assigned, AssignmentReceiver
+from smolcluster.ps.assignment import Assigned, AssignmentReceiver, HeldOut
 from smolcluster.training.build import TrainingContext, stage_replica
 from smolcluster.training.compute import Microbatch
+from smolcluster.training.evaluate import LOSS
 from smolcluster.training.stages.compute import StageCompute
 from smolcluster.transport.messages import (
     Assignment,
@@ -111,21 +112,24 @@ class StageReceiver(Receiver):
         return None
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        event: Event | None = MessageReceived(0, message)
         match message:
             case Served():
-                return None
+                event = None
             case Relayed() if self.links:
                 self.links.take(message)
-                return None
+                event = None
             case Assignment():
-                return self._samples.assigned(message, payload)
+                event = self._samples.assigned(message, payload)
+            case EvaluateStages():
+                event = self._samples.held_out(message)
             case StageState():
-                return StateArrived(message, bytes(payload))
+                event = StateArrived(message, bytes(payload))
             case CopyPiece():
-                return ValuesArrived(message, values_of(message, payload))
+                event = ValuesArrived(message, values_of(message, payload))
             case Planned() | MeasureLink() if self.links:
                 self.links.interrupt(PlanChanged("the plan has changed"), message.attempt - 1)
-        return MessageReceived(0, message)
+        return event
 
     def close(self) -> None:
         if self.links:
@@ -237,8 +241,8 @@ class Worker:
                 self.compute(step)
             case MessageReceived(message=Commit() as commit):
                 self.step(commit)
-            case MessageReceived(message=EvaluateStages() as wanted):
-                self.evaluate(wanted)
+            case HeldOut(wanted=wanted, samples=samples):
+                self.evaluate(wanted, samples)
             case MessageReceived(message=KeepStages() as wanted):
                 self.send_state(wanted)
             case MessageReceived(message=CopyOrder() as order) if self.is_planned(order.attempt):
@@ -420,20 +424,23 @@ class Worker:
         is_ours = found is not None and found[0] == step and self.copy.take_up(found[1])
         return step if is_ours else None
 
-    def evaluate(self, wanted: EvaluateStages) -> None:
-        """Compute what is held out with all others; the last stage says what came of it."""
-        is_finite, values, size = True, dict[str, float](), self.train.batch_size
-        try:
-            evaluation = evaluate_stages(self.execution, self.training, wanted.turn, size)
-        except NonFiniteLoss:
-            is_finite = False
-        else:
-            values = dict(evaluation.values) if evaluation else {}
+    def evaluate(self, wanted: EvaluateStages, sent: Sent | OutOfMemory | None) -> None:
+        """Compute what is held out, or `sent` of it, with all others; the last stage says what came of it."""
+        if isinstance(sent, OutOfMemory):
+            raise sent
+        workload, totals = self.training.workload, dict[str, tuple[float, float]]()
+        held_out, size = sent or workload.validation, wanted.batch_size
+        if sent is None:
+            size = workload.eval_batch_size or self.train.batch_size
+        if held_out is not None and not isinstance(held_out, Elsewhere):
+            found = evaluate_stages(self.execution, self.training, wanted.turn, held_out, size)
+            totals.update(found)
+        finite = {name: each for name, each in totals.items() if math.isfinite(each[0])}
         self.link.send(
             StageEvaluated(
                 attempt=self.plan.attempt,
                 turn=wanted.turn,
-                values={name: each for name, each in values.items() if math.isfinite(each)},
-                is_finite=is_finite,
+                totals=finite,
+                is_finite=LOSS in finite or not totals,
             )
         )

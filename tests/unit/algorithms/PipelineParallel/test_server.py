@@ -30,7 +30,7 @@ class Hand(Server):
         self.config, self.builders = config, Builders()
         self.context: Any = SimpleNamespace(log=logging.getLogger("test"), folder=None)
         self.dealt: Any = Mock()
-        self.keeper, self.dealer = Mock(), self.dealt
+        self.keeper, self.dealer, self.evaluating = Mock(), self.dealt, Mock()
         self.keeper.kept.folder, self.keeper.kept.state.step = None, 0
         self.report: Any = Mock()
         self.peers, self.crew, self.turn = {}, None, 0
