@@ -258,20 +258,16 @@ class Orchestrator:
         return summaries[0]
 
     def save_checkpoint(self, path: str | Path) -> Path:
-        """Write the model's weights and buffers as safetensors; returns where they are.
+        """Write the model's weights and buffers as safetensors, whatever the name; returns where they are.
 
-        `.safetensors` is added to a name that ends otherwise. All of the run, its checkpoints included, is in
-        the run's own folder.
+        `safetensors.torch.load_file` reads them, `torch.load` does not. All of the run, its checkpoints
+        included, is in the run's own folder.
 
         Raises:
             ConfigError: no model is registered.
             CheckpointError: it cannot be written.
         """
-        stated = Path(path)
-        target = stated if stated.suffix == SUFFIX else stated.with_name(stated.name + SUFFIX)
-        if target != stated:
-            self.log.info("%s is written as %s, in the safetensors format", stated, target)
-        model = self.model
+        target, model = Path(path), self.model
         persistent = model.state_dict()
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # tied ones once
         tensors = {
@@ -284,6 +280,11 @@ class Orchestrator:
             save_file(tensors, target)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{target} cannot be written: {error}") from error
+        if target.suffix != SUFFIX:
+            self.log.info(
+                "%s is in the safetensors format: safetensors.torch.load_file reads it, torch.load cannot",
+                target,
+            )
         return target
 
     def _names(self) -> list[str]:
