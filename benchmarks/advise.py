@@ -72,7 +72,7 @@ SHAPES = (
 class InNamespace(Host):
     """A host of `smolcluster advise` that is a network namespace of this machine."""
 
-    def argv(self, script: str, *, terminal: bool = False) -> list[str]:  # noqa: ARG002 - none draws
+    def argv(self, script: str, **_: bool) -> list[str]:
         return ["ip", "netns", "exec", str(self.destination), "sh", "-c", script]
 
 

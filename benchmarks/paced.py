@@ -150,12 +150,10 @@ class Paced(TrainingContext):
         return done
 
     def _compute(
-        self,
-        num_samples: int,
-        cut: Callable[[int], list[Microbatch]],
+        self, num_samples: int, epoch: int, cut: Callable[[int], list[Microbatch]]
     ) -> BatchLoss:
         with self.pace.stretching(num_samples):
-            return super()._compute(num_samples, cut)
+            return super()._compute(num_samples, epoch, cut)
 
 
 def serve(

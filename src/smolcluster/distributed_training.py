@@ -29,7 +29,7 @@ from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
 from smolcluster.errors import ConfigError, LaunchError, PeerLost
 from smolcluster.transport.security import new_secret
 from smolcluster.utils.addresses import free_port
-from smolcluster.utils.seed import HASH_SEED, hash_seed
+from smolcluster.utils.seed import with_hash_seed
 
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
@@ -350,8 +350,7 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
                 stdin=subprocess.DEVNULL,
                 pass_fds=(tells,),
                 env={
-                    **os.environ,
-                    HASH_SEED: hash_seed(os.environ),
+                    **with_hash_seed(os.environ),
                     **environ,
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank - here.start),

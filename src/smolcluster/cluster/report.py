@@ -44,7 +44,15 @@ from smolcluster.runs.events import (
     WorkerParked,
     WorkerStalled,
 )
-from smolcluster.runs.status import STOPPED, RunState, RunStatus, StatusFile, instant, unbegun
+from smolcluster.runs.status import (
+    STOPPED,
+    RunState,
+    RunStatus,
+    StatusFile,
+    instant,
+    no_space_on,
+    unbegun,
+)
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
 from smolcluster.training import hooks
 from smolcluster.training.build import TrainingContext
@@ -297,7 +305,7 @@ class Report:
     def trouble(self) -> str:
         """What cannot be saved for lack of space; empty: nothing. Any thread."""
         if self._status_file is not None and self._status_file.has_full_disk:
-            return f"nothing is saved: no space is left on the disk of {self._server_node}"
+            return no_space_on(self._server_node)
         return self._unsaved
 
     def worker_changed(self, event: WorkerJoined | WorkerLeft | WorkerLost) -> None:

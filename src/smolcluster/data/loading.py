@@ -32,6 +32,7 @@ from smolcluster.data.dataset import Batch, Permuted, Place, Samples, check_indi
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.processes import begin_to_read
 from smolcluster.errors import ConfigError, DataError
+from smolcluster.utils.isolated_rng import isolated_rng
 from smolcluster.utils.seed import derive_seed
 
 Collate = Callable[[list[Any]], Batch]
@@ -415,8 +416,7 @@ def _drawn(sampler: Iterable[Any], seed: int, epoch: int, is_of_batches: bool) -
     if getattr(sampler, "generator", False) is None:
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[attr-defined]
-    with _SAMPLING, torch.random.fork_rng(devices=[]), _python_generators(seed):
-        torch.default_generator.manual_seed(seed)
+    with _SAMPLING, isolated_rng(seed=seed):
         every = _ending(
             sampler, f"the sampler {type(sampler).__qualname__}", "let it end after each epoch"
         )
@@ -467,18 +467,6 @@ def _index(key: Any, sampler: Iterable[Any]) -> int:
             "number: a run counts samples and hands out their numbers; let the dataset, or collate, choose "
             "the rest (such as the size of an image)"
         ) from None
-
-
-@contextmanager
-def _python_generators(seed: int) -> Iterator[None]:
-    before = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
 
 
 def _set_epoch(data: object, epoch: int) -> None:

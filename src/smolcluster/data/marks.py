@@ -10,7 +10,6 @@ the last name counts.
 
 import copy
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
@@ -23,6 +22,7 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from smolcluster.transport.messages import MOST_MARKED_VALUES
+from smolcluster.utils.isolated_rng import isolated_rng
 
 Mark = tuple[str, ...]
 """Values after the first `MOST_MARKED_VALUES` are not compared, only their structure is."""
@@ -98,18 +98,11 @@ def _steady(readings: Sequence[Mark]) -> Mark:
 
 def _reading(dataset: Any, index: int) -> Mark:
     """A mark of one reading, under a seed of the sample's; the process's generators are left alone."""
-    before = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
-            random.seed(index)
-            np.random.seed(index % 2**32)
-            torch.default_generator.manual_seed(index)
+        with isolated_rng(seed=index):
             return _mark(dataset[index])
     except Exception:  # it will be told of where it is to be trained on
         return (UNKNOWN,)
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
 
 
 def _copied(dataset: Any) -> Any:

@@ -14,12 +14,13 @@ eight times as much. Skeletons cost more than their bytes as objects of Python, 
 `MAX_SKELETON_NBYTES` and `MAX_NODES`.
 """
 
+import copy
 import math
 import struct
-from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections import UserDict, namedtuple
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -379,18 +380,63 @@ def _named_tuple(fields: tuple[str, ...]) -> Callable[..., Any]:
     return namedtuple("NamedTuple", fields)
 
 
-def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """The batch with what `change` makes of each of its tensors, which are taken in order."""
+def _same(node: Any) -> Any:
+    return node
+
+
+def map_tensors(
+    batch: Batch, change: Callable[[Tensor], Tensor], otherwise: Callable[[Any], Any] = _same
+) -> Batch:
+    """The batch with what `change` makes of each of its tensors, taken in order, in fresh containers.
+
+    Containers keep their kinds, dataclasses among them. `otherwise` gives what becomes of all else.
+    """
+    mapped = partial(map_tensors, change=change, otherwise=otherwise)
     match batch:
         case Tensor():
             return change(batch)
         case Mapping():
-            return {key: map_tensors(value, change) for key, value in batch.items()}
-        case tuple() if hasattr(batch, "_fields"):
-            return type(batch)(*(map_tensors(value, change) for value in batch))
+            return _mapping_of(batch, mapped)
         case list() | tuple():
-            return type(batch)(map_tensors(value, change) for value in batch)
-    return batch
+            return _sequence_of(batch, mapped)
+    return _dataclass_of(batch, mapped) if _is_dataclass(batch) else otherwise(batch)
+
+
+def _mapping_of(batch: Any, mapped: Callable[[Any], Any]) -> Any:
+    """A dict, or a mapping of the batch's kind, such as an OrderedDict, where that can be written to."""
+    if isinstance(batch, UserDict):  # what tokenizers of transformers return, which has attributes
+        held = copy.copy(batch)
+        held.data = mapped(batch.data)
+        return held
+    values = {key: mapped(value) for key, value in batch.items()}
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
+        return values
+    copied = copy.copy(batch)
+    for key, value in values.items():  # outputs of transformers refuse `update`
+        copied[key] = value
+    return copied
+
+
+def _sequence_of(batch: Any, mapped: Callable[[Any], Any]) -> Any:
+    values = map(mapped, batch)
+    match batch:
+        case torch.Size():
+            return batch
+        case PackedSequence():
+            data, sizes, *indices = values
+            return type(batch)(data, sizes.cpu(), *indices)  # PyTorch wants the sizes there
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+def _dataclass_of(batch: Any, mapped: Callable[[Any], Any]) -> Any:
+    copied = copy.copy(batch)
+    for each in fields(batch):
+        object.__setattr__(copied, each.name, mapped(getattr(batch, each.name)))  # may be frozen
+    return copied
+
+
+def _is_dataclass(node: Any) -> bool:
+    return is_dataclass(node) and not isinstance(node, type)
 
 
 def tensors_in(batch: Batch) -> list[Tensor]:

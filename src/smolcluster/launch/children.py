@@ -16,7 +16,7 @@ from typing import IO
 
 from smolcluster.errors import LaunchError
 from smolcluster.runs.launched import LaunchedProcess
-from smolcluster.utils.seed import HASH_SEED, hash_seed
+from smolcluster.utils.seed import with_hash_seed
 
 STOP_ON_STDIN_EOF = "--stop-on-stdin-eof"
 OUTPUT_TIMEOUT_S = 2.0
@@ -38,10 +38,9 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={
-                    **os.environ,
+                    **with_hash_seed(os.environ),
                     "PYTHONUNBUFFERED": "1",
                     "PYTHONIOENCODING": "utf-8",
-                    HASH_SEED: hash_seed(os.environ),
                 },
                 start_new_session=True,
             )

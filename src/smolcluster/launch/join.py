@@ -41,7 +41,7 @@ from smolcluster.runs.paths import RunPaths, check_run_id, create_run, runs_root
 from smolcluster.transport.messages import Welcome
 from smolcluster.transport.security import load_secret
 from smolcluster.utils.locks import held
-from smolcluster.utils.seed import HASH_SEED, hash_seed
+from smolcluster.utils.seed import with_hash_seed
 
 POLL_S = 0.1
 LOCK = "joining.lock"
@@ -247,11 +247,7 @@ def _join_as_process(
         return _detached(own, process)
     _note(own, process, os.getpid())
     sys.stdout.flush()
-    return os.execve(process.argv[0], process.argv, _environ())  # noqa: S606 - a list, no shell
-
-
-def _environ() -> dict[str, str]:
-    return {**os.environ, HASH_SEED: hash_seed(os.environ)}
+    return os.execve(process.argv[0], process.argv, with_hash_seed(os.environ))  # noqa: S606 - a list, no shell
 
 
 def _detached(paths: RunPaths, process: LaunchedProcess) -> int:
@@ -265,7 +261,7 @@ def _detached(paths: RunPaths, process: LaunchedProcess) -> int:
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
-            env=_environ(),
+            env=with_hash_seed(os.environ),
             start_new_session=True,
         )
     _note(paths, process, started.pid)

@@ -29,7 +29,7 @@ from smolcluster.launch.jobs.scheduler import (
 from smolcluster.launch.tmux import start, target
 from smolcluster.observability.parsing import parse_log_line
 from smolcluster.runs.launched import LaunchedProcess
-from smolcluster.utils.seed import HASH_SEED, hash_seed
+from smolcluster.utils.seed import HASH_SEED, with_hash_seed
 
 POLL_S = 0.2
 SCREEN_LINES = 200
@@ -83,8 +83,10 @@ def put(host: Host, path: str, content: bytes) -> None:
 
 def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
     run, stem = shell_path(process.run_dir), shlex.quote(process.stem)
-    env = {**env, HASH_SEED: hash_seed({**os.environ, **env})}
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+    stated = with_hash_seed({**os.environ, **env})[HASH_SEED]
+    exports = [
+        f"export {name}={shlex.quote(value)}" for name, value in {**env, HASH_SEED: stated}.items()
+    ]
     lines = [
         'rm -f -- "$0"; _smolcluster_asked=',  # a name that nobody exports
         *exports,

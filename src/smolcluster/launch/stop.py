@@ -3,7 +3,6 @@
 These do not hear of it: to them a server that was stopped is one that may come back.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from smolcluster.launch.sessions import (
 )
 from smolcluster.launch.watch.probe import sections
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.runs.status import STATUS, stopped
+from smolcluster.runs.paths import CHECKPOINT
+from smolcluster.runs.status import STATUS, no_space_on, stopped
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.retry import Deadline
 
@@ -35,7 +35,6 @@ KILL_GRACE_S = 5.0
 """How long what was killed may take to be gone."""
 ASK_S = 2.0
 """How long a machine is waited for at once: so soon a changed mind is heard."""
-_CHECKPOINT = re.compile(r"step-(\d{8,16})")
 WAITING = "waiting for its last checkpoint"
 
 InAHurry = Callable[[], bool]
@@ -105,13 +104,11 @@ def _unsaved(server: LaunchedProcess) -> str | None:
     status = STATUS.parse(said.get("status", ""))
     trouble = status.trouble if status is not None else None
     if trouble is None and is_full_disk(said.get("free", "")):
-        trouble = f"nothing is saved: no space is left on the disk of {server.node}"
+        trouble = no_space_on(server.node)
     if trouble is None:
         return None
     steps = sorted(
-        int(found[1])
-        for found in map(_CHECKPOINT.fullmatch, said.get("names", "").split())
-        if found
+        int(found[1]) for found in map(CHECKPOINT.fullmatch, said.get("names", "").split()) if found
     )
     there = f"the newest checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint"
     return f"{trouble}; {there}"

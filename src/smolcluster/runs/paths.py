@@ -18,6 +18,8 @@ from smolcluster.utils.folders import checkout
 
 LATEST = "latest"
 ADVICE_FILE = "advice.json"
+CHECKPOINT = re.compile(r"step-(\d{8,16})")
+"""The name of a checkpoint's folder, with its step."""
 NUM_SHOWN = 5
 """Of the runs that there are, where one is not."""
 

@@ -50,6 +50,11 @@ PROCESS_STATS = AliasChoices("process_stats", "vitals")
 """Files of older runs use the second name."""
 
 
+def no_space_on(node: str) -> str:
+    """The trouble of a run whose disk, that of `node`, is full."""
+    return f"nothing is saved: no space is left on the disk of {node}"
+
+
 class WorkerStatus(Strict):
     """How one worker stands. Who came back has the entry of its rank."""
 

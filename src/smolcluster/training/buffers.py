@@ -192,8 +192,7 @@ class ModelBuffers:
                     "dense ones can be sent: keep its indices and its values as buffers of their own"
                 )
             return
-        then = slot.initial.to(now.device)
-        if not bool(((now == then) | (now.isnan() & then.isnan())).all()):
+        if not _is_same(now, slot.initial.to(now.device)):
             self._note(number)
 
     def _note(self, number: int) -> None:

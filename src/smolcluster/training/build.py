@@ -2,10 +2,8 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +16,9 @@ from smolcluster.data.pytree import sliced
 from smolcluster.errors import ConfigError, DataError, NonFiniteLoss, SmolclusterError
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
-from smolcluster.training.cutting import (
-    NUM_SAMPLES,
-    FirstLook,
-    lacks_labels,
-    said_of_cutting,
-    without_effect_on_chance,
-)
+from smolcluster.training.cutting import NUM_SAMPLES, FirstLook
 from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate
+from smolcluster.training.labels import lacks_labels
 from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
 from smolcluster.training.lazy import give_shapes
 from smolcluster.training.local_copy import Fragments, LocalCopy, OwnCopy
@@ -36,7 +29,7 @@ from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.stages.build import build_stage, model_layers, outline
 from smolcluster.training.unused import UnusedParameters
 from smolcluster.training.user_code import user_code
-from smolcluster.training.workload import Workload, count_terms
+from smolcluster.training.workload import Workload
 from smolcluster.utils.gpu import no_gpu, watched
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.peak_memory import PeakMemory
@@ -110,10 +103,8 @@ class TrainingContext:
             UserCodeError: data, model or loss raised an exception.
             OutOfMemory: the device has too little memory for one sample.
         """
-
         if self.prefetch is not None:
             self.prefetch.forget_before(Place(self.seed, epoch, start))
-
         cut = partial(self.parts, indices, epoch, start)
         return self._compute(len(indices), epoch, cut)
 
@@ -221,41 +212,18 @@ class TrainingContext:
     def look_at_cutting(self, at_once: int) -> None:
         """Say once if the loss of a few samples is another one when they are computed in two parts.
 
-        They are `at_once` at most, which have been computed at once before.
-        Nothing else changes by it. Where it cannot be told, such as with samples that others send, it is not.
+        They are `at_once` at most, which have been computed at once before. Where it cannot be told, such as
+        with samples that others send, it is not.
         """
         look = self.first_look
         if look is None or look.is_done or isinstance(self.workload.train, Elsewhere):
             return
-        look.is_done = True
-        replica, loss, indices = (
-            self.replica,
-            self.workload.loss,
-            self.order(0)[: min(NUM_SAMPLES, at_once)],
-        )
+        indices = self.order(0)[: min(NUM_SAMPLES, at_once)]
 
-        numbers = (
-            count()
-        )  # samples that are drawn at random differ each time, and then nothing is said
+        def gather(places: slice, number: int) -> Batch:
+            return self.gather(indices[places], Place(self.seed, 0, number))
 
-        def loss_of(places: slice) -> tuple[float, float]:
-            batch = self.gather(indices[places], Place(self.seed, 0, next(numbers)))
-            with replica.labels.watching():
-                result = loss(model, replica.placed(batch))
-            terms = replica.labels.terms_of(result)
-            total, number = terms or count_terms(result, len(indices[places]), of=loss)
-            return float(total), float(number)
-
-        said = None
-        with without_effect_on_chance(replica.device), replica.evaluating() as model:
-            model.eval()
-            with (
-                torch.no_grad(),
-                suppress(Exception),
-            ):  # training will meet what is wrong, and say it
-                said = said_of_cutting(loss_of, len(indices))
-        if said is not None:
-            look.log.warning("%s", said)
+        look.at(self.replica, self.workload.loss, len(indices), gather)
 
     def rehearse(self, num_samples: int) -> bool:
         """Compute what costs as much as a batch of so many samples; False: there is none to be had here.
@@ -434,14 +402,16 @@ def most_at_once(train: TrainConfig, microbatch: int | None) -> int | None:
     Raises:
         ConfigError: fewer than all, where batches are to stay whole.
     """
-    if train.batch == "whole":
-        cuts = {"microbatch": microbatch or 1, "gradient_accumulation": train.gradient_accumulation}
-        key = next((key for key, value in cuts.items() if value > 1), None)
-        if microbatch is not None or key:
-            key = key or "microbatch"
-            raise ConfigError(
-                f"batch is whole, but {key} {cuts[key]} cuts it: leave {key} out, or set batch to cut"
-            )
-    if train.gradient_accumulation == 1:
+    accumulated = train.gradient_accumulation
+    if train.batch == "whole" and (microbatch is not None or accumulated > 1):
+        key, value = (
+            ("microbatch", microbatch)
+            if microbatch is not None
+            else ("gradient_accumulation", accumulated)
+        )
+        raise ConfigError(
+            f"batch is whole, but {key} {value} cuts it: leave {key} out, or set batch to cut"
+        )
+    if accumulated == 1:
         return microbatch
     return min(train.batch_size, microbatch or train.batch_size)

@@ -48,6 +48,7 @@ from torch import Tensor
 from smolcluster.errors import CheckpointError
 from smolcluster.runs.files import FULL, utc_timestamp
 from smolcluster.runs.model_file import Strict, problem_of
+from smolcluster.runs.paths import CHECKPOINT
 from smolcluster.training.replica import AVERAGE, Replica
 from smolcluster.utils.replacing import replacing
 from smolcluster.utils.units import format_bytes, format_duration
@@ -65,7 +66,6 @@ EXIT_TIMEOUT_S = 120.0
 PROGRESS_S = 0.5
 
 _TENSOR_FILES = frozenset({MODEL_FILE, OPTIMIZER_FILE})
-_PLACE = re.compile(r"step-(\d{8,16})")
 _ASIDE = re.compile(r"\.step-(\d{8,16})\.old\.tmp")
 _HIDDEN = ".step-*.tmp"
 _OS_ERROR = re.compile(r"os error (\d+)")
@@ -382,7 +382,7 @@ class CheckpointStore:
             ) from error
         asides = {int(match[1]): path for path in found if (match := _ASIDE.fullmatch(path.name))}
         return asides | {
-            int(match[1]): path for path in found if (match := _PLACE.fullmatch(path.name))
+            int(match[1]): path for path in found if (match := CHECKPOINT.fullmatch(path.name))
         }
 
     def _newest_first(self) -> Iterable[Path]:
@@ -396,7 +396,7 @@ class CheckpointStore:
 
     def _latest_step(self) -> int | None:
         try:
-            match = _PLACE.fullmatch(str((self.folder / LATEST).readlink()))
+            match = CHECKPOINT.fullmatch(str((self.folder / LATEST).readlink()))
         except OSError:
             return None
         return int(match[1]) if match else None
@@ -859,7 +859,7 @@ def _read_state(folder: Path) -> CheckpointState:
     except OSError as error:
         raise _unreadable(path, error) from error
     state = _decode(data, path)
-    match = _PLACE.fullmatch(folder.name) or _ASIDE.fullmatch(folder.name)
+    match = CHECKPOINT.fullmatch(folder.name) or _ASIDE.fullmatch(folder.name)
     if match is None or int(match[1]) != state.step:
         raise _damaged(path, f"is of step {state.step}")
     for name, entry in state.files.items():

@@ -11,11 +11,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch, Place
+from smolcluster.data.pytree import tensors_in
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.batches import tensors_of
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica, first_non_finite
 from smolcluster.training.user_code import user_code, wrong_result
-from smolcluster.training.workload import LossFunction, count_terms, real_count
+from smolcluster.training.workload import LossFunction, real_count
 
 AT_THE_LOSS = "at the loss itself: every layer's output is finite"
 NO_TERMS_REMEDY = (
@@ -78,8 +78,7 @@ def forward_backward(
             looking = replica.labels.watching()
             with replica.watch.around_loss(is_first=not counts), user_code("loss"), lone, looking:
                 result = loss(replica.model, batch)
-            terms = replica.labels.terms_of(result)
-            total, count = terms or count_terms(result, part.num_samples, of=loss)
+            total, count = replica.labels.count(result, part.num_samples, of=loss)
             if not counts:
                 divisor = at_least_one(count * num_samples / part.num_samples)
             share = total / divisor
@@ -174,7 +173,7 @@ def _explain_non_finite(
 
 
 def _origin_of_loss(replica: Replica, loss: LossFunction, batch: Batch) -> str:
-    for tensor in tensors_of(batch):
+    for tensor in tensors_in(batch):
         if tensor.is_floating_point() and (value := first_non_finite(tensor)) is not None:
             return f"because the batch's inputs hold {value}: check the dataset"
     with autocast(replica.precision, replica.device):

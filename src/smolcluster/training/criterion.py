@@ -8,12 +8,14 @@ not the model's.
 
 from collections.abc import Callable, Iterator
 from functools import partial, update_wrapper
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from smolcluster.data.dataset import Batch
+from smolcluster.data.pytree import tensors_in
 from smolcluster.errors import ConfigError
 from smolcluster.training.modes import move
 from smolcluster.utils.words import a_few
@@ -60,9 +62,8 @@ def _parts(thing: Any) -> list[tuple[str, Any]]:
     found += [
         (name, names[name]) for name in code.co_names if isinstance(names.get(name), nn.Module)
     ]
-    for name, cell in zip(
-        code.co_freevars, getattr(thing, "__closure__", None) or (), strict=False
-    ):
+    cells = getattr(thing, "__closure__", None) or ()
+    for name, cell in zip(code.co_freevars, cells, strict=False):
         try:
             found.append((name, cell.cell_contents))
         except ValueError:  # not bound yet
@@ -102,20 +103,29 @@ class WatchedLoss:
         Raises:
             ConfigError: it would give a gradient to a parameter that nobody trains.
         """
-        result = self._loss(model, batch)
+        if not self._num_left:
+            return self._loss(model, batch)
+        outputs: set[object] = set()
+
+        def note(_module: object, _given: object, output: Any) -> None:
+            named = vars(output) if isinstance(output, SimpleNamespace) else output
+            outputs.update(each.grad_fn for each in tensors_in(named))
+
+        noting = model.register_forward_hook(note)
+        try:
+            result = self._loss(model, batch)
+        finally:
+            noting.remove()
         total = result[0] if isinstance(result, tuple) and result else result
-        if self._num_left and isinstance(total, Tensor) and total.grad_fn is not None:
+        if isinstance(total, Tensor) and total.grad_fn is not None:
             self._num_left -= 1
-            self._check(model, total)
+            self._check(model, total, outputs)
         return result
 
-    def _check(self, model: nn.Module, total: Tensor) -> None:
+    def _check(self, model: nn.Module, total: Tensor, outputs: set[object]) -> None:
+        """What lies behind the model's outputs is its own: it may stand for what stages have computed."""
         own = {id(each) for each in model.parameters()}
-        if (
-            not own
-        ):  # what stages or ranks have computed stands for the model: its graph holds their weights
-            return
-        others = [each for each in _leaves(total) if id(each) not in own]
+        others = [each for each in _leaves(total, outputs) if id(each) not in own]
         if others:
             names = self._names()
             named = [names.get(id(each), f"one of shape {tuple(each.shape)}") for each in others]
@@ -131,9 +141,9 @@ class WatchedLoss:
         }
 
 
-def _leaves(total: Tensor) -> Iterator[nn.Parameter]:
-    """The parameters that a backward pass from `total` would give a gradient to."""
-    seen: set[Any] = set()
+def _leaves(total: Tensor, behind: set[object]) -> Iterator[nn.Parameter]:
+    """The parameters that a backward pass from `total`, not through `behind`, would give a gradient to."""
+    seen = set(behind)
     waiting: list[Any] = [total.grad_fn]
     while waiting:
         node = waiting.pop()

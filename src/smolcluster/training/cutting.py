@@ -3,24 +3,22 @@
 SyncPS cuts batches, as it gives each worker a part of a step, and so does `microbatch`. The mean of the
 whole is that of the parts, weighted by their loss terms. A loss that couples samples (contrastive losses) is
 another one for parts, and so is a mean over terms of which samples have unequally many. That is said once.
-Of a Hugging Face model's own loss the number of terms is known: that of its labels which count.
 """
 
 import logging
 import math
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
-from smolcluster.data.dataset import NO_TERM, Batch
-from smolcluster.training.batches import tensors_of
-from smolcluster.training.workload import Terms
+from smolcluster.data.dataset import Batch
+from smolcluster.errors import SmolclusterError
+from smolcluster.training.replica import Replica
+from smolcluster.training.user_code import user_code
+from smolcluster.training.workload import LossFunction
+from smolcluster.utils.isolated_rng import isolated_rng
 
 NUM_SAMPLES = 16
 """Of the first batch, which are computed whole and in two parts."""
@@ -32,66 +30,46 @@ REMEDY = (
 )
 
 
-@dataclass
 class FirstLook:
-    """Whether it has been looked at what cutting makes of a loss, and where it is said."""
+    """Says once if the loss of a few samples is another one when they are computed in two parts."""
 
-    log: logging.Logger
-    is_done: bool = False
+    def __init__(self, log: logging.Logger) -> None:
+        self.is_done = False
+        self._log = log
 
+    def at(
+        self,
+        replica: Replica,
+        loss: LossFunction,
+        num_samples: int,
+        gather: Callable[[slice, int], Batch],
+    ) -> None:
+        """Compute so many samples; `gather` makes a batch of some, what is random in it by a number.
 
-def lacks_labels(batch: Batch) -> bool:
-    """Whether a tensor of the batch says of each of its places that no loss term belongs to it (-100)."""
-    return any(
-        bool((each == NO_TERM).all())
-        for each in tensors_of(batch)
-        if each.numel() and each.dtype in (torch.int64, torch.int32, torch.int16)
-    )
+        Nothing else changes by it, and what goes wrong is left to the training, which meets it too.
+        """
+        self.is_done = True
+        numbers = count()  # samples that are drawn at random differ each time, and nothing is said
 
+        def loss_of(places: slice) -> tuple[float, float]:
+            batch = gather(places, next(numbers))
+            with replica.labels.watching():
+                result = loss(model, replica.placed(batch))
+            total, number = replica.labels.count(result, places.stop - places.start, of=loss)
+            return float(total), float(number)
 
-class LabelsSeen:
-    """The losses that Hugging Face models in a model have returned, and how many labels each has."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._models = [each for each in model.modules() if is_from_transformers(each)]
-        self._found: list[tuple[Tensor, Tensor]] = []
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Look at what they are given and return while the block runs."""
-        self._found.clear()
-        hooks = [each.register_forward_hook(self._note, with_kwargs=True) for each in self._models]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def terms_of(self, result: object) -> Terms | None:
-        """The sum of the terms of such a loss, and their number; None: `result` is not one."""
-        for loss, count in self._found:
-            if result is loss:
-                number = count.to(loss.device)
-                return torch.where(number > 0, loss * number, torch.zeros_like(loss)), number
-        return None
-
-    def _note(self, module: Any, _given: object, named: dict[str, Any], output: Any) -> None:
-        labels, loss = named.get("labels"), getattr(output, "loss", None)
-        if not (isinstance(labels, Tensor) and isinstance(loss, Tensor)):
-            return
-        if loss.numel() != 1 or labels.is_floating_point():
-            return
-        kind = f"{getattr(module, 'loss_type', None)} {type(module).__name__}"
-        is_shifted = (
-            "CausalLM" in kind or "LMHead" in kind
-        )  # the first label is nobody's next token
-        counted = labels[..., 1:] if is_shifted else labels
-        self._found.append((loss, (counted != NO_TERM).sum()))
-
-
-def is_from_transformers(module: nn.Module) -> bool:
-    """Whether it is a model of the library's, or a subclass of one, that may compute its own loss."""
-    return any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__)
+        said = None
+        with (
+            isolated_rng(replica.device),
+            replica.evaluating() as model,
+            torch.no_grad(),
+            suppress(SmolclusterError, torch.OutOfMemoryError),
+            user_code("loss"),
+        ):
+            model.eval()
+            said = said_of_cutting(loss_of, num_samples)
+        if said is not None:
+            self._log.warning("%s", said)
 
 
 def said_of_cutting(
@@ -121,16 +99,3 @@ def said_of_cutting(
 def _mean(parts: list[tuple[float, float]]) -> float:
     number = sum(count for _, count in parts)
     return sum(total for total, _ in parts) / number if number else math.nan
-
-
-@contextmanager
-def without_effect_on_chance(device: torch.device) -> Iterator[None]:
-    """What is drawn at random after the block does not depend on what was drawn in it."""
-    devices = [device] if device.type == "cuda" else []
-    pythons, numpys = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(pythons)
-            np.random.set_state(numpys)

@@ -16,14 +16,13 @@ from smolcluster.data.loading import every_index
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.batches import Doubles, placed
 from smolcluster.training.compute import autocast, trained_dtype
-from smolcluster.training.cutting import LabelsSeen, lacks_labels
+from smolcluster.training.labels import LabelsSeen, lacks_labels
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.training.workload import (
     LossFunction,
     Metric,
     OfLoss,
-    count_terms,
     described,
     real_count,
 )
@@ -130,8 +129,7 @@ def totals_of(
                 fresh = partial(placed, gathered, device, dtype)
                 value = partial(_value, measure, what, model, fresh, doubles=doubles, seen=seen)
                 result = doubles.attempt(value, [gathered])
-                terms = seen.terms_of(result)
-                total, num_terms = terms or count_terms(result, len(indices), of=measure, what=what)
+                total, num_terms = seen.count(result, len(indices), of=measure, what=what)
                 if not math.isfinite(float(total)) and lacks_labels(gathered):
                     continue
                 sums[name] += float(total)

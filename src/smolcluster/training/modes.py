@@ -43,7 +43,7 @@ def begin_training(model: nn.Module) -> list[str]:
         UserCodeError: its own `train` raised an exception.
     """
     resting = _resting(model)
-    modes = [_modes(part) for part in resting.values()]
+    modes = [modes_of(part) for part in resting.values()]
     _switch(model, "train", model.train)
     for each in modes:
         restore_modes(each)
@@ -58,7 +58,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         ConfigError: its `eval` cannot be called as that of `torch.nn.Module`.
         UserCodeError: its own `eval` raised an exception.
     """
-    modes = _modes(model)
+    modes = modes_of(model)
     try:
         _switch(model, "eval", model.eval)
         yield
@@ -66,7 +66,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         restore_modes(modes)
 
 
-def _modes(model: nn.Module) -> dict[nn.Module, bool]:
+def modes_of(model: nn.Module) -> dict[nn.Module, bool]:
     """Of each part, whether it is in training mode."""
     return {module: module.training for module in model.modules()}
 

@@ -22,9 +22,9 @@ from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.training.batches import Doubles, placed
 from smolcluster.training.buffers import ModelBuffers, plain_name
 from smolcluster.training.copying import second
-from smolcluster.training.cutting import LabelsSeen
 from smolcluster.training.fingerprint import base_of, content, described_base, fingerprint
-from smolcluster.training.modes import begin_training, move
+from smolcluster.training.labels import LabelsSeen
+from smolcluster.training.modes import begin_training, modes_of, move, restore_modes
 from smolcluster.training.optimizer import bucket_norms, clip_factor
 from smolcluster.training.recipe import OptimizerSpec
 from smolcluster.training.scaler import LEAST_SCALE, LossScaler
@@ -303,7 +303,7 @@ class Replica:
 
         After the block the model is as before: its weights, gradients, modes, and its buffers' values.
         """
-        modes = {module: module.training for module in self.model.modules()}
+        modes = modes_of(self.model)
         with self.buffers.kept():
             try:
                 self.lend(self.evaluated.clone(), self.model)
@@ -315,8 +315,7 @@ class Replica:
                 finally:
                     self._into_flat()
                     self.watch.forget_frozen()
-                    for module, mode in modes.items():
-                        module.training = mode
+                    restore_modes(modes)
 
     def saved_parameters(self) -> dict[str, Tensor]:
         """What a checkpoint holds by name: all parameters, but not those that adapters were put on.

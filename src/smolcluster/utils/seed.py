@@ -8,13 +8,14 @@ HASH_SEED = "PYTHONHASHSEED"
 """A variable of Python: the order of a set of texts depends on it, and is another one in each process."""
 
 
-def hash_seed(environ: Mapping[str, str]) -> str:
-    """`PYTHONHASHSEED` of all processes of a launch: what the user has set to a number, else 0.
+def with_hash_seed(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment with the `PYTHONHASHSEED` of all processes of a launch.
 
-    A vocabulary made of a set is then numbered alike by all of them, also when the run is resumed.
+    It is what the user has set to a number, else 0. A vocabulary made of a set is then numbered alike by all
+    of them, also when the run is resumed.
     """
     stated = environ.get(HASH_SEED, "")
-    return stated if stated.isdigit() else "0"
+    return {**environ, HASH_SEED: stated if stated.isdigit() else "0"}
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:

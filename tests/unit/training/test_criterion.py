@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from smolcluster.errors import ConfigError
 from smolcluster.training.criterion import WatchedLoss, modules_of
+from smolcluster.training.stages.build import Answer
 from smolcluster.training.workload import Workload
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -77,6 +78,17 @@ def test_parameters_that_only_the_loss_knows_are_found_in_its_first_value(
         WatchedLoss(loss)(nn.Linear(6, 4), BATCH)
     assert name in str(raised.value)
     assert "make it a part of the model" in str(raised.value)
+
+
+def test_what_stages_have_computed_stands_for_the_model() -> None:
+    """Its own weights are known to nobody here, and those of the loss are found all the same."""
+    stage = nn.Linear(6, 4)
+    model = Answer(lambda: stage(BATCH[0]))
+    plain = WatchedLoss(lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]))
+    assert plain(model, BATCH).requires_grad
+    for loss, name in ((closure(), "arc.centres"), (of_global, "GLOBAL.weight")):
+        with pytest.raises(ConfigError, match=name):
+            WatchedLoss(loss)(model, BATCH)
 
 
 def test_what_gets_no_gradient_is_no_fault() -> None:

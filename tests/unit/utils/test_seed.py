@@ -1,6 +1,6 @@
 import pytest
 
-from smolcluster.utils.seed import HASH_SEED, derive_seed, hash_seed
+from smolcluster.utils.seed import HASH_SEED, derive_seed, with_hash_seed
 
 
 def test_derived_seeds_are_the_same_on_every_machine_and_in_every_version() -> None:
@@ -19,4 +19,4 @@ def test_each_use_has_a_seed_of_its_own() -> None:
     ("stated", "seed"), [({}, "0"), ({HASH_SEED: "7"}, "7"), ({HASH_SEED: "random"}, "0")]
 )
 def test_one_hash_seed_for_all_that_is_launched(stated: dict[str, str], seed: str) -> None:
-    assert hash_seed(stated) == seed
+    assert with_hash_seed(stated) == stated | {HASH_SEED: seed}

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from smolcluster.algorithms.DiLoCo.config import Mode
 from smolcluster.algorithms.DiLoCo.pacing import (
@@ -32,6 +32,8 @@ FIRST_ROUNDS, COUNTED_ROUNDS = 4, 6
 """Before which none is counted, for times are not known yet; and how many are."""
 LEAST_COUNTED = 2
 """So many beginnings of rounds must have been seen."""
+Row = TypeVar("Row", bound=tuple[float, int, *tuple[int, ...]])
+"""A time, H, and counts."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,14 @@ class Machine:
     """Fragments whose changes are on their way."""
 
 
+def _counted(rows: list[Row], first: int) -> list[Row]:
+    """Rounds or exchanges, at the earliest from `first` on, from the one whose H is like that before it."""
+    for number in range(first, len(rows)):
+        if rows[number][1] <= (1 + STEADY) * rows[number - 1][1]:
+            return rows[number:]
+    return []
+
+
 class FastMotion:
     """A server and its workers."""
 
@@ -141,7 +151,7 @@ class FastMotion:
         self._simulation.run(math.inf, lambda: self._is_over)
         if self._is_async:
             return self._found_of_exchanges()
-        counted = self._counted
+        counted = _counted(self._rounds, FIRST_ROUNDS)
         if len(counted) < LEAST_COUNTED:
             return None
         (began_s, _, before), (ended_s, local_steps, after) = counted[0], counted[-1]
@@ -149,7 +159,7 @@ class FastMotion:
         return Found((after - before) / seconds, (len(counted) - 1) / seconds, local_steps)
 
     def _found_of_exchanges(self) -> Found | None:
-        counted = self._counted_exchanges
+        counted = _counted(self._exchanges, 1)
         if len(counted) < LEAST_COUNTED:
             return None
         (began_s, _, before, first), (ended_s, _, after, last) = counted[0], counted[-1]
@@ -158,25 +168,10 @@ class FastMotion:
         return Found((after - before) / seconds, exchanges_s, self._round.local_steps)
 
     @property
-    def _counted(self) -> list[tuple[float, int, int]]:
-        """The rounds from the first that is like the one before."""
-        for number in range(FIRST_ROUNDS, len(self._rounds)):
-            if self._rounds[number][1] <= (1 + STEADY) * self._rounds[number - 1][1]:
-                return self._rounds[number:]
-        return []
-
-    @property
-    def _counted_exchanges(self) -> list[tuple[float, int, int, int]]:
-        """From the first before which H was like it."""
-        for number in range(1, len(self._exchanges)):
-            if self._exchanges[number][1] <= (1 + STEADY) * self._exchanges[number - 1][1]:
-                return self._exchanges[number:]
-        return []
-
-    @property
     def _is_over(self) -> bool:
-        counted = self._counted_exchanges if self._is_async else self._counted
-        return len(counted) > COUNTED_ROUNDS
+        if self._is_async:
+            return len(_counted(self._exchanges, 1)) > COUNTED_ROUNDS
+        return len(_counted(self._rounds, FIRST_ROUNDS)) > COUNTED_ROUNDS
 
     def _machine(self, place: int) -> Machine:
         worker = self._site.workers[place]

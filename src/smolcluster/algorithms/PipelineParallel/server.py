@@ -103,9 +103,9 @@ class Server(Coordinator):
         self.is_evaluated = self.is_kept = True
         """Whether the last step is, as far as that is due."""
         self.step_began_at = 0.0
+        """When the newest one was begun."""
         self.keeping_since = self.keeping_s = 0.0
         """When the state was asked for the last time, and how long it took until all stages had sent it."""
-        """When the newest one was begun."""
         self.stop_by: float | None = None
         """When the run stops at the latest, once that was asked for."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from smolcluster.codec.rows import decode_rows, encode_rows, is_coded
 from smolcluster.data import pytree
 from smolcluster.data.dataset import Batch
-from smolcluster.data.pytree import DTYPES, Encoded, map_tensors
+from smolcluster.data.pytree import DTYPES, Encoded, map_tensors, tensors_in
 from smolcluster.errors import ProtocolError
 
 
@@ -19,14 +19,7 @@ def on_cpu(tree: Batch) -> Batch:
 
 def nbytes_of(tree: Batch) -> int:
     """Bytes of the tree's tensors."""
-    sizes: list[int] = []
-
-    def count(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.nbytes)
-        return tensor
-
-    map_tensors(tree, count)
-    return sum(sizes)
+    return sum(tensor.nbytes for tensor in tensors_in(tree))
 
 
 def encode(tree: Batch, codec: str) -> Encoded:

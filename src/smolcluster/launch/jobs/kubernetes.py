@@ -19,7 +19,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.launch.group_plan import COMMAND
 from smolcluster.launch.jobs.scheduler import kubectl
 from smolcluster.runs.launched import LaunchedProcess
-from smolcluster.utils.seed import HASH_SEED, hash_seed
+from smolcluster.utils.seed import with_hash_seed
 
 Json = dict[str, Any]
 
@@ -267,7 +267,7 @@ def _escaped(text: str) -> str:
 
 
 def _env(config: KubernetesConfig) -> list[Json]:
-    env = {HASH_SEED: hash_seed({}), **config.env}
+    env = with_hash_seed(config.env)
     plain = [{"name": name, "value": _escaped(value)} for name, value in env.items()]
     secret = []
     for variable, place in config.secrets.items():

@@ -210,13 +210,12 @@ def _look_at_owner(paths: RunPaths) -> ProbeResult:
     else:
         seen = _found(owner, "ended" if read.is_over else "gone")
     words = _last_error(paths, seen)
+    is_full = False
     with suppress(OSError):
-        free = shutil.disk_usage(paths.root).free
-        is_full = free < FULL_BELOW_NBYTES
-        return ProbeResult(
-            (seen,), read.status, read.summary, instant(time.time()), words, is_full=is_full
-        )
-    return ProbeResult((seen,), read.status, read.summary, instant(time.time()), words)
+        is_full = shutil.disk_usage(paths.root).free < FULL_BELOW_NBYTES
+    return ProbeResult(
+        (seen,), read.status, read.summary, instant(time.time()), words, is_full=is_full
+    )
 
 
 def _last_error(paths: RunPaths, server: ProcessReport) -> str | None:

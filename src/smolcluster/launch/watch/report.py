@@ -12,7 +12,7 @@ from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.launched import Process
 from smolcluster.runs.model_file import WithMetrics
-from smolcluster.runs.status import Presence, RunStatus, WorkerStatus
+from smolcluster.runs.status import Presence, RunStatus, WorkerStatus, no_space_on
 from smolcluster.runs.summary import Summary
 from smolcluster.utils.meter import PEAK
 
@@ -116,7 +116,7 @@ def report_of(run_id: str, algorithm: str | None, probed: ProbeResult) -> RunRep
         values |= {"reason": _why(probed), "samples_per_s": None}
     if probed.is_full:
         node = probed.processes[0].node if probed.processes else "its machine"
-        values |= {"trouble": f"nothing is saved: no space is left on the disk of {node}"}
+        values |= {"trouble": no_space_on(node)}
     values |= {"run_id": run_id, "state": state, "processes": _processes(probed)}
     shared = {
         name: value

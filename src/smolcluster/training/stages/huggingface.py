@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from smolcluster.errors import ConfigError
 from smolcluster.training.compute import trained_dtype
+from smolcluster.training.labels import is_from_transformers, is_kind
 from smolcluster.training.layer_seeds import may_draw
 from smolcluster.training.stages.cut import Stage, do_nothing, place_at
 
@@ -144,14 +145,9 @@ def language_model(model: nn.Module) -> Any:
     None: it is no model of transformers, or one whose configuration has no number of blocks, such as ResNet.
     """
     base: Any = model
-    if "peft.peft_model.PeftModel" in _kinds(model):
+    if is_kind(model, "peft.peft_model.PeftModel"):
         base = base.get_base_model()
-    is_one = "transformers.modeling_utils.PreTrainedModel" in _kinds(base)
-    return base if is_one and _num_hidden_layers(base) is not None else None
-
-
-def _kinds(model: object) -> set[str]:
-    return {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
+    return base if is_from_transformers(base) and _num_hidden_layers(base) is not None else None
 
 
 def _num_hidden_layers(model: Any) -> int | None:
