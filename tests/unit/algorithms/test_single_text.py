@@ -88,7 +88,9 @@ class Run:
 
         evaluate = TrainingContext.evaluate
         steps_only = patch.object(
-            TrainingContext, "evaluate", lambda training, **_: evaluate(training)
+            TrainingContext,
+            "evaluate",
+            lambda training, model=None, *_, **__: evaluate(training, model),
         )
         with pytest.raises(Interrupted), steps_only:  # an evaluation asks `check` as well
             self.train(body=body)
