@@ -1,5 +1,6 @@
 """What two machines know a sample by: other data are seen, what only rounds or draws differently is not."""
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -14,6 +15,12 @@ from torch.utils.data import TensorDataset, random_split
 
 from smolcluster.data import marks
 from smolcluster.data.marks import chosen, first_difference, marks_of
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy this machine is."""
+    monkeypatch.setattr(marks, "PATIENCE_S", math.inf)
 
 
 def differ(one: Any, other: Any) -> bool:
