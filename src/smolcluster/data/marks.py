@@ -27,7 +27,7 @@ from smolcluster.utils.isolated_rng import isolated_rng
 Mark = tuple[str, ...]
 """Values after the first `MOST_MARKED_VALUES` are not compared, only their structure is."""
 READINGS = 3
-PATIENCE_S = 2.0
+PATIENCE_S = 5.0
 """How long samples are read; those that are then not read often enough are not compared."""
 MOST_SKETCHED = 1 << 16
 """Numbers of a tensor that its sketch is made of, evenly spread over it."""
