@@ -155,7 +155,7 @@ class Worker:
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"step {self.version + 1}: {error}") from error
             compute_s = time.perf_counter() - started
-            if task.num_samples < (task.assignment.batch_samples or 0):
+            if task.num_samples < task.assignment.batch_samples:
                 self.training.look_at_cutting(task.num_samples)
             self.num_computed += task.num_samples
             self.hear()
