@@ -291,6 +291,7 @@ def _plan(
     epilog=below(
         "smolcluster diagram my_cluster.yaml --format svg --to cluster.svg",
         "smolcluster diagram plan.json --format mmd",
+        "smolcluster diagram hetero_config.json --format png --to architecture.png",
         "smolcluster diagram latest --format png --to architecture.png",
     ),
 )
@@ -300,7 +301,7 @@ def _diagram(
         str,
         typer.Argument(
             metavar="RUN|PLAN|CONFIG",
-            help="A run, what plan --json printed (.json), or a cluster file (.yaml).",
+            help="A run, what plan --json printed, a hetero_config.json, or a cluster file (.yaml).",
         ),
     ],
     form: Annotated[

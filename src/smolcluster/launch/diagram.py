@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME, PlanFile,
 from smolcluster.configs.load import find_config, read_config, read_yaml
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.find import find
+from smolcluster.launch.hetero.file import HeteroConfig, is_hetero, read_hetero
 from smolcluster.runs.files import write_whole
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import one_line
@@ -51,7 +52,7 @@ class Diagram:
 
 
 def diagram_of(source: str) -> Diagram:
-    """Of a plan's JSON file, a cluster file, or a run.
+    """Of a plan's JSON file, a cluster file, a `hetero_config.json`, or a run.
 
     Raises:
         ConfigError: it is none of these.
@@ -59,6 +60,8 @@ def diagram_of(source: str) -> Diagram:
     """
     path = Path(source)
     if path.suffix == ".json":
+        if is_hetero(path):
+            return of_hetero(read_hetero(path), path.stem)
         return of_plan(PLAN.read(path), path.stem)
     if path.suffix in (".yaml", ".yml"):
         return of_cluster(read_config(find_config(source, "cluster"), "cluster"), path.stem)
@@ -122,6 +125,17 @@ def of_cluster(cluster: Mapping[str, Any], title: str) -> Diagram:
     )
     chain = tuple(Line(at, at + 1) for at in range(1, len(stages)) if is_pipeline)
     return Diagram(title, (first, *boxes), (*chain, *star))
+
+
+def of_hetero(config: HeteroConfig, title: str) -> Diagram:
+    """The same of a `hetero_config.json`, with each machine's address."""
+    star = of_cluster(config.cluster(Path(), None), title)
+    machines = (config.machine_of(box.lines[0]) for box in star.boxes)
+    boxes = tuple(
+        Box((*box.lines, machine.ip)) for box, machine in zip(star.boxes, machines, strict=True)
+    )
+    lines = tuple(replace(line, label="") for line in star.lines)  # all of the coordinator's
+    return Diagram(title, boxes, lines)
 
 
 def by_hand(plan: Mapping[str, Any]) -> list[tuple[str, str]]:

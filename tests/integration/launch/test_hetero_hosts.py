@@ -1,6 +1,7 @@
 """One file and one command on three hosts: a Llama is fine-tuned in stages, and merged into one model."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_three_hosts_fine_tune_a_model_and_merge_what_they_have_trained(
     base = llama(tmp_path / "llama")
     bring_packages(launching)
     bring_files(launching, base)
-    train(launching)
+    assert re.search(r"\[coordinator\] .*step 4/4 · loss ", train(launching))
 
     model_of = transformers.AutoModelForCausalLM.from_pretrained
     merged = model_of(taken_out(launching, "merge", "--into", "merged")).eval()

@@ -1,6 +1,8 @@
 """`hetero_config.json`: read, checked, written, and turned into the processes of one machine."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from smolcluster.runs.events import RunResumed
 from smolcluster.runs.paths import point_latest
 from smolcluster.training.checkpoint import CheckpointStore
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 CONTENT: dict[str, Any] = {
     "coordinator": {"hostname": "mini", "ip": "10.0.0.1"},
     "workers": [
@@ -54,6 +57,16 @@ def test_it_is_a_cluster_file_with_a_plan(tmp_path: Path) -> None:
     assert len(of_cluster(cluster, "drawn").boxes) == 4
 
 
+def test_a_gpu_may_be_said_by_its_number(tmp_path: Path) -> None:
+    first, second = CONTENT["workers"]
+    workers = [first | {"device_index": 3}, second | {"device": "auto", "device_index": 0}]
+    config = of(tmp_path, workers=workers)
+    nodes = config.cluster(tmp_path, None)["nodes"]
+    assert (nodes["worker1"]["device"], nodes["worker2"]["device"]) == ("cuda:3", "cuda:0")
+    assert config.described("worker1") == "layers [4, 8) on device cuda:3 (device_index 3)"
+    assert config.described("local") == "layers [0, 2) on device auto"
+
+
 @pytest.mark.parametrize(
     ("addresses", "hostname", "nodes"),
     [
@@ -86,7 +99,15 @@ def test_a_machine_that_is_not_in_the_file_is_told(tmp_path: Path) -> None:
         ({"workers": [CONTENT["workers"][0]] * 2}, "twice"),
         ({"workers": []}, "workers"),
         ({"coordinator": {"ip": "10.0.0.1", "port": 0}}, "coordinator.port"),
-        ({"shards": []}, "shards"),
+        ({"shards": []}, "the file has no key 'shards'.*; it knows version, coordinator"),
+        (
+            {"workers": [{"id": 1, "ip": "10.0.0.2", "device_indx": 1}]},
+            r"workers\.0 has no key 'device_indx'; did you mean device_index\?",
+        ),
+        (
+            {"workers": [{"id": 1, "ip": "10.0.0.2", "device": "cpu", "device_index": 1}]},
+            r"workers\.0: device_index is 1, .* device is cpu",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(
@@ -115,6 +136,7 @@ def test_the_files_of_a_machine_s_part(tmp_path: Path) -> None:
     part = Part(config, tmp_path / "program.py", tmp_path / "out", {"num_epochs": 1})
     part.write()
     server, worker = (part.process(node, resume=True).argv for node in ("coordinator", "worker1"))
+    assert "--no-progress" not in server, "who coordinates sees steps and losses"
     assert {"num_epochs=2", 'workload_args={"max_length": 8}', "latest"} < set(server)
     assert worker[2:4] == ("3", "worker1")
     settings = load_settings(
@@ -154,6 +176,30 @@ def test_a_summary_stays_where_no_server_has_gone_on_with_its_run(
     assert made.paths.summary.exists() is not resumes
     assert resumes or made.paths.summary.read_bytes() == before
     assert not list(made.paths.root.glob("summary.before"))
+
+
+def test_the_examples_write_a_file_and_draw_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the folder where their user is; without a file it is said how one is made."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, *words: str) -> object:
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        try:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        except SystemExit as ended:
+            return ended.code
+        return 0
+
+    assert run("demo_real.py", "--format", "mmd") == 2, "there is no file yet"
+    machines = ("--server", "10.0.0.1", "--worker", "10.0.0.2", "--layers", "8")
+    assert run("init_config.py", *machines) == 0
+    assert run("demo_real.py", "--format", "mmd") == 0
+    drawn = (tmp_path / "architecture.mmd").read_text(encoding="utf-8")
+    assert 'n2["worker1<br/>layers 4 to 7<br/>10.0.0.2"]' in drawn
+    assert cli(["diagram", "hetero_config.json", "--format", "mmd", "--to", "other.mmd"]) == 0
+    assert (tmp_path / "other.mmd").read_text(encoding="utf-8") == drawn
 
 
 def test_init_writes_a_file_that_can_be_read(tmp_path: Path) -> None:

@@ -9,13 +9,23 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from smolcluster.errors import ConfigError
-from smolcluster.utils.words import one_line
+from smolcluster.utils.words import hint_at, one_line
 
 DEFAULT_FILE = "hetero_config.json"
 DEFAULT_PORT = 9999
@@ -27,12 +37,33 @@ class _Section(BaseModel):
 
 
 class Machine(_Section):
-    """Where a machine is; `device`: auto, cuda, cuda:1, mps or cpu; `port`: where a coordinator listens."""
+    """Where a machine is; `port`: where a coordinator listens.
+
+    Attributes:
+        device: auto, cuda, cuda:1, mps or cpu.
+        device_index: which of its GPUs; the same as `cuda:` and the number.
+    """
 
     ip: str = Field(min_length=1)
     hostname: str | None = None
     port: int = Field(DEFAULT_PORT, ge=1, le=65535)
     device: str = "auto"
+    device_index: NonNegativeInt | None = None
+
+    @model_validator(mode="after")
+    def _check_index(self) -> Self:
+        index = self.device_index
+        if index is not None and self.device not in ("auto", "cuda", f"cuda:{index}"):
+            raise ValueError(
+                f"device_index is {index}, which says a GPU of CUDA, but device is {self.device}: leave out "
+                "one of them"
+            )
+        return self
+
+    @property
+    def own_device(self) -> str:
+        """What `device` and `device_index` say together."""
+        return self.device if self.device_index is None else f"cuda:{self.device_index}"
 
 
 class Worker(Machine):
@@ -119,24 +150,48 @@ class HeteroConfig(_Section):
             },
         }
 
+    def described(self, node: str) -> str:
+        """What a process of this machine does, in words."""
+        if node == COORDINATOR:
+            return f"coordinates the run, at {self.coordinator.ip}, port {self.coordinator.port}"
+        own = [each for each in self.shard_plan if node_of(each.id) == node]
+        layers = ", ".join(f"[{each.start}, {each.end})" for each in own)
+        machine = self.machine_of(node)
+        index = "" if machine.device_index is None else f" (device_index {machine.device_index})"
+        return f"layers {layers} on device {self._devices()[node] or 'auto'}{index}"
+
     def _devices(self) -> dict[str, str | None]:
         """Of each process; several on one machine that say `cuda` get a GPU each."""
         found: dict[str, str | None] = {}
         taken: Counter[str] = Counter()
         gpus = Counter(
-            each.ip for each in map(self.machine_of, self.nodes) if each.device == "cuda"
+            each.ip for each in map(self.machine_of, self.nodes) if each.own_device == "cuda"
         )
         for node in self.nodes:
             machine = self.machine_of(node)
-            found[node] = None if machine.device == "auto" else machine.device
-            if machine.device == "cuda" and gpus[machine.ip] > 1:
+            found[node] = None if machine.own_device == "auto" else machine.own_device
+            if machine.own_device == "cuda" and gpus[machine.ip] > 1:
                 found[node] = f"cuda:{taken[machine.ip]}"
                 taken[machine.ip] += 1
         return found
 
 
+_KEYS: Mapping[str, type[BaseModel]] = MappingProxyType(
+    {"coordinator": Machine, "workers": Worker, "shard_plan": Stage}
+)
+
+
 def node_of(stage: str | int) -> str:
     return LOCAL if stage == LOCAL else f"worker{stage}"
+
+
+def is_hetero(path: Path) -> bool:
+    """Whether a JSON file is one of these, right or wrong, and no plan."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and not content.keys().isdisjoint({COORDINATOR, "shard_plan"})
 
 
 def read_hetero(path: Path) -> HeteroConfig:
@@ -156,11 +211,22 @@ def read_hetero(path: Path) -> HeteroConfig:
     try:
         config = HeteroConfig.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(one_line(f"{path}: {where}: {first['msg']}")) from None
+        raise ConfigError(one_line(f"{path}: {_problem(error)}")) from None
     check_plan(config, str(path))
     return config
+
+
+def _problem(error: ValidationError) -> str:
+    """What is wrong first, as a sentence."""
+    first = error.errors(include_url=False)[0]
+    *section, key = first["loc"] or ("the file",)
+    where = ".".join(map(str, section))
+    if first["type"] == "extra_forbidden":
+        known = _KEYS.get(str(section[0]) if section else "", HeteroConfig).model_fields
+        allowed = f"it knows {', '.join(known)}"
+        return f"{where or 'the file'} has no key {str(key)!r}{hint_at(str(key), known)}; {allowed}"
+    at, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    return f"{at or 'the file'}: {message}"
 
 
 def check_plan(config: HeteroConfig, told: str) -> None:

@@ -22,7 +22,7 @@ import psutil
 from smolcluster.configs.spec import algorithm_of_stages
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.children import Child
-from smolcluster.launch.diagram import drawn, of_cluster
+from smolcluster.launch.diagram import drawn, of_hetero
 from smolcluster.launch.hetero.file import (
     COORDINATOR,
     DEFAULT_FILE,
@@ -41,7 +41,6 @@ from smolcluster.transport.security import default_secret_path, ensure_secret
 STOP_S = 60.0
 """What processes have to save and to end."""
 POLL_S = 0.1
-NO_PROGRESS = "--no-progress"
 
 
 def main(
@@ -175,6 +174,7 @@ class Part:
         children: dict[str, Child] = {}
         try:
             for node in nodes:
+                _say_of(node)(self._config.described(node))
                 children[node] = Child(self.process(node, resume=resume), _say_of(node))
             return self._follow(children)
         except KeyboardInterrupt:
@@ -187,10 +187,9 @@ class Part:
         training = self._config.training
         if not training.visualize:
             return
-        cluster = self._config.cluster(self._folder, None)
         form = training.visualization_format
         try:
-            content = drawn(of_cluster(cluster, self._program.stem), form)
+            content = drawn(of_hetero(self._config, self._program.stem), form)
             write_whole(self._folder / f"architecture.{form}", content)
         except (ConfigError, LaunchError, OSError) as error:
             _say_of(COORDINATOR)(f"no architecture.{form}: {error}")
@@ -202,7 +201,7 @@ class Part:
         if node == COORDINATOR:
             going_on = ("--resume", LATEST) if resume else ()
             keys = [f"{key}={json.dumps(value)}" for key, value in self._keys.items()]
-            argv = (str(algorithm.server), *going_on, NO_PROGRESS, "--override", *keys)
+            argv = (str(algorithm.server), *going_on, "--override", *keys)
             rank = None
         else:
             rank = self._config.nodes.index(node)
