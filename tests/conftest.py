@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +26,8 @@ for number in SIGNALS:  # nohup, for one, has its children ignore a hang-up, whi
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 
+STATE = tempfile.TemporaryDirectory(prefix="smolcluster-state-")
+os.environ["XDG_STATE_HOME"] = STATE.name  # what runs of the tests leave there is no user's
 os.environ["DOCKER_HOST"] = "unix:///no-docker-for-tests"  # launches would start Grafana in it
 
 

@@ -18,6 +18,7 @@ from smolcluster.algorithms.context import ServerContext, check_resumable
 from smolcluster.algorithms.observed import metrics_served
 from smolcluster.algorithms.records import open_records, open_run
 from smolcluster.cluster.report import never_begun
+from smolcluster.configs.begun import remember_workload
 from smolcluster.configs.keys import show
 from smolcluster.configs.nested import saying
 from smolcluster.configs.resolve import Settings, load_resolved
@@ -37,6 +38,7 @@ from smolcluster.training.workload import Workload
 from smolcluster.transport.security import Secret
 from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.device import pick_device, use_threads
+from smolcluster.utils.folders import user_state
 from smolcluster.utils.stopping import StopRequest
 
 LOCAL_BUCKET_BYTES = 4 << 20
@@ -108,6 +110,7 @@ def own_run(
                 status=lambda: records.status.newest,
             ),
         ):
+            _remember_workload(paths, training.workload, log.logger)
             context = ServerContext(
                 settings=settings,
                 run=run,
@@ -161,6 +164,21 @@ def _begun(owner: Owner, paths: RunPaths, run: RunConfig, log: NodeLog) -> Itera
         for path, content in kept.items():
             path.write_bytes(content)
         raise
+
+
+def _remember_workload(paths: RunPaths, workload: Workload, log: logging.Logger) -> None:
+    """Note outside the run's folder what is trained, so that whoever goes on with it need not name it."""
+    train = load_resolved(paths.config).train if workload.source is not None else None
+    if train is None or train.workload is None:
+        return
+    try:
+        remember_workload(paths.root, train, workload.files)
+    except OSError as error:
+        log.warning(
+            "%s cannot be written (%s): who goes on with this run has to name its --workload",
+            user_state(),
+            error.strerror or error,
+        )
 
 
 def _check_resumable(

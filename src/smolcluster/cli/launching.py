@@ -21,6 +21,7 @@ from smolcluster.cli.options import (
     Run,
     Script,
     TrainFile,
+    TrustedWorkload,
     Workers,
     Workload,
     below,
@@ -174,14 +175,16 @@ def _resume(
     overwrite: Overwrite = False,
     no_tmux: NoTmux = False,
     observe: Observe = None,
+    workload: TrustedWorkload = None,
     override: Overrides = None,
 ) -> int:
     """Start a whole run again on its machines, from its newest good checkpoint."""
+    from smolcluster.configs.resolve import workload_overrides  # noqa: PLC0415 - see above
     from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415 - see above
     from smolcluster.launch.saved import resume  # noqa: PLC0415
 
     how = LaunchOptions(dry_run, not no_sync, overwrite, not no_tmux, detach, observe)
-    return resume(run, workers, override or [], how)
+    return resume(run, workers, [*(override or []), *workload_overrides(workload)], how)
 
 
 @app.command("attach", epilog=below("smolcluster attach"))

@@ -5,7 +5,15 @@ from typing import Annotated
 
 import typer
 
-from smolcluster.cli.options import Json, Overrides, Run, Workload, below, below_training
+from smolcluster.cli.options import (
+    Json,
+    Overrides,
+    Run,
+    TrustedWorkload,
+    Workload,
+    below,
+    below_training,
+)
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -88,11 +96,12 @@ def _export(
             help="As transformers reads it: a GPT, or a model of a folder; adapters as peft does.",
         ),
     ] = False,
+    workload: TrustedWorkload = None,
 ) -> int:
     """Write a run's model as a plain model.safetensors."""
     from smolcluster.launch.saved import export_model  # noqa: PLC0415 - see above
 
-    return export_model(run, to, best=best, transformers=transformers)
+    return export_model(run, to, best=best, transformers=transformers, workload=workload)
 
 
 @app.command("merge", epilog=below("smolcluster merge latest --into llama-tuned"))
@@ -103,11 +112,12 @@ def _merge(
     best: Annotated[
         bool, typer.Option("--best", help="Of the lowest validation loss, not the newest.")
     ] = False,
+    workload: TrustedWorkload = None,
 ) -> int:
     """Write a fine-tuned Hugging Face model: base and LoRA adapters as one, for from_pretrained."""
     from smolcluster.launch.saved import merge_model  # noqa: PLC0415 - see above
 
-    return merge_model(run, into, best=best)
+    return merge_model(run, into, best=best, workload=workload)
 
 
 @app.command(

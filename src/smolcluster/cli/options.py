@@ -111,6 +111,14 @@ Workload = Annotated[
         "arguments are workload_args of the configuration.",
     ),
 ]
+TrustedWorkload = Annotated[
+    str | None,
+    typer.Option(
+        "--workload",
+        metavar="FILE:FUNCTION",
+        help="Import this function for it.  [default: the run's, if it was trained on this machine]",
+    ),
+]
 Script = Annotated[
     str | None,
     typer.Option(

@@ -58,11 +58,24 @@ def read_config(path: Path, kind: Kind) -> dict[str, Any]:
         ConfigError: see `read_yaml`.
     """
     content = read_yaml(path)
-    if content.keys() == set(SECTIONS.values()) | {NODE_SECTION}:
+    if _has_sections(content):
         part = content[SECTIONS[kind]]
         if isinstance(part, dict):
             return part
     return content
+
+
+def is_of_run(path: Path) -> bool:
+    """Whether a configuration file is the `config.yaml` of a run.
+
+    Raises:
+        ConfigError: see `read_yaml`.
+    """
+    return _has_sections(read_yaml(path))
+
+
+def _has_sections(content: Mapping[str, Any]) -> bool:
+    return content.keys() == set(SECTIONS.values()) | {NODE_SECTION}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from smolcluster.configs.begun import check_workload
 from smolcluster.configs.function_name import known_here
 from smolcluster.configs.keys import fixed_paths, show
 from smolcluster.configs.layers import (
@@ -32,6 +33,7 @@ from smolcluster.configs.load import (
     SECTIONS,
     dump_yaml,
     find_config,
+    is_of_run,
     read_config,
     read_yaml,
 )
@@ -166,7 +168,8 @@ def load_settings(
         local: everything runs on this machine, see `localise`.
 
     Raises:
-        ConfigError: one line with the file, flag or variable, the key, its value and what is allowed.
+        ConfigError: one line with the file, flag or variable, the key, its value and what is allowed; or the
+            training file is that of a run, and names code that is not known here, see `check_workload`.
     """
     if local_workers is not None and not local:
         raise ConfigError(
@@ -179,7 +182,7 @@ def load_settings(
         flat, words = flatten(cluster, str(cluster_path))
         stated = Draft(cluster_section(), str(cluster_path), flat, words).check()
         cluster = localise(stated, local_workers).model_dump(exclude_unset=True)
-    return resolve(
+    settings = resolve(
         cluster=cluster,
         train=read_config(train_path, "training"),
         node_name=node_name,
@@ -188,6 +191,12 @@ def load_settings(
         cluster_file=str(cluster_path),
         train_file=str(train_path),
     )
+    said = (*from_environment(environ), *from_overrides(overrides))
+    is_named_there = not any(assignment.path[0] == WORKLOAD for assignment in said)
+    if settings.train.workload is not None and is_named_there and is_of_run(train_path):
+        folder = train_path.parent.resolve()
+        check_workload(folder, load_resolved(train_path).train, may_have_changed=True)
+    return settings
 
 
 def resolve(
@@ -231,6 +240,8 @@ def resolve(
 def load_resolved(path: Path) -> Settings:
     """The configuration that `save_resolved` kept with a run: without the `env` of machines.
 
+    It is data, which somebody else may have written: code that it names is for `check_workload` first.
+
     Raises:
         ConfigError: the file cannot be read, or is not such a configuration.
     """
@@ -239,7 +250,8 @@ def load_resolved(path: Path) -> Settings:
             f"{path}: no such file: the run had not begun when it ended; launch it anew"
         )
     node = read_yaml(path).get(NODE_SECTION)
-    settings = load_settings(path, path, environ={})
+    cluster, train = read_config(path, "cluster"), read_config(path, "training")
+    settings = resolve(cluster=cluster, train=train, cluster_file=str(path), train_file=str(path))
     if not isinstance(node, dict):
         raise ConfigError(
             f"{path}: is not the configuration of a run: it has no section {NODE_SECTION}"

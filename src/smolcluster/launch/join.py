@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from smolcluster.cluster.joining import RunOver, ask
+from smolcluster.configs.begun import brought_workload, check_workload
 from smolcluster.configs.function_name import FunctionName, known_here
 from smolcluster.configs.resolve import LOOPBACK, load_resolved
 from smolcluster.configs.schema import ClusterConfig, NodeName
@@ -31,7 +32,6 @@ from smolcluster.launch.remote import inherited, own_secret_file
 from smolcluster.launch.run import EndedBadly, Run
 from smolcluster.launch.take_in import JoinOptions, join_cluster, settings_of_node
 from smolcluster.launch.tmux import session_name
-from smolcluster.launch.workload_code import sent_workload
 from smolcluster.net.dialling import Address
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole, print_line
@@ -95,6 +95,8 @@ def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
     _check_is_one_process(own_name(wanted.name), settings.cluster)
     address = Address(LOOPBACK, settings.cluster.port)
     own = [*place_overrides(settings), "threads=1", f"runs_dir={_quoted(paths.root.parent)}"]
+    if wanted.workload is None:
+        check_workload(paths.root, settings.train, may_have_changed=True)
     workload = wanted.workload or settings.train.workload
     named = () if workload is None else ("--workload", known_here(workload).text)
     options = [
@@ -218,11 +220,11 @@ def _brought(welcome: Welcome, paths: RunPaths) -> str:
     Raises:
         ConfigError: it has brought none, or another one.
     """
-    name = sent_workload(paths.root)
+    name = brought_workload(paths.root)
     if name is None:
         raise ConfigError(
-            f"run {welcome.run_id} trains the workload {welcome.run.workload}, whose code is not here: name "
-            "it with --workload FILE.py:FUNCTION"
+            f"run {welcome.run_id} trains the workload {welcome.run.workload}, whose code is not here as a "
+            "launcher brought it: name it with --workload FILE.py:FUNCTION"
         )
     if FunctionName.parse(name).label != welcome.run.workload:
         raise ConfigError(

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 import smolcluster
+from smolcluster.configs.begun import WORKLOAD_FOLDER
 from smolcluster.configs.function_name import FunctionName
 from smolcluster.configs.resolve import node_overrides, public_overrides, without_workload
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.configs.spec import AlgorithmSpec
 from smolcluster.errors import ConfigError
 from smolcluster.launch.tmux import session_name
-from smolcluster.launch.workload_code import WORKLOAD_FOLDER
 from smolcluster.runs.launched import HELPERS, Launched, LaunchedProcess
 from smolcluster.utils.units import format_address
 

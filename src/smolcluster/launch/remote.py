@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
+from smolcluster.configs.begun import is_known, remember
 from smolcluster.configs.load import dump_yaml, find_config, read_config
 from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
 from smolcluster.configs.nested import flatten, is_nested
@@ -83,6 +84,10 @@ NOT_INHERITED = (
 
 TOLD_FILE = "launch/told.json"
 """In a run's folder on the machine that launched it; it may hold secrets."""
+
+
+LAUNCH_FILES = (CLUSTER_FILE, TRAIN_FILE, TOLD_FILE, WORKLOAD_FILE)
+"""What a launcher keeps with a run, for who lets it go on."""
 
 
 Place = Literal["ssh", "slurm", "kubernetes"]
@@ -265,14 +270,30 @@ def keep(
     """
     try:
         (paths.root / CLUSTER_FILE).parent.mkdir(mode=0o700, exist_ok=True)
-        (paths.root / CLUSTER_FILE).write_bytes(cluster_file)
-        (paths.root / TRAIN_FILE).write_bytes(train_file)
-        if code is not None:
-            (paths.root / WORKLOAD_FILE).write_bytes(code.packed)
         (paths.root / TOLD_FILE).touch(mode=0o600)
-        (paths.root / TOLD_FILE).write_bytes(TOLD.text(told))
+        packed = None if code is None else code.packed
+        contents = (cluster_file, train_file, TOLD.text(told), packed)
+        for name, content in zip(LAUNCH_FILES, contents, strict=True):
+            if content is not None:
+                remember(paths.run_id, name, content)
+                (paths.root / name).write_bytes(content)
     except OSError as error:
         raise LaunchError(f"{paths.root} cannot be written: {error.strerror or error}") from error
+
+
+def check_launched_here(paths: RunPaths) -> None:
+    """Refuse to follow what a run's folder says of machines, commands and code if another has written it.
+
+    Raises:
+        ConfigError: one of its files is not as a launcher of this user has left it.
+    """
+    for file in (paths.launched, *(paths.root / name for name in LAUNCH_FILES)):
+        name = file.relative_to(paths.root).as_posix()
+        if file.is_file() and not is_known(paths.run_id, name, file.read_bytes()):
+            raise ConfigError(
+                f"run {paths.run_id} was not launched from here: {file} is not as a launcher of yours left "
+                "it, and what it says of machines and code is not followed; launch a new run"
+            )
 
 
 def wants_window(how: LaunchOptions) -> bool:
@@ -449,6 +470,7 @@ def resume_remote(
     files = paths.root / CLUSTER_FILE, paths.root / TRAIN_FILE
     if not all(file.is_file() for file in files):
         raise ConfigError(f"run {paths.run_id} was not launched from here: {files[0]} is missing")
+    check_launched_here(paths)
     told = or_none(TOLD.read, paths.root / TOLD_FILE)  # a launch of before has left none
     told = told or StoredOptions(environ={}, overrides=launched.overrides)
     for name, value in told.environ.items():

@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from smolcluster.algorithms.claim import AUTO, check_unfinished, run_name
+from smolcluster.configs.begun import check_workload
+from smolcluster.configs.function_name import known_here
 from smolcluster.configs.layers import Draft, from_environment, from_overrides
 from smolcluster.configs.resolve import LOOPBACK, Settings, load_resolved
 from smolcluster.configs.schema import GPTConfig, NodeConfig, config_of
@@ -21,7 +23,7 @@ from smolcluster.launch.find import find, in_folder
 from smolcluster.launch.jobs.launch import resume_job
 from smolcluster.launch.local import launch_local
 from smolcluster.launch.plan import Request
-from smolcluster.launch.remote import LaunchOptions, resume_remote
+from smolcluster.launch.remote import LaunchOptions, check_launched_here, resume_remote
 from smolcluster.launch.requests import known_script, settings_of
 from smolcluster.launch.single import train
 from smolcluster.launch.take_in import script_of
@@ -92,11 +94,13 @@ def _where(paths: RunPaths) -> str:
     return f"here; they are on {node}: {as_command('fetch', paths.run_id)} brings them"
 
 
-def export_model(run: str, folder: Path, *, best: bool, transformers: bool) -> int:
+def export_model(
+    run: str, folder: Path, *, best: bool, transformers: bool, workload: str | None = None
+) -> int:
     """Write a run's `model.safetensors`, the newest good one or the best one, into a folder.
 
     With `transformers` it is a GPT, or what was trained of a `Pretrained` model, in the format of the library
-    of that name; adapters in that of peft.
+    of that name; adapters in that of peft. `workload`: see `pretrained_of`.
 
     Raises:
         CheckpointError: there is none, or it cannot be written.
@@ -109,7 +113,7 @@ def export_model(run: str, folder: Path, *, best: bool, transformers: bool) -> i
     elif load_resolved(paths.config).train.workload is None:
         write_gpt2(checkpoint.model, gpt_config(paths), folder)
     else:
-        model = pretrained_of(paths)
+        model = pretrained_of(paths, workload)
         write = write_merged if model.lora is None else write_adapters
         write(model, checkpoint.model, folder)
     sys.stdout.write(f"step {checkpoint.state.step} of run {paths.run_id} -> {target}\n")
@@ -121,15 +125,17 @@ def export_model(run: str, folder: Path, *, best: bool, transformers: bool) -> i
     return 0
 
 
-def merge_model(run: str, folder: Path, *, best: bool) -> int:
+def merge_model(run: str, folder: Path, *, best: bool, workload: str | None = None) -> int:
     """Write the model that a run fine-tuned, its adapters merged into the base, into a folder.
+
+    `workload`: see `pretrained_of`.
 
     Raises:
         CheckpointError: there is no checkpoint, or the folder is not empty or cannot be written.
         ConfigError: the run trained no `Pretrained` model.
     """
     paths, checkpoint = _checkpoint(run, best=best)
-    model = pretrained_of(paths)
+    model = pretrained_of(paths, workload)
     write_merged(model, checkpoint.model, folder)
     sys.stdout.write(
         f"step {checkpoint.state.step} of run {paths.run_id}, merged into {model.folder} -> {folder}\n"
@@ -137,16 +143,21 @@ def merge_model(run: str, folder: Path, *, best: bool) -> int:
     return 0
 
 
-def pretrained_of(paths: RunPaths) -> Pretrained:
+def pretrained_of(paths: RunPaths, workload: str | None = None) -> Pretrained:
     """The model of a folder that a run fine-tuned.
 
+    `workload`: the function that makes it, as the user names it now; None: the run's, if it is known here.
+
     Raises:
-        ConfigError: it trained another one.
+        ConfigError: it trained another one, or its workload was not trained on this machine.
     """
     settings = load_resolved(paths.config)
     train = settings.train
     if train.workload is not None:
-        maker = load_named(train.workload, train.workload_args, settings.cluster.seed).maker
+        if workload is None:
+            check_workload(paths.root, train)
+        name = known_here(workload or train.workload).text
+        maker = load_named(name, train.workload_args, settings.cluster.seed).maker
         if isinstance(maker, Pretrained):
             return maker
     raise ConfigError(
@@ -233,6 +244,8 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: Lau
         )
     is_served = launched is not None and not launched.is_group
     script = script_of(launched.workers[0]) if launched is not None and is_served else None
+    if script is not None:
+        check_launched_here(paths)
     if script is None and settings.train.dataset.name == ATTACHED_DATA:
         raise ConfigError(
             f"run {paths.run_id} was not launched: go on with `smolcluster serve CLUSTER --algorithm "

@@ -11,6 +11,7 @@ environment) and which removes itself before it does anything else. It leaves
 """
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -125,7 +126,7 @@ def _left(process: LaunchedProcess) -> str:
 
     Numbers are used again; a small Linux has no `ps`.
     """
-    run_id = process.run_dir.rpartition("/")[2].replace(".", r"\.")
+    run_id = re.sub(r"[][.*^$+?(){}|\\]", r"\\\g<0>", process.run_dir.rpartition("/")[2])
     ours = shlex.quote(f"[ /]{run_id}( |/launch/|$)")
     return (
         "lines() { tr '\\0' ' ' < \"/proc/$pid/cmdline\"; echo; ps -A -ww -o pgid= -o pid= -o args= | "

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from smolcluster.configs.begun import WORKLOAD_FOLDER, remember
 from smolcluster.configs.load import dump_yaml, parse_yaml, read_config
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import ClusterConfig
@@ -30,6 +31,7 @@ from smolcluster.launch.plan import (
 )
 from smolcluster.launch.prepare import Machine, bring, examine
 from smolcluster.launch.remote import (
+    check_launched_here,
     machines_of,
     own_secret_file,
     places_of,
@@ -42,7 +44,7 @@ from smolcluster.launch.sessions import exit_code, put
 from smolcluster.launch.shipping import begin_shippers, loki_of, with_shippers
 from smolcluster.launch.tmux import session_name
 from smolcluster.launch.watch.probe import look
-from smolcluster.launch.workload_code import WORKLOAD_FILE, WORKLOAD_FOLDER, put_code
+from smolcluster.launch.workload_code import WORKLOAD_FILE, put_code
 from smolcluster.net.membership import free_worker_id
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
@@ -106,6 +108,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         raise ConfigError(
             f"run {paths.run_id} was not launched from here: {CLUSTER_FILE} is missing"
         )
+    check_launched_here(paths)
     status = Run(launched, paths, SteadyConsole()).status()
     if exit_code(launched.server) is not None or status is None or status.is_over:
         raise LaunchError(
@@ -133,6 +136,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         if launched.shippers:
             for process in {each.node: each for each in processes}.values():
                 _ship(paths, process, machines[process.node].env, draft.settings, run.say)
+        remember(paths.run_id, CLUSTER_FILE, file.read_bytes())
         file.replace(paths.root / CLUSTER_FILE)
     return 0
 

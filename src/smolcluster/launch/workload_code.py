@@ -5,6 +5,7 @@ Nothing of it is imported here: that is for the processes that train.
 
 import ast
 import gzip
+import hashlib
 import io
 import os
 import shlex
@@ -15,14 +16,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from smolcluster.configs.begun import (
+    BEGUN,
+    WORKLOAD_FOLDER,
+    WORKLOAD_NAME,
+    code_note,
+    files_digest,
+    marker,
+)
 from smolcluster.configs.function_name import FunctionName, check_workload_args
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.host import Host, run_here, shell_path
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import hint_at, one_line
 
-WORKLOAD_FOLDER, WORKLOAD_NAME = "launch/workload", "launch/workload.name"
-"""In a run's folder on every machine: the code, and the function as it is seen from there."""
 WORKLOAD_FILE = "launch/workload.tgz"
 """On the machine that launched: the same code, for who joins later."""
 MOST_NBYTES = 64 * 1000**2
@@ -166,35 +173,35 @@ def _pack(files: Mapping[str, Path], target: gzip.GzipFile) -> None:
             tar.addfile(member, io.BytesIO(content))
 
 
+def _digest(packed: bytes) -> str:
+    """`files_digest` of packed code."""
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        members = [(each.name, tar.extractfile(each)) for each in tar]
+        return files_digest(
+            {name: hashlib.sha256(file.read()).hexdigest() for name, file in members if file}
+        )
+
+
 def put_code(host: Host, run_dir: str, packed: bytes, name: str) -> None:
     """Make a run's folder on a machine hold this code and no other, and the name of its function.
+
+    Outside that folder it is noted what was brought, see `brought_workload`.
 
     Raises:
         LaunchError: it cannot be written.
     """
     there, named = (shell_path(f"{run_dir}/{each}") for each in (WORKLOAD_FOLDER, WORKLOAD_NAME))
+    run_id = shlex.quote(run_dir.rpartition("/")[2])
+    note = marker(WORKLOAD_FOLDER, code_note(name, _digest(packed)))
     script = (
         f"umask 077; rm -rf {there} && mkdir -p {there} && tar -xzf - -C {there} && "
-        f"printf %s {shlex.quote(name)} > {named}"
+        f"printf %s {shlex.quote(name)} > {named} || exit; "
+        f'notes="${{XDG_STATE_HOME:-$HOME/.local/state}}"/smolcluster/{BEGUN}/{run_id}; '
+        f'{{ mkdir -p "$notes" && : > "$notes"/{note}; }} 2>/dev/null; exit 0'
     )
     done = host.run(script, stdin=packed, timeout_s=SEND_TIMEOUT_S)
     if not done.ok:
         raise LaunchError(f"{host.node}: the workload's code cannot be written: {done.stderr_tail}")
-
-
-def sent_workload(run_dir: Path) -> str | None:
-    """The function whose code was brought into a run's folder on this machine; None: none was.
-
-    A name that leads out of that folder is none.
-    """
-    try:
-        name = FunctionName.parse((run_dir / WORKLOAD_NAME).read_text())
-    except (OSError, ValueError):
-        return None
-    place = name.file or name.folder or Path()
-    if place.is_absolute() or ".." in place.parts:
-        return None
-    return name.below(str(run_dir / WORKLOAD_FOLDER)).text
 
 
 def check_source(name: FunctionName, args: Collection[str]) -> None:

@@ -1,15 +1,19 @@
 """`launch.json`: which processes were started for a run, and where; kept on the machine that launched it."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, StringConstraints
 
+from smolcluster.configs.begun import remember
 from smolcluster.configs.spec import is_group
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.runs.paths import RunPaths, log_stem, process_title
 
 Scheduler = Literal["slurm", "kubernetes"]
+NoOption = Annotated[str, StringConstraints(pattern=r"^([^-]|$)")]
+"""What becomes an argument of a command, such as `kubectl get NAME`."""
 HELPERS = ("store", "stage")
 """Roles of processes that take a part of the server's work, or of a worker's."""
 
@@ -54,9 +58,9 @@ class LaunchedProcess(Process):
         scheduler: which has the job that it is; None: it is a process of ours.
     """
 
-    ssh: str | None = None
+    ssh: NoOption | None = None
     run_dir: str = ""
-    session: str = ""
+    session: NoOption = ""
     project_dir: str = "~/smolcluster"
     argv: tuple[str, ...] = ()
     device: str | None = None
@@ -159,7 +163,17 @@ class Launched(BaseModel):
 
 
 LAUNCHED = ModelFile[Launched](Launched, "is damaged")
-read_launched, write_launched = LAUNCHED.read, LAUNCHED.write
+read_launched = LAUNCHED.read
+
+
+def write_launched(path: Path, launched: Launched) -> None:
+    """Replace the file at once, and note that it is of this user's launcher.
+
+    Raises:
+        SmolclusterError: it cannot be written.
+    """
+    remember(path.parent.name, path.name, LAUNCHED.text(launched))
+    LAUNCHED.write(path, launched)
 
 
 class _Child(Process):

@@ -4,7 +4,6 @@ The function is called with `workload_args`. Only a name that this process was g
 here: what a server says of its workload is a label that no code is looked for by.
 """
 
-import hashlib
 import importlib
 import inspect
 import json
@@ -17,6 +16,7 @@ from typing import Any, get_type_hints
 import torch
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
+from smolcluster.configs.begun import content_hash, files_digest
 from smolcluster.configs.function_name import ARGS, FunctionName, check_workload_args
 from smolcluster.configs.keys import show
 from smolcluster.errors import ConfigError
@@ -32,7 +32,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def load_named(name: str, args: Mapping[str, Any], seed: int) -> Workload:
-    """What the function of that name makes of these keyword arguments; `source` is set to its code's hash.
+    """What the function of that name makes of these keyword arguments; `source` and `files` are set.
 
     PyTorch's generators are seeded for it, so that it makes the same on every machine.
 
@@ -57,6 +57,10 @@ def load_named(name: str, args: Mapping[str, Any], seed: int) -> Workload:
         is_usual = parsed.function == UNNAMED
         workload.name = parsed.module.rpartition(".")[2] if is_usual else parsed.function
     workload.source = source_hash(parsed.module, folders)
+    workload.files = {
+        str(file): _imported_hash(sys.modules[name], file)
+        for name, file in _own_files(parsed.module, folders)
+    }
     return workload
 
 
@@ -170,18 +174,18 @@ def source_hash(module: str, folders: list[Path]) -> str:
     Of a file that has changed since it was imported it is what was imported. Line ends do not count, for git
     changes them between machines.
     """
-    files = {
-        name: _imported_hash(sys.modules[name], file) for name, file in _own_files(module, folders)
-    }
-    lines = "".join(f"{name}\0{files[name]}\n" for name in sorted(files))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    return files_digest(
+        {
+            name: _imported_hash(sys.modules[name], file)
+            for name, file in _own_files(module, folders)
+        }
+    )
 
 
 def _imported_hash(module: ModuleType, file: Path) -> str:
     """The hash of a module's file as it was when it was first asked for, soon after its import."""
     if not hasattr(module, _HASH):
-        content = file.read_bytes().replace(b"\r\n", b"\n")
-        setattr(module, _HASH, hashlib.sha256(content).hexdigest())
+        setattr(module, _HASH, content_hash(file.read_bytes()))
     found: str = getattr(module, _HASH)
     return found
 

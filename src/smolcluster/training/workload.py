@@ -127,6 +127,8 @@ class Workload:
         self.output_loss = output_loss
         self.source: str | None = None
         """SHA-256 of the code that made it, in hex, where a function was named; the same on all machines."""
+        self.files: Mapping[str, str] = {}
+        """The files of that code on this machine, by their absolute paths, and the SHA-256 of each."""
         self.is_scaled_elsewhere = False
         """Whether who computes scales the loss himself, so that a gradient may overflow in any precision."""
 

@@ -18,3 +18,9 @@ def user_cache() -> Path:
         return Path.home() / "Library" / "Caches" / "smolcluster"
     stated = os.environ.get("XDG_CACHE_HOME")
     return (Path(stated) if stated else Path.home() / ".cache") / "smolcluster"
+
+
+def user_state() -> Path:
+    """Where is kept what outlives runs and is nobody else's business; it need not exist."""
+    stated = os.environ.get("XDG_STATE_HOME")
+    return (Path(stated) if stated else Path.home() / ".local" / "state") / "smolcluster"

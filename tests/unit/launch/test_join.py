@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from smolcluster.configs.begun import WORKLOAD_FOLDER, code_note, folder_digest, remember
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError
 from smolcluster.launch import join as joining
@@ -243,15 +244,25 @@ def test_by_itself_a_machine_joins_with_the_code_that_was_brought_there_or_is_na
         told("--override", "threads=1")
     assert told("--workload", "/me/a.py:b")[-2:] == ("--workload", "/me/a.py:b")
     brought = tmp_path / "edp-1/launch"
-    brought.mkdir(parents=True)
+    (brought / "workload").mkdir(parents=True)
+
+    def note_code(name: str) -> None:
+        note = code_note(name, folder_digest(brought / "workload"))
+        remember("edp-1", WORKLOAD_FOLDER, note)
+
     (brought / "workload.name").write_text("ours/train.py:workload")
+    with pytest.raises(ConfigError, match="not here as a launcher brought it"):
+        told()
+    note_code("ours/train.py:workload")
     expected = f"{brought}/workload/ours/train.py:workload"
     assert told("--override", "a=1")[-4:] == ("--workload", expected, "--override", "a=1")
     for outside in ("/etc/train.py:workload", "../../train.py:workload"):
         (brought / "workload.name").write_text(outside)
+        note_code(outside)
         with pytest.raises(ConfigError, match="whose code is not here"):
             told()
     (brought / "workload.name").write_text("other.py:workload")
+    note_code("other.py:workload")
     with pytest.raises(
         ConfigError, match=r"train\.workload, but .*other\.py:workload: name it with"
     ):

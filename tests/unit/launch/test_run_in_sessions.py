@@ -190,11 +190,12 @@ def test_a_run_that_goes_on_is_told_what_its_launch_was_told(
         return 0
 
     monkeypatch.setattr(remote, "launch_remote", launch)
-    monkeypatch.setattr(os, "environ", {"SMOLCLUSTER_SEED": "8"})
+    state = {"XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
+    monkeypatch.setattr(os, "environ", {"SMOLCLUSTER_SEED": "8"} | state)
     launched = Launched(run_id="r1", algorithm="edp", processes=(server(),), overrides=("b=1",))
     remote.resume_remote(paths, launched, ["c=1"], LaunchOptions())
     assert requests[0].overrides == ("a=1", "c=1")
-    assert os.environ == {"SMOLCLUSTER_PORT": "6000", "SMOLCLUSTER_SEED": "8"}
+    assert os.environ == {"SMOLCLUSTER_PORT": "6000", "SMOLCLUSTER_SEED": "8"} | state
     (paths.root / TOLD_FILE).unlink()  # a launch of before
     remote.resume_remote(paths, launched, ["c=1"], LaunchOptions())
     assert requests[1].overrides == ("b=1", "c=1")

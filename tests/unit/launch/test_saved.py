@@ -1,9 +1,12 @@
 """Saved runs: listed, exported, resumed."""
 
 import json
+import os
 import shlex
 import shutil
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,14 @@ from torch import nn
 from harness import Cluster, local_settings, summary_of
 from pretrained_models import WORKLOAD, text_arguments
 from smolcluster.cli import main
-from smolcluster.configs.resolve import save_resolved
-from smolcluster.errors import CheckpointError, ConfigError, RunBusy
+from smolcluster.configs.begun import remember_workload
+from smolcluster.configs.resolve import load_resolved, save_resolved
+from smolcluster.errors import CheckpointError, ConfigError, DataError, RunBusy
 from smolcluster.launch.remote import LaunchOptions
 from smolcluster.launch.saved import export_model, merge_model, resume, show_checkpoints, store_of
-from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
+from smolcluster.runs.launched import LAUNCHED, Launched, LaunchedProcess, write_launched
 from smolcluster.runs.lock import run_lock
-from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.runs.paths import RunPaths, create_run, find_run
 from smolcluster.runs.summary import write_summary
 from smolcluster.training.checkpoint import Snapshot, TrainingState
 from smolcluster.training.named import load_named
@@ -130,8 +134,10 @@ def test_a_fine_tuned_model_is_merged_or_written_as_adapters(
     replica = Replica(model, "sgd")
     named = [f"workload={WORKLOAD}", f"workload_args={json.dumps(arguments)}"]
     paths = finished(tmp_path / "runs", replica, *named)
-    assert main(["merge", str(paths.root), "--into", str(tmp_path / "merged")]) == 0
+    command = ["merge", str(paths.root), "--into", str(tmp_path / "merged")]
+    assert main([*command, "--workload", WORKLOAD]) == 0
     assert str(tmp_path / "model") in capsys.readouterr().out
+    remember_workload(paths.root, load_resolved(paths.config).train, {})  # as if it had trained
     export_model(str(paths.root), tmp_path / "adapters", best=False, transformers=True)
     assert (tmp_path / "adapters" / "adapter_config.json").is_file()
     merged = load_file(tmp_path / "merged" / "model.safetensors")
@@ -143,6 +149,209 @@ def test_a_model_without_a_base_is_not_merged(tmp_path: Path) -> None:
     paths = finished(tmp_path, Replica(Adapted(), "sgd"))
     with pytest.raises(ConfigError, match="Pretrained"):
         merge_model(str(paths.root), tmp_path / "merged", best=False)
+
+
+HANDED_OVER = """
+from pathlib import Path
+import torch
+from torch import nn
+from smolcluster.training.workload import Workload
+
+Path({mark!r}).touch()
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+def workload(width: int = 2):
+    rows = torch.randn(8, 4).unbind()
+    return Workload(nn.Linear(4, width), loss, rows, rows[:4], name="given")
+"""
+NOT_IMPORTED = (
+    ["merge", "RUN", "--into", "OUT"],
+    ["export", "RUN", "--to", "OUT", "--transformers"],
+    ["train", "--resume", "RUN", "--override", "num_epochs=9"],
+    ["train", "--config", "RUN/config.yaml"],
+    ["launch", "edp", "--local", "--no-tmux", "--train-config", "RUN/config.yaml"],
+    ["resume", "RUN", "--no-tmux", "--override", "num_epochs=9"],
+)
+"""Commands that need the code, each of which refuses it."""
+ONLY_READ = (
+    ["generate", "RUN"],
+    ["join", "RUN"],
+    ["report", "RUN"],
+    ["compare", "RUN", "RUN"],
+    ["checkpoints", "RUN"],
+    ["status", "RUN"],
+    ["stop", "RUN"],
+    ["export", "RUN", "--to", "OUT/plain"],
+)
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """A file with a workload, and the file that is there when it was imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "mine"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    file, mark = tmp_path / "given_over.py", tmp_path / "imported"
+    file.write_text(HANDED_OVER.format(mark=str(mark)))
+    yield file, mark
+    sys.modules.pop("given_over", None)
+
+
+def words_for(command: list[str], run: Path, out: Path) -> list[str]:
+    return [word.replace("RUN", str(run)).replace("OUT", str(out)) for word in command]
+
+
+def trained_given(file: Path, mark: Path) -> RunPaths:
+    """A run of this user's, `mine/given`, that trained the workload of `file`; it counts as not imported."""
+    own = ("workload_args.width=3", "metrics_port=null", "batch_size=4", "num_epochs=1")
+    words = ["train", "--workload", f"{file}:workload", "--run-id", "given", "--override", *own]
+    assert main(words) == 0
+    forget_import(mark)
+    return find_run(Path(os.environ["SMOLCLUSTER_RUNS_DIR"]), "given")
+
+
+def forget_import(mark: Path) -> None:
+    assert mark.exists()
+    mark.unlink()
+    sys.modules.pop("given_over")
+
+
+def assert_nothing_of_it_runs(
+    run: Path, mark: Path, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    for command in (*NOT_IMPORTED, *ONLY_READ):
+        words = words_for(command, run, run.with_name("out"))
+        capsys.readouterr()
+        code = main(words)
+        said = capsys.readouterr().err
+        assert not mark.exists(), words
+        if command in NOT_IMPORTED:
+            assert code == 2, (words, said)
+            assert named in said, words
+            assert "--workload" in said, words
+            assert len(said.splitlines()) == 1, said
+
+
+@pytest.mark.usefixtures("as_a_process")
+def test_code_that_a_folder_of_somebody_else_s_names_is_not_imported(
+    given: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, mark = given
+    for name, args in (
+        ("os:system", {"command": f"touch {mark}"}),
+        (f"{tmp_path}/theirs/edp-1/evil.py:workload", {"width": 2}),
+        (f"{tmp_path}/theirs/edp-1/launch/workload/evil.py:workload", {"width": 2}),
+    ):
+        named = [f"workload={name}", f"workload_args={json.dumps(args)}"]
+        paths = finished(tmp_path / "theirs", Replica(Adapted(), "sgd"), *named)
+        for folder in (paths.root, paths.root / "launch" / "workload"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "evil.py").write_text(HANDED_OVER.format(mark=str(mark)))
+        (paths.root / "launch" / "workload.name").write_text("evil.py:workload")
+        assert_nothing_of_it_runs(paths.root, mark, capsys, name)
+
+
+@pytest.mark.usefixtures("as_a_process")
+def test_a_folder_with_the_name_of_a_run_of_one_s_own_gets_no_other_code_to_run(
+    given: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, mark = given
+    own = trained_given(*given)
+    theirs = tmp_path / "theirs" / own.run_id
+    shutil.copytree(own.root, theirs, symlinks=True)
+    config = (theirs / "config.yaml").read_text()
+    evil = theirs / "given_over.py"
+    shutil.copy(file, evil)
+    (theirs / "config.yaml").write_text(config.replace(str(file), str(evil)))
+    assert_nothing_of_it_runs(theirs, mark, capsys, str(evil))
+    (theirs / "config.yaml").write_text(config.replace("width: 3", "width: 4"))
+    assert_nothing_of_it_runs(theirs, mark, capsys, str(file))
+    (theirs / "config.yaml").write_text(config)
+    file.write_text(file.read_text() + "# no longer what was trained\n")
+    assert_nothing_of_it_runs(theirs, mark, capsys, str(file))
+
+
+@pytest.mark.usefixtures("as_a_process")
+def test_a_run_of_one_s_own_goes_on_and_is_exported_without_its_workload_being_named(
+    given: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, mark = given
+    own = trained_given(*given)
+    for command in (
+        ["export", "RUN", "--transformers", "--to", "OUT"],
+        ["merge", "RUN", "--into", "OUT"],
+    ):
+        assert main(words_for(command, own.root, tmp_path / "out")) == 2
+        assert "no Pretrained(folder)" in " ".join(capsys.readouterr().err.split())
+        forget_import(mark)
+    assert main(["train", "--resume", "given", "--override", "num_epochs=2"]) == 0
+    forget_import(mark)
+    file.write_text(file.read_text() + "# by its user\n")
+    assert main(["resume", "given", "--override", "num_epochs=4"]) == 0
+    forget_import(mark)
+    moved = tmp_path / "elsewhere" / "given"
+    shutil.move(own.root, moved)
+    file.write_text(file.read_text() + "# by its user\n")
+    words = ["--override", "num_epochs=5"]
+    assert main(["resume", str(moved), *words]) == 2
+    assert "whose code is another one now" in capsys.readouterr().err
+    assert main(["resume", str(moved), "--workload", f"{file}:workload", *words]) == 0
+    forget_import(mark)
+    assert main(["resume", str(moved), "--override", "num_epochs=6"]) == 0
+    assert mark.exists()
+
+
+def test_launch_files_that_no_launcher_of_one_s_own_wrote_are_not_followed(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, mark = run.root / "evil.py", run.root / "ran"
+    script.write_text(HANDED_OVER.format(mark=str(mark)))
+    server = LaunchedProcess(node="mini1", role="server")
+    argv = ("python", "script.py", "1", "pi5", "--script", str(script))
+    scripted = LaunchedProcess(node="pi5", role="worker", rank=0, argv=argv)
+    remote = LaunchedProcess(node="pi5", role="worker", rank=0, ssh="pi5")
+    job = server.model_copy(update={"scheduler": "slurm", "session": "job"})
+    kept = run.root / "launch"
+    kept.mkdir()
+    env = f"nodes: {{server: {{ssh: local, env: {{PYTHONSTARTUP: {script}}}}}}}\n"
+    (kept / "cluster.yaml").write_text(env)
+    (kept / "train.yaml").write_text("dataset: {name: digits}\n")
+    environ = {"PYTHONSTARTUP": str(script)}
+    (kept / "told.json").write_text(json.dumps({"environ": environ, "overrides": []}))
+    for processes in ((server, scripted), (server, remote), (job,)):
+        launched = Launched(run_id="syncps-1", algorithm="syncps", processes=processes)
+        LAUNCHED.write(run.launched, launched)
+        for command in ("resume", "join"):
+            code = main([command, str(run.root), "--no-tmux"][: 3 if command == "resume" else 2])
+            said = capsys.readouterr().err
+            assert code in (1, 2), said
+            assert command == "join" or "was not launched from here" in " ".join(said.split())
+    assert "PYTHONSTARTUP" not in os.environ
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"ssh": "-oProxyCommand=touch ran"},
+        {"session": "--kubeconfig=evil.yaml", "scheduler": "kubernetes"},
+    ],
+)
+def test_a_list_of_processes_holds_no_options(
+    run: RunPaths, part: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = {"node": "mini1", "role": "server", **part}
+    listed = {"run_id": "syncps-1", "algorithm": "syncps", "processes": [process]}
+    run.launched.write_text(json.dumps(listed))
+    with pytest.raises(DataError, match="is damaged"):
+        resume(str(run.root), None, [], LaunchOptions(dry_run=True))
+    assert main(["stop", str(run.root)]) != 0
+    assert "is damaged" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_named_and_not_exported(

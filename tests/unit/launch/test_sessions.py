@@ -197,3 +197,17 @@ def test_a_process_whose_session_was_killed_still_runs(
     (run / "exits").mkdir()
     (run / "exits" / process.stem).write_text("0\n")
     assert exit_code(process) == 0
+
+
+def test_the_name_of_a_run_s_folder_is_no_pattern_of_other_processes(
+    spawn: Spawn, process: LaunchedProcess
+) -> None:
+    child = spawn()
+    for name in (".*", "r[1]", "r1|x"):
+        other = process.model_copy(update={"run_dir": f"/theirs/{name}", "pid": child.pid})
+        assert exit_code(other) == 1, "it is gone, and so is nobody's to end"
+        assert kill(other) is Ending.WAS_OVER
+    own = process.model_copy(update={"pid": child.pid})
+    assert exit_code(own) is None
+    assert kill(own) is Ending.ENDED
+    child.wait(30.0)

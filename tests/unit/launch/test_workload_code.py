@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from smolcluster.configs.begun import brought_workload
 from smolcluster.configs.function_name import known_here
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError
@@ -19,7 +20,6 @@ from smolcluster.launch.workload_code import (
     code_of,
     packages_of,
     put_code,
-    sent_workload,
 )
 
 SOURCE = """
@@ -208,11 +208,14 @@ def test_a_machine_has_the_code_that_was_sent_last_and_no_other(tmp_path: Path) 
     code = code_of(f"{tmp_path}/mine/train.py:workload")
     assert code is not None
     run = tmp_path / "a b" / "run"
-    assert sent_workload(run) is None
+    assert brought_workload(run) is None
     there = run / "launch/workload"
     write(there, "of_before.py")
     put_code(Host("pi5"), str(run), code.packed, code.name)
-    assert sent_workload(run) == f"{there}/train.py:workload"
+    assert brought_workload(run) == f"{there}/train.py:workload"
+    (there / "deep/model.py").write_text("# not what was brought\n")
+    assert brought_workload(run) is None
+    put_code(Host("pi5"), str(run), code.packed, code.name)
     found = {str(path.relative_to(there)) for path in there.rglob("*.py")}
     assert found == {"train.py", "deep/model.py"}
     assert (there / "deep/model.py").read_text() == "# deep/model.py\n"

@@ -31,6 +31,7 @@ from smolcluster.launch.remote import (
     TOLD_FILE,
     LaunchOptions,
     StoredOptions,
+    check_launched_here,
     go_on,
     keep,
     without_env,
@@ -106,6 +107,7 @@ def resume_job(
     told = or_none(TOLD.read, paths.root / TOLD_FILE)
     if told is None or not all(file.is_file() for file in files):
         raise ConfigError(f"run {paths.run_id} was not launched from here: {files[0]} is missing")
+    check_launched_here(paths)
     for name, value in told.environ.items():
         os.environ.setdefault(name, value)  # what is set now wins
     request = Request(
