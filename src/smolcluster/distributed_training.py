@@ -29,6 +29,7 @@ from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
 from smolcluster.errors import ConfigError, LaunchError, PeerLost
 from smolcluster.transport.security import new_secret
 from smolcluster.utils.addresses import free_port
+from smolcluster.utils.replaced import BY_FLAGS, say_what_replaces
 from smolcluster.utils.seed import with_hash_seed
 
 if TYPE_CHECKING:
@@ -58,24 +59,12 @@ MODEL_FLAGS = {
 """Flags, and the keys of the configuration that they set."""
 
 
-REPLACED = {
-    "GT_INSTRUCTION_LOG": "--instruction-log FOLDER",
-    "GT_CONFIG": "--cluster FILE, or --tp, --pp and so on",
-    "GT_BACKEND": "--backend gloo, or --override device=cpu",
-    "GT_VERBOSE": "the run's log, which has all",
-    "GT_DEBUG_DISPATCHER": "the run's log, which has all",
-}
-"""Variables of another program that a user may have set, and what does here what they did there."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(given)
     if args.launcher is None:
-        for name, here in REPLACED.items():
-            if name in os.environ:
-                sys.stderr.write(f"{name} says nothing here; in its place: {here}\n")
+        say_what_replaces(os.environ, BY_FLAGS)
     return guarded(lambda: _run(args, given), stop_on_stdin_eof=args.stop_on_stdin_eof)
 
 

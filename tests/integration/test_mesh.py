@@ -16,6 +16,7 @@ from smolcluster.runs.summary import read_summary
 from smolcluster.training.schedules.instructions import Instruction, Op, generate
 
 WORLD_SIZE = 4
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tuning_demo" / "train_simple.py"
 
 
 ALWAYS = (
@@ -104,19 +105,15 @@ def test_a_run_goes_on_with_another_mesh(processes: Processes) -> None:
 
 
 def test_each_rank_writes_down_the_instructions_of_its_schedule(processes: Processes) -> None:
+    """The example, which starts all ranks by itself: eight, unless flags say less."""
     folder = processes.folder / "instructions"
     processes.environ["SMOLCLUSTER_INSTRUCTION_LOG"] = str(folder)
-    mesh = ("--pp", "2", "--microbatches", "4", "--schedule", "1f1b", "--batch-size", "128")
-    there = ("--world-size", "2", "--master-port", str(free_port()))
-    ranks = [
-        processes.start(
-            *(sys.executable, "-m", "smolcluster.distributed_training", "--config", "digits"),
-            *(*there, "--rank", str(rank), *mesh, "--epochs", "1"),
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        assert rank.wait() == 0, rank.output
+    less = ("--world-size", "2", "--tp", "1", "--pp", "2", "--microbatches", "4")
+    child = processes.start(
+        *(sys.executable, str(EXAMPLE), *less),
+        *("--config", "digits", "--batch-size", "128", "--epochs", "1"),
+    )
+    assert child.wait() == 0, child.output
     num_steps = read_summary(find_run(processes.runs).summary).steps
     for number, expected in enumerate(generate("1f1b", 2, 4)):
         lines = (folder / f"rank-{number}.jsonl").read_text().splitlines()

@@ -83,17 +83,10 @@ def test_a_name_that_nobody_knows_is_one_line_at_once(
     assert capfd.readouterr().err == ""
 
 
-def test_a_variable_of_gt_is_answered_by_what_replaces_it(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(distributed_training, "guarded", lambda *_, **__: 0)
-    monkeypatch.setenv("GT_INSTRUCTION_LOG", "trace.log")
-    assert distributed_training.main(["--seq-len", "64"]) == 0
-    [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith("GT_INSTRUCTION_LOG ")
-    assert "--instruction-log FOLDER" in line
-    said = overrides_of(parser().parse_args(["--seq-len", "64"]), 1)
-    assert "model.max_seq_len=64" in said
+def test_the_sequence_s_length_has_two_names() -> None:
+    for name in ("--seq-len", "--max-seq-length"):
+        said = overrides_of(parser().parse_args([name, "64"]), 1)
+        assert said == ["model.max_seq_len=64"]
 
 
 def test_flags_say_where_rank_0_is_before_the_environment() -> None:

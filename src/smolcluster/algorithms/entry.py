@@ -22,6 +22,7 @@ from smolcluster.errors import DEVICE_FAILED, RANK_LOST, ConfigError, Smolcluste
 from smolcluster.observability.terminal import HANGING
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
+from smolcluster.utils.replaced import say_what_replaces
 from smolcluster.utils.stopping import SIGNALS, Interrupted, heeded, interrupt, interrupt_once
 
 Role = Literal["server", "worker", "store", "stage"]
@@ -43,6 +44,8 @@ def main(name: str, role: Role) -> int:
     parser = PARSERS[role](algorithm)
     args = parser.parse_args()
     supervised = role != "server" and args.supervised is not None
+    if not (supervised or args.stop_on_stdin_eof):
+        say_what_replaces(os.environ)
     if role != "server" and args.restarts and not supervised:
         return supervise_process(role, args)
 
