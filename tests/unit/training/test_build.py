@@ -58,7 +58,7 @@ def test_a_buffer_that_no_checkpoint_holds_is_told_of(caplog: pytest.LogCaptureF
     model.register_buffer("table", torch.eye(2).to_sparse())
     workload = Workload(lambda: model, lambda model, batch: model(batch).sum(), torch.ones(2, 2))
     log = logging.getLogger("smolcluster.test")
-    build(TrainConfig(), 1, DatasetPlace(), CPU, workload=workload, log=log)
+    build(config(SimpleNNConfig()), 1, DatasetPlace(), CPU, workload=workload, log=log)
     assert "in no checkpoint: buffers table" in caplog.text
 
 
