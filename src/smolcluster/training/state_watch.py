@@ -170,10 +170,12 @@ class StateWatch:
             if each.parameter.data_ptr() != each.data.data_ptr():
                 raise self._changed(each.name, "gets other memory (.data = …)")
             if not each.parameter.requires_grad:
-                raise self._changed(each.name, "is frozen (requires_grad)")
+                raise self._refrozen(
+                    each.name, "is to be trained when training begins, and then frozen"
+                )
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
-                raise self._changed(name, "is frozen when training begins, and is to be trained")
+                raise self._refrozen(name, "is frozen when training begins, and then to be trained")
 
     def _look_at_frozen(self) -> None:
         changing = {self._buffers.names[number] for number in self._buffers.changing}
@@ -183,6 +185,13 @@ class StateWatch:
             now = _mark(parameter)
             if self._marks.setdefault(name, now) != now:
                 raise self._changed(name, "is frozen, but changes")
+
+    def _refrozen(self, name: str, what: str) -> ModelChanged:
+        return ModelChanged(
+            f"model: parameter {name} {what}, as the model computes; the optimizer has what is trained from "
+            "the beginning: leave requires_grad as it is, or train in two runs, of which the second begins "
+            "with the weights of the first"
+        )
 
     def _changed(self, name: str, what: str = "changes") -> ModelChanged:
         place = f"{name.rpartition('.')[0]}."

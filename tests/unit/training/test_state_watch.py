@@ -83,6 +83,15 @@ def test_weights_that_are_put_back_are_nobody_s_business() -> None:
         compute(replica)
 
 
+@pytest.mark.parametrize(("part", "requires_grad"), [("teacher", True), ("body", False)])
+def test_what_is_trained_is_settled_when_training_begins(part: str, requires_grad: bool) -> None:
+    def change(model: Changing) -> None:
+        model.get_submodule(part).requires_grad_(requires_grad)
+
+    with pytest.raises(ModelChanged, match=rf"{part}\.\w+ is .*leave requires_grad as it is"):
+        compute(Replica(Changing(change), "sgd"))
+
+
 def test_a_table_whose_rows_are_renormalised_is_told_to_have_no_max_norm() -> None:
     model = nn.Sequential(nn.Embedding(12, 3, max_norm=0.1), nn.Flatten(), nn.Linear(9, 1))
     replica = Replica(model, "sgd")
