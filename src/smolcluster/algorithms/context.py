@@ -58,6 +58,7 @@ from smolcluster.transport.messages import (
 )
 from smolcluster.transport.security import Secret
 from smolcluster.transport.tls import new_identity
+from smolcluster.utils.words import a_few
 
 Links = TypeVar("Links", bound=StoreLinks)
 NO_CODEC = "none"
@@ -216,6 +217,8 @@ class ServerContext:
         on_progress: Callable[[], None] = lambda: None,
     ) -> Saver:
         """`on_progress` is called as the last checkpoint gets on, which the run waits for."""
+        if unsaved := self.training.replica.buffers.unsaved:
+            self.log.warning("sparse, and in no checkpoint: buffers %s", a_few(unsaved))
         every = self.settings.cluster.checkpoint_steps
         return Saver(self.store, every, source, report, self.log, on_progress=on_progress)
 

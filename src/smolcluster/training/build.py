@@ -340,8 +340,6 @@ def build(
     evaluated = Microbatching(eval_size, "samples of an evaluation", log)
     if replica.resting and log is not None:
         log.info("in evaluation mode, and left in it: %s", a_few(replica.resting))
-    if replica.buffers.unsaved and log is not None:
-        log.warning("sparse, and in no checkpoint: buffers %s", a_few(replica.buffers.unsaved))
     unused = UnusedParameters(replica, log)
     prefetch = prefetch_of(workload.train, user_code)
     if not is_outline:

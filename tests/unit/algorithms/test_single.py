@@ -38,6 +38,7 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.training import builtin, compute
+from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import accuracy
 from smolcluster.training.compute import BatchLoss, Microbatch
@@ -96,6 +97,14 @@ def test_no_more_samples_are_loaded_when_it_is_over(
     monkeypatch.setattr(TrainingContext, "close", close)
     run(tmp_path, digits_config(num_epochs=1))
     assert len(closed) == 1
+
+
+def test_a_buffer_that_no_checkpoint_holds_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ModelBuffers, "unsaved", ["table"])
+    run(tmp_path, digits_config(num_epochs=1))
+    assert "in no checkpoint: buffers table" in capsys.readouterr().err
 
 
 def test_a_step_takes_the_global_batch_when_there_is_one(tmp_path: Path) -> None:

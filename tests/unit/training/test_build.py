@@ -1,4 +1,3 @@
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from smolcluster.errors import ConfigError, DataError
 from smolcluster.training import build as training_build
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.evaluate import Evaluation
-from smolcluster.training.workload import Workload
 
 CPU = torch.device("cpu")
 
@@ -51,15 +49,6 @@ def test_the_initial_weights_depend_on_the_seed_only() -> None:
 
     assert torch.equal(first.params, again.params)
     assert not torch.equal(first.params, other.params)
-
-
-def test_a_buffer_that_no_checkpoint_holds_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(2, 1)
-    model.register_buffer("table", torch.eye(2).to_sparse())
-    workload = Workload(lambda: model, lambda model, batch: model(batch).sum(), torch.ones(2, 2))
-    log = logging.getLogger("smolcluster.test")
-    build(config(SimpleNNConfig()), 1, DatasetPlace(), CPU, workload=workload, log=log)
-    assert "in no checkpoint: buffers table" in caplog.text
 
 
 def test_building_leaves_the_global_generator_alone() -> None:
