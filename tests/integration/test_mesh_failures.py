@@ -118,35 +118,3 @@ def test_torchrun_forms_the_group_again_from_the_last_checkpoint(
     assert "resuming run spread" in child.output, child.output
     child.kill(signal.SIGTERM)
     child.wait()
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("killed", [0, 1])
-def test_two_agents_of_torchrun_form_the_group_again(processes: Processes, killed: int) -> None:
-    """Of which only one counts the restart, as the other one's ranks are asked to join again."""
-    agents = [
-        processes.start(
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
-            *("--local-addr", "127.0.0.2", "--nproc-per-node", "1", "--max-restarts", "3"),
-            *(*MODULE, *FLAGS, "--dp", "2", "--epochs", "100000", "--save-interval", "5"),
-            *("--resume", "auto", "--hang-timeout", "4"),
-            forked=False,
-        )
-        for port in [free_port()]
-        for _ in range(2)
-    ]
-    wait_until(lambda: is_training(processes.runs), *agents)
-    before = {rank: each for agent in agents for rank, each in ranks_below(agent).items()}
-    assert before.keys() == {0, 1}
-    before[killed].send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(before.values(), DEADLINE_S)
-    assert not alive
-    reached = newest_step(processes.runs)
-    wait_until(lambda: newest_step(processes.runs) > reached, *agents)
-    assert all(len(ranks_below(agent)) == 1 for agent in agents)
-    assert not any("two processes are rank 0" in agent.output for agent in agents)
-    for agent in agents:
-        agent.kill(signal.SIGTERM)
-    for agent in agents:
-        agent.wait()

@@ -1,6 +1,7 @@
 """The house's rules: a module imports from lower floors only, and no name hides the standard library."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -145,6 +146,56 @@ def test_no_file_hides_a_module_of_the_standard_library() -> None:
     for folder in (PACKAGE, *folders):
         names = {path.stem for path in folder.iterdir()} - {"__init__", "__pycache__"}
         assert names & hidden == set(), f"in {folder}"
+
+
+RUNS_WHAT_IT_READS = re.compile(
+    r"(c?[pP]ickle|dill|marshal|joblib|shelve)\.(load|loads|open|Unpickler)"
+    r"|torch\.(load|save)|.*\bdcp\.load|(np|numpy)\.load|eval|exec|os\.(system|popen)"
+    r"|.*\b(all_gather|broadcast|gather|scatter|send|recv)_object(_list)?"
+    r"|yaml\.(unsafe_load|full_load)|subprocess\.get(status)?output"
+)
+"""Calls by which code of whoever wrote a file or a message is run."""
+
+
+def calls_that_run_what_they_read(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name, words = ast.unparse(node.func), {each.arg: each.value for each in node.keywords}
+        is_safe = name.endswith("load") and ast.unparse(words.get("weights_only", tree)) == "True"
+        is_shell = "shell" in words and ast.unparse(words["shell"]) != "False"
+        if (
+            is_shell
+            or "allow_pickle" in words
+            or (RUNS_WHAT_IT_READS.fullmatch(name) and not is_safe)
+        ):
+            yield name
+
+
+def test_nothing_runs_what_it_reads() -> None:
+    """Pickles are read of a process's own children only."""
+    found = {
+        (str(path.relative_to(PACKAGE)), call)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for call in calls_that_run_what_they_read(ast.parse(path.read_bytes(), str(path)))
+    }
+    assert found == {("data/processes.py", "pickle.loads")}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.load(file)",
+        "pickle.load(file)",
+        "dist.broadcast_object_list(things)",
+        "torch.distributed.gather_object(thing)",
+        "subprocess.run(words, shell=True)",
+        "np.load(file, allow_pickle=True)",
+        "os.system(words)",
+    ],
+)
+def test_what_would_run_it_is_found(line: str) -> None:
+    assert list(calls_that_run_what_they_read(ast.parse(line)))
 
 
 def test_the_logging_stack_is_no_package() -> None:
