@@ -61,6 +61,7 @@ def remember_workload(run: Path, train: TrainConfig, files: Mapping[str, str]) -
     Raises:
         OSError: the note cannot be written.
     """
+    run = run.resolve()
     note = {"run": str(run), "workload": _identity(train), "files": dict(files)}
     text = json.dumps(note).encode()
     path = _made(run.name) / f"{marker(str(run), _identity(train).encode())}.json"
@@ -83,6 +84,7 @@ def check_workload(run: Path, train: TrainConfig, *, may_have_changed: bool = Fa
     """
     if train.workload is None:
         return
+    run = run.resolve()
     name, identity = FunctionName.parse(train.workload), _identity(train)
     notes = [note for note in _notes(run.name) if note.get("workload") == identity]
     is_here = name.is_installed or name.source_file() is not None
@@ -90,12 +92,14 @@ def check_workload(run: Path, train: TrainConfig, *, may_have_changed: bool = Fa
     if not notes:
         raise ConfigError(
             one_line(
-                f"run {run.name} names the workload {name.text}, which no run of this name has trained on "
-                f"this machine: what a run's folder names is not imported; if you trust the code, say {flag}"
+                f"run {run.name} names the workload {name.text}, which no run of this name has trained with "
+                "these arguments on this machine: what a run's folder names is not imported; if you trust "
+                f"the code, say {flag}"
             )
         )
     if _lies_in(name, run):
-        is_same = brought_workload(run) == name.text
+        brought = brought_workload(run)
+        is_same = brought is not None and _place(FunctionName.parse(brought)) == _place(name)
     else:
         is_same = any(
             (may_have_changed and note.get("run") == str(run)) or _is_unchanged(note["files"])
@@ -168,8 +172,9 @@ def content_hash(content: bytes) -> str:
 
 
 def _identity(train: TrainConfig) -> str:
-    """The function and its arguments."""
-    return json.dumps([train.workload, train.workload_args], sort_keys=True, default=str)
+    """What the function and its arguments are known by: arguments may be secrets."""
+    said = json.dumps(train.workload_args, sort_keys=True, default=str)
+    return marker(str(train.workload), said.encode())
 
 
 def _is_unchanged(files: Mapping[str, str]) -> bool:
@@ -179,8 +184,14 @@ def _is_unchanged(files: Mapping[str, str]) -> bool:
 
 
 def _lies_in(name: FunctionName, run: Path) -> bool:
+    place, *_ = _place(name)
+    return place is not None and place.is_relative_to(run)
+
+
+def _place(name: FunctionName) -> tuple[Path | None, str, str]:
+    """A function, however the way to its file is written."""
     place = name.file or name.folder
-    return place is not None and place.resolve().is_relative_to(run.resolve())
+    return place and place.expanduser().resolve(), name.module, name.function
 
 
 def _notes(run_id: str) -> Iterator[dict[str, Any]]:

@@ -141,9 +141,11 @@ def create_run(root: Path, run_id: str, *, newest: bool = True) -> RunPaths:
     """Make a run's folder under `root` (it may exist) and, if `newest`, let `latest` point to it.
 
     Raises:
-        ConfigError: the id cannot name a folder, or the folder cannot be made.
+        ConfigError: the id cannot name a folder, the folder cannot be made, or what is written there would be
+            written elsewhere.
     """
     paths = RunPaths(root / check_run_id(run_id))
+    _check_links(paths)
     try:
         root.mkdir(parents=True, exist_ok=True)
         paths.root.mkdir(mode=OWNER_ONLY, exist_ok=True)
@@ -157,6 +159,24 @@ def create_run(root: Path, run_id: str, *, newest: bool = True) -> RunPaths:
             "set runs_dir to a place that can be written"
         ) from error
     return paths
+
+
+def _check_links(paths: RunPaths) -> None:
+    """Refuse a folder, which somebody may have handed over, whose files are links to others of this user's.
+
+    Checkpoints may be on another disk, and what W&B keeps is its own.
+    """
+    for folder in (paths.root, paths.logs, paths.root / "launch"):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            is_ours = path != paths.checkpoints and path.name != "wandb"
+            if (
+                is_ours
+                and path.is_symlink()
+                and not path.resolve().is_relative_to(paths.root.resolve())
+            ):
+                raise ConfigError(
+                    f"{path} is a link to {path.resolve()}, outside the run's folder: remove it"
+                )
 
 
 def latest_of(root: Path) -> str | None:

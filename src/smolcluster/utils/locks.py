@@ -50,7 +50,8 @@ def held(
 
 
 def _take(path: Path, on_busy: Callable[[str], None]) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    # what a link leads to is somebody's file
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         _lock(descriptor, on_busy)
         os.ftruncate(descriptor, 0)

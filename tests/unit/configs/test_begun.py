@@ -103,6 +103,8 @@ def test_the_user_s_own_file_may_be_another_one_only_where_that_is_said(
         check_workload(run, trained)
     with pytest.raises(ConfigError, match="whose code is another one now"):
         check_workload(tmp_path / "copied" / "edp-1", trained, may_have_changed=True)
+    (tmp_path / "linked").symlink_to(tmp_path)
+    check_workload(tmp_path / "linked" / "edp-1", trained, may_have_changed=True)
 
 
 def test_a_workload_that_is_not_here_is_to_be_named_by_its_own_file(tmp_path: Path) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from harness import local_settings
+from reading import status_of
 from smolcluster.configs.begun import WORKLOAD_FOLDER, code_note, folder_digest, remember
+from smolcluster.configs.resolve import save_resolved
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError
 from smolcluster.launch import join as joining
@@ -20,6 +23,7 @@ from smolcluster.launch.take_in import JoinOptions, with_worker
 from smolcluster.net.dialling import Address
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.paths import create_run
+from smolcluster.runs.status import write_status
 
 RAW: dict[str, Any] = {
     "host_ip": {"mini1": "10.0.0.1", "pi5": "10.0.1.1"},
@@ -226,6 +230,17 @@ def test_a_worker_that_is_left_alone_logs_where_its_log_is_waited_for(
             root.mkdir(exist_ok=True)
             (root / "over").touch()
         assert started[0].wait(30.0) == 0
+
+
+def test_a_run_that_says_that_it_lives_brings_no_code_to_who_joins_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = create_run(tmp_path, "edp-1")
+    save_resolved(local_settings("workload=os:system", train="workload"), paths.config)
+    write_status(paths.status, status_of())
+    monkeypatch.setattr(joining, "_ask", lambda *_: pytest.fail("it is not asked"))
+    with pytest.raises(ConfigError, match=r"os:system, which no run .*--workload os:system"):
+        joining.join(str(paths.root), JoinOptions(name="mini9"))
 
 
 def test_by_itself_a_machine_joins_with_the_code_that_was_brought_there_or_is_named(

@@ -75,3 +75,12 @@ def test_a_started_program_does_not_inherit_the_lock(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_locked_is_named_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot lock .*no/\.lock: No such file.*set runs_dir"):
         run_lock(tmp_path / "no" / ".lock").__enter__()
+
+
+def test_a_lock_that_is_a_link_leaves_the_other_file_as_it_is(tmp_path: Path) -> None:
+    treasure = tmp_path / "treasure"
+    treasure.write_text("gold")
+    (tmp_path / ".lock").symlink_to(treasure)
+    with pytest.raises(ConfigError, match="cannot lock"), run_lock(tmp_path / ".lock"):
+        pass
+    assert treasure.read_text() == "gold"

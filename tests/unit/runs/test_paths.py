@@ -142,3 +142,20 @@ def test_a_given_folder_is_taken_from_the_working_directory_or_home(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert runs_root(Path("mine")) == tmp_path / "mine"
     assert runs_root(Path("~/mine")) == tmp_path / "home" / "mine"
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "config.yaml", "logs/server-mini1.log", "logs"])
+def test_a_run_s_folder_does_not_lead_to_other_files(tmp_path: Path, name: str) -> None:
+    treasure = tmp_path / "treasure"
+    treasure.touch()
+    run = tmp_path / "runs" / "edp-1"
+    (run / name).parent.mkdir(parents=True)
+    (run / name).symlink_to(treasure)
+    with pytest.raises(ConfigError, match=r"is a link to .*treasure"):
+        create_run(run.parent, "edp-1")
+    (run / name).unlink()
+    (run / "other.jsonl").touch()
+    (run / "events.jsonl").symlink_to("other.jsonl")
+    (tmp_path / "disk").mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "disk")
+    assert create_run(run.parent, "edp-1").root == run
