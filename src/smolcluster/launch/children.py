@@ -9,12 +9,14 @@ import os
 import signal
 import subprocess
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from smolcluster.errors import LaunchError
+from smolcluster.launch.sessions import SCREEN_LINES, words_of
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.utils.seed import with_hash_seed
 
@@ -50,8 +52,14 @@ class Child:
             ) from error
         assert self._popen.stdout is not None  # noqa: S101 - it was asked for
         self._exit_file = Path(process.run_dir, "exits", process.stem)
+        self._shown = deque[str](maxlen=SCREEN_LINES)
+
+        def hear(line: str) -> None:
+            self._shown.append(line)
+            say(line)
+
         self._reader = threading.Thread(
-            target=_hand_on, args=(self._popen.stdout, say), name=process.title, daemon=True
+            target=_hand_on, args=(self._popen.stdout, hear), name=process.title, daemon=True
         )
         self._reader.start()
 
@@ -73,6 +81,11 @@ class Child:
         return (
             f"ended with exit code {code}" if code >= 0 else f"was ended by {_signal_name(-code)}"
         )
+
+    def last_words(self) -> str:
+        """The last line about an error that it has said; of one that has ended, all is heard first."""
+        self._reader.join(OUTPUT_TIMEOUT_S)
+        return words_of("\n".join(self._shown)) or "it left no word"
 
     def close(self) -> None:
         """End it at once if it runs; take what it still said, note its exit code, and free its pipes."""

@@ -6,7 +6,8 @@ network or leave, and come back with `smolcluster attach`.
 
 Children of the launcher, on its own machine: all are started at once, their output is shown line by line
 behind what each of them is, and they end with their launcher. Training is elastic: a worker that fails does
-not end the run; when none is left, the run is ended.
+not end the run, but for one that was refused, or has a wrong configuration, before it took part: it would
+be so the next time, too. When none is left, the run is ended.
 """
 
 import itertools
@@ -27,6 +28,7 @@ from rich.text import Text
 
 from smolcluster.errors import (
     AuthError,
+    ConfigError,
     LaunchError,
     Rejected,
     RunBusy,
@@ -78,6 +80,8 @@ PATIENCE_S = 3.0
 TOLD_EVERY_S = 10.0
 SERVER_SILENT_S = 1800.0
 """A server that does not listen yet and logs nothing for so long is given up; it may have data to prepare."""
+WILL_NOT_HEAL = (ConfigError.exit_code, Rejected.exit_code)
+"""Exit codes of a worker that would end so again, whenever it were started."""
 PASSED_ON = (TryAgain.exit_code, AuthError.exit_code, Rejected.exit_code)
 
 
@@ -523,6 +527,8 @@ class Run:
             if child.exit_code not in (None, 0) and each.stem not in self._failed:
                 self._failed.add(each.stem)
                 self._warn(f"{each.title} {child.ending}")
+                if code is None:
+                    self._check_can_take_part(each, child)
         workers = {each: self._children[each.stem] for each in self._launched.workers}
         if code is None and self._has_nobody_attached(workers.values()):
             self._end()
@@ -540,6 +546,21 @@ class Run:
                 f"no worker is left ({endings}): the run was stopped; their logs are in {self._paths.logs}"
             )
         return code
+
+    def _check_can_take_part(self, ended: LaunchedProcess, child: Child) -> None:
+        """End the run if a worker of it never took part, and would not if it were started again.
+
+        Raises:
+            EndedBadly: so it is.
+        """
+        is_worker = ended in self._launched.workers and not self._launched.is_group
+        if not is_worker or (code := child.exit_code) not in WILL_NOT_HEAL:
+            return
+        if not _missing([ended], self._new_status(), None):
+            return
+        said = child.last_words()
+        self._end()
+        raise EndedBadly(ended.title, code, said)
 
     def _has_nobody_attached(self, workers: Collection[Child]) -> bool:
         """Whether the scripts have all ended well, and the server still waits for the first."""

@@ -182,6 +182,31 @@ def test_when_a_worker_fails_the_run_goes_on(
     assert printed().count("worker 1 (pi0) ended with exit code 3") == 1
 
 
+@pytest.mark.parametrize(("code", "launch_code"), [(78, 78), (2, 1)])
+def test_a_worker_that_can_never_take_part_ends_its_launch_with_its_sentence(
+    launch: Launch, paths: RunPaths, code: int, launch_code: int
+) -> None:
+    """Also while another one takes part, and waits for it."""
+    server = writes(paths, status_of(workers={1: ("pi1", "joined")})) + IDLE
+    refused = f"print('error: sample 0 is another one'); print('bye'); sys.exit({code})"
+    worker = f"wait_until(lambda: os.path.exists({str(paths.status)!r})); {refused}"
+    with pytest.raises(LaunchError) as caught:
+        launch(server, worker, IDLE)
+    said = f"worker 1 (pi0) ended with exit code {code}: error: sample 0 is another one"
+    assert (str(caught.value), caught.value.exit_code) == (said, launch_code)
+    assert all_gone(paths)
+
+
+def test_a_worker_that_took_part_may_be_refused_later(
+    launch: Launch, paths: RunPaths, printed: Callable[[], list[str]]
+) -> None:
+    status = status_of(workers={0: ("pi0", "left"), 1: ("pi1", "joined")})
+    server = writes(paths, status) + after_the_end_of(paths, 0) + "sys.exit(0)"
+    worker = f"wait_until(lambda: os.path.exists({str(paths.status)!r})); sys.exit(78)"
+    assert launch(server, worker, after_the_end_of(paths, 0)) == 0
+    assert printed().count("worker 1 (pi0) ended with exit code 78") == 1
+
+
 def test_when_all_workers_have_failed_the_run_is_stopped(launch: Launch, paths: RunPaths) -> None:
     with pytest.raises(
         LaunchError, match=r"worker 1 \(pi0\) ended with exit code 3; worker 2 \(pi1\) ended .* 77"
