@@ -340,6 +340,12 @@ def build(
     evaluated = Microbatching(eval_size, "samples of an evaluation", log)
     if replica.resting and log is not None:
         log.info("in evaluation mode, and left in it: %s", a_few(replica.resting))
+    if replica.reordered and log is not None:
+        log.warning(
+            "channels_last is not kept of %s: weights lie in one flat tensor, each contiguous; give the "
+            "model inputs in it (x.to(memory_format=torch.channels_last)), and its convolutions compute so",
+            a_few(replica.reordered),
+        )
     unused = UnusedParameters(replica, log)
     prefetch = prefetch_of(workload.train, user_code)
     if not is_outline:

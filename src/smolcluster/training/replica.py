@@ -57,6 +57,7 @@ class Replica:
         fingerprint: see `fingerprint.py`.
         base: what the model's adapters were put on, for people and for comparison; None without any.
         resting: names of the model's parts that stay in evaluation mode, see `modes.py`.
+        reordered: names of trained parameters in `channels_last`, which the flat memory does not keep.
         average: of the weights (Polyak), flat (num_params,); None: there is none, or none yet.
         meter: where it counts the time of forward, backward, and what changes the weights.
         watch: sees to it that computing changes no weights.
@@ -106,6 +107,7 @@ class Replica:
         self.base = described_base(self.model)
         self.parameters = {plain_name(name): each for name, each in model.named_parameters()}
         self.layers = _layout(trainable)
+        self.reordered = [name for name, each in trainable if is_channels_last(each)]
         self.buffers = ModelBuffers(self.model, _followers(self))
         self._starts = [place.start for _, place in self.layers]
         dtype = trainable[0][1].dtype if trainable else torch.float32
@@ -386,6 +388,16 @@ def check_type(name: str, parameter: Tensor) -> None:
     raise ConfigError(
         f"model: parameter {name} is {parameter.dtype}, must be float32 or float64, in which weights are "
         f"kept: {remedy}"
+    )
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether the values of images' or volumes' weights lie in that order, and in that order alone."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return (
+        tensor.ndim in formats
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=formats[tensor.ndim])
     )
 
 

@@ -1,3 +1,4 @@
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from smolcluster.errors import ConfigError, DataError
 from smolcluster.training import build as training_build
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.evaluate import Evaluation
+from smolcluster.training.workload import Workload
 
 CPU = torch.device("cpu")
 
@@ -85,3 +87,34 @@ def test_a_copy_is_evaluated_on_another_device_than_the_replicas(
     training.evaluate()
     assert [device.type for device in seen] == ["meta", "meta"]
     assert training.replica.params.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("memory_format", "told"),
+    [
+        (torch.channels_last, "channels_last is not kept of 0.weight:"),
+        (torch.contiguous_format, ""),
+    ],
+)
+def test_channels_last_which_is_not_kept_is_told(
+    memory_format: torch.memory_format, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But convolutions compute in it where their inputs are given so, as the sentence says."""
+    conv = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())
+    weights = conv.get_parameter("0.weight").detach().clone()
+    samples = [(torch.randn(3, 8, 8), torch.randn(144)) for _ in range(4)]
+    workload = Workload(
+        lambda: conv.to(memory_format=memory_format),
+        lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        *(samples, samples),
+    )
+    log = logging.getLogger("smolcluster.test")
+    replica = build(
+        config(SimpleNNConfig()), 1, DatasetPlace(), CPU, workload=workload, log=log
+    ).replica
+    assert ("channels_last" in caplog.text) == bool(told) and told in caplog.text
+    weight = replica.parameters["0.weight"]
+    assert weight.is_contiguous() and torch.equal(weight.detach(), weights)
+    images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    found: torch.Tensor = conv[0](images)
+    assert found.is_contiguous(memory_format=torch.channels_last)

@@ -36,6 +36,7 @@ from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import Attention, Embedding, OutputLayer
 from smolcluster.training.layer_seeds import LayerSeeds
+from smolcluster.training.replica import is_channels_last
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.huggingface import HuggingFaceStage
 
@@ -129,6 +130,9 @@ def spread(stage: Stage, plan: Mapping[str, Style], groups: Groups, *, splits: b
         ConfigError: a layer cannot be divided, or the plan fits none.
     """
     shapes = {name: tuple(each.shape) for name, each in stage.named_parameters()}
+    for each in stage.parameters():
+        if is_channels_last(each):  # which no replica keeps, and backends refuse
+            each.data = each.data.contiguous()
     cut = _cut_layers(stage, plan, groups) if groups.sizes.tp > 1 else _Cut()
     if groups.sizes.fsdp > 1:
         _shard(stage, groups.mesh, groups.sizes, splits=splits)

@@ -4,12 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from torch import nn
 
 from smolcluster.algorithms.Mesh import parallel
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import ConfigError
+from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.huggingface import HuggingFaceStage
 
 
@@ -62,3 +64,13 @@ def test_attention_of_a_model_without_a_plan_is_not_cut(
 ) -> None:
     with pytest.raises(ConfigError, match=r"names .*q_proj, .* MLPs alone"):
         cut(stage, {"*.q_proj": "column", "*.fc1": "column", "*.fc2": "row"}, monkeypatch)
+
+
+def test_weights_lie_as_in_a_replica() -> None:
+    """Gloo refuses gradients in channels_last."""
+    conv = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    groups: Any = SimpleNamespace(sizes=MeshSizes(dp=2))
+    before = conv.get_parameter("0.weight").detach().clone()
+    slots = parallel.spread(Stage(conv, list(conv), 0, 1), {}, groups, splits=False)
+    [weight] = [slot.local for slot in slots if slot.name == "0.weight"]
+    assert weight.is_contiguous() and torch.equal(weight, before)
