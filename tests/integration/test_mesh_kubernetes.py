@@ -22,6 +22,7 @@ def test_the_pods_commands_train_in_their_very_environment(tmp_path: Path) -> No
     """As processes of this machine: its paths stand for the pods' mounts, its loopback for rank 0's name."""
     overrides = (
         *("kubernetes.image=a", "kubernetes.nodes=2", "mesh.pp=1", "mesh.tp=2"),
+        *("kubernetes.secrets.MESH_SECRET=mesh/secret", "encryption=off"),
         *("microbatches=1", "batch_size=128", "num_epochs=1", f"port={free_port()}"),
     )
     settings = load_settings("mesh", "digits", None, overrides, environ={})
@@ -46,12 +47,19 @@ def test_the_pods_commands_train_in_their_very_environment(tmp_path: Path) -> No
     assert (tmp_path / "runs" / "mesh-1" / "summary.json").is_file()
 
 
+def place(source: Json) -> str:
+    """Where Kubernetes finds a value: a field of the pod, or a Secret's key."""
+    if "fieldRef" in source:
+        return str(source["fieldRef"]["fieldPath"])
+    return f"{source['secretKeyRef']['name']}/{source['secretKeyRef']['key']}"
+
+
 def start(container: Json, index: int, folder: Path) -> "subprocess.Popen[str]":
     """A container of the pod of that index, whose variables Kubernetes fills in."""
     field = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    known = {field: str(index)}
+    known = {field: str(index), "mesh/secret": "a secret of this test, long enough"}
     env = {
-        each["name"]: each.get("value") or known[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        each["name"]: each.get("value") or known[place(each["valueFrom"])]
         for each in container["env"]
     }
 

@@ -43,6 +43,7 @@ from smolcluster.configs.schema import (
     AlgorithmName,
     ClusterConfig,
     DatasetPlace,
+    Encryption,
     NodeConfig,
     RunConfig,
     TrainConfig,
@@ -304,6 +305,20 @@ def _localised(cluster: ClusterConfig, workers: Sequence[str]) -> dict[str, Node
         own = stages.model_copy(update={"host_ip": host_ip, "port": port})
         nodes[name] = node.model_copy(update={"stages": own})
     return nodes
+
+
+def check_unencrypted(encryption: Encryption) -> None:
+    """Refuse a group of ranks on several machines, unless it is said that its traffic is not encrypted.
+
+    Raises:
+        ConfigError: it is not said.
+    """
+    if encryption != "off":
+        raise ConfigError(
+            f"encryption is {encryption}, but between machines nothing of a mesh is encrypted (Gloo and NCCL "
+            "cannot): on a network that is yours alone say --override encryption=off, or launch edp, syncps, "
+            "diloco or a pipeline, which encrypt"
+        )
 
 
 def check_algorithm(settings: Settings, algorithm: AlgorithmName) -> None:

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from smolcluster.configs.resolve import Settings, public_overrides, without_workload
+from smolcluster.configs.resolve import (
+    Settings,
+    check_unencrypted,
+    public_overrides,
+    without_workload,
+)
 from smolcluster.configs.schema import ClusterConfig, NodeConfig, config_of
 from smolcluster.errors import ConfigError
 from smolcluster.launch.plan import (
@@ -99,11 +104,13 @@ def plan_group(request: Request, settings: Settings, places: PathsByNode, run_id
     """The commands on the machines of a cluster, each in a tmux session of its own, rank 0's first.
 
     Raises:
-        ConfigError: the ranks cannot be laid out on these machines.
+        ConfigError: the ranks cannot be laid out on these machines, or would speak unencrypted.
     """
     cluster = settings.cluster
     total = num_ranks(request, settings)
     share = ranks_per_node(cluster, total)
+    if len({places[node].ssh for node in cluster.workers}) > 1:
+        check_unencrypted(cluster.encryption)
     check_addresses(cluster, places)
     public = tuple(public_overrides(without_workload(request.overrides)))
     for node in cluster.workers:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -14,7 +14,9 @@ from smolcluster.configs.spec import get_algorithm
 from smolcluster.distributed_training import configuration, parser
 from smolcluster.errors import ConfigError
 from smolcluster.launch.group_plan import check_systems, plan_group, plan_group_local
+from smolcluster.launch.jobs.launch import launch_job
 from smolcluster.launch.plan import NodePaths, PathsByNode, Request
+from smolcluster.launch.remote import LaunchOptions
 
 MESH = get_algorithm("mesh")
 PLACES: PathsByNode = {
@@ -24,7 +26,7 @@ PLACES: PathsByNode = {
 
 
 def settings(*overrides: str) -> Settings:
-    return load_settings("mesh", "stdlib", None, overrides, environ={})
+    return load_settings("mesh", "stdlib", None, ("encryption=off", *overrides), environ={})
 
 
 def remote(request: Request | None = None, **update: Any) -> Any:
@@ -48,6 +50,24 @@ def test_one_command_a_machine_starts_its_share_of_the_ranks() -> None:
     assert [each.ssh for each in launched.processes] == ["node1", "me@node2"]
     assert launched.is_group
     assert launched.resumed().server.argv[-2:] == ("--resume", "auto")
+
+
+def test_machines_between_which_nothing_is_encrypted_are_refused_unless_that_is_said() -> None:
+    told = settings("encryption=auto")
+    with pytest.raises(ConfigError, match=r"nothing of a mesh is encrypted .* encryption=off"):
+        plan_group(Request(MESH), told, PLACES, "mesh-1")
+    one = {name: replace(each, ssh="node1") for name, each in PLACES.items()}
+    assert plan_group(Request(MESH), told, one, "mesh-1").is_group
+
+
+@pytest.mark.parametrize("on", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_nodes_of_a_scheduler_are_refused_alike(
+    on: Literal["slurm", "kubernetes"], *, dry_run: bool
+) -> None:
+    request = Request(MESH, train_config="stdlib", overrides=(f"{on}.nodes=2", "mesh.pp=2"))
+    with pytest.raises(ConfigError, match=r"nothing of a mesh is encrypted"):
+        launch_job(request, LaunchOptions(on=on, dry_run=dry_run))
 
 
 def test_the_command_on_this_machine_takes_the_mesh_from_the_file(tmp_path: Path) -> None:

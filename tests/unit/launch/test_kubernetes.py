@@ -29,7 +29,10 @@ JOB = KubernetesJob(
 def objects(kind: str, **keys: Any) -> list[Json]:
     told = {
         **{"image": "me/smolcluster:1", "nodes": 2, "claim": "runs", "queue": "team", "gpus": 2},
-        **{"secrets": {"WANDB_API_KEY": "keys/wandb"}, "env": {"NCCL_DEBUG": "INFO"}},
+        **{
+            "secrets": {"WANDB_API_KEY": "keys/wandb", "MESH_SECRET": "mesh/secret"},
+            "env": {"NCCL_DEBUG": "INFO"},
+        },
         **keys,
     }
     return manifests(JOB, KubernetesConfig.model_validate({"kind": kind, **told}))
@@ -37,7 +40,8 @@ def objects(kind: str, **keys: Any) -> list[Json]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "keys", [{}, {"claim": None, "queue": None, "gpus": 0, "secrets": {}, "env": {}}]
+    "keys",
+    [{}, {"nodes": 1, "claim": None, "queue": None, "gpus": 0, "secrets": {}, "env": {}}],
 )
 def test_kubernetes_takes_every_object(kind: str, keys: Json) -> None:
     made = objects(kind, **keys)
@@ -139,7 +143,11 @@ def test_what_is_wrong_is_refused(name: str) -> None:
         ({"image": None}, "kubernetes.image is null"),
         ({"nodes": 3}, "kubernetes.nodes is 3"),
         ({"env": {"PET_NNODES": "2"}}, "PET_NNODES, which is torchrun"),
-        ({"secrets": {"MASTER_ADDR": "a/b"}}, "MASTER_ADDR, which is torchrun"),
+        ({"secrets": {}}, "MESH_SECRET: mesh/secret"),
+        (
+            {"secrets": {"MASTER_ADDR": "a/b", "MESH_SECRET": "a/b"}},
+            "MASTER_ADDR, which is torchrun",
+        ),
     ],
 )
 def test_what_a_launch_cannot_say_is_refused(keys: Json, told: str) -> None:

@@ -25,6 +25,7 @@ from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT
 from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks, has_agent_store
 from smolcluster.algorithms.Mesh.store import GroupStore, Host, Way
 from smolcluster.algorithms.Mesh.watch import FAILED, Store
+from smolcluster.configs.resolve import check_unencrypted
 from smolcluster.configs.schema import Encryption
 from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy, SmolclusterError
 from smolcluster.net.dialling import Address
@@ -332,20 +333,6 @@ def connect(
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=ranks.world_size, timeout=STEP_TIMEOUT
     )
-
-
-def check_unencrypted(encryption: Encryption, where: str = "between machines") -> None:
-    """Refuse what would travel without encryption, unless that is said to be right.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if encryption != "off":
-        raise ConfigError(
-            f"encryption is {encryption}, but {where} nothing of a mesh is encrypted (Gloo and NCCL cannot): "
-            "on a network that is yours alone say --override encryption=off, or launch edp, syncps, diloco "
-            "or a pipeline, which encrypt"
-        )
 
 
 def stays_here(way: tuple[str, str]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from smolcluster.algorithms.Mesh.ranks import SECRET_VARIABLE
 from smolcluster.configs.schema import KubernetesConfig
 from smolcluster.errors import ConfigError
 from smolcluster.launch.group_plan import COMMAND
@@ -115,6 +116,12 @@ def _check(job: KubernetesJob, config: KubernetesConfig) -> None:
         raise ConfigError(
             f"kubernetes.nodes is {config.nodes}, among which the {job.num_ranks} ranks of mesh cannot be "
             "shared equally: change one of them"
+        )
+    if config.nodes > 1 and SECRET_VARIABLE not in config.secrets:
+        raise ConfigError(
+            f"kubernetes.nodes is {config.nodes}, and nothing tells their ranks a common secret: make one "
+            f"(kubectl create secret generic mesh --from-literal=secret=...), and name it in "
+            f"kubernetes.secrets: {{{SECRET_VARIABLE}: mesh/secret}}"
         )
     if len(job.run_id) > MAX_NAME or not job.run_id.replace("-", "a").isalnum():
         raise ConfigError(

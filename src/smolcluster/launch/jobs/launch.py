@@ -12,6 +12,7 @@ from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
 from smolcluster.configs.resolve import (
     Settings,
     check_algorithm,
+    check_unencrypted,
     public_overrides,
     without_workload,
     workload_overrides,
@@ -46,6 +47,7 @@ from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import RunPaths, create_run, new_run_id
+from smolcluster.transport.security import default_secret_path, ensure_secret
 
 
 def launch_job(request: Request, how: LaunchOptions, *, run_id: str | None = None) -> int:
@@ -60,6 +62,9 @@ def launch_job(request: Request, how: LaunchOptions, *, run_id: str | None = Non
     request = naming_workload(request, settings)
     check_algorithm(settings, request.algorithm.name)
     num_ranks(request, settings)
+    cluster = settings.cluster
+    if (cluster.slurm if how.on == "slurm" else cluster.kubernetes).nodes > 1:
+        check_unencrypted(cluster.encryption)
     request = portable_request(request, settings)
     run_id = run_id or new_run_id(request.algorithm.name, datetime.now().astimezone())
     here = all_runs()
@@ -73,6 +78,8 @@ def launch_job(request: Request, how: LaunchOptions, *, run_id: str | None = Non
     tool = launched.server.argv[0]
     if not Host(launched.server.node).run(f"command -v {tool} >/dev/null").ok:
         raise LaunchError(f"{tool} is not on this machine: launch where {how.on} has its commands")
+    if how.on == "slurm":  # before ranks on several nodes look for it
+        ensure_secret(settings.node.secret_file or default_secret_path())
     cluster_file = find_config(cluster_source(request.config, request.algorithm.name), "cluster")
     train_file = find_config(request.train_config or DEFAULT_TRAINING, "training")
     overrides = (*request.overrides, *workload_overrides(request.workload))

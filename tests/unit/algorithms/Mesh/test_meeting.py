@@ -15,7 +15,6 @@ from harness import free_port
 from smolcluster.algorithms.Mesh import meeting
 from smolcluster.algorithms.Mesh.meeting import (
     Meeting,
-    check_unencrypted,
     compare,
     interface_of,
     is_elsewhere,
@@ -25,6 +24,7 @@ from smolcluster.algorithms.Mesh.meeting import (
 from smolcluster.algorithms.Mesh.ranks import Ranks
 from smolcluster.algorithms.Mesh.store import GroupStore
 from smolcluster.algorithms.Mesh.watch import FAILED
+from smolcluster.configs.resolve import check_unencrypted
 from smolcluster.errors import AuthError, ConfigError, ConnectTimeout, PortBusy
 from smolcluster.transport.security import Secret
 
