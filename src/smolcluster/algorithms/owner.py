@@ -268,7 +268,8 @@ def bucket_bytes_for(cluster: ClusterConfig) -> int:
 def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContext:
     """Build what is trained; `begins`: with the weights that the model's configuration names."""
     settings = owner.settings
-    use_threads(settings.node.threads)
+    is_alone = owner.algorithm == "single"
+    use_threads(settings.node.threads if is_alone else settings.num_threads())
     device = pick_device(settings.node.device)
     training = build(
         settings.train if begins else settings.train.without_weights(),

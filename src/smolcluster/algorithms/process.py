@@ -192,7 +192,7 @@ def _following(
     Whom, and as who, is said by those that ask.
     """
     cluster, node = settings.cluster, settings.node
-    use_threads(node.threads)
+    use_threads(settings.num_threads())
     root = runs_root(node.runs_dir)
     otherwise = root / f"{log_stem(role, args.node, rank)}.log"
     named = not args.stop_on_stdin_eof
@@ -255,7 +255,7 @@ def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace, held: type[He
     """Be a store: hold a slice of the server's run."""
     settings = worker_settings(algorithm, args)
     cluster, node = settings.cluster, settings.node
-    use_threads(node.threads)
+    use_threads(settings.num_threads())
     root = runs_root(node.runs_dir)
     otherwise = root / f"{log_stem('store', args.node)}.log"
     with process_log(

@@ -203,7 +203,7 @@ class Cluster:
             Rejected, AuthError: the server refuses this process.
         """
         check_optimizer(self._model, self._optimizer)
-        use_threads(self._settings.node.threads)
+        use_threads(self._settings.num_threads())
         with ExitStack() as exits:
             self._node_log = NodeLog(
                 "worker",

@@ -127,7 +127,7 @@ class NetworkWorker:
         secret = secret_of(self.settings, makes=is_loopback_name(self.config.master_ip))
         timeout_s = self.config.start_timeout
         encryption = self.settings.cluster.encryption
-        use_threads(self.settings.node.threads)
+        use_threads(self.settings.num_threads())
         try:
             welcome = ask(
                 address, self.name, secret, timeout_s=timeout_s, log=log, encryption=encryption

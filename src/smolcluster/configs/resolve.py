@@ -53,6 +53,7 @@ from smolcluster.configs.schema import (
 )
 from smolcluster.configs.spec import AlgorithmSpec, algorithms
 from smolcluster.errors import ConfigError, SmolclusterError
+from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.words import hint_at, one_line
 
 LOOPBACK = "127.0.0.1"
@@ -91,6 +92,19 @@ class Settings:
         return (
             self.train.global_batch_size or self.train.samples_per_push * self.cluster.num_workers
         )
+
+    def num_threads(self, environ: Mapping[str, str] = os.environ) -> int | None:
+        """Compute threads of one of the run's processes; None: PyTorch's choice.
+
+        Where the user has set no number, the server and the workers that reach it on this very machine share
+        its cores: with more threads than cores in all they hinder each other.
+        """
+        cluster = self.cluster
+        others = (node for node in cluster.machines if node != cluster.server)
+        num_here = sum(is_loopback_name(cluster.host_ip.get(node, "")) for node in others)
+        if self.node.threads is not None or not num_here or "OMP_NUM_THREADS" in environ:
+            return self.node.threads
+        return max(1, (os.cpu_count() or 1) // (1 + num_here))
 
     def with_batch_size(self, batch_size: int | None) -> "Settings":
         """The same with so many samples a batch; None: as the configuration says."""

@@ -143,6 +143,30 @@ def test_settings_of_one_node_are_not_another_s() -> None:
     assert settle(node_name="pi5", cluster=cluster).node.threads == 2
 
 
+@pytest.mark.parametrize(
+    ("here", "stated", "environ", "expected"),
+    [
+        (["pi5", "win", "macbook"], None, {}, 3),
+        (["pi5"], None, {}, 6),
+        ([], None, {}, None),
+        (["pi5", "win", "macbook"], 2, {}, 2),
+        (["pi5", "win", "macbook"], None, {"OMP_NUM_THREADS": "4"}, None),
+    ],
+)
+def test_processes_of_one_machine_share_its_cores(
+    here: list[str],
+    stated: int | None,
+    environ: dict[str, str],
+    expected: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server's is one of them."""
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    overrides = [f"host_ip.{node}=127.0.0.1" for node in here]
+    told = settle(*overrides, f"threads={'null' if stated is None else stated}", node_name="pi5")
+    assert told.num_threads(environ) == expected
+
+
 def test_without_a_name_the_node_is_the_server() -> None:
     assert settle(cluster={"nodes": {"mini1": {"threads": 2}}}).node.threads == 2
 
