@@ -86,7 +86,7 @@ def workload(
     four_bit: bool = True,
 ) -> Workload:
     """`base_model`: a folder, or a name on the hub, of which a copy is kept on this machine."""
-    folder = Path(base_model).expanduser()
+    folder = Path(base_model).expanduser().absolute()
     if not folder.is_dir():
         folder = Path(snapshot_download(base_model))
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -46,7 +46,8 @@ def main() -> None:
     cfg.data_parallel = True
     cfg.checkpoint_dir = args.checkpoint_dir
     print(f"orchestrator on {cfg.master_ip}:{cfg.master_port}, waits for {cfg.num_workers} workers")
-    print(f"batch size {cfg.batch_size} a worker, {cfg.batch_size * cfg.num_workers} a step")
+    step = cfg.batch_size * (1 if cfg.spreads_layers else cfg.num_workers)
+    print(f"batch size {cfg.batch_size}, {step} samples a step")
 
     torch.manual_seed(cfg.seed)
     orch = Orchestrator(cfg)

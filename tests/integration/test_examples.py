@@ -1,6 +1,7 @@
 """The examples whose workloads are named, each with two workers of both algorithms."""
 
 import copy
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,3 +92,20 @@ def test_a_llama_is_fine_tuned_by_its_adapters(
     workload = example("llama_lora", rank=2, length=256)
     cluster = trained(tmp_path, "syncps", workload, "learning_rate=0.05", falls_to=0.98)
     assert all("lora_" in name for name, _ in cluster.training.replica.layers)
+
+
+def test_a_base_model_may_lie_in_the_folder_of_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is no path to a tokenizer then, which could be one of the hub."""
+    pytest.importorskip("peft", reason="needs peft: uv pip install peft")
+    from pretrained_models import text_arguments
+
+    monkeypatch.chdir(tmp_path)
+    text_arguments(tmp_path)
+    row = {"instruction": "Count.", "output": "1 2 3"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    program = EXAMPLES / "demo_llama8b4bit_distributed.py"
+    told = {"base_model": "model", "data": "rows.jsonl", "max_length": 96}
+    workload = load_named(f"{program}:workload", told, seed=42)
+    assert workload.train.num_samples == 1

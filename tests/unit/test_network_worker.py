@@ -181,6 +181,9 @@ def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) 
 def test_the_same_gpu_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="gpu_ids"):
         run_workers([0, 0], DistributedConfig(), Net)
+    split = DistributedConfig(tensor_parallel=True, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="tensor_parallel is True"):  # once, not by each process
+        run_workers([0, 1], split, Net)
 
 
 def test_a_worker_computes_with_its_threads_and_asks_as_it_encrypts(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 LOG = "nothing, for the run's log has all (`smolcluster logs`)"
 BY_FLAGS = {
     "GT_INSTRUCTION_LOG": "--instruction-log FOLDER",
-    "GT_CONFIG": "--cluster FILE, or --tp, --pp and so on",
+    "GT_CONFIG": "--override sharding=FILE, with --tp and --pp of its sizes",
     "GT_BACKEND": "--backend gloo, or --override device=cpu",
     "GT_VERBOSE": LOG,
     "GT_DEBUG_DISPATCHER": LOG,
@@ -15,7 +15,7 @@ BY_FLAGS = {
 BY_KEYS = {
     **BY_FLAGS,
     "GT_INSTRUCTION_LOG": "--override instruction_log=FOLDER of `smolcluster launch mesh`",
-    "GT_CONFIG": "a cluster file, --config FILE of `smolcluster launch`",
+    "GT_CONFIG": "--override sharding=FILE mesh.tp=2 mesh.pp=4 of `smolcluster launch mesh`",
     "GT_BACKEND": "--override device=cpu, and backend=gloo of a mesh",
 }
 """Of all commands that take `--override`."""
