@@ -107,6 +107,8 @@ class Hand:
         unacknowledged: LeaseKey | None = None,
         samples: tuple[tuple[str, ...], ...] = (),
         order: str | None = None,
+        first_weights: str | None = None,
+        first_losses: tuple[float | None, ...] = (),
     ) -> None:
         self.say(
             Ready(
@@ -117,6 +119,8 @@ class Hand:
                 unacknowledged=unacknowledged,
                 samples=samples,
                 order=order,
+                first_weights=first_weights,
+                first_losses=first_losses,
             )
         )
 

@@ -33,6 +33,7 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import StatusFile
 from smolcluster.runs.summary import Summary, sample_shown, table, write_summary
 from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.first_loss import first_losses
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
 from smolcluster.training.workload import Workload
 from smolcluster.transport.security import Secret
@@ -288,4 +289,7 @@ def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContex
             "evaluated",
             num_workers,
         )
+    if owner.role == "server":
+        first = first_losses(training.workload, training.replica)
+        training = replace(training, first_losses=first)
     return replace(training, eval_device=device)

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.net.session import Receiver, Session
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.builtin import served_workload
+from smolcluster.training.first_loss import first_losses
 from smolcluster.training.kept import KeptSteps
 from smolcluster.training.named import load_named
 from smolcluster.training.workload import Workload
@@ -470,7 +471,9 @@ class _Life:
             log=place.log,
             is_outline=place.spread is not None or not has_whole_model(run.algorithm),
         )
-        return built if place.spread is None else place.spread(welcome, built)
+        if place.spread is not None:
+            return place.spread(welcome, built)
+        return replace(built, first_losses=first_losses(built.workload, built.replica))
 
     def _ready(self, participant: Participant, run: RunConfig) -> Ready:
         replica = self._training.replica
@@ -481,6 +484,8 @@ class _Life:
             model_fingerprint=replica.fingerprint,
             samples=self._training.workload.sample_marks,
             order=self._training.workload.order_mark(run.seed),
+            first_weights=self._training.first_losses.weights,
+            first_losses=self._training.first_losses.losses,
             device=describe(pick_device(self._place.node.device)),
             samples_per_s=self._samples_per_s or 0.0,
             unacknowledged=participant.unacknowledged,

@@ -32,6 +32,7 @@ from smolcluster.net.membership import (
 )
 from smolcluster.runs.events import EventLog, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.first_loss import difference
 from smolcluster.transport.messages import (
     PS,
     End,
@@ -433,7 +434,9 @@ class WorkerPool:
                 "types, or frozen weights of other values; give both the same code and versions of "
                 "smolcluster and torch, and make frozen random weights from the same seed"
             )
-        return None
+        first = self._training.first_losses
+        told = difference(first, ready.first_weights, ready.first_losses)
+        return None if told is None else ("model", told)
 
     def _reject(self, node: str, worker_id: int, code: str, sentence: str) -> None:
         self._log.warning("worker %d (%s) refused: %s", worker_id, node, sentence)

@@ -43,7 +43,7 @@ SAME_DATA = (
 
 def marks_of(dataset: Any, indices: Sequence[int]) -> tuple[Mark, ...]:
     """The marks of a dataset's samples; one that cannot be read, or not soon, has a mark that fits all."""
-    reader = _copied(dataset)
+    reader = reader_of(dataset)
     began = time.monotonic()
     marks = []
     for index in indices:
@@ -72,10 +72,11 @@ def _differs(one: Mark, other: Mark) -> bool:
         return False
     if one[0] != other[0] or len(one) != len(other):
         return True
-    return any(map(_value_differs, one[1:], other[1:]))
+    return any(map(value_differs, one[1:], other[1:]))
 
 
-def _value_differs(one: str, other: str) -> bool:
+def value_differs(one: str, other: str) -> bool:
+    """Whether marks of two values say that these differ."""
     if UNKNOWN in (one, other):
         return False
     if not (":" in one and ":" in other):
@@ -105,12 +106,12 @@ def _reading(dataset: Any, index: int) -> Mark:
         return (UNKNOWN,)
 
 
-def _copied(dataset: Any) -> Any:
+def reader_of(dataset: Any) -> Any:
     """A shallow copy: what a dataset opens as it is first read is not for a process that is forked later."""
     try:
         own = copy.copy(dataset)
         if hasattr(own, "__dict__") and hasattr(vars(own).get("dataset"), "__getitem__"):
-            own.dataset = _copied(own.dataset)
+            own.dataset = reader_of(own.dataset)
     except Exception:
         return dataset
     return own
@@ -141,7 +142,7 @@ def _values(node: Any, path: str) -> Iterator[tuple[str, str, Callable[[], str]]
             plain = node if isinstance(node, bytes | bytearray) else repr(sorted(node, key=repr))
             yield path, type(node).__name__, lambda: xxh3_64_hexdigest(plain)
         case Tensor():
-            yield path, f"{node.dtype} {tuple(node.shape)}", lambda: _of_tensor(node)
+            yield path, f"{node.dtype} {tuple(node.shape)}", lambda: mark_of_tensor(node)
         case _:
             array = _array(node)
             if array is None:
@@ -163,7 +164,8 @@ def _array(node: Any) -> NDArray[Any] | None:
     return array if array.dtype.kind in "biufc" else None
 
 
-def _of_tensor(tensor: Tensor) -> str:
+def mark_of_tensor(tensor: Tensor) -> str:
+    """The mark of a tensor's values, of any shape."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return UNKNOWN
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu")

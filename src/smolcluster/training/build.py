@@ -18,6 +18,7 @@ from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
 from smolcluster.training.cutting import NUM_SAMPLES, FirstLook
 from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate
+from smolcluster.training.first_loss import NO_LOSSES, FirstLosses
 from smolcluster.training.labels import lacks_labels
 from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
 from smolcluster.training.lazy import give_shapes
@@ -48,6 +49,7 @@ class TrainingContext:
         prefetch: what loads training samples ahead; None: they lie in memory, or elsewhere.
         eval_device: where the model is evaluated, there a copy; None: where the replica lies.
         first_look: at what the loss makes of batches that are cut; None: nobody looks.
+        first_losses: what the model was built with, where it is compared with that of others.
     """
 
     workload: Workload
@@ -59,6 +61,7 @@ class TrainingContext:
     prefetch: Prefetch | None = None
     eval_device: torch.device | None = None
     first_look: FirstLook | None = None
+    first_losses: FirstLosses = NO_LOSSES
 
     @property
     def num_samples(self) -> int:

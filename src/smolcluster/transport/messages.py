@@ -234,6 +234,12 @@ class Ready(Message):
     """What its first, middle and last training sample are known by (`data/marks.py`); empty: it has none."""
     order: Identifier | None = None
     """XXH3-64 of how its own sampler begins the first epoch; null: it has none."""
+    first_weights: Identifier | None = None
+    """A sketch of the trained weights that its model was built with (`data/marks.py`); null: no losses."""
+    first_losses: Annotated[
+        tuple[Loss | None, ...], Strict(False), Field(max_length=MAX_SAMPLE_MARKS)
+    ] = ()
+    """What that model made of its first, middle and last training sample; null: it is not compared."""
     weights: Identifier | None = None
     """XXH3-128 of the weights and buffers that it has; null: it gets them in any case."""
 

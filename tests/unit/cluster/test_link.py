@@ -35,6 +35,7 @@ from smolcluster.errors import (
 from smolcluster.net.inbox import MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.first_loss import first_losses
 from smolcluster.transport.handshake import refuse
 from smolcluster.transport.messages import (
     Ack,
@@ -91,6 +92,9 @@ def test_a_worker_says_what_it_has_and_ends_well_with_the_run(life: Life[Helper]
     assert ready.model_fingerprint == training.replica.fingerprint
     assert ready.samples_per_s > 0
     assert ready.unacknowledged is None
+    first = first_losses(training.workload, training.replica)
+    assert (ready.first_weights, ready.first_losses) == (first.weights, first.losses)
+    assert None not in first.losses
     end(hand)
     worker.finish()
     assert life.runs == ["run-1"]

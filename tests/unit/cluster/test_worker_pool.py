@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from smolcluster.runs.events import (
     WorkerRejected,
 )
 from smolcluster.training.evaluate import Evaluation
+from smolcluster.training.first_loss import FirstLosses
 from smolcluster.transport.handshake import refuse
 from smolcluster.transport.messages import End, Fault, Goodbye, Pull, Reject
 from smolcluster.utils.meter import Meter
@@ -300,6 +302,24 @@ def test_another_model_is_refused_in_a_sentence_that_says_so(
     refusal = hand.hear_a(Reject)
     assert refusal.code == "model"
     assert "versions of smolcluster and torch" in refusal.sentence
+
+
+@pytest.mark.parametrize(("loss", "is_refused"), [(0.7, True), (2.3, False)])
+def test_a_model_with_another_first_loss_is_refused_by_both_losses(
+    house: HandledHub, parts: Parts, loss: float, is_refused: bool
+) -> None:
+    ours = FirstLosses("1.0:0.5", (0, 4, 8), (None, 2.3, 2.5))
+    training = replace(parts.context.training, first_losses=ours)
+    house.pool._training = training
+    hand = house.enter(hello())
+    hand.ready(dataset=parts.dataset, first_weights="1.0:0.5", first_losses=(1.1, loss, None))
+    if not is_refused:
+        house.until(lambda: house.num_joined == 1)
+        return
+    house.until(lambda: bool(parts.happened(WorkerRejected)))
+    refusal = hand.hear_a(Reject)
+    assert refusal.code == "model"
+    assert "the loss 0.7 on training sample 4, the server's with 2.3" in refusal.sentence
 
 
 def test_who_was_refused_frees_its_id(house: HandledHub, parts: Parts) -> None:
