@@ -31,6 +31,7 @@ def test_a_wrong_value_is_refused_where_it_is_assigned(name: str, value: object)
     with pytest.raises(ConfigError, match=f"^DistributedConfig.{name} is ") as raised:
         setattr(config, name, value)
     assert "\n" not in str(raised.value)
+    assert ", must be " in str(raised.value)
     assert getattr(config, name) == before
 
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
 from smolcluster.cluster.listening import check_port
+from smolcluster.configs.keys import wrong_value
 from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
 from smolcluster.configs.spec import (
     AlgorithmSpec,
@@ -65,10 +66,9 @@ def settings_for(settings: Settings, algorithm: AlgorithmSpec, offer: Offer) -> 
         train = type(settings.train).model_validate(dict(settings.train) | told)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(
-            f"the process that attached: {key or 'settings'}: {first['msg']}"
-        ) from None
+        path = tuple(map(str, first["loc"]))
+        problem = wrong_value(type(settings.train), path, first, ".".join(path) or "settings")
+        raise ConfigError(f"the process that attached: {problem}") from None
     return replace(settings, train=train)
 
 

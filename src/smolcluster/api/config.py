@@ -16,6 +16,7 @@ from pydantic import (
     ValidationError,
 )
 
+from smolcluster.configs.keys import show, wrong_value
 from smolcluster.configs.schema import AlgorithmName, HeartbeatTimeout, MeshSizes, NodeName, Wait
 from smolcluster.configs.spec import (
     algorithm_of_groups,
@@ -274,8 +275,9 @@ def _read(cls: type[BaseModel], name: str, text: str) -> Any:
 
 def _refused(error: ValidationError) -> ConfigError:
     """The first thing that is wrong."""
-    first = error.errors()[0]
-    name = ".".join(map(str, first["loc"]))
-    reason = first["msg"].removeprefix("Value error, ")
-    reason = reason[:1].lower() + reason[1:]
-    return ConfigError(f"DistributedConfig.{name} is {first['input']!r}: {reason}")
+    first = error.errors(include_url=False)[0]
+    path = tuple(map(str, first["loc"]))
+    key = ".".join(("DistributedConfig", *path))
+    if first["type"] == "value_error":
+        return ConfigError(f"{key} is {show(first['input'])}: {first['ctx']['error']}")
+    return ConfigError(wrong_value(DistributedConfig, path, first, key))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import ErrorDetails
 
 from smolcluster.configs.schema import REMOTE_PATH
 from smolcluster.utils.words import nearest
@@ -108,7 +109,13 @@ class KeySchema:
                 return "a mapping of names to values"
         if schema.get("format") == "path":
             return "a path"
-        return "text that is not empty" if schema.get("minLength") else "text"
+        return _text(schema.get("minLength", 0))
+
+
+def _text(least: int) -> str:
+    if least > 1:
+        return f"text of at least {least} characters"
+    return "text that is not empty" if least else "text"
 
 
 def _united(kinds: list[KeySchema]) -> Json:
@@ -130,6 +137,14 @@ def find_shape(section: type[BaseModel], path: KeyPath) -> KeySchema | None:
     for name in path:
         shape = shape.child(name) if shape else None
     return shape
+
+
+def wrong_value(section: type[BaseModel], path: KeyPath, details: ErrorDetails, key: str) -> str:
+    """A sentence about a value that a section refuses, which stands at `path` and is called `key`."""
+    shape = find_shape(section, path)
+    allowed = shape.allowed(details["input"]) if shape else details["msg"]
+    state = "missing" if details["type"] == "missing" else show(details["input"])
+    return f"{key} is {state}, must be {allowed}"
 
 
 def fixed_paths(section: type[BaseModel]) -> Iterator[KeyPath]:

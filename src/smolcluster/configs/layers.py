@@ -17,6 +17,7 @@ from smolcluster.configs.keys import (
     nearest_key,
     shape_of,
     show,
+    wrong_value,
 )
 from smolcluster.configs.load import parse_yaml
 from smolcluster.configs.nested import DATA, TRAINING, entries, flat_path, flat_values, nested_path
@@ -190,10 +191,7 @@ class Draft(Generic[S]):
             return origin, _unknown(path, siblings, self._named(path), here)
         if "[key]" in loc:
             return origin, f"{'.'.join(path[:-1])} has the key {path[-1]!r}, must be {A_NAME}"
-        shape = find_shape(self.section, path)
-        allowed = shape.allowed(details["input"]) if shape else details["msg"]
-        state = "missing" if details["type"] == "missing" else show(details["input"])
-        return origin, f"{key} is {state}, must be {allowed}"
+        return origin, wrong_value(self.section, path, details, key)
 
     def _named(self, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
         """A place in the words of who set what is there."""

@@ -98,7 +98,20 @@ def test_a_machine_that_is_not_in_the_file_is_told(tmp_path: Path) -> None:
         ({"shard_plan": [{"id": "local", "start": 0, "end": 2, "is_last": True}]}, "no layers to"),
         ({"workers": [CONTENT["workers"][0]] * 2}, "twice"),
         ({"workers": []}, "workers"),
-        ({"coordinator": {"ip": "10.0.0.1", "port": 0}}, "coordinator.port"),
+        (
+            {"coordinator": {"ip": "10.0.0.1", "port": 0}},
+            r"coordinator\.port is 0, must be a whole number from 1 to 65535$",
+        ),
+        ({"coordinator": {}}, r"coordinator\.ip is missing, must be text that is not empty$"),
+        (
+            {"workers": [{"id": 1, "ip": "10.0.0.2", "device_index": "a"}]},
+            r"workers\.0\.device_index is 'a', must be a whole number of 0 or more, or null$",
+        ),
+        (
+            {"shard_plan": [{"id": "coord", "start": 0, "end": 2, "is_last": True}]},
+            r"shard_plan\.0\.id is 'coord', must be local, or the id of a worker$",
+        ),
+        ({"secret": "sesame"}, r"secret is '\*\*\*', must be text of at least 32 characters"),
         ({"shards": []}, "the file has no key 'shards'.*; it knows version, coordinator"),
         (
             {"workers": [{"id": 1, "ip": "10.0.0.2", "device_indx": 1}]},

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
@@ -24,6 +25,8 @@ from pydantic import (
     model_validator,
 )
 
+from smolcluster.configs.keys import show, wrong_value
+from smolcluster.configs.resolve import HIDDEN
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import hint_at, one_line
 
@@ -73,10 +76,16 @@ class Worker(Machine):
     num_gpus: PositiveInt = 1
 
 
+def _stage_id(value: object) -> object:
+    if value == LOCAL or (type(value) is int and value > 0):
+        return value
+    raise ValueError("must be local, or the id of a worker")
+
+
 class Stage(_Section):
     """Layers `[start, end)` of a worker, or of the coordinator's own machine (`local`)."""
 
-    id: Literal["local"] | PositiveInt
+    id: Annotated[str | int, BeforeValidator(_stage_id)]
     start: NonNegativeInt
     end: PositiveInt
     is_last: bool = False
@@ -225,8 +234,18 @@ def _problem(error: ValidationError) -> str:
         known = _KEYS.get(str(section[0]) if section else "", HeteroConfig).model_fields
         allowed = f"it knows {', '.join(known)}"
         return f"{where or 'the file'} has no key {str(key)!r}{hint_at(str(key), known)}; {allowed}"
-    at, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-    return f"{at or 'the file'}: {message}"
+    path = tuple(map(str, first["loc"]))
+    at = ".".join(path) or "the file"
+    if first["type"] == "value_error":
+        sentence = str(first["ctx"]["error"])
+        return (
+            f"{at}: {sentence}"
+            if isinstance(first["input"], dict)
+            else f"{at} is {show(first['input'])}, {sentence}"
+        )
+    if path == ("secret",):
+        first["input"] = HIDDEN
+    return wrong_value(HeteroConfig, path, first, at)
 
 
 def check_plan(config: HeteroConfig, told: str) -> None:
