@@ -152,6 +152,12 @@ def test_the_files_of_a_machine_s_part(tmp_path: Path) -> None:
     assert "--no-progress" not in server, "who coordinates sees steps and losses"
     assert {"num_epochs=2", 'workload_args={"max_length": 8}', "latest"} < set(server)
     assert worker[2:4] == ("3", "worker1")
+    there = {"SMOLCLUSTER_RUNS_DIR": "elsewhere"}
+    for argv in (server, worker):
+        told = ["dataset.name=workload", *(each for each in argv if each.startswith("runs_dir="))]
+        file = tmp_path / "out" / "cluster.yaml"
+        own = load_settings(file, "workload", "worker1", told, environ=there)
+        assert own.node.runs_dir == tmp_path / "out", "where --resume_step looks"
     settings = load_settings(
         tmp_path / "out" / "cluster.yaml",
         "workload",

@@ -198,14 +198,15 @@ class Part:
         """A process of this machine, with its command; `resume`: a server goes on with the newest run."""
         algorithm = algorithm_of_stages()
         common = ("--config", str(self._cluster_file), "--workload", f"{self._program}:workload")
+        here = f"runs_dir={json.dumps(str(self._folder))}"  # also where SMOLCLUSTER_RUNS_DIR is set
         if node == COORDINATOR:
             going_on = ("--resume", LATEST) if resume else ()
             keys = [f"{key}={json.dumps(value)}" for key, value in self._keys.items()]
-            argv = (str(algorithm.server), *going_on, "--override", *keys)
+            argv = (str(algorithm.server), *going_on, "--override", *keys, here)
             rank = None
         else:
             rank = self._config.nodes.index(node)
-            argv = (str(algorithm.worker), str(rank + 1), node)
+            argv = (str(algorithm.worker), str(rank + 1), node, "--override", here)
         role = "server" if rank is None else "worker"
         return LaunchedProcess(
             node=node,
