@@ -45,6 +45,21 @@ class Trained(NamedTuple):
     gradient: Tensor
 
 
+class Turns:
+    """Says with which batches it is looked."""
+
+    def __init__(self) -> None:
+        self._num_batches = 0
+        self._epoch: int | None = None
+
+    def come(self, epoch: int) -> bool:
+        """Whether it is with this one: it is one of the first, an epoch's first, or it was long ago."""
+        is_first = self._num_batches < NUM_FIRST or self._num_batches % EVERY == 0
+        is_new, self._epoch = epoch != self._epoch, epoch
+        self._num_batches += 1
+        return is_first or is_new
+
+
 class StateWatch:
     """Looks at one replica's model."""
 
@@ -68,8 +83,7 @@ class StateWatch:
         names = {each.name for each in trained}
         self._frozen = {name: each for name, each in parameters.items() if name not in names}
         self._places = self._look_at_places()
-        self._num_batches = 0
-        self._epoch: int | None = None
+        self._turns = Turns()
         self._looks = False
         self._is_suspicious = False
         self._versions = [each.parameter._version for each in trained]
@@ -118,14 +132,11 @@ class StateWatch:
 
     def begin(self, epoch: int) -> None:
         """A batch will be computed."""
-        is_first = self._num_batches < NUM_FIRST or self._num_batches % EVERY == 0
-        self._looks = is_first or epoch != self._epoch or self._is_suspicious
-        self._num_batches += 1
-        self._epoch = epoch
+        self._looks = self._turns.come(epoch) or self._is_suspicious
         self._buffers.before_batch()
         if self._looks:
             self._look_at_frozen()
-            self._before = [_mark(each.data) for each in self._trained]
+            self._before = [mark(each.data) for each in self._trained]
 
     def end(self) -> None:
         """It was computed, and nothing has been stepped since.
@@ -139,7 +150,7 @@ class StateWatch:
         self._buffers.find()
         self._check_places()
         for each, before in zip(self._trained, self._before, strict=True):
-            if _mark(each.data) != before:
+            if mark(each.data) != before:
                 raise self._changed(each.name)
         self._look_at_frozen()
         self._buffers.check_none_is_new()
@@ -158,10 +169,7 @@ class StateWatch:
         places = self._look_at_places()
         for name, parameter in places.items():
             if name not in self._places:
-                raise ModelChanged(
-                    f"model: parameter {plain_name(name)} is made only as the model computes, so that nobody "
-                    "trains it: make it when the model is made"
-                )
+                raise made_late(plain_name(name))
             if self._places[name] is not parameter:
                 raise self._changed(plain_name(name), "is replaced by another one")
         for name in self._places.keys() - places.keys():
@@ -170,45 +178,67 @@ class StateWatch:
             if each.parameter.data_ptr() != each.data.data_ptr():
                 raise self._changed(each.name, "gets other memory (.data = …)")
             if not each.parameter.requires_grad:
-                raise self._refrozen(
-                    each.name, "is to be trained when training begins, and then frozen"
-                )
+                raise refrozen(each.name, is_frozen=True)
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
-                raise self._refrozen(name, "is frozen when training begins, and then to be trained")
+                raise refrozen(name, is_frozen=False)
 
     def _look_at_frozen(self) -> None:
         changing = {self._buffers.names[number] for number in self._buffers.changing}
         for name, parameter in self._frozen.items():
             if name in changing:
                 continue
-            now = _mark(parameter)
+            now = mark(parameter)
             if self._marks.setdefault(name, now) != now:
                 raise self._changed(name, "is frozen, but changes")
-
-    def _refrozen(self, name: str, what: str) -> ModelChanged:
-        return ModelChanged(
-            f"model: parameter {name} {what}, as the model computes; the optimizer has what is trained from "
-            "the beginning: leave requires_grad as it is, or train in two runs, of which the second begins "
-            "with the weights of the first"
-        )
 
     def _changed(self, name: str, what: str = "changes") -> ModelChanged:
         place = f"{name.rpartition('.')[0]}."
         modules = (
             each for path, each in self._model.named_modules() if plain_name(f"{path}.") == place
         )
-        owner = next(modules, self._model)
         remedy = _FROZEN_REMEDY if name in self._frozen else _REMEDY
-        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.max_norm is not None:
-            remedy = _MAX_NORM_REMEDY
-        return ModelChanged(
-            f"model: parameter {name} ({type(owner).__name__}) {what} as the model computes, and machines "
-            f"would come to different weights; {remedy}"
-        )
+        return changed(name, next(modules, self._model), what, remedy)
 
 
-def _mark(tensor: Tensor) -> object:
+def made_late(name: str) -> ModelChanged:
+    """Computing has made a parameter."""
+    return ModelChanged(
+        f"model: parameter {name} is made only as the model computes, so that nobody trains it: make it when "
+        "the model is made"
+    )
+
+
+def refrozen(name: str, *, is_frozen: bool) -> ModelChanged:
+    """Computing has frozen a parameter, or begun to train it; `is_frozen`: that it is now."""
+    what = "is frozen when training begins, and then to be trained"
+    if is_frozen:
+        what = "is to be trained when training begins, and then frozen"
+    return ModelChanged(
+        f"model: parameter {name} {what}, as the model computes; the optimizer has what is trained from "
+        "the beginning: leave requires_grad as it is, or train in two runs, of which the second begins "
+        "with the weights of the first"
+    )
+
+
+def changed(
+    name: str, owner: nn.Module, what: str = "changes", remedy: str = _REMEDY
+) -> ModelChanged:
+    """Computing does `what` to a parameter of the module `owner`."""
+    if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.max_norm is not None:
+        remedy = _MAX_NORM_REMEDY
+    return ModelChanged(
+        f"model: parameter {name} ({kind_of(owner)}) {what} as the model computes, and machines "
+        f"would come to different weights; {remedy}"
+    )
+
+
+def kind_of(module: nn.Module) -> str:
+    """The name of its class, without what PyTorch puts before that of a module whose weights are sharded."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def mark(tensor: Tensor) -> object:
     """What differs if a tensor's values do, by one pass and without a copy."""
     if tensor.layout != torch.strided or tensor.is_meta:
         return tensor._version

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from smolcluster.algorithms.Mesh.compute import Part, StageCompute
 from smolcluster.algorithms.Mesh.config import SPLIT, MeshConfig, cut_equally, what_takes_less
 from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.algorithms.Mesh.layers_watch import LayersWatch
 from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, TiedWeights, sum_replicas
 from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, Style, seed_parts, spread
 from smolcluster.algorithms.Mesh.pipeline import Pipeline
@@ -138,6 +139,8 @@ class MeshTrainer:
             tied |= set(stage.tied)
             self.slots += slots
         self._pipeline = Pipeline(groups, schedule, stages, self._meter)
+        computed = [each.stage for each in stages.values()]
+        self._watches = [LayersWatch(stage, stage.own_layers()) for stage in computed]
         self._tied = TiedWeights(self.slots, tied, groups)
         self._optimizer = MeshOptimizer(
             self.slots,
@@ -146,9 +149,8 @@ class MeshTrainer:
             groups,
         )
         self.scaler = LossScaler() if self._train.precision == "fp16" else None
-        stages_here = [each.stage for each in stages.values()]
-        self._is_first = any(stage.is_first for stage in stages_here)
-        self._is_last = any(stage.is_last for stage in stages_here)
+        self._is_first = any(stage.is_first for stage in computed)
+        self._is_last = any(stage.is_last for stage in computed)
         everyone = groups.all_told([[slot.name, slot.shape] for slot in self.slots])
         self.shapes = {name: tuple(shape) for told in everyone for name, shape in told}
         own = str(self.slots[0].parameter.dtype).partition(".")[2] if self.slots else ""
@@ -203,7 +205,9 @@ class MeshTrainer:
         with self._meter("data"):
             parts = list(self._parts(indices, epoch, start))
         self.num_samples_here = sum(part.num_samples for part in parts)
-        with self._memory_named():
+        with self._memory_named(), ExitStack() as looking:
+            for watch in self._watches:
+                looking.enter_context(watch.looking(epoch))
             self._pipeline.run(parts, scale, note)
             if self.groups.device.type == "cuda":
                 with self._meter("backward"):  # which has only been begun
