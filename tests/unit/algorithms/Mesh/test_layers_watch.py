@@ -72,7 +72,7 @@ def teaching(layer: Changing) -> None:
 
 
 def counting(layer: Changing) -> None:
-    layer.mean += 1.0
+    layer.get_buffer("mean").add_(1.0)
 
 
 def new_buffer(layer: Changing) -> None:
