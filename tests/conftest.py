@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -26,8 +27,9 @@ for number in SIGNALS:  # nohup, for one, has its children ignore a hang-up, whi
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 
-STATE = tempfile.TemporaryDirectory(prefix="smolcluster-state-")
-os.environ["XDG_STATE_HOME"] = STATE.name  # what runs of the tests leave there is no user's
+STATE = tempfile.mkdtemp(prefix="smolcluster-state-")
+"""What runs of the tests note outside their folders is no user's."""
+os.environ["XDG_STATE_HOME"] = STATE
 os.environ["DOCKER_HOST"] = "unix:///no-docker-for-tests"  # launches would start Grafana in it
 
 
@@ -43,6 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if str(item.path).startswith(WITH_PROCESSES):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(STATE, ignore_errors=True)
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: object) -> None:
