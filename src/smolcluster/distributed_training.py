@@ -333,7 +333,7 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
         for rank in here:
             processes[rank] = subprocess.Popen(  # noqa: S603 - this very program
                 [
-                    *(sys.executable, "-m", "smolcluster.distributed_training"),
+                    *(sys.executable, "-P", "-m", "smolcluster.distributed_training"),
                     *(*own, f"--launcher={os.getpid()}", f"--tell={tells}"),
                 ],
                 stdin=subprocess.DEVNULL,

@@ -18,6 +18,7 @@ from smolcluster.configs.schema import ClusterConfig, NodeConfig, config_of
 from smolcluster.errors import ConfigError
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
+    MODULE,
     NO_PROGRESS,
     TRAIN_FILE,
     PathsByNode,
@@ -31,7 +32,7 @@ from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.utils.addresses import is_loopback_name
 
 ROLE = "ranks"
-COMMAND = ("-m", "smolcluster.distributed_training")
+COMMAND = (*MODULE, "smolcluster.distributed_training")
 
 
 def num_ranks(request: Request, settings: Settings) -> int:

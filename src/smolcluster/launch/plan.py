@@ -25,6 +25,8 @@ from smolcluster.utils.units import format_address
 PATIENCE = "start_timeout_s=86400"
 """The server may tokenize for long before it listens; if it ends, the launcher stops the workers."""
 NO_PROGRESS = "--no-progress"
+MODULE = ("-P", "-m")
+"""How Python is told a module of ours: the folder it starts in, which may be a run's, brings no code."""
 PACKAGE = Path(smolcluster.__file__).resolve().parent
 SCRIPT = PACKAGE / "api" / "script.py"
 """What runs a script as a worker."""
@@ -221,7 +223,7 @@ def _server_code(request: Request) -> tuple[str, ...]:
     if request.script is None:
         return (str(request.algorithm.server),)
     name = request.algorithm.name
-    return ("-m", "smolcluster.cli", "serve", request.config or name, "--algorithm", name)
+    return (*MODULE, "smolcluster.cli", "serve", request.config or name, "--algorithm", name)
 
 
 def _train_config(request: Request) -> str | None:
@@ -290,7 +292,7 @@ def plan_cluster(
         server = planned(cluster.server, None, [server_file, "--run-id", run_id, "--config"])
         server = server.with_arguments("--train-config", train_file)
     else:
-        served = ["-m", "smolcluster.cli", "serve", "--algorithm", name, "--run-id", run_id]
+        served = [*MODULE, "smolcluster.cli", "serve", "--algorithm", name, "--run-id", run_id]
         server = planned(cluster.server, None, served)
     server = server.with_arguments(*overrides(cluster.server, public))
     workers = [

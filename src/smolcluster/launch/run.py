@@ -770,7 +770,7 @@ def _missing(
 def stop_command(paths: RunPaths) -> str:
     """What a shell runs to stop a run, wherever and however it is started."""
     program = "from smolcluster.cli import main; raise SystemExit(main())"
-    return shlex.join([sys.executable, "-c", program, "stop", str(paths.root.absolute())])
+    return shlex.join([sys.executable, "-P", "-c", program, "stop", str(paths.root.absolute())])
 
 
 def progress_line(status: RunStatus, *, is_group: bool = False) -> str:

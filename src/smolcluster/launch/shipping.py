@@ -25,6 +25,7 @@ from smolcluster.launch.observe.stack import (
     own_loki,
     services,
 )
+from smolcluster.launch.plan import MODULE
 from smolcluster.launch.sessions import ask_to_end, begin, host_of, look_script
 from smolcluster.launch.stop import LAST_LINES_S
 from smolcluster.launch.tmux import session_name
@@ -133,7 +134,7 @@ def shipper_of(run_id: str, processes: Sequence[LaunchedProcess], url: str) -> L
 
 def _shipper_beside(server: LaunchedProcess, loki: LokiAddress) -> LaunchedProcess:
     """The shipper of a run whose processes are this process's children."""
-    words = ("-m", "smolcluster.cli", "ship", server.run_dir, "--loki", loki.url)
+    words = (*MODULE, "smolcluster.cli", "ship", server.run_dir, "--loki", loki.url)
     return server.model_copy(update={"role": ROLE, "argv": (sys.executable, *words)})
 
 
@@ -179,7 +180,7 @@ def _own_command(processes: Sequence[LaunchedProcess], url: str) -> str:
     """Our own shipper, as a command of a shell; it starts in the folder in which the processes start."""
     first = processes[0]
     only = [word for process in processes for word in ("--only", process.stem)]
-    command = [first.argv[0], "-m", "smolcluster.cli", "ship"]
+    command = [first.argv[0], *MODULE, "smolcluster.cli", "ship"]
     return f"{shlex.join(command)} {shell_path(first.run_dir)} {shlex.join(['--loki', url, *only])}"
 
 

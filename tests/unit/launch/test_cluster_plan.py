@@ -363,9 +363,9 @@ def test_each_worker_is_told_the_script_in_its_own_folder_of_the_run() -> None:
     script = shlex.join(["train it.py", "--name", "two words"])
     request = Request(get_algorithm("edp"), overrides=("num_epochs=3",), script=script)
     launched = plan_cluster(request, CLUSTER, PLACES, RUN_ID)
-    serve = ["-m", "smolcluster.cli", "serve", "--algorithm", "edp", "--run-id", RUN_ID]
+    serve = ["-P", "-m", "smolcluster.cli", "serve", "--algorithm", "edp", "--run-id", RUN_ID]
     file = f"{launched.server.run_dir}/launch/cluster.yaml"
-    assert list(launched.server.argv[1:9]) == [*serve, file]
+    assert list(launched.server.argv[1:10]) == [*serve, file]
     assert "--train-config" not in launched.server.argv
     for worker in launched.workers:
         argv = worker.argv

@@ -1,5 +1,7 @@
 """From a configuration to the commands that are the ranks of a group."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +15,7 @@ from smolcluster.configs.schema import MeshSizes
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.distributed_training import configuration, parser
 from smolcluster.errors import ConfigError
-from smolcluster.launch.group_plan import check_systems, plan_group, plan_group_local
+from smolcluster.launch.group_plan import COMMAND, check_systems, plan_group, plan_group_local
 from smolcluster.launch.jobs.launch import launch_job
 from smolcluster.launch.plan import NodePaths, PathsByNode, Request
 from smolcluster.launch.remote import LaunchOptions
@@ -35,9 +37,19 @@ def remote(request: Request | None = None, **update: Any) -> Any:
     return plan_group(request or Request(MESH), replace(told, cluster=cluster), PLACES, "mesh-1")
 
 
+def test_the_folder_in_which_the_ranks_start_brings_no_code(tmp_path: Path) -> None:
+    for module in ("argparse", "typing", "smolcluster"):
+        (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module} of this folder ran')")
+    words = [sys.executable, *COMMAND, "--help"]
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_one_command_a_machine_starts_its_share_of_the_ranks() -> None:
     launched = remote()
-    first, second = (parser().parse_args(each.argv[3:]) for each in launched.processes)
+    first, second = (parser().parse_args(each.argv[4:]) for each in launched.processes)
     assert (first.world_size, first.rank, first.nproc_per_node, first.machine) == (8, 0, 4, "node1")
     assert (second.world_size, second.rank, second.nproc_per_node, second.machine) == (
         8,
@@ -76,7 +88,7 @@ def test_the_command_on_this_machine_takes_the_mesh_from_the_file(tmp_path: Path
     launched = plan_group_local(
         request, told, run_dir=tmp_path / "mesh-1", python="python3", resume=False
     )
-    args = parser().parse_args(launched.server.argv[3:])
+    args = parser().parse_args(launched.server.argv[4:])
     own, keys = configuration(args, None)
     assert MeshSizes(**keys["mesh"]) == MeshSizes(dp=2, pp=4)
     assert keys["microbatches"] == 8

@@ -373,7 +373,8 @@ def device_of(name: str | None, rank: int) -> str:
 
 def _started(setup: Setup) -> "subprocess.Popen[bytes]":
     child = subprocess.Popen(
-        [sys.executable, "-m", "smolcluster.algorithms.Mesh.group_rank"], stdin=subprocess.PIPE
+        [sys.executable, "-P", "-m", "smolcluster.algorithms.Mesh.group_rank"],
+        stdin=subprocess.PIPE,
     )
     with suppress(BrokenPipeError):  # it has ended, which is found out
         _write(child, setup.model_dump_json())
