@@ -26,7 +26,7 @@ from smolcluster.algorithms.Mesh.ranks import (
     ranks_of,
 )
 from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
-from smolcluster.errors import ConfigError, LaunchError, PeerLost
+from smolcluster.errors import ConfigError, LaunchError, PeerLost, Rejected
 from smolcluster.transport.security import new_secret
 from smolcluster.utils.addresses import free_port
 from smolcluster.utils.replaced import BY_FLAGS, say_what_replaces
@@ -322,10 +322,10 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
     """Be the parent of ranks; ends when all have.
 
     Raises:
-        LaunchError: one failed; names the first.
+        LaunchError: one failed; names the first. Its exit code is that of ranks whose data are not the same.
     """
     processes: dict[int, subprocess.Popen[bytes]] = {}
-    first: str | None = None
+    failed: LaunchError | None = None
     told, tells = os.pipe()
     os.set_blocking(told, False)
     own = [each for each in argv if each != STOP_ON_STDIN_EOF]
@@ -350,11 +350,15 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
             )
         first = _first_to_fail(processes, told)
         if first is not None:
-            raise LaunchError(first)
+            failed = LaunchError(first)
+            raise failed
     finally:
         os.close(told)
         os.close(tells)
-        _end(processes, has_failed=first is not None)
+        _end(processes, has_failed=failed is not None)
+        codes = [process.returncode for process in processes.values()]
+        if failed is not None and Rejected.exit_code in codes:
+            failed.exit_code = Rejected.exit_code
 
 
 def _first_to_fail(processes: Mapping[int, "subprocess.Popen[bytes]"], told: int) -> str | None:

@@ -22,7 +22,7 @@
     │   ├── RunBusy                 another process writes the run's folder
     │   └── ClusterEmpty            no worker came, or all have gone
     ├── AuthError               77  the cluster's secret is missing, unreadable or wrong
-    └── Rejected                78  the server refused this worker, and says why
+    └── Rejected                78  the server refused this worker, or rank 0 this rank, and says why
 
 Usage errors exit with 2, a bug with 70, an interrupt with 130, a termination with 143. Every message names
 the thing, its value and the next move, and fits on one line.
@@ -142,7 +142,9 @@ class AuthError(SmolclusterError):
 
 
 class Rejected(SmolclusterError):
-    """The server refused this worker; the message says what differs and where to mend it.
+    """The server refused this worker, or a rank has other data than rank 0.
+
+    The message says what differs and where to mend it.
 
     `code` is the protocol's word for the reason; `retry_after_s` is None when asking again is of no use.
     Unless `is_proved`, somebody between the two may have said it.

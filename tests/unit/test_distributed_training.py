@@ -1,6 +1,8 @@
 """The flags of `python -m smolcluster.distributed_training`, and which ranks it is."""
 
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.ranks import ranks_of
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.distributed_training import configuration, mesh_keys, overrides_of, parser
-from smolcluster.errors import ConfigError
+from smolcluster.errors import ConfigError, LaunchError
 
 RANK_NAMES = (
     "RANK",
@@ -202,3 +204,18 @@ def test_torchrun_takes_no_flag_for_an_abbreviation_of_its_own() -> None:
     ours = {flag for action in parser()._actions for flag in action.option_strings}
     claimed = {flag for flag in ours - theirs if any(each.startswith(flag) for each in theirs)}
     assert not claimed
+
+
+@pytest.mark.parametrize(("codes", "code"), [((78, 78), 78), ((75, 78), 78), ((2, 2), 1)])
+def test_ranks_with_other_data_end_their_parent_with_the_same_code(
+    monkeypatch: pytest.MonkeyPatch, codes: tuple[int, int], code: int
+) -> None:
+    real = subprocess.Popen
+
+    def rank_of(_argv: list[str], *, env: dict[str, str], **_: object) -> "subprocess.Popen[bytes]":
+        return real([sys.executable, "-c", f"raise SystemExit({codes[int(env['RANK'])]})"])
+
+    monkeypatch.setattr("smolcluster.distributed_training.subprocess.Popen", rank_of)
+    with pytest.raises(LaunchError, match="failed first") as caught:
+        distributed_training._start(range(2), 2, {}, [])
+    assert caught.value.exit_code == code

@@ -17,7 +17,7 @@ from smolcluster.cluster.evaluator import EvaluationFailed, EvaluationFinished
 from smolcluster.cluster.report import Report, why_ended
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import ClusterConfig
-from smolcluster.data.marks import SAME_DATA, first_difference
+from smolcluster.data.marks import SAME_DATA, SAME_ORDER, first_difference
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss, UserCodeError
 from smolcluster.net.acceptor import Acceptor, SessionOpened
 from smolcluster.net.inbox import Call, Event, Inbox, JoinRequest, MessageReceived, SessionClosed
@@ -425,8 +425,8 @@ class WorkerPool:
             )
         if ready.order is not None and ready.order != self._order:
             return "dataset", (
-                "this worker's sampler gives another order than the server's under the same seed: let it "
-                "draw from PyTorch's, NumPy's or random's generator, which are seeded, and go through no set"
+                "this worker's sampler gives another order than the server's under the same seed: "
+                f"{SAME_ORDER}"
             )
         if ready.model_fingerprint != self._training.replica.fingerprint:
             return "model", (

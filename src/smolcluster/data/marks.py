@@ -39,6 +39,10 @@ SAME_DATA = (
     "os.listdir, and split and shuffle with a seed (random_split(..., generator=torch.Generator()."
     "manual_seed(0))); processes that are started by hand need the same PYTHONHASHSEED"
 )
+SAME_ORDER = (
+    "let it draw from the generators of PyTorch, NumPy or random, which are seeded, and go "
+    "through no set"
+)
 
 
 def marks_of(dataset: Any, indices: Sequence[int]) -> tuple[Mark, ...]:

@@ -79,7 +79,8 @@ def join_group(setup: Setup, workload: Workload, log: logging.Logger) -> GroupRa
         timeout=STEP_TIMEOUT,
     )
     groups = Groups(setup.mesh.mesh, device)
-    groups.check_agreed([("torch", torch.__version__), ("the dataset", workload.fingerprint)])
+    groups.check_agreed([("torch", torch.__version__)])
+    groups.check_data(workload, setup.run.seed)
     train = setup.run.train.model_copy(update={"global_batch_size": None})
     trainer = MeshTrainer(workload, train, setup.mesh, groups, seed=setup.run.seed)
     layers = [(name, slice(start, stop)) for name, start, stop in setup.layers]

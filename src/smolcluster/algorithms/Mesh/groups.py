@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from smolcluster.algorithms.Mesh.watch import Watch
 from smolcluster.cluster.process_stats import ProcessStats
 from smolcluster.configs.schema import MeshSizes
-from smolcluster.errors import ConfigError, PeerLost, UserCodeError
+from smolcluster.data.marks import SAME_DATA, SAME_ORDER, first_difference
+from smolcluster.errors import ConfigError, PeerLost, Rejected, UserCodeError
+from smolcluster.training.workload import Workload
 from smolcluster.transport.messages import Telemetry
 from smolcluster.utils.meter import Meter
 
@@ -135,6 +137,28 @@ class Groups:
                         f"{name} is {first} on rank 0 and {own} on rank {rank}: start all ranks "
                         "with the same code and configuration"
                     )
+
+    def check_data(self, workload: Workload, seed: int) -> None:
+        """See to it that all ranks have the same training data in the same order.
+
+        Raises:
+            ConfigError: their fingerprints differ.
+            Rejected: a sample or the order does; names the first rank that has another one than rank 0.
+        """
+        self.check_agreed([("the dataset", workload.fingerprint)])
+        everyone = self.all_told([workload.sample_marks, workload.order_mark(seed)])
+        firsts, first_order = everyone[0]
+        for rank, (marks, order) in enumerate(everyone):
+            if (place := first_difference(marks, firsts)) is not None:
+                number = workload.marked_samples[place]
+                raise Rejected(
+                    f"sample {number} of rank {rank}'s training data is not rank 0's: {SAME_DATA}"
+                )
+            if order != first_order:
+                raise Rejected(
+                    f"the sampler of rank {rank} gives another order than rank 0's under the same seed: "
+                    f"{SAME_ORDER}"
+                )
 
 
 @contextmanager

@@ -268,7 +268,7 @@ def _trainer(
     seed: int,
     meter: Meter,
 ) -> MeshTrainer:
-    groups.check_agreed([("the dataset", workload.fingerprint)])
+    groups.check_data(workload, seed)
     if train.ema_decay is not None:
         raise ConfigError(
             f"ema_decay is {train.ema_decay:g}, but on a mesh nobody averages weights: set it to null"

@@ -1,0 +1,73 @@
+"""What all ranks must agree on."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from own_workloads import normed
+from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.errors import ConfigError, Rejected
+from smolcluster.training.workload import Workload
+
+SEED = 7
+
+
+class Reversed:
+    """A sampler of one's own."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __iter__(self) -> Any:
+        return iter(range(self._size)[::-1])
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def of(samples: list[float], *, is_reversed: bool = False, fingerprint: str = "f") -> Workload:
+    data = [torch.tensor(each) for each in samples]
+    sampler = Reversed(len(data)) if is_reversed else list(range(len(data)))
+    loader: Any = DataLoader(data, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    made = normed()
+    return Workload(nn.Linear(1, 1), made.loss, loader, fingerprint=fingerprint)
+
+
+def check(*workloads: Workload) -> None:
+    """As each rank does, of which the last one is this."""
+
+    class Together(Groups):
+        def __init__(self) -> None:
+            pass
+
+        def all_told(self, value: Any) -> list[Any]:
+            if isinstance(value[0][0], str) and len(value) == 1:
+                return [[["the dataset", each.fingerprint]] for each in workloads]
+            assert value == [workloads[-1].sample_marks, workloads[-1].order_mark(SEED)]
+            return [
+                [list(map(list, each.sample_marks)), each.order_mark(SEED)] for each in workloads
+            ]
+
+    Together().check_data(workloads[-1], SEED)
+
+
+def test_ranks_with_the_same_data_may_train() -> None:
+    check(of([1.0, 2.0, 3.0]), of([1.0, 2.0, 3.0]))
+
+
+def test_a_rank_with_another_sample_is_refused_by_rank_and_sample() -> None:
+    with pytest.raises(Rejected, match="sample 2 of rank 1's training data is not rank 0's: each"):
+        check(of([1.0, 2.0, 3.0]), of([1.0, 2.0, 4.0]), of([1.0, 2.0, 3.0]))
+
+
+def test_a_rank_with_another_order_is_refused() -> None:
+    with pytest.raises(Rejected, match="sampler of rank 1 gives another order than rank 0's"):
+        check(of([1.0, 2.0, 3.0]), of([1.0, 2.0, 3.0], is_reversed=True))
+
+
+def test_a_rank_with_another_fingerprint_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the dataset is f on rank 0 and g on rank 1"):
+        check(of([1.0]), of([1.0], fingerprint="g"))
