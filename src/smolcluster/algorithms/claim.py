@@ -20,7 +20,7 @@ from smolcluster.runs.paths import (
     new_run_id,
     runs_root,
 )
-from smolcluster.runs.summary import read_summary
+from smolcluster.runs.summary import check_unfinished
 from smolcluster.training.checkpoint import Checkpoint, CheckpointStore
 
 AUTO = "auto"
@@ -124,28 +124,4 @@ def _check_algorithm(paths: RunPaths, algorithm: AlgorithmName) -> None:
         raise CheckpointError(
             f"run {paths.run_id} was begun by {started.algorithm}, not by {algorithm}: name another run with "
             "--resume or --run-id, or begin a new one without --resume"
-        )
-
-
-def check_unfinished(paths: RunPaths, train: TrainConfig) -> None:
-    """A run that has ended may only go on with more epochs, or more patience.
-
-    Raises:
-        CheckpointError: it has ended, and `train` does not ask for more than it had.
-        DataError: its summary cannot be read.
-    """
-    if not paths.summary.is_file():
-        return
-    summary = read_summary(paths.summary)
-    in_vain, ended_with = summary.num_bad_evals, summary.epochs
-    if in_vain is not None:
-        if train.patience is not None and train.patience <= in_vain:
-            raise CheckpointError(
-                f"run {paths.run_id} has ended because its validation loss fell no more; to train on, raise "
-                f"patience above {in_vain} or set it to null"
-            )
-        return
-    if ended_with >= train.num_epochs:
-        raise CheckpointError(
-            f"run {paths.run_id} has ended; to train on, raise num_epochs above {ended_with}"
         )

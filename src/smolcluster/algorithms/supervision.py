@@ -3,7 +3,8 @@
 A process has died when it was killed (memory ran out, a driver crashed), when its device failed, or when it
 met an internal error after it had taken part: before, the next one would meet it as well. One that says
 itself why it ends is not started again: the run is over, the server refused it, the user's code raised an
-exception, the secret is wrong, the server stayed away for as long as the configuration lets it.
+exception, the secret is wrong. One that has taken part and then found no server for as long as the
+configuration lets it is tried again for an hour: its link may be cut, or its server's machine restart.
 
 The process is in the supervisor's process group, so whoever ends the group ends both; who asks the supervisor
 alone to stop is handed on. Its standard input is a pipe of the supervisor's: when that is gone, however it
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from smolcluster.errors import DEVICE_FAILED, RANK_LOST
+from smolcluster.errors import DEVICE_FAILED, RANK_LOST, TryAgain
 from smolcluster.observability.logs import NodeLog
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.bugs import EXIT_CODE as BUG
@@ -37,6 +38,8 @@ TOOK_PART = b"took part"
 FIRST_DELAY_S, FACTOR = 1.0, 4.0
 SETTLED_S = 600.0
 """A process that lived for so long is not one that cannot live."""
+AWAY_S, AWAY_DELAY_S = 3600.0, 10.0
+"""For how long a server that was there is looked for again, and how long is waited between two lives."""
 POLL_S = 0.1
 
 _DIED = MappingProxyType(
@@ -58,14 +61,25 @@ class Decision:
 
 
 def decide(
-    code: int, lived_s: float, num_restarts: int, allowed: int, *, took_part: bool = True
+    code: int,
+    lived_s: float,
+    num_restarts: int,
+    allowed: int,
+    *,
+    took_part: bool = True,
+    away_s: float | None = None,
 ) -> Decision:
     """Whether to start a process again, `num_restarts` times in a row so far of the `allowed` ones.
 
-    `code`: its exit code; minus a signal's number when that ended it. `took_part`: whether it came so far.
+    Args:
+        code: its exit code; minus a signal's number when that ended it.
+        took_part: whether it came so far.
+        away_s: how long ago it or one before it last took part; None: none has.
     """
     if lived_s >= SETTLED_S:
         num_restarts = 0
+    if code == TryAgain.exit_code and away_s is not None and away_s < AWAY_S and allowed:
+        return Decision(AWAY_DELAY_S, num_restarts, "has lost its server")
     if -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) or (code >= 0 and code not in _DIED):
         return Decision(None, num_restarts)
     how = _DIED.get(code) or f"was ended by {_signal_name(-code)}"
@@ -113,13 +127,17 @@ def supervise(role: str, node: str, rank: int | None, allowed: int, *, named: bo
         _say(level, line, (role, node, rank), os.fsdecode(folder), named=named)
 
     brought_back = f"; {as_command('join')} brings it back" if role == "worker" else ""
-    num_restarts = 0
+    num_restarts, last_part = 0, None
     while True:
         began = time.monotonic()
         code, (told, *more) = _life(command, stopping)
         folder = told or folder
-        lived_s, took_part = time.monotonic() - began, TOOK_PART in more
-        decision = decide(code, lived_s, num_restarts, allowed, took_part=took_part)
+        ended, took_part = time.monotonic(), TOOK_PART in more
+        last_part = ended if took_part else last_part
+        away_s = None if last_part is None else ended - last_part
+        decision = decide(
+            code, ended - began, num_restarts, allowed, took_part=took_part, away_s=away_s
+        )
         num_restarts = decision.num_restarts
         if stopping.signum is not None or not decision.reason:
             return code if code >= 0 else 128 - code
@@ -135,10 +153,14 @@ def supervise(role: str, node: str, rank: int | None, allowed: int, *, named: bo
                 f"error: this {role} {decision.reason}, and is not started again: {why}{brought_back}",
             )
             return code if code >= 0 else 128 - code
+        is_away = code == TryAgain.exit_code
+        how_often = (
+            f"for {format_duration(AWAY_S)}" if is_away else f"{num_restarts} of {allowed} times"
+        )
         say(
             "warning",
             f"this {role} {decision.reason}; it is started again in "
-            f"{format_duration(decision.delay_s)} ({num_restarts} of {allowed} times)",
+            f"{format_duration(decision.delay_s)} ({how_often})",
         )
         if asked_by := _asked_within(decision.delay_s, stopping):
             return 128 + asked_by

@@ -72,6 +72,7 @@ from smolcluster.runs.paths import (
     create_run,
     new_run_id,
 )
+from smolcluster.runs.summary import check_unfinished
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.folders import checkout
 from smolcluster.utils.words import as_command, hint_at
@@ -482,4 +483,6 @@ def resume_remote(
         overrides=(*told.overrides, *overrides),
         script=told.script,
     )
+    if paths.summary.is_file():
+        check_unfinished(paths, settings_of(request, local=False).train)
     return launch_remote(request, how, run_id=paths.run_id, resume=True)

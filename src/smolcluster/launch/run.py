@@ -327,8 +327,8 @@ class Run:
             self._wait_until_it_listens(self._launched.server, asked)
             self.say("all ranks are there")
             return
-        self._wait_for(workers, self._launched.processes, asked)
-        self.say("all have joined")
+        missing = self._wait_for(workers, self._launched.processes, asked)
+        self.say(f"not joined: {', '.join(missing)}" if missing else "all have joined")
 
     def _begin(self, process: LaunchedProcess) -> None:
         begin(process, self._machines[process.node].env)

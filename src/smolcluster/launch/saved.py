@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.algorithms.claim import AUTO, check_unfinished, run_name
+from smolcluster.algorithms.claim import AUTO, run_name
 from smolcluster.configs.begun import check_workload
 from smolcluster.configs.function_name import known_here
 from smolcluster.configs.layers import Draft, from_environment, from_overrides
@@ -38,6 +38,7 @@ from smolcluster.runs.launched import launched_of
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import LATEST as LATEST_RUN
 from smolcluster.runs.paths import RunPaths, find_run, runs_root
+from smolcluster.runs.summary import check_unfinished
 from smolcluster.training.checkpoint import (
     BEST,
     LATEST,

@@ -10,7 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from smolcluster.configs.schema import TrainConfig
 from smolcluster.configs.spec import STALENESS, has_pushes, shows
+from smolcluster.errors import CheckpointError
 from smolcluster.runs.evaluated import metrics_in
 from smolcluster.runs.model_file import Measured, ModelFile, Strict, WithMetrics
 from smolcluster.runs.paths import RunPaths, process_title
@@ -171,3 +173,28 @@ def _number(value: float | None) -> str:
     if value is None:
         return "not measured"
     return f"{value:.4f}" if value == 0 or abs(value) >= SMALL else f"{value:.3g}"
+
+
+def check_unfinished(paths: RunPaths, train: TrainConfig) -> None:
+    """A run that has ended may only go on with more epochs, or more patience.
+
+    Raises:
+        CheckpointError: it has ended, and `train` does not ask for more than it had.
+        DataError: its summary cannot be read.
+    """
+    if not paths.summary.is_file():
+        return
+    summary = read_summary(paths.summary)
+    in_vain, ended_with = summary.num_bad_evals, summary.epochs
+    if in_vain is not None:
+        if train.patience is not None and train.patience <= in_vain:
+            raise CheckpointError(
+                f"run {paths.run_id} has ended because its validation loss fell no more; to train on, raise "
+                f"patience above {in_vain} or set it to null"
+            )
+        return
+    if ended_with >= train.num_epochs:
+        raise CheckpointError(
+            f"run {paths.run_id} has ended; to train on, raise num_epochs above {ended_with}, such as by "
+            f"--override num_epochs={2 * ended_with}"
+        )

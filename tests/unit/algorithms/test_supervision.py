@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from smolcluster.algorithms.supervision import SETTLED_S, Decision, decide
+from smolcluster.algorithms.supervision import AWAY_DELAY_S, AWAY_S, SETTLED_S, Decision, decide
 
 DEADLINE_S = 60
 PROGRAM = """
@@ -43,6 +43,7 @@ if supervision.SUPERVISED in sys.argv:
     raise SystemExit(guarded(body, stop_on_stdin_eof=True, supervised=True))
 supervision.FIRST_DELAY_S = float(sys.argv[3])
 supervision.FACTOR = 1
+supervision.AWAY_DELAY_S = float(sys.argv[3])
 raise SystemExit(supervision.supervise("worker", "pi5", 0, 3))
 """
 
@@ -59,6 +60,13 @@ def test_who_died_is_started_again_ever_later(code: int) -> None:
 )
 def test_who_says_why_it_ends_or_was_asked_to_is_not(code: int) -> None:
     assert decide(code, 5.0, 0, 3) == Decision(None, 0)
+
+
+def test_who_took_part_looks_for_its_server_for_an_hour() -> None:
+    assert decide(75, 60.0, 2, 3, away_s=0.0) == Decision(AWAY_DELAY_S, 2, "has lost its server")
+    assert decide(75, 60.0, 3, 3, away_s=AWAY_S - 1).delay_s == AWAY_DELAY_S
+    assert decide(75, 60.0, 0, 3, away_s=AWAY_S) == Decision(None, 0)
+    assert decide(75, 60.0, 0, 0, away_s=0.0) == Decision(None, 0)
 
 
 def test_a_long_life_begins_the_count_anew() -> None:
@@ -134,6 +142,16 @@ def test_who_meets_an_internal_error_before_he_takes_part_is_not_started_again(
     ended, said = supervised.end()
     assert (ended, len(supervised.lives)) == (70, 1)
     assert "before it took part, and is not started again" in said.splitlines()[-1]
+
+
+def test_one_that_took_part_and_lost_its_server_is_back_until_it_is_asked_to_stop(
+    start: Start,
+) -> None:
+    supervised = start("75")
+    supervised.wait_for_lives(2)
+    supervised.process.terminate()
+    _, said = supervised.end()
+    assert "has lost its server; it is started again in 10 ms (for 1 h)" in said.splitlines()[0]
 
 
 @pytest.mark.parametrize("code", [0, 2, 77, 78])

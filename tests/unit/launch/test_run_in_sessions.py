@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from harness import summary_of
 from reading import server, worker, write
-from smolcluster.errors import LaunchError, RunBusy
+from smolcluster.configs.load import find_config
+from smolcluster.errors import CheckpointError, LaunchError, RunBusy
 from smolcluster.launch import remote
 from smolcluster.launch import run as running
 from smolcluster.launch.host import Host
@@ -28,6 +30,7 @@ from smolcluster.launch.run import OnInterrupt, Run
 from smolcluster.launch.stop import StopResult
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
+from smolcluster.runs.summary import write_summary
 
 
 @pytest.fixture
@@ -199,6 +202,20 @@ def test_a_run_that_goes_on_is_told_what_its_launch_was_told(
     (paths.root / TOLD_FILE).unlink()  # a launch of before
     remote.resume_remote(paths, launched, ["c=1"], LaunchOptions())
     assert requests[1].overrides == ("b=1", "c=1")
+
+
+def test_a_run_that_has_ended_is_told_so_before_a_machine_is_asked(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, train = find_config("edp", "cluster"), find_config("digits", "training")
+    told = StoredOptions(environ={}, overrides=())
+    keep(paths, cluster.read_bytes(), train.read_bytes(), told)
+    write_summary(paths.summary, summary_of(30))
+    launched = Launched(run_id="r1", algorithm="edp", processes=(server(),))
+    monkeypatch.setattr(remote, "launch_remote", lambda *_, **__: 0)
+    with pytest.raises(CheckpointError, match=r"r1 has ended; .* --override num_epochs=60"):
+        remote.resume_remote(paths, launched, ["num_epochs=30"], LaunchOptions())
+    assert remote.resume_remote(paths, launched, ["num_epochs=60"], LaunchOptions()) == 0
 
 
 @pytest.mark.parametrize(("code", "passed_on"), [(75, 75), (77, 77), (78, 78), (1, 1), (137, 1)])
