@@ -171,6 +171,11 @@ def content_hash(content: bytes) -> str:
     return hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest()
 
 
+def forget(run_id: str) -> None:
+    """Remove all notes on runs of this name, as far as they can be."""
+    shutil.rmtree(_folder(run_id), ignore_errors=True)
+
+
 def _identity(train: TrainConfig) -> str:
     """What the function and its arguments are known by: arguments may be secrets."""
     said = json.dumps(train.workload_args, sort_keys=True, default=str)

@@ -20,6 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from smolcluster.configs.begun import forget
 from smolcluster.errors import ConfigError, DataError, LaunchError, SmolclusterError
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Host
@@ -395,7 +396,7 @@ def _remove(root: Path, removals: Sequence[Removal]) -> list[str]:
 
 
 def remove_here(paths: RunPaths) -> None:
-    """Remove a run's folder of this machine, links in it as links.
+    """Remove a run's folder of this machine, links in it as links, and what is noted of it elsewhere.
 
     Raises:
         RunBusy: a process has begun to write it.
@@ -405,6 +406,7 @@ def remove_here(paths: RunPaths) -> None:
         paths.lock.unlink()
     with run_lock(paths.lock):
         shutil.rmtree(paths.root)
+    forget(paths.run_id)
 
 
 def _newest(root: Path) -> str | None:

@@ -15,6 +15,7 @@ from smolcluster.configs.begun import (
     code_note,
     content_hash,
     folder_digest,
+    forget,
     is_known,
     remember,
     remember_workload,
@@ -53,9 +54,13 @@ def test_what_a_launcher_wrote_is_known_by_run_name_and_content(state: Path) -> 
     assert not is_known("edp-2", "launch.json", b"{}")
     assert not is_known("edp-1", "launch.json", b"{ }")
     assert not is_known("edp-1", "launch/told.json", b"{}")
+    remember("edp-2", "launch.json", b"{}")
     folder = state / "begun" / "edp-1"
     assert {stat.S_IMODE(each.stat().st_mode) for each in (folder, folder.parent)} == {0o700}
     assert [stat.S_IMODE(each.stat().st_mode) for each in folder.iterdir()] == [0o600]
+    forget("edp-1")
+    assert not is_known("edp-1", "launch.json", b"{}")
+    assert is_known("edp-2", "launch.json", b"{}")
 
 
 def test_nothing_is_known_where_others_may_write(state: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from reading import fake_ssh, launched_run, server, status_of, worker, write
 from smolcluster.cli import main
+from smolcluster.configs.begun import is_known, remember
 from smolcluster.errors import ConfigError
 from smolcluster.launch.clean import CleanOptions, clean, parse_age
 from smolcluster.launch.find import RUNS_DIR
@@ -58,8 +59,12 @@ def test_by_itself_only_failed_starts_go_and_only_when_they_are_confirmed(
     assert line[1:4] == ["here", "1", "d"]
     assert "--yes" in shown
     assert left(root) == {"failed", "trained", "resumed"}
+    for run_id in ("failed", "trained"):
+        remember(run_id, "launch.json", b"{}")
     assert main(["clean", "--yes"]) == 0
     assert left(root) == {"trained", "resumed"}
+    known = [each for each in ("failed", "trained") if is_known(each, "launch.json", b"{}")]
+    assert known == ["trained"], "nothing is left of what is removed"
 
 
 @pytest.mark.parametrize(
