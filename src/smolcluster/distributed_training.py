@@ -26,7 +26,7 @@ from smolcluster.algorithms.Mesh.ranks import (
     ranks_of,
 )
 from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
-from smolcluster.errors import ConfigError, LaunchError, PeerLost, Rejected
+from smolcluster.errors import ConfigError, LaunchError, PeerLost, Rejected, UserCodeError
 from smolcluster.transport.security import new_secret
 from smolcluster.utils.addresses import free_port
 from smolcluster.utils.replaced import BY_FLAGS, say_what_replaces
@@ -35,6 +35,8 @@ from smolcluster.utils.seed import with_hash_seed
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
 
+PASSED_ON = (Rejected.exit_code, UserCodeError.exit_code, ConfigError.exit_code)
+"""Exit codes of ranks that say what to change, and are those of who has started them."""
 RESOLVE_S = 3.0
 """How long a name may be unknown; a pod's, which others of its kind wait for, until all must be there."""
 END_TIMEOUT_S = 60.0
@@ -322,7 +324,7 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
     """Be the parent of ranks; ends when all have.
 
     Raises:
-        LaunchError: one failed; names the first. Its exit code is that of ranks whose data are not the same.
+        LaunchError: one failed; names the first. Its exit code is that of ranks which say what to change.
     """
     processes: dict[int, subprocess.Popen[bytes]] = {}
     failed: LaunchError | None = None
@@ -356,9 +358,9 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
         os.close(told)
         os.close(tells)
         _end(processes, has_failed=failed is not None)
-        codes = [process.returncode for process in processes.values()]
-        if failed is not None and Rejected.exit_code in codes:
-            failed.exit_code = Rejected.exit_code
+        codes = {process.returncode for process in processes.values()}
+        if failed is not None:
+            failed.exit_code = next((each for each in PASSED_ON if each in codes), failed.exit_code)
 
 
 def _first_to_fail(processes: Mapping[int, "subprocess.Popen[bytes]"], told: int) -> str | None:

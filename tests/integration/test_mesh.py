@@ -10,6 +10,7 @@ import pytest
 import mesh_rank
 from harness import free_port
 from processes import Processes
+from smolcluster.errors import ModelChanged
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
@@ -122,3 +123,38 @@ def test_each_rank_writes_down_the_instructions_of_its_schedule(processes: Proce
             done = Instruction(Op(line["op"]), line["microbatch"], line["stage"])
             steps.setdefault(line["step"], []).append(done)
         assert steps == {step: list(expected) for step in range(1, num_steps + 1)}
+
+
+NORMALISED = """
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+from smolcluster import Workload
+
+words = torch.arange(64) % 8
+
+
+def loss(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def workload():
+    make = lambda: nn.Sequential(nn.Embedding(8, 4, max_norm=0.1), nn.Linear(4, 8))
+    return Workload(make, loss, TensorDataset(words, words), TensorDataset(words, words))
+"""
+
+
+def test_a_model_that_changes_its_weights_is_refused_as_in_one_process(
+    processes: Processes,
+) -> None:
+    """Where the whole weights are there only as long as they are computed with."""
+    file = processes.folder / "normalised.py"
+    file.write_text(NORMALISED)
+    child = processes.start(
+        *(sys.executable, "-m", "smolcluster.distributed_training", "--world-size", "2"),
+        *("--fsdp", "2", "--workload", f"{file}:workload", "--batch-size", "32"),
+    )
+    assert child.wait() == ModelChanged.exit_code, child.output
+    assert "model: parameter 0.weight (Embedding) changes as the model computes" in child.output
+    assert "set max_norm=None" in child.output
