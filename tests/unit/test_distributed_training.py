@@ -206,8 +206,10 @@ def test_torchrun_takes_no_flag_for_an_abbreviation_of_its_own() -> None:
     assert not claimed
 
 
-@pytest.mark.parametrize(("codes", "code"), [((78, 78), 78), ((75, 78), 78), ((2, 2), 1)])
-def test_ranks_with_other_data_end_their_parent_with_the_same_code(
+@pytest.mark.parametrize(
+    ("codes", "code"), [((78, 78), 78), ((75, 78), 78), ((72, 3), 3), ((2, 2), 2), ((1, 70), 1)]
+)
+def test_ranks_that_say_what_to_change_end_their_parent_with_the_same_code(
     monkeypatch: pytest.MonkeyPatch, codes: tuple[int, int], code: int
 ) -> None:
     real = subprocess.Popen

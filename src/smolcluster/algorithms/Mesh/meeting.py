@@ -321,15 +321,12 @@ def connect(
     store = meeting.store
     store.set(f"at/{rank}", json.dumps(meeting.addresses))
     ways = [WAYS.validate_json(store.get(f"at/{each}")) for each in range(ranks.world_size)]
-    if all(stays_here(way) for way in ways):
-        name = _addresses().get("127.0.0.1")
-        if name is not None:
-            use_interface(name)
-    else:
+    is_local = all(stays_here(way) for way in ways)
+    if not is_local:
         check_unencrypted(encryption)
-        name = interface_of(_addresses(), rank, ways)
-        if name is not None:
-            prefer_interface(name)
+    name = _addresses().get("127.0.0.1") if is_local else interface_of(_addresses(), rank, ways)
+    if name is not None:
+        use_interface(name, is_only=is_local)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=ranks.world_size, timeout=STEP_TIMEOUT
     )
@@ -341,16 +338,11 @@ def stays_here(way: tuple[str, str]) -> bool:
     return here == there or (is_loopback(here) and is_loopback(there))
 
 
-def use_interface(name: str) -> None:
-    """Have the backends use this network interface, and no other one."""
-    os.environ["GLOO_SOCKET_IFNAME"] = name
-    os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # without = any that begins so
-
-
-def prefer_interface(name: str) -> None:
-    """Have the backends use this network interface, where the environment names none."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+def use_interface(name: str, *, is_only: bool = True) -> None:
+    """Have the backends use this network interface; `is_only`: even where the environment names another."""
+    for key, value in (("GLOO_SOCKET_IFNAME", name), ("NCCL_SOCKET_IFNAME", f"={name}")):
+        if is_only or key not in os.environ:
+            os.environ[key] = value  # NCCL: without = any that begins so
 
 
 def part(rank: int, world_size: int, store: Store) -> None:

@@ -1,6 +1,7 @@
 """What ranks look at before a backend connects them."""
 
 import logging
+import os
 import queue
 import socket
 import threading
@@ -20,6 +21,7 @@ from smolcluster.algorithms.Mesh.meeting import (
     is_elsewhere,
     meet,
     stays_here,
+    use_interface,
 )
 from smolcluster.algorithms.Mesh.ranks import Ranks
 from smolcluster.algorithms.Mesh.store import GroupStore
@@ -230,3 +232,13 @@ def test_the_interface_is_the_one_that_leads_to_the_others(
 ) -> None:
     addresses = {HERE: "lo", HEAD: "eth0", WORKER: "eth1"}
     assert interface_of(addresses, rank, ways) == name
+
+
+@pytest.mark.parametrize(("is_only", "name"), [(True, "eth0"), (False, "eth7")])
+def test_the_environment_may_name_another_interface_between_machines_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str, *, is_only: bool
+) -> None:
+    environ = {"GLOO_SOCKET_IFNAME": "eth7"}
+    monkeypatch.setattr(os, "environ", environ)
+    use_interface("eth0", is_only=is_only)
+    assert environ == {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": "=eth0"}
