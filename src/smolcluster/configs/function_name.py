@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import hint_at, one_line
@@ -12,6 +13,15 @@ FORM = "FILE.py:FUNCTION or package.module:function"
 ARGS = "workload_args"
 """The key of its keyword arguments."""
 MAX_LABEL_CHARS = 200
+FROM_ENVIRONMENT = re.compile(r"env:([A-Z_][A-Z0-9_]*)")
+"""A value of `workload_args` that each machine takes from its own environment."""
+_SECRET_KEY = re.compile(
+    r"(^|_)(token|secret|password|passwd|passphrase|credentials?|(api|access|private|secret)_?key)$",
+    re.I,
+)
+_SECRET = re.compile(r"[\w./+=-]{8,}")
+_KNOWN_SECRET = re.compile(r"(hf_|sk-|gh[pos]_|github_pat_|xox[abp]-|AKIA)[\w-]{12,}")
+"""Of Hugging Face, OpenAI and its like, GitHub, Slack and Amazon."""
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -132,6 +142,47 @@ def check_workload_args(
     for key, is_needed in known.items():
         if is_needed and key not in given:
             raise ConfigError(f"{said} needs an argument: set {ARGS}.{key}")
+
+
+def check_secrets(args: Mapping[str, Any]) -> None:
+    """Refuse secrets among `workload_args`, which stand in command lines, logs and the run's files.
+
+    Raises:
+        ConfigError: a value looks like one by its key or how it begins, and is not `env:NAME`.
+    """
+    for key, value in args.items():
+        if isinstance(value, Mapping):
+            check_secrets(value)
+        elif isinstance(value, str) and not FROM_ENVIRONMENT.fullmatch(value):
+            by_key = _SECRET_KEY.search(key) and _SECRET.fullmatch(value)
+            if by_key or _KNOWN_SECRET.fullmatch(value):
+                raise ConfigError(
+                    f"{ARGS}.{key} looks like a secret, and would stand in command lines, logs and the run's "
+                    f"files: say {ARGS}.{key}=env:NAME, which each machine takes from its own environment "
+                    "(nodes.<name>.env of the cluster file, or export NAME=…)"
+                )
+
+
+def from_environment(value: Any, environ: Mapping[str, str], key: str) -> Any:
+    """A value of `workload_args`, in which `env:NAME` is what the variable NAME holds on this machine.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    match value:
+        case Mapping():
+            return {
+                name: from_environment(each, environ, f"{key}.{name}")
+                for name, each in value.items()
+            }
+        case str() if found := FROM_ENVIRONMENT.fullmatch(value):
+            if found[1] not in environ:
+                raise ConfigError(
+                    f"{ARGS}.{key} is {value}, but {found[1]} is not set on this machine: export it, or say "
+                    "it in nodes.<name>.env of the cluster file"
+                )
+            return environ[found[1]]
+    return value
 
 
 def check_name(text: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from smolcluster.configs.begun import check_workload
-from smolcluster.configs.function_name import known_here
+from smolcluster.configs.function_name import check_secrets, known_here
 from smolcluster.configs.keys import fixed_paths, show
 from smolcluster.configs.layers import (
     OVERRIDE_FLAG,
@@ -241,6 +241,7 @@ def resolve(
         cluster_draft.take(assignment)
         train_draft.take(assignment)
     checked_cluster, checked_train = cluster_draft.check(), train_draft.check()
+    check_secrets(checked_train.workload_args)
     checked_train = checked_train.for_any_folder()
     name = _known_node(node_name, checked_cluster)
     node_draft = Draft(NodeConfig, cluster_file, _node_values(cluster, train, name))

@@ -7,6 +7,7 @@ here: what a server says of its workload is a label that no code is looked for b
 import importlib
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,12 @@ import torch
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from smolcluster.configs.begun import content_hash, files_digest
-from smolcluster.configs.function_name import ARGS, FunctionName, check_workload_args
+from smolcluster.configs.function_name import (
+    ARGS,
+    FunctionName,
+    check_workload_args,
+    from_environment,
+)
 from smolcluster.configs.keys import show
 from smolcluster.errors import ConfigError
 from smolcluster.training.user_code import user_code
@@ -42,7 +48,10 @@ def load_named(name: str, args: Mapping[str, Any], seed: int) -> Workload:
     """
     parsed = FunctionName.parse(name)
     function, folders = _find(parsed)
-    arguments = checked_arguments(function, args, parsed.text)
+    arguments = {
+        key: from_environment(value, os.environ, key)
+        for key, value in checked_arguments(function, args, parsed.text).items()
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "workload"))
         with user_code(parsed.function):

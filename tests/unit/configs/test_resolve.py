@@ -856,3 +856,31 @@ def test_what_is_no_cut_is_refused_with_what_is_one(stated: str) -> None:
 def test_a_run_that_never_began_has_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the run had not begun when it ended"):
         load_resolved(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "workload_args.hf_token=abcdefgh1",
+        "workload_args.key=hf_abcdefghijklmnop",
+        "workload_args={hub: {password: correct-horse}}",
+        "workload_args.openai_api_key=sk0123456789",
+    ],
+)
+def test_a_secret_among_the_arguments_is_refused_without_being_told(said: str) -> None:
+    with pytest.raises(ConfigError, match=r"looks like a secret, .*env:NAME") as refused:
+        settle(said)
+    assert not any(each in str(refused.value) for each in ("abcdefgh", "horse", "0123"))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "workload_args.hf_token=env:HF_TOKEN",
+        "workload_args.max_tokens=123456789",
+        "workload_args.pad_token='<|endoftext|>'",
+        "workload_args.tokenizer=abcdefgh1",
+    ],
+)
+def test_what_is_no_secret_is_not_taken_for_one(said: str) -> None:
+    assert settle(said).train.workload_args

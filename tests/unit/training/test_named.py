@@ -268,3 +268,17 @@ def test_every_name_has_a_label_that_can_be_sent(name: str, label: str) -> None:
 def test_a_file_s_name_may_have_a_hyphen(tmp_path: Path) -> None:
     file = write(tmp_path / "our-train.py")
     assert load(f"{file}:workload").source
+
+
+def test_a_value_comes_from_this_machines_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "our_train.py", "api_key: str, nested: dict", width="4")
+    said = {"api_key": "env:OUR_KEY", "nested": {"key": "env:OUR_KEY"}}
+    monkeypatch.delenv("OUR_KEY", raising=False)
+    with pytest.raises(ConfigError, match="OUR_KEY is not set on this machine"):
+        load(f"{path}:workload", **said)
+    monkeypatch.setenv("OUR_KEY", "sesame")
+    load(f"{path}:workload", **said)
+    [made] = sys.modules["our_train"].made
+    assert made == {"api_key": "sesame", "nested": {"key": "sesame"}}
