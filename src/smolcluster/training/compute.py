@@ -1,8 +1,9 @@
 """Forward and backward: from batches to a mean loss, and its gradient in a replica."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import tensors_in
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import NonFiniteLoss, UserCodeError
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica, first_non_finite
 from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.training.workload import LossFunction, real_count
@@ -22,6 +23,9 @@ NO_TERMS_REMEDY = (
     "a mean over no terms is no number: where a part of a batch may have none, such as no labels, return "
     "(sum, number) of the terms; else look for a division by 0 or a logarithm of 0"
 )
+
+HALF_TYPES = re.compile(r"\b(b?float16|BFloat16|Half)\b")
+"""How PyTorch calls them where it refuses them."""
 
 
 class BatchLoss(NamedTuple):
@@ -144,11 +148,29 @@ def at_least_one(number: float | Tensor) -> float | Tensor:
     return number.clamp(min=1.0) if isinstance(number, Tensor) else max(1.0, number)
 
 
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+@contextmanager
+def autocast(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Compute the block in this precision.
+
+    Raises:
+        UserCodeError: the user's code raised it in the block; if it cannot take values of fewer bits, the
+            message says what to do.
+    """
     if precision == "fp32":
-        return nullcontext()
+        yield
+        return
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    return torch.autocast(device.type, dtype)
+    try:
+        with torch.autocast(device.type, dtype):
+            yield
+    except UserCodeError as error:
+        if not HALF_TYPES.search(str(error)):
+            raise
+        raise UserCodeError(
+            f"{error}; precision is {precision}, in which layers return {dtype}: cast what is put together "
+            "to one type (x.float()), or set precision to fp32",
+            error.frames,
+        ) from error.__cause__
 
 
 def trained_dtype(model: nn.Module) -> torch.dtype:

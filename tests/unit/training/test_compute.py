@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 
 from smolcluster.data.dataset import Batch
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import NonFiniteLoss, UserCodeError
 from smolcluster.training.batches import placed
 from smolcluster.training.compute import Microbatch, forward_backward, lone_sample
 from smolcluster.training.replica import Replica
@@ -90,3 +90,32 @@ def test_norms_of_a_compiled_model_rest_for_one_sample_alone_only(sizes: tuple[i
             compiled(torch.rand(size, 3))
             tracked += 1
         assert model[1].num_batches_tracked == tracked
+
+
+class Mixing(nn.Linear):
+    """Puts what a layer returns, which has fewer bits under autocast, into a tensor of the weights' type."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = torch.arange(len(inputs))
+        return torch.zeros(len(inputs), 1).index_copy_(0, rows, super().forward(inputs))
+
+
+def test_a_model_that_cannot_compute_in_fewer_bits_is_told_what_to_do() -> None:
+    parts = [Microbatch(2, lambda: torch.ones(2, 2))]
+    forward_backward(Replica(Mixing(2, 1), "sgd"), lambda model, batch: model(batch).mean(), parts)
+    replica = Replica(Mixing(2, 1), "sgd", precision="bf16")
+    with pytest.raises(UserCodeError) as refusal:
+        forward_backward(replica, lambda model, batch: model(batch).mean(), parts)
+    told = str(refusal.value)
+    assert "Mixing.forward" in told and "\n" not in told
+    assert "precision is bf16" in told and "x.float()" in told and "precision to fp32" in told
+    assert "Mixing" not in told.partition("precision is")[2] and refusal.value.frames
+
+
+def test_what_else_goes_wrong_in_fewer_bits_is_not_laid_to_them() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        raise ValueError("no such word")
+
+    replica = Replica(nn.Linear(2, 1), "sgd", precision="bf16")
+    with pytest.raises(UserCodeError, match=r"no such word$"):
+        forward_backward(replica, loss, [Microbatch(2, lambda: torch.ones(2, 2))])

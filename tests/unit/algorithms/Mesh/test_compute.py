@@ -4,14 +4,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smolcluster.algorithms.Mesh.compute import Part, StageCompute
 from smolcluster.algorithms.Mesh.config import Recompute
 from smolcluster.algorithms.Mesh.parallel import seed_parts
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.data.dataset import Place
+from smolcluster.errors import UserCodeError
 from smolcluster.models.gpt import GPT
+from smolcluster.training.compute import autocast
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.stages.cut import Stage
 
@@ -52,3 +54,24 @@ def test_what_is_computed_again_has_the_dropout_of_its_own_microbatch(
     recompute: Recompute,
 ) -> None:
     assert torch.equal(gradients(recompute), gradients("none"))
+
+
+def test_a_stage_that_cannot_compute_in_fewer_bits_is_told_what_to_do() -> None:
+    """As in one process."""
+
+    class Mixing(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.zeros(1, 1).index_copy_(0, torch.zeros(1).long(), super().forward(inputs))
+
+    model = nn.Sequential(Mixing(2, 1))
+    compute = StageCompute(
+        Stage(model, list(model), 0, 1),
+        lambda output, _: output.sum(),
+        lambda *_: torch.zeros(()),
+        seeds=LayerSeeds(SEED, torch.device("cpu")),
+        autocast=lambda: autocast("bf16", torch.device("cpu")),
+        recompute="none",
+    )
+    compute.begin(1.0)
+    with pytest.raises(UserCodeError, match=r"Mixing\.forward.*; precision is bf16.*x\.float\(\)"):
+        compute.forward(0, Part(Place(SEED, 0, 0), 1, torch.ones(1, 2)), None)
