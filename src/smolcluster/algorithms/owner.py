@@ -24,11 +24,13 @@ from smolcluster.configs.nested import saying
 from smolcluster.configs.resolve import Settings, load_resolved
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, RunConfig
 from smolcluster.configs.spec import has_whole_model
+from smolcluster.data.marks import SAME_DATA, SAME_ORDER, first_difference
 from smolcluster.errors import CheckpointError, SmolclusterError
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole, shown_text
 from smolcluster.observability.view.snapshot import read_snapshot
+from smolcluster.runs.events import RunStarted
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import StatusFile
 from smolcluster.runs.summary import Summary, sample_shown, table, write_summary
@@ -214,8 +216,22 @@ def _check_resumable(
             "the workload's code is not what it was: SHA-256 %s, now %s",
             *((each or "none")[:12] for each in (started.source, source)),
         )
+    if started is not None and (other := _other_data(started, training)):
+        log.warning("the run goes on with other training data than it had: %s", other)
     if changes:  # flags are easily forgotten
         log.warning("the run goes on with other settings than it had: %s", told)
+
+
+def _other_data(started: RunStarted, training: TrainingContext) -> str | None:
+    """What of the training data is not as it was when the run began; None: nothing that is known."""
+    workload = training.workload
+    marks = [tuple(mark) for mark in started.samples]
+    if (place := first_difference(workload.sample_marks, marks)) is not None:
+        return f"sample {workload.marked_samples[place]} is another one; {SAME_DATA}"
+    order = workload.order_mark(training.seed)
+    if started.order is not None and order not in (None, started.order):
+        return f"the sampler gives another order under the same seed; {SAME_ORDER}"
+    return None
 
 
 def _changes(before: Settings, now: Settings, run: RunConfig) -> Iterator[str]:

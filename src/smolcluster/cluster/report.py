@@ -185,6 +185,8 @@ class Report:
                 dataset=training.workload.name,
                 model=type(training.replica.model).__name__,
                 source=training.workload.source,
+                samples=list(map(list, training.workload.sample_marks)),
+                order=training.workload.order_mark(training.seed),
                 num_params=training.replica.num_params,
             )
         )

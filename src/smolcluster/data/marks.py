@@ -106,7 +106,7 @@ def _reading(dataset: Any, index: int) -> Mark:
     try:
         with isolated_rng(seed=index):
             return _mark(dataset[index])
-    except Exception:  # it will be told of where it is to be trained on
+    except (Exception, SystemExit):  # it will be told of where it is to be trained on
         return (UNKNOWN,)
 
 

@@ -46,6 +46,11 @@ class RunStarted(_Event):
     model: str
     num_params: int
     source: str | None = Field(None, description="SHA-256 of a workload's code.")
+    samples: list[list[str]] = Field(
+        [],
+        description="What some training samples are known by, to tell if a run goes on with others.",
+    )
+    order: str | None = Field(None, description="The same of the order of the data's own sampler.")
 
 
 class WorkerJoined(WorkerEvent):

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from harness import digits_config
 from smolcluster.algorithms import owner, single
@@ -43,7 +45,7 @@ from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import accuracy
 from smolcluster.training.compute import BatchLoss, Microbatch
 from smolcluster.training.replica import Replica
-from smolcluster.training.workload import LossFunction, Terms
+from smolcluster.training.workload import LossFunction, Terms, Workload
 from smolcluster.utils.stopping import Interrupted
 
 SEED = 42
@@ -57,7 +59,11 @@ def nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    folder: Path, train: TrainConfig, node: NodeConfig | None = None, resume: str | None = None
+    folder: Path,
+    train: TrainConfig,
+    node: NodeConfig | None = None,
+    resume: str | None = None,
+    workload: Workload | None = None,
 ) -> tuple[Summary, list[MetricRecord], list[EventRecord], RunPaths]:
     cluster = ClusterConfig(
         host_ip={"me": "127.0.0.1", "you": "127.0.0.1"},
@@ -71,7 +77,7 @@ def run(
     log = NodeLog("trainer", "me")
     try:
         own_run(
-            Owner("single", "trainer", "me", settings),
+            Owner("single", "trainer", "me", settings, workload=workload),
             log,
             single.train,
             run_id="single-test",
@@ -246,3 +252,33 @@ def test_a_signal_ends_an_evaluation_also_the_last_one(
     assert isinstance(ended, RunEnded)
     assert not ended.ok
     assert saved.step == ended.steps == min(eval_steps, 30)
+
+
+@pytest.mark.parametrize(
+    ("changed", "order", "told"),
+    [
+        (None, [0, 1, 2, 3], None),
+        (2, [0, 1, 2, 3], "other training data than it had: sample 2 is another one; each"),
+        (None, [3, 2, 1, 0], "other training data than it had: the sampler gives another order"),
+    ],
+)
+def test_a_run_that_goes_on_with_other_data_says_so_once(
+    tmp_path: Path, changed: int | None, order: list[int], told: str | None
+) -> None:
+    def workload(changed: int | None, order: list[int]) -> Workload:
+        data = [torch.full((3,), float(number + 10 * (number == changed))) for number in range(4)]
+        loader: Any = DataLoader(data, batch_size=2, sampler=order)  # type: ignore[arg-type]
+        return Workload(lambda: nn.Linear(3, 1), lambda m, b: m(b).square().mean(), loader)
+
+    train = digits_config(num_epochs=1, batch_size=2)
+    run(tmp_path, train, workload=workload(None, [0, 1, 2, 3]))
+    more = train.model_copy(update={"num_epochs": 2})
+    *_, paths = run(tmp_path, more, resume="single-test", workload=workload(changed, order))
+    lines = [
+        line
+        for file in paths.logs.glob("trainer*.log")
+        for line in file.read_text().splitlines()
+        if "training data" in line
+    ]
+    assert len(lines) == (told is not None)
+    assert told is None or told in lines[0]

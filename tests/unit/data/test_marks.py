@@ -124,3 +124,11 @@ def test_a_split_without_a_seed_is_seen() -> None:
 
 def test_a_sample_that_cannot_be_read_is_not_compared() -> None:
     assert first_difference(marks_of([], [0]), marks_of([1], [0])) is None
+
+
+def test_a_dataset_that_would_end_the_process_ends_it_only_in_training() -> None:
+    class Leaving:
+        def __getitem__(self, index: int) -> Any:
+            raise SystemExit(index)
+
+    assert first_difference(marks_of(Leaving(), [0]), marks_of([1], [0])) is None
