@@ -149,26 +149,43 @@ def test_no_file_hides_a_module_of_the_standard_library() -> None:
 
 
 RUNS_WHAT_IT_READS = re.compile(
-    r"(c?[pP]ickle|dill|marshal|joblib|shelve)\.(load|loads|open|Unpickler)"
-    r"|torch\.(load|save)|.*\bdcp\.load|(np|numpy)\.load|eval|exec|os\.(system|popen)"
-    r"|.*\b(all_gather|broadcast|gather|scatter|send|recv)_object(_list)?"
-    r"|yaml\.(unsafe_load|full_load)|subprocess\.get(status)?output"
+    r"(_?pickle|cloudpickle|dill|marshal|joblib|shelve)\.(load|loads|open|Unpickler|DbfilenameShelf)"
+    r"|torch\.(load|save)|(torch\.distributed\.checkpoint|dcp)\.load|numpy\.load|(.*\.)?read_pickle|eval|exec"
+    r"|(.*\.)?(all_gather|broadcast|gather|scatter|send|recv)_object(_list)?|os\.(system|popen)|(.*\.)?create_subprocess_shell"
+    r"|yaml\.\w*load(_all)?|subprocess\.get(status)?output"
 )
-"""Calls by which code of whoever wrote a file or a message is run."""
+"""Calls by which code of whoever wrote a file or a message is run, by their whole names."""
+
+
+def whole_names(tree: ast.AST) -> dict[str, str]:
+    """What the names that a module imports stand for."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {each.asname or each.name: each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            whole = {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+            names |= whole
+    return names
 
 
 def calls_that_run_what_they_read(tree: ast.AST) -> Iterator[str]:
+    imported = whole_names(tree)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        name, words = ast.unparse(node.func), {each.arg: each.value for each in node.keywords}
-        is_safe = name.endswith("load") and ast.unparse(words.get("weights_only", tree)) == "True"
-        is_shell = "shell" in words and ast.unparse(words["shell"]) != "False"
-        if (
-            is_shell
+        first, dot, rest = ast.unparse(node.func).partition(".")
+        name = f"{imported.get(first, first)}{dot}{rest}"
+        if first == "yaml" and "yaml" not in imported:
+            continue  # a variable: `YAML` is looked at where one is made
+        words = {each.arg: ast.unparse(each.value) for each in node.keywords}
+        is_safe = name == "torch.load" and words.get("weights_only") == "True"
+        is_unsafe = (
+            words.get("shell", "False") != "False"
             or "allow_pickle" in words
-            or (RUNS_WHAT_IT_READS.fullmatch(name) and not is_safe)
-        ):
+            or (name.endswith("YAML") and words.get("typ") != "'safe'")
+        )
+        if is_unsafe or (RUNS_WHAT_IT_READS.fullmatch(name) and not is_safe):
             yield name
 
 
@@ -190,8 +207,18 @@ def test_nothing_runs_what_it_reads() -> None:
         "dist.broadcast_object_list(things)",
         "torch.distributed.gather_object(thing)",
         "subprocess.run(words, shell=True)",
+        "subprocess.run(words, shell=is_shell)",
         "np.load(file, allow_pickle=True)",
         "os.system(words)",
+        "torch.save(things, file)",
+        "torch.load(file, weights_only=False)",
+        "from torch import load\nload(file)",
+        "from pickle import loads as read\nread(things)",
+        "import pickle as p\np.Unpickler(file).load()",
+        "from torch.distributed import recv_object_list as hear\nhear(things)",
+        "import yaml\nyaml.load(file)",
+        "from yaml import full_load\nfull_load(file)",
+        "YAML(typ='unsafe')",
     ],
 )
 def test_what_would_run_it_is_found(line: str) -> None:
