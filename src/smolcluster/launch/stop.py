@@ -3,7 +3,9 @@
 These do not hear of it: to them a server that was stopped is one that may come back.
 """
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -35,6 +37,8 @@ KILL_GRACE_S = 5.0
 """How long what was killed may take to be gone."""
 ASK_S = 2.0
 """How long a machine is waited for at once: so soon a changed mind is heard."""
+LOOK_S = 0.5
+"""How often it is looked whether the server has saved."""
 WAITING = "waiting for its last checkpoint"
 
 InAHurry = Callable[[], bool]
@@ -68,15 +72,28 @@ def stop_processes(
 ) -> StopResult:
     """End all processes of a run and see that nothing is left.
 
-    The server is asked first, then the workers, and at last what ships their logs. Who does not end in time
-    is killed, and so is everybody as soon as `in_a_hurry()` says so.
+    The server is asked first, the workers when it has saved its last checkpoint or has ended, and at last
+    what ships their logs. Who does not end in time is killed, and so is everybody as soon as `in_a_hurry()`
+    says so.
     """
-    server, unsaved = _end(launched.server, server_grace_s, in_a_hurry, say), None
-    if server is Ending.ENDED:
-        with suppress(LaunchError):
-            _note_stopped(launched)
-            unsaved = _unsaved(launched.server)
-    workers = at_once(lambda worker: _end(worker, WORKER_GRACE_S, in_a_hurry, say), launched.others)
+    has_ended = threading.Event()
+
+    def end_others() -> list[Ending | Left]:
+        while not (has_ended.wait(LOOK_S) or _has_saved(launched.server)):
+            pass
+        return at_once(lambda each: _end(each, WORKER_GRACE_S, in_a_hurry, say), launched.others)
+
+    with ThreadPoolExecutor(1) as beside:
+        others = beside.submit(end_others)
+        try:
+            server, unsaved = _end(launched.server, server_grace_s, in_a_hurry, say), None
+        finally:
+            has_ended.set()
+        if server is Ending.ENDED:
+            with suppress(LaunchError):
+                _note_stopped(launched)
+                unsaved = _unsaved(launched.server)
+        workers = others.result()
     results = [server, *workers]
     shippers = _end_shippers(launched.shippers, in_a_hurry, say)
     return StopResult(
@@ -84,6 +101,16 @@ def stop_processes(
         was_over=all(result is Ending.WAS_OVER for result in results),
         unsaved=unsaved,
     )
+
+
+def _has_saved(server: LaunchedProcess) -> bool:
+    """Whether the server has told of the run's end: it draws and writes a page then, which takes seconds."""
+    with suppress(LaunchError):
+        status = STATUS.parse(
+            host_of(server).run(f"cat {shell_path(server.run_dir)}/status.json 2>/dev/null").stdout
+        )
+        return status is not None and status.is_over
+    return False
 
 
 def _unsaved(server: LaunchedProcess) -> str | None:

@@ -94,6 +94,34 @@ def test_a_run_that_ended_by_itself_is_not_called_stopped(paths: RunPaths, spawn
     assert read_status(paths.status).state == "training"
 
 
+def test_workers_are_asked_when_the_server_has_saved_and_while_it_draws(
+    paths: RunPaths, spawn: Spawn, tmp_path: Path
+) -> None:
+    """Here it draws until its worker has gone."""
+    server = spawn(*SERVER)
+    write_status(paths.status, status_of().model_copy(update={"state": "ended"}))
+    program = f"""
+import pathlib, signal, time
+def end(*_):
+    pathlib.Path({str(tmp_path / "saved")!r}).touch()
+    raise SystemExit
+signal.signal(signal.SIGTERM, end)
+pathlib.Path({str(tmp_path / "ready")!r}).touch()
+time.sleep(600)
+"""
+    (tmp_path / "ready").unlink()
+    worker = subprocess.Popen([sys.executable, "-c", program, *WORKER], start_new_session=True)
+    with worker:
+        end = time.monotonic() + 60
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < end, "it does not start"
+            time.sleep(0.01)
+        children_of(paths, server.pid, worker.pid)
+        assert stop(paths, now=False) == 0
+        assert worker.wait(20) == 0
+    assert server.wait() == 0
+
+
 def test_who_does_not_end_in_time_is_killed(paths: RunPaths, spawn: Spawn, tmp_path: Path) -> None:
     server = spawn(*SERVER)
     children_of(paths, server.pid)
