@@ -49,11 +49,14 @@ from smolcluster.runs.events import (
 from smolcluster.runs.files import json_line
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.cadence import Cadence
+from smolcluster.utils.units import format_bytes
 
 MAX_WAITING = 20_000
 LAYERS = "grad_norm/"
 NUM_STEPS_FIRST, STEP_EVERY_S = 50_000, 5.0
 """So many steps are all reported, later one in so many seconds: a week takes 300 MB."""
+MAX_NBYTES = 512 * 1024 * 1024
+"""Of values that W&B is given, which it keeps in a file of about that size, also where it is online."""
 WRITE_EVERY_S = 0.5
 COUNTED = (
     WorkerJoined,
@@ -167,6 +170,7 @@ class WandbSink:
         self._closing = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._off = mode == "disabled"
+        self._nbytes = 0
         self._late = False
         self._slow = False
         own = {"mode": mode, "dir": str(folder), "finish_timeout_s": finish_timeout_s}
@@ -227,7 +231,7 @@ class WandbSink:
             _write(pipe, self._first_line)
             while child.poll() is None:
                 is_last = self._closing.wait(WRITE_EVERY_S)
-                _write(pipe, self._take(is_last=is_last))
+                _write(pipe, self._bounded(self._take(is_last=is_last)))
                 if is_last:
                     break
         code = child.wait()
@@ -249,6 +253,19 @@ class WandbSink:
             self._reported = counts
             records.append(MetricRecord("step", newest.step, newest.epoch, counts))
         return b"".join(json_line(values_of(record, self._role)) for record in records)
+
+    def _bounded(self, lines: bytes) -> bytes:
+        """The lines; none once W&B has been given as many as its file may hold, which is said once."""
+        had_room = self._nbytes <= MAX_NBYTES
+        self._nbytes += len(lines)
+        if self._nbytes <= MAX_NBYTES:
+            return lines
+        if had_room:
+            self._warn(
+                f"Weights & Biases gets no more values, as its file has {format_bytes(MAX_NBYTES)} of them; "
+                "the run's metrics.jsonl goes on"
+            )
+        return b""
 
     def _start(self, output: IO[bytes]) -> subprocess.Popen[bytes]:
         script = Path(__file__).with_name("wandb_child.py")

@@ -220,6 +220,21 @@ def test_records_reach_wandb_in_order_and_the_run_is_finished(
     assert capfd.readouterr() == ("", "")
 
 
+def test_what_wandb_keeps_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_module, "MAX_NBYTES", 100)
+    warnings = Warnings()
+    sink = wandb_sink(tmp_path, with_fake(tmp_path), warnings)
+    for number in range(20):
+        sink.log(step(number))
+    assert warnings.came.wait(60), "it is said while the run goes on"
+    sink.log(step(20))
+    sink.close()
+    assert len(warnings) == 1
+    assert warnings[0].startswith("Weights & Biases gets no more values")
+    [_start, end] = seen(tmp_path)
+    assert end == "finished"
+
+
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [
