@@ -73,7 +73,8 @@ def difference(
         return (
             f"this worker's model begins with the loss {theirs:.6g} on training sample {number}, the "
             f"server's with {own:.6g}, though the weights that are trained are the same: give both the "
-            "same code, versions and settings, and the same files that model, loss or data read"
+            "same code, versions and settings, and the same files that model, loss or data read, and draw "
+            "what is random in the model from PyTorch's generator, which is seeded"
         )
     return None
 
