@@ -23,6 +23,7 @@ from smolcluster.data.dataset import Batch
 from smolcluster.data.loading import Data
 from smolcluster.errors import DataError, RunFailed
 from smolcluster.ps import feed
+from smolcluster.training import first_loss
 from smolcluster.training import workload as workload_module
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
@@ -330,9 +331,10 @@ def test_what_chance_draws_for_a_sample_is_the_same_wherever_it_is_loaded(
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_worker_loads_the_next_samples_while_it_computes(
-    tmp_path: Path, algorithm: AlgorithmName
+    tmp_path: Path, algorithm: AlgorithmName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who computes step n goes on only when somebody has asked for a sample of step n + 1."""
+    monkeypatch.setattr(first_loss, "PATIENCE_S", -1.0)  # no loss is compared before
     told = threading.Condition()
     asked: set[int] = set()
     num_rehearsed, num_computed = 2, 0
