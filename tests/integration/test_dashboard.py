@@ -448,6 +448,30 @@ def test_stages_of_a_pipeline_have_columns_and_links_between_them(
         assert complaints(browser) == []
 
 
+def test_the_page_of_a_mesh_shows_ranks_grid_and_tokens(
+    processes: Processes, browser: Chrome
+) -> None:
+    run = MadeRun(processes.runs, "mesh-made")
+    grid = "dp 1 x fsdp 1 x tp 1 x pp 2"
+    run.started(algorithm="single", mesh=grid, num_ranks=2, tokens_per_sample=128, node="a")
+    for rank in (None, 1):
+        run.metric(MetricRecord("rank", 3, 0, {"cpu": 0.5}, rank=rank, node="a"))
+    narrow = {"width": 400, "height": 850, "deviceScaleFactor": 1, "mobile": True}
+    with run_lock(run.paths.lock):
+        run.status("training", None)
+        _, address = dashboard(processes, "mesh-made")
+        browser.get(address)
+        eventually(lambda: "rank 1 (a)" in text_of(browser, "#workers tbody"))
+        assert "rank 0 (a)" in text_of(browser, "#workers tbody")
+        assert f"2 ranks: {grid}" in text_of(browser, "#about")
+        assert text_of(browser, "#workers-title") == "Ranks"
+        assert is_visible(browser, "#figures [data-name='tokens/s']")
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+        fits = "return document.documentElement.scrollWidth === 400"
+        eventually(lambda: bool(run_js(browser, fits)))
+        assert complaints(browser) == []
+
+
 def test_all_kinds_of_events_are_drawn_and_one_that_the_page_does_not_know(
     processes: Processes, browser: Chrome
 ) -> None:

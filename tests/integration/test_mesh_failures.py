@@ -1,5 +1,6 @@
 """Ranks of a mesh that are killed, stopped, or raise an error; and torchrun, which forms the group again."""
 
+import platform
 import re
 import signal
 import sys
@@ -75,7 +76,7 @@ def test_a_rank_that_is_gone_ends_the_mesh_by_its_name(processes: Processes, how
     assert re.search(r"^error: rank 1 on .* failed first", child.output, re.MULTILINE), child.output
     assert not any(each.is_running() for each in ranks.values())
     paths = find_run(processes.runs)
-    logs = "".join(each.read_text() for each in paths.logs.glob("trainer*"))
+    logs = "".join(each.read_text() for each in paths.logs.glob(f"rank-{platform.node()}*"))
     assert "rank 1 on" in logs and "this is a bug" not in logs + child.output
 
 

@@ -19,7 +19,7 @@ from smolcluster.cluster.saver import CheckpointSource, Saver
 from smolcluster.cluster.worker_pool import WorkerPool
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import RunConfig, config_of
+from smolcluster.configs.schema import MeshSizes, RunConfig, config_of
 from smolcluster.configs.spec import algorithms
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.net.acceptor import Acceptor, ask_inbox
@@ -227,12 +227,14 @@ class ServerContext:
         codec: str = NO_CODEC,
         bytes_moved: Callable[[], tuple[int, int]] = lambda: (0, 0),
         check_stop: Callable[[], None] | None = None,
+        mesh: MeshSizes | None = None,
     ) -> Report:
         """What tells the world how the run goes on.
 
         Args:
             bytes_moved: counts bytes sent and received.
             check_stop: is called before each batch of the last evaluation, and each hook; None: `self`'s.
+            mesh: of which this process is rank 0.
         """
         cluster = self.settings.cluster
         return Report(
@@ -248,6 +250,7 @@ class ServerContext:
             bytes_moved=bytes_moved,
             status=self.status,
             spans=self.spans,
+            mesh=mesh,
             check_stop=check_stop or self.check_stop,
         )
 

@@ -18,7 +18,7 @@ from smolcluster.cluster.board import StatusBoard, SteadyRate
 from smolcluster.cluster.process_stats import Gauge, ProcessStats
 from smolcluster.cluster.tally import Dropped, Tally
 from smolcluster.cluster.worker import Worker
-from smolcluster.configs.schema import RunConfig, config_of
+from smolcluster.configs.schema import MeshSizes, RunConfig, config_of
 from smolcluster.configs.spec import algorithms
 from smolcluster.data.permutation import Range
 from smolcluster.errors import SmolclusterError
@@ -131,10 +131,13 @@ class Report:
         status: StatusFile | None = None,
         spans: SpanLog | None = None,
         check_stop: Callable[[], None] = lambda: None,
+        mesh: MeshSizes | None = None,
     ) -> None:
         """`status`: where it is kept up to date how the run stands; `spans`: where those of all processes go;
-        `check_stop`: raises when a signal has asked this process to stop.
+        `check_stop`: raises when a signal has asked this process to stop; `mesh`: of which this process is
+        rank 0.
         """
+        self._own_kind: Literal["rank", "server"] = "server" if mesh is None else "rank"
         self.tally = Tally.empty()
         self.board = StatusBoard(self.tally)
         self.is_waiting = False
@@ -188,6 +191,9 @@ class Report:
                 samples=list(map(list, training.workload.sample_marks)),
                 order=training.workload.order_mark(training.seed),
                 num_params=training.replica.num_params,
+                mesh=None if mesh is None else str(mesh),
+                num_ranks=None if mesh is None else mesh.world_size,
+                tokens_per_sample=training.workload.tokens_per_sample,
             )
         )
 
@@ -286,10 +292,12 @@ class Report:
         kept = self._gauge.take(report)
         if kept is not None:
             self._metrics.log(
-                MetricRecord("server", self.version, self._epoch, kept, node=self._server_node)
+                MetricRecord(
+                    self._own_kind, self.version, self._epoch, kept, node=self._server_node
+                )
             )
         if self._spans:
-            self._spans.write("server", report, node=self._server_node)
+            self._spans.write(self._own_kind, report, node=self._server_node)
 
     def saved(self, step: int, folder: Path) -> None:
         """A checkpoint of this step is on the disk, in `folder`. Any thread."""

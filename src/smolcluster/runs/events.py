@@ -51,6 +51,18 @@ class RunStarted(_Event):
         description="What some training samples are known by, to tell if a run goes on with others.",
     )
     order: str | None = Field(None, description="The same of the order of the data's own sampler.")
+    mesh: str | None = Field(
+        None, description="A mesh's sizes, such as `dp 2 x fsdp 1 x tp 1 x pp 2`."
+    )
+    num_ranks: int | None = Field(None, description="Ranks of a mesh.")
+    tokens_per_sample: int | None = Field(None, description="Null where a sample is no text.")
+
+    @property
+    def owner_role(self) -> str:
+        """The role of the process that owns the run."""
+        if self.mesh is not None:
+            return "rank"
+        return "trainer" if self.num_workers == 0 or self.algorithm == "single" else "server"
 
 
 class WorkerJoined(WorkerEvent):

@@ -401,3 +401,8 @@ def test_watching_ends_with_ctrl_c(
     monkeypatch.setattr(time, "sleep", interrupted)
     assert status(str(paths.root), as_json=False, watch=True) == 0
     assert "single-1" in capsys.readouterr().out
+
+
+def test_a_run_is_of_the_algorithm_that_was_launched() -> None:
+    """The owner of a mesh writes its status as one process does."""
+    assert report_of("r1", "mesh", probed("running", status_of())).algorithm == "mesh"

@@ -61,7 +61,7 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
         context.check_stop()
         groups.note("evaluating")
 
-    report = context.new_report(check_stop=check_stop)
+    report = context.new_report(check_stop=check_stop, mesh=config.mesh)
     source = CheckpointSource(replica, dict, dict)
     context.resume(source, report)
     train = training.recipe.applied_to(context.run.train)

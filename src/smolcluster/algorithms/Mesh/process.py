@@ -79,8 +79,7 @@ def be_rank(
     )
     use_threads(settings.node.threads or max(1, (os.cpu_count() or 1) // num_here))
     console = SteadyConsole(stderr=True)
-    role, number = ("trainer", None) if rank == 0 else ("rank", rank)
-    with process_log(role, host, number, console=console) as log:
+    with process_log("rank", host, rank or None, console=console) as log:
         if rank == 0 and vocab_size is not None:
             log.logger.info("--vocab-size %d: the vocabulary is the tokenizer's", vocab_size)
         meeting = together(
@@ -95,7 +94,7 @@ def be_rank(
             if rank == 0:
                 own_run(
                     Owner(
-                        *(SINGLE, "trainer", host, settings),
+                        *(SINGLE, "rank", host, settings),
                         workload=workload,
                         replica_device=torch.device("cpu"),
                     ),

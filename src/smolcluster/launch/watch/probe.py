@@ -201,10 +201,9 @@ def _look_at_owner(paths: RunPaths) -> ProbeResult:
     """Look at a run that nobody launched: at the process that holds it."""
     read = read_snapshot(paths)
     started = read.started
-    is_single = started is None or started.num_workers == 0 or started.algorithm == "single"
     node = platform.node() if started is None else started.node
     holder = _holder(paths)
-    owner = Process(node=node, role="trainer" if is_single else "server")
+    owner = Process(node=node, role="trainer" if started is None else started.owner_role)
     if holder is not None and holder in ours_alive([holder]):
         seen = _found(owner, "running")
     else:

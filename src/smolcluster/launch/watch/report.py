@@ -112,6 +112,8 @@ def report_of(run_id: str, algorithm: str | None, probed: ProbeResult) -> RunRep
         values |= {"age_s": None if status.is_over else status.age_s(probed.now)}
     elif summary is not None:
         values |= summed_up(summary) | {"algorithm": summary.algorithm, "samples_per_s": None}
+    if algorithm:  # a mesh's owner writes its status as one process does
+        values |= {"algorithm": algorithm}
     if state in ("starting", "broken off"):
         values |= {"reason": _why(probed), "samples_per_s": None}
     if probed.is_full:

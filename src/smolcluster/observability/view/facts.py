@@ -181,9 +181,8 @@ def _expected(read: RunSnapshot, story: Story, settings: Settings | None) -> lis
     found = list(read.processes)
     for record in story.events:
         match record.event:
-            case RunStarted(algorithm=algorithm, node=node):
-                role = "trainer" if algorithm == "single" else "server"
-                found.append(Process(role=role, node=node))
+            case RunStarted():
+                found.append(Process(role=record.event.owner_role, node=record.event.node))
             case WorkerJoined(rank=rank, node=node):
                 found.append(Process(role="worker", node=node, rank=rank))
     workers = read.status.workers if read.status else []

@@ -9,6 +9,7 @@ from smolcluster.observability.view.snapshot import LAST_STEP, RunSnapshot, stat
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.status import OLD_S, STALENESS_EDGES, RunStatus, WorkerStatus
 
+RATE = "samples_per_s"
 Reports = Mapping[int | None, Mapping[str, float]]
 """What each rank reported of itself last; None is the server."""
 
@@ -50,6 +51,21 @@ def standing(
     }
 
 
+def with_ranks(
+    state: dict[str, Any], started: RunStarted | None, ranks: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """A mesh's state, whose ranks are shown as workers are; the state of any other run as it is."""
+    if started is None or started.mesh is None:
+        return state
+    word = "ended" if state["is_over"] else "joined"
+    rows = [
+        {**each, "role": "rank", "state": word, "samples_per_s": each["process_stats"].get(RATE)}
+        for each in ranks
+    ]
+    named = {"algorithm": "mesh", "mesh": started.mesh, "num_ranks": started.num_ranks}
+    return state | named | {"workers": rows, "is_synchronous": True}
+
+
 def _setup(read: RunSnapshot, started: RunStarted | None) -> dict[str, Any]:
     """What does not change while it runs."""
     algorithm = read.algorithm or (started.algorithm if started else None)
@@ -59,7 +75,7 @@ def _setup(read: RunSnapshot, started: RunStarted | None) -> dict[str, Any]:
         "algorithm": algorithm,
         "is_synchronous": spec is not None and spec.is_synchronous,
         "has_pushes": algorithm != SINGLE and has_pushes(algorithm),
-        **{name: getattr(started, name, None) for name in names},
+        **{name: getattr(started, name, None) for name in (*names, "tokens_per_sample")},
     }
 
 

@@ -10,10 +10,13 @@ import pytest
 
 from made_runs import BEGAN, MadeRun, killed_run, worker_status
 from reading import children_of, launched_run, server, worker
+from smolcluster.launch.watch.probe import look
+from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.view.listing import line_of, listed, run_of
 from smolcluster.observability.view.run import RunView, files_here
 from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.lock import run_lock
+from smolcluster.runs.paths import process_title
 from smolcluster.runs.status import STOPPED
 
 
@@ -174,3 +177,31 @@ def test_runs_are_listed_the_newest_first_and_found_by_name(tmp_path: Path) -> N
     assert (found("edp-old"), found("edp-none"), found("latest")) == ("edp-old", None, "edp-new")
     (tmp_path / "latest").symlink_to("edp-old")
     assert found("latest") == "edp-old"
+
+
+def test_a_mesh_is_told_by_its_ranks_and_grid(run: MadeRun) -> None:
+    """Rank 0 owns the run, and is one of the ranks."""
+    run.started(algorithm="single", mesh="dp 2 x fsdp 1 x tp 1 x pp 1", num_ranks=2, node="a")
+    own = {"samples_per_s": 70.0, "cpu": 0.5}
+    run.metric(
+        MetricRecord("rank", 3, 0, own, node="a"),
+        MetricRecord("rank", 3, 0, {"samples_per_s": 60.0}, rank=1, node="b"),
+    )
+    run.status("training", None)
+    with run_lock(run.paths.lock):
+        state = state_of(run, BEGAN + 1)
+    assert (state["algorithm"], state["num_ranks"]) == ("mesh", 2)
+    assert state["mesh"] == "dp 2 x fsdp 1 x tp 1 x pp 1"
+    named = [
+        (process_title(each["role"], each["node"], each["rank"]), each["samples_per_s"])
+        for each in state["workers"]
+    ]
+    assert named == [("rank 0 (a)", 70.0), ("rank 1 (b)", 60.0)]
+
+
+def test_the_owner_of_a_mesh_is_called_rank_0_by_its_log_and_its_reports(run: MadeRun) -> None:
+    run.started(algorithm="single", mesh="dp 2 x fsdp 1 x tp 1 x pp 1", num_ranks=2, node="a")
+    run.status("ended")
+    run.paths.log_file("rank", "a", None).touch()
+    [probed] = look(run.paths).processes
+    assert probed.title == process_title("rank", "a", None) == "rank 0 (a)"

@@ -69,6 +69,7 @@ function take(next) {
   drawProblems(state.problems);
   drawFigures();
   byId("staleness-title").closest("section").hidden = !state.has_pushes;
+  say(byId("workers-title"), state.mesh ? "Ranks" : "Workers");
   byId("workers-title").closest("section").hidden = state.algorithm === "single";
   drawStaleness();
   drawCluster(state);
@@ -114,7 +115,7 @@ function drawHead() {
   bar.classList.toggle("over", state.is_over);
   const params = state.num_params ? `${number(state.num_params / (state.num_params < 1e6 ? 1e3 : 1e6), 3)}${state.num_params < 1e6 ? "k" : "M"} parameters` : "";
   const facts = [state.algorithm, state.model && `${state.model} on ${state.dataset}`, params,
-    state.num_workers ? `${state.num_workers} workers` : "", state.batch_size ? `batch ${state.batch_size}` : "", state.codec].filter(Boolean);
+    state.mesh ? `${state.num_ranks} ranks: ${state.mesh}` : state.num_workers ? `${state.num_workers} workers` : "", state.batch_size ? `batch ${state.batch_size}` : "", state.codec].filter(Boolean);
   say(byId("about"), [facts.join(" · "), state.is_over && state.reason ? state.reason : ""].filter(Boolean).join(" — "));
 }
 
@@ -135,7 +136,8 @@ function drawFigures() {
     ["validation loss", number(state.val_loss), ""],
     ...metrics(state).map(([name, value]) => [name, name === "accuracy" ? percent(value, 1) : number(value), "validation"]),
     ...(state.learning_rate > 0 && !state.is_over ? [["learning rate", number(state.learning_rate, 3), ""]] : []),
-    ["samples/s", number(state.samples_per_s, 3), ""],
+    state.tokens_per_sample ? ["tokens/s", number(state.samples_per_s * state.tokens_per_sample, 3), `${number(state.samples_per_s, 3)} samples/s`]
+      : ["samples/s", number(state.samples_per_s, 3), ""],
     state.is_over ? ["took", duration(state.wall_s), ""] : ["left", state.eta_s === null || state.eta_s === undefined ? NONE : duration(state.eta_s), `${duration(state.wall_s)} so far`],
   ];
   const box = byId("figures");

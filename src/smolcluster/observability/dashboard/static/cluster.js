@@ -131,7 +131,7 @@ function drawWorker(worker, at, radius, isOver, isCrowded) {
   group.append(
     svg("circle", { cx: at.x, cy: at.y, r: radius, class: "body" }),
     ...ring(at.x, at.y, radius + 4, worker.process_stats),
-    svg("text", { x: at.x, y: at.y + 5, class: "rank" }, String(worker.rank + 1)),
+    svg("text", { x: at.x, y: at.y + 5, class: "rank" }, String(worker.role === "rank" ? worker.rank : worker.rank + 1)),
   );
   const below = Math.sin(at.angle) > -0.3;
   const y = below ? at.y + radius + 22 : at.y - radius - 26;
@@ -140,7 +140,7 @@ function drawWorker(worker, at, radius, isOver, isCrowded) {
   group.append(svg("text", { x: at.x, y, class: "name" }, worker.node.length > 18 ? `${worker.node.slice(0, 17)}…` : worker.node));
   const held = stage(worker);
   if (!isCrowded) group.append(svg("text", { x: at.x, y: y + 15, class: `said ${state}` }, held ? `layers ${held.ranges}` : words));
-  group.append(svg("title", {}, `${title(worker)}: ${state}`));
+  group.append(svg("title", {}, `${title(worker, worker.role)}: ${state}`));
   return group;
 }
 
@@ -152,9 +152,10 @@ export function drawCluster(state) {
   const height = !num ? 160 : isNarrow ? 400 : Math.min(520, 350 + 8 * num);
   const radius = isCrowded ? 13 : isNarrow ? 19 : 23, server = isNarrow ? 30 : 40;
   const middle = { x: width / 2, y: height / 2 };
-  const role = state.algorithm === "single" ? "trainer" : "server";
-  const told = state.workers.map((worker) => `${title(worker)} ${state.is_over ? worker.state : condition(worker)}`);
-  const label = `Cluster: ${role} ${state.server.node ?? ""}${num ? ` and ${num} workers: ${told.join(", ")}` : ""}`;
+  const role = state.mesh ? "mesh" : state.algorithm === "single" ? "trainer" : "server";
+  const beneath = state.mesh ? `${state.num_ranks} ranks` : state.server.node ?? "", kind = state.mesh ? "ranks" : "workers";
+  const told = state.workers.map((worker) => `${title(worker, worker.role)} ${state.is_over ? worker.state : condition(worker)}`);
+  const label = `Cluster: ${role} ${beneath}${num ? ` and ${num} ${kind}: ${told.join(", ")}` : ""}`;
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
   const spots = places(num, width, height, { x: isNarrow ? 58 : 96, y: 66 });
   const links = state.workers.map((worker, index) => link(worker, middle, spots[index], server, radius, state.is_over, isCrowded, isNarrow));
@@ -163,9 +164,9 @@ export function drawCluster(state) {
   state.workers.forEach((worker, index) => picture.append(drawWorker(worker, spots[index], radius, state.is_over, isCrowded)));
   picture.append(svg("g", { class: `node server ${state.is_over ? "over" : state.state}` },
     svg("circle", { ...circle(middle), r: server, class: "body" }),
-    ...ring(middle.x, middle.y, server + 5, state.server.process_stats),
+    ...ring(middle.x, middle.y, server + 5, state.mesh ? null : state.server.process_stats),
     svg("text", { x: middle.x, y: middle.y - 2, class: "rank" }, role),
-    svg("text", { x: middle.x, y: middle.y + 14, class: "said" }, (state.server.node ?? "").slice(0, 12))));
+    svg("text", { x: middle.x, y: middle.y + 14, class: "said" }, beneath.slice(0, 12))));
   picture.append(...[...links, ...(isCrowded ? [] : between)].map(({ label: words }) => words).filter(Boolean));
   box.replaceChildren(picture);
   say(byId("insight"), insight(state));
@@ -178,19 +179,19 @@ function insight(state) {
   if (state.is_over) return "";
   const here = state.workers.filter((worker) => worker.state === "joined" && worker.process_stats);
   const gone = state.workers.filter((worker) => worker.state === "lost");
-  const said = gone.length ? [`Lost: ${gone.map((worker) => title(worker)).join(", ")}.`] : [];
+  const said = gone.length ? [`Lost: ${gone.map((worker) => title(worker, worker.role)).join(", ")}.`] : [];
   const stages = here.filter(stage);
   if (stages.length > 1) {
     const slowest = stages.reduce((one, other) => (bubble(other) < bubble(one) ? other : one));
-    return [...said, `${title(slowest)} sets the pace: it computes ${percent(1 - bubble(slowest))} of a step.`].join(" ");
+    return [...said, `${title(slowest, slowest.role)} sets the pace: it computes ${percent(1 - bubble(slowest))} of a step.`].join(" ");
   }
   const waiting = here.filter((worker) => share(worker, "wait") > WAITS);
   const busiest = [...here].sort((a, b) => (share(a, "wait") ?? 1) - (share(b, "wait") ?? 1))[0];
   if (waiting.length && state.is_synchronous && busiest && !waiting.includes(busiest)) {
-    said.push(`${waiting.map((worker) => title(worker)).join(", ")} wait${waiting.length > 1 ? "" : "s"} for ${title(busiest)}, the slowest.`);
+    said.push(`${waiting.map((worker) => title(worker, worker.role)).join(", ")} wait${waiting.length > 1 ? "" : "s"} for ${title(busiest, busiest.role)}, the slowest.`);
   } else if (waiting.length) {
     const most = Math.max(...waiting.map((worker) => share(worker, "wait")));
-    said.push(`${waiting.map((worker) => title(worker)).join(", ")}: up to ${percent(most)} of the time goes into waiting for the server and its link.`);
+    said.push(`${waiting.map((worker) => title(worker, worker.role)).join(", ")}: up to ${percent(most)} of the time goes into waiting for ${state.mesh ? "other ranks" : "the server and its link"}.`);
   }
   return said.join(" ");
 }

@@ -130,7 +130,7 @@ function scroll(always) {
 export function offerSources(state) {
   const nodes = [...new Set([state.server.node, ...state.workers.map((worker) => worker.node)].filter(Boolean))];
   offer(form.elements.node, nodes.map((node) => [node, node]));
-  offer(form.elements.rank, state.workers.map((worker) => [String(worker.rank), title(worker)]));
+  offer(form.elements.rank, state.workers.map((worker) => [String(worker.rank), title(worker, worker.role)]));
 }
 
 function offer(select, choices) {

@@ -23,7 +23,7 @@ function gpu(name, format) {
 
 const OF_STAGES = ["layers", "forward", "backward", "input gradients", "weight gradients", "bubble", "to neighbours"];
 const COLUMNS = [
-  ["worker", (worker) => title(worker)],
+  ["worker", (worker) => title(worker, worker.role)],
   ["state", (worker, state) => (state.is_over ? worker.state : condition(worker))],
   ["device", (worker) => worker.device ?? ""],
   ["step", (worker) => count(worker.step)],
