@@ -51,7 +51,7 @@ from smolcluster.launch.sessions import (
 )
 from smolcluster.launch.shipping import LokiAddress, begin_shippers, with_shippers
 from smolcluster.launch.stop import SERVER_GRACE_S, StopResult, stop_processes
-from smolcluster.launch.tmux import close_window, is_stopping, open_window
+from smolcluster.launch.tmux import close_window, is_stopping, open_window, show_in_window
 from smolcluster.observability.sinks.console import ProgressView
 from smolcluster.observability.terminal import COLOURS, displayable, shown_text, steady
 from smolcluster.observability.view.snapshot import measured
@@ -396,6 +396,8 @@ class Run:
         try:
             with interrupts() as asked:
                 self._begin(worker)
+                with suppress(LaunchError):  # a run does not need its window
+                    show_in_window(without.run_id, worker)
                 if worker.is_helper:
                     self.say(f"{worker.title} is started")
                     return

@@ -101,7 +101,7 @@ def window_commands(
     """
     name = window_name(run_id)
     window = f"={name}:"
-    layout = "even-vertical" if len(processes) <= MAX_BELOW else "tiled"
+    layout = _layout(len(processes))
     size = ["-x", str(COLUMNS), "-y", str(LINES)]
     begin = [
         ["new-session", "-d", "-s", name, "-n", "smolcluster", *size, *_pane(processes[0])],
@@ -112,16 +112,22 @@ def window_commands(
         ["set-option", "-t", window, "key-table", KEY_TABLE],
         ["set-option", "-p", "-t", window, "@process", pane_title(processes[0])],
     ]
-    more = [
-        [
-            ["split-window", "-t", window, *_pane(process)],
-            ["set-option", "-p", "-t", window, "@process", pane_title(process)],
-            ["select-layout", "-t", window, layout],
-        ]
-        for process in processes[1:]
-    ]
+    more = [_one_more(window, process, layout) for process in processes[1:]]
     end = [["select-pane", "-t", f"{window}.{{top-left}}"], _ask_on_ctrl_c()]
     return [_sequence(commands) for commands in (begin, *more, end)]
+
+
+def _layout(num_panes: int) -> str:
+    return "even-vertical" if num_panes <= MAX_BELOW else "tiled"
+
+
+def _one_more(window: str, process: LaunchedProcess, layout: str) -> list[list[str]]:
+    """The commands that give a process a pane."""
+    return [
+        ["split-window", "-t", window, *_pane(process)],
+        ["set-option", "-p", "-t", window, "@process", pane_title(process)],
+        ["select-layout", "-t", window, layout],
+    ]
 
 
 def _sequence(commands: Sequence[Sequence[str]]) -> list[str]:
@@ -161,13 +167,15 @@ def window_name(run_id: str) -> str:
 
 
 def open_window(run_id: str, processes: Sequence[LaunchedProcess], stop: str) -> str:
-    """Open a run's local window, or find it; returns its session's name.
+    """Open a run's local window, or find it, with a pane for each process; returns its session's name.
 
     Raises:
         LaunchError: tmux is not here, or will not.
     """
     name = window_name(run_id)
     if _tmux("has-session", "-t", f"={name}").ok:
+        for process in processes:
+            show_in_window(run_id, process, is_new=False)
         return name
     for commands in window_commands(run_id, processes, stop):
         done = _tmux(*commands)
@@ -175,6 +183,33 @@ def open_window(run_id: str, processes: Sequence[LaunchedProcess], stop: str) ->
             close_window(run_id)
             raise LaunchError(f"tmux {commands[0]}: {done.stderr_tail}")
     return name
+
+
+def show_in_window(run_id: str, process: LaunchedProcess, *, is_new: bool = True) -> None:
+    """Give a process a pane of its run's local window, if that is open: its old one, or one more.
+
+    `is_new`: the process has been started again, so that what its old pane shows is over in any case;
+    else that pane is left alone while its command runs.
+
+    Raises:
+        LaunchError: tmux is not here, or will not.
+    """
+    window = f"={window_name(run_id)}:"
+    listed = _tmux("list-panes", "-t", window, "-F", "#{pane_id} #{pane_dead} #{@process}")
+    if not listed.ok:
+        return
+    panes = [line.split(" ", 2) for line in listed.stdout.splitlines()]
+    own = [pane for pane in panes if f"{pane[2]} ".startswith(f"{process.title} ")]
+    if not own:
+        commands = _one_more(window, process, _layout(len(panes) + 1))
+    elif is_new or own[0][1] == "1":
+        title = ["set-option", "-p", "-t", own[0][0], "@process", pane_title(process)]
+        commands = [["respawn-pane", "-k", "-t", own[0][0], *_pane(process)], title]
+    else:
+        return
+    done = _tmux(*_sequence(commands))
+    if not done.ok:
+        raise LaunchError(f"tmux {commands[0][0]}: {done.stderr_tail}")
 
 
 def close_window(run_id: str) -> None:

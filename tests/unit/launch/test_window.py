@@ -16,6 +16,7 @@ from smolcluster.launch.tmux import (
     close_window,
     is_stopping,
     open_window,
+    show_in_window,
     show_window,
     window_commands,
 )
@@ -51,6 +52,52 @@ def test_panes_that_end_at_once_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         assert open_window(f"r{number}", PROCESSES, "true") == name
         close_window(f"r{number}")
     assert output("list-sessions") == ""
+
+
+def panes_of(name: str) -> dict[str, str]:
+    """What is alive, by its pane's title: its command's process id; empty: it has ended."""
+    form = "#{@process}=#{?pane_dead,,#{pane_pid}}"
+    lines = output("list-panes", "-t", f"={name}:", "-F", form).splitlines()
+    assert len(set(lines)) == len(lines)
+    return dict(line.split("=") for line in lines)
+
+
+@needs_tmux
+@pytest.mark.usefixtures("own_tmux")
+def test_a_process_that_joins_gets_a_pane_and_one_that_comes_back_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tmux, "pane_command", lambda _: "sleep 600;")
+    joined = worker(2, "late", None)
+    show_in_window("r", joined)
+    assert output("list-sessions") == "", "no window is opened for it"
+    name = open_window("r", PROCESSES, "true")
+    before = panes_of(name)
+    show_in_window("r", joined)
+    with_joined = panes_of(name)
+    assert with_joined.keys() == {*before, "worker 3 (late)"}
+    assert {title: with_joined[title] for title in before} == before
+    show_in_window("r", joined)
+    again = panes_of(name)
+    assert again.keys() == with_joined.keys()
+    assert again["worker 3 (late)"] not in ("", with_joined["worker 3 (late)"])
+
+
+@needs_tmux
+@pytest.mark.usefixtures("own_tmux")
+def test_who_opens_the_window_again_finds_all_panes_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = PROCESSES[2]
+    monkeypatch.setattr(
+        tmux, "pane_command", lambda each: "exit 3" if each == ended else "sleep 600"
+    )
+    name = open_window("r", PROCESSES, "true")
+    until(lambda: panes_of(name)[ended.title] == "")
+    before = panes_of(name)
+    monkeypatch.setattr(tmux, "pane_command", lambda _: "sleep 600")
+    open_window("r", PROCESSES, "true")
+    after = panes_of(name)
+    assert after.pop(ended.title) != ""
+    assert after == {title: pid for title, pid in before.items() if title != ended.title}
 
 
 @needs_tmux
