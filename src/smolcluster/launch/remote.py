@@ -53,6 +53,7 @@ from smolcluster.launch.sessions import host_of, put
 from smolcluster.launch.shipping import loki_of
 from smolcluster.launch.show_plan import show_plan
 from smolcluster.launch.tmux import show_window, window_name
+from smolcluster.launch.workload_check import calling
 from smolcluster.launch.workload_code import (
     WORKLOAD_FILE,
     WorkloadCode,
@@ -172,7 +173,10 @@ def launch_remote(
     secret, root = ensure_secret(own_secret_file()).key, project_root()
     machines = machines_of(settings.cluster, places, cluster_file)
     run = Run(launched, RunPaths(here / check_run_id(run_id)), SteadyConsole(), machines)
-    examine(machines.values(), run.say, sync=how.sync)
+    train = settings.train
+    with calling(named.workload, train.workload_args, settings.cluster.seed, run.say) as wait:
+        examine(machines.values(), run.say, sync=how.sync)
+        wait()
     if request.algorithm.is_group:
         hosts = [machine.host for machine in machines.values()]
         systems = run_on_all(hosts, lambda host: host.run("uname -s").stdout.strip())

@@ -1,0 +1,95 @@
+"""A user's workload is called on this machine, in a process of its own, before anything is sent to others.
+
+Whatever fails for a reason of this machine, such as a file or a package that only the others have, is said
+and keeps nobody from going on.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from smolcluster.configs.function_name import VariableMissing
+from smolcluster.errors import ConfigError, SmolclusterError, UserCodeError
+from smolcluster.utils.retry import Deadline
+
+PATIENCE_S = 60.0
+"""How long the call is waited for: the data of some take minutes to be read."""
+Wait = Callable[[], None]
+
+
+@contextmanager
+def calling(
+    name: str | None, args: Mapping[str, Any], seed: int, say: Callable[[str], None]
+) -> Iterator[Wait]:
+    """Call the function of that name (None: there is none) while the block runs; it is ended with the block.
+
+    The block is given what waits for the call.
+
+    Raises:
+        UserCodeError, ConfigError: by that; the function raises an exception, or makes no workload.
+    """
+    if name is None:
+        yield lambda: None
+        return
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "smolcluster.launch.workload_check"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = Deadline(PATIENCE_S)
+    asked: str | None = json.dumps({"name": name, "args": dict(args), "seed": seed})
+
+    def wait() -> None:
+        with suppress(subprocess.TimeoutExpired):
+            told, _ = child.communicate(asked, timeout=max(0.0, deadline.remaining()))
+            _judge(told, say)
+
+    try:
+        yield wait
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+
+
+def _judge(told: str, say: Callable[[str], None]) -> None:
+    match json.loads(told or "{}"):
+        case {"kind": "user", "sentence": str() as sentence, "frames": str() as frames}:
+            raise UserCodeError(sentence, frames)
+        case {"kind": "config", "sentence": str() as sentence}:
+            raise ConfigError(sentence)
+        case {"kind": "here", "sentence": str() as sentence}:
+            say(
+                f"the workload cannot be called on this machine, which need not train it: {sentence}"
+            )
+
+
+def main() -> None:
+    """In the child: call what standard input names, and tell on standard output what was wrong."""
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the function prints is for nobody
+    wanted = json.load(sys.stdin)
+    try:
+        from smolcluster.training.named import load_named  # noqa: PLC0415 - PyTorch may be missing
+
+        load_named(wanted["name"], wanted["args"], wanted["seed"])
+    except UserCodeError as error:
+        is_here = isinstance(error.__cause__, OSError | ImportError)
+        kind = "here" if is_here else "user"
+        json.dump({"kind": kind, "sentence": str(error), "frames": error.frames}, told)
+    except (SmolclusterError, ImportError) as error:
+        is_config = isinstance(error, ConfigError) and not isinstance(error, VariableMissing)
+        json.dump({"kind": "config" if is_config else "here", "sentence": str(error)}, told)
+    told.close()
+
+
+if __name__ == "__main__":
+    main()

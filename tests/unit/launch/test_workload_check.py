@@ -1,0 +1,66 @@
+"""A workload is called on the machine that launches it, before others get anything."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from smolcluster.errors import SmolclusterError
+from smolcluster.launch import workload_check
+from smolcluster.launch.workload_check import calling
+
+PROGRAM = """
+import time, torch
+from torch import nn
+from smolcluster import Workload
+
+def workload(kind):
+    print("noise")
+    if kind == "wrong":
+        return nn.Linear(1, 1).nothing
+    if kind == "elsewhere":
+        open("/nowhere/data")
+    if kind == "slow":
+        time.sleep(600)
+    return Workload(nn.Linear(1, 1), lambda model, batch: model(batch).mean(), torch.ones(4, 1))
+"""
+
+
+def check(folder: Path, **args: str) -> list[str]:
+    """What is said of the function with these arguments."""
+    file = folder / "own.py"
+    file.write_text(PROGRAM)
+    said: list[str] = []
+    with calling(f"{file}:workload", args, 1, said.append) as wait:
+        wait()
+    return said
+
+
+def test_what_works_needs_no_word(tmp_path: Path) -> None:
+    assert check(tmp_path, kind="good") == []
+
+
+def test_an_error_in_the_function_is_told_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(SmolclusterError, match=r"own\.py:9.*nothing") as raised:
+        check(tmp_path, kind="wrong")
+    assert raised.value.exit_code == 3
+
+
+@pytest.mark.parametrize("args", [{"kind": "elsewhere"}, {"kind": "env:NOT_HERE"}])
+def test_what_only_the_others_have_is_said_and_no_more(
+    tmp_path: Path, args: dict[str, str]
+) -> None:
+    [said] = check(tmp_path, **args)
+    assert "cannot be called on this machine" in said
+
+
+def test_nobody_waits_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload_check, "PATIENCE_S", 0.2)
+    began = time.monotonic()
+    assert check(tmp_path, kind="slow") == []
+    assert time.monotonic() - began < 300, "the process is ended"
+
+
+def test_without_a_workload_nothing_is_called() -> None:
+    with calling(None, {}, 1, pytest.fail) as wait:
+        wait()
