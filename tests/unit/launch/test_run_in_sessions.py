@@ -263,3 +263,21 @@ def test_a_server_that_neither_listens_nor_logs_is_given_up(
     with pytest.raises(LaunchError, match="Its last line: tokens"):
         run._start_server(Interrupts([]))
     assert said[1:3] == [f"waiting for server mini1: reading {each}" for each in (1, 2)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_that_is_added_gets_a_pane_and_needs_none(
+    run: Run, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    shown: list[tuple[str, str]] = []
+
+    def show(run_id: str, process: LaunchedProcess) -> None:
+        shown.append((run_id, process.title))
+        if fails:
+            raise LaunchError("tmux is not here")
+
+    monkeypatch.setattr(running, "show_in_window", show)
+    monkeypatch.setattr(Run, "_begin", lambda *_: None)
+    added = worker(1, "pi5", None).model_copy(update={"role": "stage"})
+    run.add(added)
+    assert shown == [("r1", added.title)]
