@@ -141,6 +141,11 @@ def find_shape(section: type[BaseModel], path: KeyPath) -> KeySchema | None:
 
 def wrong_value(section: type[BaseModel], path: KeyPath, details: ErrorDetails, key: str) -> str:
     """A sentence about a value that a section refuses, which stands at `path` and is called `key`."""
+    if details["type"] == "value_error":
+        sentence = str(details["ctx"]["error"])
+        if isinstance(details["input"], dict):
+            return f"{key}: {sentence}"
+        return f"{key} is {show(details['input'])}, {sentence}"
     shape = find_shape(section, path)
     allowed = shape.allowed(details["input"]) if shape else details["msg"]
     state = "missing" if details["type"] == "missing" else show(details["input"])

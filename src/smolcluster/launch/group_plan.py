@@ -18,7 +18,6 @@ from smolcluster.configs.schema import ClusterConfig, NodeConfig, config_of
 from smolcluster.errors import ConfigError
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
-    MODULE,
     NO_PROGRESS,
     TRAIN_FILE,
     PathsByNode,
@@ -32,7 +31,9 @@ from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.utils.addresses import is_loopback_name
 
 ROLE = "ranks"
-COMMAND = (*MODULE, "smolcluster.distributed_training")
+PROGRAM = ("-m", "smolcluster.distributed_training")
+"""As torchrun is told it as well."""
+COMMAND = ("-P", *PROGRAM)
 
 
 def num_ranks(request: Request, settings: Settings) -> int:

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from smolcluster.configs.keys import show, wrong_value
+from smolcluster.configs.keys import wrong_value
 from smolcluster.configs.resolve import HIDDEN
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import hint_at, one_line
@@ -236,13 +236,6 @@ def _problem(error: ValidationError) -> str:
         return f"{where or 'the file'} has no key {str(key)!r}{hint_at(str(key), known)}; {allowed}"
     path = tuple(map(str, first["loc"]))
     at = ".".join(path) or "the file"
-    if first["type"] == "value_error":
-        sentence = str(first["ctx"]["error"])
-        return (
-            f"{at}: {sentence}"
-            if isinstance(first["input"], dict)
-            else f"{at} is {show(first['input'])}, {sentence}"
-        )
     if path == ("secret",):
         first["input"] = HIDDEN
     return wrong_value(HeteroConfig, path, first, at)

@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from smolcluster.algorithms.Mesh.ranks import SECRET_VARIABLE
 from smolcluster.configs.schema import KubernetesConfig
 from smolcluster.errors import ConfigError
-from smolcluster.launch.group_plan import COMMAND
+from smolcluster.launch.group_plan import PROGRAM
 from smolcluster.launch.jobs.scheduler import kubectl
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.utils.seed import with_hash_seed
@@ -204,7 +204,7 @@ def _trainjob(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
         "numNodes": config.nodes,
         "numProcPerNode": job.num_ranks // config.nodes,
         "command": ["torchrun"],
-        "args": [*COMMAND, *_arguments(job)],
+        "args": [*PROGRAM, *_arguments(job)],
     }
     if env := _env(config):
         trainer["env"] = env
@@ -242,7 +242,7 @@ def _pod(job: KubernetesJob, config: KubernetesConfig, address: str) -> Json:
             *("--nnodes", str(config.nodes), "--node-rank", "$(NODE_RANK)"),
             *("--nproc-per-node", str(job.num_ranks // config.nodes)),
             *("--master-addr", address, "--master-port", str(job.port)),
-            *(*COMMAND, *_arguments(job)),
+            *(*PROGRAM, *_arguments(job)),
         ],
         "env": [{"name": "NODE_RANK", "valueFrom": index}, *_env(config)],
         "volumeMounts": _mounts(),

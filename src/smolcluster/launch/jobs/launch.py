@@ -20,7 +20,7 @@ from smolcluster.configs.resolve import (
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.find import all_runs
-from smolcluster.launch.group_plan import COMMAND, ROLE, num_ranks, portable_request
+from smolcluster.launch.group_plan import PROGRAM, ROLE, num_ranks, portable_request
 from smolcluster.launch.host import Host
 from smolcluster.launch.jobs.kubernetes import KubernetesJob, manifests, object_kind, to_yaml
 from smolcluster.launch.jobs.scheduler import SUBMIT_FILE
@@ -148,7 +148,7 @@ def slurm_job(request: Request, settings: Settings, run_dir: Path) -> tuple[str,
         scheduler="slurm",
     )
     command = (
-        *COMMAND,
+        *PROGRAM,
         *("--run-id", run_dir.name, "--resume", "auto"),
         *("--cluster", f"{run_dir}/{CLUSTER_FILE}", "--config", f"{run_dir}/{TRAIN_FILE}"),
         *option("--workload", request.workload),

@@ -78,6 +78,7 @@ def sbatch_script(job: SlurmJob, config: SlurmConfig) -> str:
         'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         '[ -n "$MASTER_ADDR" ] || { echo "error: Slurm does not say which nodes the job has" >&2; exit 1; }',
         f"export MASTER_ADDR MASTER_PORT={job.port} {HASH_SEED}=${{{HASH_SEED}:-0}}",
+        "export PYTHONSAFEPATH=1",  # the folder of the job brings no modules
         f"srun --kill-on-bad-exit=1 --nodes={config.nodes} --ntasks-per-node={ranks} \\",
         f"  {_ranks(job, config, share)}",
         "code=$?",
