@@ -38,7 +38,7 @@ from smolcluster.configs.resolve import (
 )
 from smolcluster.configs.schema import AlgorithmName, RunConfig
 from smolcluster.configs.spec import algorithm_of_groups, algorithm_of_stages, get_algorithm
-from smolcluster.errors import ConfigError, SmolclusterError
+from smolcluster.errors import ConfigError, RunFailed, SmolclusterError
 from smolcluster.net.dialling import Address
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
@@ -202,6 +202,10 @@ def _following(
     ):
 
         def begin(run: RunConfig) -> None:
+            if args.run_id not in (None, run.run_id):
+                raise RunFailed(
+                    f"the server is of run {run.run_id} now, and this {role} was started for {args.run_id}"
+                )
             _tell_supervisor(args, _folder_told(own.begin(run)))
 
         if args.run_id is not None:

@@ -39,7 +39,7 @@ FIRST_DELAY_S, FACTOR = 1.0, 4.0
 SETTLED_S = 600.0
 """A process that lived for so long is not one that cannot live."""
 AWAY_S, AWAY_DELAY_S = 3600.0, 10.0
-"""For how long a server that was there is looked for again, and how long is waited between two lives."""
+"""For how long a server that was there is looked for again, and how long is waited before each start."""
 POLL_S = 0.1
 
 _DIED = MappingProxyType(
@@ -73,7 +73,7 @@ def decide(
 
     Args:
         code: its exit code; minus a signal's number when that ended it.
-        took_part: whether it came so far.
+        took_part: whether it took part in the run before it ended.
         away_s: how long ago it or one before it last took part; None: none has.
     """
     if lived_s >= SETTLED_S:

@@ -19,8 +19,11 @@ _SECRET_KEY = re.compile(
     r"(^|_)(token|secret|password|passwd|passphrase|credentials?|(api|access|private|secret)_?key)$",
     re.I,
 )
-_SECRET = re.compile(r"[\w./+=-]{8,}")
-_KNOWN_SECRET = re.compile(r"(hf_|sk-|gh[pos]_|github_pat_|xox[abp]-|AKIA)[\w-]{12,}")
+_TEXT_TOKEN = re.compile(r"(^|_)(pad|bos|eos|unk|mask|sep|cls)_token$", re.I)
+"""Of a tokenizer."""
+_SECRET = re.compile(r"[^\s<>~./][^\s<>]{7,}")
+"""No path, and none of a tokenizer's words."""
+_KNOWN_SECRET = re.compile(r"\b(hf_|sk-|gh[pos]_|github_pat_|xox[abp]-|AKIA)[\w-]{12,}")
 """Of Hugging Face, OpenAI and its like, GitHub, Slack and Amazon."""
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -155,16 +158,22 @@ def check_secrets(args: Mapping[str, Any]) -> None:
         ConfigError: a value looks like one by its key or how it begins, and is not `env:NAME`.
     """
     for key, value in args.items():
-        if isinstance(value, Mapping):
-            check_secrets(value)
-        elif isinstance(value, str) and not FROM_ENVIRONMENT.fullmatch(value):
-            by_key = _SECRET_KEY.search(key) and _SECRET.fullmatch(value)
-            if by_key or _KNOWN_SECRET.fullmatch(value):
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Mapping):
+                check_secrets(each)
+            elif isinstance(each, str) and _is_secret(key, each):
                 raise ConfigError(
                     f"{ARGS}.{key} looks like a secret, and would stand in command lines, logs and the run's "
                     f"files: say {ARGS}.{key}=env:NAME, which each machine takes from its own environment "
                     "(nodes.<name>.env of the cluster file, or export NAME=…)"
                 )
+
+
+def _is_secret(key: str, value: str) -> bool:
+    if FROM_ENVIRONMENT.fullmatch(value):
+        return False
+    is_named = _SECRET_KEY.search(key) and not _TEXT_TOKEN.search(key)
+    return bool(is_named and _SECRET.fullmatch(value)) or bool(_KNOWN_SECRET.search(value))
 
 
 def from_environment(value: Any, environ: Mapping[str, str], key: str) -> Any:
@@ -179,6 +188,8 @@ def from_environment(value: Any, environ: Mapping[str, str], key: str) -> Any:
                 name: from_environment(each, environ, f"{key}.{name}")
                 for name, each in value.items()
             }
+        case list():
+            return [from_environment(each, environ, key) for each in value]
         case str() if found := FROM_ENVIRONMENT.fullmatch(value):
             if found[1] not in environ:
                 raise VariableMissing(

@@ -85,6 +85,8 @@ class Settings:
     node: NodeConfig
     data_section: str = field(default=DATASET, compare=False)
     """What the user calls the section `dataset`, for messages."""
+    name: str | None = field(default=None, compare=False)
+    """The machine's; None: the server's."""
 
     @property
     def global_batch_size(self) -> int:
@@ -100,6 +102,10 @@ class Settings:
         its cores: with more threads than cores in all they hinder each other.
         """
         cluster = self.cluster
+        if self.name not in (None, cluster.server) and not is_loopback_name(
+            cluster.host_ip[self.name]
+        ):
+            return self.node.threads
         others = (node for node in cluster.machines if node != cluster.server)
         num_here = sum(is_loopback_name(cluster.host_ip.get(node, "")) for node in others)
         if self.node.threads is not None or not num_here or "OMP_NUM_THREADS" in environ:
@@ -206,6 +212,8 @@ def load_settings(
         cluster_file=str(cluster_path),
         train_file=str(train_path),
     )
+    if not is_of_run(train_path):  # of a run that has begun it is too late
+        check_secrets(settings.train.workload_args)
     said = (*from_environment(environ), *from_overrides(overrides))
     is_named_there = not any(assignment.path[0] == WORKLOAD for assignment in said)
     if settings.train.workload is not None and is_named_there and is_of_run(train_path):
@@ -241,7 +249,6 @@ def resolve(
         cluster_draft.take(assignment)
         train_draft.take(assignment)
     checked_cluster, checked_train = cluster_draft.check(), train_draft.check()
-    check_secrets(checked_train.workload_args)
     checked_train = checked_train.for_any_folder()
     name = _known_node(node_name, checked_cluster)
     node_draft = Draft(NodeConfig, cluster_file, _node_values(cluster, train, name))
@@ -250,7 +257,7 @@ def resolve(
     for assignment in assignments:
         if assignment.path[0] == DATASET:
             data_section = assignment.written[0]
-    return Settings(checked_cluster, checked_train, node_draft.check(), data_section)
+    return Settings(checked_cluster, checked_train, node_draft.check(), data_section, name)
 
 
 def load_resolved(path: Path) -> Settings:

@@ -37,7 +37,8 @@ UNKNOWN = "?"
 SAME_DATA = (
     "each process has to make the same samples in the same order; sort what comes from a set, glob or "
     "os.listdir, and split and shuffle with a seed (random_split(..., generator=torch.Generator()."
-    "manual_seed(0))); processes that are started by hand need the same PYTHONHASHSEED"
+    "manual_seed(0))), and seed NumPy's and random's generators where they make data; processes that are "
+    "started by hand need the same PYTHONHASHSEED"
 )
 SAME_ORDER = (
     "let it draw from the generators of PyTorch, NumPy or random, which are seeded, and go "

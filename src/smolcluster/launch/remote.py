@@ -173,8 +173,10 @@ def launch_remote(
     secret, root = ensure_secret(own_secret_file()).key, project_root()
     machines = machines_of(settings.cluster, places, cluster_file)
     run = Run(launched, RunPaths(here / check_run_id(run_id)), SteadyConsole(), machines)
-    train = settings.train
-    with calling(named.workload, train.workload_args, settings.cluster.seed, run.say) as wait:
+    train, here_env = settings.train, next((m.env for m in machines.values() if m.is_here), None)
+    with calling(
+        named.workload, train.workload_args, settings.cluster.seed, run.say, here_env
+    ) as wait:
         examine(machines.values(), run.say, sync=how.sync)
         wait()
     if request.algorithm.is_group:

@@ -553,7 +553,7 @@ class Run:
         """End the run if a worker of it never took part, and would not if it were started again.
 
         Raises:
-            EndedBadly: so it is.
+            EndedBadly: it was refused, or its configuration is wrong.
         """
         is_worker = ended in self._launched.workers and not self._launched.is_group
         if not is_worker or (code := child.exit_code) not in WILL_NOT_HEAL:

@@ -163,7 +163,8 @@ def pretrained_of(paths: RunPaths, workload: str | None = None) -> Pretrained:
             return maker
     raise ConfigError(
         f"run {paths.run_id} trained {train.workload_label or train.model.type}, whose model is no "
-        "Pretrained(folder): only such a one has a base in Hugging Face's format"
+        "Pretrained(folder): only such a one has a base to merge into; `smolcluster export` writes its "
+        "weights"
     )
 
 

@@ -175,7 +175,8 @@ def open_window(run_id: str, processes: Sequence[LaunchedProcess], stop: str) ->
     name = window_name(run_id)
     if _tmux("has-session", "-t", f"={name}").ok:
         for process in processes:
-            show_in_window(run_id, process, is_new=False)
+            with suppress(LaunchError):  # a window without one pane is better than none
+                show_in_window(run_id, process, is_new=False)
         return name
     for commands in window_commands(run_id, processes, stop):
         done = _tmux(*commands)

@@ -1,7 +1,7 @@
 """A user's workload is called on this machine, in a process of its own, before anything is sent to others.
 
-Whatever fails for a reason of this machine, such as a file or a package that only the others have, is said
-and keeps nobody from going on.
+A machine that trains nothing itself may lack what the others have, such as a file, a package or a GPU: what
+fails there is said, and keeps nobody from going on.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 from smolcluster.configs.function_name import VariableMissing
 from smolcluster.errors import ConfigError, SmolclusterError, UserCodeError
-from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_duration
 
 PATIENCE_S = 60.0
 """How long the call is waited for: the data of some take minutes to be read."""
@@ -24,15 +24,21 @@ Wait = Callable[[], None]
 
 @contextmanager
 def calling(
-    name: str | None, args: Mapping[str, Any], seed: int, say: Callable[[str], None]
+    name: str | None,
+    args: Mapping[str, Any],
+    seed: int,
+    say: Callable[[str], None],
+    env: Mapping[str, str] | None,
 ) -> Iterator[Wait]:
     """Call the function of that name (None: there is none) while the block runs; it is ended with the block.
 
-    The block is given what waits for the call.
+    The block is given what waits for the call. `env` is what this machine's processes get besides, where it
+    trains itself; None: it does not, and an exception of the function is only said.
 
     Raises:
         UserCodeError, ConfigError: by that; the function raises an exception, or makes no workload.
     """
+    trains_here = env is not None
     if name is None:
         yield lambda: None
         return
@@ -43,14 +49,22 @@ def calling(
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
+        env={**os.environ, **(env or {})},
     )
-    deadline = Deadline(PATIENCE_S)
-    asked: str | None = json.dumps({"name": name, "args": dict(args), "seed": seed})
+    assert child.stdin is not None  # noqa: S101 - it was asked for
+    with suppress(BrokenPipeError), child.stdin as asks:
+        json.dump({"name": name, "args": dict(args), "seed": seed}, asks)
+    child.stdin = None  # `communicate` would write to it
 
     def wait() -> None:
-        with suppress(subprocess.TimeoutExpired):
-            told, _ = child.communicate(asked, timeout=max(0.0, deadline.remaining()))
-            _judge(told, say)
+        try:
+            told, _ = child.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            say(
+                f"the workload takes more than {format_duration(PATIENCE_S)} to be called: going on"
+            )
+        else:
+            _judge(told, trains_here, say)
 
     try:
         yield wait
@@ -60,13 +74,15 @@ def calling(
         child.communicate()
 
 
-def _judge(told: str, say: Callable[[str], None]) -> None:
+def _judge(told: str, trains_here: bool, say: Callable[[str], None]) -> None:
     match json.loads(told or "{}"):
-        case {"kind": "user", "sentence": str() as sentence, "frames": str() as frames}:
+        case {"kind": "user", "sentence": str() as sentence, "frames": str() as frames} if (
+            trains_here
+        ):
             raise UserCodeError(sentence, frames)
         case {"kind": "config", "sentence": str() as sentence}:
             raise ConfigError(sentence)
-        case {"kind": "here", "sentence": str() as sentence}:
+        case {"sentence": str() as sentence}:
             say(
                 f"the workload cannot be called on this machine, which need not train it: {sentence}"
             )

@@ -150,8 +150,8 @@ def create_run(root: Path, run_id: str, *, newest: bool = True) -> RunPaths:
             written elsewhere.
     """
     paths = RunPaths(root / check_run_id(run_id))
-    _check_links(paths)
     try:
+        _check_links(paths)
         root.mkdir(parents=True, exist_ok=True)
         paths.root.mkdir(mode=OWNER_ONLY, exist_ok=True)
         paths.logs.mkdir(exist_ok=True)

@@ -164,7 +164,8 @@ def autocast(precision: Precision, device: torch.device) -> Iterator[None]:
         with torch.autocast(device.type, dtype):
             yield
     except UserCodeError as error:
-        if not HALF_TYPES.search(str(error)):
+        is_of_torch = isinstance(error.__cause__, RuntimeError | TypeError)
+        if not (is_of_torch and HALF_TYPES.search(str(error))):
             raise
         raise UserCodeError(
             f"{error}; precision is {precision}, in which layers return {dtype}: cast what is put together "

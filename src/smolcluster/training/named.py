@@ -48,10 +48,7 @@ def load_named(name: str, args: Mapping[str, Any], seed: int) -> Workload:
     """
     parsed = FunctionName.parse(name)
     function, folders = _find(parsed)
-    arguments = {
-        key: from_environment(value, os.environ, key)
-        for key, value in checked_arguments(function, args, parsed.text).items()
-    }
+    arguments = checked_arguments(function, args, parsed.text)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "workload"))
         with user_code(parsed.function):
@@ -160,18 +157,20 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty
 
 
-def _checked(key: str, value: Any, hint: Any, said: str) -> Any:
+def _checked(key: str, stated: Any, hint: Any, said: str) -> Any:
+    value = from_environment(stated, os.environ, key)
+    is_stated = value == stated  # what a variable holds is text, also of a number
     try:
         adapter = TypeAdapter(hint)
     except (PydanticSchemaGenerationError, PydanticUserError):
         return value  # what a file can say is none of this class: the function may take it as it is
     try:
-        return adapter.validate_json(json.dumps(value), strict=True)
+        return adapter.validate_json(json.dumps(value), strict=is_stated)
     except ValidationError as error:
         reason = error.errors(include_url=False)[0]["msg"]
         raise ConfigError(
             one_line(
-                f"{ARGS}.{key} is {show(value)}, which {said} does not take: "
+                f"{ARGS}.{key} is {show(stated)}, which {said} does not take: "
                 f"{reason[0].lower()}{reason[1:]}"
             )
         ) from None

@@ -149,6 +149,7 @@ def test_settings_of_one_node_are_not_another_s() -> None:
         (["pi5", "win", "macbook"], None, {}, 3),
         (["pi5"], None, {}, 6),
         ([], None, {}, None),
+        (["win", "macbook"], None, {}, None),
         (["pi5", "win", "macbook"], 2, {}, 2),
         (["pi5", "win", "macbook"], None, {"OMP_NUM_THREADS": "4"}, None),
     ],
@@ -864,12 +865,14 @@ def test_a_run_that_never_began_has_no_configuration(tmp_path: Path) -> None:
         "workload_args.hf_token=abcdefgh1",
         "workload_args.key=hf_abcdefghijklmnop",
         "workload_args={hub: {password: correct-horse}}",
-        "workload_args.openai_api_key=sk0123456789",
+        "workload_args.openai_api_key=sk0123!456789",
+        "workload_args.tokens=[hf_abcdefghijklmnop]",
+        "workload_args.url=https://ada:hf_abcdefghijklmnop@x",
     ],
 )
 def test_a_secret_among_the_arguments_is_refused_without_being_told(said: str) -> None:
     with pytest.raises(ConfigError, match=r"looks like a secret, .*env:NAME") as refused:
-        settle(said)
+        load_settings("edp", "digits", None, [said], environ={})
     assert not any(each in str(refused.value) for each in ("abcdefgh", "horse", "0123"))
 
 
@@ -880,7 +883,9 @@ def test_a_secret_among_the_arguments_is_refused_without_being_told(said: str) -
         "workload_args.max_tokens=123456789",
         "workload_args.pad_token='<|endoftext|>'",
         "workload_args.tokenizer=abcdefgh1",
+        "workload_args.mask_token=__mask__",
+        "workload_args.credentials=/etc/creds.json",
     ],
 )
 def test_what_is_no_secret_is_not_taken_for_one(said: str) -> None:
-    assert settle(said).train.workload_args
+    assert load_settings("edp", "digits", None, [said], environ={}).train.workload_args

@@ -31,7 +31,7 @@ def inside(text: str) -> str:
 
 def test_the_machine_joins_with_its_own_settings() -> None:
     assert [
-        *(f"{PROJECT}/.venv/bin/python", "-m", "smolcluster.cli", "join", "[fd00::1]:6000"),
+        *(f"{PROJECT}/.venv/bin/python", "-P", "-m", "smolcluster.cli", "join", "[fd00::1]:6000"),
         *("--name", "pi5", "--wait", "120"),
         *("--override", "threads=3", "dataset.download=false"),
     ] == COMMAND

@@ -26,18 +26,25 @@ def workload(kind):
 """
 
 
-def check(folder: Path, **args: str) -> list[str]:
+def check(folder: Path, *, trains_here: bool = True, **args: str) -> list[str]:
     """What is said of the function with these arguments."""
     file = folder / "own.py"
     file.write_text(PROGRAM)
     said: list[str] = []
-    with calling(f"{file}:workload", args, 1, said.append) as wait:
+    env = {"KIND": "good"} if trains_here else None
+    with calling(f"{file}:workload", args, 1, said.append, env) as wait:
         wait()
     return said
 
 
-def test_what_works_needs_no_word(tmp_path: Path) -> None:
-    assert check(tmp_path, kind="good") == []
+@pytest.mark.parametrize("kind", ["good", "env:KIND"])
+def test_what_works_needs_no_word(tmp_path: Path, kind: str) -> None:
+    assert check(tmp_path, kind=kind) == []
+
+
+def test_a_machine_that_does_not_train_keeps_nobody_from_going_on(tmp_path: Path) -> None:
+    [said] = check(tmp_path, kind="wrong", trains_here=False)
+    assert "cannot be called on this machine" in said
 
 
 def test_an_error_in_the_function_is_told_with_its_line(tmp_path: Path) -> None:
@@ -46,21 +53,20 @@ def test_an_error_in_the_function_is_told_with_its_line(tmp_path: Path) -> None:
     assert raised.value.exit_code == 3
 
 
-@pytest.mark.parametrize("args", [{"kind": "elsewhere"}, {"kind": "env:NOT_HERE"}])
-def test_what_only_the_others_have_is_said_and_no_more(
-    tmp_path: Path, args: dict[str, str]
-) -> None:
-    [said] = check(tmp_path, **args)
+@pytest.mark.parametrize("kind", ["elsewhere", "env:NOT_HERE"])
+def test_what_only_the_others_have_is_said_and_no_more(tmp_path: Path, kind: str) -> None:
+    [said] = check(tmp_path, kind=kind)
     assert "cannot be called on this machine" in said
 
 
 def test_nobody_waits_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload_check, "PATIENCE_S", 0.2)
     began = time.monotonic()
-    assert check(tmp_path, kind="slow") == []
+    [said] = check(tmp_path, kind="slow")
+    assert "going on" in said
     assert time.monotonic() - began < 300, "the process is ended"
 
 
 def test_without_a_workload_nothing_is_called() -> None:
-    with calling(None, {}, 1, pytest.fail) as wait:
+    with calling(None, {}, 1, pytest.fail, None) as wait:
         wait()

@@ -16,6 +16,7 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import host_of, shell_path
+from smolcluster.launch.plan import MODULE
 from smolcluster.observability.terminal import shown_text
 from smolcluster.utils.units import format_address
 
@@ -28,7 +29,7 @@ NAME = "smolcluster-join"
 def join_command(cluster: ClusterConfig, node: str, project: str) -> list[str]:
     """What joins the run that lives, on the machine itself; `project` is the project's folder there."""
     address = format_address(cluster.host_ip[node], cluster.port)
-    command = [f"{project}/.venv/bin/python", "-m", "smolcluster.cli", "join", address]
+    command = [f"{project}/.venv/bin/python", *MODULE, "smolcluster.cli", "join", address]
     command += ["--name", node, "--wait", str(WAIT_S)]
     settings = cluster.nodes.get(node, NodeConfig())
     own = settings.model_dump(mode="json", exclude_defaults=True, include=OF_THE_MACHINE)

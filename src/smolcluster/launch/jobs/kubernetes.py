@@ -117,7 +117,7 @@ def _check(job: KubernetesJob, config: KubernetesConfig) -> None:
             f"kubernetes.nodes is {config.nodes}, among which the {job.num_ranks} ranks of mesh cannot be "
             "shared equally: change one of them"
         )
-    if config.nodes > 1 and SECRET_VARIABLE not in config.secrets:
+    if config.nodes > 1 and SECRET_VARIABLE not in {**config.secrets, **config.env}:
         raise ConfigError(
             f"kubernetes.nodes is {config.nodes}, and nothing tells their ranks a common secret: make one "
             f"(kubectl create secret generic mesh --from-literal=secret=...), and name it in "

@@ -58,7 +58,7 @@ def stack_for(asked: bool | None, cluster: ClusterConfig, say: Say) -> Path | No
         return stack
     if is_wanted:
         return stack if _begins(stack, grafana, say) else None
-    say("`--observe` starts Grafana, with metrics and logs of the run")
+    say("to see metrics and logs in Grafana: --observe")
     return None
 
 
