@@ -202,9 +202,9 @@ def _following(
     ):
 
         def begin(run: RunConfig) -> None:
-            if args.run_id not in (None, run.run_id):
+            if role == "worker" and args.run_id not in (None, run.run_id):
                 raise RunFailed(
-                    f"the server is of run {run.run_id} now, and this {role} was started for {args.run_id}"
+                    f"the server is of run {run.run_id} now, and this worker was started for {args.run_id}"
                 )
             _tell_supervisor(args, _folder_told(own.begin(run)))
 

@@ -13,18 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from connection_pairs import RUN
 from harness import SECRET, free_port, local_settings, summary_of
+from smolcluster.algorithms import process
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.entry import main
+from smolcluster.algorithms.entry import main, worker_parser
 from smolcluster.algorithms.process import spread_over_others
 from smolcluster.cluster.link import Participant
 from smolcluster.configs.load import find_config
 from smolcluster.configs.schema import MeshSizes, NodeConfig, StagesConfig
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import (
     ClusterEmpty,
     ConfigError,
     NonFiniteLoss,
     PortBusy,
+    RunFailed,
     SmolclusterError,
 )
 from smolcluster.runs.events import EpochFinished, read_events
@@ -295,6 +299,18 @@ def test_a_worker_that_never_joined_has_its_error_in_a_file(
     assert address in error["message"]
     assert (error["rank"], error["run"]) == (0, run)
     assert "ConnectTimeout" in error["exception"]
+
+
+def test_a_worker_that_is_started_again_joins_no_other_run() -> None:
+    """Its server may have gone for good, and another run be served where it was."""
+    args = worker_parser(get_algorithm("edp")).parse_args(
+        ["1", "pi5", "--local", "--run-id", "mine"]
+    )
+    settings = process.worker_settings("edp", args)
+    with process._following(settings, args, "worker", 0) as (_log, _own, setup):
+        with pytest.raises(RunFailed, match=f"of run {RUN.run_id} now, .* started for mine"):
+            setup.on_run_known(RUN)
+        setup.on_run_known(RUN.model_copy(update={"run_id": "mine"}))
 
 
 @pytest.fixture
