@@ -10,6 +10,7 @@ differently, losses say nothing.
 import copy
 import math
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,6 +42,9 @@ TOLERANCE, LEAST = 1e-2, 1e-4
 """Of a loss, relative and absolute: devices round differently."""
 OF_ITSELF = 1e-4
 SEEDS = (1, 2)
+_ASIDE = threading.Lock()
+"""Held while the process's generators and PyTorch's compiler are set aside: two threads would bring back each
+other's state, and leave the compiler off."""
 
 
 class FirstLosses(NamedTuple):
@@ -102,7 +106,7 @@ def first_losses(workload: Workload, replica: Replica) -> FirstLosses:
 @contextmanager
 def _aside(workload: Workload, device: torch.device) -> Iterator[None]:
     """Compute nothing that lasts, and compile nothing, which would take longer than all else."""
-    with ExitStack() as stack:
+    with _ASIDE, ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(isolated_rng(device, SEEDS[0]))
         for _, module in modules_of(workload.loss):

@@ -1,6 +1,7 @@
 """The loss of a model that has just been built, and what two machines conclude from it."""
 
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from smolcluster.data.dataset import Batch
 from smolcluster.training import first_loss
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.first_loss import FirstLosses, difference, first_losses
+from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
 
 SIZE = 9
@@ -176,3 +178,42 @@ def test_model_loss_and_generators_are_left_as_they_were() -> None:
     assert (model.num_calls, model.training) == (0, True)
     assert not any(bool(each.any()) for name, each in centre.named_buffers() if "var" not in name)
     assert all(each.parameter.grad is not None for each in replica._trained)
+
+
+def test_two_threads_leave_the_compiler_as_it_was() -> None:
+    """A server and a worker may be threads of one process: the first one ends while the other computes."""
+    inside, ended = threading.Event(), threading.Event()
+    asked: list[str] = []
+
+    def backend(graph: Any, _inputs: object) -> Any:
+        asked.append("to compile")
+        return graph.forward
+
+    compiled = torch.compile(nn.Linear(2, 2), backend=backend)
+
+    def first(model: nn.Module, batch: Batch) -> Tensor:
+        inside.wait(0.3)  # nobody comes
+        return mean_of(model, batch)
+
+    def second(model: nn.Module, batch: Batch) -> Tensor:
+        inside.set()
+        ended.wait(60)
+        return mean_of(model, batch)
+
+    def compute(loss: Any) -> None:
+        workload = Workload(lambda: nn.Linear(6, 2), loss, rows())
+        first_losses(workload, Replica(workload.new_model(), "sgd"))
+
+    threads = [threading.Thread(target=compute, args=(loss,)) for loss in (first, second)]
+    for each in threads:
+        each.start()
+    threads[0].join(60)
+    ended.set()
+    threads[1].join(60)
+    compiled(torch.ones(1, 2))
+    assert asked == ["to compile"]
+
+
+def mean_of(model: nn.Module, batch: Batch) -> Tensor:
+    result: Tensor = model(batch[0]).square().mean()
+    return result
