@@ -22,12 +22,11 @@ from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh.ranks import (
     IN_POD,
     RANK_VARIABLES,
-    SECRET_VARIABLE,
     ranks_of,
 )
 from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
 from smolcluster.errors import ConfigError, LaunchError, PeerLost, Rejected, UserCodeError
-from smolcluster.transport.security import new_secret
+from smolcluster.transport.security import GROUP_SECRET, new_secret
 from smolcluster.utils.addresses import free_port
 from smolcluster.utils.replaced import BY_FLAGS, say_what_replaces
 from smolcluster.utils.seed import with_hash_seed
@@ -271,7 +270,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         port = ranks.port or free_port()
         environ = {"MASTER_PORT": str(port)}
         if len(ranks.here) == ranks.world_size:
-            environ[SECRET_VARIABLE] = new_secret()
+            environ[GROUP_SECRET] = new_secret()
         _start(ranks.here, ranks.world_size, environ, argv)
         return
     from smolcluster.algorithms.Mesh.process import be_rank  # noqa: PLC0415 - it imports torch

@@ -160,7 +160,10 @@ def test_a_dry_run_of_a_mesh_prints_what_each_place_gets(
     image = ("--override", "kubernetes.image=me/smolcluster")
     for options, told in (
         (["--local"], "-m smolcluster.distributed_training --run-id mesh-"),
-        ([], "--world-size 8 --rank 4 --nproc-per-node 4 --master-addr 10.10.0.1"),
+        (
+            ["--override", "encryption=off"],
+            "--world-size 8 --rank 4 --nproc-per-node 4 --master-addr 10.10.0.1",
+        ),
         (["--on", "slurm"], "#SBATCH --requeue"),
         (["--on", "kubernetes", *image], "completionMode: Indexed"),
     ):

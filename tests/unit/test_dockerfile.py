@@ -56,7 +56,7 @@ def test_it_is_pinned_and_nothing_in_it_runs_as_root() -> None:
 def test_what_pods_start_comes_with_the_package(kind: str) -> None:
     """No instruction of the image starts anything: pods name the command."""
     assert not words_of("ENTRYPOINT") and not words_of("CMD")
-    config = KubernetesConfig.model_validate({"image": "a", "nodes": 2, "kind": kind})
+    config = KubernetesConfig.model_validate({"image": "a", "nodes": 1, "kind": kind})
     spec = manifests(JOB, config)[-1]["spec"]
     if kind == "trainjob":
         started = spec["trainer"]

@@ -80,6 +80,10 @@ def load_secret(path: Path) -> Secret:
     return Secret(path, text)
 
 
+GROUP_SECRET = "MESH_SECRET"  # noqa: S105 - its name
+"""The variable by which ranks are told what they prove to each other; else it is the cluster's secret."""
+
+
 def ensure_secret(path: Path) -> Secret:
     """Read the cluster's secret, or make one (256 random bits, mode 0600) where there is none.
 

@@ -8,7 +8,10 @@ from fake_kubectl import FakeCluster
 from smolcluster.cli import main
 from smolcluster.runs.paths import RunPaths, find_run
 
-OVERRIDES = ("kubernetes.image=me/smolcluster", "kubernetes.nodes=2", "kubernetes.claim=runs")
+OVERRIDES = (
+    *("kubernetes.image=me/smolcluster", "kubernetes.nodes=2", "kubernetes.claim=runs"),
+    *("kubernetes.secrets.MESH_SECRET=mesh/secret", "encryption=off"),
+)
 OBJECTS = {"Job", "Service", "ConfigMap"}
 
 

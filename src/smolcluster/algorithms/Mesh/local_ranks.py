@@ -15,13 +15,13 @@ from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.process import be_rank, device_and_backend, together
-from smolcluster.algorithms.Mesh.ranks import SECRET_VARIABLE, Ranks
+from smolcluster.algorithms.Mesh.ranks import Ranks
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.runs.summary import Summary
 from smolcluster.training.hooks import Hooks
 from smolcluster.training.workload import Workload
-from smolcluster.transport.security import new_secret
+from smolcluster.transport.security import GROUP_SECRET, new_secret
 from smolcluster.utils.addresses import free_port
 from smolcluster.utils.device import use_threads
 
@@ -64,7 +64,7 @@ def local_ranks(
             processes.append(
                 _started(partial(_be_rank, ranks(rank), told, make_settings, followed))
             )
-        os.environ[SECRET_VARIABLE] = told  # which is taken out at once
+        os.environ[GROUP_SECRET] = told  # which is taken out at once
         meeting = together(
             *(ranks(0), config, settings, log),
             device=device,
@@ -125,7 +125,7 @@ def _check_alive(processes: Sequence[BaseProcess]) -> None:
 def _be_rank(
     ranks: Ranks, told: str, make_settings: Callable[[], Settings], workload: Workload
 ) -> None:
-    os.environ |= {"LOCAL_RANK": str(ranks.here.start), SECRET_VARIABLE: told}
+    os.environ |= {"LOCAL_RANK": str(ranks.here.start), GROUP_SECRET: told}
 
     def body() -> None:
         settings = make_settings()

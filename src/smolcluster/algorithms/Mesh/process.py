@@ -17,7 +17,7 @@ from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig, config_of, pick_backend
 from smolcluster.algorithms.Mesh.groups import Groups, check_torch, lost_named
 from smolcluster.algorithms.Mesh.meeting import connect, is_elsewhere, meet, open_store, part
-from smolcluster.algorithms.Mesh.ranks import SECRET_VARIABLE, Ranks
+from smolcluster.algorithms.Mesh.ranks import Ranks
 from smolcluster.algorithms.Mesh.watch import Failure, Watch
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
@@ -30,6 +30,7 @@ from smolcluster.runs.paths import create_run, runs_root
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.workload import Workload
 from smolcluster.transport.security import (
+    GROUP_SECRET,
     Secret,
     default_secret_path,
     ensure_secret,
@@ -174,7 +175,7 @@ def group_secret(environ: MutableMapping[str, str], ranks: Ranks, file: Path | N
     Raises:
         AuthError: it is missing, or open to others.
     """
-    told = environ.pop(SECRET_VARIABLE, None)
+    told = environ.pop(GROUP_SECRET, None)
     if told is not None:
         return secret_of_text(told)
     makes = ranks.here.start == 0 or not is_elsewhere(ranks.address)

@@ -17,8 +17,6 @@ POD_INDEX = "JOB_COMPLETION_INDEX"
 IN_POD = "KUBERNETES_SERVICE_HOST"
 """Set in each pod."""
 DEFAULT_PORT = 29500
-SECRET_VARIABLE = "MESH_SECRET"  # noqa: S105 - its name
-"""By which ranks are told what they prove to each other; without it that is the cluster's secret."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """By which torchrun says that it has a store at MASTER_ADDR and MASTER_PORT."""

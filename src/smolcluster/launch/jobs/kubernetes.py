@@ -14,12 +14,12 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from smolcluster.algorithms.Mesh.ranks import SECRET_VARIABLE
 from smolcluster.configs.schema import KubernetesConfig
 from smolcluster.errors import ConfigError
 from smolcluster.launch.group_plan import PROGRAM
 from smolcluster.launch.jobs.scheduler import kubectl
 from smolcluster.runs.launched import LaunchedProcess
+from smolcluster.transport.security import GROUP_SECRET
 from smolcluster.utils.seed import with_hash_seed
 
 Json = dict[str, Any]
@@ -117,11 +117,11 @@ def _check(job: KubernetesJob, config: KubernetesConfig) -> None:
             f"kubernetes.nodes is {config.nodes}, among which the {job.num_ranks} ranks of mesh cannot be "
             "shared equally: change one of them"
         )
-    if config.nodes > 1 and SECRET_VARIABLE not in {**config.secrets, **config.env}:
+    if config.nodes > 1 and GROUP_SECRET not in {**config.secrets, **config.env}:
         raise ConfigError(
             f"kubernetes.nodes is {config.nodes}, and nothing tells their ranks a common secret: make one "
             f"(kubectl create secret generic mesh --from-literal=secret=...), and name it in "
-            f"kubernetes.secrets: {{{SECRET_VARIABLE}: mesh/secret}}"
+            f"kubernetes.secrets: {{{GROUP_SECRET}: mesh/secret}}"
         )
     if len(job.run_id) > MAX_NAME or not job.run_id.replace("-", "a").isalnum():
         raise ConfigError(

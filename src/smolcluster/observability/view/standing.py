@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smolcluster.configs.spec import SINGLE, algorithms, has_pushes
+from smolcluster.configs.spec import SINGLE, algorithm_of_groups, algorithms, has_pushes
 from smolcluster.observability.view.snapshot import LAST_STEP, RunSnapshot, state_of, summed_up
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.status import OLD_S, STALENESS_EDGES, RunStatus, WorkerStatus
@@ -62,7 +62,8 @@ def with_ranks(
         {**each, "role": "rank", "state": word, "samples_per_s": each["process_stats"].get(RATE)}
         for each in ranks
     ]
-    named = {"algorithm": "mesh", "mesh": started.mesh, "num_ranks": started.num_ranks}
+    group = algorithm_of_groups().name
+    named = {"algorithm": group, "grid": started.mesh, "num_ranks": started.num_ranks}
     return state | named | {"workers": rows, "is_synchronous": True}
 
 

@@ -191,7 +191,7 @@ def test_a_mesh_is_told_by_its_ranks_and_grid(run: MadeRun) -> None:
     with run_lock(run.paths.lock):
         state = state_of(run, BEGAN + 1)
     assert (state["algorithm"], state["num_ranks"]) == ("mesh", 2)
-    assert state["mesh"] == "dp 2 x fsdp 1 x tp 1 x pp 1"
+    assert state["grid"] == "dp 2 x fsdp 1 x tp 1 x pp 1"
     named = [
         (process_title(each["role"], each["node"], each["rank"]), each["samples_per_s"])
         for each in state["workers"]

@@ -152,8 +152,8 @@ export function drawCluster(state) {
   const height = !num ? 160 : isNarrow ? 400 : Math.min(520, 350 + 8 * num);
   const radius = isCrowded ? 13 : isNarrow ? 19 : 23, server = isNarrow ? 30 : 40;
   const middle = { x: width / 2, y: height / 2 };
-  const role = state.mesh ? "mesh" : state.algorithm === "single" ? "trainer" : "server";
-  const beneath = state.mesh ? `${state.num_ranks} ranks` : state.server.node ?? "", kind = state.mesh ? "ranks" : "workers";
+  const role = state.grid ? state.algorithm : state.algorithm === "single" ? "trainer" : "server";
+  const beneath = state.grid ? `${state.num_ranks} ranks` : state.server.node ?? "", kind = state.grid ? "ranks" : "workers";
   const told = state.workers.map((worker) => `${title(worker, worker.role)} ${state.is_over ? worker.state : condition(worker)}`);
   const label = `Cluster: ${role} ${beneath}${num ? ` and ${num} ${kind}: ${told.join(", ")}` : ""}`;
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
@@ -164,7 +164,7 @@ export function drawCluster(state) {
   state.workers.forEach((worker, index) => picture.append(drawWorker(worker, spots[index], radius, state.is_over, isCrowded)));
   picture.append(svg("g", { class: `node server ${state.is_over ? "over" : state.state}` },
     svg("circle", { ...circle(middle), r: server, class: "body" }),
-    ...ring(middle.x, middle.y, server + 5, state.mesh ? null : state.server.process_stats),
+    ...ring(middle.x, middle.y, server + 5, state.grid ? null : state.server.process_stats),
     svg("text", { x: middle.x, y: middle.y - 2, class: "rank" }, role),
     svg("text", { x: middle.x, y: middle.y + 14, class: "said" }, beneath.slice(0, 12))));
   picture.append(...[...links, ...(isCrowded ? [] : between)].map(({ label: words }) => words).filter(Boolean));
@@ -191,7 +191,7 @@ function insight(state) {
     said.push(`${waiting.map((worker) => title(worker, worker.role)).join(", ")} wait${waiting.length > 1 ? "" : "s"} for ${title(busiest, busiest.role)}, the slowest.`);
   } else if (waiting.length) {
     const most = Math.max(...waiting.map((worker) => share(worker, "wait")));
-    said.push(`${waiting.map((worker) => title(worker, worker.role)).join(", ")}: up to ${percent(most)} of the time goes into waiting for ${state.mesh ? "other ranks" : "the server and its link"}.`);
+    said.push(`${waiting.map((worker) => title(worker, worker.role)).join(", ")}: up to ${percent(most)} of the time goes into waiting for ${state.grid ? "other ranks" : "the server and its link"}.`);
   }
   return said.join(" ");
 }
