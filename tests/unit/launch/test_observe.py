@@ -558,7 +558,7 @@ def test_a_launch_goes_on_alone_without_docker_or_where_nobody_asked_for_grafana
     fake = Docker(no_docker)
     assert launch() == 0
     [_, line] = capsys.readouterr().out.splitlines()
-    assert "`--observe`" in line
+    assert "--observe" in line
     assert launch("--no-observe") == 0
     assert "Grafana" not in capsys.readouterr().out
     assert fake.asked == []
