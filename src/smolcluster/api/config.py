@@ -16,7 +16,7 @@ from pydantic import (
     ValidationError,
 )
 
-from smolcluster.configs.keys import show, wrong_value
+from smolcluster.configs.keys import wrong_value
 from smolcluster.configs.schema import AlgorithmName, HeartbeatTimeout, MeshSizes, NodeName, Wait
 from smolcluster.configs.spec import (
     algorithm_of_groups,
@@ -278,6 +278,4 @@ def _refused(error: ValidationError) -> ConfigError:
     first = error.errors(include_url=False)[0]
     path = tuple(map(str, first["loc"]))
     key = ".".join(("DistributedConfig", *path))
-    if first["type"] == "value_error":
-        return ConfigError(f"{key} is {show(first['input'])}: {first['ctx']['error']}")
     return ConfigError(wrong_value(DistributedConfig, path, first, key))

@@ -219,9 +219,8 @@ def run_workers(
     if None in [device_of(gpu_id) for gpu_id in gpu_ids]:
         options.setdefault("threads", max(1, (os.cpu_count() or 1) // len(gpu_ids)))
         log.info(NO_CUDA)
-    NetworkWorker(
-        gpu_ids[0], config, model_ctor, **options
-    )  # what is wrong is raised once, and here
+    # What is wrong with the options is raised here, once, and not by each of the processes.
+    NetworkWorker(gpu_ids[0], config, model_ctor, **options)
     lives: list[Life] = []
     try:
         for gpu_id in gpu_ids:

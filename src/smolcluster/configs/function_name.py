@@ -28,10 +28,6 @@ _KNOWN_SECRET = re.compile(r"\b(hf_|sk-|gh[pos]_|github_pat_|xox[abp]-|AKIA)[\w-
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-class VariableMissing(ConfigError):
-    """A variable that `workload_args` names is not set on this machine."""
-
-
 @dataclass(frozen=True)
 class FunctionName:
     """A function of a file, or of a module that is looked for in `folder` first.
@@ -180,7 +176,7 @@ def from_environment(value: Any, environ: Mapping[str, str], key: str) -> Any:
     """A value of `workload_args`, in which `env:NAME` is what the variable NAME holds on this machine.
 
     Raises:
-        VariableMissing: the variable is not set.
+        ConfigError: the variable is not set.
     """
     match value:
         case Mapping():
@@ -192,7 +188,7 @@ def from_environment(value: Any, environ: Mapping[str, str], key: str) -> Any:
             return [from_environment(each, environ, key) for each in value]
         case str() if found := FROM_ENVIRONMENT.fullmatch(value):
             if found[1] not in environ:
-                raise VariableMissing(
+                raise ConfigError(
                     f"{ARGS}.{key} is {value}, but {found[1]} is not set on this machine: export it, or say "
                     "it in nodes.<name>.env of the cluster file"
                 )

@@ -101,16 +101,13 @@ class Settings:
         Where the user has set no number, the server and the workers that reach it on this very machine share
         its cores: with more threads than cores in all they hinder each other.
         """
-        cluster = self.cluster
-        if self.name not in (None, cluster.server) and not is_loopback_name(
-            cluster.host_ip[self.name]
-        ):
+        if self.node.threads is not None or "OMP_NUM_THREADS" in environ:
             return self.node.threads
-        others = (node for node in cluster.machines if node != cluster.server)
-        num_here = sum(is_loopback_name(cluster.host_ip.get(node, "")) for node in others)
-        if self.node.threads is not None or not num_here or "OMP_NUM_THREADS" in environ:
-            return self.node.threads
-        return max(1, (os.cpu_count() or 1) // (1 + num_here))
+        server, host_ip = self.cluster.server, self.cluster.host_ip
+        others = (node for node in self.cluster.machines if node != server)
+        here = [server, *(node for node in others if is_loopback_name(host_ip.get(node, "")))]
+        is_alone = len(here) == 1 or (self.name or server) not in here
+        return None if is_alone else max(1, (os.cpu_count() or 1) // len(here))
 
     def with_batch_size(self, batch_size: int | None) -> "Settings":
         """The same with so many samples a batch; None: as the configuration says."""
@@ -212,11 +209,12 @@ def load_settings(
         cluster_file=str(cluster_path),
         train_file=str(train_path),
     )
+    if settings.train.workload is None and not settings.train.workload_args:
+        return settings
+    said = (*from_environment(environ), *from_overrides(overrides))
     if not is_of_run(train_path):  # of a run that has begun it is too late
         check_secrets(settings.train.workload_args)
-    said = (*from_environment(environ), *from_overrides(overrides))
-    is_named_there = not any(assignment.path[0] == WORKLOAD for assignment in said)
-    if settings.train.workload is not None and is_named_there and is_of_run(train_path):
+    elif not any(assignment.path[0] == WORKLOAD for assignment in said):
         folder = train_path.parent.resolve()
         check_workload(folder, load_resolved(train_path).train, may_have_changed=True)
     return settings

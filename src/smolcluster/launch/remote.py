@@ -87,10 +87,8 @@ NOT_INHERITED = (
 TOLD_FILE = "launch/told.json"
 """In a run's folder on the machine that launched it; it may hold secrets."""
 
-
 LAUNCH_FILES = (CLUSTER_FILE, TRAIN_FILE, TOLD_FILE, WORKLOAD_FILE)
 """What a launcher keeps with a run, for who lets it go on."""
-
 
 Place = Literal["ssh", "slurm", "kubernetes"]
 

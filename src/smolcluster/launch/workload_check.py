@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from smolcluster.configs.function_name import VariableMissing
 from smolcluster.errors import ConfigError, SmolclusterError, UserCodeError
 from smolcluster.utils.units import format_duration
 
@@ -33,7 +32,7 @@ def calling(
     """Call the function of that name (None: there is none) while the block runs; it is ended with the block.
 
     The block is given what waits for the call. `env` is what this machine's processes get besides, where it
-    trains itself; None: it does not, and an exception of the function is only said.
+    trains itself; None: it does not, and what is wrong is only said.
 
     Raises:
         UserCodeError, ConfigError: by that; the function raises an exception, or makes no workload.
@@ -75,17 +74,16 @@ def calling(
 
 
 def _judge(told: str, trains_here: bool, say: Callable[[str], None]) -> None:
-    match json.loads(told or "{}"):
-        case {"kind": "user", "sentence": str() as sentence, "frames": str() as frames} if (
-            trains_here
-        ):
-            raise UserCodeError(sentence, frames)
-        case {"kind": "config", "sentence": str() as sentence}:
-            raise ConfigError(sentence)
-        case {"sentence": str() as sentence}:
-            say(
-                f"the workload cannot be called on this machine, which need not train it: {sentence}"
-            )
+    wrong = json.loads(told or "{}")
+    if not wrong:
+        return
+    sentence, frames = wrong["sentence"], wrong["frames"]
+    if not trains_here:
+        say(f"the workload cannot be called on this machine, which does not train it: {sentence}")
+    elif frames is None:
+        raise ConfigError(sentence)
+    else:
+        raise UserCodeError(sentence, frames)
 
 
 def main() -> None:
@@ -97,13 +95,8 @@ def main() -> None:
         from smolcluster.training.named import load_named  # noqa: PLC0415 - PyTorch may be missing
 
         load_named(wanted["name"], wanted["args"], wanted["seed"])
-    except UserCodeError as error:
-        is_here = isinstance(error.__cause__, OSError | ImportError)
-        kind = "here" if is_here else "user"
-        json.dump({"kind": kind, "sentence": str(error), "frames": error.frames}, told)
     except (SmolclusterError, ImportError) as error:
-        is_config = isinstance(error, ConfigError) and not isinstance(error, VariableMissing)
-        json.dump({"kind": "config" if is_config else "here", "sentence": str(error)}, told)
+        json.dump({"sentence": str(error), "frames": getattr(error, "frames", None)}, told)
     told.close()
 
 

@@ -46,7 +46,7 @@ class Feed:
         num_epochs: int,
     ) -> None:
         """`num_ahead`: samples that are loaded beyond the last ones asked for."""
-        self._samples, self._held_out = training.workload.train, training.workload.validation
+        self._samples = training.workload.train
         self._data = training.workload.name
         self._log = log
         self._num_slow = 0
@@ -150,7 +150,7 @@ class HeldOutFeed(Feed):
     ) -> None:
         alone = replace(training, prefetch=None)  # which is of the training data
         super().__init__(alone, inbox, log, num_ahead=0, num_epochs=0)
-        self._batch_size = batch_size
+        self._held_out, self._batch_size = training.workload.validation, batch_size
 
     def _load(self, _samples: Range, indices: Tensor) -> list[Batch]:
         held_out = self._held_out

@@ -46,7 +46,7 @@ class Trained(NamedTuple):
 
 
 class Turns:
-    """Says with which batches it is looked."""
+    """Decides at which batches a model's state is looked at."""
 
     def __init__(self) -> None:
         self._num_batches = 0

@@ -55,8 +55,10 @@ def test_an_error_in_the_function_is_told_with_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["elsewhere", "env:NOT_HERE"])
 def test_what_only_the_others_have_is_said_and_no_more(tmp_path: Path, kind: str) -> None:
-    [said] = check(tmp_path, kind=kind)
+    [said] = check(tmp_path, kind=kind, trains_here=False)
     assert "cannot be called on this machine" in said
+    with pytest.raises(SmolclusterError, match=r"nowhere|NOT_HERE"):
+        check(tmp_path, kind=kind)
 
 
 def test_nobody_waits_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -25,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from smolcluster.configs.keys import wrong_value
+from smolcluster.configs.keys import find_shape, wrong_value
 from smolcluster.configs.resolve import HIDDEN
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import hint_at, one_line
@@ -185,11 +183,6 @@ class HeteroConfig(_Section):
         return found
 
 
-_KEYS: Mapping[str, type[BaseModel]] = MappingProxyType(
-    {"coordinator": Machine, "workers": Worker, "shard_plan": Stage}
-)
-
-
 def node_of(stage: str | int) -> str:
     return LOCAL if stage == LOCAL else f"worker{stage}"
 
@@ -231,7 +224,8 @@ def _problem(error: ValidationError) -> str:
     *section, key = first["loc"] or ("the file",)
     where = ".".join(map(str, section))
     if first["type"] == "extra_forbidden":
-        known = _KEYS.get(str(section[0]) if section else "", HeteroConfig).model_fields
+        shape = find_shape(HeteroConfig, tuple(map(str, section)))
+        known = shape.keys if shape else ()
         allowed = f"it knows {', '.join(known)}"
         return f"{where or 'the file'} has no key {str(key)!r}{hint_at(str(key), known)}; {allowed}"
     path = tuple(map(str, first["loc"]))

@@ -120,7 +120,7 @@ def _check(job: KubernetesJob, config: KubernetesConfig) -> None:
     if config.nodes > 1 and GROUP_SECRET not in {**config.secrets, **config.env}:
         raise ConfigError(
             f"kubernetes.nodes is {config.nodes}, and nothing tells their ranks a common secret: make one "
-            f"(kubectl create secret generic mesh --from-literal=secret=...), and name it in "
+            "(kubectl create secret generic mesh --from-literal=secret=...), and name it in "
             f"kubernetes.secrets: {{{GROUP_SECRET}: mesh/secret}}"
         )
     if len(job.run_id) > MAX_NAME or not job.run_id.replace("-", "a").isalnum():

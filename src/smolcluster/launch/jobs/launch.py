@@ -47,6 +47,7 @@ from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import RunPaths, create_run, new_run_id
+from smolcluster.runs.summary import check_unfinished
 from smolcluster.transport.security import default_secret_path, ensure_secret
 
 
@@ -123,6 +124,8 @@ def resume_job(
         train_config=str(files[1]),
         overrides=(*told.overrides, *overrides),
     )
+    if paths.summary.is_file():
+        check_unfinished(paths, settings_of(request, local=False).train)
     on = launched.server.scheduler or how.on
     return launch_job(request, replace(how, on=on), run_id=paths.run_id)
 
