@@ -1,7 +1,7 @@
 """The name of a user's function: `my_project/train.py:workload`, or `package.module:workload`."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,26 @@ ARGS = "workload_args"
 MAX_LABEL_CHARS = 200
 FROM_ENVIRONMENT = re.compile(r"env:([A-Z_][A-Z0-9_]*)")
 """A value of `workload_args` that each machine takes from its own environment."""
-_SECRET_KEY = re.compile(
-    r"(^|_)(token|secret|password|passwd|passphrase|credentials?|(api|access|private|secret)_?key)$",
-    re.I,
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|-")
+"""Where a word begins in `hfToken`, `HFToken` and `hf-token`."""
+_KEYS_OF = (
+    "api|access|account|auth|private|secret|aws|github|gitlab|hf|hub|huggingface|openai|wandb"
 )
-_TEXT_TOKEN = re.compile(r"(^|_)(pad|bos|eos|unk|mask|sep|cls)_token$", re.I)
+_SECRET_KEY = re.compile(
+    r"(^|_)(token|secrets?|passwords?|passwd|passphrase|pwd|credentials?|bearer|auth|authorization"
+    rf"|({_KEYS_OF})_?keys?)(_?\d+)?$"
+)
+_AUTH = re.compile(r"(^|_)auth(orization)?$")
+"""Its value may also be the name of a method, in small letters."""
+_TEXT_TOKEN = re.compile(r"(^|_)(pad|bos|eos|unk|mask|sep|cls)_token$")
 """Of a tokenizer."""
-_SECRET = re.compile(r"[^\s<>~./][^\s<>]{7,}")
+_SECRET = re.compile(r"[^\s<>~./][^\s<>]{7,}|(bearer|basic)\s+\S{8,}", re.I)
 """No path, and none of a tokenizer's words."""
-_KNOWN_SECRET = re.compile(r"\b(hf_|sk-|gh[pos]_|github_pat_|xox[abp]-|AKIA)[\w-]{12,}")
-"""Of Hugging Face, OpenAI and its like, GitHub, Slack and Amazon."""
+_KNOWN_SECRET = re.compile(
+    r"\b(hf_|sk-|gh[oprsu]_|github_pat_|glpat-|pypi-|npm_|xox[abprs]-|AKIA|ASIA|AIza)[\w-]{12,}"
+    r"|://[^\s/:@]*:[^\s/@]+@"
+)
+"""Of Hugging Face, OpenAI, GitHub, GitLab, PyPI, npm, Slack, Amazon, Google; a password in a URL."""
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -154,10 +164,10 @@ def check_secrets(args: Mapping[str, Any]) -> None:
         ConfigError: a value looks like one by its key or how it begins, and is not `env:NAME`.
     """
     for key, value in args.items():
-        for each in value if isinstance(value, list) else [value]:
+        for each in _leaves(value):
             if isinstance(each, Mapping):
                 check_secrets(each)
-            elif isinstance(each, str) and _is_secret(key, each):
+            elif _is_secret(key, each):
                 raise ConfigError(
                     f"{ARGS}.{key} looks like a secret, and would stand in command lines, logs and the run's "
                     f"files: say {ARGS}.{key}=env:NAME, which each machine takes from its own environment "
@@ -165,11 +175,23 @@ def check_secrets(args: Mapping[str, Any]) -> None:
                 )
 
 
-def _is_secret(key: str, value: str) -> bool:
-    if FROM_ENVIRONMENT.fullmatch(value):
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is in a list, and in the lists in it."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    text, name = str(value), _HUMP.sub("_", key).lower()
+    if FROM_ENVIRONMENT.fullmatch(text):
         return False
-    is_named = _SECRET_KEY.search(key) and not _TEXT_TOKEN.search(key)
-    return bool(is_named and _SECRET.fullmatch(value)) or bool(_KNOWN_SECRET.search(value))
+    is_named = _SECRET_KEY.search(name) and not _TEXT_TOKEN.search(name)
+    is_method = _AUTH.search(name) and text.isalpha() and text.islower()
+    is_meant = bool(is_named and not is_method and _SECRET.fullmatch(text))
+    return is_meant or bool(_KNOWN_SECRET.search(text))
 
 
 def from_environment(value: Any, environ: Mapping[str, str], key: str) -> Any:
