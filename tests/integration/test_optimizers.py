@@ -33,6 +33,7 @@ OPTIMIZERS = {
         "gradient_clipping.max_value=0.01",
     ),
     "Adafactor": ("optimizer=Adafactor", "learning_rate=0.05"),
+    "muon": ("optimizer=muon", "weight_decay=0.1", "gradient_clipping.max_norm=0.5"),
 }
 NODES = ("pi5", "win")
 WAYS: list[tuple[AlgorithmName, int]] = [("edp", 1), ("syncps", 2)]
@@ -75,7 +76,9 @@ def test_any_optimizer_trains_as_in_one_process(
     expected, training = alone(settings)
     assert losses_of(cluster) == pytest.approx(expected, rel=1e-5)
     theirs, own = cluster.training.replica, training.replica
-    torch.testing.assert_close(theirs.params, own.params, rtol=1e-4, atol=1e-6)
+    # Sums of gradients round otherwise than one gradient; Muon's bfloat16 makes that a hundredth of a step.
+    most = 1e-4 if name == "muon" else 1e-6
+    torch.testing.assert_close(theirs.params, own.params, rtol=1e-4, atol=most)
     if theirs.ema_decay is not None:
         assert theirs.average is not None
         assert own.average is not None
@@ -144,7 +147,7 @@ def test_who_joins_later_has_the_optimizer_s_state(
 
 
 @pytest.mark.parametrize("algorithm", ["edp", "syncps"])
-@pytest.mark.parametrize("name", ["momentum", "NAdam", "Adafactor"])
+@pytest.mark.parametrize("name", ["momentum", "NAdam", "Adafactor", "muon"])
 def test_a_resumed_run_goes_on_with_the_optimizer_s_state(
     tmp_path: Path, algorithm: AlgorithmName, name: str
 ) -> None:

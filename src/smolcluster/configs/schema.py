@@ -114,6 +114,7 @@ OptimizerName = Annotated[
         "adam",
         "adamw",
         "sgd",
+        "muon",
         "ASGD",
         "Adadelta",
         "Adafactor",
@@ -887,11 +888,13 @@ class TrainConfig(Section):
     )
     optimizer: OptimizerName = Field(
         "adam",
-        description="adamw decays weights apart from the gradient; adam, adamw and sgd are fused, the others "
-        "are PyTorch's classes.",
+        description="adamw decays weights apart from the gradient; muon is Muon for hidden matrices and "
+        "adamw for all else; adam, adamw and sgd are fused, capitalized ones PyTorch's classes.",
     )
     optimizer_args: OptimizerArgs = Field(
-        {}, description="The optimizer's other arguments, such as momentum of sgd or betas of adam."
+        {},
+        description="The optimizer's other arguments, such as momentum of sgd or betas of adam; of muon also "
+        "muon and adamw, patterns of the names of parameters that are that one's.",
     )
     weight_decay: NonNegativeFloat = Field(
         0.0, description="Of matrices only; biases and norms do not decay."

@@ -24,6 +24,7 @@ from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_dra
 from smolcluster.training.lazy import give_shapes
 from smolcluster.training.local_copy import Fragments, LocalCopy, OwnCopy
 from smolcluster.training.microbatching import Microbatching
+from smolcluster.training.muon import MuonOptimizer
 from smolcluster.training.optimizer import LocalOptimizer
 from smolcluster.training.recipe import Training
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
@@ -341,6 +342,8 @@ def build(
     at_most = Microbatching(at_once, "microbatch", log, is_whole=train.batch == "whole")
     eval_size = workload.eval_batch_size or at_once or train.batch_size
     evaluated = Microbatching(eval_size, "samples of an evaluation", log)
+    if isinstance(replica.optimizer, MuonOptimizer) and log is not None:
+        log.info("%s", replica.optimizer.split.sentence)
     if replica.resting and log is not None:
         log.info("in evaluation mode, and left in it: %s", a_few(replica.resting))
     if replica.reordered and log is not None:

@@ -24,13 +24,18 @@ from smolcluster.training.kept import is_like
 from smolcluster.utils.words import hint_at
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
-NAMES = ("adam", "adamw", "sgd")
+MUON = "muon"
+NAMES = ("adam", "adamw", "sgd", MUON)
 STEP_COUNT, MOMENTUM = "step", "momentum_buffer"
 OF_ADAM = MappingProxyType({"betas": (0.9, 0.999), "eps": 1e-8})
 OF_SGD = MappingProxyType({"momentum": 0.0, "dampening": 0.0, "nesterov": False})
+OF_MUON = MappingProxyType({"momentum": 0.95, "nesterov": True, "ns_steps": 5, **OF_ADAM})
 """Arguments and their defaults."""
 CLASSES = MappingProxyType({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"})
 """What PyTorch calls them."""
+_KNOWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"adam": OF_ADAM, "adamw": OF_ADAM, "sgd": OF_SGD, MUON: OF_MUON}
+)
 
 
 class LocalOptimizer(Protocol):
@@ -57,6 +62,8 @@ class FlatRule:
     arguments: Mapping[str, Any]
     weight_decay: float
     num_decayed: int
+    matrices: tuple[tuple[int, int, int], ...] = ()
+    """Of muon: where each begins, its rows and columns."""
 
 
 class FlatOptimizer:
@@ -80,7 +87,7 @@ class FlatOptimizer:
         """Set up the rule that changes `params` in place by their gradient `grads`, both (num_params,).
 
         Args:
-            name: adam, adamw or sgd.
+            name: adam, adamw or sgd; muon, which `MuonOptimizer` completes.
             weight_decay: added to the gradient as weight_decay · params (adam, sgd), or taken from
                 the weights as learning_rate · weight_decay · params (adamw).
             num_decayed: so many weights, from the first one, decay; None: all do.
@@ -160,29 +167,31 @@ class FlatOptimizer:
     ) -> None:
         """Change the first n weights by one step with this gradient (n,), on the same device."""
         step = self._sgd_step if self._name == "sgd" else self._adam_step
-        border = min(self._num_decayed if self._weight_decay else 0, gradient.numel())
-        for place, decay in (
-            (slice(0, border), self._weight_decay),
-            (slice(border, gradient.numel()), 0.0),
-        ):
+        for place, decay in self._stretches(gradient.numel()):
             if place.start < place.stop:
                 step(place, gradient[place], learning_rate, decay)
         if self.state:
             self.state[STEP_COUNT] += 1
 
+    def _stretches(self, numel: int) -> list[tuple[slice, float]]:
+        """Where the first weights lie that are stepped elementwise, and how they decay."""
+        border = min(self._num_decayed if self._weight_decay else 0, numel)
+        return [(slice(0, border), self._weight_decay), (slice(border, numel), 0.0)]
+
     def _adam_step(
         self, place: slice, gradient: Tensor, learning_rate: float, weight_decay: float
     ) -> None:
+        first, second = (self.state[name] for name in _moments_of(self._name, self._arguments))
         adam(
             [self._params[place]],
             [gradient],
-            [self.state["exp_avg"][place]],
-            [self.state["exp_avg_sq"][place]],
+            [first[place]],
+            [second[place]],
             [],
             [self.state[STEP_COUNT].clone()],
             foreach=False,
             fused=self._fused,
-            decoupled_weight_decay=self._name == "adamw",
+            decoupled_weight_decay=self._name != "adam",
             amsgrad=False,
             beta1=self._arguments["betas"][0],
             beta2=self._arguments["betas"][1],
@@ -223,16 +232,19 @@ def take_over(state: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None
 
 
 def _arguments(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    defaults: Mapping[str, Any] = OF_SGD if name == "sgd" else OF_ADAM
+    defaults = _KNOWN[name]
     for key in given:
         if key not in defaults:
             known = ", ".join(defaults)
+            its = CLASSES.get(name)
+            other = f"; a class of torch.optim, such as {its}, takes more" if its else ""
             raise ConfigError(
-                f"optimizer_args has {key}, which {name} does not take; it takes {known}; a class of "
-                f"torch.optim, such as {CLASSES[name]}, takes more{hint_at(key, defaults)}"
+                f"optimizer_args has {key}, which {name} does not take; it takes {known}"
+                f"{other}{hint_at(key, defaults)}"
             )
     arguments = {**defaults, **given}
-    if arguments.get("nesterov") and not (arguments["momentum"] > 0 and not arguments["dampening"]):
+    is_damped = arguments.get("dampening")
+    if arguments.get("nesterov") and not (arguments["momentum"] > 0 and not is_damped):
         raise ConfigError(
             "optimizer_args.nesterov is true, which needs momentum above 0 and no dampening"
         )
@@ -242,6 +254,8 @@ def _arguments(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
 def _moments_of(name: str, arguments: Mapping[str, Any]) -> Sequence[str]:
     if name == "sgd":
         return [MOMENTUM] if arguments["momentum"] else []
+    if name == MUON:
+        return [MOMENTUM, "exp_avg_sq"]
     return ["exp_avg", "exp_avg_sq"]
 
 

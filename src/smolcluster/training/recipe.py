@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from smolcluster.configs.schema import GradientClipping, Precision, TrainConfig
 from smolcluster.training.hooks import NO_HOOKS, Hooks
+from smolcluster.training.muon import Split
 
 ParameterGroup = Mapping[str, Any]
 """Parameters under `params`, and what the optimizer shall do with them, as `torch.optim` takes groups."""
@@ -27,6 +28,8 @@ class OptimizerSpec:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     groups: Groups | None = None
     learning_rate: float = 1.0
+    split: Split | None = None
+    """Of muon, for a part of a model: how the whole model's parameters were divided."""
 
 
 @dataclass(frozen=True)

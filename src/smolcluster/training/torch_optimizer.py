@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from smolcluster.errors import ConfigError
-from smolcluster.training.optimizer import CLASSES, STEP_COUNT, FlatOptimizer, take_over
+from smolcluster.training.muon import CHOOSERS, Matrix, MuonOptimizer, choose
+from smolcluster.training.optimizer import CLASSES, MUON, STEP_COUNT, FlatOptimizer, take_over
 from smolcluster.training.recipe import Groups, OptimizerFactory, OptimizerSpec, ParameterGroup
 from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.utils.words import hint_at
@@ -122,7 +123,12 @@ class TorchOptimizer:
             if name is None:
                 raise
             cause = error.__cause__ or error
-            raise ConfigError(f"optimizer {name} cannot train this model: {cause}") from error
+            remedy = (
+                "; set optimizer to muon, which leaves those to AdamW" if name == "Muon" else ""
+            )
+            raise ConfigError(
+                f"optimizer {name} cannot train this model: {cause}{remedy}"
+            ) from error
         return [dict(optimizer.state[weight]) for weight in weights]
 
     def _new(self, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -327,7 +333,7 @@ def torch_class(name: str) -> type[torch.optim.Optimizer]:
     short = name.removeprefix("torch.optim.")
     if short not in known:
         raise ConfigError(
-            f"optimizer is {name!r}, allowed: adam, adamw, sgd, or a class of torch.optim "
+            f"optimizer is {name!r}, allowed: adam, adamw, sgd, muon, or a class of torch.optim "
             f"({', '.join(sorted(known))}){hint_at(short, known)}"
         )
     return known[short]
@@ -387,6 +393,8 @@ def new_optimizer(
         return FlatOptimizer(
             spec.kind, flat.params, flat.grads, weight_decay, num_decayed, arguments=spec.arguments
         )
+    if spec.kind == MUON:
+        return _muon(spec, model, flat, weight_decay)
     factory = (
         torch_class(CLASSES.get(spec.kind, spec.kind)) if isinstance(spec.kind, str) else spec.kind
     )
@@ -403,6 +411,27 @@ def new_optimizer(
     if _torch_name(factory) in ELEMENTWISE:
         pieces = _merged(pieces)
     return TorchOptimizer(spec, factory, groups, pieces, flat)
+
+
+def _muon(spec: OptimizerSpec, model: nn.Module, flat: Flat, weight_decay: float) -> MuonOptimizer:
+    if spec.groups is not None:
+        raise ConfigError(
+            "training.groups is set, but optimizer is muon, which has groups of its own: leave groups out, "
+            "and name what AdamW shall train in optimizer_args.adamw"
+        )
+    split = spec.split or choose(model, flat.trainable, spec.arguments)
+    matrices = [
+        Matrix(place.start, *weight.shape)
+        for (name, weight), place in zip(flat.trainable, flat.places, strict=True)
+        if name in split.by_muon
+    ]
+    return MuonOptimizer(
+        *(flat.params, flat.grads, weight_decay),
+        sum(weight.numel() for _, weight in flat.trainable if weight.ndim > 1),
+        matrices=matrices,
+        arguments={key: each for key, each in spec.arguments.items() if key not in CHOOSERS},
+        split=split,
+    )
 
 
 def _takes(factory: OptimizerFactory, name: str) -> bool:
