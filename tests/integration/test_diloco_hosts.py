@@ -59,8 +59,12 @@ def when_changes_wait(cluster: Cluster, step: int, act: Callable[[], None]) -> N
 
 @pytest.mark.parametrize(
     "overrides",
-    [("mode=sync",), ("mode=sync", "codec_up=int8", "codec_down=int4")],
-    ids=["lossless", "int8 and int4"],
+    [
+        ("mode=sync",),
+        ("mode=sync", "codec_up=int8", "codec_down=int4"),
+        ("mode=sync", "optimizer=muon"),
+    ],
+    ids=["lossless", "int8 and int4", "muon"],
 )
 def test_any_number_of_hosts_gives_the_same_bits(
     tmp_path: Path, overrides: tuple[str, ...]

@@ -25,8 +25,9 @@ STEP = 60
 KEPT = Path("test-run") / "worker-1"
 
 
-def settings_for(codec: str, workers: int = 1) -> Settings:
+def settings_for(codec: str, workers: int = 1, optimizer: str = "adam") -> Settings:
     return local_settings(
+        f"optimizer={optimizer}",
         *("mode=sync", f"codec_up={codec}", f"codec_down={codec}", "local_steps=5", "num_epochs=4"),
         *("checkpoint_steps=30", "keep_last=100", f"min_workers={workers}"),
         *("outer_lr=0.7", "outer_momentum=0.9", "eval_steps=1000"),
@@ -66,9 +67,11 @@ def losses_after(records: list[MetricRecord], step: int = STEP) -> list[float]:
     return [record.values["loss"] for record in records if record.step > step]
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_one_worker_goes_on_bit_for_bit(tmp_path: Path, codec: str) -> None:
-    settings = settings_for(codec)
+@pytest.mark.parametrize(
+    ("codec", "optimizer"), [("fp32", "adam"), ("int8", "adam"), ("int8", "muon")]
+)
+def test_one_worker_goes_on_bit_for_bit(tmp_path: Path, codec: str, optimizer: str) -> None:
+    settings = settings_for(codec, optimizer=optimizer)
     whole = run(settings, tmp_path / "whole")
     resumed = run(settings, killed_after(whole.folder, tmp_path / "resumed"), resume=True)
     assert torch.equal(resumed.training.replica.params, whole.training.replica.params)

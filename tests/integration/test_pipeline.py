@@ -126,6 +126,18 @@ def test_losses_are_those_of_one_process(
     assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=rel)
 
 
+def test_muon_steps_the_same_matrices_as_in_one_process(tmp_path: Path) -> None:
+    """The last layer of the first stage is no output layer."""
+    settings = settings_for(2, "optimizer=muon", "num_epochs=1", "weight_decay=0.1")
+    cluster = run(settings, tmp_path, gpt())
+    expected, alone = own_workloads.alone(settings, gpt(), "pipeline")
+    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
+    checkpoint = cluster.store.newest_good()
+    assert checkpoint is not None
+    for name, tensor in alone.replica.optimizer.state.items():
+        torch.testing.assert_close(checkpoint.optimizer[name], tensor, rtol=1e-2, atol=1e-5)
+
+
 def test_adapters_on_a_model_of_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     settings = settings_for(2)

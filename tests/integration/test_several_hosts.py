@@ -230,7 +230,9 @@ def test_a_store_that_is_not_listed_is_refused(tmp_path: Path) -> None:
     cluster.finish(cluster.worker(1), *stores)
 
 
-@pytest.mark.parametrize("override", ["update_rule=mixing", "ema_decay=0.9", "optimizer=Adagrad"])
+@pytest.mark.parametrize(
+    "override", ["update_rule=mixing", "ema_decay=0.9", "optimizer=Adagrad", "optimizer=muon"]
+)
 def test_what_needs_all_weights_in_one_place_is_refused(tmp_path: Path, override: str) -> None:
     settings = settings_for(2, override)
     with pytest.raises(ConfigError):

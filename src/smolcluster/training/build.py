@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -384,9 +384,12 @@ def stage_replica(
     """These layers of the model that `training` outlines, with their initial weights, on `device`."""
     workload, outlined = training.workload, training.replica
     workload.bring_losses(device)
+    spec, whole = workload.training.optimizer_for(train), outlined.optimizer
+    if isinstance(whole, MuonOptimizer):  # a stage's last layer need not be the model's
+        spec = replace(spec, split=whole.split)
     return Replica(
         build_stage(workload, layers.start, layers.stop, training.seed, device, log=log),
-        workload.training.optimizer_for(train),
+        spec,
         weight_decay=train.weight_decay,
         device=device,
         bucket_bytes=outlined.bucket_bytes,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from smolcluster.errors import ConfigError
-from smolcluster.training.optimizer import MOMENTUM, MUON, FlatOptimizer, FlatRule
+from smolcluster.training.optimizer import MOMENTUM, MUON, FlatOptimizer
 from smolcluster.utils.units import format_count
 from smolcluster.utils.words import a_few, hint_at
 
@@ -123,12 +123,6 @@ class MuonOptimizer(FlatOptimizer):
         if part is not self:
             part._matrices = tuple(inside)
         return part
-
-    @property
-    def rule(self) -> FlatRule:
-        return FlatRule(
-            *(self._name, self._arguments, self._weight_decay, self._num_decayed), self._matrices
-        )
 
     @torch.no_grad()
     def step_with(self, gradient: Tensor, learning_rate: float, *, owned: bool = False) -> None:

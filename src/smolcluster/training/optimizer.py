@@ -62,8 +62,6 @@ class FlatRule:
     arguments: Mapping[str, Any]
     weight_decay: float
     num_decayed: int
-    matrices: tuple[tuple[int, int, int], ...] = ()
-    """Of muon: where each begins, its rows and columns."""
 
 
 class FlatOptimizer:

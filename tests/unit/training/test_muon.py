@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from smolcluster.configs.schema import GPTConfig, GradientClipping
 from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import GPT
+from smolcluster.ps.hosted_stores import HostedStores
 from smolcluster.ps.store import Stores
 from smolcluster.training import muon
 from smolcluster.training.muon import MuonOptimizer
@@ -188,6 +189,11 @@ def test_groups_are_refused() -> None:
 def test_stores_that_cut_a_matrix_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"optimizer is muon.*lies in two stores"):
         Stores(replica_of(gpt(), bucket_bytes=1000), 3)
+
+
+def test_a_server_of_several_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer is muon.*servers lists mini1, win"):
+        HostedStores(replica_of(gpt()), ["mini1", "win"])
 
 
 def test_a_state_of_adamw_is_not_taken_for_muon_s() -> None:

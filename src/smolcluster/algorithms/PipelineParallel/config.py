@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
     from smolcluster.training.recipe import Training
 
-FLAT_OPTIMIZERS = ("adam", "adamw", "sgd")
+FLAT_OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
 """Those whose state can be cut where layers are."""
 
 
