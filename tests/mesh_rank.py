@@ -80,7 +80,9 @@ class Case:
         return TrainConfig.model_validate({**TRAIN, **self.train})
 
 
+MUON = {"optimizer": "muon", "learning_rate": 0.01}
 CASES = {
+    "dp2-pp2-muon": Case({"dp": 2, "pp": 2}, {"microbatches": 2}, MUON),
     "tp4": Case({"tp": 4}),
     "fsdp4": Case({"fsdp": 4}, {"microbatches": 2}, ADAM, double=True),
     "dp2-fsdp2": Case({"dp": 2, "fsdp": 2}, {"activation_checkpointing": "full"}),
@@ -347,6 +349,8 @@ def compare(name: str, case: Case, folder: Path) -> None:
     found = json.loads((folder / f"{name}.json").read_text())
     steps, weights, early = alone(case)
     exact = 1e-9 if case.double else 1e-5
+    if case.train.get("optimizer") == "muon":  # its bfloat16 makes much of a sum's last bit
+        exact = 1e-3
     tolerance = 2e-2 if case.train.get("precision") == "bf16" else exact
     for mesh, single in zip(found["steps"], steps, strict=True):
         assert mesh == pytest.approx(single, rel=tolerance, abs=tolerance), name

@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tuning_demo" / "tr
 
 ALWAYS = (
     *("dp2-fsdp2", "tp2-pp2-1f1b", "fsdp2-pp2-zbv", "dp2-tp2-bf16", "tp2-pp2-sequence-loss"),
-    *("dp2-tp2-llama", "pp4-bare", "dp2-fsdp2-uncut"),
+    *("dp2-tp2-llama", "pp4-bare", "dp2-fsdp2-uncut", "dp2-pp2-muon"),
 )
 IN_CI = (*("pp4-gpipe", "tp2-pp2-interleaved", "dp2-pp2-dualpipev", "tp2-fsdp2-loss"),)
 REST = tuple(mesh_rank.CASES.keys() - {*ALWAYS, *IN_CI})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]
 Recompute = Literal["none", "full", "selective"]
-OPTIMIZERS = ("adam", "adamw", "sgd")
+OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
 """Those whose state is spread as the weights are."""
 SPLIT = frozenset({"zero-bubble", "zb-v", "dualpipev"})
 """Schedules that put weight gradients off."""
@@ -124,6 +124,7 @@ class MeshConfig(ScheduledConfig):
             raise ConfigError(
                 f"optimizer is {train.optimizer!r}, a mesh takes {', '.join(OPTIMIZERS)}"
             )
+        check_optimizer(train.optimizer, self.mesh)
         if train.ema_decay is not None:
             raise ConfigError(
                 f"ema_decay is {train.ema_decay:g}, but on a mesh nobody averages weights: set it to null"
@@ -195,6 +196,19 @@ class MeshConfig(ScheduledConfig):
                 f"sharding has stages of {told.tp} ranks, {told.pp} in all, but mesh is {self.mesh}: set "
                 f"mesh.tp to {told.tp} and mesh.pp to {told.pp}, or change the file"
             )
+
+
+def check_optimizer(name: str, sizes: MeshSizes) -> None:
+    """Refuse Muon, which steps whole matrices, where ranks have parts of them.
+
+    Raises:
+        ConfigError: one line with the keys, their values and what to change.
+    """
+    if name == "muon" and (sizes.fsdp > 1 or sizes.tp > 1):
+        raise ConfigError(
+            f"optimizer is muon, which steps whole matrices, but mesh.fsdp is {sizes.fsdp} and mesh.tp is "
+            f"{sizes.tp}, which cut them: set both to 1, or optimizer to adamw"
+        )
 
 
 def what_takes_less(config: MeshConfig, num_samples: int) -> str:

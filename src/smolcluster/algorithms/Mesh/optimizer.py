@@ -1,7 +1,7 @@
 """An optimizer step over a mesh: true norm, clip, and a rule on what lies on each rank.
 
 Rules are elementwise, so a rank steps its own part of each weight, and parts of one weight on several ranks
-stay what they would be in one process.
+stay what they would be in one process. Muon's is not: it takes meshes that cut no weight.
 """
 
 import math
@@ -13,15 +13,53 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from smolcluster.algorithms.Mesh.config import check_optimizer
 from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT, Groups
 from smolcluster.algorithms.Mesh.parallel import Slot
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError
-from smolcluster.training.optimizer import CLASSES, clip_factor
+from smolcluster.training.muon import CHOOSERS, Matrix, MuonOptimizer, Split
+from smolcluster.training.optimizer import CLASSES, MOMENTUM, MUON, clip_factor
 from smolcluster.training.recipe import OptimizerSpec
 
 RULES: Mapping[str, type[Optimizer]] = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 STEP = "step"
+
+
+class MuonRule(Optimizer):
+    """`MuonOptimizer` on one parameter each; in groups with `is_muon` all are matrices of Muon's."""
+
+    def __init__(self, params: Any, arguments: Mapping[str, Any]) -> None:
+        super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "is_muon": False})
+        self._rules = {
+            weights: MuonOptimizer(
+                *(weights.data.view(-1), torch.empty(0), group["weight_decay"]),
+                matrices=[Matrix(0, *weights.shape)] if group["is_muon"] else [],
+                arguments=arguments,
+            )
+            for group in self.param_groups
+            for weights in group["params"]
+        }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # noqa: ARG002
+        for group in self.param_groups:
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    self._step(weights, group["lr"])
+
+    def _step(self, weights: Tensor, learning_rate: float) -> None:
+        rule, state = self._rules[weights], self.state[weights]
+        count = rule.state[STEP]
+        if state:
+            moments = {name: each.view(-1) for name, each in state.items() if name != STEP}
+            rule.state = moments | {STEP: count.copy_(state[STEP])}
+        else:
+            rule.reset()
+            state.update({name: each.view_as(weights) for name, each in rule.moments.items()})
+        assert weights.grad is not None  # noqa: S101 - see `step`
+        rule.step_with(weights.grad.reshape(-1), learning_rate)
+        state[STEP] = count
 
 
 class MeshOptimizer:
@@ -36,33 +74,38 @@ class MeshOptimizer:
     def __init__(
         self, slots: Sequence[Slot], spec: OptimizerSpec, weight_decay: float, groups: Groups
     ) -> None:
-        """Make it with fresh state.
+        """Make it with fresh state; of muon `spec` has the whole model's split.
 
         Raises:
-            ConfigError: the rule is not elementwise, as far as is known.
+            ConfigError: the rule is not elementwise, as far as is known, or is Muon's and weights are cut.
         """
-        if not isinstance(spec.kind, str) or spec.kind not in RULES or spec.groups is not None:
+        is_known = isinstance(spec.kind, str) and spec.kind in (*RULES, MUON)
+        if not isinstance(spec.kind, str) or not is_known or spec.groups is not None:
             name = spec.kind if isinstance(spec.kind, str) else "a function of your own"
             raise ConfigError(
                 f"optimizer is {name}, but each rank of a mesh steps its own part of the "
-                f"weights: it must be one of {', '.join(CLASSES)}, without groups"
+                f"weights: it must be one of {', '.join((*CLASSES, MUON))}, without groups"
             )
+        check_optimizer(spec.kind, groups.sizes)
         self.slots, self._groups = slots, groups
         self._locals = [nn.Parameter(slot.local) for slot in slots]
-        decays = [len(slot.shape) > 1 for slot in slots]
-        pairs = list(zip(self._locals, decays, strict=True))
+        by_muon = (spec.split or Split(frozenset())).by_muon
+        kinds = [(slot.name in by_muon, len(slot.shape) > 1) for slot in slots]
         options = [
-            {"params": [each for each, decays in pairs if decays], "weight_decay": weight_decay},
-            {"params": [each for each, decays in pairs if not decays], "weight_decay": 0.0},
+            {
+                "params": [
+                    each for each, own in zip(self._locals, kinds, strict=True) if own == kind
+                ],
+                "weight_decay": weight_decay if kind[1] else 0.0,
+            }
+            | ({"is_muon": kind[0]} if spec.kind == MUON else {})
+            for kind in ((True, True), (False, True), (False, False))
         ]
         kept = [each for each in options if each["params"]]
         self.num_steps = 0
-        momentum = spec.arguments.get("momentum", 0)
-        of_sgd = ("momentum_buffer",) if momentum else ()
-        self.moment_names = of_sgd if spec.kind == "sgd" else ("exp_avg", "exp_avg_sq")
+        self.moment_names = _moment_names(spec)
         of_none = [{"params": [nn.Parameter(torch.empty(0))]}]  # a stage may have no parameters
-        rule = RULES[spec.kind]
-        self._rule = rule(kept or of_none, lr=0.0, foreach=True, **spec.arguments)  # type: ignore[call-arg]
+        self._rule = _rule(spec, kept or of_none)
 
     def norm(self, gradients: Sequence[Tensor]) -> float:
         """The L2 norm of the whole gradient, of which each rank has parts, some ranks the same."""
@@ -105,6 +148,20 @@ class MeshOptimizer:
             if state and not isinstance(self._rule, SGD):
                 state[STEP] = torch.tensor(float(num_steps))
             self._rule.state[local] = state
+
+
+def _moment_names(spec: OptimizerSpec) -> tuple[str, ...]:
+    if spec.kind == "sgd":
+        return (MOMENTUM,) if spec.arguments.get("momentum", 0) else ()
+    return (MOMENTUM if spec.kind == MUON else "exp_avg", "exp_avg_sq")
+
+
+def _rule(spec: OptimizerSpec, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    if spec.kind == MUON:
+        own = {key: each for key, each in spec.arguments.items() if key not in CHOOSERS}
+        return MuonRule(groups, own)
+    rule = RULES[str(spec.kind)]
+    return rule(groups, lr=0.0, foreach=True, **spec.arguments)  # type: ignore[call-arg, arg-type]
 
 
 def sum_replicas(slots: Sequence[Slot], groups: Groups) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,15 +22,25 @@ from smolcluster.data.dataset import Place
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.errors import NonFiniteLoss, OutOfMemory, UserCodeError
 from smolcluster.training.batches import placed
+from smolcluster.training.buffers import plain_name
 from smolcluster.training.compute import autocast
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.modes import begin_training
+from smolcluster.training.muon import choose
+from smolcluster.training.optimizer import MUON
+from smolcluster.training.recipe import OptimizerSpec
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.scaler import LEAST_SCALE, LossScaler
 from smolcluster.training.schedule import learning_rate
 from smolcluster.training.schedules.instructions import stage_ranks
 from smolcluster.training.schedules.simulation import Span
-from smolcluster.training.stages.build import build_stage, model_input, num_layers, output_loss
+from smolcluster.training.stages.build import (
+    build_stage,
+    model_input,
+    num_layers,
+    outline,
+    output_loss,
+)
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
@@ -144,7 +154,7 @@ class MeshTrainer:
         self._tied = TiedWeights(self.slots, tied, groups)
         self._optimizer = MeshOptimizer(
             self.slots,
-            workload.training.optimizer_for(self._train),
+            _spec_of(workload, self._train),
             self._train.weight_decay,
             groups,
         )
@@ -325,3 +335,15 @@ class MeshTrainer:
                 self._seeds.begin(place)
                 part.model_input = model_input(self.workload, batch)
         return part
+
+
+def _spec_of(workload: Workload, train: TrainConfig) -> OptimizerSpec:
+    """The optimizer that is meant; muon's with how the whole model's parameters are divided."""
+    spec = workload.training.optimizer_for(train)
+    if spec.kind != MUON:
+        return spec
+    model = outline(workload)
+    trainable = [
+        (plain_name(name), each) for name, each in model.named_parameters() if each.requires_grad
+    ]
+    return replace(spec, split=choose(model, trainable, spec.arguments))

@@ -6,12 +6,14 @@ import pytest
 
 from smolcluster.algorithms.Mesh.config import (
     MeshConfig,
+    check_optimizer,
     config_of,
     cut_equally,
     pick_backend,
     what_takes_less,
 )
 from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import ConfigError
 
 
@@ -93,3 +95,13 @@ def test_layers_are_divided_equally() -> None:
     assert [(each.start, each.stop) for each in cut_equally(10, 4)] == [
         *((0, 3), (3, 6), (6, 8), (8, 10))
     ]
+
+
+@pytest.mark.parametrize("sizes", [MeshSizes(fsdp=2), MeshSizes(tp=2, dp=2)])
+def test_muon_is_refused_where_matrices_are_cut(sizes: MeshSizes) -> None:
+    with pytest.raises(
+        ConfigError, match=r"optimizer is muon.*mesh\.fsdp is \d and mesh\.tp is \d"
+    ):
+        check_optimizer("muon", sizes)
+    check_optimizer("adamw", sizes)
+    check_optimizer("muon", MeshSizes(dp=2, pp=2))
