@@ -1,5 +1,6 @@
 """Commands that start, show and stop a run: launch, resume, attach, stop, join."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from smolcluster.cli.options import (
     Script,
     TrainFile,
     TrustedWorkload,
+    Without,
     Workers,
     Workload,
     below,
@@ -96,6 +98,7 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         local: Local = False,
         on: Place = "ssh",
         workers: Workers = None,
+        without: Without = None,
         dry_run: DryRun = False,
         detach: Detach = False,
         no_sync: NoSync = False,
@@ -123,6 +126,7 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
             workload=workload,
             script=script,
         )
+        request = replace(request, without=tuple(dict.fromkeys(without or ())))
         how = LaunchOptions(
             dry_run,
             not no_sync,

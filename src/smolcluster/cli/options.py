@@ -62,6 +62,14 @@ NoTmux = Annotated[
         "--no-tmux", help="No window; with --local plain child processes, which need no tmux."
     ),
 ]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--without",
+        metavar="NODE",
+        help="Leave this machine of the cluster file out; it may join later. Repeatable.",
+    ),
+]
 NoSync = Annotated[
     bool, typer.Option("--no-sync", help="Leave code and environment of the machines as they are.")
 ]

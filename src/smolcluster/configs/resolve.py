@@ -11,7 +11,7 @@ training file's `dataset.root` and `dataset.download` hold.
 import copy
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -52,6 +52,7 @@ from smolcluster.configs.schema import (
     train_section,
 )
 from smolcluster.configs.spec import AlgorithmSpec, algorithms
+from smolcluster.configs.without import check_server, without_nodes
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.words import hint_at, one_line
@@ -174,6 +175,7 @@ def load_settings(
     *,
     local_workers: int | None = None,
     local: bool = False,
+    without: Collection[str] = (),
 ) -> Settings:
     """Read both files and resolve them for one machine.
 
@@ -184,6 +186,7 @@ def load_settings(
         environ: where `SMOLCLUSTER_…` are looked up; all other names are ignored.
         local_workers: number of workers on this machine, only with `local`; None: the cluster file's.
         local: everything runs on this machine, see `localise`.
+        without: nodes of the cluster file that take no part.
 
     Raises:
         ConfigError: one line with the file, flag or variable, the key, its value and what is allowed; or the
@@ -195,7 +198,7 @@ def load_settings(
         )
     cluster_path = find_config(cluster_source, "cluster")
     train_path = find_config(train_source, "training")
-    cluster = read_config(cluster_path, "cluster")
+    cluster = cluster_without(cluster_path, without)
     if local:
         flat, words = flatten(cluster, str(cluster_path))
         stated = Draft(cluster_section(), str(cluster_path), flat, words).check()
@@ -209,6 +212,7 @@ def load_settings(
         cluster_file=str(cluster_path),
         train_file=str(train_path),
     )
+    check_server(settings.cluster, without)
     if settings.train.workload is None and not settings.train.workload_args:
         return settings
     said = (*from_environment(environ), *from_overrides(overrides))
@@ -218,6 +222,20 @@ def load_settings(
         folder = train_path.parent.resolve()
         check_workload(folder, load_resolved(train_path).train, may_have_changed=True)
     return settings
+
+
+def cluster_without(path: Path, names: Collection[str]) -> dict[str, Any]:
+    """What a cluster file says; without these nodes, see `without_nodes`.
+
+    Raises:
+        ConfigError: the file is wrong, or one of them cannot be left out.
+    """
+    content = read_config(path, "cluster")
+    if not names:
+        return content
+    flat, words = flatten(content, str(path))
+    stated: ClusterConfig = Draft(cluster_section(), str(path), flat, words).check()
+    return without_nodes(content, stated, names, str(path))
 
 
 def resolve(

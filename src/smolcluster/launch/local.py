@@ -12,6 +12,7 @@ from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.meant import written_here
 from smolcluster.configs.resolve import Settings, check_algorithm
 from smolcluster.configs.schema import config_of
+from smolcluster.errors import ConfigError
 from smolcluster.launch.group_plan import plan_group_local
 from smolcluster.launch.host import Host
 from smolcluster.launch.jobs.launch import launch_job
@@ -35,6 +36,11 @@ def launch(request: Request, how: LaunchOptions, *, local: bool) -> int:
     Raises:
         SmolclusterError: what prevents it, in one line.
     """
+    if request.without and (local or how.on != "ssh"):
+        raise ConfigError(
+            f"--without {request.without[0]}: it leaves out machines that are reached over SSH; with --local "
+            "say --workers N, with --on how many nodes"
+        )
     if not local and how.on != "ssh":
         return launch_job(for_any_folder(request), how)
     if not local:

@@ -50,6 +50,7 @@ class Request:
             as it is seen from WORKLOAD_FOLDER in the run's folder; None: what the training file names.
         script: a script that attaches, and its arguments, which is every worker; on the machines of a cluster
             as it is seen from there, too; None: the algorithm's own.
+        without: nodes of the cluster file that are left out.
     """
 
     algorithm: AlgorithmSpec
@@ -59,6 +60,7 @@ class Request:
     num_workers: int | None = None
     workload: str | None = None
     script: str | None = None
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

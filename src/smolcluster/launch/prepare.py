@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from smolcluster.errors import LaunchError, PortBusy, SmolclusterError
-from smolcluster.launch.host import Host, shell_path
+from smolcluster.launch.host import Host, Unreachable, shell_path
 from smolcluster.launch.manifest import Difference, read_tree, without
 from smolcluster.launch.sync import environment_digest, look, make_environment, send_code
 
@@ -55,6 +55,18 @@ class Machine:
     def is_here(self) -> bool:
         """Whether it is the machine that launches: then nothing needs to be brought there."""
         return self.host.destination is None
+
+
+class NotFit(LaunchError):
+    """Machines are not fit for a run, or cannot be asked.
+
+    Attributes:
+        unreached: the nodes that cannot be reached.
+    """
+
+    def __init__(self, failures: Sequence[SmolclusterError]) -> None:
+        self.unreached = tuple(each.node for each in failures if isinstance(each, Unreachable))
+        super().__init__("; ".join(map(str, failures)))
 
 
 def examine(machines: Collection[Machine], say: Callable[..., None], *, sync: bool) -> None:
@@ -143,16 +155,16 @@ def run_on_all(hosts: Sequence[Host], task: Callable[[Host], T]) -> dict[str, T]
         LaunchError: it failed for at least one; the message has a sentence of each.
     """
     results: dict[str, T] = {}
-    failures = []
+    failures: list[SmolclusterError] = []
     with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
         futures = {host.node: pool.submit(task, host) for host in hosts}
         for node, future in futures.items():
             try:
                 results[node] = future.result()
             except SmolclusterError as error:
-                failures.append(str(error))
+                failures.append(error)
     if failures:
-        raise LaunchError("; ".join(failures))
+        raise NotFit(failures)
     return results
 
 

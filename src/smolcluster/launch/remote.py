@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from smolcluster.configs.begun import is_known, remember
 from smolcluster.configs.load import dump_yaml, find_config, read_config
 from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
 from smolcluster.configs.nested import flatten, is_nested
-from smolcluster.configs.resolve import check_algorithm, workload_overrides
+from smolcluster.configs.resolve import check_algorithm, cluster_without, workload_overrides
 from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, NodeConfig
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.packets import check_packets
@@ -36,6 +36,7 @@ from smolcluster.launch.plan import (
 )
 from smolcluster.launch.prepare import (
     Machine,
+    NotFit,
     bring,
     check_port,
     examine,
@@ -175,7 +176,7 @@ def launch_remote(
     with calling(
         named.workload, train.workload_args, settings.cluster.seed, run.say, here_env
     ) as wait:
-        examine(machines.values(), run.say, sync=how.sync)
+        _examine(machines.values(), run.say, how, settings.cluster, is_new=not resume)
         wait()
     if request.algorithm.is_group:
         hosts = [machine.host for machine in machines.values()]
@@ -185,7 +186,9 @@ def launch_remote(
     check_port(host_of(launched.server), launched.port)
     root_sent = root if how.sync else None
     bring(machines.values(), secret, run.say, root=root_sent, overwrite=how.overwrite)
-    put_configuration(launched, without_env(cluster_file), train_file.read_bytes(), code)
+    put_configuration(
+        launched, without_env(cluster_file, request.without), train_file.read_bytes(), code
+    )
     if how.prediction is not None:  # for the report, which the server makes
         server = launched.server
         put(host_of(server), f"{server.run_dir}/{ADVICE_FILE}", ADVICE.text(how.prediction))
@@ -194,7 +197,7 @@ def launch_remote(
     environ = settings_in(os.environ)
     told = StoredOptions(environ=environ, overrides=overrides, script=named.script)
     paths = create_run(here, run_id, newest=False)
-    keep(paths, cluster_file.read_bytes(), train_file.read_bytes(), told, code)
+    keep(paths, _content(cluster_file, request.without), train_file.read_bytes(), told, code)
     stack = stack_for(how.observe, settings.cluster, run.say)
     if stack is not None:
         ssh = {node: place.ssh for node, place in places.items()}
@@ -235,12 +238,38 @@ def own_secret_file() -> Path:
     return Path(stated).expanduser() if stated else default_secret_path()
 
 
-def without_env(cluster_file: Path) -> bytes:
+def _examine(
+    machines: Collection[Machine],
+    say: Callable[..., None],
+    how: LaunchOptions,
+    cluster: ClusterConfig,
+    *,
+    is_new: bool,
+) -> None:
+    """As `examine`; says of workers' machines out of reach how a new run is launched without them."""
+    try:
+        examine(machines, say, sync=how.sync)
+    except NotFit as error:
+        left_out = [node for node in error.unreached if node in cluster.workers]
+        if not (is_new and left_out) or {cluster.server, *cluster.stage_nodes} & {*error.unreached}:
+            raise
+        flags = " ".join(f"--without {node}" for node in left_out)
+        raise LaunchError(f"{error}; {flags} launches the others alone") from None
+
+
+def _content(cluster_file: Path, without: Sequence[str]) -> bytes:
+    """A cluster file, without these nodes."""
+    if not without:
+        return cluster_file.read_bytes()
+    return dump_yaml(cluster_without(cluster_file, without)).encode()
+
+
+def without_env(cluster_file: Path, without: Sequence[str] = ()) -> bytes:
     """A cluster file as it may travel: what one machine's environment holds is nobody else's business."""
-    raw = read_config(cluster_file, "cluster")
+    raw = cluster_without(cluster_file, without)
     nodes = raw.get("nodes") or {}
     if not any("env" in (node or {}) for node in nodes.values()):
-        return cluster_file.read_bytes()
+        return _content(cluster_file, without)
     bare = {
         name: {key: value for key, value in (node or {}).items() if key != "env"}
         for name, node in nodes.items()

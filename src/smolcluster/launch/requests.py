@@ -36,6 +36,7 @@ def settings_of(request: Request, local: bool, node: str | None = None) -> Setti
         [*request.overrides, *workload_overrides(request.workload)],
         local_workers=request.num_workers,
         local=local,
+        without=request.without,
     )
 
 

@@ -13,13 +13,16 @@ import pytest
 from harness import local_settings
 from smolcluster.algorithms.entry import server_parser, worker_parser
 from smolcluster.algorithms.process import worker_settings
+from smolcluster.cli import main
 from smolcluster.configs.function_name import FunctionName
-from smolcluster.configs.load import read_config
+from smolcluster.configs.load import dump_yaml, read_config
 from smolcluster.configs.meant import cluster_source
-from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.resolve import cluster_without, load_settings
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig, StagesConfig
 from smolcluster.configs.spec import algorithms, get_algorithm
+from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch import remote
+from smolcluster.launch.host import Done, Host
 from smolcluster.launch.local import place_overrides
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
@@ -31,7 +34,7 @@ from smolcluster.launch.plan import (
     plan_local,
 )
 from smolcluster.launch.remote import LaunchOptions, launch_remote, places_of
-from smolcluster.launch.take_in import script_of, workload_of
+from smolcluster.launch.take_in import script_of, with_worker, workload_of
 from smolcluster.runs.launched import Launched
 
 RUN_ID = "edp-1"
@@ -252,6 +255,70 @@ def test_a_dry_run_shows_the_plan_that_is_carried_out(
             launch_remote(request, how, run_id=RUN_ID)
     assert seen[0] == seen[1]
     assert overrides_of(seen[0].server.argv)[0] == "num_epochs=5"
+
+
+THREE = (
+    "host_ip: {mini1: 10.0.0.1, mini2: 10.0.0.1, pi5: 10.0.0.7}\n"
+    "num_workers: 2\nworkers: [mini2, pi5]\nserver: mini1\n"
+    "nodes: {pi5: {device: cpu, ssh: pi@10.0.0.5}}\n"
+)
+
+
+def three(tmp_path: Path, more: str = "") -> str:
+    file = tmp_path / "three.yaml"
+    file.write_text(THREE + more)
+    return str(file)
+
+
+def test_a_machine_that_is_left_out_is_in_no_command_and_may_join_later(tmp_path: Path) -> None:
+    more = "servers: [mini1, pi5]\nstore_shares: [3, 1]\nsyncps: {batch_share: {mini2: 0.5, pi5: 0.5}}\n"
+    path = Path(three(tmp_path, more))
+    kept = cluster_without(path, ["pi5"])
+    path.write_text(dump_yaml(kept))  # as it is kept with the run
+    cluster = load_settings(path, "digits").cluster
+    assert cluster.machines == ("mini1", "mini2")
+    assert (kept["store_shares"], kept["batch_share"]) == ([3], {"mini2": 1.0})
+    path.write_text(dump_yaml(with_worker(kept, "pi5", str(kept["host_ip"]["pi5"]), {})))
+    back = load_settings(path, "digits", "pi5").cluster
+    assert (back.workers, str(back.host_ip["pi5"])) == (("mini2", "pi5"), "10.0.0.7")
+    assert (back.nodes["pi5"].device, back.nodes["pi5"].ssh) == ("cpu", "pi@10.0.0.5")
+
+
+def test_a_launch_without_a_machine_plans_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", "edp", "--config", three(tmp_path), "--dry-run", "--without"]
+    assert main([*words, "pi5"]) == 0
+    assert "pi5" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["mini1"], "--without mini1: the server is there"),
+        (["pi6"], "did you mean pi5"),
+        (["mini2", "pi5"], "leaves no worker"),
+    ],
+)
+def test_what_cannot_be_left_out_is_told(tmp_path: Path, names: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_settings(three(tmp_path), "digits", without=names)
+
+
+def test_a_machine_that_does_not_answer_may_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(host: Host, *_: object, **__: object) -> Done:
+        if host.node == "pi5":
+            raise host.unreachable("timed out")
+        return Done(0, "", "")
+
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(Host, "run", run)
+    request = Request(get_algorithm("edp"), config=three(tmp_path))
+    with pytest.raises(LaunchError, match="--without pi5"):
+        launch_remote(request, LaunchOptions())
 
 
 def test_where_a_run_lives_is_what_the_file_says(tmp_path: Path) -> None:
