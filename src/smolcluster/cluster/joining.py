@@ -4,7 +4,7 @@ import logging
 
 from smolcluster.configs.schema import Encryption
 from smolcluster.errors import ConnectTimeout, Rejected, RunFailed
-from smolcluster.net.dialling import SAY_AFTER_S, UNPROVED_PATIENCE_S, Address, dial
+from smolcluster.net.dialling import SAY_AFTER_S, Address, dial
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import Hello, Welcome
@@ -23,7 +23,6 @@ def join(
     timeout_s: float,
     log: logging.Logger,
     encryption: Encryption = "auto",
-    unproved_patience_s: float = UNPROVED_PATIENCE_S,
     say_after_s: float = SAY_AFTER_S,
     whom: str = "the server",
 ) -> tuple[Connection, Welcome]:
@@ -43,7 +42,6 @@ def join(
             timeout_s=timeout_s,
             log=log,
             encryption=encryption,
-            unproved_patience_s=unproved_patience_s,
             say_after_s=say_after_s,
             whom=whom,
         )

@@ -5,7 +5,6 @@ as long as the run does; a `Link` is one session of it.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -26,7 +25,7 @@ from smolcluster.errors import (
     SmolclusterError,
     UserCodeError,
 )
-from smolcluster.net.dialling import UNPROVED_PATIENCE_S, Address, Pauses, dial
+from smolcluster.net.dialling import Address, Pauses, dial
 from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.net.session import Receiver, Session
 from smolcluster.training.build import TrainingContext, build
@@ -296,7 +295,6 @@ def follow(
         Rejected, AuthError, DataError, ConfigError, NonFiniteLoss, UserCodeError: this worker cannot go on.
     """
     patience, pauses = Deadline(place.start_timeout_s), Pauses()
-    unproved_patience_s = UNPROVED_PATIENCE_S
     try:
         with closing(_Life(place, make_participant)) as life:
             while True:
@@ -307,10 +305,8 @@ def follow(
                     timeout_s=patience.remaining(),
                     log=place.log,
                     encryption=place.encryption,
-                    unproved_patience_s=unproved_patience_s,
                     whom=place.whom,
                 )
-                unproved_patience_s = math.inf  # this is the right server, and knows the secret
                 pauses.session_begins()
                 try:
                     life.spend_session(connection, welcome)

@@ -28,8 +28,6 @@ CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 10.0
 LONGEST_DELAY_S = 0.5
 LAST_TRY_S = 1.0
-UNPROVED_PATIENCE_S = 5.0
-"""How long a refusal is doubted at first that anybody on the way may have said."""
 SAY_AFTER_S = 3.0
 """A peer that starts at the same time is worth no word."""
 LONG_S = 7200.0
@@ -77,7 +75,6 @@ def dial(
     timeout_s: float,
     log: logging.Logger,
     encryption: Encryption = "auto",
-    unproved_patience_s: float = UNPROVED_PATIENCE_S,
     say_after_s: float = SAY_AFTER_S,
     whom: str = "the server",
     stop: threading.Event | None = None,
@@ -85,18 +82,18 @@ def dial(
     """Try until `whom` lets this process in with an `answer`, for at most `timeout_s` seconds.
 
     What is in the way is logged once it has been there for `say_after_s` seconds, and whenever it changes. A
-    refusal that is not proved is doubted for `unproved_patience_s` seconds.
+    refusal that is not proved may be anybody's on the way: it is doubted until then.
 
     Raises:
         ConnectTimeout: nobody answered in time, or asked to be tried again later until then.
-        Rejected: refused for good.
-        VersionDiffers: the other side speaks another version of the protocol.
-        AuthError: the secrets differ.
+        Rejected: refused for good, or without a proof until then.
+        VersionDiffers: the other side spoke another version of the protocol until then.
+        AuthError: the secrets differed until then.
         PeerLost: `stop` was set.
     """
-    deadline, doubt = Deadline(timeout_s), Deadline(min(unproved_patience_s, timeout_s))
+    deadline = Deadline(timeout_s)
     said = ""
-    refusal: Rejected | None = None
+    refusal: SmolclusterError | None = None
     jitter = random.Random()  # noqa: S311 - spreads attempts, hides nothing
     for delay_s in backoff_delays(cap_s=LONGEST_DELAY_S, jitter=jitter):
         try:
@@ -107,9 +104,9 @@ def dial(
                 connection, hello, secret, limit, encryption, answer=answer
             )
         except SmolclusterError as error:
-            wait_s = max(delay_s, _retry_after_s(error, is_doubted=not doubt.expired))
+            wait_s = max(delay_s, _retry_after_s(error))
             obstacle = str(error)
-            refusal = error if isinstance(error, Rejected) else None
+            refusal = error if isinstance(error, Rejected | AuthError | VersionDiffers) else None
         if deadline.remaining() == 0:
             break
         if obstacle != said and timeout_s - deadline.remaining() >= say_after_s:
@@ -120,23 +117,28 @@ def dial(
         (stop.wait if stop else time.sleep)(min(wait_s, deadline.remaining()))
         if stop and stop.is_set():
             raise PeerLost(f"{address}: dialled no more: {obstacle}")
+    if refusal and not (isinstance(refusal, Rejected) and refusal.is_proved):
+        raise refusal
     raise ConnectTimeout(
         f"{whom} at {address} did not let this process in within {format_duration(timeout_s)}: {obstacle}"
     ) from refusal
 
 
-def _retry_after_s(error: SmolclusterError, *, is_doubted: bool) -> float:
+def _retry_after_s(error: SmolclusterError) -> float:
     """How many seconds to wait at least before the next attempt; raises what is no reason for one."""
     match error:
         case Rejected(is_proved=True, retry_after_s=float(seconds)):
             return seconds
         case Rejected(is_proved=True):
             raise error
-        case Rejected() | AuthError() | VersionDiffers():
-            if not is_doubted:
-                raise error
-        case ConnectTimeout() | PeerLost() | ProtocolError():
-            pass
+        case (
+            Rejected()
+            | AuthError()
+            | VersionDiffers()
+            | ConnectTimeout()
+            | PeerLost()
+            | ProtocolError()
+        ):
+            return 0.0
         case _:
             raise error
-    return 0.0

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal
 
 from smolcluster.configs.schema import ClusterConfig
@@ -125,7 +126,8 @@ def free_worker_id(
     had = [number for number, owner in taken.items() if owner == node and number not in present]
     place = [number for number, name in enumerate(cluster.workers, 1) if name == node]
     listed = [number for number in place if number not in present and number not in taken]
-    new = max(cluster.num_workers, *taken, *present, 0) + 1
+    used = {*taken, *present}
+    new = next(number for number in count(cluster.num_workers + 1) if number not in used)
     return [*had, *listed, new][0]
 
 

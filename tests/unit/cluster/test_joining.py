@@ -35,7 +35,6 @@ def start_joining(door: HandledDoor, lines: list[str]) -> Iterator[Joining]:
         def start(
             timeout_s: float = DEADLINE_S,
             secret: Secret = SECRET,
-            unproved_patience_s: float = 0.0,
         ) -> "Future[tuple[Connection, Welcome]]":
             address = Address("127.0.0.1", door.port)
             log = logger(lines)
@@ -46,7 +45,6 @@ def start_joining(door: HandledDoor, lines: list[str]) -> Iterator[Joining]:
                 secret,
                 timeout_s=timeout_s,
                 log=log,
-                unproved_patience_s=unproved_patience_s,
                 say_after_s=0.0,
             )
 
@@ -195,10 +193,10 @@ def test_a_worker_id_that_stays_busy_is_given_up_with_the_reason(
         future.result(DEADLINE_S)
 
 
-def test_another_secret_is_final(
+def test_another_secret_is_what_ended_the_patience(
     door: HandledDoor, start_joining: Joining, lines: list[str]
 ) -> None:
-    future = start_joining(secret=Secret(Path("my-secret"), b"x" * 64))
+    future = start_joining(timeout_s=0.0, secret=Secret(Path("my-secret"), b"x" * 64))
     with pytest.raises(AuthError):
         door.open()
     with pytest.raises(AuthError, match="my-secret"):
@@ -219,7 +217,7 @@ def test_a_refusal_without_another_time_is_final(door: HandledDoor, start_joinin
 def test_a_refusal_that_anybody_may_have_said_is_doubted(
     door: HandledDoor, start_joining: Joining, delays: list[float], code: str
 ) -> None:
-    future = start_joining(unproved_patience_s=DEADLINE_S)
+    future = start_joining()
     reject(door.accept(), code, "every sample has been applied")
     door.admit(RUN)
     connection, welcome = future.result(DEADLINE_S)
@@ -231,7 +229,7 @@ def test_a_refusal_that_anybody_may_have_said_is_doubted(
 def test_nobody_without_the_secret_can_say_that_the_run_is_over(
     door: HandledDoor, start_joining: Joining, code: str
 ) -> None:
-    future = start_joining()
+    future = start_joining(timeout_s=0.0)
     reject(door.accept(), code, "every sample has been applied")
     with pytest.raises(Rejected) as caught:
         future.result(DEADLINE_S)
@@ -279,7 +277,7 @@ def test_an_ipv6_address_is_written_so_that_it_can_be_typed() -> None:
 def test_a_failed_attempt_leaves_no_connection_open(
     door: HandledDoor, start_joining: Joining
 ) -> None:
-    future = start_joining()
+    future = start_joining(timeout_s=0.0)
     connection = door.open().talk.connection
     connection.send(Reject(code="node", sentence="no"))
     Hand(connection).hear_the_end()

@@ -69,6 +69,7 @@ def test_who_is_refused_and_only_a_live_duplicate_may_ask_again(
         ("win", {2: "toaster"}, [2], 3),  # its place is somebody else's
         ("toaster", {}, [], 3),  # the list's numbers are kept for those that it names
         ("toaster", {3: "kettle"}, [3], 4),
+        ("toaster", {2**31: "kettle"}, [2**31], 3),  # one that took the last leaves the others
         ("toaster", {3: "kettle"}, [], 4),  # which may come back
         ("toaster", {3: "kettle", 4: "toaster"}, [1], 4),
         ("pi5", {1: "pi5"}, [1], 3),  # two workers on one machine, under another number
