@@ -2,7 +2,9 @@
 
 A process goes on in its session when the launching machine sleeps or its network drops. A pane draws the
 remote session with TERM=linux, which has no alternate screen: so what scrolls away lands in the local pane's
-own history, where `Ctrl-B [` finds it. It is attached read-only: keys typed into it reach nobody.
+own history, where `Ctrl-B [` finds it. It is attached read-only: keys typed into it reach nobody. The remote
+session takes the pane's size: of a larger one the pane would show the upper left corner, without the newest
+lines. tmux's `-r` says "ignore the size", too, from version 3.2 on, which is the first one that knows `-f`.
 """
 
 import os
@@ -70,7 +72,10 @@ def _ended_at_once(done: Done) -> bool:
 
 
 def attach_script(session: str) -> str:
-    return f"unset TMUX; TERM=linux exec tmux -u attach-session -r -t {target(session)}"
+    return (
+        "as=-r; tmux list-commands | grep -q '^attach-session .*-f flags' && as='-f read-only'; "
+        f"unset TMUX; TERM=linux exec tmux -u attach-session $as -t {target(session)}"
+    )
 
 
 def last_screen_script(process: LaunchedProcess) -> str:
