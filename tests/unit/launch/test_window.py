@@ -85,6 +85,19 @@ def test_a_process_that_joins_gets_a_pane_and_one_that_comes_back_its_own(
 
 @needs_tmux
 @pytest.mark.usefixtures("own_tmux")
+def test_a_process_s_session_takes_its_pane_s_size_and_hears_no_key(tmp_path: Path) -> None:
+    typed = tmp_path / "typed"
+    output("new-session", "-d", "-s", "smol-s", "-x", "200", "-y", "50", f"cat > {typed}")
+    script = tmux.attach_script("smol-s")
+    output("new-session", "-d", "-s", "outer", "-x", "90", "-y", "20", "sh", "-c", script)
+    until(lambda: output("list-panes", "-t", "=smol-s:", "-F", "#{pane_width}").strip() == "90")
+    output("send-keys", "-t", "=outer:", "hello", "Enter")
+    output("send-keys", "-t", "=smol-s:", "last", "Enter")
+    until(lambda: typed.read_text() == "last\n")
+
+
+@needs_tmux
+@pytest.mark.usefixtures("own_tmux")
 def test_who_opens_the_window_again_finds_all_panes_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = PROCESSES[2]
     monkeypatch.setattr(
