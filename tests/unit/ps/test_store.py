@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.ps.store import Store, Stores
-from smolcluster.training.optimizer import NAMES, FlatOptimizer, clip_factor
+from smolcluster.training.optimizer import CLASSES, FlatOptimizer, clip_factor
 from smolcluster.training.replica import Replica
 
 CLIPPING = GradientClipping(enabled=True, max_norm=0.5)
@@ -39,7 +39,7 @@ def train(stores: Stores, gradient: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("num_stores", [2, 3, 10])
-@pytest.mark.parametrize("optimizer", NAMES)
+@pytest.mark.parametrize("optimizer", CLASSES)
 def test_several_take_the_steps_of_one_bit_for_bit(
     optimizer: str, num_stores: int, dtype: torch.dtype
 ) -> None:
@@ -95,7 +95,7 @@ def test_slices_are_contiguous_and_of_about_the_same_size(
     assert [bucket for store in stores for bucket in store.buckets] == replica.buckets
 
 
-@pytest.mark.parametrize("optimizer", NAMES)
+@pytest.mark.parametrize("optimizer", CLASSES)
 @pytest.mark.parametrize("num_stores", [1, 3])
 def test_a_bucket_s_contents_are_the_replica_s(num_stores: int, optimizer: str) -> None:
     replica = new_replica(optimizer)
