@@ -89,7 +89,11 @@ def test_a_process_s_session_takes_its_pane_s_size_and_hears_no_key(tmp_path: Pa
     typed = tmp_path / "typed"
     output("new-session", "-d", "-s", "smol-s", "-x", "200", "-y", "50", f"cat > {typed}")
     script = tmux.attach_script("smol-s")
-    output("new-session", "-d", "-s", "outer", "-x", "90", "-y", "20", "sh", "-c", script)
+    output("new-session", "-d", "-s", "outer", "-x", "90", "-y", "20", "sleep 600")
+    people = "unset TMUX; exec tmux attach-session -t =outer"  # whose size counts before "-r" ones
+    output("new-session", "-d", "-s", "people", "-x", "90", "-y", "21", "sh", "-c", people)
+    until(lambda: output("list-clients"))
+    output("respawn-pane", "-k", "-t", "=outer:", "sh", "-c", script)
     until(lambda: output("list-panes", "-t", "=smol-s:", "-F", "#{pane_width}").strip() == "90")
     output("send-keys", "-t", "=outer:", "hello", "Enter")
     output("send-keys", "-t", "=smol-s:", "last", "Enter")
