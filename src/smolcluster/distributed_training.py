@@ -267,6 +267,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if ranks.world_size > 1:
         _check_address(ranks.address, args.start_timeout if IN_POD in os.environ else RESOLVE_S)
     if not ranks.is_process:
+        configuration(args, ranks.world_size)  # what is wrong in it is said once, not by each rank
         port = ranks.port or free_port()
         environ = {"MASTER_PORT": str(port)}
         if len(ranks.here) == ranks.world_size:

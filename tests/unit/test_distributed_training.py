@@ -221,3 +221,15 @@ def test_ranks_that_say_what_to_change_end_their_parent_with_the_same_code(
     with pytest.raises(LaunchError, match="failed first") as caught:
         distributed_training._start(range(2), 2, {}, [])
     assert caught.value.exit_code == code
+
+
+def test_a_wrong_key_is_said_before_any_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> None:
+        pytest.fail("ranks were started")
+
+    monkeypatch.setattr(distributed_training, "_start", start)
+    for name in RANK_NAMES:
+        monkeypatch.delenv(name, raising=False)
+    words = ["--world-size", "2", "--override", "num_epoch=2"]
+    with pytest.raises(ConfigError, match="num_epoch"):
+        distributed_training._run(parser().parse_args(words), words)
