@@ -217,6 +217,12 @@ class DatasetConfig(DatasetPlace):
         """Whether the tokenizer is named by a path, not by a name that means the same everywhere."""
         return re.fullmatch(HUB_NAME, self.tokenizer) is None
 
+    @property
+    def reads_hub(self) -> bool:
+        """Whether it, or its tokenizer, may come from the Hugging Face hub."""
+        own = self.tokenizer in (BYTES, OWN_FILES) or self.has_tokenizer_path
+        return self.name in ("wikitext", "snli", "huggingface") or not own
+
     def with_absolute_tokenizer(self) -> "DatasetConfig":
         """The same with the absolute path of a tokenizer that is here, so that other folders find it too."""
         if self.tokenizer in (BYTES, OWN_FILES):

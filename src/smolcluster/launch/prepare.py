@@ -3,6 +3,7 @@
 All machines at once; a failure of one is told as one line, with those of the others.
 """
 
+import re
 import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,10 +26,12 @@ TOOLS = {
     "rsync": "sudo apt install rsync, or brew install rsync",
 }
 FORWARDED = (
-    *("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT"),
-    *("HF_TOKEN", "HF_HUB_OFFLINE"),
+    *("WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT"),
+    "HF_HUB_OFFLINE",
 )
-"""What processes on other machines get of this one's environment, besides the settings of the run."""
+"""What processes on other machines get of this one's environment, besides keys and the run's settings."""
+NODE_ENV = re.compile(r"SMOLCLUSTER_NODES__.+__ENV(__.+)?", re.IGNORECASE)
+WANDB_KEY, HUB_KEY = "WANDB_API_KEY", "HF_TOKEN"
 DEFAULT_SECRET = '"${XDG_CONFIG_HOME:-$HOME/.config}"/smolcluster/secret'  # noqa: S105 - a path
 
 
@@ -242,17 +245,17 @@ def hand_over_secret(host: Host, file: str | None, secret: bytes) -> bool:
     return done.code == 3
 
 
-def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of this machine's environment the processes on others get: keys, and settings of the run."""
-    keys = {name: environ[name] for name in FORWARDED if name in environ}
-    return keys | settings_in(environ)
+def forwarded(environ: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
+    """What processes on another machine get of this one's environment; `keys`: names that they need."""
+    names = (*FORWARDED, *keys)
+    return {name: environ[name] for name in names if name in environ} | settings_in(environ)
 
 
 def settings_in(environ: Mapping[str, str]) -> dict[str, str]:
     """The settings of the run in an environment, without those that are this machine's own."""
-    own = ("SMOLCLUSTER_RUNS_DIR", "SMOLCLUSTER_SECRET_FILE")
+    own = ("SMOLCLUSTER_RUNS_DIR", "SMOLCLUSTER_SECRET_FILE")  # and keys of one node
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith("SMOLCLUSTER_") and name not in own
+        if name.startswith("SMOLCLUSTER_") and name not in own and not NODE_ENV.fullmatch(name)
     }

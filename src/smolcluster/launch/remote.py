@@ -16,7 +16,12 @@ from smolcluster.configs.begun import is_known, remember
 from smolcluster.configs.load import dump_yaml, find_config, read_config
 from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
 from smolcluster.configs.nested import flatten, is_nested
-from smolcluster.configs.resolve import check_algorithm, cluster_without, workload_overrides
+from smolcluster.configs.resolve import (
+    Settings,
+    check_algorithm,
+    cluster_without,
+    workload_overrides,
+)
 from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, NodeConfig
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.packets import check_packets
@@ -35,6 +40,8 @@ from smolcluster.launch.plan import (
     plan_cluster,
 )
 from smolcluster.launch.prepare import (
+    HUB_KEY,
+    WANDB_KEY,
     Machine,
     NotFit,
     bring,
@@ -62,6 +69,7 @@ from smolcluster.launch.workload_code import (
     code_of_script,
     put_code,
 )
+from smolcluster.observability.sinks.wandb import wandb_mode
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.advice import ADVICE, Prediction
 from smolcluster.runs.files import or_none
@@ -170,7 +178,7 @@ def launch_remote(
         show_plan(launched, settings, code, has_known_model=named.script is None)
         return 0
     secret, root = ensure_secret(own_secret_file()).key, project_root()
-    machines = machines_of(settings.cluster, places, cluster_file)
+    machines = machines_of(named, settings, places, cluster_file)
     run = Run(launched, RunPaths(here / check_run_id(run_id)), SteadyConsole(), machines)
     train, here_env = settings.train, next((m.env for m in machines.values() if m.is_here), None)
     with calling(
@@ -435,21 +443,38 @@ def places_of(
 
 
 def machines_of(
-    cluster: ClusterConfig, places: PathsByNode, cluster_file: Path
+    request: Request, settings: Settings, places: PathsByNode, cluster_file: Path
 ) -> Mapping[str, Machine]:
+    cluster = settings.cluster
     raw = read_config(cluster_file, "cluster").get("nodes") or {}
     machines = {}
     for node, place in places.items():
         config = cluster.nodes.get(node, NodeConfig())
+        keys = keys_of(node, request, settings, os.environ | config.env)
         machines[node] = Machine(
             host=Host(node, place.ssh),
             project_dir=place.project_dir,
             torch=config.torch,
-            env=(inherited() if place.ssh is None else forwarded(os.environ)) | config.env,
+            env=(inherited() if place.ssh is None else forwarded(os.environ, keys)) | config.env,
             secret_file=(raw.get(node) or {}).get("secret_file"),
             kept=tuple(own_paths(raw.get(node) or {}, place.project_dir, place.runs_dir)),
         )
     return machines
+
+
+def keys_of(
+    node: str, request: Request, settings: Settings, environ: Mapping[str, str]
+) -> Sequence[str]:
+    """The keys that the processes on a node need: of W&B who reports to it, of the hub who may read from it.
+
+    `environ`: what the processes there would have.
+    """
+    cluster, train = settings.cluster, settings.train
+    reporting = {cluster.server, *(() if request.algorithm.is_group else cluster.workers)}
+    has_own_code = bool(request.script or request.workload or train.workload)
+    reads_hub = has_own_code or train.dataset.reads_hub
+    reports = node in reporting and wandb_mode(environ) == "online"
+    return [*([WANDB_KEY] if reports else []), *([HUB_KEY] if reads_hub else [])]
 
 
 def own_paths(stated: Mapping[str, Any], project_dir: str, runs_dir: str | None) -> Iterator[str]:

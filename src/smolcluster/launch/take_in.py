@@ -235,7 +235,7 @@ class _Draft:
         )
 
     def machine_of(self, node: str) -> Machine:
-        return machines_of(self.settings.cluster, self._places, self._file)[node]
+        return machines_of(self._request, self.settings, self._places, self._file)[node]
 
     def find_way(self, say: Say) -> None:
         """Let the machine try where it reaches the server, unless that is known.

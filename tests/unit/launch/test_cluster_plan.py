@@ -1,6 +1,7 @@
 """From a configuration to the processes on the machines of a cluster."""
 
 import builtins
+import dataclasses
 import itertools
 import os
 import re
@@ -33,7 +34,7 @@ from smolcluster.launch.plan import (
     plan_cluster,
     plan_local,
 )
-from smolcluster.launch.remote import LaunchOptions, launch_remote, places_of
+from smolcluster.launch.remote import LaunchOptions, keys_of, launch_remote, places_of
 from smolcluster.launch.take_in import script_of, with_worker, workload_of
 from smolcluster.runs.launched import Launched
 
@@ -462,3 +463,34 @@ def test_a_stage_runs_on_its_machine_in_its_own_session_and_knows_where_its_data
     assert "dataset.root=~/data" in last.argv
     assert "--restarts" in last.argv
     assert "num_epochs=5" not in last.argv
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "node", "data", "environ", "keys"),
+    [
+        ("edp", "mini1", {}, {"WANDB_API_KEY": "k"}, ["WANDB_API_KEY"]),
+        ("edp", "pi5", {}, {"WANDB_API_KEY": "k"}, ["WANDB_API_KEY"]),
+        ("edp", "pi5", {}, {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, []),
+        ("edp", "store", {}, {"WANDB_API_KEY": "k"}, []),
+        ("mesh", "pi5", {}, {"WANDB_API_KEY": "k"}, []),
+        ("edp", "pi5", {"name": "huggingface"}, {"WANDB_MODE": "disabled"}, ["HF_TOKEN"]),
+        ("edp", "store", {"name": "snli"}, {}, ["HF_TOKEN"]),
+        ("edp", "store", {"name": "stdlib", "tokenizer": "gpt2"}, {}, ["HF_TOKEN"]),
+        ("edp", "store", {"name": "stdlib", "tokenizer": "./mine"}, {}, []),
+    ],
+)
+def test_only_who_needs_a_key_gets_it(
+    algorithm: AlgorithmName,
+    node: str,
+    data: dict[str, str],
+    environ: dict[str, str],
+    keys: list[str],
+) -> None:
+    settings = local_settings()
+    dataset = settings.train.dataset.model_copy(update=data)
+    train = settings.train.model_copy(update={"dataset": dataset})
+    settings = dataclasses.replace(settings, cluster=CLUSTER, train=train)
+    request = Request(get_algorithm(algorithm))
+    assert keys_of(node, request, settings, environ) == keys
+    own_code = dataclasses.replace(request, workload="mine.py:make")
+    assert "HF_TOKEN" in keys_of(node, own_code, settings, environ)

@@ -278,6 +278,9 @@ def test_of_the_environment_only_what_a_run_needs_is_forwarded() -> None:
         "PATH": "/here",
         "AWS_SECRET_ACCESS_KEY": "private",
         "HF_HOME": "/here",
+        "SMOLCLUSTER_NODES__PI5__ENV": '{"HF_TOKEN": "pi5\'s"}',
         "SMOLCLUSTERS": "x",
     }
-    assert forwarded(kept | own) == kept
+    assert forwarded(kept | own, ("WANDB_API_KEY", "HF_TOKEN")) == kept
+    keyless = {name: value for name, value in kept.items() if value not in "kt"}
+    assert forwarded(kept | own, ()) == keyless

@@ -177,7 +177,7 @@ def reach(
     cluster = settings.cluster
     cluster_file, train_file = config_files(named)
     places = places_of(named, cluster, cluster_file, train_file, all_runs())
-    machines = machines_of(cluster, places, cluster_file)
+    machines = machines_of(named, settings, places, cluster_file)
     files, root = files_of(named), project_root()
     say(f"looking at {', '.join(machines)}")
 
