@@ -8,6 +8,7 @@ import queue
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Semaphore
 
 from smolcluster.net.membership import Admitted, NumberAssigned, Refused
 from smolcluster.transport.messages import Hello, Message
@@ -51,18 +52,27 @@ class SessionClosed(Event):
 
 
 class Inbox:
-    """An unbounded queue of events. It stays short: every sender waits for an answer sooner or later."""
+    """A queue of events. It stays short: every sender waits for an answer sooner or later."""
 
     def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[Event, Semaphore | None]] = queue.SimpleQueue()
 
-    def put(self, event: Event) -> None:
-        """Leave an event. Never blocks; any thread."""
-        self._events.put(event)
+    def put(self, event: Event, room: Semaphore | None = None) -> bool:
+        """Leave an event. Never blocks; any thread.
+
+        `room`: of how many of its sender's events more may wait. Returns whether there was any.
+        """
+        if room and not room.acquire(blocking=False):
+            return False
+        self._events.put((event, room))
+        return True
 
     def get(self, timeout_s: float) -> Event | None:
         """The next event, or None after `timeout_s` seconds without one."""
         try:
-            return self._events.get(timeout=timeout_s)
+            event, room = self._events.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        if room:
+            room.release()
+        return event

@@ -62,6 +62,8 @@ Outbound = Frame | Frames | Later | threading.Event | None
 HEARTBEATS_PER_TIMEOUT = 4
 LONGEST_PULSE_S = 1.0
 """Heartbeats also tell the round trip and what the worker does, and are followed by people."""
+MOST_UNREAD = 65_536
+"""Events of one session that may wait in the inbox: more than any step has, and little memory."""
 FLUSH_TICK_S = 0.5
 """How soon a wait for the writer sees that the session has ended."""
 
@@ -106,6 +108,8 @@ class Session:
         self._rest_since = self._num_drops = 0
         """How often what was queued had been taken back when they were begun, and until now."""
         self._reason: str | None = None
+        self._room = threading.Semaphore(MOST_UNREAD)
+        """For what has come and was not taken up yet."""
         self._started = threading.Event()
         """Others may know of the session just before it is started."""
         self._lock = threading.Lock()
@@ -233,8 +237,8 @@ class Session:
                     self.hear_trouble(message.trouble)
                 else:
                     event = self.receiver(message, payload)
-                    if event is not None:
-                        self._inbox.put(event)
+                    if event is not None and not self._inbox.put(event, self._room):
+                        self.cut(f"{MOST_UNREAD} of its messages are waiting to be taken")
         except SmolclusterError as error:
             self.cut(str(error))
         finally:

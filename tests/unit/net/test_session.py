@@ -211,6 +211,22 @@ def test_a_peer_that_does_not_keep_up_is_cut_and_the_sender_never_waits_for_it(e
     assert "does not keep up: 8 frames" in ends.reason()
 
 
+def test_a_peer_whose_messages_are_not_taken_up_is_cut_when_they_are_too_many(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smolcluster.net.session.MOST_UNREAD", 3)
+    ends.session()
+    for _ in range(3):
+        ends.peer.say(Pull())
+        next_event(ends.inbox, MessageReceived)
+    for _ in range(4):
+        ends.peer.say(Pull())
+    assert ends.made.join(DEADLINE_S)
+    for _ in range(3):
+        next_event(ends.inbox, MessageReceived)
+    assert ends.reason() == "3 of its messages are waiting to be taken"
+
+
 def test_a_flush_waits_until_the_memory_of_all_frames_is_free(ends: Ends) -> None:
     session = ends.full_session()
     assert not session.flush(0.05)
