@@ -65,7 +65,7 @@ class HostedStores(StoreLinks):
         Raises:
             ConfigError: the replica's optimizer needs all weights in one place.
         """
-        if isinstance(replica.optimizer, MuonOptimizer):
+        if isinstance(replica.optimizer, MuonOptimizer) and len(nodes) > 1:
             raise ConfigError(
                 f"optimizer is muon, which steps whole matrices, but servers lists {', '.join(nodes)}, which "
                 "would cut them: leave servers out, take algorithm diloco, or set optimizer to adamw"
