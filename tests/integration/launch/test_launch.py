@@ -74,8 +74,9 @@ def test_the_script_trains_digits_and_leaves_nothing(launching: Launching) -> No
     controller, lab = launching.controller, launching.lab
     controller.write("spy/ssh", SPY, mode=0o755)
     script = launching.script("edp", "--train-config", "digits", "--override", "num_epochs=30")
-    environment = [f"WANDB_API_KEY={SENTINEL}", f"PATH={controller.home}/spy:/usr/bin:/bin"]
-    learn = ["learning_rate=0.004", "eval_steps=100000"]
+    keys = [f"WANDB_API_KEY={SENTINEL}", f"HF_TOKEN={SENTINEL}"]
+    environment = [*keys, f"PATH={controller.home}/spy:/usr/bin:/bin"]
+    learn = ["learning_rate=0.004", "eval_steps=100000", "dataset.tokenizer=gpt2"]
     running = launching.popen(["env", *environment, *script, *learn])
     seen: set[str] = set()
 
@@ -89,7 +90,8 @@ def test_the_script_trains_digits_and_leaves_nothing(launching: Launching) -> No
                 if environ.returncode:
                     continue  # it was one of those that prepare, and has gone
                 looked_at.add(host.name)
-                assert f"WANDB_API_KEY={SENTINEL}" in environ.stdout.splitlines()
+                assert f"HF_TOKEN={SENTINEL}" in environ.stdout.splitlines()
+                assert "WANDB_API_KEY" not in environ.stdout, "nothing is reported online"
                 assert host.run([*NOBODY, "cat", f"/proc/{pids[0]}/environ"]).returncode != 0
                 seen.add(host.output([*NOBODY, "ps", "-A", "-ww", "-o", "args"]))
         return len(looked_at) == 3 or running.process.poll() is not None
