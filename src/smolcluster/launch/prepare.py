@@ -31,6 +31,7 @@ FORWARDED = (
 )
 """What processes on other machines get of this one's environment, besides keys and the run's settings."""
 NODE_ENV = re.compile(r"SMOLCLUSTER_NODES__.+__ENV(__.+)?", re.IGNORECASE)
+"""A setting that only its node may see: it may hold secrets."""
 WANDB_KEY, HUB_KEY = "WANDB_API_KEY", "HF_TOKEN"
 DEFAULT_SECRET = '"${XDG_CONFIG_HOME:-$HOME/.config}"/smolcluster/secret'  # noqa: S105 - a path
 
@@ -252,8 +253,8 @@ def forwarded(environ: Mapping[str, str], keys: Collection[str]) -> dict[str, st
 
 
 def settings_in(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings of the run in an environment, without those that are this machine's own."""
-    own = ("SMOLCLUSTER_RUNS_DIR", "SMOLCLUSTER_SECRET_FILE")  # and keys of one node
+    """The settings of the run in an environment, without those that are this machine's or one node's own."""
+    own = ("SMOLCLUSTER_RUNS_DIR", "SMOLCLUSTER_SECRET_FILE")
     return {
         name: value
         for name, value in environ.items()

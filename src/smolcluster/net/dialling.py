@@ -129,16 +129,9 @@ def _retry_after_s(error: SmolclusterError) -> float:
     match error:
         case Rejected(is_proved=True, retry_after_s=float(seconds)):
             return seconds
-        case Rejected(is_proved=True):
-            raise error
-        case (
-            Rejected()
-            | AuthError()
-            | VersionDiffers()
-            | ConnectTimeout()
-            | PeerLost()
-            | ProtocolError()
-        ):
+        case Rejected(is_proved=False) | AuthError() | VersionDiffers():
+            return 0.0
+        case ConnectTimeout() | PeerLost() | ProtocolError():
             return 0.0
         case _:
             raise error

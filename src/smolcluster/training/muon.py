@@ -12,6 +12,7 @@ Departs from PyTorch: where the device does not compute bfloat16 itself, iterati
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
@@ -179,6 +180,7 @@ def orthogonalized(matrix: Tensor, num_steps: int) -> Tensor:
     return found.T if is_tall else found
 
 
+@cache
 def has_bfloat16(device: torch.device) -> bool:
     """Whether a device has instructions that multiply matrices of bfloat16, as far as PyTorch tells."""
     if device.type == "cuda":

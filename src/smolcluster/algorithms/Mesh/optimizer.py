@@ -19,7 +19,7 @@ from smolcluster.algorithms.Mesh.parallel import Slot
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError
 from smolcluster.training.muon import CHOOSERS, Matrix, MuonOptimizer, Split
-from smolcluster.training.optimizer import CLASSES, MOMENTUM, MUON, clip_factor
+from smolcluster.training.optimizer import MOMENTUM, MUON, NAMES, clip_factor
 from smolcluster.training.recipe import OptimizerSpec
 
 RULES: Mapping[str, type[Optimizer]] = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
@@ -79,12 +79,11 @@ class MeshOptimizer:
         Raises:
             ConfigError: the rule is not elementwise, as far as is known, or is Muon's and weights are cut.
         """
-        is_known = isinstance(spec.kind, str) and spec.kind in (*RULES, MUON)
-        if not isinstance(spec.kind, str) or not is_known or spec.groups is not None:
+        if not isinstance(spec.kind, str) or spec.kind not in NAMES or spec.groups is not None:
             name = spec.kind if isinstance(spec.kind, str) else "a function of your own"
             raise ConfigError(
                 f"optimizer is {name}, but each rank of a mesh steps its own part of the "
-                f"weights: it must be one of {', '.join((*CLASSES, MUON))}, without groups"
+                f"weights: it must be one of {', '.join(NAMES)}, without groups"
             )
         check_optimizer(spec.kind, groups.sizes)
         self.slots, self._groups = slots, groups
