@@ -1,6 +1,7 @@
 """What measures the link between a worker's machine and the server's; its text is run there by any Python.
 
     listen PORT TOKEN SECONDS ADDRESS …  on the server: listen in the background, say where and what is wrong
+    release PORT                         on the server: end a listener whose launcher could not
     knock ADDRESS PORT TOKEN             on a worker: whether the listener answers
     large ADDRESS PORT TOKEN             on a worker: whether packets of full size pass, both ways
     measure ADDRESS PORT TOKEN           on a worker: the same, then round trips and bandwidth in its turn
@@ -8,7 +9,8 @@
     crowd ADDRESS PORT TOKEN NUMBER      on so many workers: bandwidth both ways while all of them send
 
 Each prints one JSON object. Python 3.9 and its standard library are enough. The listener gives turns, so that
-workers who share a link do not measure each other, and ends by itself.
+workers who share a link do not measure each other, and ends by itself. Who is cut while it measures leaves it
+behind for that long: the next one who wants the port ends it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 GREETING = b"smolcluster doctor\n"
 NUM_PINGS = 10
@@ -38,6 +41,8 @@ LARGE_NBYTES = 36_000
 """Several packets of any size that is in use: an MTU of 9000 is the largest on ordinary cables."""
 LARGE_TIMEOUT_S = 6.0
 CHUNK = bytes(65_536)
+GONE_S = 2.0
+"""How long a listener that was told to end may take."""
 CROWD_S = 2.0
 """How long all send; long enough for flows that share a link to find their shares."""
 MEETING_TIMEOUT_S = 30.0
@@ -52,6 +57,7 @@ PARTS = {"both": ("measure", "down"), "crowd": ("crowd-up", "crowd-down")}
 
 def listen(port: int, token: str, seconds: int, addresses: list[str]) -> None:
     """Listen on every address that is this machine's, on another port where that one is in use."""
+    release(port)
     places: dict[str, dict[str, object]] = {}
     listeners = []
     for address in addresses:
@@ -77,6 +83,41 @@ def listen(port: int, token: str, seconds: int, addresses: list[str]) -> None:
         for listener in ready:
             sock, _ = listener.accept()
             threading.Thread(target=_serve, args=(sock, token, gates), daemon=True).start()
+
+
+def release(port: int) -> bool:
+    """End the listeners of this port that others have started as this user; whether there were any."""
+    ended = set()
+    for pid in listeners_of(port, _commands()) - {os.getpid()}:
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except OSError:
+            continue  # it has ended by itself, or is another user's
+        ended.add(pid)
+    deadline = time.monotonic() + GONE_S
+    while ended & listeners_of(port, _commands()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(ended)
+
+
+def listeners_of(port: int, commands: str) -> set[int]:
+    """The process ids of the listeners among commands; each line is a process id and its arguments."""
+    named = rf"^ *(\d+) (?:/.*/)?[Pp]ython[\d.]* - listen {port} "
+    return {int(pid) for pid in re.findall(named, commands, re.MULTILINE)}
+
+
+def _commands() -> str:
+    """The commands that run here; a small Linux has no `ps`."""
+    if not Path("/proc/self").is_dir():
+        return _said(["ps", "-A", "-ww", "-o", "pid=", "-o", "args="])
+    lines = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            said = (folder / "cmdline").read_bytes().decode("utf-8", "replace")
+        except OSError:
+            continue
+        lines.append(" ".join([folder.name, *said.replace("\n", " ").split("\0")]))
+    return "\n".join(lines)
 
 
 def _place(address: str, port: int) -> tuple[socket.socket | None, dict[str, object]]:
@@ -412,6 +453,8 @@ def main(argv: list[str]) -> None:
     verb, *rest = argv
     if verb == "listen":
         listen(int(rest[0]), rest[1], int(rest[2]), rest[3:])
+    elif verb == "release":
+        _say({"released": release(int(rest[0]))})
     else:
         _say(ask(verb, rest[0], int(rest[1]), rest[2], int(rest[3]) if rest[3:] else 0))
 

@@ -11,11 +11,12 @@ from smolcluster.cluster.listening import check_port
 from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.meant import written_here
 from smolcluster.configs.resolve import Settings, check_algorithm
-from smolcluster.configs.schema import config_of
-from smolcluster.errors import ConfigError
+from smolcluster.configs.schema import ClusterConfig, config_of
+from smolcluster.errors import ConfigError, PortBusy
 from smolcluster.launch.group_plan import plan_group_local
 from smolcluster.launch.host import Host
 from smolcluster.launch.jobs.launch import launch_job
+from smolcluster.launch.link_probe import release
 from smolcluster.launch.observe.beside import announce, beside_others, stack_for, within_reach
 from smolcluster.launch.plan import Request, plan_local
 from smolcluster.launch.prepare import Machine
@@ -70,7 +71,7 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
         for process in _plan(request, settings, root / run_id, resume=resume).processes:
             sys.stdout.write(f"{process.title}:\n  {shlex.join(process.argv)}\n")
         return 0
-    check_port(settings.cluster)  # or our workers would find somebody else's server
+    check_free_port(settings.cluster)
     ensure_secret(settings.node.secret_file or default_secret_path())
     paths = create_run(root, run_id, newest=False)
     if how.prediction is not None:
@@ -102,6 +103,20 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
         announce(stack, run_id, plan.processes, settings.cluster, ssh=lambda _: None, say=say)
     run.start(loki_of(settings.cluster, stack))
     return go_on(run, plan, how)
+
+
+def check_free_port(cluster: ClusterConfig) -> None:
+    """See that our workers will not find somebody else's server; what a cut launcher measured with is ended.
+
+    Raises:
+        PortBusy: another process listens there.
+    """
+    try:
+        check_port(cluster)
+    except PortBusy:
+        if not release(cluster.port):
+            raise
+        check_port(cluster)
 
 
 def _plan(

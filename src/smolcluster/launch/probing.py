@@ -16,6 +16,12 @@ from smolcluster.launch import link_probe
 from smolcluster.launch.host import HAS_PYTHON3, Done, Host, shell_path
 from smolcluster.utils.words import one_line
 
+END_SCRIPT = """
+kill {pid} 2>/dev/null
+n=0; while kill -0 {pid} 2>/dev/null && [ $n -lt 20 ]; do sleep 0.1; n=$((n+1)); done"""
+RELEASE_S = 60.0
+"""The longest time until a port is released: uv may have to fetch a Python."""
+
 
 class Place(BaseModel):
     """What came of an address; `port`: that on which it listens there, 0: none."""
@@ -47,10 +53,10 @@ class Listener(BaseModel):
         return {address: place.port for address, place in self.places.items() if place.port}
 
     def end(self, host: Host) -> None:
-        """Stop it before its time; where that fails it ends by itself."""
+        """Stop it before its time, and wait until its port is free; where that fails it ends by itself."""
         if self.pid:
             with suppress(LaunchError):
-                host.run(f"kill {self.pid} 2>/dev/null; true")
+                host.run(END_SCRIPT.format(pid=self.pid))
 
 
 def probe_source() -> bytes:
@@ -101,6 +107,13 @@ def listening(host: Host, script: str, limit_s: float) -> Iterator[Listener]:
         yield listener
     finally:
         listener.end(host)
+
+
+def release(host: Host, port: int) -> bool:
+    """End the listeners of this port that cut launchers have left on a machine; whether there were any."""
+    with suppress(LaunchError):
+        return ask(host, probe_script("", "release", port), RELEASE_S).get("released") is True
+    return False
 
 
 def ask(host: Host, script: str, limit_s: float) -> dict[str, Any]:

@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from smolcluster.launch import link_probe
-from smolcluster.launch.probing import probe_source
+from smolcluster.launch.host import Host
+from smolcluster.launch.probing import probe_script, probe_source, read_listener
 
+HERE = Host("here")
 LOOPBACK, TOKEN = "127.0.0.1", "t0"
 COMMAND = [sys.executable, "-I", "-S"]
 
@@ -144,6 +147,46 @@ def test_a_port_in_use_is_told_and_left_alone() -> None:
     assert told["places"][LOOPBACK]["state"] == "busy"
     assert told["places"][LOOPBACK]["port"] not in (0, taken)
     assert told["free"] > taken
+
+
+def left_behind(port: int) -> int:
+    """The process of a listener whose launcher was cut, started as on a machine."""
+    script = probe_script(sys.executable, "listen", port, TOKEN, 60, LOOPBACK)
+    listener = read_listener(HERE.run(script, stdin=probe_source()))
+    assert listener is not None
+    assert listener.places[LOOPBACK].state == "listening"
+    return listener.pid
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"
+
+
+def test_a_port_is_taken_from_a_listener_whose_launcher_was_cut(port: int) -> None:
+    first = left_behind(port)
+    second = left_behind(port)
+    assert has_ended(first)
+    assert probe("release", port) == {"released": True}
+    assert has_ended(second)
+    assert probe("release", port) == {"released": False}
+
+
+def test_only_listeners_of_the_port_are_released() -> None:
+    commands = """\
+    11 python3 - listen 6000 t0 58 192.0.2.1
+    12 /Users/me/my project/.venv/bin/python - listen 6000 t0 58 192.0.2.1
+    13 /Library/Python.app/Contents/MacOS/Python - listen 6000 t0 58
+   114 python3 - listen 60001 t0 58 192.0.2.1
+   115 /root/.local/bin/uv run --no-project --quiet python - listen 6000 t0 58 192.0.2.1
+   116 sh -c python() { python3 "$@"; }; python - listen 6000 t0 58 192.0.2.1
+   117 python3 - measure 192.0.2.1 6000 t0
+   118 python3 -m smolcluster server --listen 6000
+"""
+    assert link_probe.listeners_of(6000, commands) == {11, 12, 13}
 
 
 def test_nobody_there(port: int) -> None:

@@ -20,6 +20,7 @@ from smolcluster.launch.setup.links import (
     parse_interfaces,
     read_link,
 )
+from waiting import eventually
 
 HERE = Host("mini1", None)
 MEASURE = probe_script("", "measure", "127.0.0.1", 1, "x")
@@ -199,6 +200,18 @@ def test_the_ways_to_this_machine_are_measured() -> None:
     assert all(not link.failure and 0 < link.ms < 100 and link.mb_s > 1 for link in links)
     assert foreign.failure == "nobody may listen there"
     assert measure(HERE, IPV4, listener, TOKEN).failure == "refused", "it has ended"
+
+
+def test_a_listener_that_takes_its_time_to_end_is_waited_for(tmp_path: Path) -> None:
+    code = "trap 'sleep 0.5; echo over; exit' TERM; echo here; while :; do sleep 0.1; done"
+    said = tmp_path / "said"
+    with said.open("wb") as output:
+        started = subprocess.Popen(["sh", "-c", f"({code}) & exec echo $!"], stdout=output)
+    assert started.wait(30) == 0
+    eventually(lambda: said.read_text().count("\n") == 2)
+    pid = next(int(line) for line in said.read_text().split() if line.isdigit())
+    Listener(places={}, own=(), pid=pid).end(HERE)
+    assert said.read_text().endswith("over\n")
 
 
 def has_ipv6() -> bool:
