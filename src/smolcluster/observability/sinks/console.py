@@ -3,9 +3,11 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+from rich.progress_bar import ProgressBar
+from rich.segment import ControlType, Segment
 from rich.text import Text
 
 from smolcluster.observability.metrics import MetricRecord
@@ -14,6 +16,16 @@ from smolcluster.runs.evaluated import metrics_in, told
 from smolcluster.utils.units import format_rate
 
 BAR_WIDTH = 16
+ERASE_BELOW = "\r\x1b[K\n\x1b[J\x1b[A"
+"""Erase the cursor's line and all lines below it.
+
+In two steps: what `ESC [J` erases from the top of a pane on, tmux keeps in the pane's history.
+"""
+TO_BEHIND_BAR = f"\x1b[{BAR_WIDTH + 1}G"
+TO_LINE_ABOVE = "\r\x1b[A"
+NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
+"""Between them the terminal cuts a line that is longer than it is wide."""
+SHOW_CURSOR = "\x1b[?25h"
 TICK_S = 0.1
 CLOSE_TIMEOUT_S = 2.0
 
@@ -42,7 +54,7 @@ class ProgressView:
         self._step: MetricRecord | None = None
         self._measured = ""
         self._shown = ""
-        self._bar: tuple[Progress, TaskID] | None = None
+        self._bar: BarLine | None = None
         self._closed = False
 
     def log(self, record: MetricRecord) -> None:
@@ -70,7 +82,7 @@ class ProgressView:
         self._closed = True
         if self._bar is not None:
             with steady(self._console):
-                self._bar[0].stop()
+                self._bar.stop()
 
     def _show(self) -> None:
         self._shown_at = self._clock()
@@ -84,32 +96,63 @@ class ProgressView:
             print_line(self._console, line)
 
     def _show_bar(self, step: MetricRecord, status: str) -> None:
-        if self._bar is None:
-            self._bar = self._start_bar()
-        progress, task = self._bar
-        progress.update(
-            task,
-            total=step.values.get("total_samples"),
-            completed=step.values.get("samples_applied", 0),
-            status=displayable(self._console, status),
-        )
         with steady(self._console):
-            progress.refresh()
+            self._bar = self._bar or BarLine(self._console)
+            self._bar.show(
+                step.values.get("samples_applied", 0),
+                step.values.get("total_samples"),
+                displayable(self._console, status),
+            )
 
-    def _start_bar(self) -> tuple[Progress, TaskID]:
-        progress = Progress(
-            BarColumn(BAR_WIDTH),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[status]}", markup=False),
-            console=self._console,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        task = progress.add_task("", total=None, status="")
-        with steady(self._console):
-            progress.start()
-        return progress, task
+
+class BarLine(RenderHook):
+    """A bar on the last line of a terminal; what is printed to the console appears above it.
+
+    It stays whole when the terminal changes its size. `rich.live` erases as many lines as it has drawn; a
+    terminal that becomes narrower wraps the bar into several lines, and all but one of them would stay. Here
+    the cursor rests on an empty line above the bar, and every line below the cursor is erased. What other
+    code writes to the terminal lands on the empty line.
+    """
+
+    def __init__(self, console: Console) -> None:
+        """Take the console's last line; nothing is drawn before `show`."""
+        self._console = console
+        self._shown: tuple[ConsoleRenderable, ...] = ()
+        console.show_cursor(False)
+        console.push_render_hook(self)
+
+    def show(self, completed: float, total: float | None, status: str) -> None:
+        """Draw it anew; a bar without a `total` only shows that work goes on."""
+        bar = ProgressBar(total or None, completed, width=BAR_WIDTH)
+        text = Text(f" {bar.percentage_completed or 0.0:>3.0f}% {status}", end="")
+        self._shown = Codes(NO_WRAP), bar, Codes(TO_BEHIND_BAR), text, Codes(WRAP)
+        self._console.print(Codes(""))
+
+    def stop(self) -> None:
+        """Leave the bar where it is, and draw nothing more."""
+        self._console.pop_render_hook()
+        self._console.print(Codes(ERASE_BELOW), *self._shown, Codes("\n" + SHOW_CURSOR))
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """What is printed, with the bar erased before and drawn after it: rich writes all that at once."""
+        return [
+            Codes(ERASE_BELOW),
+            *renderables,
+            Codes("\n"),
+            *self._shown,
+            Codes(TO_LINE_ABOVE),
+        ]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Codes for a terminal, as something that rich prints."""
+
+    codes: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        kind = ControlType.CLEAR  # rich looks at the kind on Windows only
+        yield Segment(self.codes, None, [(kind,)])
 
 
 class ShownBeside:
