@@ -128,7 +128,7 @@ class Rank:
         before_backward()
         loss.backward()
         nn.utils.clip_grad_norm_(self.ddp.parameters(), 1.0)
-        rate = learning_rate(self.train, self.num_applied, 2**40)
+        rate = learning_rate(self.train, self.num_applied, 2**40, num_optimizers=self.world)
         for group in self.groups:
             group["lr"] = rate
         self.optimizer.step()

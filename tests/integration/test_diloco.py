@@ -32,6 +32,7 @@ from smolcluster.runs.events import LeaseReturned, PushDropped
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.local_copy import OwnCopy
+from smolcluster.training.schedule import learning_rate
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.transport.messages import Collect, Welcome
 from smolcluster.utils.stopping import Interrupted
@@ -88,6 +89,38 @@ def test_one_worker_without_momentum_is_sequential_training(
     torch.testing.assert_close(ours.params, theirs.params, rtol=10 * rel, atol=rel)
     for name, buffer in buffers_of(theirs.model).items():
         torch.testing.assert_close(buffers_of(ours.model)[name], buffer, rtol=10 * rel, atol=rel)
+
+
+@pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
+def test_a_worker_warms_up_in_as_many_steps_as_one_process_with_the_whole_batch(
+    tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    own = "batch_size=8", "num_epochs=3", "local_steps=2", "lr_schedule.warmup_iters=6"
+    settings = settings_for(*own, *mode, workers=2)
+    cluster = cluster_for(settings, tmp_path, normed())
+    cluster.finish(cluster.worker(1), cluster.worker(2))
+    rates = sorted(record.values["lr"] for record in cluster.metrics.steps[:12])
+    train = settings.train.model_copy(update={"batch_size": 16})
+    alone = [learning_rate(train, 16 * step, 3 * own_workloads.NUM_SAMPLES) for step in range(7)]
+    assert rates[::2] == pytest.approx(alone[:6])
+    assert max(rates) < alone[6] == settings.train.learning_rate
+    assert cluster.metrics.steps[12].values["lr"] == pytest.approx(alone[6])
+
+
+def test_the_average_of_the_weights_decays_by_steps_of_all_workers(tmp_path: Path) -> None:
+    settings = settings_for("ema_decay=0.9", "batch_size=16", "local_steps=2", workers=2)
+    cluster = cluster_for(settings, tmp_path, normed())
+    replica, steps = cluster.training.replica, list[float]()
+    update = replica.update_average
+
+    def counted(num_steps: float = 1) -> None:
+        steps.append(num_steps)
+        update(num_steps)
+
+    replica.update_average = counted  # type: ignore[method-assign]
+    cluster.finish(cluster.worker(1), cluster.worker(2))
+    assert sum(steps) == 2 * own_workloads.NUM_SAMPLES / 32
+    assert replica.average is not None
 
 
 def test_rounds_that_the_server_chooses_are_never_said_to_be_too_long(tmp_path: Path) -> None:

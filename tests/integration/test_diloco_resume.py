@@ -167,6 +167,26 @@ def test_more_workers_than_before_count_exactly(tmp_path: Path) -> None:
     assert resumed.server.summary.final.val_loss < 1.5
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_learning_rate_goes_on_as_it_was_with_another_number_of_workers(
+    tmp_path: Path, workers: int
+) -> None:
+    """The warm-up of 20 steps has 40 batches of the two workers that were; 30 have been applied."""
+
+    def rates_of(cluster: Cluster) -> dict[int, float]:
+        return {record.step: record.values["lr"] for record in cluster.metrics.steps}
+
+    settings = settings_for("fp32", workers=2)
+    whole = run(settings, tmp_path / "whole", workers=2)
+    folder = killed_after(whole.folder, tmp_path / "resumed", step=30)
+    resumed = run(settings_for("fp32", workers=workers), folder, resume=True, workers=workers)
+    expected = rates_of(whole)
+    assert expected[40] < expected[41] == settings.train.learning_rate
+    assert {step: rate for step, rate in rates_of(resumed).items() if step > 30} == {
+        step: rate for step, rate in expected.items() if step > 30
+    }
+
+
 class WaitsForTheSecond(diloco.Server):
     """Hands out one round after the checkpoint, then nothing until a second worker is there."""
 

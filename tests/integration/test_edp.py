@@ -193,6 +193,19 @@ class Huge(Worker):
         return loss
 
 
+@pytest.mark.parametrize(("rule", "num_pushes"), [("gradient", 6), ("mixing", 12)])
+def test_the_warm_up_counts_steps_of_who_has_the_optimizer(
+    tmp_path: Path, rule: str, num_pushes: int
+) -> None:
+    """The server, which takes a step a push; or each of two workers, though but one of them has come."""
+    own = f"update_rule={rule}", "lr_schedule.warmup_iters=6", "min_workers=1"
+    settings = local_settings(*own, workers=2)
+    cluster = Cluster(settings, tmp_path)
+    cluster.finish(cluster.worker(1))
+    rates = [record.values["lr"] for record in cluster.metrics.steps]
+    assert rates.index(settings.train.learning_rate) == num_pushes
+
+
 @pytest.mark.parametrize("algorithm_of_one", [Diverging, Huge])
 @pytest.mark.parametrize("override", ["update_rule=gradient", "update_rule=mixing"])
 def test_a_worker_whose_own_copy_diverges_costs_its_pushes_and_nothing_else(

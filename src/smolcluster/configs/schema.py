@@ -828,8 +828,9 @@ class LrSchedule(Section):
     warmup_iters: int = Field(
         0,
         ge=0,
-        description="Length of the warm-up in steps of global_batch_size samples; of batch_size "
-        "where that is null.",
+        description="Length of the warm-up in steps of each optimizer. A step has global_batch_size samples; "
+        "null: batch_size x gradient_accumulation, x num_workers where workers have optimizers of their own "
+        "(DiLoCo, and EDP's mixing).",
     )
     min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the end of the run.")
 
@@ -909,8 +910,8 @@ class TrainConfig(Section):
         None,
         gt=0,
         lt=1,
-        description="d of the average a <- d a + (1 - d) w of the weights, which is evaluated and exported "
-        "beside them; null: there is none.",
+        description="d of the average a <- d a + (1 - d) w of the weights after each step (in DiLoCo of one "
+        "batch a worker), which is evaluated and exported beside them; null: there is none.",
     )
     lr_schedule: LrSchedule | None = Field(None, description="null: a constant learning rate.")
     model: ModelConfig = Field(SimpleNNConfig(), description="What is trained.")

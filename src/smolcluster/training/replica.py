@@ -186,8 +186,11 @@ class Replica:
         else:
             self.scaler.overflowed(overflow)
 
-    def update_average(self, num_steps: int = 1) -> None:
-        """The weights have been changed by steps: let the average follow. The first ones begin it."""
+    def update_average(self, num_steps: float = 1) -> None:
+        """The weights have been changed by steps: let the average follow. The first ones begin it.
+
+        A fractional `num_steps`: some of the batches that together make a step.
+        """
         if self.ema_decay is None:
             return
         with self.meter("apply"):

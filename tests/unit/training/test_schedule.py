@@ -55,6 +55,18 @@ def test_a_warm_up_counts_samples_of_whole_steps(other: dict[str, int]) -> None:
         assert learning_rate(small, applied, TOTAL) == learning_rate(WARM, applied, TOTAL)
 
 
+def test_each_of_several_optimizers_warms_up_in_as_many_steps_as_the_only_one() -> None:
+    """Four that take a batch each in turn: the only one takes the four batches at once."""
+    of_all = WARM.model_copy(update={"batch_size": 40})
+    total = 4 * TOTAL
+    only = [learning_rate(of_all, 40 * step, total) for step in range(100)]
+    each = [learning_rate(WARM, 40 * step, total, num_optimizers=4) for step in range(100)]
+    assert each == only
+    assert each.index(0.5) == 20
+    among = [learning_rate(WARM, 10 * step, total, num_optimizers=4) for step in range(81)]
+    assert among == sorted(among)
+
+
 def test_it_never_rises_after_the_warm_up_and_ends_at_the_smallest_rate() -> None:
     rates = [learning_rate(WARM, applied, TOTAL) for applied in range(200, TOTAL + 2)]
     assert rates == sorted(rates, reverse=True)

@@ -71,7 +71,7 @@ from smolcluster.ps.leases import Dispatcher, DispatcherState
 from smolcluster.ps.plausible import Failures, Norms, PushRefused, check_norm
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress
-from smolcluster.training.schedule import learning_rate
+from smolcluster.training.schedule import SCHEDULE, ScheduleState, learning_rate
 from smolcluster.transport.messages import (
     Ack,
     Collect,
@@ -100,6 +100,8 @@ class Server:
         self.train = context.training.recipe.applied_to(context.settings.train)
         self.config = context.run.of(DiLoCoConfig)
         self.replica = replica = context.training.replica
+        self.num_optimizers = context.settings.cluster.num_workers
+        """By which the schedule counts its steps, however many workers are present; a resumed run's stays."""
         self.dispatcher = Dispatcher(
             incarnation=context.incarnation,
             num_samples=context.training.num_samples,
@@ -136,6 +138,8 @@ class Server:
             self.version = state.step
             stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
             self.dispatcher.resume(stored, state.samples_applied)
+            schedule = parse_progress(ScheduleState, state.progress.get(SCHEDULE, {}), state.step)
+            self.num_optimizers = schedule.num_optimizers
             rounds = parse_progress(RoundsState, state.progress.get(ROUNDS), state.step)
             self.go_on_from(rounds)
         listeners = Listeners(self.report.steps_undone, self.on_store_lost)
@@ -172,6 +176,7 @@ class Server:
         return {
             DISPATCHER: self.dispatcher.state.model_dump(mode="json"),
             ROUNDS: rounds.model_dump(mode="json"),
+            SCHEDULE: ScheduleState(num_optimizers=self.num_optimizers).model_dump(mode="json"),
         }
 
     def receiver_for(self, session_id: int) -> DeltaReceiver:
@@ -350,7 +355,7 @@ class Server:
     def applied(self, number: int, contributions: Sequence[Contribution]) -> None:
         """An outer step has applied these changes of a fragment: their samples may count now."""
         applied = self.ledger.apply(each.request for each in contributions)
-        self.replica.update_average(len(applied))
+        self.replica.update_average(len(applied) / self.num_optimizers)
         for each in contributions:
             name = self.workers[each.request.holder].name
             self.norms.add(each.norm, f"{name} in outer step {self.stores.version}")
@@ -599,7 +604,7 @@ class Server:
         """That of the next batch to be handed out: where all before it have been applied."""
         samples_before = self.dispatcher.samples_applied + self.ledger.num_open_samples
         total, own = self.dispatcher.total_samples, self.context.training.recipe.schedule
-        return learning_rate(self.train, samples_before, total, own)
+        return learning_rate(self.train, samples_before, total, own, self.num_optimizers)
 
 
 def serve(context: ServerContext) -> Summary:

@@ -46,7 +46,7 @@ from smolcluster.ps.slices import PushKey
 from smolcluster.ps.weights import state_frames
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress
-from smolcluster.training.schedule import learning_rate
+from smolcluster.training.schedule import SCHEDULE, ScheduleState, learning_rate
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Ack, LeaseKey, Outcome, Pull, Skip
 
@@ -91,6 +91,11 @@ class Server:
             batch_size=self.train.samples_per_push,
             permutation=context.training.order,
         )
+        self.num_optimizers = 1
+        """That take the schedule's steps: the server's; with mixing each worker's, of which a resumed run
+        counts as many as it began with."""
+        if self.config.update_rule == "mixing":
+            self.num_optimizers = context.settings.cluster.num_workers
         self.feed = context.open_feed()
         self.push_memory = GradientBuffers()
         self.stores = context.hosted_stores()
@@ -102,6 +107,8 @@ class Server:
             self.version = state.step
             stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
             self.dispatcher.resume(stored, state.samples_applied)
+            schedule = parse_progress(ScheduleState, state.progress.get(SCHEDULE, {}), state.step)
+            self.num_optimizers = schedule.num_optimizers
         self.stores.begin(self.version, self.report.steps_undone)
         self.saver = context.new_saver(source, self.report)
         self.hosts = Gathering(self.stores, self.saver, lambda: self.version, context.check_stop)
@@ -111,7 +118,10 @@ class Server:
         self.norms, self.failures = Norms(), Failures()
 
     def progress(self) -> Progress:
-        return {DISPATCHER: self.dispatcher.state.model_dump(mode="json")}
+        return {
+            DISPATCHER: self.dispatcher.state.model_dump(mode="json"),
+            SCHEDULE: ScheduleState(num_optimizers=self.num_optimizers).model_dump(mode="json"),
+        }
 
     def receiver_for(self, session_id: int) -> GradientReceiver:
         replica = self.replica
@@ -435,6 +445,7 @@ class Server:
             self.dispatcher.samples_applied,
             self.dispatcher.total_samples,
             self.context.training.recipe.schedule,
+            self.num_optimizers,
         )
 
 
