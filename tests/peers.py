@@ -192,6 +192,7 @@ class HandledDoor:
         self,
         run: RunConfig,
         *,
+        node: str = "mini1",
         model: str = "m",
         incarnation: str = "0123abcd",
         bucket_bytes: int = 1 << 20,
@@ -200,6 +201,7 @@ class HandledDoor:
         accept(
             client,
             Welcome(
+                node=node,
                 run_id=run.run_id,
                 incarnation=incarnation,
                 run=run,

@@ -18,6 +18,7 @@
     │   ├── ConnectTimeout          no server answered in time
     │   ├── PeerLost                an established connection broke or fell silent
     │   │   └── NothingSaid         … closed by the peer before its first byte
+    │   ├── WrongPeer               another node answered at the address of the one that was dialled
     │   ├── PortBusy                another process listens there
     │   ├── RunBusy                 another process writes the run's folder
     │   └── ClusterEmpty            no worker came, or all have gone
@@ -121,6 +122,10 @@ class PeerLost(TryAgain):
 
 class NothingSaid(PeerLost):
     """The peer closed the connection before its first byte, as who only looks whether a port is open."""
+
+
+class WrongPeer(TryAgain):
+    """Another node of the cluster answered at the address of the one that was dialled."""
 
 
 class PortBusy(TryAgain):

@@ -298,6 +298,7 @@ class ServerContext:
         admit_worker = ask_inbox(
             self.inbox,
             Welcome(
+                node=self.node,
                 run_id=self.run.run_id,
                 run=self.run,
                 incarnation=self.incarnation,

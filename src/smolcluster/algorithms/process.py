@@ -36,7 +36,7 @@ from smolcluster.configs.resolve import (
     load_settings,
     workload_overrides,
 )
-from smolcluster.configs.schema import AlgorithmName, RunConfig
+from smolcluster.configs.schema import AlgorithmName, ClusterConfig, RunConfig
 from smolcluster.configs.spec import algorithm_of_groups, algorithm_of_stages, get_algorithm
 from smolcluster.errors import ConfigError, RunFailed, SmolclusterError
 from smolcluster.net.dialling import Address
@@ -139,7 +139,6 @@ def work(
     make_participant: Callable[[Welcome, TrainingContext], Participant],
 ) -> None:
     settings = worker_settings(algorithm, args)
-    cluster = settings.cluster
     if not 1 <= args.worker_id <= MAX_WORKER_ID:
         raise ConfigError(f"worker_id is {args.worker_id}, must be between 1 and {MAX_WORKER_ID}")
     rank, meter = args.worker_id - 1, Meter()
@@ -151,7 +150,6 @@ def work(
         place = replace(
             setup,
             hello=introduce(args.node, args.worker_id, sets_of(algorithm)),
-            address=Address(cluster.host_ip[args.node], cluster.port),
             meter=meter,
             on_stats=own.take,
             spread=spread_over_others(algorithm, args, settings, setup.secret, log),
@@ -178,7 +176,10 @@ def be_stage(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
         hello = introduce(args.node, worker_id, sets_of(pipeline.name))
         place = replace(setup, hello=hello, whom="its worker")
         if args.server is None:
-            address = Address(stages.host_ip[args.node], stages.port)
+            worker = next(
+                name for name, node in settings.cluster.nodes.items() if node.stages is stages
+            )
+            address = Address(stages.host_ip[args.node], stages.port, worker)
             place = replace(place, address=address)
         follow(place, module_of(pipeline, "worker").Worker)
 
@@ -213,7 +214,7 @@ def _following(
         place = WorkerSetup(
             node=node,
             hello=introduce(args.node),
-            address=Address(cluster.host_ip[args.node], cluster.port),
+            address=_address_of_server(args, cluster),
             secret=_secret(args.local, node.secret_file),
             start_timeout_s=cluster.start_timeout_s,
             encryption=cluster.encryption,
@@ -277,7 +278,7 @@ def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace, held: type[He
         hold(
             StoreSetup(
                 hello=introduce(args.node, sets=(SESSION, STORE)),
-                address=Address(cluster.host_ip[args.node], cluster.port),
+                address=_address_of_server(args, cluster),
                 secret=_secret(args.local, node.secret_file),
                 start_timeout_s=cluster.start_timeout_s,
                 encryption=cluster.encryption,
@@ -333,6 +334,12 @@ def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Setti
         local=args.local,
         local_workers=args.workers,
     )
+
+
+def _address_of_server(args: argparse.Namespace, cluster: ClusterConfig) -> Address:
+    """Where the server is; its name is known unless `--server` says only where it is."""
+    name = cluster.server if args.server is None else None
+    return Address(cluster.host_ip[args.node], cluster.port, name)
 
 
 def _secret(local: bool, file: Path | None) -> Secret:

@@ -355,7 +355,8 @@ class Cluster:
         """Take part in the run until it is over; raises what `follow` does."""
         cluster = self._settings.cluster
         secret = self._secret or secret_of(self._settings, makes=self._told.is_local)
-        address = Address(cluster.host_ip[self._name], cluster.port)
+        server = None if self._told.config else cluster.server  # a launcher tells only where it is
+        address = Address(cluster.host_ip[self._name], cluster.port, server)
         worker_id = self._told.worker_id
         while True:
             try:

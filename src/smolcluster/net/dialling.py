@@ -16,6 +16,7 @@ from smolcluster.errors import (
     Rejected,
     SmolclusterError,
     VersionDiffers,
+    WrongPeer,
 )
 from smolcluster.transport.connection import Connection, connect
 from smolcluster.transport.handshake import client_handshake
@@ -28,6 +29,8 @@ CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 10.0
 LONGEST_DELAY_S = 0.5
 LAST_TRY_S = 1.0
+WRONG_PEER_RETRY_S = 2.0
+"""Each attempt opens a session with the wrong node for a moment."""
 SAY_AFTER_S = 3.0
 """A peer that starts at the same time is worth no word."""
 LONG_S = 7200.0
@@ -40,10 +43,11 @@ A = TypeVar("A", bound=Accepted)
 
 @dataclass(frozen=True)
 class Address:
-    """Where a peer listens, as this machine reaches it."""
+    """Where a peer listens, as this machine reaches it, and the peer's name; None: it is not known."""
 
     host: str
     port: int
+    node: str | None = None
 
     def __str__(self) -> str:
         return format_address(self.host, self.port)
@@ -82,10 +86,12 @@ def dial(
     """Try until `whom` lets this process in with an `answer`, for at most `timeout_s` seconds.
 
     What is in the way is logged once it has been there for `say_after_s` seconds, and whenever it changes. A
-    refusal that is not proved may be anybody's on the way: it is doubted until then.
+    refusal that is not proved may be anybody's on the way: it is doubted until then. So is an answer of
+    another node than `address` names, to which somebody on the way may have led this process.
 
     Raises:
-        ConnectTimeout: nobody answered in time, or asked to be tried again later until then.
+        ConnectTimeout: nobody answered in time, or asked to be tried again later until then, or another node
+            answered.
         Rejected: refused for good, or without a proof until then.
         VersionDiffers: the other side spoke another version of the protocol until then.
         AuthError: the secrets differed until then.
@@ -100,8 +106,12 @@ def dial(
             limit_s = max(LAST_TRY_S, deadline.remaining())
             connection = connect(address.host, address.port, min(CONNECT_TIMEOUT_S, limit_s))
             limit = Deadline(min(HANDSHAKE_TIMEOUT_S, limit_s))
-            return connection, client_handshake(
-                connection, hello, secret, limit, encryption, answer=answer
+            accepted = client_handshake(connection, hello, secret, limit, encryption, answer=answer)
+            if address.node in (None, accepted.node):
+                return connection, accepted
+            connection.close()
+            raise WrongPeer(
+                f"{accepted.node!r} answers at {address}, not {address.node!r}: is this the right address?"
             )
         except SmolclusterError as error:
             wait_s = max(delay_s, _retry_after_s(error))
@@ -129,6 +139,8 @@ def _retry_after_s(error: SmolclusterError) -> float:
     match error:
         case Rejected(is_proved=True, retry_after_s=float(seconds)):
             return seconds
+        case WrongPeer():
+            return WRONG_PEER_RETRY_S
         case Rejected(is_proved=False) | AuthError() | VersionDiffers():
             return 0.0
         case ConnectTimeout() | PeerLost() | ProtocolError():

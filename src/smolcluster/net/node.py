@@ -137,7 +137,9 @@ class Node:
         self._sets = (SESSION, *sets)
         self._hello = introduce(name, sets=self._sets)
         self._door = Door(secret, new_identity(), encryption, self._sets)
-        self._answer = Accepted(bucket_bytes=bucket_bytes, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._answer = Accepted(
+            node=name, bucket_bytes=bucket_bytes, heartbeat_timeout_s=heartbeat_timeout_s
+        )
         self._reconnect_timeout_s = reconnect_timeout_s
         self._max_queued = max_queued
         self._log = log or logging.getLogger("smolcluster")
@@ -150,7 +152,7 @@ class Node:
         self._closed = threading.Event()
 
     def listen(self, host: str, port: int = 0) -> Address:
-        """Let peers in from now on that dial this address of this machine; returns it with its port.
+        """Let peers in from now on that dial this address of this machine; returns it with port and name.
 
         Raises:
             PortBusy: another process listens there.
@@ -169,13 +171,13 @@ class Node:
         )
         acceptor.open()
         self._acceptors.append(acceptor)
-        return Address(host, listeners[0].getsockname()[1])
+        return Address(host, listeners[0].getsockname()[1], self.name)
 
     def dial(self, address: Address, timeout_s: float) -> Peer:
         """Try for `timeout_s` seconds to reach a peer, which is dialled again whenever it is lost.
 
         Raises:
-            ConnectTimeout: nobody answered in time.
+            ConnectTimeout: nobody answered in time, or another node than the address names.
             AuthError: the secrets differ.
             Rejected, VersionDiffers: it speaks another version.
         """
@@ -230,6 +232,7 @@ class Node:
             whom="the peer",
             stop=self._closed,
         )
+        peer.name = answer.node
         sets = [each for each in self._sets if each.name in answer.sets]
         session_id = next(self._session_ids)
         peer.sayable = from_dialler(sets)

@@ -464,7 +464,9 @@ def wait_for_offer(
                 "no-model", "the server waits for a process that attaches and offers it a model"
             )
         return Accepted(
-            bucket_bytes=DEFAULT_BUCKET_BYTES, heartbeat_timeout_s=cluster.heartbeat_timeout_s
+            node=cluster.server,
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            heartbeat_timeout_s=cluster.heartbeat_timeout_s,
         )
 
     inbox = Inbox()

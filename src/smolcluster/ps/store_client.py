@@ -61,7 +61,7 @@ class StoreClient:
         try:
             for place in stores.stores:
                 span = range(place.first, place.stop)
-                addresses = [Address(each.host, each.port) for each in place.places]
+                addresses = [Address(each.host, each.port, place.node) for each in place.places]
                 session = _dial_any(self._server, addresses, self._receiver_for(span))
                 self._sessions[span.start : span.stop] = [session] * len(span)
         except ConnectTimeout as error:

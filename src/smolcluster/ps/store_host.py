@@ -343,6 +343,7 @@ class HeldSlice(ABC):
             door=Door(setup.secret, new_identity(), setup.encryption, (SESSION, SLICES)),
             inbox=self._inbox,
             admit=lambda *_: Accepted(
+                node=setup.hello.node,
                 bucket_bytes=self._answer.bucket_bytes,
                 heartbeat_timeout_s=self._answer.heartbeat_timeout_s,
             ),

@@ -187,9 +187,11 @@ class ServedData(HeaderModel):
 
 
 class Accepted(Message):
-    """Who was dialled: the other side is let in; which `sets` both know, and the limits of the session."""
+    """Who was dialled: the other side is let in; by whom, which `sets` both know, the session's limits."""
 
     KIND: ClassVar[int] = 22
+    node: Name
+    """The name of the process that was dialled; the dialling side compares it with the one it meant."""
     sets: Annotated[tuple[Identifier, ...], Strict(False), Field(max_length=MAX_SETS)] = ()
     bucket_bytes: Annotated[int, Field(ge=4, le=MAX_BUCKET_BYTES)]
     heartbeat_timeout_s: HeartbeatTimeout

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -19,7 +20,7 @@ from smolcluster.algorithms import process
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import main, worker_parser
 from smolcluster.algorithms.process import spread_over_others
-from smolcluster.cluster.link import Participant
+from smolcluster.cluster.link import Participant, WorkerSetup
 from smolcluster.configs.load import find_config
 from smolcluster.configs.schema import MeshSizes, NodeConfig, StagesConfig
 from smolcluster.configs.spec import get_algorithm
@@ -31,9 +32,12 @@ from smolcluster.errors import (
     RunFailed,
     SmolclusterError,
 )
+from smolcluster.net.dialling import Address
+from smolcluster.ps.store_host import StoreSetup
 from smolcluster.runs.events import EpochFinished, read_events
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.summary import Summary, read_summary
+from smolcluster.transport.security import default_secret_path, ensure_secret
 
 SUMMARY = summary_of(1, train_loss=0.25)
 
@@ -311,6 +315,41 @@ def test_a_worker_that_is_started_again_joins_no_other_run() -> None:
         with pytest.raises(RunFailed, match=f"of run {RUN.run_id} now, .* started for mine"):
             setup.on_run_known(RUN)
         setup.on_run_known(RUN.model_copy(update={"run_id": "mine"}))
+
+
+@pytest.mark.parametrize(
+    ("role", "own", "server"),
+    [
+        ("worker", ("1", "pi5"), "mini1"),
+        ("worker", ("1", "pi5", "--server", "127.0.0.1:7000"), None),
+        ("store", ("pi5",), "mini1"),
+        ("store", ("pi5", "--server", "127.0.0.1:7000"), None),
+        ("stage", ("mini2", "--override", "host_ip.mini2=127.0.0.1"), "win"),
+        ("stage", ("mini2", "--server", "127.0.0.1:7000"), None),
+    ],
+)
+def test_a_process_knows_whom_it_dials_unless_it_was_told_an_address_alone(
+    role: Literal["worker", "store", "stage"],
+    own: tuple[str, ...],
+    server: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met: list[Address] = []
+
+    def meet(place: WorkerSetup | StoreSetup, *_: object) -> None:
+        met.append(place.address)
+
+    for name in ("follow", "hold"):
+        monkeypatch.setattr(process, name, meet)
+    file = tmp_path / "cluster.yaml"
+    nodes = "nodes: {win: {stages: {host_ip: {mini2: 127.0.0.1}, port: 7000}}}"
+    shipped = find_config("diloco", "cluster").read_text()
+    file.write_text(f"{shipped}\n{nodes if role == 'stage' else ''}\n")
+    monkeypatch.setattr(sys, "argv", [f"{role}.py", *own, "--config", str(file)])
+    ensure_secret(default_secret_path())
+    assert main("diloco", role) == 0
+    assert [each.node for each in met] == [server]
 
 
 @pytest.fixture

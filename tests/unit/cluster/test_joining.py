@@ -35,8 +35,9 @@ def start_joining(door: HandledDoor, lines: list[str]) -> Iterator[Joining]:
         def start(
             timeout_s: float = DEADLINE_S,
             secret: Secret = SECRET,
+            node: str | None = None,
         ) -> "Future[tuple[Connection, Welcome]]":
-            address = Address("127.0.0.1", door.port)
+            address = Address("127.0.0.1", door.port, node)
             log = logger(lines)
             return pool.submit(
                 join,
@@ -79,6 +80,21 @@ def test_a_server_that_is_there_welcomes_at_once_and_in_silence(
     connection, welcome = future.result(DEADLINE_S)
     assert welcome.run == RUN
     assert lines == []
+    connection.close()
+
+
+def test_another_server_than_the_one_that_is_wanted_is_doubted(
+    door: HandledDoor, start_joining: Joining, lines: list[str], delays: list[float]
+) -> None:
+    """Somebody on the way, who does not know the secret, may have led this worker to it."""
+    future = start_joining(node="mini1")
+    door.admit(RUN, node="pi5").hear_the_end()
+    door.admit(RUN)
+    connection, welcome = future.result(DEADLINE_S)
+    assert welcome.node == "mini1"
+    assert len(lines) == 1
+    assert f"'pi5' answers at 127.0.0.1:{door.port}, not 'mini1'" in lines[0]
+    assert delays == [dialling.WRONG_PEER_RETRY_S]
     connection.close()
 
 

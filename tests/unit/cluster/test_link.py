@@ -274,6 +274,7 @@ def test_a_welcome_that_names_a_path_is_refused_and_nothing_is_looked_at(
         worker = pool.submit(knock, door.port, hello())
         door.open().talk.say(
             Welcome.model_construct(
+                node="mini1",
                 run_id="run-1",
                 incarnation="0123abcd",
                 run=run.model_copy(update={"train": train}),

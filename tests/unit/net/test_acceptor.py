@@ -37,6 +37,7 @@ from smolcluster.transport.security import Secret
 from smolcluster.utils.retry import Deadline
 
 OFFER = Welcome(
+    node="mini1",
     run_id="edp-1",
     incarnation="0123abcd",
     run=RUN,

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -15,6 +16,7 @@ from harness import SECRET, free_port
 from peers import DEADLINE_S
 from proxy import Proxy
 from smolcluster.errors import AuthError, ConnectTimeout, ProtocolError, Rejected
+from smolcluster.net import dialling
 from smolcluster.net.dialling import Address
 from smolcluster.net.inbox import Event
 from smolcluster.net.node import Connected, Disconnected, Node, Peer, Received
@@ -135,6 +137,7 @@ def test_nodes_that_listen_and_dial_each_other_sum_a_tensor_over_a_ring(
 def test_either_side_may_begin_and_events_name_their_peer(node: MakeNode) -> None:
     left, to_right, right, to_left = pair(node)
     assert (to_left.name, to_left.address) == ("left", None)
+    assert to_right.name == "right"
     assert event(left, Connected).peer is to_right
     to_left.send(Token(value=1))
     heard = event(left, Received)
@@ -190,7 +193,7 @@ def test_a_peer_that_dies_and_returns_is_dialled_again(node: MakeNode) -> None:
     assert address is not None
     right.close()
     assert not event(left, Disconnected).is_final
-    returned = node("returned")
+    returned = node("right")
     returned.listen(HOST, address.port)
     to_left = event(returned, Connected).peer
     assert event(left, Connected).peer is to_right
@@ -199,6 +202,15 @@ def test_a_peer_that_dies_and_returns_is_dialled_again(node: MakeNode) -> None:
     to_left.send(Token(value=4))
     heard = event(left, Received)
     assert (heard.peer, heard.message) == (to_right, Token(value=4))
+
+
+def test_another_node_than_the_one_that_was_dialled_is_refused(
+    node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialling, "LAST_TRY_S", DEADLINE_S)
+    address = replace(node("right").listen(HOST), node="third")
+    with pytest.raises(ConnectTimeout, match=r"'right' answers at .*, not 'third'"):
+        node("left").dial(address, 0.0)
 
 
 def test_a_peer_that_stays_away_is_given_up(node: MakeNode) -> None:

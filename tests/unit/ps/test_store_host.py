@@ -8,8 +8,9 @@ import torch
 
 from connection_pairs import one_of_each
 from harness import SECRET
+from peers import DEADLINE_S
 from smolcluster.errors import ProtocolError
-from smolcluster.net.dialling import Address
+from smolcluster.net.dialling import Address, dial
 from smolcluster.net.inbox import Inbox, MessageReceived
 from smolcluster.net.session import Session
 from smolcluster.ps.stepping_slice import SteppingSlice
@@ -17,6 +18,7 @@ from smolcluster.ps.store_host import COORDINATOR, StoreSetup, buckets_of, check
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import (
     SESSION,
+    SLICES,
     STORE,
     Accepted,
     SendWeights,
@@ -61,7 +63,7 @@ def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:
     hello = introduce("win", sets=(SESSION, STORE))
     address, log = Address("127.0.0.1", 1), logging.getLogger("test")
     setup = StoreSetup(hello, address, SECRET, 1.0, log, SteppingSlice)
-    answer = Accepted(bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
+    answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     values = {name: torch.zeros(488) for name in ADAM.contents}
     held = SteppingSlice(setup, answer, Inbox(), ADAM, values)
     nobody = cast("Session", None)
@@ -69,3 +71,21 @@ def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:
         held._obey(SendWeights(instance=instance, version=3), nobody)
     held.handle(MessageReceived(COORDINATOR, WorkerGone(instance="a" * 8)), nobody)
     assert list(held._owed) == ["b" * 8]
+
+
+def test_a_store_tells_workers_its_name() -> None:
+    hello = introduce("win", sets=(SESSION, STORE))
+    address, log = Address("127.0.0.1", 1), logging.getLogger("test")
+    setup = StoreSetup(hello, address, SECRET, 1.0, log, SteppingSlice)
+    answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
+    values = {name: torch.zeros(488) for name in ADAM.contents}
+    held = SteppingSlice(setup, answer, Inbox(), ADAM, values)
+    [place] = held.listen(["127.0.0.1"])
+    worker = introduce("pi5", 1, (SESSION, SLICES))
+    way = Address(place.host, place.port, "win")
+    try:
+        connection, told = dial(way, worker, SECRET, Accepted, timeout_s=DEADLINE_S, log=log)
+        assert told.node == "win"
+        connection.close()
+    finally:
+        held.close(0.0)

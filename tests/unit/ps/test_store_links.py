@@ -29,6 +29,7 @@ from smolcluster.transport.messages import (
     ALL_KINDS,
     SESSION,
     STORE,
+    Accepted,
     Discard,
     HostPort,
     LeaseKey,
@@ -110,7 +111,9 @@ def spread(lost_s: float = 60.0, on_undone: StepsUndone = ignore) -> HostedStore
 
 def open_session(stores: StoreLinks, node: str, session_id: int) -> FakeSession:
     hello = introduce(node, sets=(SESSION, STORE))
-    stores.admit(session_id, hello)
+    answer = stores.admit(session_id, hello)
+    assert isinstance(answer, Accepted)
+    assert answer.node == NODES[0], "the server says who it is"
     session = FakeSession(session_id)
     client = cast("Authenticated", Client(hello))
     stores.handle(SessionOpened(cast("Session", session), client))

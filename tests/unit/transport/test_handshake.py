@@ -70,6 +70,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 OFFER = Welcome(
+    node="mini1",
     run_id="edp-1",
     incarnation="0123abcd",
     run=RUN,
@@ -255,6 +256,7 @@ REWRITES: list[tuple[type[Message], dict[str, object]]] = [
     (Challenge, {"nonce": "00" * 32}),
     (Welcome, {"run": RUN.model_copy(update={"worker_update_interval": 1000})}),
     (Welcome, {"codec": "fp16"}),
+    (Welcome, {"node": "mini2"}),
     (Welcome, {"heartbeat_timeout_s": 1e6}),
     (Reject, {"code": "over"}),
     (Reject, {"retry_after_s": None}),

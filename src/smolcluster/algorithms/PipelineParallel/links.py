@@ -128,7 +128,9 @@ class Links:
         self._hello = hello.model_copy(update={"sets": digests})
         self._door = Door(secret, new_identity(), encryption, (SESSION, LINKS))
         self._log = log
-        self._answer = Accepted(bucket_bytes=bucket_bytes, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._answer = Accepted(
+            node=hello.node, bucket_bytes=bucket_bytes, heartbeat_timeout_s=heartbeat_timeout_s
+        )
         self._mailbox = Mailbox(psutil.virtual_memory().available // 2)
         self._events = _Handled(self._on_event)
         self._ids = count(1)
@@ -363,7 +365,8 @@ class Links:
             refusal: Rejected | None = None
             for place in neighbour.places:
                 try:
-                    return self._dial_at(Address(place.host, place.port), neighbour, deadline)
+                    address = Address(place.host, place.port, neighbour.node)
+                    return self._dial_at(address, neighbour, deadline)
                 except ConnectTimeout as error:
                     last = error
                     refusal = error.__cause__ if isinstance(error.__cause__, Rejected) else refusal

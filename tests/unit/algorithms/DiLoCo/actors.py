@@ -33,6 +33,7 @@ def worker_of(
         train, cluster.seed, settings.node.dataset, torch.device("cpu"), workload=workload
     )
     welcome = Welcome(
+        node="mini1",
         run_id="test-run",
         incarnation="here",
         run=settings.run_config("test-run", "diloco"),

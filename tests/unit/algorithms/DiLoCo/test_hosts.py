@@ -18,6 +18,7 @@ from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.hosts import Hosts
 from smolcluster.cluster.link import Link
 from smolcluster.errors import PeerLost
+from smolcluster.net.dialling import Address
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.weights import WeightsArrived
 from smolcluster.transport.frames import Frame
@@ -49,6 +50,7 @@ class FakeLink:
 
     messages: list[Message] = field(default_factory=list)
     dialled: "list[FakeLink]" = field(default_factory=list)
+    meant: list[str | None] = field(default_factory=list)
 
     def __hash__(self) -> int:
         return id(self)
@@ -59,7 +61,8 @@ class FakeLink:
     def send_frame(self, frame: Frame) -> None:
         self.messages.append(opened(frame)[0])
 
-    def dial(self, *_: Any) -> "FakeLink":
+    def dial(self, address: Address, *_: Any) -> "FakeLink":
+        self.meant.append(address.node)
         self.dialled.append(FakeLink())
         return self.dialled[-1]
 
@@ -72,6 +75,7 @@ def hosts_of(num_fragments: int) -> tuple[Hosts, FakeLink, Layout]:
     hosts.begin(cast(Link, link))
     hosts.reach(STORES)
     assert link.messages == [Pull()]
+    assert link.meant == ["win", "pi5"]
     link.messages.clear()
     return hosts, link, layout
 

@@ -72,6 +72,7 @@ class Desk:
         self.settings = settings = local_settings("optimizer=sgd", *overrides)
         self.training = self.build()
         welcome = Welcome(
+            node="mini1",
             run_id="test-run",
             incarnation="here",
             run=settings.run_config("test-run", "edp"),

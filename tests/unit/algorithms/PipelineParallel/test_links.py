@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from smolcluster.algorithms.PipelineParallel import links as links_module
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.errors import AuthError, ConnectTimeout, DataError, PeerLost, RunFailed
+from smolcluster.net import dialling
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import HostPort
 from smolcluster.transport.security import Secret
@@ -298,6 +300,25 @@ def test_who_computes_waits_when_the_link_does_not_keep_up(
         may_go.set()
         waiting.result(DEADLINE_S)
     assert torch.equal(high.links.recv_forward(0, 1, 1, DEADLINE_S), values(200, seed=1))
+
+
+def test_a_neighbour_is_not_taken_for_another_one(
+    stages: MakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines may have the same address, each in a network of its own."""
+    monkeypatch.setattr(links_module, "DIAL_TIMEOUT_S", 0.0)  # each address is tried once
+    monkeypatch.setattr(dialling, "LAST_TRY_S", DEADLINE_S)
+    low, middle, high = stages(3)
+    shared = replace(low.known, places=(*middle.known.places, *low.known.places))
+    routes = {
+        low: low.route([high.known], (0, 2, 1)),
+        middle: middle.route([high.known], (0, 2, 1)),
+        high: high.route([shared, middle.known], (0, 2, 1)),
+    }
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda each: each.links.connect(routes[each], None, DEADLINE_S), routes))
+    high.links.send_backward(0, 0, 1, values(2, 2))
+    assert torch.equal(low.links.recv_backward(0, 0, 0, DEADLINE_S), values(2, 2))
 
 
 @pytest.fixture

@@ -121,6 +121,7 @@ def ready() -> Ready:
 
 def welcome(server: Server) -> Welcome:
     return Welcome(
+        node="mini1",
         run_id="run",
         incarnation=server.context.incarnation,
         run=server.context.run,

@@ -121,6 +121,7 @@ class Shop:
         self.training = Bench(workload, self.replica, 0, diary=self.diary)
         run = local_settings(*overrides, algorithm="syncps").run_config("run", "syncps")
         welcome = Welcome(
+            node="mini1",
             run_id="run",
             incarnation="here",
             run=run,
