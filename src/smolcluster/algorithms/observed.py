@@ -1,10 +1,14 @@
-"""How a process lets itself be observed: `/metrics`, and a worker's run in Weights & Biases."""
+"""How a process lets itself be observed: `/metrics`, and a worker's progress, also in Weights & Biases."""
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+
+from rich.console import Console
 
 from smolcluster.cluster.process_stats import Gauge
 from smolcluster.configs.resolve import Settings
@@ -19,6 +23,7 @@ from smolcluster.observability.exporter import (
 )
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.console import ProgressView, ShownBeside
 from smolcluster.observability.sinks.wandb import WandbSink, wandb_for
 from smolcluster.runs.paths import RunPaths, create_run, runs_root
 from smolcluster.runs.status import RunStatus
@@ -71,16 +76,34 @@ def existing(folder: Path) -> Path:
 class WorkerRun:
     """What a worker writes of each run of a cluster that it takes part in, on its own machine.
 
-    Its log, what it keeps for a resumed run, and its own run in Weights & Biases, which begins with the
-    worker's first step, so that it does not slow down what comes before.
+    Its log, what it keeps for a resumed run, its progress on a terminal, and its own run in Weights & Biases,
+    which begins with the worker's first step, so that it does not slow down what comes before.
     """
 
     def __init__(
-        self, node: str, rank: int | None, log: NodeLog, root: Path, role: str = "worker"
+        self,
+        node: str,
+        rank: int | None,
+        log: NodeLog,
+        root: Path,
+        role: str = "worker",
+        *,
+        meter: Meter | None = None,
+        console: Console | None = None,
     ) -> None:
-        """`root`: the folder of all runs; `role`: worker, or stage of one."""
+        """Begin without a run.
+
+        Args:
+            root: the folder of all runs.
+            role: worker, or stage of one.
+            meter: what the worker counts.
+            console: where its progress is shown; None, and no terminal: nowhere.
+        """
         self._node, self._rank, self._log, self._root = node, rank, log, root
         self._role = role
+        self._meter = meter or Meter()
+        self._console = console if console is not None and console.is_interactive else None
+        self._progress: ShownBeside | None = None
         self._lock = threading.Lock()
         self._run: tuple[RunConfig, RunPaths] | None = None
         self._sink: WandbSink | None = None
@@ -111,7 +134,23 @@ class WorkerRun:
         if self._run is None or self._run[0].run_id != run.run_id:
             self.close()
             self._run = run, paths
+            if self._console is not None:
+                view = ProgressView(self._console, num_epochs=run.train.num_epochs)
+                self._progress = ShownBeside(view, partial(self._newest, run.train.num_epochs))
         return paths
+
+    def _newest(self, num_epochs: int) -> MetricRecord | None:
+        """How far the run is, by the samples that this worker has computed last; None before the first."""
+        newest = self._meter.newest
+        if newest is None:
+            return None
+        samples = {
+            "samples_applied": newest.epoch * newest.epoch_size + newest.stop,
+            "total_samples": num_epochs * newest.epoch_size,
+        }
+        loss = {} if math.isnan(newest.loss) else {"loss": newest.loss}
+        rates = {name: rate for name, rate in self._gauge.values.items() if name == "samples_per_s"}
+        return MetricRecord("step", self._meter.steps, newest.epoch, samples | loss | rates)
 
     def own_folder(self, run_id: str) -> Path:
         """Where the worker keeps what is its own of that run."""
@@ -120,7 +159,7 @@ class WorkerRun:
     def take(self, report: Telemetry) -> None:
         """Take what the worker tells the server of itself. Any thread; never blocks for long."""
         kept = self._gauge.take(report)
-        if kept is None or not report.steps:
+        if kept is None or not report.steps or self._role != "worker":
             return
         with self._lock:
             self._sink = self._sink or self._open()
@@ -147,5 +186,8 @@ class WorkerRun:
         """Report what is left, within a deadline."""
         with self._lock:
             sink, self._sink, self._run = self._sink, None, None
+            progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.close()
         if sink is not None:
             sink.close()

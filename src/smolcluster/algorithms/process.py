@@ -141,16 +141,15 @@ def work(
     settings = worker_settings(algorithm, args)
     if not 1 <= args.worker_id <= MAX_WORKER_ID:
         raise ConfigError(f"worker_id is {args.worker_id}, must be between 1 and {MAX_WORKER_ID}")
-    rank, meter = args.worker_id - 1, Meter()
+    rank = args.worker_id - 1
     who = ProcessLabels("worker", args.node, rank)
     with (
         _following(settings, args, "worker", rank) as (log, own, setup),
-        metrics_served(settings, who, meter, log, run_id=lambda: own.run_id),
+        metrics_served(settings, who, setup.meter, log, run_id=lambda: own.run_id),
     ):
         place = replace(
             setup,
             hello=introduce(args.node, args.worker_id, sets_of(algorithm)),
-            meter=meter,
             on_stats=own.take,
             spread=spread_over_others(algorithm, args, settings, setup.secret, log),
         )
@@ -172,9 +171,9 @@ def be_stage(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
         )
     worker_id = list(stages.host_ip).index(args.node) + 1
     pipeline = algorithm_of_stages()
-    with _following(settings, args, "stage", None) as (_, _own, setup):
+    with _following(settings, args, "stage", None) as (_, own, setup):
         hello = introduce(args.node, worker_id, sets_of(pipeline.name))
-        place = replace(setup, hello=hello, whom="its worker")
+        place = replace(setup, hello=hello, whom="its worker", on_stats=own.take)
         if args.server is None:
             worker = next(
                 name for name, node in settings.cluster.nodes.items() if node.stages is stages
@@ -197,9 +196,12 @@ def _following(
     root = runs_root(node.runs_dir)
     otherwise = root / f"{log_stem(role, args.node, rank)}.log"
     named = not args.stop_on_stdin_eof
+    console, meter = SteadyConsole(stderr=True), Meter()
     with (
-        process_log(role, args.node, rank, named=named, otherwise=otherwise) as log,
-        closing(WorkerRun(args.node, rank, log, root, role)) as own,
+        process_log(
+            role, args.node, rank, console=console, named=named, otherwise=otherwise
+        ) as log,
+        closing(WorkerRun(args.node, rank, log, root, role, meter=meter, console=console)) as own,
     ):
 
         def begin(run: RunConfig) -> None:
@@ -220,6 +222,7 @@ def _following(
             encryption=cluster.encryption,
             log=log.logger,
             workload=args.workload and known_here(args.workload).text,
+            meter=meter,
             own_folder=own.own_folder,
             on_run_known=begin,
             on_ready=lambda: _tell_supervisor(args, TOOK_PART),

@@ -29,6 +29,7 @@ from smolcluster.transport.messages import (
     TensorSpec,
     frame_of,
 )
+from smolcluster.utils.meter import Computed
 
 FIRST_ROOM_NBYTES = 16 << 20
 """As much is made room for at once, of a batch that is so large."""
@@ -70,6 +71,16 @@ class Assigned(Event):
             ProtocolError: the samples that the server sent are not of the model's size.
             OutOfMemory: this machine has no memory for them.
         """
+        loss = self._compute(training)
+        self.note(training, loss.mean)
+        return loss
+
+    def note(self, training: TrainingContext, loss: float) -> None:
+        """Note in the replica's meter that these samples have been computed, with this mean loss."""
+        epoch, stop = self.lease.epoch, self.lease.stop
+        training.replica.meter.newest = Computed(epoch, stop, training.num_samples, loss)
+
+    def _compute(self, training: TrainingContext) -> BatchLoss:
         if self.failure is not None:
             raise self.failure
         epoch, start = self.lease.epoch, self.lease.start

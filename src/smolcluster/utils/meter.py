@@ -39,6 +39,22 @@ class Span(NamedTuple):
     seconds: float
 
 
+class Computed(NamedTuple):
+    """The samples that a process has computed last.
+
+    Attributes:
+        epoch: counted from 0.
+        stop: how many samples of the epoch stand before the end of these in its order.
+        epoch_size: samples of an epoch.
+        loss: the mean loss of these samples; NaN where this process does not know it.
+    """
+
+    epoch: int
+    stop: int
+    epoch_size: int
+    loss: float
+
+
 class _Timer:
     """Times one phase, again and again."""
 
@@ -74,6 +90,7 @@ class Meter:
         running: the phase that goes on, and when it began.
         steps: steps that it has taken.
         samples: samples that it has computed.
+        newest: the samples that it has computed last; None before the first ones.
         raw_bytes: what was to be sent of gradients, at full precision.
         encoded_bytes: what was sent in their place.
         clock_offset_s: this machine's clock minus that of the run's owner.
@@ -86,6 +103,7 @@ class Meter:
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
     steps: int = 0
     samples: int = 0
+    newest: Computed | None = None
     raw_bytes: int = 0
     encoded_bytes: int = 0
     clock_offset_s: float = 0.0

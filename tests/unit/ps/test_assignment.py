@@ -38,6 +38,7 @@ from smolcluster.transport.messages import (
     frame_of,
     payload_nbytes,
 )
+from smolcluster.utils.meter import Computed
 
 LENGTH, VOCAB = 8, 13
 INDICES = torch.tensor([3, 0, 5], dtype=torch.int32)
@@ -128,6 +129,14 @@ def test_whoever_has_not_the_text_computes_the_same(dropout: float) -> None:
     loss, expected = assigned(rows_of()).compute(there), assigned().compute(here)
     assert loss == expected
     assert torch.equal(there.replica.grads, here.replica.grads)
+
+
+def test_what_has_been_computed_last_is_noted() -> None:
+    here, _ = benches(dropout=0.0)
+    loss = assigned().compute(here)
+    assert here.replica.meter.newest == Computed(
+        epoch=2, stop=8 + len(INDICES), epoch_size=here.num_samples, loss=loss.mean
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int32])

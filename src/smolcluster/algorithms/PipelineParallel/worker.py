@@ -361,6 +361,8 @@ class Worker:
                 sent_bytes=self.links.take_sent(),
             )
         )
+        loss, num_terms = outcome.loss.total, outcome.loss.num_terms
+        step.note(self.training, loss / num_terms if num_terms else math.nan)
         self.training.replica.meter.step_done(step.num_samples)
 
     def microbatch_size(self) -> int:

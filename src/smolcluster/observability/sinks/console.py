@@ -158,8 +158,12 @@ class Codes:
 class ShownBeside:
     """A view that a thread of its own shows: nobody waits for a terminal that hangs."""
 
-    def __init__(self, view: ProgressView) -> None:
+    def __init__(
+        self, view: ProgressView, newest: Callable[[], MetricRecord | None] = lambda: None
+    ) -> None:
+        """`newest`: asked for a record each time before the view is shown; None: there is no new one."""
         self._view = view
+        self._newest = newest
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
         self._thread.start()
@@ -177,8 +181,14 @@ class ShownBeside:
 
     def _show(self) -> None:
         while not self._done.wait(TICK_S):
+            self._look()
             self._view.tick()
+        self._look()
         self._view.close()
+
+    def _look(self) -> None:
+        if (record := self._newest()) is not None:
+            self._view.log(record)
 
 
 def measured(evaluation: MetricRecord) -> str:
