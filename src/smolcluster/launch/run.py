@@ -645,24 +645,26 @@ class Run:
         if stopped.left:
             self.say(f"the others are stopped; {as_command('stop', run_id)} tries again", "red")
             return 1
-        if stopped.unsaved is not None:
-            self.say(f"run {run_id}: stopped, but {stopped.unsaved}", "red")
-            return 1
         what = "it was over already" if stopped.was_over else "stopped"
+        if stopped.unsaved is not None:
+            self.say(f"run {run_id}: {what}, but {stopped.unsaved}", "red")
+            return 1
         self.say(f"run {run_id}: {what}; nothing of it is left running")
         return 0
 
     def conclude(self, code: int, asked: Interrupts | None = None) -> int:
-        """Say what came of a run whose server has ended, and see that all others end; returns `code`.
+        """Say what came of a run whose server has ended, and see that all others end; returns the exit code.
 
-        Who is `asked` to stop waits for no worker, and asked twice kills them.
+        It is `code`, but 1 where the run has ended well, or was stopped, and a full disk kept its server from
+        saving the end. Who is `asked` to stop waits for no worker, and asked twice kills them.
         """
         server, is_stopped = self._launched.server, self._was_stopped()
         deadline = Deadline(SHUTDOWN_TIMEOUT_S if code == 0 else 0)
         with suppress(LaunchError):  # stopping says which machine it is
             while not (deadline.expired or asked) and None in self._codes_of_others():
                 time.sleep(self._poll_s)
-        for left in self._end(in_a_hurry=bool(asked and asked.repeated)).left:
+        ended = self._end(in_a_hurry=bool(asked and asked.repeated))
+        for left in ended.left:
             self._warn(f"{left.process.title}: {left.reason}")
         if code == 0:
             self._show_summary()
@@ -672,6 +674,9 @@ class Run:
             self.say(f"{server.title} {child.ending}: {self._failure()}", "red")
         else:
             self.say(f"{server.title} ended with exit code {code}: {stderr_tail(server)}", "red")
+        if ended.unsaved is not None:
+            self.say(f"run {self._launched.run_id}: {ended.unsaved}", "red")
+            code = 1 if code == 0 or is_stopped else code
         self._say_where(code)
         return code
 

@@ -89,10 +89,11 @@ def stop_processes(
             server, unsaved = _end(launched.server, server_grace_s, in_a_hurry, say), None
         finally:
             has_ended.set()
-        if server is Ending.ENDED:
+        if not isinstance(server, Left):
             with suppress(LaunchError):
-                _note_stopped(launched)
                 unsaved = _unsaved(launched.server)
+                if server is Ending.ENDED:
+                    _note_stopped(launched)
         workers = others.result()
     results = [server, *workers]
     shippers = _end_shippers(launched.shippers, in_a_hurry, say)
@@ -116,6 +117,9 @@ def _has_saved(server: LaunchedProcess) -> bool:
 def _unsaved(server: LaunchedProcess) -> str | None:
     """What a full disk has kept a server that has ended from saving; None: nothing.
 
+    A server that could write down its end has said there what it could not save. Where it could not, the
+    disk is looked at.
+
     Raises:
         LaunchError: the server's machine cannot be asked.
     """
@@ -130,7 +134,8 @@ def _unsaved(server: LaunchedProcess) -> str | None:
     said = sections(host_of(server).run("\n".join(lines)).stdout)
     status = STATUS.parse(said.get("status", ""))
     trouble = status.trouble if status is not None else None
-    if trouble is None and is_full_disk(said.get("free", "")):
+    could_write = status is not None and status.is_over
+    if trouble is None and not could_write and is_full_disk(said.get("free", "")):
         trouble = no_space_on(server.node)
     if trouble is None:
         return None

@@ -241,6 +241,32 @@ def test_a_run_that_somebody_else_stopped_has_not_failed(
     assert not any("failed" in line for line in printed())
 
 
+TROUBLE = "step 120 is not saved: no space is left on the disk of mini1"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("sys.exit(0)", 1),
+        ("sys.exit(143)", 1),  # somebody else has stopped it
+        ("os.kill(os.getppid(), signal.SIGINT)", 1),
+        ("sys.exit(3)", 3),
+    ],
+)
+def test_a_run_whose_end_is_not_saved_is_told_so_and_does_not_end_well(
+    launch: Launch, paths: RunPaths, printed: Callable[[], list[str]], ending: str, code: int
+) -> None:
+    """Its server has ended by itself, and the launcher was asked to end it, or was not."""
+    (paths.checkpoints / "step-00000080").mkdir(parents=True)
+    is_failure = code == 3
+    status = status_of("failed" if is_failure else "ended", reason="x" if is_failure else STOPPED)
+    status = status.model_copy(update={"trouble": TROUBLE})
+    assert launch(begun(paths) + writes(paths, status) + ending, "sys.exit(0)") == code
+    told = [line for line in printed() if TROUBLE in line]
+    assert len(told) == 1
+    assert told[0].endswith(f"{TROUBLE}; the newest checkpoint is of step 80")
+
+
 def test_what_a_run_that_goes_on_said_before_is_of_before(
     launch: Launch, paths: RunPaths, printed: Callable[[], list[str]]
 ) -> None:

@@ -171,6 +171,20 @@ def test_a_full_disk_is_named_with_the_checkpoint_that_there_is(
     assert "the newest checkpoint is of step 80" in said
 
 
+def test_a_disk_that_was_filled_when_all_was_saved_is_no_fault_of_the_run(
+    tmp_path: Path, counting: Callable[..., Any]
+) -> None:
+    """What its server has written at its end says that nothing is missing."""
+    with small_disk(tmp_path / "disk", "1m"):
+        paths = create_run(tmp_path / "disk", "edp-1")
+        write_status(paths.status, status_of("ended", reason="it was stopped"))
+        server = counting(tmp_path, *SERVER)
+        children_of(paths, server.pid)
+        fill_disk(tmp_path / "disk" / "filler")
+        assert stop(paths, now=False, grace_s=0.2) == 0
+        assert server.wait() is not None
+
+
 def test_a_last_checkpoint_without_space_is_named_too(
     paths: RunPaths, spawn: Spawn, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,5 +193,7 @@ def test_a_last_checkpoint_without_space_is_named_too(
     over = {"state": "ended", "reason": "it was stopped", "trouble": trouble}
     write_status(paths.status, status_of().model_copy(update=over))
     children_of(paths, spawn(*SERVER).pid)
-    assert stop(paths, now=False, grace_s=0.2) == 1
-    assert f"{trouble}; there is no checkpoint" in " ".join(capsys.readouterr().out.split())
+    for how in ("stopped", "it was over already"):
+        assert stop(paths, now=False, grace_s=0.2) == 1
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"{how}, but {trouble}; there is no checkpoint" in said
