@@ -21,6 +21,7 @@ from smolcluster.algorithms.DiLoCo.ledger import Ledger
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer, outer_defaults
 from smolcluster.algorithms.DiLoCo.outer_links import OuterLinks
 from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.training.muon import MuonOptimizer
 from smolcluster.transport.messages import MAX_CHANGES
 
 USUAL_ROUNDS = 100
@@ -92,14 +93,15 @@ def warn_of_long_rounds(context: ServerContext, epoch_batches: int) -> None:
 
 
 def new_outer(context: ServerContext, total_batches: int) -> OuterOptimizer:
-    """The outer optimizer, with what the number of rounds suggests where nothing is said."""
+    """The outer optimizer; γ and β, where nothing is said, go by the rounds and the inner optimizer."""
     num_workers, config = context.settings.cluster.num_workers, context.run.of(DiLoCoConfig)
     replica = context.training.replica
     num_rounds = total_batches // num_workers // (config.local_steps or 1)
     if config.local_steps is None:
         num_rounds = min(USUAL_ROUNDS, num_rounds)
     is_sparse = config.codec_up == "topk"
-    rate, momentum = (1.0, 0.0) if is_sparse else outer_defaults(max(1, num_rounds))
+    has_muon = isinstance(replica.optimizer, MuonOptimizer)
+    rate, momentum = (1.0, 0.0) if is_sparse else outer_defaults(num_rounds, has_muon=has_muon)
     make: Callable[..., OuterOptimizer] = OuterOptimizer
     if config.mode == "async":
         delay = config.momentum_delay or CHANGES_PER_DELAY * num_workers

@@ -44,13 +44,13 @@ class DiLoCoConfig(AlgorithmConfig):
     )
     outer_lr: PositiveFloat | None = Field(
         None,
-        description="DiLoCo: learning rate of the outer step; null: by the number of rounds, which are "
-        "taken for 100 where local_steps is null.",
+        description="DiLoCo: learning rate of the outer step; null: 0.7, or 1 in a run of one round.",
     )
     outer_momentum: NonNegativeFloat | None = Field(
         None,
         lt=1,
-        description="DiLoCo: Nesterov momentum of the outer step; null: as for outer_lr.",
+        description="DiLoCo: Nesterov momentum of the outer step; null: 0.6 with muon, else 0.5 to 0.9 by "
+        "the number of rounds, which are taken for 100 where local_steps is null.",
     )
     momentum_delay: PositiveInt | None = Field(
         None,

@@ -7,11 +7,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from smolcluster.algorithms.DiLoCo.beginning import RoundsState, new_stores
+from harness import local_settings
+from smolcluster.algorithms.DiLoCo.beginning import RoundsState, new_outer, new_stores
 from smolcluster.algorithms.DiLoCo.outer_links import ChangeKey, NormArrived
 from smolcluster.algorithms.DiLoCo.round import Round
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.training.build import build
 
 
 def go_on_from(num_fragments: int, **more: Any) -> Mock:
@@ -52,6 +54,31 @@ def test_a_bucket_that_its_store_has_lost_is_not_decided_on() -> None:
         server.stores.hear.return_value = is_there
         Server.on_norm(server, part.key, part)
         assert server.stores.drop_part.called == is_there
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("local_steps=10",), (0.7, 0.5)),
+        (("local_steps=1",), (0.7, 0.8)),
+        (("local_steps=null",), (0.7, 0.64)),
+        (("local_steps=1", "optimizer=muon"), (0.7, 0.6)),
+        (("local_steps=1000",), (1.0, 0.0)),
+        (("local_steps=1", "codec_up=topk"), (1.0, 0.0)),
+        (("local_steps=1", "outer_momentum=0.3"), (0.7, 0.3)),
+        (("local_steps=1", "outer_lr=0.4", "optimizer=muon"), (0.4, 0.6)),
+    ],
+)
+def test_the_outer_step_is_that_of_the_rule_where_the_user_has_said_nothing(
+    overrides: tuple[str, ...], expected: tuple[float, float]
+) -> None:
+    """648 batches of two workers: 324 rounds of one local step each."""
+    settings = local_settings("model.hidden=8", *overrides, workers=2, algorithm="diloco")
+    node, run = settings.node, settings.run_config("test-run", "diloco")
+    training = build(settings.train, 1, node.dataset, torch.device("cpu"))
+    context: Any = SimpleNamespace(settings=settings, run=run, training=training)
+    outer = new_outer(context, total_batches=648)
+    assert (outer.learning_rate, outer.momentum) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("codec", ["int4", "fp16", None])
