@@ -2,6 +2,7 @@
 
 import io
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from smolcluster.runs.events import (
     WorkerLost,
 )
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.status import RunState, WorkerStatus, instant, write_status
+from smolcluster.runs.status import RankStatus, RunState, WorkerStatus, instant, write_status
 from smolcluster.runs.summary import (
     Final,
     Pushes,
@@ -123,7 +124,11 @@ class MadeRun:
         log.close()
 
     def status(
-        self, state: RunState = "ended", reason: str | None = None, *workers: WorkerStatus
+        self,
+        state: RunState = "ended",
+        reason: str | None = None,
+        *workers: WorkerStatus,
+        ranks: Sequence[RankStatus] = (),
     ) -> None:
         status = status_of(state, now=BEGAN + self.now, age_s=0.0, reason=reason)
         write_status(
@@ -131,6 +136,7 @@ class MadeRun:
             status.model_copy(
                 update={
                     "workers": list(workers),
+                    "ranks": list(ranks),
                     "run_id": self.paths.run_id,
                     "algorithm": self._algorithm,
                 }
@@ -179,6 +185,12 @@ def worker_status(rank: int, **changes: object) -> WorkerStatus:
         **{"step": 99, "samples": 640, "samples_per_s": 64.0, "last_seen": instant(BEGAN + 9)},
     }
     return WorkerStatus.model_validate(values | changes)
+
+
+def rank_status(rank: int, node: str = "a", **process_stats: float) -> RankStatus:
+    """A rank of a mesh that has reported."""
+    seen = instant(BEGAN + 9)
+    return RankStatus(rank=rank, node=node, process_stats=process_stats, last_seen=seen)
 
 
 def killed_run(folder: Path, run_id: str = "edp-1") -> MadeRun:

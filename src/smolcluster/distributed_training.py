@@ -272,7 +272,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         environ = {"MASTER_PORT": str(port)}
         if len(ranks.here) == ranks.world_size:
             environ[GROUP_SECRET] = new_secret()
-        _start(ranks.here, ranks.world_size, environ, argv)
+        _start(ranks.here, ranks.world_size, environ, argv, node=_node(args))
         return
     from smolcluster.algorithms.Mesh.process import be_rank  # noqa: PLC0415 - it imports torch
 
@@ -290,7 +290,13 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         run_id=args.run_id,
         resume=args.resume,
         has_progress=not args.no_progress,
+        node=_node(args),
     )
+
+
+def _node(args: argparse.Namespace) -> str:
+    """What this machine is called: its name in the cluster file where that is said, else its host name."""
+    return args.machine if args.cluster and args.machine else platform.node()
 
 
 def _check_address(address: str, patience_s: float) -> None:
@@ -320,8 +326,10 @@ def _launcher(ours: int | None) -> int | None:
     return os.getppid() if ours is None and "TORCHELASTIC_RUN_ID" in os.environ else ours
 
 
-def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Sequence[str]) -> None:
-    """Be the parent of ranks; ends when all have.
+def _start(
+    here: range, world_size: int, environ: Mapping[str, str], argv: Sequence[str], *, node: str
+) -> None:
+    """Be the parent of ranks of the machine `node`; ends when all have.
 
     Raises:
         LaunchError: one failed; names the first. Its exit code is that of ranks which say what to change.
@@ -350,7 +358,7 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
                 },
                 start_new_session=True,  # Ctrl-C is heard here: a rank that heard it twice would not save
             )
-        first = _first_to_fail(processes, told)
+        first = _first_to_fail(processes, told, node)
         if first is not None:
             failed = LaunchError(first)
             raise failed
@@ -363,7 +371,9 @@ def _start(here: range, world_size: int, environ: Mapping[str, str], argv: Seque
             failed.exit_code = next((each for each in PASSED_ON if each in codes), failed.exit_code)
 
 
-def _first_to_fail(processes: Mapping[int, "subprocess.Popen[bytes]"], told: int) -> str | None:
+def _first_to_fail(
+    processes: Mapping[int, "subprocess.Popen[bytes]"], told: int, node: str
+) -> str | None:
     """Wait until all ranks have ended, or one has failed: a sentence about it.
 
     `told`: where ranks write who has failed first. One that ends because another one has is no first one, if
@@ -383,7 +393,7 @@ def _first_to_fail(processes: Mapping[int, "subprocess.Popen[bytes]"], told: int
                 how = f"signal {signal.Signals(-code).name})"
             if code == -signal.SIGKILL:
                 how += ": by hand, or by a system that is out of memory"
-            return f"rank {rank} on {platform.node()} failed first ({how}"
+            return f"rank {rank} on {node} failed first ({how}"
         if failed:
             since = min(since, time.monotonic())
         if None not in codes.values():

@@ -21,7 +21,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from exporting import GPU
 from harness import free_port
-from made_runs import MadeRun, killed_run, worker_status
+from made_runs import MadeRun, killed_run, rank_status, worker_status
 from processes import Child, Processes
 from proxy import Proxy
 from smolcluster.observability.metrics import MetricRecord
@@ -291,7 +291,7 @@ def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
         "return [...document.querySelectorAll('#workers thead th')].filter((each) => each.offsetParent)"
         ".map((each) => each.innerText.toLowerCase())"
     )
-    assert "memory" in run_js(browser, headings)
+    assert "device" in run_js(browser, headings)
     assert not any("gpu" in name for name in run_js(browser, headings))
     run, gpu = MadeRun(processes.runs, "edp-second"), {f"gpu/{name}": GPU[name] for name in GPU}
     run.metric(*(MetricRecord("worker", n, 1, gpu, rank=0, node="pi5") for n in (398, 399, 400)))
@@ -455,16 +455,22 @@ def test_the_page_of_a_mesh_shows_ranks_grid_and_tokens(
     grid = "dp 1 x fsdp 1 x tp 1 x pp 2"
     run.started(algorithm="single", mesh=grid, num_ranks=2, tokens_per_sample=128, node="a")
     for rank in (None, 1):
-        run.metric(MetricRecord("rank", 3, 0, {"cpu": 0.5}, rank=rank, node="a"))
+        run.says("rank", "a", rank, ("INFO", f"of rank {rank or 0}"))
+    ranks = [rank_status(rank, cpu=0.5, samples_per_s=10.0) for rank in range(2)]
     narrow = {"width": 400, "height": 850, "deviceScaleFactor": 1, "mobile": True}
     with run_lock(run.paths.lock):
-        run.status("training", None)
+        run.status("training", None, ranks=ranks)
         _, address = dashboard(processes, "mesh-made")
         browser.get(address)
         eventually(lambda: "rank 1 (a)" in text_of(browser, "#workers tbody"))
         assert "rank 0 (a)" in text_of(browser, "#workers tbody")
         assert f"2 ranks: {grid}" in text_of(browser, "#about")
         assert text_of(browser, "#workers-title") == "Ranks"
+        assert text_of(browser, "#workers thead th") == "rank"
+        assert "worker" not in text_of(browser, "main").lower()
+        choose(browser, "#log-filter [name='rank']", "rank 0 (a)")
+        eventually(lambda: count(browser, "#log-lines .line") == 1)
+        assert text_of(browser, "#log-lines .message") == "of rank 0"
         assert is_visible(browser, "#figures [data-name='tokens/s']")
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
         fits = "return document.documentElement.scrollWidth === 400"

@@ -219,7 +219,7 @@ def test_ranks_that_say_what_to_change_end_their_parent_with_the_same_code(
 
     monkeypatch.setattr("smolcluster.distributed_training.subprocess.Popen", rank_of)
     with pytest.raises(LaunchError, match="failed first") as caught:
-        distributed_training._start(range(2), 2, {}, [])
+        distributed_training._start(range(2), 2, {}, [], node="a")
     assert caught.value.exit_code == code
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from smolcluster.cli.options import Json, Run, Yes, below
+from smolcluster.errors import ConfigError
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -48,6 +49,9 @@ def _logs(
     worker: Annotated[
         int | None, typer.Option("--worker", metavar="N", help="Only this worker's, from 1.")
     ] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="N", help="Only this rank's of a mesh, from 0.")
+    ] = None,
     level: Annotated[str, typer.Option("--level", help="This level and above.")] = "INFO",
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the run is over.")] = False,
     since: Annotated[
@@ -58,8 +62,18 @@ def _logs(
     """Print the log lines of all processes of a run, in the order of time."""
     from smolcluster.launch.watch.logs import logs  # noqa: PLC0415
 
-    rank = None if worker is None else worker - 1
-    return logs(run, node=node, rank=rank, level=level, follow=follow, since=since, as_json=as_json)
+    if worker is not None and rank is not None:
+        raise ConfigError("--worker and --rank: a run has workers, or ranks: give one of them")
+    return logs(
+        run,
+        node=node,
+        rank=rank if worker is None else worker - 1,
+        role="worker" if rank is None else "rank",
+        level=level,
+        follow=follow,
+        since=since,
+        as_json=as_json,
+    )
 
 
 @app.command("runs", epilog=below("smolcluster runs"))

@@ -46,6 +46,7 @@ from smolcluster.runs.events import (
 )
 from smolcluster.runs.status import (
     STOPPED,
+    RankStatus,
     RunState,
     RunStatus,
     StatusFile,
@@ -138,6 +139,7 @@ class Report:
         rank 0.
         """
         self._own_kind: Literal["rank", "server"] = "server" if mesh is None else "rank"
+        self._own_rank = None if mesh is None else 0
         self.tally = Tally.empty()
         self.board = StatusBoard(self.tally)
         self.is_waiting = False
@@ -146,6 +148,8 @@ class Report:
         self._server_node = server_node
         self._process_stats, self._gauge = ProcessStats(self.meter), Gauge()
         self._rank_gauges: dict[int, Gauge] = {}
+        self._ranks: dict[int, RankStatus] = {}
+        """What each rank of a mesh has reported last."""
         self._looked_at = -math.inf
         self._layers = Cadence(NUM_LAYERED_FIRST, LAYERED_EVERY_S)
         self._status_file = status
@@ -278,11 +282,18 @@ class Report:
 
     def rank_heard(self, rank: int, node: str, telemetry: Telemetry) -> None:
         """A rank of a mesh, other than the run's owner, has told what it has done."""
-        kept = self._rank_gauges.setdefault(rank, Gauge()).take(telemetry)
+        gauge = self._rank_gauges.setdefault(rank, Gauge())
+        kept = gauge.take(telemetry)
+        self._note_rank(rank, node, gauge)
         if kept is not None:
             self._metrics.log(
                 MetricRecord("rank", self.version, self._epoch, kept, rank=rank, node=node)
             )
+
+    def _note_rank(self, rank: int, node: str, gauge: Gauge) -> None:
+        self._ranks[rank] = RankStatus(
+            rank=rank, node=node, process_stats=gauge.values, last_seen=instant(time.time())
+        )
 
     def _look_at_oneself(self) -> None:
         if time.monotonic() - self._looked_at < VITALS_EVERY_S:
@@ -290,14 +301,15 @@ class Report:
         self._looked_at = time.monotonic()
         report = self._process_stats.report()
         kept = self._gauge.take(report)
+        if self._own_rank is not None:
+            self._note_rank(self._own_rank, self._server_node, self._gauge)
+        rank, node = self._own_rank, self._server_node
         if kept is not None:
             self._metrics.log(
-                MetricRecord(
-                    self._own_kind, self.version, self._epoch, kept, node=self._server_node
-                )
+                MetricRecord(self._own_kind, self.version, self._epoch, kept, rank=rank, node=node)
             )
         if self._spans:
-            self._spans.write(self._own_kind, report, node=self._server_node)
+            self._spans.write(self._own_kind, report, rank=rank, node=node)
 
     def saved(self, step: int, folder: Path) -> None:
         """A checkpoint of this step is on the disk, in `folder`. Any thread."""
@@ -494,6 +506,7 @@ class Report:
             samples_per_s=self._samples_pace(),
             trouble=self.trouble or None,
             workers=self.board.workers(),
+            ranks=[self._ranks[rank] for rank in sorted(self._ranks)],
             **self._own_fields,
         )
 

@@ -184,8 +184,8 @@ def is_group(name: str) -> bool:
 
 
 def has_pushes(name: str | None) -> bool:
-    """Whether workers of that algorithm push, each for itself; those that have a few layers each do not."""
-    return name is None or has_whole_model(name)
+    """Whether workers of that algorithm push, each for itself: those of stages and of groups do not."""
+    return name is None or (has_whole_model(name) and not is_group(name))
 
 
 def default_algorithm() -> AlgorithmSpec:

@@ -81,7 +81,7 @@ def plan_group_local(
         *(python, *COMMAND, "--run-id", run_id),
         *(() if in_sessions else (NO_PROGRESS,)),
         *option("--resume", "auto" if resume else None),
-        *("--cluster", request.config or request.algorithm.name),
+        *("--cluster", request.config or request.algorithm.name, "--machine", node),
         *option("--config", request.train_config),
         *option("--workload", request.workload),
         *override_options(without_workload(request.overrides)),

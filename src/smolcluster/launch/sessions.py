@@ -30,6 +30,7 @@ from smolcluster.launch.jobs.scheduler import (
 from smolcluster.launch.tmux import start, target
 from smolcluster.observability.parsing import parse_log_line
 from smolcluster.runs.launched import LaunchedProcess
+from smolcluster.runs.paths import log_stem
 from smolcluster.utils.seed import HASH_SEED, with_hash_seed
 
 POLL_S = 0.2
@@ -180,10 +181,10 @@ def stderr_tail(process: LaunchedProcess) -> str:
 def newest_line(process: LaunchedProcess) -> str:
     """The message of the newest line in the log of a process that goes on; empty: there is none.
 
-    Of one that has started the ranks of a group it is rank 0's, whose file has its host's name.
+    Of one that has started the ranks of a group it is rank 0's.
     """
-    name = "trainer-*" if process.role == ROLE else shlex.quote(process.stem)
-    log = f"{shell_path(process.run_dir)}/logs/{name}.log"
+    stem = log_stem("rank", process.node) if process.role == ROLE else process.stem
+    log = f"{shell_path(process.run_dir)}/logs/{shlex.quote(stem)}.log"
     shown = host_of(process).run(f"tail -n 1 {log} 2>/dev/null").stdout
     line = parse_log_line(shown.encode(), 0.0)
     return line.message if line else ""

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from smolcluster.configs.spec import algorithm_of_groups
 from smolcluster.runs.files import Follower, LineWriter, json_objects, utc_timestamp
 from smolcluster.runs.model_file import Measured, WithMetrics
 from smolcluster.runs.tail import Tail
@@ -56,6 +57,11 @@ class RunStarted(_Event):
     )
     num_ranks: int | None = Field(None, description="Ranks of a mesh.")
     tokens_per_sample: int | None = Field(None, description="Null where a sample is no text.")
+
+    @property
+    def shown_algorithm(self) -> str:
+        """The algorithm's name for people: a mesh's owner trains as a single process does."""
+        return self.algorithm if self.mesh is None else algorithm_of_groups().name
 
     @property
     def owner_role(self) -> str:

@@ -89,6 +89,18 @@ class WorkerStatus(Strict):
         return age_s(self.last_seen, now)
 
 
+class RankStatus(Strict):
+    """What one rank of a mesh reported of itself last."""
+
+    rank: NonNegativeInt
+    node: str
+    process_stats: dict[str, float]
+    last_seen: Instant = Field(description="When it reported.")
+
+    def silent_s(self, now: datetime) -> float:
+        return age_s(self.last_seen, now)
+
+
 class RunStatus(WithMetrics):
     """How a run stands. Epochs and ranks count from 0.
 
@@ -131,6 +143,9 @@ class RunStatus(WithMetrics):
         None, description="What cannot be saved because the disk is full; null: nothing."
     )
     workers: list[WorkerStatus]
+    ranks: list[RankStatus] = Field(
+        [], description="Of a mesh, by rank: those that have reported since the owner started."
+    )
 
     @property
     def is_over(self) -> bool:

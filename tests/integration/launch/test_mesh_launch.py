@@ -28,4 +28,7 @@ def test_a_mesh_of_two_machines_is_one_command(launching: Launching) -> None:
     assert summary["final"]["val_loss"] < 2.4
     said = launching.run(launching.command("logs", launching.run_id)).stdout
     assert "training SimpleNN on 2 ranks" in said
+    assert "rank 0 (mini1) |" in said
+    shown = launching.run(launching.command("status", launching.run_id)).stdout
+    assert ["rank 0 (mini1)" in shown, "rank 1 (mini2)" in shown] == [True, True]
     assert launching.is_clean(), launching.left()

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from connection_pairs import telemetry
 from harness import free_port, local_settings
 from peers import DEADLINE_S, Echo, HandledHub, Parts, hello, server_parts
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cluster.report import Report, StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
+from smolcluster.configs.schema import MeshSizes
 from smolcluster.data.permutation import Range
 from smolcluster.errors import NonFiniteLoss, SmolclusterError
 from smolcluster.runs import status as status_module
@@ -117,6 +119,15 @@ def test_a_status_tells_the_newest_step_and_evaluation(board: Board) -> None:
     assert (status.val_loss, status.val_accuracy, status.val_perplexity) == (0.6, 0.9, None)
     assert status.samples_per_s > 0
     assert status.started_at == before.started_at
+
+
+def test_the_status_of_a_mesh_tells_what_each_rank_has_reported(board: Board) -> None:
+    report = board.context.new_report(mesh=MeshSizes(dp=2))
+    report.rank_heard(1, "win", telemetry(1.0, samples=10))
+    report.rank_heard(1, "win", telemetry(2.0, samples=30))
+    own, other = board.read(report).ranks
+    assert (own.rank, other.rank, other.node) == (0, 1, "win")
+    assert other.process_stats["samples_per_s"] == 20.0
 
 
 def test_a_run_without_a_place_for_its_status_just_runs(board: Board) -> None:

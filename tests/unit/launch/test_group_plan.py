@@ -90,6 +90,7 @@ def test_the_command_on_this_machine_takes_the_mesh_from_the_file(tmp_path: Path
     )
     args = parser().parse_args(launched.server.argv[4:])
     own, keys = configuration(args, None)
+    assert args.machine == launched.server.node == own.cluster.server
     assert MeshSizes(**keys["mesh"]) == MeshSizes(dp=2, pp=4)
     assert keys["microbatches"] == 8
     assert own.train.dataset.name == "stdlib"

@@ -162,7 +162,7 @@ def of_group(node: str, ssh: str | None, run_dir: str, **told: Any) -> LaunchedP
     return LaunchedProcess(node=node, role="ranks", ssh=ssh, run_dir=run_dir, **own)
 
 
-RANKS = {"trainer-host1": 1, "rank-rank1-host1": 2, "rank-rank2-host2": 3}
+RANKS = {"rank-host1": 1, "rank-rank1-host1": 2, "rank-rank2-host2": 3}
 """Logs of a mesh's ranks, whose machines call themselves so, and the second of their only line."""
 
 
@@ -176,7 +176,21 @@ def test_the_ranks_that_a_scheduler_has_started_have_their_logs_here(
         write(paths.logs / f"{stem}.log", log_line(seconds, stem))
     assert [line.split()[-1] for line in shown(paths, capsys)] == list(RANKS)
     assert [line.split()[-1] for line in shown(paths, capsys, node="host2")] == [*RANKS][2:]
-    assert newest_line(process) == "trainer-host1"
+    [line] = shown(paths, capsys, rank=0, role="rank")
+    assert line.startswith("rank 0 (host1)")
+    [line] = shown(paths, capsys, rank=2, role="rank")
+    assert line.startswith("rank 2 (host2)")
+    with pytest.raises(ConfigError, match="--rank 3: the run's ranks are: rank 0"):
+        shown(paths, capsys, rank=3, role="rank")
+    with pytest.raises(ConfigError, match="--worker 2: the run's workers are: none"):
+        shown(paths, capsys, rank=1)
+
+
+def test_a_launch_waits_for_rank_0_and_says_its_newest_line(tmp_path: Path) -> None:
+    process = of_group("host1", None, str(tmp_path / "r1"))
+    for stem, seconds in RANKS.items():
+        write(tmp_path / "r1/logs" / f"{stem}.log", log_line(seconds, stem))
+    assert newest_line(process) == "rank-host1"
 
 
 def test_ranks_on_other_machines_have_their_logs_there(

@@ -27,7 +27,7 @@ from smolcluster.launch.watch.status import gpu_cell, head, look_at, notes, row,
 from smolcluster.observability.view.snapshot import State
 from smolcluster.observability.view.stages import numbers_of
 from smolcluster.runs.paths import RunPaths, create_run
-from smolcluster.runs.status import RunStatus, instant, write_status
+from smolcluster.runs.status import RankStatus, RunStatus, instant, write_status
 
 NOW = 1_790_000_000.0
 
@@ -276,6 +276,35 @@ def test_what_brings_a_worker_back_is_said_when_its_process_is_no_more(
 def test_a_worker_that_came_by_itself_is_shown_too() -> None:
     report = report_of("r1", None, probed("running", status_of(workers={7: ("mac", "joined")})))
     assert row(report.processes[1])[:2] == ["worker 8 (mac)", "joined"]
+
+
+def test_a_mesh_has_a_row_a_rank_which_lives_as_what_started_it() -> None:
+    started = tuple(
+        ProcessReport(node=node, role="ranks", rank=None, process=process)
+        for node, process in (("a", "running"), ("b", "unreachable"), ("c", "running"))
+    )
+    heard = {0: "a", 1: "a", 2: "b"}
+    ranks = [
+        RankStatus(
+            rank=rank,
+            node=node,
+            process_stats={"samples_per_s": 10.0 + rank},
+            last_seen=instant(NOW - 2),
+        )
+        for rank, node in heard.items()
+    ]
+    written = status_of(now=NOW).model_copy(update={"algorithm": "single", "ranks": ranks})
+    report = report_of("r1", "mesh", ProbeResult(started, written, None, instant(NOW)))
+    assert [row(each)[:1] + row(each)[4:] for each in report.processes] == [
+        ["rank 0 (a)", "10", "2 s ago"],
+        ["rank 1 (a)", "11", "2 s ago"],
+        ["rank 2 (b)", "12", "2 s ago"],
+        ["ranks c", "", ""],
+    ]
+    assert [each.process for each in report.processes] == [
+        *("running", "running", "unreachable", "running")
+    ]
+    assert not [line for line in notes(report) if "join" in line]
 
 
 def test_each_machine_is_asked_once_and_only_the_servers_for_the_files(tmp_path: Path) -> None:

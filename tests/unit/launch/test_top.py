@@ -44,7 +44,14 @@ from smolcluster.runs.events import CheckpointSaved, Evaluated, EventLog, Worker
 from smolcluster.runs.files import json_line
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.series import MAX_STEPS, SeriesFile
-from smolcluster.runs.status import STOPPED, RunStatus, WorkerStatus, instant, write_status
+from smolcluster.runs.status import (
+    STOPPED,
+    RankStatus,
+    RunStatus,
+    WorkerStatus,
+    instant,
+    write_status,
+)
 
 NOW = 1_790_000_000.0
 PROCESS_STATS = {
@@ -305,6 +312,25 @@ def test_a_sparkline_shows_the_course_and_its_gaps() -> None:
 )
 def test_quantities_are_short(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_ranks_of_a_mesh_have_their_own_numbers() -> None:
+    stats = {"samples_per_s": 10.0, "share/forward": 0.5, "memory_bytes": 1e9}
+    ranks = [
+        RankStatus(rank=rank, node="a", process_stats=stats, last_seen=instant(NOW - 1))
+        for rank in range(2)
+    ]
+    written = status_of(now=NOW).model_copy(update={"ranks": ranks})
+    starter = ProcessReport(node="a", role="ranks", rank=None, process="running")
+    found = ProbeResult((starter,), written, None, instant(NOW))
+    shown = lines(Snapshot(report_of("r1", "mesh", found), written, found.now, (), ()))
+    place = next(place for place, line in enumerate(shown) if line.startswith("node"))
+    assert shown[place].split()[:3] == ["node", "rank", "state"]
+    assert [line.split()[:4] for line in shown[place + 1 : place + 3]] == [
+        ["a", "0", "running", "10"],
+        ["a", "1", "running", "10"],
+    ]
+    assert "1.0G" in shown[place + 1]
 
 
 # --- looking

@@ -1,6 +1,7 @@
 """The device mesh: where a rank stands in it, and what all ranks must agree on."""
 
 import json
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -74,6 +75,11 @@ class Groups:
         """Tell the watch what this rank does now; `waits`: it is for other ranks."""
         if self._watch is not None:
             self._watch.note(doing, waits=waits)
+
+    @property
+    def node(self) -> str:
+        """This rank's machine, by the name that others know."""
+        return platform.node() if self._watch is None else self._watch.node
 
     def report_to_owner(self, meter: Meter) -> None:
         """Let rank 0 hear each second what this process has done by then, as `meter` counts it."""

@@ -55,6 +55,7 @@ def be_rank(
     resume: str | None,
     has_progress: bool = True,
     workload: Workload | None = None,
+    node: str | None = None,
 ) -> None:
     """Be the rank that `ranks` names; rank 0 owns the run.
 
@@ -66,13 +67,14 @@ def be_rank(
         vocab_size: what was asked for; the vocabulary is the tokenizer's.
         has_progress: whether rank 0 shows how far the run is, and what came of it.
         workload: what is trained; None: what the settings name.
+        node: this machine's name in all that is said of the rank; None: its host name.
 
     Raises:
         ConfigError: what this machine, the model or the batch cannot do.
         ConnectTimeout: ranks are missing; names them.
         PeerLost: another rank failed first, which is named.
     """
-    rank, host = ranks.here.start, platform.node()
+    rank, node = ranks.here.start, node or platform.node()
     config = config_of(dict(keys))
     device, backend = device_and_backend(config, settings)
     num_here = int(
@@ -80,7 +82,7 @@ def be_rank(
     )
     use_threads(settings.node.threads or max(1, (os.cpu_count() or 1) // num_here))
     console = SteadyConsole(stderr=True)
-    with process_log("rank", host, rank or None, console=console) as log:
+    with process_log("rank", node, rank or None, console=console) as log:
         if rank == 0 and vocab_size is not None:
             log.logger.info("--vocab-size %d: the vocabulary is the tokenizer's", vocab_size)
         meeting = together(
@@ -90,12 +92,13 @@ def be_rank(
             start_timeout_s=start_timeout_s,
             launcher=launcher,
             tells=tells,
+            node=node,
         )
         with meeting as groups:
             if rank == 0:
                 own_run(
                     Owner(
-                        *(SINGLE, "rank", host, settings),
+                        *(SINGLE, "rank", node, settings),
                         workload=workload,
                         replica_device=torch.device("cpu"),
                     ),
@@ -140,10 +143,11 @@ def together(
     launcher: int | None = None,
     tells: int | None = None,
     check: Callable[[], None] = lambda: None,
+    node: str | None = None,
 ) -> Iterator[Groups]:
     """This rank's groups, once all ranks are there; they watch each other within the block.
 
-    `check` raises what ends the waiting for others.
+    `check` raises what ends the waiting for others; `node` is this machine's name, None: its host name.
 
     Raises:
         ConfigError: ranks are not of one mind.
@@ -155,6 +159,7 @@ def together(
     meeting = open_store(rank, ranks, secret, start_timeout_s, log)
     watch = Watch(
         *(meeting.second, rank, ranks.world_size, log),
+        node=node or platform.node(),
         hang_timeout_s=config.hang_timeout_s,
         launcher=launcher,
         on_failure=lambda failure: None if tells is None else _tell(tells, failure),
@@ -225,7 +230,7 @@ def _follow(
 
     def begin(run_id: str) -> Path:
         paths = create_run(runs_root(settings.node.runs_dir), run_id, newest=False)
-        log.file_logs_to(paths.log_file("rank", platform.node(), groups.rank), run_id)
+        log.file_logs_to(paths.log_file("rank", groups.node, groups.rank), run_id)
         return paths.root
 
     loop.follow(workload, run.train, config, groups, seed=run.seed, begin=begin, log=log.logger)

@@ -7,7 +7,6 @@ event is its rank then. Clocks of several machines are taken as they are.
 import gzip
 import json
 import logging
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ class StepProfiler:
             page = trace_plot(torch.cuda.memory._snapshot())  # type: ignore[no-untyped-call]
             own.with_suffix(".memory.html").write_text(page, encoding="utf-8")
             torch.cuda.memory._record_memory_history(enabled=None)
-        hosts = self._groups.all_told(platform.node())
+        hosts = self._groups.all_told(self._groups.node)
         traces = [json.loads(gzip.decompress(each)) for each in self._gathered(own.read_bytes())]
         if self._groups.rank == 0:
             file = self._folder / MERGED

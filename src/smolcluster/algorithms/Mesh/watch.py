@@ -19,7 +19,6 @@ import json
 import logging
 import math
 import os
-import platform
 import tempfile
 import threading
 import time
@@ -170,6 +169,7 @@ class Watch:
         world_size: int,
         log: logging.Logger,
         *,
+        node: str,
         hang_timeout_s: float,
         launcher: int | None = None,
         on_failure: Callable[[Failure], None] = lambda _: None,
@@ -179,11 +179,12 @@ class Watch:
 
         Args:
             store: not used by any other thread.
+            node: this rank's machine, by which others name it.
             on_failure: hears once who has failed first.
             launcher: the process that must be the parent of this one while it lives; None: any.
             leave: ends the process at once.
         """
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.node = rank, world_size, node
         self._store, self._log, self._leave = store, log, leave
         self._on_failure = on_failure
         self._silence_s = min(SILENCE_S, hang_timeout_s)
@@ -248,7 +249,7 @@ class Watch:
                 raise
             raise PeerLost(str(self._failure)) from error
         except Exception as error:
-            self._own = failure_of(error, self.rank)
+            self._own = failure_of(error, self.rank, self.node)
             self._known.wait(3 * BEAT_S)  # until it is written
             self._let_others_read()
             raise
@@ -267,7 +268,7 @@ class Watch:
             while True:
                 number += 1
                 doing = self._num_done, self._doing, self._waits
-                beat = Beat(number, *doing, platform.node(), self._count())
+                beat = Beat(number, *doing, self.node, self._count())
                 self._store.set(_beat_key(self.rank), json.dumps(asdict(beat)))
                 if self._lost:
                     self._store.set(LOST, str(self.rank))
@@ -305,7 +306,7 @@ class Watch:
             looked = now
             if self._launcher is not None and os.getppid() != self._launcher:
                 self._own = Failure(
-                    self.rank, platform.node(), "the process that had started it has ended"
+                    self.rank, self.node, "the process that had started it has ended"
                 )
                 self._known.wait(3 * BEAT_S)
                 self._fail(self._own)
@@ -357,11 +358,11 @@ def told_failure(text: bytes) -> Failure:
         return Failure(0, "", "what the rank that failed has said of it cannot be read")
 
 
-def failure_of(error: BaseException, rank: int) -> Failure:
+def failure_of(error: BaseException, rank: int, node: str) -> Failure:
     """What others are told of an error."""
     stack = "".join(traceback.format_exception(error))[-MOST_STACK:]
     kind = "" if isinstance(error, SmolclusterError) else f"{type(error).__name__}: "
-    return Failure(rank, platform.node(), kind + " ".join(str(error).split()), stack)
+    return Failure(rank, node, kind + " ".join(str(error).split()), stack)
 
 
 def stacks() -> str:

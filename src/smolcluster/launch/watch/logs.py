@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
+from typing import Literal
 
 from rich.text import Text
 
@@ -44,6 +45,7 @@ TOGETHER_S = 0.3
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
+NumberedRole = Literal["worker", "rank"]
 Entry = tuple[int, LogLine]
 """A line, and which of the sources has it."""
 
@@ -56,6 +58,7 @@ def logs(
     level: str,
     follow: bool,
     since: str | None,
+    role: NumberedRole = "worker",
     as_json: bool = False,
 ) -> int:
     """Print a run's log lines; returns 1 when those of a machine are missing.
@@ -63,7 +66,7 @@ def logs(
     Args:
         run: its name, latest, or its folder.
         node: only of processes on the machine of this name.
-        rank: only of the worker of this rank.
+        rank: only of the process of this rank and of `role`.
         level: only of this level and above.
         follow: go on with what is new, until the run is over or Ctrl-C.
         since: only what is newer: `10m`, or a time such as `2026-11-22T10:00`.
@@ -81,7 +84,7 @@ def logs(
             f"the logs of run {paths.run_id} are its pods': `{pod_logs(launched.server)}` shows them"
         )
     lowest, start = parse_level(level), since_when(since, datetime.now().astimezone())
-    sources = chosen(sources_of(paths), node, rank)
+    sources = chosen(sources_of(paths), node, rank, role)
     view = LogView(paths, sources, lowest, start, as_json=as_json)
     return _follow(view, lambda: is_over(paths)) if follow else _print(view)
 
@@ -188,9 +191,9 @@ def log_of(process: LaunchedProcess) -> str:
 
 
 def chosen(
-    sources: Sequence[LaunchedProcess], node: str | None, rank: int | None
+    sources: Sequence[LaunchedProcess], node: str | None, rank: int | None, role: NumberedRole
 ) -> list[LaunchedProcess]:
-    """The sources of that machine and rank.
+    """The sources of that machine, and of that role and rank.
 
     Raises:
         ConfigError: there is none.
@@ -201,11 +204,15 @@ def chosen(
         raise ConfigError(
             f"--node {one_line(node)}: the run has no process there; it has some on: {names}"
         )
-    of_rank = [source for source in of_node if rank in (None, source.rank)]
-    if rank is not None and not of_rank:
-        workers = ", ".join(source.title for source in of_node if source.rank is not None)
+    if rank is None:
+        return of_node
+    of_role = [source for source in of_node if source.role == role]
+    of_rank = [source for source in of_role if (source.rank or 0) == rank]
+    if not of_rank:
         where = "" if node is None else f" on {node}"
-        raise ConfigError(f"--worker {rank + 1}: the run's workers{where} are: {workers or 'none'}")
+        titles = ", ".join(source.title for source in of_role) or "none"
+        number = rank + 1 if role == "worker" else rank
+        raise ConfigError(f"--{role} {number}: the run's {role}s{where} are: {titles}")
     return of_rank
 
 

@@ -1,6 +1,6 @@
 """How a run stands, as one value: what was seen of its processes, with what its server wrote."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -156,10 +156,37 @@ def _processes(probed: ProbeResult) -> tuple[ProcessReport, ...]:
         if rank not in launched
     ]
     status, now = probed.status, probed.now
+    if status.ranks:
+        return tuple(_ranks(probed.processes, status, now))
     return tuple(
         _of_status(each, status, known.get(each.rank), now)
         for each in (*probed.processes, *strangers)
     )
+
+
+def _ranks(
+    starters: Sequence[ProcessReport], status: RunStatus, now: datetime
+) -> Iterator[ProcessReport]:
+    """A report for each rank of a mesh, which lives as the process does that started those of its machine.
+
+    Then one for each machine whose ranks have not reported yet.
+    """
+    by_node = {each.node: each for each in starters}
+    for rank in status.ranks:
+        starter = by_node.get(rank.node, starters[0])
+        values: dict[str, object] = {
+            **{"role": "rank", "rank": rank.rank, "node": rank.node},
+            "peak_bytes": peaks_in(rank.process_stats),
+        }
+        if not status.is_over and starter.process in ("running", "unreachable"):
+            values |= {
+                "samples_per_s": rank.process_stats.get("samples_per_s"),
+                "heartbeat_age_s": rank.silent_s(now),
+                "gpu": _gpu(rank.process_stats),
+            }
+        yield _owner(starter, status, now).model_copy(update=values)
+    heard = {by_node.get(rank.node, starters[0]).node for rank in status.ranks}
+    yield from (each for each in starters if each.node not in heard)
 
 
 def _of_status(

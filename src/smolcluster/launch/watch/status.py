@@ -156,7 +156,7 @@ def notes(report: RunReport) -> list[str]:
         lines += [
             f"{as_command('join', report.run_id, '--name', each.node)} brings {each.title} back"
             for each in report.processes
-            if each.rank is not None and each.process in ("ended", "gone")
+            if each.role == "worker" and each.process in ("ended", "gone")
         ]
     return lines
 

@@ -83,6 +83,7 @@ def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path
         log_notes=_log_notes(facts),
         curves=curves,
         workers=_workers(facts, workers),
+        ranks=_ranks(facts),
         staleness=_staleness(workers),
         stages=_stages(facts),
         phases=[each for each in (*SHARES, "other") if any(each in parts for _, parts in splits)],
@@ -112,11 +113,15 @@ def _subtitle(facts: ReportData) -> str:
     started = facts.started
     if started is None:
         return facts.algorithm or "Nothing is known of how it began."
-    parts = [started.algorithm, f"{started.model} ({started.num_params:,} parameters)"]
+    parts = [started.shown_algorithm, f"{started.model} ({started.num_params:,} parameters)"]
     parts.append(f"on {started.dataset}")
     if started.num_workers > 1:
         parts.append(f"{started.num_workers} workers")
-    return " · ".join([*parts, f"codec {started.codec}", f"{started.num_epochs} epochs"])
+    if started.mesh is not None:
+        parts.append(f"{started.num_ranks} ranks: {started.mesh}")
+    if started.codec != "none":
+        parts.append(f"codec {started.codec}")
+    return " · ".join([*parts, format_count(started.num_epochs, "epoch")])
 
 
 def _tiles(facts: ReportData) -> Iterator[tuple[str, str, str]]:
@@ -217,6 +222,22 @@ def _worker_row(facts: ReportData, worker: Worker, *, is_stale: bool) -> list[st
         worker.device or UNKNOWN,
         worker.address or UNKNOWN,
     ]
+
+
+def _ranks(facts: ReportData) -> Table:
+    """What each rank of a mesh has reported; none of other runs."""
+    ranks = [each for each in facts.processes if each.role == "rank"]
+    rows = [
+        [
+            title_of(rank),
+            or_unknown(_short_time, step_s_of(rank)),
+            or_unknown("{0.mean:.2f}".format, rank.totals.get("cpu")),
+            or_unknown(lambda total: format_bytes(total.most), rank.totals.get("memory_bytes")),
+        ]
+        for rank in ranks
+    ]
+    head = ["rank", "mean step", "CPU cores", "most memory"]
+    return Table(head, rows, range(1, len(head)))
 
 
 def _staleness(workers: Sequence[Worker]) -> Table:

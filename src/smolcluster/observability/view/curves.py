@@ -132,9 +132,11 @@ def _title(run_id: str, events: Sequence[EventRecord]) -> str:
     begun = next((each.event for each in events if isinstance(each.event, RunStarted)), None)
     if begun is None:
         return run_id
-    parts = [run_id, begun.algorithm, f"{begun.model} on {begun.dataset}"]
+    parts = [run_id, begun.shown_algorithm, f"{begun.model} on {begun.dataset}"]
     if begun.num_workers > 1:
         parts.append(f"{begun.num_workers} workers")
+    if begun.mesh is not None:
+        parts.append(f"{begun.num_ranks} ranks")
     return one_line("  ·  ".join(parts))
 
 

@@ -96,7 +96,9 @@ class ReportData:
     @property
     def algorithm(self) -> str:
         """Its name; empty: not known."""
-        told = self.summary or self.status or self.started
+        if self.started is not None:
+            return self.started.shown_algorithm
+        told = self.summary or self.status
         return told.algorithm if told else ""
 
 
@@ -178,13 +180,16 @@ def _offsets(processes: Sequence[ProcessSeries]) -> dict[str, float]:
 
 def _expected(read: RunSnapshot, story: Story, settings: Settings | None) -> list[Process]:
     """The processes that have or had a log, the owner's first."""
-    found = list(read.processes)
+    is_group = read.launched is not None and read.launched.is_group
+    found = [] if is_group else list(read.processes)
     for record in story.events:
         match record.event:
             case RunStarted():
                 found.append(Process(role=record.event.owner_role, node=record.event.node))
             case WorkerJoined(rank=rank, node=node):
                 found.append(Process(role="worker", node=node, rank=rank))
+    ranks = read.status.ranks if read.status else []
+    found += [Process(role="rank", node=each.node, rank=each.rank or None) for each in ranks]
     workers = read.status.workers if read.status else []
     found += [Process(role="worker", node=each.node, rank=each.rank) for each in workers]
     if not found and settings is not None:

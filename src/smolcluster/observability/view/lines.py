@@ -151,6 +151,8 @@ def entry_of(name: str, line: Line, near: float) -> dict[str, Any] | None:
     found = _NAME.fullmatch(name)
     stem = found[1] if found else name
     component, node, rank = parse_log_stem(stem) or ("", stem, None)
+    if component == "rank":  # a mesh's owner, whose file has no number, is its rank 0
+        rank = rank or 0
     said = parse_log_line(line.data, near)
     if said is None:
         return None

@@ -66,10 +66,11 @@ def line_of(
             summary.wall_s,
         )
         val_loss = summary.final.val_loss
+    told = status or summary
     launched = () if read.launched is None or read.launched.is_local else read.launched.processes
     return ListedRun(
         run_id=read.paths.run_id,
-        algorithm=(status or summary or read).algorithm,
+        algorithm=read.algorithm or (told.algorithm if told else None),
         state=state,
         is_alive=is_alive,
         steps=steps,

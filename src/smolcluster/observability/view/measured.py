@@ -30,15 +30,6 @@ class Measured:
         ordered = sorted(processes, key=lambda each: each.last_s or 0.0)
         return {each.rank: each.newest() for each in ordered}
 
-    def ranks(self) -> list[dict[str, Any]]:
-        """What each rank of a mesh has reported last; rank 0 reports as the run's owner."""
-        ranks = [each for each in self._reader.series.processes.values() if each.role == "rank"]
-        rows = {each.rank or 0: each for each in sorted(ranks, key=lambda each: each.last_s or 0.0)}
-        return [
-            {"rank": rank, "node": rows[rank].node, "process_stats": rows[rank].newest()}
-            for rank in sorted(rows)
-        ]
-
     def staleness_values(self) -> list[float]:
         """The staleness of the steps that are known, steps."""
         values = (bucket.mean("staleness") for bucket in self.steps)

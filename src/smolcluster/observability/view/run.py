@@ -11,7 +11,7 @@ from smolcluster.observability.view import lines
 from smolcluster.observability.view.happenings import Happenings
 from smolcluster.observability.view.measured import Measured
 from smolcluster.observability.view.snapshot import RunSnapshot, read_snapshot
-from smolcluster.observability.view.standing import staleness_counts, standing, with_ranks
+from smolcluster.observability.view.standing import staleness_counts, standing
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import instant
@@ -79,9 +79,8 @@ class RunView:
             self._poll()
             held = is_held(self.files.served.lock) if self.files.is_here else None
             started, reports = self._happenings.started, self._measured.newest_reports()
-            state = standing(self._snapshot, started, reports, age_s=self._age_s(), is_held=held)
             return {
-                **with_ranks(state, started, self._measured.ranks()),
+                **standing(self._snapshot, started, reports, age_s=self._age_s(), is_held=held),
                 "staleness": staleness_counts(
                     self._snapshot.status, self._measured.staleness_values()
                 ),

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from smolcluster.configs.spec import SINGLE
 from smolcluster.errors import DataError
 from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
 from smolcluster.runs.evaluated import PREFIX
@@ -53,7 +54,9 @@ class RunSnapshot:
     @property
     def algorithm(self) -> str | None:
         told = self.status or self.summary or self.launched
-        return None if told is None else told.algorithm
+        if told is None or told.algorithm != SINGLE:
+            return None if told is None else told.algorithm
+        return self.started.shown_algorithm if self.started else told.algorithm
 
     @property
     def is_over(self) -> bool:

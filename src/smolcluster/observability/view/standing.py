@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smolcluster.configs.spec import SINGLE, algorithm_of_groups, algorithms, has_pushes
+from smolcluster.configs.spec import SINGLE, algorithms, has_pushes
 from smolcluster.observability.view.snapshot import LAST_STEP, RunSnapshot, state_of, summed_up
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.status import OLD_S, STALENESS_EDGES, RunStatus, WorkerStatus
@@ -34,6 +34,11 @@ def standing(
     state = state_of(read.status, read.summary, is_held is not False)
     is_over = state in ("ended", "stopped", "failed", "broken off")
     status, nodes = read.status, (each.node for each in read.processes if each.rank is None)
+    known_age_s = None if is_over else age_s or 0.0
+    if started is None or started.mesh is None:
+        rows = _workers(read, reports, known_age_s)
+    else:
+        rows = _ranks(status, known_age_s)
     return {
         "run_id": read.paths.run_id,
         "state": state,
@@ -43,7 +48,7 @@ def standing(
         "staleness_edges": STALENESS_EDGES,
         **_setup(read, started),
         **_progress(read, is_over=is_over),
-        "workers": _workers(read, reports, None if is_over else age_s or 0.0),
+        "workers": rows,
         "server": {
             "node": started.node if started else next(nodes, None),
             "process_stats": dict((status and status.process_stats) or reports.get(None, {})),
@@ -51,32 +56,20 @@ def standing(
     }
 
 
-def with_ranks(
-    state: dict[str, Any], started: RunStarted | None, ranks: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """A mesh's state, whose ranks are shown as workers are; the state of any other run as it is."""
-    if started is None or started.mesh is None:
-        return state
-    word = "ended" if state["is_over"] else "joined"
-    rows = [
-        {**each, "role": "rank", "state": word, "samples_per_s": each["process_stats"].get(RATE)}
-        for each in ranks
-    ]
-    group = algorithm_of_groups().name
-    named = {"algorithm": group, "grid": started.mesh, "num_ranks": started.num_ranks}
-    return state | named | {"workers": rows, "is_synchronous": True}
-
-
 def _setup(read: RunSnapshot, started: RunStarted | None) -> dict[str, Any]:
     """What does not change while it runs."""
-    algorithm = read.algorithm or (started.algorithm if started else None)
+    algorithm = started.shown_algorithm if started else read.algorithm
     spec = algorithms().get(algorithm or "")
-    names = ("num_workers", "batch_size", "codec", "dataset", "model", "num_params")
+    names = (
+        *("num_workers", "num_ranks", "batch_size", "codec", "dataset", "model", "num_params"),
+        "tokens_per_sample",
+    )
     return {
         "algorithm": algorithm,
         "is_synchronous": spec is not None and spec.is_synchronous,
         "has_pushes": algorithm != SINGLE and has_pushes(algorithm),
-        **{name: getattr(started, name, None) for name in (*names, "tokens_per_sample")},
+        **{name: getattr(started, name, None) for name in names},
+        "grid": started.mesh if started else None,
     }
 
 
@@ -112,6 +105,22 @@ def _workers(read: RunSnapshot, reports: Reports, age_s: float | None) -> list[d
     elif summary is not None:
         rows |= {each.rank: {**each.model_dump(), "state": "ended"} for each in summary.workers}
     return [rows[rank] for rank in sorted(rows)]
+
+
+def _ranks(status: RunStatus | None, age_s: float | None) -> list[dict[str, Any]]:
+    """A row a rank of a mesh; `age_s`: of the status; None: the run is over."""
+    if status is None:
+        return []
+    return [
+        {
+            **each.model_dump(mode="json"),
+            "role": "rank",
+            "state": "ended" if age_s is None else "joined",
+            "samples_per_s": each.process_stats.get(RATE),
+            "silent_s": None if age_s is None else each.silent_s(status.updated_at) + age_s,
+        }
+        for each in status.ranks
+    ]
 
 
 def _worker(

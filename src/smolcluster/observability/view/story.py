@@ -121,7 +121,9 @@ def told(event: Event) -> str:  # noqa: C901, PLR0911, PLR0912  (a table that re
     match event:
         case RunStarted():
             workers = f" for {event.num_workers} workers" if event.num_workers > 1 else ""
-            return f"{event.algorithm} started on {event.node}{workers}"
+            if event.mesh is not None:
+                workers = f" with {event.num_ranks} ranks, {event.mesh}"
+            return f"{event.shown_algorithm} started on {event.node}{workers}"
         case WorkerJoined():
             verb = "came back" if event.rejoined else "joined"
             return f"{_who(event)} {verb}, on {event.device}"

@@ -127,6 +127,7 @@ def watches(
     made = [
         Watch(
             *(store, rank, 2, log),
+            node="a",
             hang_timeout_s=hang_timeout_s,
             on_failure=told.append,
             leave=left.append,
@@ -193,7 +194,7 @@ def test_rank_0_hears_the_newest_of_what_other_ranks_have_counted() -> None:
         steps = 2
         time.sleep(10 * watching.BEAT_S)  # several are told, of which one is left
         wait_until(is_heard)
-    assert {rank for rank, _ in heard} == {1}
+    assert {(rank, beat.host) for rank, beat in heard} == {(1, "a")}
     numbers = [beat.number for _, beat in heard]
     assert numbers == sorted(set(numbers)), "each is heard once"
 

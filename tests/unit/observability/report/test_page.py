@@ -464,6 +464,28 @@ def test_a_single_process_has_neither_workers_nor_links(tmp_path: Path) -> None:
     assert "not here" not in page.words("trouble")
 
 
+def test_a_mesh_has_a_table_of_ranks(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, "mesh-1")
+    grid = "dp 1 x fsdp 1 x tp 1 x pp 2"
+    run.started(algorithm="single", num_workers=1, mesh=grid, num_ranks=2, node="a", codec="none")
+    run.says("rank", "a", None, ("INFO", "training"))
+    run.says("rank", "a", 1, ("INFO", "training"))
+    run.steps(1, 10)
+    stats = {"steps_per_s": 4.0, "cpu": 0.5, "memory_bytes": 1.5e9, "share/forward": 0.5}
+    for rank in range(2):
+        run.metric(*(MetricRecord("rank", step, 0, stats, rank=rank, node="a") for step in (9, 10)))
+    run.summary(algorithm="single", workers=[])
+    page = report_of(run)
+    assert page.words("workers").startswith("Ranks")
+    assert page.row("workers", "rank 1 (a)") == {
+        **{"rank": "rank 1 (a)", "mean step": "250 ms", "CPU cores": "0.50"},
+        "most memory": "1.5 GB",
+    }
+    assert f"mesh · SimpleNN (9,610 parameters) · on digits · 2 ranks: {grid}" in page.words("head")
+    assert "codec" not in page.words("head")
+    assert "worker" not in " ".join(page.text.values()).replace("no worker was lost", "")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     run = killed_run(tmp_path)

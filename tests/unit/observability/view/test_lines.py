@@ -68,6 +68,14 @@ def test_lines_are_chosen_by_node_rank_level_and_text(tmp_path: Path) -> None:
     assert messages(run, Wanted(text="no route")) == ["cannot go on"]
 
 
+def test_the_owner_of_a_mesh_is_found_as_its_rank_0(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.says("rank", "a", None, ("INFO", "of rank 0"))
+    run.says("rank", "a", 1, ("INFO", "of rank 1"))
+    assert messages(run, Wanted(rank=0)) == ["of rank 0"]
+    assert messages(run, Wanted(rank=1)) == ["of rank 1"]
+
+
 def test_old_files_of_a_rotated_log_are_searched_too(tmp_path: Path) -> None:
     run = talkative(tmp_path)
     log = run.paths.log_file("server", "mini1")

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from made_runs import BEGAN, MadeRun, killed_run, worker_status
+from made_runs import BEGAN, MadeRun, killed_run, rank_status, worker_status
 from reading import children_of, launched_run, server, worker
 from smolcluster.launch.watch.probe import look
-from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.view.listing import line_of, listed, run_of
 from smolcluster.observability.view.run import RunView, files_here
 from smolcluster.observability.view.snapshot import read_snapshot
@@ -182,21 +181,20 @@ def test_runs_are_listed_the_newest_first_and_found_by_name(tmp_path: Path) -> N
 def test_a_mesh_is_told_by_its_ranks_and_grid(run: MadeRun) -> None:
     """Rank 0 owns the run, and is one of the ranks."""
     run.started(algorithm="single", mesh="dp 2 x fsdp 1 x tp 1 x pp 1", num_ranks=2, node="a")
-    own = {"samples_per_s": 70.0, "cpu": 0.5}
-    run.metric(
-        MetricRecord("rank", 3, 0, own, node="a"),
-        MetricRecord("rank", 3, 0, {"samples_per_s": 60.0}, rank=1, node="b"),
-    )
-    run.status("training", None)
+    run.now = 10.0
+    ranks = [rank_status(0, samples_per_s=70.0), rank_status(1, "b", samples_per_s=60.0)]
+    run.status("training", None, ranks=ranks)
     with run_lock(run.paths.lock):
-        state = state_of(run, BEGAN + 1)
-    assert (state["algorithm"], state["num_ranks"]) == ("mesh", 2)
+        state = state_of(run, BEGAN + 12)
+    assert (state["algorithm"], state["num_ranks"], state["has_pushes"]) == ("mesh", 2, False)
     assert state["grid"] == "dp 2 x fsdp 1 x tp 1 x pp 1"
     named = [
         (process_title(each["role"], each["node"], each["rank"]), each["samples_per_s"])
         for each in state["workers"]
     ]
     assert named == [("rank 0 (a)", 70.0), ("rank 1 (b)", 60.0)]
+    assert [each["silent_s"] for each in state["workers"]] == [3.0, 3.0]
+    assert [each["algorithm"] for each in listed(run.paths.root.parent)] == ["mesh"]
 
 
 def test_the_owner_of_a_mesh_is_called_rank_0_by_its_log_and_its_reports(run: MadeRun) -> None:

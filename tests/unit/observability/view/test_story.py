@@ -1,6 +1,8 @@
 from collections.abc import Sequence
+from pathlib import Path
 
-from smolcluster.observability.view.story import Story, story_of
+from made_runs import MadeRun
+from smolcluster.observability.view.story import Story, read_story, story_of, told
 from smolcluster.runs.events import Evaluated, Event, EventRecord, PushDropped, WorkerLost
 from smolcluster.runs.files import utc_timestamp
 
@@ -34,3 +36,10 @@ def test_the_routine_does_not_begin_new_rows() -> None:
     story = told_of([dropped(0), EVALUATED] * 10)
     assert [each.count for each in story.happenings] == [10]
     assert story.routine == {Evaluated: 10}
+
+
+def test_a_mesh_is_said_to_start_with_its_ranks(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.started(algorithm="single", num_workers=1, mesh="dp 2 x pp 2", num_ranks=4, node="a")
+    [start] = read_story(run.paths.events).happenings
+    assert told(start.first.event) == "mesh started on a with 4 ranks, dp 2 x pp 2"

@@ -200,12 +200,15 @@ def _curves(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
 def _rows(snapshot: Snapshot) -> list[Row]:
     status = snapshot.status
     workers = {} if status is None else {worker.rank: worker for worker in status.workers}
+    ranks = {} if status is None else {rank.rank: rank for rank in status.ranks}
     rows = []
     for process in snapshot.report.processes:
         worker = None if process.rank is None else workers.get(process.rank)
         process_stats: Mapping[str, float] = {}
         if status is not None and not status.is_over:
-            if process.rank is None and not process.is_helper:
+            if process.role == "rank" and process.rank in ranks:
+                process_stats = ranks[process.rank].process_stats
+            elif process.rank is None and not process.is_helper:
                 process_stats = {
                     name: value for name, value in status.process_stats.items() if value
                 }
@@ -213,6 +216,16 @@ def _rows(snapshot: Snapshot) -> list[Row]:
                 process_stats = worker.process_stats
         rows.append(Row(process, worker, process_stats, snapshot.report.state))
     return rows
+
+
+def _number_of(role: str, *, first: int) -> Callable[[Row], str]:
+    """A cell of the number of a process of that role, which its users count from `first`."""
+
+    def cell(row: Row) -> str:
+        rank = row.process.rank
+        return "" if rank is None or row.process.role != role else str(rank + first)
+
+    return cell
 
 
 def _vital(name: str, form: Callable[[float], str]) -> Callable[[Row], str]:
@@ -273,7 +286,7 @@ def state_of(row: Row) -> str:
             return "gone"
         case "ended":
             return f"exit {process.exit_code}" if process.exit_code else "ended"
-    if process.rank is None:
+    if process.rank is None or process.role == "rank":
         return "running" if process.process == "running" else process.process
     return process.presence or ("starting" if process.process == "running" else process.process)
 
@@ -281,7 +294,8 @@ def state_of(row: Row) -> str:
 SPLIT = Column("time", MIN_SPLIT, lambda _: "")
 COLUMNS = (
     Column("node", 6, lambda row: row.process.node),
-    Column("#", 2, lambda row: "" if row.process.rank is None else str(row.process.rank + 1)),
+    Column("#", 2, _number_of("worker", first=1)),
+    Column("rank", 4, _number_of("rank", first=0)),
     Column("state", 9, state_of),
     Column("samples/s", 9, _rate),
     SPLIT,

@@ -45,7 +45,7 @@ const PANELS = [
   { title: "Staleness", unit: "steps", curves: [raw("each step", "staleness"), smoothed("smoothed", "staleness", "accent")], fromZero: true },
   { title: "Drift", unit: "of the weights' norm", curves: [raw("each change", "drift"), smoothed("smoothed", "drift", "accent")], format: percent, fromZero: true },
   { title: "Gradient norm", curves: [raw("each step", "grad_norm"), smoothed("smoothed", "grad_norm", "accent")], fromZero: true },
-  { title: "Worker throughput", unit: "samples/s", curves: [perProcess("samples_per_s", false)], fromZero: true },
+  { title: "Throughput by process", unit: "samples/s", curves: [perProcess("samples_per_s", false)], fromZero: true },
   { title: "CPU", unit: "cores", curves: [perProcess("cpu")], fromZero: true },
   { title: "Memory", curves: [perProcess("memory_bytes")], format: bytes, fromZero: true },
   { title: "GPU", curves: [perProcess("gpu/utilization")], format: percent, fromZero: true },

@@ -54,7 +54,8 @@ export function redrawTimeline() {
   [shown, chosen] = [[], null];
   say(byId("event"), "");
   if (!events.length) { box.replaceChildren(el("p", { class: "quiet" }, "nothing has happened yet")); return; }
-  const lanes = events.some(({ kind }) => laneOf(kind) === OTHER) ? [...LANES, OTHER] : LANES;
+  const used = new Set(events.map(({ kind }) => laneOf(kind)));
+  const lanes = [...LANES, OTHER].filter((lane) => used.has(lane));
   const width = Math.max(280, box.clientWidth), height = lanes.reduce((sum, lane) => sum + lane.height, 26);
   const [first, last] = [events[0].t, Math.max(events.at(-1).t, events[0].t + 1)];
   const x = (t) => LEFT + ((t - first) / (last - first)) * (width - LEFT - RIGHT);

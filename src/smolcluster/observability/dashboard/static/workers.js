@@ -65,6 +65,7 @@ export function drawWorkers(state) {
     table.append(el("thead", {}, el("tr", {}, ...COLUMNS.map(([name]) => el("th", { scope: "col", class: RIGHT.has(name) ? "right" : null }, name)))), el("tbody"));
     byId("phases").append(...PHASES.map((phase) => el("li", { class: `phase-${phase}` }, phase)));
   }
+  say(table.tHead.rows[0].cells[0], state.grid ? "rank" : "worker");
   const body = table.tBodies[0];
   const keys = new Set(state.workers.map((worker) => String(worker.rank)));
   for (const [key, row] of rows) if (!keys.has(key)) { row.remove(); rows.delete(key); }
@@ -78,7 +79,7 @@ export function drawWorkers(state) {
   const empty = state.workers.length === 0;
   body.classList.toggle("empty", empty);
   byId("phases").hidden = !state.workers.some((worker) => parts(worker.process_stats).length);
-  if (empty && !body.rows.length) rows.set("none", body.appendChild(el("tr", {}, el("td", { colspan: COLUMNS.length, class: "quiet" }, state.is_over ? "no workers took part" : "no workers yet"))));
+  if (empty && !body.rows.length) rows.set("none", body.appendChild(el("tr", {}, el("td", { colspan: COLUMNS.length, class: "quiet" }, `no ${state.grid ? "ranks" : "workers"} ${state.is_over ? "took part" : "yet"}`))));
 }
 
 /** Show rows as cards where the table is wider than its place: how wide it is depends on what the machines tell. */
@@ -91,7 +92,7 @@ export function fitWorkers() {
 /** Columns of what not every machine or algorithm has. */
 function hideEmpty(table) {
   COLUMNS.forEach(([name], index) => {
-    if (!name.startsWith("GPU") && !["staleness", "local steps", "drift", ...OF_STAGES].includes(name)) return;
+    if (name === "worker" || name === "state" || name === "time of a step") return;
     const cells = [...table.rows].map((row) => row.cells[index]).filter(Boolean);
     const isEmpty = !cells.slice(1).some((cell) => cell.textContent !== "");
     for (const cell of cells) cell.hidden = isEmpty;
