@@ -55,7 +55,7 @@ from smolcluster.configs.spec import AlgorithmSpec, algorithms
 from smolcluster.configs.without import check_server, without_nodes
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.utils.addresses import is_loopback_name
-from smolcluster.utils.words import hint_at, one_line
+from smolcluster.utils.words import as_command, hint_at, one_line
 
 LOOPBACK = "127.0.0.1"
 ENV = "env"
@@ -498,12 +498,14 @@ def check_node_overrides(overrides: Iterable[str]) -> None:
     """
     for assignment in from_overrides(overrides):
         if not _is_for_worker(assignment):
-            own_keys = (".".join(path) for path in fixed_paths(NodeConfig))
-            own = ", ".join((*own_keys, *_WORKER_CLUSTER_KEYS))
+            own_keys = [".".join(path) for path in fixed_paths(NodeConfig)]
             key = ".".join(assignment.path)
+            listed = as_command("config", "show", "--node", "NODE")
             raise config_error(
                 OVERRIDE_FLAG,
-                f"{key} is not a worker's to set; give it to the server (a worker may set {own})",
+                f"{key} is not a worker's to set; give it to the server. A worker sets the keys that "
+                f"{listed} lists under node, and {', '.join(_WORKER_CLUSTER_KEYS)}"
+                f"{hint_at(key, [*own_keys, *_WORKER_CLUSTER_KEYS])}",
             )
 
 

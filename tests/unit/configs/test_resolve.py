@@ -642,6 +642,15 @@ def test_workers_are_handed_what_is_their_machine_s_and_the_way_to_the_server() 
             check_node_overrides([override])
 
 
+def test_an_override_of_the_servers_is_answered_with_the_nearest_of_a_workers() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_node_overrides(["microbatches=4"])
+    answer = str(refused.value)
+    assert answer.endswith("; did you mean microbatch?")
+    assert "smolcluster config show --node NODE" in answer
+    assert "recompute" not in answer, "not every key"
+
+
 @pytest.mark.parametrize("override", ["foo", "devise=cpu"])
 def test_a_bad_override_is_not_silently_kept_from_workers(override: str) -> None:
     with pytest.raises(ConfigError, match="--override: "):
