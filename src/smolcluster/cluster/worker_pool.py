@@ -104,8 +104,9 @@ class WorkerPool:
         self._missing: set[int] = set()
         self._known: set[str] = set()
         self._refused: set[str] = set()
-        self._promised: dict[int, str] = {}
-        """Worker ids that were given to nodes that asked for one."""
+        self._promised: dict[int, tuple[str, Deadline]] = {}
+        """Worker ids of nodes that asked for one and have not come in under it, and until when they are
+        theirs."""
         self._alone_since = self._active_at = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -346,14 +347,22 @@ class WorkerPool:
             yield from self._fence(decision)
             member = Member(request.session_id, hello.worker_id, hello.node, hello.instance)
             self._workers[request.session_id] = Worker(member, role=self._role)
+            self._promised.pop(hello.worker_id, None)
         request.answer.set_result(decision)
 
     def _assign(self, members: list[Member], node: str) -> NumberAssigned | Refused:
-        """A worker id for a node that asks for one; two that ask at the same time get two."""
+        """A worker id for a node that asks for one; two that ask at the same time get two.
+
+        It is the node's for `prepare_timeout_s`, as it is that of a worker that prepares.
+        """
+        self._promised = {
+            number: promise for number, promise in self._promised.items() if not promise[1].expired
+        }
+        promised = {number: name for number, (name, _) in self._promised.items()}
         known = {number: each.node for number, each in self.report.tally.workers.items()}
-        decision = assign(members, node, {**self._promised, **known}, self._cluster)
+        decision = assign(members, node, {**promised, **known}, self._cluster)
         if isinstance(decision, NumberAssigned):
-            self._promised[decision.worker_id] = node
+            self._promised[decision.worker_id] = node, Deadline(self._cluster.prepare_timeout_s)
         return decision
 
     def _fence(self, decision: Admitted) -> Iterator[Event]:

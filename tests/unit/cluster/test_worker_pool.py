@@ -1,6 +1,7 @@
 """The hub seats, checks, fences, counts and sees out the workers of a run."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -250,6 +251,29 @@ def test_who_asks_for_a_number_is_given_one_and_gets_no_seat(house: HandledHub) 
     with pytest.raises(Rejected, match="win") as caught:
         house.enter(hello(0, "win"))
     assert caught.value.code == "busy"
+
+
+def numbers_of(house: HandledHub, *nodes: str) -> list[int | None]:
+    """The worker ids that nodes are given, which ask one after the other."""
+    return [house.enter(hello(0, node)).welcome.worker_id for node in nodes]
+
+
+def test_a_number_is_free_again_when_its_worker_leaves_before_it_took_part(
+    house: HandledHub,
+) -> None:
+    assert numbers_of(house, "toaster", "kettle") == [3, 4]
+    hand = house.enter(hello(3, "toaster"))
+    assert numbers_of(house, "oven") == [5], "it is toaster's while that prepares"
+    hand.leave()
+    house.until(lambda: not house.pool.is_preparing)
+    assert numbers_of(house, "fridge", "oven") == [3, 5]
+
+
+@pytest.mark.parametrize("parts", [("prepare_timeout_s=0.1",)], indirect=True)
+def test_a_number_whose_node_does_not_come_is_free_again(house: HandledHub) -> None:
+    assert numbers_of(house, "toaster") == [3]
+    time.sleep(0.11)
+    assert numbers_of(house, "kettle") == [3]
 
 
 @pytest.mark.parametrize("parts", [("elastic=false",)], indirect=True)
