@@ -5,6 +5,8 @@ remote session with TERM=linux, which has no alternate screen: so what scrolls a
 own history, where `Ctrl-B [` finds it. It is attached read-only: keys typed into it reach nobody. The remote
 session takes the pane's size: of a larger one the pane would show the upper left corner, without the newest
 lines. tmux's `-r` says "ignore the size", too, from version 3.2 on, which is the first one that knows `-f`.
+
+A window in which all has ended shows the last lines to whoever looks at it. It closes when nobody does.
 """
 
 import os
@@ -118,8 +120,17 @@ def window_commands(
         ["set-option", "-p", "-t", window, "@process", pane_title(processes[0])],
     ]
     more = [_one_more(window, process, layout) for process in processes[1:]]
-    end = [["select-pane", "-t", f"{window}.{{top-left}}"], _ask_on_ctrl_c()]
+    end = [["select-pane", "-t", f"{window}.{{top-left}}"], _ask_on_ctrl_c(), *_close_unseen(name)]
     return [_sequence(commands) for commands in (begin, *more, end)]
+
+
+def _close_unseen(name: str) -> list[list[str]]:
+    """The commands that close a window whose processes have all ended as soon as nobody looks at it."""
+    window = f"={name}:"
+    is_unseen = "#{&&:#{==:#{session_attached},0},#{==:#{P:#{?pane_dead,,x}},}}"
+    close = ["if-shell", "-F", "-t", window, is_unseen, f"kill-session -t ={name}"]
+    hooks = [["set-hook", "-t", window, each] for each in ("pane-died", "client-detached")]
+    return [*([*hook, shlex.join(close)] for hook in hooks), close]
 
 
 def _layout(num_panes: int) -> str:

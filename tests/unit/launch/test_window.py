@@ -42,7 +42,10 @@ def own_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @needs_tmux
 @pytest.mark.usefixtures("own_tmux")
 def test_panes_that_end_at_once_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tmux, "pane_command", lambda _: "exit 3")
+    lives = PROCESSES[1]
+    monkeypatch.setattr(
+        tmux, "pane_command", lambda each: "sleep 600" if each == lives else "exit 3"
+    )
     for number in range(5):
         name = open_window(f"r{number}", PROCESSES, "true")
         shown = output("list-panes", "-t", f"={name}:", "-F", "#{@process}").splitlines()
@@ -52,6 +55,38 @@ def test_panes_that_end_at_once_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         assert open_window(f"r{number}", PROCESSES, "true") == name
         close_window(f"r{number}")
     assert output("list-sessions") == ""
+
+
+@needs_tmux
+@pytest.mark.usefixtures("own_tmux")
+@pytest.mark.parametrize("seconds", ["0", "0.5"], ids=["at once", "later"])
+def test_a_window_that_nobody_looks_at_ends_with_its_run(
+    monkeypatch: pytest.MonkeyPatch, seconds: str
+) -> None:
+    monkeypatch.setattr(tmux, "pane_command", lambda _: f"sleep {seconds}")
+    open_window("r", PROCESSES, "true")
+    until(lambda: output("list-sessions") == "")
+
+
+@needs_tmux
+@pytest.mark.usefixtures("own_tmux")
+def test_a_window_that_somebody_looks_at_shows_the_end_until_he_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    over = tmp_path / "over"
+    wait = f"until [ -e {over} ]; do sleep 0.05; done"
+    monkeypatch.setattr(tmux, "pane_command", lambda _: wait)
+    name = open_window("r", PROCESSES, "true")
+    look = f"unset TMUX; exec tmux attach-session -t ={name}"
+    output("-L", "outer", "new-session", "-d", "-s", "people", "sh", "-c", look)
+    try:
+        until(lambda: output("list-clients"))
+        over.touch()
+        until(lambda: set(panes_of(name).values()) == {""})
+        output("detach-client", "-s", f"={name}")
+        until(lambda: output("list-sessions") == "")
+    finally:
+        output("-L", "outer", "kill-server")
 
 
 def panes_of(name: str) -> dict[str, str]:
