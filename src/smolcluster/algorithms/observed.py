@@ -64,7 +64,9 @@ def metrics_served(
     with serve_metrics(collector, address, port, warn=log.warning) as served:
         if served not in (None, port):
             where = format_address(address, served)
-            log.info("/metrics is on %s, because port %d is taken", where, port)
+            log.info(
+                "metrics for Prometheus are at http://%s/metrics (port %d is taken)", where, port
+            )
         yield
 
 

@@ -338,7 +338,8 @@ def serve_metrics(
         server = _listening(address, port, application)
     except OSError as error:
         where = format_address(address, port)
-        warn(f"no /metrics on {where}: {error.strerror or error}; set metrics_port or metrics_bind")
+        reason = error.strerror or error
+        warn(f"no metrics for Prometheus on {where}: {reason}; set metrics_port or metrics_bind")
         yield None
         return
     thread = threading.Thread(

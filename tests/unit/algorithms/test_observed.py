@@ -31,6 +31,7 @@ def test_a_second_run_says_on_which_port_its_metrics_are(
             runs.enter_context(metrics_served(settings, who, Meter(), log, run_id=lambda: "r1"))
         [record] = caplog.records
         assert record.levelno == logging.INFO
+        assert "for Prometheus" in record.getMessage(), "what it is for"
         assert record.args is not None
         where, taken = record.args
         assert taken == port

@@ -99,8 +99,8 @@ def announce(
     elsewhere = {process.node for process in processes if ssh(process.node) is not None}
     if elsewhere and cluster.metrics_bind is None and cluster.metrics_port is not None:
         say(
-            f"Prometheus does not see {', '.join(sorted(elsewhere))}: /metrics listens on each machine's "
-            "127.0.0.1; `--override metrics_bind=0.0.0.0` opens it to the network"
+            f"Prometheus does not see {', '.join(sorted(elsewhere))}: each machine serves its metrics on its "
+            "own 127.0.0.1; `--override metrics_bind=0.0.0.0` opens them to the network"
         )
         processes = [process for process in processes if process.node not in elsewhere]
 
@@ -149,7 +149,9 @@ def beside_others(request: Request, cluster: ClusterConfig, say: Say) -> Request
     port = free_ports(cluster.metrics_bind or LOOPBACK, stated, 1 + len(cluster.workers))
     if port in (None, stated):
         return request
-    say(f"/metrics from port {port} on, because others have {stated}")
+    say(
+        f"metrics for Prometheus are served from port {port} on ({stated} or one after it is taken)"
+    )
     return replace(request, overrides=(*request.overrides, f"metrics_port={port}"))
 
 
