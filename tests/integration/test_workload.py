@@ -93,6 +93,19 @@ def test_a_mean_of_means_would_be_another_loss() -> None:
     assert (five.mean + one.mean) / 2 != pytest.approx(whole.mean, rel=1e-3)
 
 
+def coupled(model: nn.Module, batch: Batch) -> Tensor:
+    """Each sample is to be told from all others of its batch."""
+    out = functional.normalize(model(batch["input"]), dim=1)
+    return functional.cross_entropy(out @ out.t() / 0.1, torch.arange(len(out)))
+
+
+def test_a_loss_that_depends_on_the_cut_is_told_of_once_a_run(tmp_path: Path) -> None:
+    rows = Rows(torch.randn(96, 8, generator=torch.Generator().manual_seed(3)), torch.zeros(96))
+    workload = Workload(lambda: nn.Linear(8, 4), coupled, rows)
+    cluster = run(settings_for("syncps", 3, "num_epochs=1"), tmp_path, "syncps", workload)
+    assert len([line for line in cluster.log_lines if "set batch: whole" in line]) == 1
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_workload_s_own_metrics_are_reported(tmp_path: Path, algorithm: AlgorithmName) -> None:
     settings = settings_for(algorithm, 1, "eval_steps=5")

@@ -155,7 +155,7 @@ class Worker:
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"step {self.version + 1}: {error}") from error
             compute_s = time.perf_counter() - started
-            if task.num_samples < task.assignment.batch_samples:
+            if self.is_first_part(task) and task.num_samples < task.assignment.batch_samples:
                 self.training.look_at_cutting(task.num_samples)
             self.num_computed += task.num_samples
             self.hear()
@@ -166,6 +166,10 @@ class Worker:
             self.push(task, loss, compute_s)
         else:
             self.skip(task.lease, compute_s)
+
+    def is_first_part(self, task: Assigned) -> bool:
+        """Whether the task begins a step's batch: of a step's workers one has it."""
+        return task.lease.start % self.train.samples_per_step == 0 and not task.assignment.backup
 
     def skip(self, lease: LeaseKey, compute_s: float = 0.0) -> None:
         """Nothing of this part is pushed: tell all who might wait for it."""
