@@ -252,6 +252,7 @@ class ServerContext:
             spans=self.spans,
             mesh=mesh,
             check_stop=check_stop or self.check_stop,
+            folder=self.folder,
         )
 
     def resume(self, source: CheckpointSource, report: Report) -> CheckpointState | None:

@@ -150,7 +150,7 @@ def _told_if_it_cannot_begin(owner: Owner, claimed: Claimed, log: NodeLog) -> It
             run = owner.run_config(paths.run_id)
             if not paths.config.is_file():
                 open_run(owner.settings, run, role=owner.role, node=owner.node, log=log)
-            status = never_begun(run, error)
+            status = never_begun(run, error, paths.root)
             StatusFile(paths.status, warn=log.logger.warning).write(status)
         raise
 

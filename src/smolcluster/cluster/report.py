@@ -24,6 +24,7 @@ from smolcluster.data.permutation import Range
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.observability.spans import SpanLog
+from smolcluster.runs.asked import why_asked
 from smolcluster.runs.events import (
     CheckpointSaved,
     EpochFinished,
@@ -50,6 +51,7 @@ from smolcluster.runs.status import (
     RunState,
     RunStatus,
     StatusFile,
+    failed,
     instant,
     no_space_on,
     unbegun,
@@ -133,10 +135,11 @@ class Report:
         spans: SpanLog | None = None,
         check_stop: Callable[[], None] = lambda: None,
         mesh: MeshSizes | None = None,
+        folder: Path | None = None,
     ) -> None:
         """`status`: where it is kept up to date how the run stands; `spans`: where those of all processes go;
         `check_stop`: raises when a signal has asked this process to stop; `mesh`: of which this process is
-        rank 0.
+        rank 0; `folder`: the run's.
         """
         self._own_kind: Literal["rank", "server"] = "server" if mesh is None else "rank"
         self._own_rank = None if mesh is None else 0
@@ -155,6 +158,7 @@ class Report:
         self._status_file = status
         self._spans = spans
         self._check_stop = check_stop
+        self._folder = folder
         self._unsaved = ""
         self._begun_at = instant(time.time())
         self._newest: StepTaken | None = None
@@ -584,7 +588,7 @@ class Report:
     def ended(self, error: BaseException | None = None) -> None:
         """The run is over; `error`: what has ended it before its time."""
         self._finish_hooks(patience_s=HOOKS_S if error else hooks.PATIENCE_S)
-        reason = self.ending if error is None else why_ended(error)
+        reason = self.ending if error is None else why_ended(error, self._folder)
         self._events.write(
             RunEnded(
                 ok=error is None,
@@ -594,7 +598,7 @@ class Report:
                 samples_applied=self.samples_applied,
             )
         )
-        is_failure = error is not None and not isinstance(error, KeyboardInterrupt)
+        is_failure = error is not None and reason != STOPPED
         status = self.status("failed" if is_failure else "ended", reason)
 
         def write() -> None:
@@ -712,16 +716,19 @@ class Report:
         return values
 
 
-def never_begun(run: RunConfig, error: BaseException) -> RunStatus:
-    state: RunState = "failed" if isinstance(error, Exception) else "ended"
-    return unbegun(run.run_id, run.algorithm, state, why_ended(error), run.train.num_epochs)
+def never_begun(run: RunConfig, error: BaseException, folder: Path) -> RunStatus:
+    reason = why_ended(error, folder)
+    state: RunState = "ended" if reason == STOPPED else "failed"
+    return unbegun(run.run_id, run.algorithm, state, reason, run.train.num_epochs)
 
 
-def why_ended(error: BaseException) -> str:
+def why_ended(error: BaseException, folder: Path | None = None) -> str:
+    """Why a run was ended before its time; `folder`: the run's, in which its launcher may have said so."""
     if not isinstance(error, Exception):
-        return STOPPED
+        why = None if folder is None else why_asked(folder)
+        return STOPPED if why is None else failed(why)
     kind = "" if isinstance(error, SmolclusterError) else f"{type(error).__name__}: "
-    reason = f"the run failed: {kind}{error}"
+    reason = failed(f"{kind}{error}")
     return reason.encode(errors="backslashreplace").decode()  # it may name any file
 
 

@@ -385,9 +385,11 @@ class WorkerPool:
             return
         difference = self._difference(ready)
         if difference:
-            code, sentence = difference
-            self._reject(worker.member.node, worker.member.worker_id, code, sentence)
+            code, what, remedy = difference
+            sentence = f"{what}: {remedy}" if remedy else what
+            self._reject(worker.member.node, worker.member.worker_id, code, sentence, shown=what)
             worker.session.end_with(Reject(code=code, sentence=sentence))
+            del self._workers[session_id]
             return
         worker.ready = ready
         self._missing.discard(worker.member.worker_id)
@@ -412,43 +414,55 @@ class WorkerPool:
     def _order(self) -> str | None:
         return self._training.workload.order_mark(self._training.seed)
 
-    def _difference(self, ready: Ready) -> tuple[str, str] | None:
+    def _difference(self, ready: Ready) -> tuple[str, str, str] | None:
+        """Why a worker cannot take part: a code, what differs, and what to do there, if that is known."""
         workload = self._training.workload
         if workload.source is not None and ready.source != workload.source:
-            return "workload", (
+            return (
+                "workload",
                 f"this worker's code of the workload differs from the server's (SHA-256 "
-                f"{(ready.source or 'none')[:12]}, server {workload.source[:12]}): copy the server's file "
-                "and what it imports from its folder, and start this worker again"
+                f"{(ready.source or 'none')[:12]}, server {workload.source[:12]})",
+                "copy the server's file and what it imports from its folder, and start this worker again",
             )
         theirs, ours = ready.dataset_fingerprint, self._training.workload.fingerprint
         if theirs != ours:
-            return "dataset", (
+            return (
+                "dataset",
                 f"this worker's dataset differs from the server's (fingerprint {theirs[:12]}, server "
-                f"{ours[:12]}); copy the server's files to its dataset.root; for text, see that tokenizer "
-                "and Python are the server's, or set dataset.source=server there"
+                f"{ours[:12]})",
+                "copy the server's files to its dataset.root; for text, see that tokenizer and Python are "
+                "the server's, or set dataset.source=server there",
             )
         if (place := first_difference(ready.samples, workload.sample_marks)) is not None:
             number = workload.marked_samples[place]
-            return "dataset", (
-                f"sample {number} of this worker's training data is not the server's: {SAME_DATA}"
+            return (
+                "dataset",
+                f"sample {number} of this worker's training data is not the server's",
+                SAME_DATA,
             )
         if ready.order is not None and ready.order != self._order:
-            return "dataset", (
-                "this worker's sampler gives another order than the server's under the same seed: "
-                f"{SAME_ORDER}"
+            return (
+                "dataset",
+                "this worker's sampler gives another order than the server's under the same seed",
+                SAME_ORDER,
             )
         if ready.model_fingerprint != self._training.replica.fingerprint:
-            return "model", (
-                "this worker built another model than the server's: parameters of other names, shapes or "
-                "types, or frozen weights of other values; give both the same code and versions of "
-                "smolcluster and torch, and make frozen random weights from the same seed"
+            return (
+                "model",
+                "this worker built another model than the server's, with parameters of other names, shapes "
+                "or types, or frozen weights of other values",
+                "give both the same code and versions of smolcluster and torch, and make frozen random "
+                "weights from the same seed",
             )
         first = self._training.first_losses
         told = difference(first, ready.first_weights, ready.first_losses)
-        return None if told is None else ("model", told)
+        return None if told is None else ("model", told, "")
 
-    def _reject(self, node: str, worker_id: int, code: str, sentence: str) -> None:
-        self._log.warning("worker %d (%s) refused: %s", worker_id, node, sentence)
+    def _reject(
+        self, node: str, worker_id: int, code: str, sentence: str, *, shown: str | None = None
+    ) -> None:
+        """`shown`: what the log says of it; None: all. What to do is told where it can be done."""
+        self._log.warning("worker %d (%s) refused: %s", worker_id, node, shown or sentence)
         self._events.write(
             WorkerRejected(node=node, worker_id=worker_id, code=code, reason=sentence)
         )

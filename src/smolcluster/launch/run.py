@@ -55,6 +55,7 @@ from smolcluster.launch.tmux import close_window, is_stopping, open_window, show
 from smolcluster.observability.sinks.console import ProgressView
 from smolcluster.observability.terminal import COLOURS, displayable, shown_text, steady
 from smolcluster.observability.view.snapshot import measured
+from smolcluster.runs.asked import ASKED
 from smolcluster.runs.evaluated import metrics_in
 from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import (
@@ -134,6 +135,8 @@ class Run:
         """Workers from before that were told something else."""
         self._children: dict[str, Child] = {}
         """What was started as our children, by stem."""
+        self._errors: dict[str, str] = {}
+        """Which child was the first to say an error."""
         self._failed: set[str] = set()
         """Workers of these whose failure has been told."""
         self._alone: Deadline | None = None
@@ -214,7 +217,7 @@ class Run:
             paths.status.unlink(missing_ok=True)
             paths.summary.unlink(missing_ok=True)
         if not self._launched.has_sessions:
-            for folder in ("asked", "exits"):
+            for folder in (ASKED, "exits"):
                 shutil.rmtree(paths.root / folder, ignore_errors=True)
         close_window(self._launched.run_id)  # its panes show what has ended
 
@@ -258,10 +261,18 @@ class Run:
 
     def _start_child(self, process: LaunchedProcess, prefix: Text) -> None:
         def say(line: str) -> None:
-            shown = displayable(self._console, line)
+            shown = displayable(self._console, self._said_once(process, line))
             self._view.print(Text.assemble(prefix, " | ", shown))
 
         self._children[process.stem] = Child(process, say)
+
+    def _said_once(self, process: LaunchedProcess, line: str) -> str:
+        """A line of a child's output; an error that another child has said in the same words is short."""
+        time_of_day, _, said = line.partition(" ")
+        if not said.startswith("ERROR "):
+            return line
+        first = self._errors.setdefault(said, process.title)
+        return line if first == process.title else f"{time_of_day} ERROR the same as {first}"
 
     def _start_server(self, asked: Interrupts) -> None:
         server = self._launched.server
@@ -377,7 +388,8 @@ class Run:
             if isinstance(error, Stopped)
             else "the start has failed: stopping what was started"
         )
-        for left in self._end().left:
+        has_failed = isinstance(error, SmolclusterError) and not isinstance(error, Stopped)
+        for left in self._end(why=str(error) if has_failed else None).left:
             self.say(f"{left.process.title}: {left.reason}", "red")
         take_back_latest(self._paths, self._newest_before)
 
@@ -533,8 +545,7 @@ class Run:
                     self._check_can_take_part(each, child)
         workers = {each: self._children[each.stem] for each in self._launched.workers}
         if code is None and self._has_nobody_attached(workers.values()):
-            self._end()
-            raise LaunchError(
+            raise self._failed_run(
                 "the script has ended without smolcluster.attach(model, optimizer): nothing was trained"
             )
         have_failed = all(worker.stem in self._failed for worker in workers)
@@ -542,9 +553,8 @@ class Run:
             have_failed and not self._launched.is_group
         )  # which ends as its first one does
         if code is None and have_failed and self._is_deserted():
-            self._end()
             endings = "; ".join(f"{each.title} {child.ending}" for each, child in workers.items())
-            raise LaunchError(
+            raise self._failed_run(
                 f"no worker is left ({endings}): the run was stopped; their logs are in {self._paths.logs}"
             )
         return code
@@ -560,9 +570,14 @@ class Run:
             return
         if not _missing([ended], self._new_status(), None):
             return
-        said = child.last_words()
-        self._end()
-        raise EndedBadly(ended.title, code, said)
+        self._end(why=str(EndedBadly(ended.title, code, child.last_words())))
+        told = as_command("status", self._launched.run_id)
+        raise EndedBadly(ended.title, code, f"what it said is above, and in {told}")
+
+    def _failed_run(self, why: str) -> LaunchError:
+        """End the run, which has failed."""
+        self._end(why=why)
+        return LaunchError(why)
 
     def _has_nobody_attached(self, workers: Collection[Child]) -> bool:
         """Whether the scripts have all ended well, and the server still waits for the first."""
@@ -687,20 +702,21 @@ class Run:
 
     def _was_stopped(self) -> bool:
         """Whether its server was asked to end, by anybody; without a word from its machine it was not."""
-        asked = (self._paths.root / "asked").glob(f"{self._launched.server.stem}.*")
+        asked = (self._paths.root / ASKED).glob(f"{self._launched.server.stem}.*")
         with suppress(LaunchError):
             status = self._new_status()
             return any(asked) or (status is not None and status.word == "stopped")
         return False
 
-    def _end(self, *, in_a_hurry: bool = False) -> StopResult:
-        """End all processes; Ctrl-C from now on kills them."""
+    def _end(self, *, in_a_hurry: bool = False, why: str | None = None) -> StopResult:
+        """End all processes; Ctrl-C from now on kills them. `why`: how the run has failed, if it has."""
         with interrupts() as asked:
             result = stop_processes(
                 self._launched,
                 in_a_hurry=lambda: in_a_hurry or signal.SIGINT in asked.received,
                 say=self.say,
                 server_grace_s=self._server_grace_s,
+                why=why,
             )
         close_window(self._launched.run_id)
         forget(self._launched.run_id)

@@ -6,7 +6,7 @@ environment) and which removes itself before it does anything else. It leaves
 
     <run>/pids/<stem>    its process id, which is the process group's
     <run>/exits/<stem>   the exit code, once the process has ended
-    <run>/asked/<stem>.<process id>   is there from when the process was asked to end
+    <run>/asked/<stem>.<process id>   is there from when the process was asked to end, and may say why
     <run>/logs/<stem>.console.txt   what was on the screen at its end
 """
 
@@ -29,6 +29,7 @@ from smolcluster.launch.jobs.scheduler import (
 )
 from smolcluster.launch.tmux import start, target
 from smolcluster.observability.parsing import parse_log_line
+from smolcluster.runs.asked import ASKED
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.runs.paths import log_stem
 from smolcluster.utils.seed import HASH_SEED, with_hash_seed
@@ -93,7 +94,7 @@ def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
         'rm -f -- "$0"; _smolcluster_asked=',  # a name that nobody exports
         *exports,
         f"(umask 077; mkdir -p {run}/pids {run}/exits {run}/logs)",
-        f"rm -f {run}/exits/{stem} {run}/asked/{stem}.*",
+        f"rm -f {run}/exits/{stem} {run}/{ASKED}/{stem}.*",
         f"echo $$ > {run}/pids/{stem}",
         "trap _smolcluster_asked=1 INT TERM HUP",
         f'[ -z "$_smolcluster_asked" ] && cd {shell_path(process.project_dir)} && '
@@ -197,15 +198,16 @@ def words_of(shown: str) -> str | None:
     return next(reversed(errors or lines), None)
 
 
-def ask_to_end(process: LaunchedProcess, wait_s: float) -> Ending:
+def ask_to_end(process: LaunchedProcess, wait_s: float, why: str | None = None) -> Ending:
     """Send a process SIGTERM, and wait for its end; who has been asked before is only waited for.
 
-    A second SIGTERM would cut a server's last checkpoint.
+    A second SIGTERM would cut a server's last checkpoint. `why`: how the run has failed, for its server;
+    None: it is stopped.
 
     Raises:
         LaunchError: its machine cannot be asked.
     """
-    note, file = _asked(process)
+    note, file = _asked(process, why)
     return _signal(
         process,
         # Of two who ask at the same time one makes the file; where nobody can make it, all ask.
@@ -214,11 +216,12 @@ def ask_to_end(process: LaunchedProcess, wait_s: float) -> Ending:
     )
 
 
-def _asked(process: LaunchedProcess) -> tuple[str, str]:
+def _asked(process: LaunchedProcess, why: str | None = None) -> tuple[str, str]:
     """What notes that a process is asked to end, unless somebody has noted it; and the file that says so."""
-    folder = f"{shell_path(process.run_dir)}/asked"
+    said = shlex.quote((why or "").encode(errors="replace").decode())
+    folder = f"{shell_path(process.run_dir)}/{ASKED}"
     file = f'{folder}/{shlex.quote(process.stem)}."$pid"'
-    return f"mkdir -p {folder} 2>/dev/null; (set -C; : > {file}) 2>/dev/null", file
+    return f"mkdir -p {folder} 2>/dev/null; (set -C; printf %s {said} > {file}) 2>/dev/null", file
 
 
 def _send(name: str) -> str:

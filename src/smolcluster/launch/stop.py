@@ -69,12 +69,13 @@ def stop_processes(
     in_a_hurry: InAHurry = lambda: False,
     say: Say = lambda _: None,
     server_grace_s: float = SERVER_GRACE_S,
+    why: str | None = None,
 ) -> StopResult:
     """End all processes of a run and see that nothing is left.
 
     The server is asked first, the workers when it has saved its last checkpoint or has ended, and at last
     what ships their logs. Who does not end in time is killed, and so is everybody as soon as `in_a_hurry()`
-    says so.
+    says so. `why`: how the run has failed, which its status then says; None: it is stopped.
     """
     has_ended = threading.Event()
 
@@ -86,14 +87,14 @@ def stop_processes(
     with ThreadPoolExecutor(1) as beside:
         others = beside.submit(end_others)
         try:
-            server, unsaved = _end(launched.server, server_grace_s, in_a_hurry, say), None
+            server, unsaved = _end(launched.server, server_grace_s, in_a_hurry, say, why), None
         finally:
             has_ended.set()
         if not isinstance(server, Left):
             with suppress(LaunchError):
                 unsaved = _unsaved(launched.server)
                 if server is Ending.ENDED:
-                    _note_stopped(launched)
+                    _note_stopped(launched, why)
         workers = others.result()
     results = [server, *workers]
     shippers = _end_shippers(launched.shippers, in_a_hurry, say)
@@ -146,23 +147,29 @@ def _unsaved(server: LaunchedProcess) -> str | None:
     return f"{trouble}; {there}"
 
 
-def _note_stopped(launched: Launched) -> None:
-    """Let the run's status say that it was stopped, where its server was killed before it could.
+def _note_stopped(launched: Launched, why: str | None) -> None:
+    """Let the run's status say that it was stopped, or why, where its server was killed before it could.
 
     Raises:
         LaunchError: the server's machine cannot be asked.
     """
     host, file = host_of(launched.server), f"{shell_path(launched.server.run_dir)}/status.json"
     status = STATUS.parse(host.run(f"cat {file} 2>/dev/null").stdout)
-    last = stopped(status, launched.run_id, launched.algorithm)
+    last = stopped(status, launched.run_id, launched.algorithm, why)
     if last is not None:
         host.run(f"cat > {file}.stopped && mv {file}.stopped {file}", stdin=STATUS.text(last))
 
 
-def _end(process: LaunchedProcess, grace_s: float, in_a_hurry: InAHurry, say: Say) -> Ending | Left:
+def _end(
+    process: LaunchedProcess,
+    grace_s: float,
+    in_a_hurry: InAHurry,
+    say: Say,
+    why: str | None = None,
+) -> Ending | Left:
     try:
         if not in_a_hurry():
-            ending = _ask(process, grace_s, in_a_hurry, say)
+            ending = _ask(process, grace_s, in_a_hurry, say, why)
             if ending is not Ending.REMAINS:
                 return ending
             if not in_a_hurry():
@@ -188,10 +195,12 @@ def _end_shippers(
     return at_once(end, shippers)
 
 
-def _ask(process: LaunchedProcess, grace_s: float, in_a_hurry: InAHurry, say: Say) -> Ending:
+def _ask(
+    process: LaunchedProcess, grace_s: float, in_a_hurry: InAHurry, say: Say, why: str | None
+) -> Ending:
     """Ask a process to end, and wait for it as long as there is time."""
     deadline = Deadline(grace_s)
-    ending = ask_to_end(process, min(ASK_S, grace_s))
+    ending = ask_to_end(process, min(ASK_S, grace_s), why)
     if ending is Ending.REMAINS and process.role == "server":
         say(f"{process.title}: {WAITING}")
     while ending is Ending.REMAINS and not (deadline.expired or in_a_hurry()):

@@ -200,16 +200,25 @@ def unbegun(
     )
 
 
-def stopped(status: RunStatus | None, run_id: str, algorithm: str) -> RunStatus | None:
+def failed(why: str) -> str:
+    """The reason of a run that has failed."""
+    return f"the run failed: {why}"
+
+
+def stopped(
+    status: RunStatus | None, run_id: str, algorithm: str, why: str | None = None
+) -> RunStatus | None:
     """The last status of a run whose owner was stopped; None: the owner has written its last itself.
 
-    `status` is what it wrote last; None: nothing yet.
+    `status` is what it wrote last; None: nothing yet. `why`: how the run has failed; None: it has not.
     """
+    state: RunState = "ended" if why is None else "failed"
+    reason = STOPPED if why is None else failed(why)
     if status is None:
-        return unbegun(run_id, algorithm, "ended", STOPPED)
+        return unbegun(run_id, algorithm, state, reason)
     if status.is_over:
         return None
-    return status.model_copy(update={"state": "ended", "reason": STOPPED, "samples_per_s": 0.0})
+    return status.model_copy(update={"state": state, "reason": reason, "samples_per_s": 0.0})
 
 
 STATUS = ModelFile[RunStatus](

@@ -19,6 +19,7 @@ from smolcluster.errors import LaunchError
 from smolcluster.launch.run import Run
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import JsonlSink
+from smolcluster.runs.asked import ASKED, why_asked
 from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.status import STATUS, STOPPED, RunStatus, read_status, write_status
@@ -192,9 +193,27 @@ def test_a_worker_that_can_never_take_part_ends_its_launch_with_its_sentence(
     worker = f"wait_until(lambda: os.path.exists({str(paths.status)!r})); {refused}"
     with pytest.raises(LaunchError) as caught:
         launch(server, worker, IDLE)
-    said = f"worker 1 (pi0) ended with exit code {code}: error: sample 0 is another one"
-    assert (str(caught.value), caught.value.exit_code) == (said, launch_code)
+    said = f"worker 1 (pi0) ended with exit code {code}: "
+    assert str(caught.value).startswith(said)
+    assert caught.value.exit_code == launch_code
     assert all_gone(paths)
+    failed = read_status(paths.status)
+    assert (failed.word, failed.reason) == (
+        "failed",
+        f"the run failed: {said}error: sample 0 is another one",
+    )
+    why = next((paths.root / ASKED).glob("server-*"))
+    assert why_asked(paths.root) == why.read_text() == f"{said}error: sample 0 is another one"
+
+
+def test_a_sentence_that_several_children_say_is_shown_once(
+    launch: Launch, paths: RunPaths, printed: Callable[[], list[str]]
+) -> None:
+    says = "print('12:00:00 ERROR sample 0 is another one', flush=True)"
+    ended = after_the_end_of(paths, 0) + after_the_end_of(paths, 1)
+    launch(f"{ended}sys.exit(0)", says, says)
+    assert sum("sample 0 is another one" in line for line in printed()) == 1
+    assert sum("12:00:00 ERROR the same as worker" in line for line in printed()) == 1
 
 
 def test_a_worker_that_took_part_may_be_refused_later(
@@ -213,6 +232,7 @@ def test_when_all_workers_have_failed_the_run_is_stopped(launch: Launch, paths: 
     ):
         launch(IDLE, "sys.exit(3)", "sys.exit(77)", patience_s=0)
     assert all_gone(paths)
+    assert read_status(paths.status).word == "failed"
 
 
 def test_a_worker_started_by_hand_keeps_the_run_alive(launch: Launch, paths: RunPaths) -> None:
