@@ -117,7 +117,8 @@ class Shop:
     ) -> None:
         self.diary: list[str] = []
         self.replica = replica or small_replica(optimizer)
-        workload = cast(Workload, SimpleNamespace(training=Training()))
+        samples = SimpleNamespace(num_samples=96)
+        workload = cast(Workload, SimpleNamespace(training=Training(), train=samples))
         self.training = Bench(workload, self.replica, 0, diary=self.diary)
         run = local_settings(*overrides, algorithm="syncps").run_config("run", "syncps")
         welcome = Welcome(
