@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shlex
 import signal
 import socket
+import sys
 import time
 from collections import Counter, defaultdict
 from datetime import datetime, timedelta
@@ -35,6 +37,21 @@ def applied(metrics: Path, num_samples: int, seed: int = 42) -> dict[int, Counte
                 order[int(values["start"]) : int(values["stop"])].tolist()
             )
     return dict(counts)
+
+
+def test_a_waiting_server_says_how_many_workers_it_waits_for_and_how_to_start_one(
+    processes: Processes,
+) -> None:
+    port = f"port={free_port()}"
+    server = processes.server("--local", "--override", port, "min_workers=2", "num_epochs=1")
+    server.wait_for("waiting until 2 of 3 workers (min_workers) have joined; 0 so far; start one")
+    found = re.search(r"start one with `(?:uv run|python) (.*?)`", server.output)
+    assert found
+    first = processes.start(sys.executable, *shlex.split(found[1]))
+    server.wait_for("have joined; 1 so far\n")
+    second = processes.worker(2, "win", "--local", "--override", port)
+    assert server.wait() == 0, server.output
+    assert (first.wait(), second.wait()) == (0, 0)
 
 
 def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(

@@ -102,6 +102,8 @@ class ServerContext:
     """How many stores the server's weights lie in."""
     role_of_workers: str = "worker"
     """What people read of those that join."""
+    worker_command: str | None = None
+    """Starts a worker, for a person who has to; None: workers are started by others."""
 
     @property
     def codec(self) -> str:
@@ -350,6 +352,7 @@ class ServerContext:
             log=self.log,
             check_stop=check_stop or self.check_stop,
             role=self.role_of_workers,
+            worker_command=self.worker_command,
         )
 
 

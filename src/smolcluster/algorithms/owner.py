@@ -61,6 +61,8 @@ class Owner:
     """What is trained; None: what the settings name."""
     replica_device: torch.device | None = None
     """Where the whole model lies; None: on the machine's device."""
+    worker_command: str | None = None
+    """Starts a worker, for a person who has to; None: workers are started by others."""
 
     def run_config(self, run_id: str) -> RunConfig:
         """What travels to the workers."""
@@ -130,6 +132,7 @@ def own_run(
                 store=claimed.store,
                 checkpoint=claimed.checkpoint,
                 check_stop=stop.check,
+                worker_command=owner.worker_command,
             )
             with stop.collecting():
                 summary = body(context)

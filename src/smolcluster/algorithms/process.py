@@ -8,6 +8,8 @@ with the same arguments as a person does.
 import argparse
 import logging
 import os
+import shlex
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -59,11 +61,14 @@ from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.device import use_threads
 from smolcluster.utils.device_errors import device_error
+from smolcluster.utils.folders import checkout
 from smolcluster.utils.machine import machine_facts
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.stopping import Interrupted
 
 MAX_WORKER_ID = 2**31
+SHARED_KEYS = ("port", "encryption")
+"""What a worker must be told as its server is, or they do not meet."""
 
 
 @contextmanager
@@ -123,7 +128,10 @@ def serve(
         secret = ensure_secret(settings.node.secret_file or default_secret_path())
         check_port(settings.cluster)
         own_run(
-            Owner(algorithm, "server", settings.cluster.server, settings, secret),
+            Owner(
+                *(algorithm, "server", settings.cluster.server, settings, secret),
+                worker_command=worker_command(algorithm, args, settings.cluster),
+            ),
             log,
             serve_run,
             run_id=args.run_id,
@@ -131,6 +139,26 @@ def serve(
             progress=None if args.no_progress else console,
             output=None if args.no_progress else console,
         )
+
+
+def worker_command(
+    algorithm: AlgorithmName, args: argparse.Namespace, cluster: ClusterConfig
+) -> str | None:
+    """How a person starts the first worker of a server with these arguments; None: a launcher does it."""
+    if args.run_id is not None or args.stop_on_stdin_eof or not cluster.workers:
+        return None
+    file = Path(sys.argv[0]).with_name(Path(get_algorithm(algorithm).roles["worker"]).name)
+    shared = [each for each in args.override if each.partition("=")[0] in SHARED_KEYS]
+    words = [
+        *(("uv", "run") if checkout() else ("python",)),
+        *(str(file), "1", cluster.workers[0]),
+        *(["--local"] if args.local else []),
+        *(["--workers", str(args.workers)] if args.workers else []),
+        *(["--config", args.config] if args.config else []),
+        *(["--workload", args.workload] if args.workload else []),
+        *(["--override", *shared] if shared else []),
+    ]
+    return shlex.join(words)
 
 
 def work(

@@ -86,9 +86,18 @@ class WorkerPool:
         log: logging.Logger,
         check_stop: Callable[[], None],
         role: str = "worker",
+        worker_command: str | None = None,
     ) -> None:
-        """`role`: what its members are to people."""
+        """Begin without workers.
+
+        Args:
+            role: what its members are to people.
+            worker_command: starts a worker, for a person who has to; None: it is started by others.
+        """
         self._role = role
+        self._worker_command = worker_command
+        self._told_waiting = ""
+        """What was said last of the workers that it waits for."""
         self.started = False
         self._check_stop = check_stop
         self._cluster = cluster
@@ -314,7 +323,18 @@ class WorkerPool:
             self._log.info("%s%s", begins, decision.reason)
             self.started = True
             self.report.started()
+        if decision.verdict == "wait" and not self.started:
+            self._tell_waiting(decision.reason)
         self.report.is_waiting = not (present and self.started)
+
+    def _tell_waiting(self, reason: str) -> None:
+        """Say for whom training waits, each time that this changes."""
+        if reason == self._told_waiting:
+            return
+        is_first = not self._told_waiting
+        how = f"; start one with `{self._worker_command}`"
+        self._log.info("%s%s", reason, how if is_first and self._worker_command else "")
+        self._told_waiting = reason
 
     def _check_prepares(self, worker: Worker, waited_s: float) -> None:
         """Say who has not been ready for long; cut who has not been for too long, so that its id is free."""

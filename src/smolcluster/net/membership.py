@@ -150,7 +150,8 @@ def quorum(
         return Quorum("go", f"{num_ready} of {cluster.num_workers} {role}s have joined")
     limit_s = cluster.empty_cluster_timeout_s if started else cluster.start_timeout_s
     if waited_s < limit_s:
-        return Quorum("wait", f"{num_ready} of {cluster.min_workers} needed {role}s are here")
+        needed = f"{cluster.min_workers} of {cluster.num_workers} {role}s (min_workers)"
+        return Quorum("wait", f"waiting until {needed} have joined; {num_ready} so far")
     key = "empty_cluster_timeout_s" if started else "start_timeout_s"
     lack = (
         f"all {role}s have gone, and none came back"
