@@ -21,10 +21,11 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from exporting import GPU
 from harness import free_port
-from made_runs import MadeRun, killed_run, rank_status, worker_status
+from made_runs import NODES, MadeRun, killed_run, rank_status, worker_status
 from processes import Child, Processes
 from proxy import Proxy
 from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.report.page import write_report
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.observability.view.stages import numbers_of
 from smolcluster.runs.events import CheckpointSaved, Event, kind_of
@@ -144,6 +145,16 @@ def choose(browser: Chrome, selector: str, choice: str) -> None:
 
 def type_keys(browser: Chrome, selector: str, *keys: str) -> None:
     with_element(browser, selector, lambda element: element.send_keys(*keys))
+
+
+def resize(browser: Chrome, width: int) -> None:
+    """Give the page so many pixels, and have it drawn anew."""
+    size = {"width": width, "height": 850, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    drawn = """const done = arguments[0];
+        requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done)))"""
+    browser.execute_async_script(drawn)
+    assert run_js(browser, "return innerWidth") == width
 
 
 def figure(browser: Chrome, name: str) -> str:
@@ -277,6 +288,9 @@ def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
     type_keys(browser, "#timeline svg", *[Keys.ARROW_RIGHT] * 5)
     assert "worker lost – worker 2 (win) is lost: it was cut" in text_of(browser, "#event")
 
+    panels = "return uPlot.sync('run').plots.map(({ scales: { x } }) => `${x.min} to ${x.max}`)"
+    assert len(run_js(browser, panels)) > 2
+    assert len(set(run_js(browser, panels))) == 1, "panels lie over one another"
     press(browser, "[data-x='t']")
     press(browser, "#log-scale")
     assert attribute_of(browser, "#curves .uplot", "aria-label") == "Loss over time"
@@ -445,6 +459,13 @@ def test_stages_of_a_pipeline_have_columns_and_links_between_them(
         hidden = [browser.find_element("xpath", each).get_property("hidden") for each in of_pushes]
         assert hidden == [True, True]
         assert "sets the pace: it computes 70% of a step" in text_of(browser, "#insight")
+        overlaps = """const [label, ...circles] = [document.querySelector('#cluster .flow-label'),
+            ...document.querySelectorAll('#cluster .body')].map((it) => it.getBoundingClientRect());
+            return circles.filter((it) => it.left < label.right && label.left < it.right
+              && it.top < label.bottom && label.top < it.bottom).length"""
+        for width in (400, 800, 1280):
+            resize(browser, width)
+            assert run_js(browser, overlaps) == 0, width
         assert complaints(browser) == []
 
 
@@ -467,6 +488,9 @@ def test_the_page_of_a_mesh_shows_ranks_grid_and_tokens(
         assert f"2 ranks: {grid}" in text_of(browser, "#about")
         assert text_of(browser, "#workers-title") == "Ranks"
         assert text_of(browser, "#workers thead th") == "rank"
+        headings = """return [...document.querySelectorAll('#workers thead th')]
+            .filter((it) => !it.hidden).map((it) => it.textContent)"""
+        assert not {"loss", "samples", "step"} & set(run_js(browser, headings))
         assert "worker" not in text_of(browser, "main").lower()
         choose(browser, "#log-filter [name='rank']", "rank 0 (a)")
         eventually(lambda: count(browser, "#log-lines .line") == 1)
@@ -503,3 +527,25 @@ def test_the_workers_fit_into_pages_of_any_width(
     room = "const place = document.querySelector('.wide'); return place.scrollWidth - place.clientWidth"
     eventually(lambda: int(run_js(browser, room)) <= 0)
     assert is_visible(browser, "#workers tbody tr")
+
+
+@pytest.mark.parametrize("width", [400, 640, 660, 800, 1000, 1400])
+def test_the_tables_and_curves_of_a_report_fit_into_pages_of_any_width(
+    processes: Processes, browser: Chrome, width: int
+) -> None:
+    run = killed_run(processes.runs, "edp-first")
+    stats = {"share/forward": 0.5, "sent_bytes_per_s": 1e6, "rtt_s": 0.01, "step_s": 0.1}
+    run.metric(
+        *(MetricRecord("worker", 100, 1, stats, rank=rank, node=NODES[rank]) for rank in range(3))
+    )
+    run.status(
+        "ended",
+        None,
+        *(worker_status(rank, sent_bytes=10**8, address="192.168.50.2") for rank in range(3)),
+    )
+    browser.get(write_report(run.paths).as_uri())
+    resize(browser, width)
+    wider = """return [...document.querySelectorAll('.scroll, .curves, html')]
+        .filter((it) => it.scrollWidth > it.clientWidth + 1).map((it) => it.innerText.slice(0, 40))"""
+    assert run_js(browser, wider) == []
+    assert count(browser, "#links tbody tr") == 3

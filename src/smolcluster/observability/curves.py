@@ -10,8 +10,9 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.view.curves import (
@@ -34,6 +35,7 @@ from smolcluster.utils.words import one_line
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.gridspec import SubplotSpec
 
 WIDTH_PX, HEIGHT_PX, DPI = 1600, 900, 100
 MAX_EVALUATIONS = 300
@@ -80,6 +82,20 @@ UNSAID: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """What matplotlib would write into files beside the picture."""
 
+SHARES = (3, 2)
+"""Of the width, of the left and of the right column of panels."""
+COLUMN_PX, COLUMN_HEIGHT_PX = 233, 660
+"""A column on a page: the width of a share, and its height."""
+
+
+class Column(NamedTuple):
+    """Panels one below another: their metrics, and their share of the width."""
+
+    names: Sequence[str]
+    share: int
+    has_legend: bool
+
+
 _DRAWING = threading.Lock()
 """matplotlib is not made for several threads: runs of one process are drawn one after another."""
 
@@ -94,31 +110,32 @@ def draw_curves(paths: RunPaths) -> None:
     """
     curves = read_curves(paths)
     if curves.series:
-        write_whole(paths.curves, _rendered([curves], "png"))
+        what = f"the curves of {curves.title}"
+        write_whole(paths.curves, rendered(lambda: figure_of(curves), "png", what))
 
 
 def svg_of(runs: Sequence[Curves]) -> str:
     """The curves of one run, or of several on the same axes, for a page; empty where there are none.
+
+    Of one run each column of panels is an element of its own, which a narrow page puts below the other.
 
     Raises:
         SmolclusterError: matplotlib failed, in whatever way.
     """
     if not any(curves.series for curves in runs):
         return ""
-    text = _rendered(runs, "svg").decode()
+    makes: list[Callable[[], Figure]] = [lambda: figure_of_runs(runs)]
+    if len(runs) == 1:
+        makes = [partial(_figure_of_column, runs[0], column) for column in _columns(runs[0])]
+    return "".join(_for_a_page(make, runs[0].title) for make in makes)
+
+
+def _for_a_page(make: Callable[[], "Figure"], title: str) -> str:
+    text = rendered(make, "svg", f"the curves of {title}").decode()
     text = re.sub(r' (width|height)="[^"]*pt"', "", text[text.index("<svg") :], count=2)
     for color, name in VARIABLES.items():
         text = re.sub(color, f"var(--{name})", text, flags=re.IGNORECASE)
     return text
-
-
-def _rendered(runs: Sequence[Curves], form: str) -> bytes:
-    """The picture of a run, or of several."""
-
-    def make() -> "Figure":
-        return figure_of(runs[0]) if len(runs) == 1 else figure_of_runs(runs)
-
-    return rendered(make, form, f"the curves of {runs[0].title}")
 
 
 def rendered(make: Callable[[], "Figure"], form: str, what: str) -> bytes:
@@ -161,11 +178,11 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _empty() -> "Figure":
+def _empty(width_px: float = WIDTH_PX, height_px: float = HEIGHT_PX) -> "Figure":
     from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second
     from matplotlib.layout_engine import ConstrainedLayoutEngine  # noqa: PLC0415
 
-    size = (WIDTH_PX / DPI, HEIGHT_PX / DPI)
+    size = (width_px / DPI, height_px / DPI)
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
     return Figure(figsize=size, dpi=DPI, layout=layout, facecolor="white")
 
@@ -173,25 +190,45 @@ def _empty() -> "Figure":
 def figure_of(curves: Curves) -> "Figure":
     """The picture, not yet rendered; one thread at a time."""
     figure = _empty()
-    end = _end([curves])
     figure.suptitle(curves.title, fontsize=14, color=INK, parse_math=False)
-    columns = [names for names in curves.panels if names]
-    grid = figure.add_gridspec(1, len(columns), width_ratios=(3, 2)[: len(columns)], wspace=0.04)
-    for column, names in enumerate(columns):
-        heights = [2 if name == "loss" else 1 for name in names]
-        rows = grid[0, column].subgridspec(len(names), 1, height_ratios=heights)
-        for row, name in enumerate(names):
-            axes = figure.add_subplot(rows[row, 0])
-            _furnish(axes, name, end, is_lowest=row == len(names) - 1)
-            _plot(axes, name, curves)
-            _mark(axes, curves.marks)
-            if name == "loss" and curves.saved:
-                ticks = _thinned(curves.saved)
-                bottom = axes.get_xaxis_transform()
-                axes.vlines(ticks, 0, 0.035, GREY, transform=bottom, label="checkpoint")
-            if column == row == 0:
-                _add_legend(axes)
+    columns = _columns(curves)
+    grid = figure.add_gridspec(1, len(columns), width_ratios=SHARES[: len(columns)], wspace=0.04)
+    for place, column in enumerate(columns):
+        _fill(figure, grid[0, place], curves, column)
     return figure
+
+
+def _figure_of_column(curves: Curves, column: Column) -> "Figure":
+    """One column of panels alone."""
+    figure = _empty(COLUMN_PX * column.share, COLUMN_HEIGHT_PX)
+    _fill(figure, figure.add_gridspec(1, 1)[0, 0], curves, column)
+    return figure
+
+
+def _columns(curves: Curves) -> list[Column]:
+    found = [names for names in curves.panels if names]
+    return [
+        Column(names, share, has_legend=place == 0)
+        for place, (names, share) in enumerate(zip(found, SHARES, strict=False))
+    ]
+
+
+def _fill(figure: "Figure", place: "SubplotSpec", curves: Curves, column: Column) -> None:
+    """Draw the panels of a column, one below another."""
+    names, end = column.names, _end([curves])
+    heights = [2 if name == "loss" else 1 for name in names]
+    rows = place.subgridspec(len(names), 1, height_ratios=heights)
+    for row, name in enumerate(names):
+        axes = figure.add_subplot(rows[row, 0])
+        _furnish(axes, name, end, is_lowest=row == len(names) - 1)
+        _plot(axes, name, curves)
+        _mark(axes, curves.marks)
+        if name == "loss" and curves.saved:
+            ticks = _thinned(curves.saved)
+            bottom = axes.get_xaxis_transform()
+            axes.vlines(ticks, 0, 0.035, GREY, transform=bottom, label="checkpoint")
+        if row == 0 and column.has_legend:
+            _add_legend(axes)
 
 
 def figure_of_runs(runs: Sequence[Curves]) -> "Figure":

@@ -35,7 +35,7 @@ from smolcluster.runs.events import (
 from smolcluster.runs.files import seconds_of
 from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.runs.series import ProcessSeries, Total
-from smolcluster.runs.status import STALENESS_EDGES
+from smolcluster.runs.status import STALENESS_EDGES, STOPPED
 from smolcluster.utils.meter import PEAK, PHASES
 from smolcluster.utils.units import format_bytes, format_count, format_duration, format_megabytes
 from smolcluster.utils.words import as_command
@@ -347,6 +347,8 @@ def _event(happening: Happening, began: float) -> tuple[str, str, str, str]:
         within = f" within {format_duration(took)}" if took >= 1 else ""
         text = f"{text} ({happening.count:,} times{within})"
     match event:
+        case RunEnded(reason=reason) if reason == STOPPED:
+            look = ""
         case WorkerLost() | WorkerStalled() | WorkerRejected() | StepsUndone() | RunEnded(ok=False):
             look = "lost"
         case WorkerJoined():

@@ -7,6 +7,7 @@ any length are read in bounded memory, twice: for the moment, and for what was s
 import contextlib
 import json
 import logging
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from smolcluster.runs.events import EventRecord, RunEnded, WorkerLost
 from smolcluster.runs.files import seconds_of
 from smolcluster.runs.launched import Process
 from smolcluster.runs.paths import parse_log_stem, process_title
+from smolcluster.runs.status import STOPPED
 
 LINES_BEFORE, LINES_AFTER = 24, 8
 MAX_LINE_NBYTES = 1 << 20
@@ -98,7 +100,9 @@ def read_logs(
     for title, path in files:
         for line in _look_through(path, title, offsets.get(title, 0.0), logs):
             (serious if line.level in SERIOUS else warnings).append(line)
-    trouble = _first(serious, events) or _first_warning(warnings)
+    end = _good_end(events)
+    early = [line for line in warnings if line.seconds < end - SAME_S]
+    trouble = _first(serious, events) or _first_warning(early)
     if trouble is not None:
         around = [_around(path, title, offsets.get(title, 0.0), trouble) for title, path in files]
         logs.trouble = _with_context(trouble, [*around, serious[:1] if stderr_tail else []])
@@ -176,6 +180,18 @@ def _first(serious: Sequence[LogLine], events: Sequence[EventRecord]) -> FirstEr
                 if not serious:
                     found.append(FirstError(reason, moment))
     return min(found, key=lambda trouble: trouble.seconds, default=None)
+
+
+def _good_end(events: Sequence[EventRecord]) -> float:
+    """When the run ended as it should or because it was asked to, seconds since 1970; infinity if it did not.
+
+    What processes warn of then is that end.
+    """
+    last = events[-1] if events else None
+    match last and last.event:
+        case RunEnded(ok=ok, reason=reason) if last and (ok or reason == STOPPED):
+            return seconds_of(last.ts, math.inf)
+    return math.inf
 
 
 def _first_warning(warnings: Sequence[LogLine]) -> FirstError | None:

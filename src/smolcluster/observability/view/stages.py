@@ -57,8 +57,10 @@ class StageView(Strict):
 
     @property
     def ranges(self) -> str:
-        """`0-5, 18-23`."""
-        return ", ".join(f"{start}-{end - 1}" for start, end in self.layers)
+        """`0-5, 18`."""
+        return ", ".join(
+            f"{start}-{end - 1}" if end - start > 1 else f"{start}" for start, end in self.layers
+        )
 
     @property
     def times(self) -> str:

@@ -517,3 +517,13 @@ def test_curves_come_before_what_the_logs_say(tmp_path: Path) -> None:
     run.steps(1, 20)
     page = write_report(run.paths).read_text(encoding="utf-8")
     assert 0 < page.index('id="curves"') < page.index('id="trouble"')
+
+
+@pytest.mark.parametrize(("reason", "is_lost"), [("it was stopped", False), ("it broke", True)])
+def test_the_end_of_a_run_that_was_stopped_is_no_loss(
+    tmp_path: Path, reason: str, is_lost: bool
+) -> None:
+    run = MadeRun(tmp_path)
+    run.started()
+    run.ended(reason, ok=False)
+    assert (("class", "lost") in report_of(run).attributes) == is_lost

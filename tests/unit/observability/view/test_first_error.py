@@ -195,3 +195,18 @@ def test_what_a_process_says_of_its_machine_is_kept(run: MadeRun) -> None:
     run.says("worker", "pi5", 0, ("DEBUG", "here"), machine={"python": "3.12"})
     run.says("worker", "win", 1, ("DEBUG", "here"), machine="none")
     assert logs_of(run).machines == {"worker 1 (pi5)": {"python": "3.12"}}
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_trouble"), [("it was stopped", False), ("the run failed: no space", True)]
+)
+def test_what_is_warned_of_when_a_run_is_stopped_is_no_trouble(
+    run: MadeRun, reason: str, is_trouble: bool
+) -> None:
+    say(run, (10.1, PI, "WARNING", "the server has left"))
+    logs = logs_of(run, event(10.0, ended(reason)))
+    assert (logs.trouble is not None) == is_trouble
+    assert logs.num_warnings == {"worker 1 (pi5)": 1}
+    say(run, (5.0, WIN, "WARNING", "the link is slow"))
+    logs = logs_of(run, event(10.0, ended(reason)))
+    assert logs.trouble is not None

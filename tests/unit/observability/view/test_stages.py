@@ -17,7 +17,7 @@ def test_what_was_told_as_numbers_is_found_again() -> None:
 def test_in_words_layers_are_told_with_the_last_one_and_workers_from_1() -> None:
     stage = StageView.of(numbers_of({0: (0, 6), 2: (12, 13)}, OP_S, 0.25, {1: 2e6}))
     assert stage is not None
-    assert stage.ranges == "0-5, 12-12"
+    assert stage.ranges == "0-5, 12"
     assert stage.times == "forward 0.1 s, input gradient 30 ms, weight gradient 50 ms"
     assert stage.rates == "2 MB/s to 2"
 

@@ -66,7 +66,16 @@ function panels() {
 }
 
 const drawn = new Map();
-let data = null, over = "step", isLogLoss = false, isChosen = false, zoom = null;
+let data = null, over = "step", isLogLoss = false, isChosen = false, zoom = null, extent = [0, 1];
+
+/** From where to where there are points of any curve, so that panels lie over one another. */
+function extentOf({ steps, evaluations, processes }) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const table of [steps, evaluations, ...processes]) {
+    for (const place of table[over] ?? []) [low, high] = [Math.min(low, place), Math.max(high, place)];
+  }
+  return low < high ? [low, high] : low === high ? [low - 1, high + 1] : [0, 1];
+}
 
 /** The curves of a panel that have points. */
 function found(panel) {
@@ -105,12 +114,12 @@ function options(panel, curves, width) {
   const axis = { stroke: () => colour("quiet"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   const inTime = over === "t";
   return {
-    width, height: HEIGHT, padding: [8, 8, 0, 0],
+    width, height: HEIGHT, padding: [8, 18, 0, 0],
     cursor: { sync: { key: "run", scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, bind: { dblclick: () => () => zoomTo(null) } },
     select: { show: true },
     legend: { live: true, markers: { stroke: (_, index) => `var(--${curves[index - 1]?.colour})` } }, // follows the theme
     scales: {
-      x: { time: inTime, range: (_, low, high) => zoom ?? (low === high ? [low - 1, high + 1] : [low, high]) },
+      x: { time: inTime, range: () => zoom ?? extent },
       y: { distr: panel.isLog && isLogLoss ? 3 : 1, range: (u, low, high) => heights(panel, low, high) },
     },
     axes: [
@@ -147,6 +156,7 @@ function zoomTo(range) {
 export function drawCharts(next) {
   data = next;
   if (!isChosen) setLogLoss(spansDecade(data));
+  extent = extentOf(data);
   const box = byId("curves");
   for (const panel of panels()) drawPanel(panel, box);
   byId("curves-title").closest("section").classList.toggle("empty", drawn.size === 0);

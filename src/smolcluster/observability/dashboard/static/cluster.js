@@ -103,7 +103,7 @@ function beside(lines, a, b, width, isNarrow) {
 }
 
 /** What flows between stages of a pipeline that are neighbours, both ways together: lines, and words on them. */
-function neighbours(state, spots) {
+function neighbours(state, spots, center, clear) {
   if (state.is_over) return [];
   const at = new Map(state.workers.map((worker, index) => [worker.rank, index]));
   const flows = new Map();
@@ -114,14 +114,29 @@ function neighbours(state, spots) {
   }
   return [...flows].map(([key, speed]) => {
     const [one, other] = key.split("-").map((rank) => spots[at.get(Number(rank))]);
-    const line = { x1: one.x, y1: one.y, x2: other.x, y2: other.y };
+    const { d, ...place } = around(one, other, center, clear);
     const width = 1.5 + Math.min(6, 1.7 * Math.log10(1 + speed / 3e4));
-    const group = svg("g", { class: "link training" }, svg("line", { ...line, "stroke-width": width }),
-      svg("line", { ...line, class: "flow", "stroke-width": Math.max(1.5, width * 0.6) }),
+    const group = svg("g", { class: "link training" }, svg("path", { d, "stroke-width": width }),
+      svg("path", { d, class: "flow", "stroke-width": Math.max(1.5, width * 0.6) }),
       svg("title", {}, `activations and gradients: ${rate(speed)}`));
-    const label = svg("text", { class: "flow-label", x: (one.x + other.x) / 2, y: (one.y + other.y) / 2 - 8 }, rate(speed));
+    const label = svg("text", place, rate(speed));
     return { group, label };
   });
+}
+
+/** A line between workers that passes the server at a distance of `clear`, and the place of words on its outer side. */
+function around(one, other, center, clear) {
+  const middle = { x: (one.x + other.x) / 2, y: (one.y + other.y) / 2 };
+  const length = Math.hypot(other.x - one.x, other.y - one.y) || 1;
+  const normal = { x: (other.y - one.y) / length, y: (one.x - other.x) / length };
+  const distance = normal.x * (middle.x - center.x) + normal.y * (middle.y - center.y);
+  const side = distance < 0 ? -1 : 1, bow = Math.max(0, clear - Math.abs(distance));
+  const [right, down] = [side * normal.x, side * normal.y];
+  const anchor = Math.abs(right) < 0.3 ? "" : right > 0 ? " right" : " left";
+  return {
+    d: `M ${one.x} ${one.y} Q ${middle.x + 2 * bow * right} ${middle.y + 2 * bow * down} ${other.x} ${other.y}`,
+    class: `flow-label${anchor}`, x: middle.x + (bow + 12) * right, y: middle.y + (bow + 14) * down + 4,
+  };
 }
 
 function drawWorker(worker, at, radius, isOver, isCrowded) {
@@ -159,7 +174,7 @@ export function drawCluster(state) {
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
   const spots = places(num, width, height, { x: isNarrow ? 58 : 96, y: 66 });
   const links = state.workers.map((worker, index) => link(worker, middle, spots[index], server, radius, state.is_over, isCrowded, isNarrow));
-  const between = neighbours(state, spots);
+  const between = neighbours(state, spots, middle, server + 20);
   picture.append(...[...links, ...between].map(({ group }) => group));
   state.workers.forEach((worker, index) => picture.append(drawWorker(worker, spots[index], radius, state.is_over, isCrowded)));
   picture.append(svg("g", { class: `node server ${state.is_over ? "over" : state.state}` },

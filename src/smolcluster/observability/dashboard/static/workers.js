@@ -1,7 +1,7 @@
 // A row a worker. Cells are changed in place, so that a selection in them stays.
 
 import { el, byId, say, rankColour } from "./dom.js";
-import { bytes, count, duration, number, percent, rate, title } from "./format.js";
+import { bytes, count, duration, NONE, number, percent, rate, title } from "./format.js";
 import { condition, parts, PHASES, sends, stage } from "./cluster.js";
 
 const vital = (name) => (worker) => worker.process_stats?.[name];
@@ -94,7 +94,7 @@ function hideEmpty(table) {
   COLUMNS.forEach(([name], index) => {
     if (name === "worker" || name === "state" || name === "time of a step") return;
     const cells = [...table.rows].map((row) => row.cells[index]).filter(Boolean);
-    const isEmpty = !cells.slice(1).some((cell) => cell.textContent !== "");
+    const isEmpty = cells.slice(1).every((cell) => ["", NONE].includes(cell.textContent));
     for (const cell of cells) cell.hidden = isEmpty;
   });
 }
