@@ -3,5 +3,4 @@
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
-uv="$(bash "$root/scripts/bootstrap.sh")"
-exec "$uv" run --no-sync --project "$root" smolcluster launch syncps "$@"
+exec bash "$root/scripts/launch.sh" syncps "$@"

@@ -2,6 +2,9 @@
 # Makes the checkout ready to run: finds uv, or installs it into <checkout>/.uv, then syncs the
 # environment. Prints the path of uv on standard output, everything else on standard error.
 # Nothing outside the checkout is changed.
+#
+# On Linux, `--torch cpu` installs PyTorch without CUDA and `--torch cuda` PyPI's with it. Without the flag an
+# environment keeps what it has, and a new one gets CUDA where there is an NVIDIA GPU.
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -10,6 +13,18 @@ private="$root/.uv"
 say() {
   printf '%s\n' "$*" >&2
 }
+
+asked_torch=""
+if [ "${1:-}" = --torch ]; then
+  asked_torch="${2:-}"
+  case "$asked_torch" in
+    cpu | cuda) ;;
+    *)
+      say "error: --torch is cpu or cuda, not '$asked_torch'"
+      exit 2
+      ;;
+  esac
+fi
 
 runs() {
   "$1" --version >/dev/null 2>&1
@@ -73,10 +88,81 @@ if ! uv="$(find_uv)"; then
   uv="$private/bin/uv"
 fi
 
+# PyTorch for the CPU lies as wheels in the checkout, where uv looks for packages too (`find-links` in
+# pyproject.toml). So it is what `uv.lock` names on this machine, and no `uv run` or `uv sync` brings CUDA back.
+cpu_index="https://download.pytorch.org/whl/cpu"
+
+# Of a glob: whether anything matches.
+exists() {
+  [ -e "$1" ]
+}
+
+torch_is_installed() {
+  exists "$root"/.venv/lib/python3*/site-packages/torch
+}
+
+lock_names_cpu_wheels() {
+  grep -qs '^source = { registry = "\." }' "$root/uv.lock"
+}
+
+has_nvidia_gpu() {
+  command -v nvidia-smi >/dev/null ||
+    [ -e /proc/driver/nvidia ] || [ -e /dev/nvidiactl ] || [ -e /usr/lib/wsl/lib/nvidia-smi ]
+}
+
+# Prints cpu or cuda; nothing where PyTorch has only one build.
+chosen_torch() {
+  if [ "$(uname)" != Linux ]; then
+    return
+  elif [ -n "$asked_torch" ]; then
+    printf '%s\n' "$asked_torch"
+  elif lock_names_cpu_wheels || exists "$root"/torch-*.whl; then
+    printf 'cpu\n'
+  elif torch_is_installed || has_nvidia_gpu; then
+    printf 'cuda\n'
+  else
+    printf 'cpu\n'
+  fi
+}
+
+relock_torch() {
+  "$uv" lock --quiet --project "$root" --upgrade-package torch --upgrade-package torchvision >&2
+}
+
+# Fetches the wheels of the versions that `uv.lock` names, unless they are there. PyTorch's server is asked for
+# them first, with little patience: not every network lets through to it.
+take_cpu_torch() {
+  local pins python="$root/.venv/bin/python"
+  if torch_is_installed && lock_names_cpu_wheels && exists "$root"/torch-*.whl; then
+    return 0
+  fi
+  changed=yes
+  pins="$("$uv" export --quiet --project "$root" --no-hashes --no-annotate --no-header --no-emit-project |
+    grep '^torch\(vision\)\{0,1\}==')" || return 1
+  [ -x "$python" ] || "$uv" venv --quiet --project "$root" "$root/.venv" >&2 || return 1
+  printf '%s\n' "$pins" | UV_HTTP_RETRIES=0 UV_HTTP_CONNECT_TIMEOUT=5 UV_HTTP_TIMEOUT=10 \
+    "$uv" --directory / pip install --dry-run --reinstall --no-deps --torch-backend cpu \
+    --python "$python" -r - >/dev/null 2>&1 || return 1
+  say "fetching PyTorch without CUDA, 0.2 GB (\`--torch cuda\` installs it with CUDA)"
+  rm -f -- "$root"/torch-*.whl "$root"/torchvision-*.whl
+  printf '%s\n' "$pins" | "$uv" tool run --quiet --python "$python" pip download --quiet --no-deps \
+    --only-binary :all: --no-cache-dir --disable-pip-version-check --index-url "$cpu_index" \
+    --dest "$root" -r /dev/stdin >&2 &&
+    relock_torch && lock_names_cpu_wheels
+}
+
+take_cuda_torch() {
+  rm -f -- "$root"/torch-*.whl "$root"/torchvision-*.whl
+  if lock_names_cpu_wheels; then
+    changed=yes
+    relock_torch
+  fi
+}
+
 # The first time there is much to fetch, and uv shows how far it is. Compiling takes it some 20 s and
 # saves every later start of a process 2 s.
 sync() {
-  if [ -d "$root/.venv" ]; then
+  if [ -z "$changed" ]; then
     "$uv" sync --quiet --project "$root" >&2
   else
     say "preparing the environment in $root/.venv"
@@ -84,9 +170,22 @@ sync() {
   fi
 }
 
+changed=""
+torch_is_installed || changed=yes
+# Where no lock can be made, sync says why.
+case "$(chosen_torch)" in
+  cpu)
+    if "$uv" lock --quiet --project "$root" 2>/dev/null && ! take_cpu_torch; then
+      say "PyTorch without CUDA cannot be fetched from ${cpu_index#https://}: PyPI's is taken, with 5 GB of CUDA"
+      take_cuda_torch || true
+    fi
+    ;;
+  cuda) take_cuda_torch || true ;;
+esac
+
 if ! sync; then
   say "error: uv could not prepare the environment in $root/.venv: look at the lines above" \
-    "(the first time it needs the network and about 6 GB of disk), then run this again"
+    "(the first time it needs the network and 3 GB of disk, 7 GB with CUDA), then run this again"
   exit 1
 fi
 printf '%s\n' "$uv"

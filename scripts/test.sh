@@ -41,7 +41,7 @@ check_types() {
 # shellcheck disable=SC2086 # a list of words
 check install_system_packages $system_packages >"$beside/packages" 2>&1 &
 packages=$!
-uv="$(bash scripts/bootstrap.sh)"
+uv="$(bash scripts/bootstrap.sh --torch cuda)" # the lab of the tests installs PyPI's PyTorch
 check "$uv" run --no-sync ruff check .
 check "$uv" run --no-sync ruff format --check .
 check_types &

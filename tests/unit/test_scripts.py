@@ -5,11 +5,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from lab import find_uv
 from smolcluster.configs.spec import algorithms
+from smolcluster.launch.manifest import LOCAL_WHEELS
 
 PROJECT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
@@ -97,10 +101,35 @@ def test_the_scripts_are_there() -> None:
 
 
 # Stands for uv: notes what it is asked for; `run … smolcluster ARGUMENTS` shows where it is and what it got,
-# `run` of a check fails when $BROKEN names it (pytest with 3).
+# `run` of a check fails when $BROKEN names it (pytest with 3). Its lock prefers wheels in the checkout, and
+# PyTorch's $SERVER is `there`, not there (empty), or `breaks` amid a download.
 FAKE_UV = """#!/bin/sh
 [ "$1" = --version ] && exit 0
 echo "uv $*" >> "$CALLS"
+packages="$ROOT/.venv/lib/python3.11/site-packages"
+lock() {
+  source=https://pypi.org/simple
+  for wheel in "$ROOT"/torch-*.whl; do [ ! -e "$wheel" ] || source=.; done
+  echo "source = { registry = \\"$source\\" }" > "$ROOT/uv.lock"
+}
+case "$*" in
+  lock*|sync*) [ -z "$OFFLINE" ] || { echo no network >&2; exit 2; } ;;
+esac
+case "$*" in
+  lock*--upgrade-package*) lock ;;
+  lock*) [ -e "$ROOT/uv.lock" ] || lock ;;
+  export*) printf 'torch==2.15.0\ntorchmetrics==1.9.0\ntorchvision==0.29.2\nnvidia-ml-py==13.0\n' ;;
+  venv*) mkdir -p "$ROOT/.venv" ;;
+  --directory*) echo "pins $(cat)" >> "$CALLS"; [ -n "$SERVER" ] || exit 2 ;;
+  tool*pip\\ download*)
+    cat > "$ROOT/torch-2.15.0+cpu-cp311.whl"
+    [ "$SERVER" = there ] || exit 1
+    : > "$ROOT/torchvision-0.29.2+cpu-cp311.whl" ;;
+  sync*)
+    [ -e "$ROOT/uv.lock" ] || lock
+    mkdir -p "$packages/torch"
+    cat "$ROOT/uv.lock" > "$packages/torch/installed" ;;
+esac
 [ "$1" = run ] || exit 0
 while [ "$1" != smolcluster ] && [ $# -gt 1 ] && [ "$1" != --no-sync ]; do shift; done
 [ "$2" = --project ] && shift 3 || shift
@@ -114,6 +143,7 @@ case " $BROKEN " in
 esac
 exit 0
 """
+SIGNS_OF_A_GPU = ("/proc/driver/nvidia", "/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi")
 
 
 class Checkout:
@@ -128,9 +158,30 @@ class Checkout:
             folder.mkdir(parents=True)
         for script in SCRIPTS:
             shutil.copy(script, self.root / script.relative_to(PROJECT))
-        for tool in ("bash", "sh", "cat", "chmod", "dirname", "id", "mkdir", "mktemp", "rm"):
+        self.system = tmp_path / "system"
+        bootstrap = self.root / "scripts" / "bootstrap.sh"
+        text = bootstrap.read_text()
+        for sign in SIGNS_OF_A_GPU:
+            assert sign in text
+            text = text.replace(sign, f"{self.system}{sign}")
+        bootstrap.write_text(text)
+        for tool in (
+            "bash",
+            "sh",
+            "cat",
+            "chmod",
+            "dirname",
+            "grep",
+            "id",
+            "mkdir",
+            "mktemp",
+            "rm",
+        ):
             self.bin.joinpath(tool).symlink_to(shutil.which(tool) or tool)
+        self.put(self.bin / "uname", '#!/bin/sh\necho "$SYSTEM"\n')
         self.env = {
+            "ROOT": str(self.root),
+            "SYSTEM": "Darwin",
             "PATH": str(self.bin),
             "HOME": str(tmp_path / "home"),
             "HOMEBREW_PREFIX": str(tmp_path / "homebrew"),
@@ -241,6 +292,152 @@ def test_a_failing_sync_stops_the_launch(checkout: Checkout) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "no space left" in done.stderr
     assert "error: uv could not prepare the environment" in done.stderr
+
+
+# PyTorch with and without CUDA
+
+
+@pytest.fixture
+def linux(checkout: Checkout) -> Checkout:
+    """A checkout on Linux without a GPU, which reaches PyTorch's server."""
+    checkout.put(checkout.bin / "uv")
+    checkout.env |= {"SYSTEM": "Linux", "SERVER": "there"}
+    return checkout
+
+
+def torch_of(checkout: Checkout) -> str:
+    packages = checkout.root / ".venv/lib/python3.11/site-packages"
+    installed = (packages / "torch/installed").read_text()
+    return "cpu" if LOCAL_WHEELS.decode() in installed else "cuda"
+
+
+def wheels(checkout: Checkout) -> list[str]:
+    return sorted(path.name.partition("-")[0] for path in checkout.root.glob("*.whl"))
+
+
+def test_without_a_gpu_there_is_no_cuda(linux: Checkout) -> None:
+    """What is fetched are the versions of the lock, once; the launch goes on as ever."""
+    done = linux.launch("--local")
+    assert (done.returncode, torch_of(linux)) == (75, "cpu")
+    assert done.stdout.splitlines()[1:] == ["[launch]", "[edp]", "[--local]"]
+    assert wheels(linux) == ["torch", "torchvision"]
+    asked = "\n".join(linux.asked())
+    assert "pins torch==2.15.0\ntorchvision==0.29.2\n" in asked
+    assert (linux.root / "torch-2.15.0+cpu-cp311.whl").read_text() == (
+        "torch==2.15.0\ntorchvision==0.29.2\n"
+    )
+    linux.calls.unlink()
+    assert linux.launch("--local").stderr == ""
+    assert [call.split()[1] for call in linux.asked()] == ["lock", "sync", "run"]
+    assert torch_of(linux) == "cpu"
+
+
+@pytest.mark.parametrize("sign", ["nvidia-smi", *SIGNS_OF_A_GPU])
+def test_with_an_nvidia_gpu_there_is_cuda(linux: Checkout, sign: str) -> None:
+    place = linux.bin / sign if sign == "nvidia-smi" else Path(f"{linux.system}{sign}")
+    linux.put(place, "#!/bin/sh\n")
+    assert linux.launch("--local").returncode == 75
+    assert (torch_of(linux), wheels(linux)) == ("cuda", [])
+
+
+@pytest.mark.parametrize("flag", [["--torch", "{}"], ["--torch={}"]])
+@pytest.mark.parametrize("asked", ["cpu", "cuda"])
+def test_the_flag_decides_and_is_not_handed_on(
+    linux: Checkout, flag: list[str], asked: str
+) -> None:
+    if asked == "cpu":
+        linux.put(linux.bin / "nvidia-smi", "#!/bin/sh\n")
+    words = [word.format(asked) for word in flag]
+    done = linux.launch("--local", *words, "--override", "a=b c", "torch=cpu", algorithm="mesh")
+    assert done.stdout.splitlines()[1:] == [
+        *("[launch]", "[mesh]", "[--local]", "[--override]", "[a=b c]", "[torch=cpu]")
+    ]
+    assert (done.returncode, torch_of(linux)) == (75, asked)
+
+
+def test_an_environment_keeps_its_torch_until_another_is_asked_for(linux: Checkout) -> None:
+    for flags, kind in [
+        (["--torch", "cuda"], "cuda"),
+        ([], "cuda"),
+        (["--torch", "cpu"], "cpu"),
+        ([], "cpu"),
+        (["--torch", "cuda"], "cuda"),
+    ]:
+        assert linux.launch("--local", *flags).returncode == 75
+        assert torch_of(linux) == kind
+        assert wheels(linux) == (["torch", "torchvision"] if kind == "cpu" else [])
+
+
+@pytest.mark.parametrize("server", ["", "breaks"])
+def test_a_server_that_is_not_reached_costs_a_sentence(linux: Checkout, server: str) -> None:
+    linux.env["SERVER"] = server
+    done = linux.launch("--local")
+    assert done.stderr.count("PyTorch without CUDA cannot be fetched") == 1
+    assert (done.returncode, torch_of(linux), wheels(linux)) == (75, "cuda", [])
+    assert any("pip download" in call for call in linux.asked()) == (server == "breaks")
+    linux.calls.unlink()
+    linux.env["SERVER"] = "there"
+    assert linux.launch("--local").stderr == ""
+    assert [call.split()[1] for call in linux.asked()] == ["sync", "run"]
+
+
+def test_wheels_are_fetched_again_when_the_lock_names_others(linux: Checkout) -> None:
+    linux.launch("--local")
+    (linux.root / "uv.lock").write_text("of new requirements")
+    linux.launch("--local")
+    assert sum("pip download" in call for call in linux.asked()) == 2
+    assert torch_of(linux) == "cpu"
+
+
+def test_wheels_stay_when_no_lock_can_be_made(linux: Checkout) -> None:
+    linux.launch("--local")
+    linux.env["OFFLINE"] = "yes"
+    done = linux.launch("--local")
+    assert (done.returncode, done.stderr.count("no network")) == (1, 1)
+    assert "PyTorch without CUDA" not in done.stderr
+    assert wheels(linux) == ["torch", "torchvision"]
+
+
+def test_macos_has_one_torch(linux: Checkout) -> None:
+    linux.env["SYSTEM"] = "Darwin"
+    assert linux.launch("--local", "--torch", "cpu").returncode == 75
+    assert [call.split()[1] for call in linux.asked()] == ["sync", "run"]
+
+
+@pytest.mark.parametrize(
+    "flags", [["--torch", "gpu"], ["--torch"], ["--torch="], ["--torch", "--local"]]
+)
+def test_a_torch_that_is_none_is_refused(linux: Checkout, flags: list[str]) -> None:
+    done = linux.launch("--local", *flags)
+    assert (done.returncode, done.stdout, linux.asked()) == (2, "", [])
+    assert "error: --torch is cpu or cuda" in done.stderr
+
+
+def test_help_names_the_flag_that_is_of_the_scripts(linux: Checkout) -> None:
+    assert linux.launch("--help").stdout.startswith("--torch cpu|cuda ")
+
+
+def test_uv_prefers_and_names_wheels_in_the_checkout(tmp_path: Path) -> None:
+    """What bootstrap.sh stands on: the words of a lock, and versions with +cpu before those without."""
+    settings = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["uv"]
+    assert settings["find-links"] == ["."]
+    for version in ("2.15.0", "2.15.0+cpu"):
+        info = f"torch-{version}.dist-info"
+        with zipfile.ZipFile(tmp_path / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(
+                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+            )
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "p"\nversion = "1"\nrequires-python = ">=3.11"\ndependencies = ["torch<3"]\n'
+        '[tool.uv]\nexclude-newer = "2020-01-01T00:00:00Z"\nfind-links = ["."]\n'
+    )
+    command = [str(find_uv()), "lock", "--offline", "--no-index", "--python", sys.executable]
+    done = run(command, tmp_path, dict(os.environ))
+    lock = (tmp_path / "uv.lock").read_bytes()
+    assert done.returncode == 0, done.stderr
+    assert b'version = "2.15.0+cpu"\n' + LOCAL_WHEELS in lock
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,14 @@ BACKUP = ".smolcluster-backup"
 NOT_SENT = (
     *(".git", ".venv", ".uv", "/runs", "/wandb", "/data", "/dist", ".smolcluster-*"),
     *("__pycache__", "*.py[co]", ".*_cache", ".hypothesis", ".DS_Store"),
+    *("torch-*.whl", "torchvision-*.whl"),
     "/src/smolcluster/data/MNIST",
 )
 """Patterns in rsync's words: a leading / is the project's root."""
-GENERATED = frozenset({"uv.lock"})
+LOCK = "uv.lock"
+LOCAL_WHEELS = b'source = { registry = "." }'
+"""What a lock says of wheels in the checkout: PyTorch without CUDA, which scripts/bootstrap.sh fetches."""
+GENERATED = frozenset({LOCK})
 """What uv writes into the project: nobody's work."""
 FOLDER, UNREADABLE = "folder", "unreadable"
 SHOWN = 10
@@ -38,21 +42,31 @@ Tree = Mapping[str, str]
 """What is at each path, relative to the project's folder."""
 
 
+def not_sent(root: Path) -> tuple[str, ...]:
+    """NOT_SENT, and the lock if it names wheels that only this machine has."""
+    try:
+        is_local = LOCAL_WHEELS in (root / LOCK).read_bytes()
+    except OSError:
+        is_local = False
+    return (*NOT_SENT, f"/{LOCK}") if is_local else NOT_SENT
+
+
 def sent_files(root: Path) -> Iterator[str]:
+    patterns = not_sent(root)
     for folder, folders, files in os.walk(root):
         place = os.path.relpath(folder, root)
         links = [name for name in folders if Path(folder, name).is_symlink()]
-        folders[:] = sorted(name for name in folders if not _left_out(place, name))
+        folders[:] = sorted(name for name in folders if not _left_out(place, name, patterns))
         for name in sorted((*files, *links)):
-            if not _left_out(place, name):
+            if not _left_out(place, name, patterns):
                 yield name if place == "." else f"{place}/{name}"
 
 
-def _left_out(place: str, name: str) -> bool:
+def _left_out(place: str, name: str, patterns: Sequence[str]) -> bool:
     path = f"/{name}" if place == "." else f"/{place}/{name}"
     return any(
         path == pattern if pattern.startswith("/") else fnmatch.fnmatchcase(name, pattern)
-        for pattern in NOT_SENT
+        for pattern in patterns
     )
 
 

@@ -17,7 +17,6 @@ from smolcluster.launch.host import PREAMBLE, Done, Host, run_here, shell_path, 
 from smolcluster.launch.manifest import (
     BACKUP,
     FOLDER,
-    NOT_SENT,
     SENDING,
     SENT,
     UNREADABLE,
@@ -25,6 +24,7 @@ from smolcluster.launch.manifest import (
     Tree,
     as_manifest,
     compare,
+    not_sent,
     read_folder,
     refusal,
     with_nuls,
@@ -180,7 +180,7 @@ def rsync_command(root: Path, host: Host, project_dir: str, kept: Sequence[str] 
     commands that start the other rsync and ssh, and to rsync itself the machine is called `env`.
     """
     there = f'{PREAMBLE}cd {shell_path(project_dir)} && exec rsync "$@"'
-    excludes = [f"--exclude={pattern}" for pattern in (*NOT_SENT, *kept)]
+    excludes = [f"--exclude={pattern}" for pattern in (*not_sent(root), *kept)]
     return [
         *("rsync", "-rlptz", "--checksum", *excludes),
         *("-e", shlex.join(["ssh", *ssh_options(), "--", host.destination or host.node])),

@@ -36,6 +36,7 @@ LEFT_OUT = (
     *("runs/edp-1/config.yaml", "wandb/x", "data/x", "dist/x.whl", ".DS_Store", "sub/.DS_Store"),
     *("src/a/__pycache__/b.pyc", "src/b.pyc", "src/b.pyo", ".mypy_cache/x", "sub/.ruff_cache/x"),
     *(".hypothesis/x", "src/smolcluster/data/MNIST/raw/t10k", "sub/.venv/pyvenv.cfg"),
+    *("torch-2.15.0+cpu-cp311-linux.whl", "torchvision-0.29.2+cpu-cp311-linux.whl"),
 )
 OURS = (
     *("pyproject.toml", "src/a.py", "src/runs/kept", "sub/wandb/kept", "src/smolcluster/data/a.py"),
@@ -227,6 +228,21 @@ def test_what_is_there_already_is_not_sent_again(
     monkeypatch.setattr("smolcluster.launch.sync.rsync_command", lambda *_: pytest.fail("rsync"))
     send(tree)
     assert (there / "p/uv.lock").read_text() == "another uv's"
+
+
+@needs_rsync
+def test_a_lock_that_names_wheels_of_this_machine_stays_here(tree: Path, there: Path) -> None:
+    """One that was sent before is taken away: uv makes its own there."""
+    lock = tree / "uv.lock"
+    write(lock, 'name = "torch"\nsource = { registry = "https://pypi.org/simple" }\n')
+    send(tree)
+    assert (there / "p/uv.lock").is_file()
+    write(lock, 'name = "torch"\nsource = { registry = "." }\n')
+    assert "uv.lock" not in read_tree(tree)
+    write(tree / "src/a.py", "changed")
+    send(tree)
+    assert (there / "p/src/a.py").read_text() == "changed"
+    assert not (there / "p/uv.lock").exists()
 
 
 @needs_rsync
