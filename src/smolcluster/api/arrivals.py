@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from threading import Semaphore
 from typing import Self
 
 from smolcluster.cluster.listening import listening_addresses
@@ -112,9 +113,10 @@ class _Forgetting(Inbox):
 
     acceptor: Acceptor
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Event, room: Semaphore | None = None) -> bool:  # noqa: ARG002 - none waits
         if isinstance(event, SessionClosed):
             self.acceptor.forget(event.session_id)
+        return True
 
 
 def _nobody(session_id: int) -> Receiver:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from threading import Semaphore
 from typing import overload
 
 import psutil
@@ -472,8 +473,9 @@ class _Handled(Inbox):
         super().__init__()
         self._handle = handle
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Event, room: Semaphore | None = None) -> bool:  # noqa: ARG002 - none waits
         self._handle(event)
+        return True
 
 
 class _Outbox:
