@@ -100,46 +100,47 @@ def own_run(
         run = owner.run_config(paths.run_id)
         _check_resumable(claimed, settings, run, training, log.logger)
         stop = StopRequest()
-        with (
-            report_of_failure(paths, log.logger),
-            _begun(owner, paths, run, log),
-            open_records(
-                paths, run, role=owner.role, node=owner.node, log=log, progress=progress
-            ) as records,
-            metrics_served(
-                settings,
-                ProcessLabels(owner.role, owner.node),
-                training.replica.meter,
-                log.logger,
-                run_id=lambda: run.run_id,
-                status=lambda: records.status.newest,
-            ),
-        ):
-            _remember_workload(paths, training.workload, log.logger)
-            context = ServerContext(
-                settings=settings,
-                run=run,
-                training=training,
-                node=owner.node,
-                secret=owner.secret,
-                metrics=records.metrics,
-                events=records.events,
-                log=log.logger,
-                incarnation=records.incarnation,
-                status=records.status,
-                spans=records.spans,
-                folder=paths.root,
-                store=claimed.store,
-                checkpoint=claimed.checkpoint,
-                check_stop=stop.check,
-                worker_command=owner.worker_command,
-            )
-            with stop.collecting():
+        with stop.collecting():
+            with (
+                report_of_failure(paths, log.logger),
+                _begun(owner, paths, run, log),
+                open_records(
+                    paths, run, role=owner.role, node=owner.node, log=log, progress=progress
+                ) as records,
+                metrics_served(
+                    settings,
+                    ProcessLabels(owner.role, owner.node),
+                    training.replica.meter,
+                    log.logger,
+                    run_id=lambda: run.run_id,
+                    status=lambda: records.status.newest,
+                ),
+            ):
+                _remember_workload(paths, training.workload, log.logger)
+                context = ServerContext(
+                    settings=settings,
+                    run=run,
+                    training=training,
+                    node=owner.node,
+                    secret=owner.secret,
+                    metrics=records.metrics,
+                    events=records.events,
+                    log=log.logger,
+                    incarnation=records.incarnation,
+                    status=records.status,
+                    spans=records.spans,
+                    folder=paths.root,
+                    store=claimed.store,
+                    checkpoint=claimed.checkpoint,
+                    check_stop=stop.check,
+                    worker_command=owner.worker_command,
+                )
                 summary = body(context)
-        _conclude(paths, summary, log, output)
-        write_artifacts(paths, training, log.logger)
-        if output and paths.sample.is_file():
-            log.print(output, shown_text(output, sample_shown(paths)))
+            # A signal that comes from here on has nothing to stop any more; a second one ends this, too.
+            _conclude(paths, summary, log, output)
+            write_artifacts(paths, training, log.logger)
+            if output and paths.sample.is_file():
+                log.print(output, shown_text(output, sample_shown(paths)))
 
 
 @contextmanager

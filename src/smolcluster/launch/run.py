@@ -618,7 +618,11 @@ class Run:
 
     def _interrupted(self, asked: Interrupts) -> int:
         if self._children:
-            code = self.stop(in_a_hurry=asked.repeated) or asked.exit_code
+            code = self.stop(in_a_hurry=asked.repeated)
+            if self._is_complete:  # its server has ended by itself meanwhile
+                self._show_summary()
+            else:
+                code = code or asked.exit_code
             self._say_where(code)
             return code
         if self._ask(asked) is OnInterrupt.LEAVE:
@@ -708,6 +712,14 @@ class Run:
             return any(asked) or (status is not None and status.word == "stopped")
         return False
 
+    @property
+    def _is_complete(self) -> bool:
+        """Whether there is nothing to go on with; a machine out of reach does not say so."""
+        with suppress(LaunchError):
+            status = self._new_status()
+            return status is not None and status.word == "ended"
+        return False
+
     def _end(self, *, in_a_hurry: bool = False, why: str | None = None) -> StopResult:
         """End all processes; Ctrl-C from now on kills them. `why`: how the run has failed, if it has."""
         with interrupts() as asked:
@@ -744,7 +756,7 @@ class Run:
                 self._console.print(shown_text(self._console, sample_shown(self._paths)))
 
     def _say_where(self, code: int) -> None:
-        if code and self._paths.checkpoints.is_dir():
+        if code and self._paths.checkpoints.is_dir() and not self._is_complete:
             self.say(f"{as_command('resume', self._paths.root)} goes on with it")
         if self._launched.is_local:
             self.say(f"files of the run: {self._paths.root}")

@@ -253,6 +253,17 @@ def test_a_signal_stops_everything(
     assert not any("failed" in line for line in printed())
 
 
+def test_a_run_that_was_complete_when_it_was_interrupted_is_not_to_be_resumed(
+    launch: Launch, paths: RunPaths, printed: Callable[[], list[str]]
+) -> None:
+    (paths.checkpoints / "step-00000080").mkdir(parents=True)
+    complete = status_of("ended", reason="every sample of every epoch has been applied")
+    ends = f"os.kill(os.getppid(), {int(signal.SIGINT)}); time.sleep(0.5)"
+    server = f"{begun(paths)}signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+    assert launch(server + writes(paths, complete) + f"{ends}; {IDLE}", IDLE) == 0
+    assert not any("resume" in line for line in printed())
+
+
 def test_a_run_that_somebody_else_stopped_has_not_failed(
     launch: Launch, paths: RunPaths, printed: Callable[[], list[str]]
 ) -> None:
