@@ -242,7 +242,7 @@ def test_the_newest_run_is_one_whose_start_has_not_failed(
 
     monkeypatch.setattr(Run, "_start_server", start_server)
     monkeypatch.setattr(Run, "_start_workers", lambda *_: None)
-    monkeypatch.setattr(Run, "_end", lambda _: StopResult([], was_over=False))
+    monkeypatch.setattr(Run, "_end", lambda *_, **__: StopResult([], was_over=False))
     monkeypatch.setattr(running, "close_window", lambda _: None)
     with pytest.raises(LaunchError) if fails else nullcontext():
         run.start()
