@@ -28,6 +28,7 @@ from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.page import write_report
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.observability.view.stages import numbers_of
+from smolcluster.runs.advice import ADVICE, LinkSpeed, Prediction
 from smolcluster.runs.events import CheckpointSaved, Event, kind_of
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, find_run
@@ -367,6 +368,28 @@ def test_log_lines_are_shown_that_the_stream_did_not_bring(
     proxy.close()
 
 
+def test_what_a_link_was_measured_to_carry_stands_beside_what_it_does(
+    processes: Processes, browser: Chrome
+) -> None:
+    run = MadeRun(processes.runs, "edp-made")
+    run.started()
+    used = {"sent_bytes_per_s": 2e6, "received_bytes_per_s": 1e6}
+    link = LinkSpeed(up_bytes_s=12e6, down_bytes_s=90e6)
+    prediction = {"algorithm": "edp", "settings": {}, "alone": "mini1", "links": {"pi5": link}}
+    numbers = ("samples_per_s", "lost", "received_bytes_s", "sent_bytes_s", "alone_samples_per_s")
+    values = prediction | dict.fromkeys(numbers, 1.0)
+    ADVICE.write(run.paths.advice, Prediction.model_validate(values))
+    with run_lock(run.paths.lock):
+        run.status("training", None, *(worker_status(n, process_stats=used) for n in range(2)))
+        _, address = dashboard(processes, "edp-made")
+        browser.get(address)
+        cell = "#workers tbody tr:nth-child({}) [data-label='{}']"
+        eventually(lambda: text_of(browser, cell.format(1, "up")) == "2 MB/slink 12 MB/s")
+        assert text_of(browser, cell.format(1, "down")) == "1 MB/slink 90 MB/s"
+        assert text_of(browser, cell.format(2, "up")) == "2 MB/s"
+        assert complaints(browser) == []
+
+
 def test_frequent_events_are_thinned_to_what_fits(processes: Processes, browser: Chrome) -> None:
     run = killed_run(processes.runs, "edp-first")
     for step in range(400):
@@ -443,7 +466,8 @@ def test_stages_of_a_pipeline_have_columns_and_links_between_them(
 ) -> None:
     run = MadeRun(processes.runs, "pipeline-made")
     run.started(algorithm="pipeline", num_workers=2)
-    first = numbers_of({0: (0, 4), 3: (10, 12)}, {"forward": 0.02, "backward": 0.05}, 0.3, {1: 2e6})
+    op_s, sends, capacities = {"forward": 0.02, "backward": 0.05}, {1: 2e6}, {1: 12e6}
+    first = numbers_of({0: (0, 4), 3: (10, 12)}, op_s, 0.3, sends, capacities)
     second = numbers_of({1: (4, 10)}, {"forward": 0.01, "backward": 0.02}, 0.6, {0: 1e6})
     workers = (worker_status(0, process_stats=first), worker_status(1, process_stats=second))
     with run_lock(run.paths.lock):
@@ -452,7 +476,7 @@ def test_stages_of_a_pipeline_have_columns_and_links_between_them(
         browser.get(address)
         eventually(lambda: "0–3, 10–11" in text_of(browser, "#workers tbody"))
         row = text_of(browser, "#workers tbody tr")
-        told = ("20 ms", "50 ms", "30%", "2 MB/s to 2")
+        told = ("20 ms", "50 ms", "30%", "2 of 12 MB/s to 2")
         assert [word in row for word in told] == [True] * 4, row
         assert text_of(browser, "#cluster .flow-label") == "3 MB/s"
         of_pushes = ("//h2[text()='Pushes']/..", "//th[text()='staleness']")

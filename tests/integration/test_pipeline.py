@@ -559,6 +559,9 @@ def test_links_between_machines_are_measured_and_planned_with(
     assert len(plan.stages) == 3
     assert all(each.forward_s > 0 and each.latency_s > 0 for each in plan.links)
     assert any("server relays" in line for line in cluster.log_lines) == is_blocked
+    stages = [StageView.of(each.process_stats) for each in cluster.core.report.board.workers()]
+    others = [{0, 1, 2} - {rank} for rank in range(3)]
+    assert [each and each.capacities.keys() for each in stages] == others
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_and_names_worker_and_layers(

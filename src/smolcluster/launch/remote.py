@@ -73,7 +73,7 @@ from smolcluster.observability.sinks.wandb import wandb_mode
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.advice import ADVICE, Prediction
 from smolcluster.runs.files import or_none
-from smolcluster.runs.launched import Launched, launched_of
+from smolcluster.runs.launched import Launched, LaunchedProcess, launched_of
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.runs.paths import (
     ADVICE_FILE,
@@ -197,14 +197,13 @@ def launch_remote(
     put_configuration(
         launched, without_env(cluster_file, request.without), train_file.read_bytes(), code
     )
-    if how.prediction is not None:  # for the report, which the server makes
-        server = launched.server
-        put(host_of(server), f"{server.run_dir}/{ADVICE_FILE}", ADVICE.text(how.prediction))
     check_packets(settings.cluster, places)
     overrides = (*request.overrides, *workload_overrides(named.workload))
     environ = settings_in(os.environ)
     told = StoredOptions(environ=environ, overrides=overrides, script=named.script)
     paths = create_run(here, run_id, newest=False)
+    if how.prediction is not None:
+        keep_prediction(how.prediction, launched.server, paths)
     keep(paths, _content(cluster_file, request.without), train_file.read_bytes(), told, code)
     stack = stack_for(how.observe, settings.cluster, run.say)
     if stack is not None:
@@ -212,6 +211,16 @@ def launch_remote(
         announce(stack, run_id, launched.processes, settings.cluster, ssh=ssh.get, say=run.say)
     run.start(loki_of(settings.cluster, stack))
     return go_on(run, launched, how)
+
+
+def keep_prediction(prediction: Prediction, server: LaunchedProcess, paths: RunPaths) -> None:
+    """Keep what was predicted there for the report, which the server makes, and here for the page.
+
+    Raises:
+        LaunchError, SmolclusterError: it cannot be written.
+    """
+    put(host_of(server), f"{server.run_dir}/{ADVICE_FILE}", ADVICE.text(prediction))
+    ADVICE.write(paths.advice, prediction)
 
 
 def _code_of(named: Request) -> tuple[WorkloadCode | None, Request]:

@@ -2,7 +2,16 @@
 
 from typing import Any
 
+from pydantic import Field
+
 from smolcluster.runs.model_file import ModelFile, Strict
+
+
+class LinkSpeed(Strict):
+    """What a node's link to the server was measured to carry while nobody else sent, bytes a second."""
+
+    up_bytes_s: float
+    down_bytes_s: float
 
 
 class Prediction(Strict):
@@ -14,6 +23,7 @@ class Prediction(Strict):
         lost: share of what the machines could compute that waiting costs, in 0..1.
         received_bytes_s, sent_bytes_s: by the server.
         alone: the fastest machine, and its samples a second when it trains alone.
+        links: by node; none of those on the server's machine.
     """
 
     algorithm: str
@@ -24,6 +34,7 @@ class Prediction(Strict):
     sent_bytes_s: float
     alone: str
     alone_samples_per_s: float
+    links: dict[str, LinkSpeed] = Field({})
 
 
 ADVICE = ModelFile[Prediction](Prediction, "is damaged", "was it launched without --auto?")

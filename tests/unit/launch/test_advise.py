@@ -26,8 +26,12 @@ from smolcluster.launch.advise.show import advice_line, as_json, lines, show
 from smolcluster.launch.advise.speed import ASKED_FILE, Asked, Speed, meet
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.plan import Request
+from smolcluster.launch.remote import keep_prediction
 from smolcluster.launch.requests import plain_request
 from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.runs.advice import ADVICE, LinkSpeed
+from smolcluster.runs.launched import LaunchedProcess
+from smolcluster.runs.paths import RunPaths
 
 CLUSTER = """
 host_ip: {mini1: 10.0.0.1, pi5: 10.0.0.1, win: 192.168.1.4}
@@ -166,6 +170,8 @@ def test_what_is_launched_has_the_algorithm_and_its_settings(found: Callable[...
     assert result.request.overrides == ("batch_size=4", *settings)
     assert result.prediction is not None
     assert result.prediction.samples_per_s == result.advice.chosen.forecast.samples_per_s
+    measured = LinkSpeed(up_bytes_s=3e6, down_bytes_s=3e6)
+    assert result.prediction.links == {"pi5": measured, "win": measured}
 
 
 def test_a_better_address_is_named(found: Callable[..., Found]) -> None:
@@ -311,3 +317,16 @@ def test_processes_meet(tmp_path: Path) -> None:
     (tmp_path / "another").touch()
     meet(tmp_path, 2)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_was_measured_is_kept_where_the_report_and_the_page_are_made(
+    found: Callable[..., Found], tmp_path: Path
+) -> None:
+    prediction = found(FAST, {"pi5": way(3, 2), "win": way(3, 2)}).prediction
+    assert prediction is not None
+    here, there = (RunPaths(tmp_path / name) for name in ("here", "there"))
+    here.root.mkdir()
+    there.root.mkdir()
+    server = LaunchedProcess(node="mini1", role="server", run_dir=str(there.root))
+    keep_prediction(prediction, server, here)
+    assert ADVICE.read(here.advice) == ADVICE.read(there.advice) == prediction

@@ -170,7 +170,8 @@ class Coordinator(ABC):
             hosts = {name: reported(each).host for name, each in by_name.items()}
             rest_s = rest_after(self.num_moves)
             times = StageTimes(cut.problem, cut.plan, hosts=hosts, rest_s=rest_s)
-        crew = self.crew = Crew(self.dealer.attempt, cut.map, peers, cut.plan, times)
+        links = cut.problem.links if cut.problem else {}
+        crew = self.crew = Crew(self.dealer.attempt, cut.map, peers, cut.plan, times, links)
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
         for each in self.peers.values():
             each.building_attempt = None

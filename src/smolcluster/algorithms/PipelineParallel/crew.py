@@ -2,14 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from smolcluster.algorithms.PipelineParallel.link_speed import UNMEASURED
 from smolcluster.algorithms.PipelineParallel.moving import Decision, StageTimes
 from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.plan import StageMap
-from smolcluster.algorithms.planning.layers import LayerPlan
+from smolcluster.algorithms.planning.layers import LayerPlan, Link
 from smolcluster.observability.view.stages import numbers_of
 from smolcluster.training.schedules.instructions import Op
 from smolcluster.transport.messages import Message, StageDone, StageEvaluated, StageKept
@@ -48,6 +49,8 @@ class Crew:
     plan: LayerPlan | None = None
     times: StageTimes | None = None
     """None: the layers were not dealt out by what they take."""
+    links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    """What was measured between workers, by the names of sender and receiver."""
     question: Question | None = None
     moving: Decision | None = None
     """To deal the layers out again when the state has been kept."""
@@ -80,4 +83,10 @@ def stage_figures(crew: Crew, rank: int, done: StageDone, took_s: float) -> dict
         for other, nbytes in enumerate(done.sent_bytes[: len(crew.peers)])
         if nbytes and took_s > 0
     }
-    return numbers_of(layers, op_s, max(0.0, 1 - busy_s / took_s) if took_s > 0 else 0.0, sends)
+    capacities = {
+        crew.peers[other].worker.rank: link.bytes_s
+        for other, name in enumerate(crew.map.nodes)
+        if (link := crew.links.get((crew.map.nodes[rank], name))) and link != UNMEASURED
+    }
+    bubble = max(0.0, 1 - busy_s / took_s) if took_s > 0 else 0.0
+    return numbers_of(layers, op_s, bubble, sends, capacities)

@@ -39,7 +39,7 @@ from smolcluster.launch.requests import (
     settings_of,
 )
 from smolcluster.launch.workload_code import code_of
-from smolcluster.runs.advice import Prediction
+from smolcluster.runs.advice import LinkSpeed, Prediction
 from smolcluster.utils.at_once import at_once
 
 ALONE = "this machine"
@@ -82,6 +82,10 @@ class Found:
             sent_bytes_s=forecast.sent_bytes_s,
             alone=alone,
             alone_samples_per_s=alone_samples_per_s,
+            links={
+                node: LinkSpeed(up_bytes_s=1e6 * way.up_mb_s, down_bytes_s=1e6 * way.down_mb_s)
+                for node, way in self.ways.items()
+            },
         )
 
 

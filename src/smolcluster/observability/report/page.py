@@ -306,26 +306,37 @@ def _peaks(facts: ReportData) -> Table:
 
 
 def _links(facts: ReportData, workers: Sequence[Worker]) -> Table:
+    """Each worker's link: what it carried and, where that was measured, what it could carry."""
+    links = facts.prediction.links if facts.prediction else {}
+    has_capacity = any(worker.node in links for worker in workers)
+    of = ["link carries"] if has_capacity else []
     head = [
-        *("worker", "sent", "MB/s", "most", "received", "MB/s", "most"),
+        *("worker", "sent", "sent MB/s", "most", *of, "received", "received MB/s", "most", *of),
         *("round trip", "waiting frames", "codec ratio"),
     ]
-    rows = [row for worker in workers if (row := _link_row(facts, worker))]
+    rows = [
+        row for worker in workers if (row := _link_row(facts, worker, has_capacity=has_capacity))
+    ]
     return Table(head, rows, range(1, len(head)))
 
 
-def _link_row(facts: ReportData, worker: Worker) -> list[str] | None:
+def _link_row(facts: ReportData, worker: Worker, *, has_capacity: bool) -> list[str] | None:
     """A worker's link, with rates as it measured them; None: nothing is known of it."""
     process = _process_of(facts, worker)
     values = process.totals if process else {}
     if not (worker.sent_bytes or worker.received_bytes or "sent_bytes_per_s" in values):
         return None
+    link = facts.prediction.links.get(worker.node) if facts.prediction else None
+    up = [or_unknown(format_megabytes, link and link.up_bytes_s)] * has_capacity
+    down = [or_unknown(format_megabytes, link and link.down_bytes_s)] * has_capacity
     return [
         worker.name,
         format_bytes(worker.sent_bytes) if worker.sent_bytes else UNKNOWN,
         *_megabytes(values.get("sent_bytes_per_s")),
+        *up,
         format_bytes(worker.received_bytes) if worker.received_bytes else UNKNOWN,
         *_megabytes(values.get("received_bytes_per_s")),
+        *down,
         or_unknown(lambda total: format_duration(total.mean), values.get("rtt_s")),
         or_unknown("{0.mean:.1f} (most {0.most:.0f})".format, values.get("queue")),
         or_unknown("{0.mean:.2f}×".format, values.get("codec_ratio")),

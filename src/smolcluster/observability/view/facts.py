@@ -14,7 +14,7 @@ from smolcluster.observability.view.curves import Curves, curves_of, read_series
 from smolcluster.observability.view.first_error import Logs, read_logs
 from smolcluster.observability.view.snapshot import RunSnapshot, read_snapshot
 from smolcluster.observability.view.story import Story, read_story
-from smolcluster.runs.advice import ADVICE, Prediction
+from smolcluster.runs.advice import Prediction
 from smolcluster.runs.events import (
     RunStarted,
     WorkerEvent,
@@ -22,7 +22,6 @@ from smolcluster.runs.events import (
     WorkerLeft,
     WorkerLost,
 )
-from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Process
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths, process_title
@@ -149,7 +148,7 @@ def _read(paths: RunPaths, *, with_logs: bool, ended_by: BaseException | None) -
         curves=curves_of(paths.run_id, series, story.events),
         processes=processes,
         logs=logs,
-        prediction=or_none(ADVICE.read, paths.advice),
+        prediction=read.prediction,
         problems=[*problems, *read.problems],
     )
 

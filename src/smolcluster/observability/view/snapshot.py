@@ -11,9 +11,10 @@ from typing import Any, Literal, TypeVar
 from smolcluster.configs.spec import SINGLE
 from smolcluster.errors import DataError
 from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
+from smolcluster.runs.advice import ADVICE, Prediction
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.events import RunStarted, first_start
-from smolcluster.runs.files import Follower
+from smolcluster.runs.files import Follower, or_none
 from smolcluster.runs.launched import Launched, Process, launched_of
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths
@@ -45,6 +46,11 @@ class RunSnapshot:
     def started(self) -> RunStarted | None:
         """How it began, as its first events tell."""
         return first_start(self.paths.events)
+
+    @cached_property
+    def prediction(self) -> Prediction | None:
+        """What was predicted of it, and what was measured for that; of a launch with --auto."""
+        return or_none(ADVICE.read, self.paths.advice)
 
     @property
     def processes(self) -> Sequence[Process]:

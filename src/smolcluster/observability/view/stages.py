@@ -1,6 +1,7 @@
 """A pipeline's stages, of what is known of each worker: numbers by name, as a status keeps them."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Self
 
 from pydantic import Field
@@ -8,7 +9,7 @@ from pydantic import Field
 from smolcluster.runs.model_file import Strict
 from smolcluster.utils.units import format_duration, format_megabytes
 
-LAYERS, TIMES, TO = "layers", "op_s", "to"
+LAYERS, TIMES, TO, CAPACITY = "layers", "op_s", "to", "capacity"
 WORDS = {
     "forward": "forward",
     "backward": "backward",
@@ -32,6 +33,9 @@ class StageView(Strict):
     sends: dict[int, float] = Field(
         description="Bytes a second that it sent to each of its neighbours, by their ranks."
     )
+    capacities: dict[int, float] = Field(
+        {}, description="Bytes a second that its links were measured to carry, likewise."
+    )
 
     @classmethod
     def of(cls, stats: Mapping[str, float]) -> Self | None:
@@ -48,11 +52,8 @@ class StageView(Strict):
             layers=layers,
             op_s={name: stats[f"{TIMES}/{name}"] for name in WORDS if f"{TIMES}/{name}" in stats},
             bubble=stats["bubble"],
-            sends={
-                int(name.removeprefix(f"{TO}/")): value
-                for name, value in stats.items()
-                if name.startswith(f"{TO}/")
-            },
+            sends=_by_rank(stats, TO),
+            capacities=_by_rank(stats, CAPACITY),
         )
 
     @property
@@ -71,10 +72,22 @@ class StageView(Strict):
 
     @property
     def rates(self) -> str:
-        """`1.2 MB/s to 2`: workers are counted from 1, as everywhere."""
-        return ", ".join(
-            f"{format_megabytes(each)} MB/s to {rank + 1}" for rank, each in self.sends.items()
-        )
+        """`1.2 of 12 MB/s to 2`, where that was measured: workers are counted from 1, as everywhere."""
+
+        def told(rank: int, used: float) -> str:
+            capacity = self.capacities.get(rank)
+            of = "" if capacity is None else f" of {format_megabytes(capacity)}"
+            return f"{format_megabytes(used)}{of} MB/s to {rank + 1}"
+
+        return ", ".join(told(rank, used) for rank, used in self.sends.items())
+
+
+def _by_rank(stats: Mapping[str, float], kind: str) -> dict[int, float]:
+    return {
+        int(name.removeprefix(f"{kind}/")): value
+        for name, value in stats.items()
+        if name.startswith(f"{kind}/")
+    }
 
 
 def numbers_of(
@@ -82,10 +95,12 @@ def numbers_of(
     op_s: Mapping[str, float],
     bubble: float,
     sends: Mapping[int, float],
+    capacities: Mapping[int, float] = MappingProxyType({}),
 ) -> dict[str, float]:
     """A stage as numbers by name, as `StageView.of` reads them; `layers`: start and end, by its number."""
     numbers = {"bubble": bubble}
     for stage, (start, end) in layers.items():
         numbers |= {f"{LAYERS}/{stage}/start": start, f"{LAYERS}/{stage}/end": end}
     numbers |= {f"{TIMES}/{name}": seconds for name, seconds in op_s.items()}
-    return numbers | {f"{TO}/{rank}": each for rank, each in sends.items()}
+    numbers |= {f"{TO}/{rank}": each for rank, each in sends.items()}
+    return numbers | {f"{CAPACITY}/{rank}": each for rank, each in capacities.items()}

@@ -36,7 +36,11 @@ def standing(
     status, nodes = read.status, (each.node for each in read.processes if each.rank is None)
     known_age_s = None if is_over else age_s or 0.0
     if started is None or started.mesh is None:
-        rows = _workers(read, reports, known_age_s)
+        links = read.prediction.links if read.prediction else {}
+        rows = [
+            row | {"capacity": link.model_dump() if (link := links.get(row["node"])) else None}
+            for row in _workers(read, reports, known_age_s)
+        ]
     else:
         rows = _ranks(status, known_age_s)
     return {

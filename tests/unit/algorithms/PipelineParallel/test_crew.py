@@ -6,7 +6,9 @@ from typing import Any, cast
 import pytest
 
 from smolcluster.algorithms.PipelineParallel.crew import Crew, stage_figures
+from smolcluster.algorithms.PipelineParallel.link_speed import UNMEASURED
 from smolcluster.algorithms.PipelineParallel.plan import StageMap
+from smolcluster.algorithms.planning.layers import Link
 from smolcluster.observability.view.stages import StageView
 from smolcluster.transport.messages import LeaseKey, StageDone
 
@@ -15,7 +17,8 @@ def test_a_stage_is_shown_with_its_layers_times_and_what_it_sends_to_whom() -> N
     """Ranks of the plan are not those of the workers: the layers may lie in another order."""
     layers = StageMap((0, 4, 6, 9, 12), (0, 1, 1, 0), ("win", "pi5"))
     peers = [SimpleNamespace(worker=SimpleNamespace(rank=rank)) for rank in (5, 2)]
-    crew = Crew(1, layers, cast("list[Any]", peers))
+    links = {("win", "pi5"): Link(4e6, 0.01), ("pi5", "win"): UNMEASURED}
+    crew = Crew(1, layers, cast("list[Any]", peers), links=links)
     done = StageDone(
         attempt=1,
         lease=LeaseKey(incarnation="a1", epoch=0, start=0, stop=8, grant=1),
@@ -31,3 +34,7 @@ def test_a_stage_is_shown_with_its_layers_times_and_what_it_sends_to_whom() -> N
     assert stage.op_s == {"forward": 0.5, "backward_input": 0.25, "backward_weight": 0.125}
     assert stage.bubble == pytest.approx(1 - 0.875 / 2)
     assert stage.sends == {2: 1500.0}
+    assert stage.capacities == {2: 4e6}
+    other = StageView.of(stage_figures(crew, 1, done, took_s=2.0))
+    assert other is not None
+    assert other.capacities == {}, "it was not measured"

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from made_runs import MadeRun, killed_run, worker_status
+from made_runs import NODES, MadeRun, killed_run, worker_status
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.page import write_report
 from smolcluster.observability.report.render import MAX_ROWS, cut
 from smolcluster.observability.view.stages import numbers_of
-from smolcluster.runs.advice import ADVICE, Prediction
+from smolcluster.runs.advice import ADVICE, LinkSpeed, Prediction
 from smolcluster.runs.events import (
     CheckpointSaved,
     PushDropped,
@@ -247,8 +247,21 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
         sent_bytes_s=1.0,
         alone="mini1",
         alone_samples_per_s=1.0,
+        links={"pi5": LinkSpeed(up_bytes_s=12e6, down_bytes_s=90e6)},
     )
+    for rank in range(2):
+        rates = {"sent_bytes_per_s": 2e6, "received_bytes_per_s": 1e6}
+        run.metric(MetricRecord("worker", 100, 1, rates, rank=rank, node=NODES[rank]))
+    assert "link carries" not in report_of(run).words("links")
     ADVICE.write(run.paths.advice, prediction)
+    page = report_of(run)
+    head = page.rows["links"][0]
+    assert head[1:5] == ["sent", "sent MB/s", "most", "link carries"]
+    assert [row[:5] for row in page.rows["links"][1:3]] == [
+        ["worker 1 (pi5)", "–", "2", "2", "12"],
+        ["worker 2 (win)", "–", "2", "2", "–"],
+    ]
+    assert page.rows["links"][1][6:9] == ["1", "1", "90"]
     assert "50% less; 1 samples/s on mini1 alone" in report_of(run).words("head")
     run.paths.advice.write_text("{}")
     assert "Predicted" not in report_of(run).words("head")

@@ -24,3 +24,10 @@ def test_in_words_layers_are_told_with_the_last_one_and_workers_from_1() -> None
 
 def test_who_has_no_layers_is_no_stage() -> None:
     assert StageView.of({"share/wait": 0.2, "drift": 0.1}) is None
+
+
+def test_what_a_link_can_carry_is_told_beside_what_is_sent() -> None:
+    numbers = numbers_of({0: (0, 6)}, OP_S, 0.25, {1: 2e6, 2: 1e6}, {1: 12.5e6})
+    stage = StageView.of(numbers)
+    assert stage is not None
+    assert stage.rates == "2 of 12 MB/s to 2, 1 MB/s to 3"

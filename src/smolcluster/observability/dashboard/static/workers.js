@@ -1,7 +1,7 @@
 // A row a worker. Cells are changed in place, so that a selection in them stays.
 
 import { el, byId, say, rankColour } from "./dom.js";
-import { bytes, count, duration, NONE, number, percent, rate, title } from "./format.js";
+import { bytes, count, duration, megabytes, NONE, number, percent, rate, title } from "./format.js";
 import { condition, parts, PHASES, sends, stage } from "./cluster.js";
 
 const vital = (name) => (worker) => worker.process_stats?.[name];
@@ -10,6 +10,10 @@ const vital = (name) => (worker) => worker.process_stats?.[name];
 function flow(name, total) {
   return (worker, state) => (state.is_over ? optional(worker[total], bytes) : optional(vital(name)(worker), rate));
 }
+
+/** Bytes a second of those that the link was measured to carry, where it was: `1.2 of 12 MB/s`. */
+const used = (speed, capacity) => (capacity === undefined ? rate(speed) : `${megabytes(speed)} of ${rate(capacity)}`);
+const carries = (capacity) => (capacity === undefined ? "" : `link ${rate(capacity)}`);
 
 /** Seconds of a pipeline's step, by what a stage computes. */
 function op(name) {
@@ -39,7 +43,7 @@ const COLUMNS = [
   ["input gradients", op("backward_input")],
   ["weight gradients", op("backward_weight")],
   ["bubble", (worker) => optional(vital("bubble")(worker), percent)],
-  ["to neighbours", (worker, state) => (state.is_over ? "" : sends(worker).map(([rank, speed]) => `${rate(speed)} to ${rank + 1}`).join(", "))],
+  ["to neighbours", (worker, state) => (state.is_over ? "" : sends(worker).map(([rank, speed]) => `${used(speed, worker.process_stats[`capacity/${rank}`])} to ${rank + 1}`).join(", "))],
   ["time of a step", null],
   ["CPU cores", (worker) => optional(vital("cpu")(worker), (value) => number(value, 2))],
   ["memory", (worker) => optional(vital("memory_bytes")(worker), bytes)],
@@ -47,8 +51,8 @@ const COLUMNS = [
   ["GPU memory", gpu("memory_bytes", bytes)],
   ["GPU °C", gpu("temperature_c", (value) => number(value, 3))],
   ["GPU W", gpu("power_w", (value) => number(value, 3))],
-  ["up", flow("sent_bytes_per_s", "sent_bytes")],
-  ["down", flow("received_bytes_per_s", "received_bytes")],
+  ["up", flow("sent_bytes_per_s", "sent_bytes"), (worker) => carries(worker.capacity?.up_bytes_s)],
+  ["down", flow("received_bytes_per_s", "received_bytes"), (worker) => carries(worker.capacity?.down_bytes_s)],
   ["round trip", (worker) => optional(vital("rtt_s")(worker), duration)],
   ["queue", (worker) => optional(vital("queue")(worker), count)],
   ["last seen", (worker) => optional(worker.silent_s, (silent) => (silent < 1.5 ? "now" : `${duration(silent)} ago`))],
