@@ -33,7 +33,7 @@ DEFAULT_DATA = PROJECT.parent / "shared" / "data"
 FILE_WIDTH = 132
 """Columns of a table that does not go to a terminal."""
 DEADLINE_S = 1800.0
-NODES = ("pi5", "win", "macbook", "local4", "local5", "local6", "local7", "local8")
+NODES = tuple(f"worker{number}" for number in range(1, 9))
 """The workers of `--local --workers 8`."""
 NEVER = 1_000_000_000
 T = TypeVar("T")

@@ -329,9 +329,7 @@ class Settings:
     @property
     def nodes(self) -> list[str]:
         """Names of the workers' nodes, as `--local` has them."""
-        listed = ["pi5", "win", "macbook"]
-        extra = [f"local{number}" for number in range(len(listed) + 1, self.num_workers + 1)]
-        return [*listed, *extra][: self.num_workers]
+        return [f"worker{number}" for number in range(1, self.num_workers + 1)]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from harness import Cluster, Outcome
 from smolcluster.configs.resolve import Settings
 from smolcluster.training.build import build
 
-NODES = ("mini1", "win", "pi5", "macbook")
+NODES = ("mini1", "worker1", "worker2", "worker3")
 
 
 @pytest.fixture

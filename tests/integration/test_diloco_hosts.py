@@ -127,7 +127,7 @@ def test_a_store_that_is_lost_costs_no_sample(tmp_path: Path, mode: tuple[str, .
 
     def cut() -> None:
         assert isinstance(cluster.core, Server)
-        session = cluster.core.stores.session_of("win")
+        session = cluster.core.stores.session_of("worker1")
         assert session is not None
         session.cut("its power is gone")
 
@@ -135,7 +135,7 @@ def test_a_store_that_is_lost_costs_no_sample(tmp_path: Path, mode: tuple[str, .
     workers = cluster.worker(1), cluster.worker(2)
     summary = cluster.finish(*workers, *stores)
     assert summary.samples_applied == 8 * cluster.training.num_samples
-    told = [line for line in cluster.log_lines if "the store win" in line]
+    told = [line for line in cluster.log_lines if "the store worker1" in line]
     assert "as they were at step 0" in told[0]
     assert "is lost: its power is gone; training pauses" in told[1]
     assert "holds buckets" in told[2]

@@ -256,7 +256,7 @@ def test_a_store_is_killed_another_is_started_and_every_sample_is_applied_once(
     status_file = processes.runs / "latest" / "status.json"
     eventually(lambda: status_file.exists() and read_status(status_file).step > 20)
     store.kill(signal.SIGKILL)
-    server.wait_for("the store win is lost")
+    server.wait_for("the store worker2 is lost")
     again = processes.store("win", *by_hand, algorithm=algorithm)
     for each in (server, worker, again):
         assert each.wait() == 0, each.output
@@ -265,4 +265,4 @@ def test_a_store_is_killed_another_is_started_and_every_sample_is_applied_once(
     assert applied(run.metrics, summary.train_samples) == {
         epoch: Counter(range(summary.train_samples)) for epoch in range(epochs)
     }
-    assert server.output.count("the store win holds buckets 2 to 2 of 2") == 2
+    assert server.output.count("the store worker2 holds buckets 2 to 2 of 2") == 2

@@ -103,7 +103,7 @@ def cut_store(cluster: Cluster, node: str) -> None:
 def test_a_store_that_is_lost_costs_the_open_step_alone(tmp_path: Path) -> None:
     whole = run(settings_for(1, *EXACT), tmp_path / "whole")
     cluster, stores = start(settings_for(3, *EXACT), tmp_path / "lost")
-    after_step(cluster, 7, lambda: cut_store(cluster, "win"))
+    after_step(cluster, 7, lambda: cut_store(cluster, "worker1"))
     cluster.finish(cluster.worker(1), *stores)
     assert torch.equal(cluster.training.replica.params, whole.training.replica.params)
 
@@ -136,7 +136,7 @@ def test_slices_are_as_large_as_their_shares(tmp_path: Path) -> None:
     cluster = run(settings, tmp_path)
     assert isinstance(cluster.core, Server)
     sizes = cluster.core.links.others
-    assert sizes["win"] > 2 * sizes["pi5"]
+    assert sizes["worker1"] > 2 * sizes["worker2"]
 
 
 def test_a_late_worker_joins_a_running_step(tmp_path: Path) -> None:
@@ -155,5 +155,5 @@ def test_a_store_that_stays_away_ends_the_run(tmp_path: Path) -> None:
     worker = cluster.worker(1)
     error = cluster.server.failure()
     assert isinstance(error, ClusterEmpty)
-    assert "the store win did not come within 1 s" in str(error)
+    assert "the store worker1 did not come within 1 s" in str(error)
     assert isinstance(worker.failure(), RunFailed)

@@ -172,7 +172,7 @@ def test_a_store_that_is_lost_gets_the_slice_back_as_it_was_gathered_last(
 
     def cut() -> None:
         assert isinstance(cluster.core, Server)
-        session = cluster.core.stores.session_of("win")
+        session = cluster.core.stores.session_of("worker1")
         assert session is not None
         session.cut("its power is gone")
 
@@ -181,7 +181,7 @@ def test_a_store_that_is_lost_gets_the_slice_back_as_it_was_gathered_last(
     summary = cluster.finish(*workers, *stores)
     assert summary.steps_undone > 0
     assert cluster.core.version == 180
-    told = [line for line in cluster.log_lines if "the store win" in line]
+    told = [line for line in cluster.log_lines if "the store worker1" in line]
     assert "as they were at step 0" in told[0]
     assert "is lost: its power is gone; training pauses" in told[1]
     assert "as they were at step 20" in told[2]
@@ -193,7 +193,7 @@ def test_a_store_that_stays_away_ends_the_run(tmp_path: Path) -> None:
     worker = cluster.worker(1)
     error = cluster.server.failure()
     assert isinstance(error, ClusterEmpty)
-    assert "the store win did not come within 1 s (start_timeout_s)" in str(error)
+    assert "the store worker1 did not come within 1 s (start_timeout_s)" in str(error)
     assert isinstance(worker.failure(), RunFailed)
 
 
@@ -216,7 +216,7 @@ def test_a_store_that_lives_and_does_nothing_ends_the_run(
     error = cluster.server.failure()
     is_over.set()
     assert isinstance(error, ClusterEmpty)
-    assert "the store win did not come within 1 s (empty_cluster_timeout_s)" in str(error)
+    assert "the store worker1 did not come within 1 s (empty_cluster_timeout_s)" in str(error)
     assert any("it does not send its slice" in line for line in cluster.log_lines)
     for each in (worker, store):
         each.failure()
@@ -224,9 +224,9 @@ def test_a_store_that_lives_and_does_nothing_ends_the_run(
 
 def test_a_store_that_is_not_listed_is_refused(tmp_path: Path) -> None:
     cluster, stores = start(settings_for(2), tmp_path)
-    error = cluster.start_store("pi5").failure()
+    error = cluster.start_store("worker2").failure()
     assert isinstance(error, Rejected)
-    assert "servers has win" in str(error)
+    assert "servers has worker1" in str(error)
     cluster.finish(cluster.worker(1), *stores)
 
 
@@ -249,6 +249,8 @@ def test_loops_of_ones_own_with_several_servers_are_refused(
 
 
 def test_an_algorithm_without_stores_refuses_several_servers() -> None:
-    settings = local_settings("servers=[mini1, win]", algorithm="pipeline")
-    with pytest.raises(ConfigError, match=r"servers lists mini1, win, but .* keeps its weights"):
+    settings = local_settings("servers=[mini1, worker1]", algorithm="pipeline")
+    with pytest.raises(
+        ConfigError, match=r"servers lists mini1, worker1, but .* keeps its weights"
+    ):
         check_algorithm(settings, "pipeline")

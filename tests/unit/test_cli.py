@@ -127,7 +127,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
     assert main(["launch", name, "--local", "--workers", "2", "--dry-run", *overrides]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert "nn_config_digits.yaml: SimpleNN on digits; to choose another: --train-config" in first
-    assert lines[::2] == ["server mini1:", "worker 1 (pi5):", "worker 2 (win):"]
+    assert lines[::2] == ["server mini1:", "worker 1:", "worker 2:"]
     assert f"{get_algorithm(name).server} --local --workers 2 --run-id {name}-" in lines[1]
     assert all(str(get_algorithm(name).worker) in line for line in lines[3::2])
     assert all("threads=2" in line and "threads=1" not in line for line in lines[1::2])

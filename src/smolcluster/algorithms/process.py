@@ -197,6 +197,7 @@ def be_stage(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
             f"{args.node} is a stage of no worker: list it under stages of a worker in nodes, as in "
             f"{{nodes: {{mini1: {{stages: {{host_ip: {{{args.node}: 192.168.50.2}}}}}}}}}}"
         )
+    args.node = settings.cluster.node_of(args.node)
     worker_id = list(stages.host_ip).index(args.node) + 1
     pipeline = algorithm_of_stages()
     with _following(settings, args, "stage", None) as (_, own, setup):
@@ -279,7 +280,8 @@ def spread_over_others(
         )
     if node.stages is not None:
         spread = import_module(f"{algorithm_of_stages().package}.head").spread
-        return partial(spread, settings=settings, name=args.node, secret=secret, log=log)
+        name = settings.cluster.node_of(args.node)  # by which its stages know it
+        return partial(spread, settings=settings, name=name, secret=secret, log=log)
     if node.ranks is not None:
         spread = import_module(f"{algorithm_of_groups().package}.group_worker").spread
         workload = args.workload and known_here(args.workload).text
@@ -291,6 +293,7 @@ def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace, held: type[He
     """Be a store: hold a slice of the server's run."""
     settings = worker_settings(algorithm, args)
     cluster, node = settings.cluster, settings.node
+    args.node = cluster.node_of(args.node)
     use_threads(settings.num_threads())
     root = runs_root(node.runs_dir)
     otherwise = root / f"{log_stem('store', args.node)}.log"
@@ -370,7 +373,7 @@ def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Setti
 def _address_of_server(args: argparse.Namespace, cluster: ClusterConfig) -> Address:
     """Where the server is; its name is known unless `--server` says only where it is."""
     name = cluster.server if args.server is None else None
-    return Address(cluster.host_ip[args.node], cluster.port, name)
+    return Address(cluster.host_ip[cluster.node_of(args.node)], cluster.port, name)
 
 
 def _secret(local: bool, file: Path | None) -> Secret:

@@ -356,7 +356,7 @@ class Cluster:
         cluster = self._settings.cluster
         secret = self._secret or secret_of(self._settings, makes=self._told.is_local)
         server = None if self._told.config else cluster.server  # a launcher tells only where it is
-        address = Address(cluster.host_ip[self._name], cluster.port, server)
+        address = Address(cluster.host_ip[cluster.node_of(self._name)], cluster.port, server)
         worker_id = self._told.worker_id
         while True:
             try:

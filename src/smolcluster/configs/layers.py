@@ -21,6 +21,7 @@ from smolcluster.configs.keys import (
 )
 from smolcluster.configs.load import parse_yaml
 from smolcluster.configs.nested import DATA, TRAINING, entries, flat_path, flat_values, nested_path
+from smolcluster.configs.node_names import rename_in_path, rename_in_value
 from smolcluster.configs.schema import (
     NodeConfig,
     Section,
@@ -66,6 +67,15 @@ class OverrideValue:
     def names(self, known: str, part: str) -> bool:
         """Whether `part` of the path means the free name `known`."""
         return part == known or (self.folded and part.lower() == known.lower())
+
+    def of_nodes(self, local_names: Mapping[str, str]) -> "OverrideValue":
+        """The same with the names for which those of the cluster file stand, see `ClusterConfig.node_of`."""
+
+        def rename(name: str) -> str:
+            return next((new for old, new in local_names.items() if self.names(old, name)), name)
+
+        path = rename_in_path(self.path, rename)
+        return replace(self, path=path, value=rename_in_value(path, self.value, rename))
 
     def seen_by(self, node_name: str) -> "OverrideValue":
         """`nodes.<node_name>.key` as that node sees it: `key`."""

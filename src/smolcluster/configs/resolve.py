@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ from smolcluster.configs.load import (
     read_yaml,
 )
 from smolcluster.configs.nested import DATA, DATASET, flatten, is_nested
+from smolcluster.configs.node_names import rename_in_value
 from smolcluster.configs.schema import (
     AlgorithmConfig,
     AlgorithmName,
@@ -61,6 +62,7 @@ LOOPBACK = "127.0.0.1"
 ENV = "env"
 """The key of a machine's section whose values may be secrets, such as tokens and passwords."""
 HIDDEN = "***"
+LOCAL_NAMES = "local_names"
 WORKLOAD = "workload"
 """The key that names a function, and the shipped training file for those that give it by a flag."""
 
@@ -258,7 +260,10 @@ def resolve(
     data_section = DATA if is_nested(train) else DATASET
     cluster, cluster_words = flatten(cluster, cluster_file)
     train, words = flatten(train, train_file)
-    assignments = [*from_environment(environ or {}), *from_overrides(overrides)]
+    stated = (*from_environment(environ or {}), *from_overrides(overrides))
+    local_names = cluster.get(LOCAL_NAMES)
+    names = local_names if isinstance(local_names, dict) else {}
+    assignments = [assignment.of_nodes(names) for assignment in stated]
     cluster_draft = Draft(cluster_section(), cluster_file, copy.deepcopy(cluster), cluster_words)
     train_draft = Draft(train_section(), train_file, copy.deepcopy(train), words)
     for assignment in assignments:
@@ -302,16 +307,19 @@ def localise(cluster: ClusterConfig, num_workers: int | None) -> ClusterConfig:
     """The same cluster on this machine alone, with `num_workers` workers (None: as many as it lists).
 
     Every address is the loopback's, each pipeline has a port of its own, and an algorithm's keys are as its
-    `local` has them. Workers beyond the list are called `local4`, `local5`, …
+    `local` has them. Workers are called worker1, worker2, …; their names in the file stand for them, see
+    `ClusterConfig.node_of`. A localised cluster stays as it is.
 
     Raises:
         ConfigError: `num_workers` is below 1.
     """
-    count = cluster.num_workers if num_workers is None else num_workers
-    if count < 1:
-        raise ConfigError(f"--workers is {count}, must be a whole number above 0")
-    extra = tuple(f"local{index}" for index in range(cluster.num_workers + 1, count + 1))
-    workers = (*cluster.workers, *extra)[:count]
+    wanted = cluster.num_workers if num_workers is None else num_workers
+    if wanted < 1:
+        raise ConfigError(f"--workers is {wanted}, must be a whole number above 0")
+    cluster = _with_local_names(cluster)
+    numbered = (f"worker{number}" for number in count(cluster.num_workers + 1))
+    free = (name for name in numbered if name not in cluster.machines)
+    workers = (*cluster.workers, *islice(free, max(0, wanted - cluster.num_workers)))[:wanted]
     own = {
         key: value for spec in algorithms().values() for key, value in config_of(spec).local.items()
     }
@@ -321,11 +329,28 @@ def localise(cluster: ClusterConfig, num_workers: int | None) -> ClusterConfig:
             "host_ip": dict.fromkeys((*cluster.host_ip, *workers), LOOPBACK),
             "bind": (LOOPBACK,),
             "workers": workers,
-            "num_workers": count,
-            "min_workers": min(cluster.min_workers, count),
+            "num_workers": wanted,
+            "min_workers": min(cluster.min_workers, wanted),
             "nodes": _localised(cluster, workers),
         }
     )
+
+
+def _with_local_names(cluster: ClusterConfig) -> ClusterConfig:
+    """The same with the workers' names on one machine: worker1, worker2, … by their places.
+
+    A worker on the server's node keeps its name; where another node has one of these names, all do.
+    """
+    places = enumerate(cluster.workers, 1)
+    names = {name: f"worker{number}" for number, name in places if name != cluster.server}
+    if any(name in cluster.host_ip for name in names.values()):
+        return cluster
+    addresses = {new: cluster.host_ip[old] for old, new in names.items()}
+    values = rename_in_value(
+        (), cluster.model_dump(exclude_unset=True), lambda name: names.get(name, name)
+    )
+    values |= {"host_ip": cluster.host_ip | addresses, LOCAL_NAMES: cluster.local_names | names}
+    return type(cluster).model_validate(values)
 
 
 def _localised(cluster: ClusterConfig, workers: Sequence[str]) -> dict[str, NodeConfig]:
@@ -516,6 +541,7 @@ def _is_for_worker(assignment: OverrideValue) -> bool:
 def _known_node(node_name: str | None, cluster: ClusterConfig) -> str:
     if node_name is None:
         return cluster.server
+    node_name = cluster.node_of(node_name)
     if node_name not in cluster.host_ip:
         known, hint = ", ".join(cluster.host_ip), hint_at(node_name, cluster.host_ip)
         raise config_error(

@@ -395,11 +395,13 @@ class AlgorithmConfig(Section):
         training_keys: those that stand in the training file; the others are of the cluster file.
         local: what they are with --local, whatever the cluster file says.
         claims: keys that no other algorithm can follow where they are set, and why it cannot.
+        by_node: keys of the cluster file that hold a mapping of nodes.
     """
 
     training_keys: ClassVar[frozenset[str]] = frozenset()
     local: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     claims: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    by_node: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def status_fields(self) -> dict[str, Any]:
@@ -456,6 +458,7 @@ class AlgorithmConfig(Section):
 
 C = TypeVar("C", bound=AlgorithmConfig)
 F = TypeVar("F", bound=Section)
+V = TypeVar("V")
 
 
 class SlurmConfig(Section):
@@ -613,6 +616,20 @@ class ClusterConfig(Section):
     nodes: dict[NodeName, NodeConfig] = Field(
         {}, description="Settings of single machines, by name."
     )
+    local_names: dict[NodeName, NodeName] = Field(
+        {},
+        description="Set by --local: the worker that a name of the cluster file stands for, such as "
+        "{pi5: worker1}.",
+    )
+
+    def node_of(self, name: str) -> str:
+        """The node that a name stands for: with `--local` a worker's name in the cluster file is another."""
+        return self.local_names.get(name, name)
+
+    def by_any_name(self, values: Mapping[str, V]) -> dict[str, V]:
+        """Values of nodes, also by the names that stand for these, see `node_of`."""
+        others = {name: values[node] for name, node in self.local_names.items() if node in values}
+        return {**values, **others}
 
     @model_validator(mode="after")
     def _names_agree(self) -> Self:
@@ -675,6 +692,7 @@ class ClusterConfig(Section):
 
     def stages_with(self, name: NodeName) -> StagesConfig | None:
         """Those of the worker that this node is a stage of; None: of none."""
+        name = self.node_of(name)
         found = (node.stages for node in self.nodes.values() if node.stages is not None)
         return next((each for each in found if name in each.host_ip), None)
 

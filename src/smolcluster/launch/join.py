@@ -119,8 +119,9 @@ def _check_is_one_process(name: str, cluster: ClusterConfig) -> None:
     Raises:
         ConfigError: it is a stage, or a worker that has stages.
     """
-    is_stage = name not in cluster.workers and cluster.stages_with(name) is not None
-    has_stages = name in cluster.nodes and cluster.nodes[name].stages is not None
+    own = cluster.node_of(name)
+    is_stage = own not in cluster.workers and cluster.stages_with(own) is not None
+    has_stages = own in cluster.nodes and cluster.nodes[own].stages is not None
     if is_stage or has_stages:
         what = "is a stage of a worker" if is_stage else "has its layers in stages"
         raise ConfigError(

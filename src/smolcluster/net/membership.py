@@ -56,7 +56,7 @@ def admit(
     members: Sequence[Member], worker_id: int, node: str, instance: str, cluster: ClusterConfig
 ) -> Admitted | Refused:
     """Decide on a worker that has proved that it knows the secret."""
-    if node not in cluster.host_ip and not cluster.elastic:
+    if cluster.node_of(node) not in cluster.host_ip and not cluster.elastic:
         return Refused(
             "node",
             f"node {node!r} is not in host_ip of the server's cluster file "
@@ -93,7 +93,8 @@ def assign(
         taken: who had which worker id last, or was given it, in this run.
         cluster: the server's.
     """
-    present = next((member for member in members if member.node == node), None)
+    own = cluster.node_of(node)
+    present = next((member for member in members if cluster.node_of(member.node) == own), None)
     if present is not None:
         return Refused(
             "busy",
@@ -101,7 +102,7 @@ def assign(
             "another name",
             retry_after_s=BUSY_RETRY_AFTER_S,
         )
-    if node not in cluster.workers and cluster.stages_with(node) is not None:
+    if own not in cluster.workers and cluster.stages_with(node) is not None:
         return Refused(
             "node",
             f"{node} is a stage of a worker: bring it back where the run was launched, with `smolcluster "
@@ -123,8 +124,13 @@ def free_worker_id(
         present: numbers that take part now.
         cluster: the run's; numbers of its other workers stay theirs.
     """
-    had = [number for number, owner in taken.items() if owner == node and number not in present]
-    place = [number for number, name in enumerate(cluster.workers, 1) if name == node]
+    own = cluster.node_of(node)
+    had = [
+        number
+        for number, owner in taken.items()
+        if cluster.node_of(owner) == own and number not in present
+    ]
+    place = [number for number, name in enumerate(cluster.workers, 1) if name == own]
     listed = [number for number in place if number not in present and number not in taken]
     used = {*taken, *present}
     new = next(number for number in count(cluster.num_workers + 1) if number not in used)

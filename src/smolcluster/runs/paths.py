@@ -103,13 +103,15 @@ def parse_log_stem(stem: str) -> tuple[str, str, int | None] | None:
 def process_title(role: str, node: str, rank: int | None = None) -> str:
     """A process's name for people: `server mini1`, `worker 1 (pi5)` of rank 0; of a mesh `rank 1 (pi5)`.
 
-    A mesh's run is owned by its rank 0, which has no number in the files of the run.
+    A node that is called as its worker, such as worker1, is left out: `worker 1`. A mesh's run is owned by
+    its rank 0, which has no number in the files of the run.
     """
     if role == "rank":
         return f"rank {rank or 0} ({node})"
     if rank is None:
         return f"{role} {node}"
-    return f"{role} {rank + 1} ({node})"
+    title = f"{role} {rank + 1}"
+    return title if node == title.replace(" ", "") else f"{title} ({node})"
 
 
 def runs_root(runs_dir: Path | None = None) -> Path:

@@ -1,6 +1,5 @@
 """The tmux window of a run, as a user at the launching machine's terminal sees and uses it."""
 
-import re
 from collections.abc import Callable
 
 import pytest
@@ -137,7 +136,7 @@ def test_a_local_run_has_the_same_window(
     local = ["launch", "edp", "--local", "--workers", "2"]
     terminal = screen(launching.command(*local, "--override", *PACED, "port=6011"))
     shown = terminal.wait_for("server", "worker 1", "worker 2", "cpu", timeout_s=LAUNCH_TIMEOUT_S)
-    assert re.search(r"worker 1 \(\S+\) cpu", shown)
+    assert "worker 1 cpu" in shown
     run_id = launching.run_id
     terminal.press(CTRL_B, "d")
     left_the_window(terminal)

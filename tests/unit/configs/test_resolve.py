@@ -666,19 +666,23 @@ def local(overrides: Sequence[str] = (), num_workers: int | None = None, **more:
     )
 
 
+WORKERS = {"pi5": "worker1", "win": "worker2", "macbook": "worker3"}
+"""What the workers of CLUSTER are called on one machine."""
+
+
 def test_a_local_cluster_stays_on_this_machine() -> None:
     cluster = local().cluster
-    assert cluster.host_ip == dict.fromkeys(HOSTS, "127.0.0.1")
+    assert set(cluster.host_ip.values()) == {"127.0.0.1"}
     assert cluster.bind == ("127.0.0.1",)
-    assert cluster.workers == ("pi5", "win", "macbook")
+    assert (cluster.server, cluster.workers) == ("mini1", ("worker1", "worker2", "worker3"))
 
 
 @pytest.mark.parametrize(
     ("num_workers", "workers"),
     [
-        (1, ("pi5",)),
-        (3, ("pi5", "win", "macbook")),
-        (5, ("pi5", "win", "macbook", "local4", "local5")),
+        (1, ("worker1",)),
+        (3, ("worker1", "worker2", "worker3")),
+        (5, ("worker1", "worker2", "worker3", "worker4", "worker5")),
     ],
 )
 def test_a_local_cluster_has_as_many_workers_as_asked_for(
@@ -703,7 +707,7 @@ def test_a_local_cluster_forgets_the_deadline_for_late_workers_and_keeps_the_res
     cluster = localise(stated, 2)
     assert getattr(cluster, "timeout", 0.1) is None
     assert cluster.min_workers == 2
-    assert cluster.nodes == stated.nodes
+    assert cluster.nodes == {"worker1": stated.nodes["pi5"]}
     assert cluster_section().model_validate(cluster.model_dump()) == cluster
 
 
@@ -718,8 +722,10 @@ def test_pipelines_on_one_machine_have_a_port_each(tmp_path: Path) -> None:
     ports = [each.stages.port for each in own if each.stages is not None]
     assert ports == [65433, 65435, 65436]
     fewer = load_settings(path, "digits", environ={}, local=True, local_workers=2).cluster
-    assert fewer.stage_nodes == ("pi5", "win")
-    with pytest.raises(ConfigError, match=r"nodes\.win\.stages\.port is 65433, and nodes\.pi5"):
+    assert fewer.stage_nodes == ("worker1", "worker2")
+    with pytest.raises(
+        ConfigError, match=r"nodes\.worker2\.stages\.port is 65433, and nodes\.work"
+    ):
         load_settings(path, "digits", None, ["nodes.win.stages.port=65433"], environ={}, local=True)
 
 
@@ -737,13 +743,101 @@ def test_shares_of_the_file_hold_on_a_local_cluster_for_its_own_workers(tmp_path
     path.write_text(json.dumps(SYNCPS | {"batch_share": shares}))
     for num_workers in (None, 1, 3):
         settings = load_settings(path, "digits", environ={}, local=True, local_workers=num_workers)
-        assert settings.of(SyncPSConfig).batch_share == shares
+        assert settings.of(SyncPSConfig).batch_share == {
+            WORKERS[name]: share for name, share in shares.items()
+        }
         assert objection(settings, "syncps") is None
     settings = load_settings(path, "digits", environ={}, local=True, local_workers=4)
     said = objection(settings, "syncps")
     assert said is not None and said.startswith(
-        "batch_share has no share for the worker 'local4', "
+        "batch_share has no share for the worker 'worker4', "
     )
+
+
+def test_a_cluster_that_is_local_already_stays_as_it_is() -> None:
+    for num_workers in (2, 5):
+        cluster = local(["nodes.pi5.threads=2"], num_workers).cluster
+        assert localise(cluster, None) == cluster
+
+
+def test_a_local_run_that_goes_on_with_more_workers_has_the_next_names(tmp_path: Path) -> None:
+    """Of an earlier version, too, which called workers by the machines of the file."""
+    for earlier in (local(num_workers=2), settle("workers=[pi5, win]", "num_workers=2")):
+        file = tmp_path / "config.yaml"
+        save_resolved(earlier, file)
+        settings = load_settings(
+            file, file, None, ["nodes.win.threads=2"], {}, local=True, local_workers=3
+        )
+        assert settings.cluster.workers == ("worker1", "worker2", "worker3")
+        assert settings.cluster.nodes["worker2"].threads == 2
+
+
+def test_names_of_the_file_stand_for_the_workers_of_a_local_cluster() -> None:
+    stages = (
+        "{host_ip: {pi5: 127.0.0.1, mini1: 127.0.0.1}, shard_plan: {mini1: [0, 2], pi5: [2, 4]}}"
+    )
+    overrides = [
+        *("nodes.win.threads=2", f"nodes.pi5.stages={stages}", "servers=[mini1, macbook]"),
+        *("batch_share={pi5: 0.5, win: 0.5}", "shard_plan={macbook: [0, 1], win: [1, 2]}"),
+        "workload_args.nodes={pi5: 1}",
+    ]
+    environ = {
+        "SMOLCLUSTER_NODES__MACBOOK__DEVICE": "cpu",
+        "SMOLCLUSTER_BATCH_SHARE__MACBOOK": "0",
+        "SMOLCLUSTER_WORKERS": "[macbook, pi5, win]",
+    }
+    settings = load_settings("edp", "digits", "macbook", overrides, environ, local=True)
+    cluster = settings.cluster
+    assert (settings.name, settings.node.device) == ("worker3", "cpu")
+    assert cluster.workers == ("worker3", "worker1", "worker2")
+    assert cluster.servers == ("mini1", "worker3")
+    assert cluster.nodes["worker2"].threads == 2
+    stage = cluster.nodes["worker1"].stages
+    assert stage is not None
+    assert set(stage.host_ip) == {"worker1", "mini1"}
+    assert stage.shard_plan == {"mini1": (0, 2), "worker1": (2, 4)}
+    assert settings.of(SyncPSConfig).batch_share == {"worker1": 0.5, "worker2": 0.5, "worker3": 0}
+    assert settings.of(PipelineConfig).shard_plan == {"worker3": (0, 1), "worker2": (1, 2)}
+    assert settings.train.workload_args == {"nodes": {"pi5": 1}}
+
+
+def test_an_address_by_a_name_of_the_file_is_its_worker_s_on_a_local_cluster() -> None:
+    cluster = local(["host_ip.macbook=127.0.0.2"]).cluster
+    assert cluster.host_ip[cluster.node_of("macbook")] == "127.0.0.2"
+
+
+@pytest.mark.parametrize("layer", ["file", "override", "environment"])
+def test_settings_of_a_worker_hold_for_it_on_a_local_cluster_by_either_name(
+    tmp_path: Path, layer: str
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    nodes = {"nodes": {"win": {"microbatch": 2}}} if layer == "file" else {}
+    path.write_text(json.dumps(CLUSTER | nodes))
+    overrides = ["nodes.win.microbatch=2"] if layer == "override" else []
+    environ = {"SMOLCLUSTER_NODES__WIN__MICROBATCH": "2"} if layer == "environment" else {}
+    for name, microbatch in (("win", 2), ("worker2", 2), ("worker1", None), ("mini1", None)):
+        settings = load_settings(path, "digits", name, overrides, environ, local=True)
+        assert settings.node.microbatch == microbatch
+
+
+@pytest.mark.parametrize(
+    ("server", "workers", "called"),
+    [
+        ("mini1", ["mini1", "pi5"], ("mini1", "worker2")),
+        ("mini1", ["worker2", "pi5"], ("worker2", "pi5")),
+        ("worker1", ["pi5", "win"], ("pi5", "win")),
+    ],
+)
+def test_a_local_worker_keeps_its_name_where_it_is_the_server_s_or_a_node_has_the_new_one(
+    tmp_path: Path, server: str, workers: list[str], called: tuple[str, ...]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    hosts = dict.fromkeys((server, *workers), "10.0.0.1")
+    mine = {"host_ip": hosts, "server": server, "workers": workers, "num_workers": 2}
+    path.write_text(json.dumps(CLUSTER | mine))
+    assert load_settings(path, "digits", environ={}, local=True).cluster.workers == called
+    more = load_settings(path, "digits", environ={}, local=True, local_workers=3).cluster
+    assert more.workers == (*called, "worker3")
 
 
 SECTION = {"update_rule": "mixing", "staleness": {"bound": 4}}

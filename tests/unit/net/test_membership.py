@@ -25,6 +25,15 @@ def cluster(**changes: object) -> ClusterConfig:
     return ClusterConfig.model_validate(values | changes)
 
 
+def local_cluster() -> ClusterConfig:
+    return cluster(
+        host_ip={"mini1": "127.0.0.1", "worker1": "127.0.0.1", "worker2": "127.0.0.1"},
+        workers=["worker1", "worker2"],
+        local_names={"pi5": "worker1", "win": "worker2"},
+        elastic=False,
+    )
+
+
 PI5 = Member(session_id=7, worker_id=1, node="pi5", instance="aaaa")
 
 
@@ -129,3 +138,14 @@ def test_stages_are_called_so() -> None:
     assert "only 1 of 2 needed stages came" in decision.reason
     assert "start stages, then their worker again" in decision.reason
     assert quorum(2, config, started=False, waited_s=0.0, role="stage").reason.startswith("2 of")
+
+
+@pytest.mark.parametrize("node", ["win", "worker2"])
+def test_a_worker_of_one_machine_is_known_by_its_name_in_the_cluster_file_too(node: str) -> None:
+    here = local_cluster()
+    assert admit([PI5], 2, node, "bbbb", here) == Admitted()
+    assert assign([PI5], node, {1: "pi5"}, here) == NumberAssigned(2)
+    assert assign([PI5], node, {1: "pi5", 2: "worker2"}, here) == NumberAssigned(2)
+    refusal = assign([PI5], "worker1", {1: "pi5"}, here)
+    assert isinstance(refusal, Refused)
+    assert refusal.code == "busy"

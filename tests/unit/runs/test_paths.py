@@ -58,6 +58,8 @@ def test_a_node_name_cannot_lead_out_of_the_logs() -> None:
         (("server", "mini1", None), "server mini1"),
         (("server", "my-mini.local", None), "server my-mini.local"),
         (("worker", "pi5", 0), "worker 1 (pi5)"),
+        (("worker", "worker1", 0), "worker 1"),
+        (("worker", "worker2", 0), "worker 1 (worker2)"),
     ],
 )
 def test_a_log_says_by_its_name_whose_it_is(

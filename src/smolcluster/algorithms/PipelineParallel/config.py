@@ -24,6 +24,7 @@ class PipelineConfig(ScheduledConfig):
     """PipelineParallel's own keys, all of the cluster file."""
 
     local: ClassVar[Mapping[str, Any]] = MappingProxyType({"shard_plan": "auto"})
+    by_node: ClassVar[frozenset[str]] = frozenset({"shard_plan"})
 
     shard_plan: ShardPlan = Field(
         "auto",

@@ -306,7 +306,8 @@ class Coordinator(ABC):
         """
         worker, member = peer.worker, peer.worker.member
         what = f"{worker.name} can have no layers: {reason}"
-        if isinstance(self.config.shard_plan, dict) and member.node in self.config.shard_plan:
+        own = self.context.settings.cluster.node_of(member.node)
+        if isinstance(self.config.shard_plan, dict) and own in self.config.shard_plan:
             raise OutOfMemory(f"{what}; leave it out of shard_plan, or raise microbatches")
         self.builders.failed(member.worker_id, member.instance, what)
         self.context.log.warning("%s; it takes no part", what)

@@ -125,8 +125,9 @@ class Dealer:
         if self._config.shard_plan == "even":
             stages = even_cut(self._num_layers, list(peers), self._config)
             return unmeasured(stages, self._config)
+        names = {self._cluster.node_of(name): name for name in peers}
         ranges = {
-            node: [each] if isinstance(each, tuple) else each
+            names.get(node, node): [each] if isinstance(each, tuple) else each
             for node, each in self._config.shard_plan.items()
         }
         return unmeasured(written_cut(self._num_layers, ranges, self._config), self._config)
@@ -171,7 +172,7 @@ class Dealer:
     def _missing(self, peers: Mapping[str, Peer], num_unable: int) -> str | None:
         """Who must come before layers can be dealt out: at first all, later those of a written plan."""
         if isinstance(self._config.shard_plan, dict):
-            names = sorted(self._config.shard_plan.keys() - peers.keys())
+            names = sorted(self._config.shard_plan.keys() - set(map(self._cluster.node_of, peers)))
             return f"shard_plan has layers for {', '.join(names)}" if names else None
         wanted = 1 if self._has_dealt else max(1, self._cluster.num_workers - num_unable)
         if len(peers) >= wanted:

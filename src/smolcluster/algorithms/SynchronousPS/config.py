@@ -27,6 +27,7 @@ class SyncPSConfig(AlgorithmConfig):
             "global_batch_size": "elsewhere a step is one worker's batch, of batch_size",
         }
     )
+    by_node: ClassVar = frozenset({"batch_share"})
 
     timeout: Wait | None = Field(
         None,

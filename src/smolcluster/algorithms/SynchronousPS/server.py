@@ -71,6 +71,8 @@ class Server:
         self.orders = EpochOrders(context.training.order)
         self.total_samples = self.train.num_epochs * num_samples
         self.config = context.run.of(SyncPSConfig)
+        shares = self.config.batch_share
+        self.shares = None if shares is None else self.cluster.by_any_name(shares)
         self.num_grants = 0
         self.step: Step | None = None
         self.reduced: set[int] = set()
@@ -108,7 +110,7 @@ class Server:
         self.stores = context.open_stores()
         self.members = Members(
             self.stores,
-            self.config.batch_share,
+            self.shares,
             context.incarnation,
             self.reduction.num_buffers,
             is_whole=context.settings.train.batch == "whole",
@@ -402,8 +404,7 @@ class Server:
     def welcome(self, worker: Worker, ready: Ready) -> None:
         self.members.welcome(worker, ready)
         self.readies[worker.member.session_id] = ready
-        shares = self.config.batch_share
-        if shares is not None and worker.member.node not in shares:
+        if self.shares is not None and worker.member.node not in self.shares:
             self.context.log.info(
                 "%s has no share in batch_share: it only stands in for others", worker.name
             )

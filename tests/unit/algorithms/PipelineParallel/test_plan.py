@@ -1,11 +1,13 @@
 """Plans written by hand, even cuts, and what is refused."""
 
+import logging
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut, written_cut
 from smolcluster.configs.resolve import check_algorithm, load_settings
 from smolcluster.errors import ConfigError
@@ -108,3 +110,14 @@ def test_a_cut_with_fewer_layers_for_one_machine() -> None:
     assert not StageMap((0, 1, 2), (0, 1), ("a", "b")).relieved(0), "a layer is the least"
     assert not StageMap((0, 9), (0,), ("a",)).relieved(0)
     assert not StageMap((0, 4, 8, 9), (0, 1, 0), ("a", "b")).relieved(0)
+
+
+def test_a_written_plan_is_dealt_to_workers_that_are_called_as_in_the_cluster_file() -> None:
+    overrides = ["shard_plan={pi5: [0, 3], win: [3, 8]}"]
+    settings = load_settings("pipeline", "digits", None, overrides, {}, local=True, local_workers=2)
+    cluster, own = settings.cluster, settings.of(PipelineConfig)
+    dealer = Dealer(own, settings.train, cluster, 8, logging.getLogger("test"))
+    for names in (["pi5", "win"], ["worker1", "worker2"], ["worker1", "win"]):
+        peers: dict[str, Any] = dict.fromkeys(names)
+        found = dealer.cut(peers)
+        assert (list(found.map.nodes), found.map.cuts) == (names, (0, 3, 8))

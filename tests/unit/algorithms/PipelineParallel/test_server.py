@@ -110,7 +110,7 @@ def test_who_waits_for_a_machine_of_shard_plan_hears_why_it_cannot_build_its_lay
         update={"shard_plan": {"node1": (0, 2), "node2": (2, 4)}}
     )
     limits = {"start_timeout_s": 0.0, "empty_cluster_timeout_s": 0.0}
-    cluster: Any = SimpleNamespace(num_workers=2, **limits)
+    cluster: Any = SimpleNamespace(num_workers=2, node_of=str, **limits)
     server.dealer = Dealer(server.config, Mock(), cluster, 4, server.context.log)
     server.join(2, "b")
     server.builders.failed(1, 8 * "a", "worker 1 (node1): no weights")

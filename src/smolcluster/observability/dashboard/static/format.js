@@ -65,10 +65,11 @@ export function clock(seconds, thousandths = false) {
 
 export const moment = (seconds) => new Date(seconds * 1000).toISOString();
 
-/** A process as all views call it, from what has its rank and node: `worker 2 (pi5)`, of a mesh `rank 1 (pi5)`. */
+/** A process as all views call it, from what has its rank and node: `worker 2 (pi5)`, of a mesh `rank 1 (pi5)`;
+ *  `worker 2` of the node `worker2`. */
 export function title({ rank, node }, role = "server") {
   if (role === "rank") return `rank ${rank ?? 0} (${node})`;
   if (rank === null || rank === undefined) return `${role} ${node}`.trim();
-  return `worker ${rank + 1} (${node})`;
+  return node === `worker${rank + 1}` ? `worker ${rank + 1}` : `worker ${rank + 1} (${node})`;
 }
 export const sentence = (kind) => kind.replaceAll("_", " ");
