@@ -370,6 +370,16 @@ def test_shares_are_the_servers_affair_whatever_a_worker_is_told(
     assert address in only_line(capsys)
 
 
+@pytest.mark.parametrize("name", ["macbook", "worker3"])
+def test_a_local_worker_is_told_where_its_server_is_by_either_of_its_names(
+    work: Callable[..., int], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"127.0.0.2:{free_port()}"
+    arguments = ("--local", "--server", address, "--override", "start_timeout_s=0.1")
+    assert work("1", name, *arguments) == 75
+    assert address in only_line(capsys)
+
+
 def test_a_worker_may_be_named_with_dots(
     work: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
