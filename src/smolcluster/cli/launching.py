@@ -173,6 +173,7 @@ def _resume(
         int | None,
         typer.Option("--workers", metavar="N", help="Number of workers.  [default: as before]"),
     ] = None,
+    without: Without = None,
     dry_run: DryRun = False,
     detach: Detach = False,
     no_sync: NoSync = False,
@@ -188,7 +189,8 @@ def _resume(
     from smolcluster.launch.saved import resume  # noqa: PLC0415
 
     how = LaunchOptions(dry_run, not no_sync, overwrite, not no_tmux, detach, observe)
-    return resume(run, workers, [*(override or []), *workload_overrides(workload)], how)
+    overrides = [*(override or []), *workload_overrides(workload)]
+    return resume(run, workers, overrides, how, without=tuple(dict.fromkeys(without or ())))
 
 
 @app.command("attach", epilog=below("smolcluster attach"))

@@ -184,13 +184,13 @@ def launch_remote(
     with calling(
         named.workload, train.workload_args, settings.cluster.seed, run.say, here_env
     ) as wait:
-        _examine(machines.values(), run.say, how, settings.cluster, is_new=not resume)
+        _examine(machines.values(), run.say, how, settings.cluster)
         wait()
     if request.algorithm.is_group:
         hosts = [machine.host for machine in machines.values()]
         systems = run_on_all(hosts, lambda host: host.run("uname -s").stdout.strip())
         check_systems(list(systems.items()))
-    run.keep_what_waits(version_of(root) if how.sync else None)
+    run.keep_what_waits(version_of(root) if how.sync else None, without=request.without)
     check_port(host_of(launched.server), launched.port)
     root_sent = root if how.sync else None
     bring(machines.values(), secret, run.say, root=root_sent, overwrite=how.overwrite)
@@ -260,15 +260,13 @@ def _examine(
     say: Callable[..., None],
     how: LaunchOptions,
     cluster: ClusterConfig,
-    *,
-    is_new: bool,
 ) -> None:
-    """As `examine`; says of workers' machines out of reach how a new run is launched without them."""
+    """As `examine`; says of workers' machines out of reach how a run is launched without them."""
     try:
         examine(machines, say, sync=how.sync)
     except NotFit as error:
         left_out = [node for node in error.unreached if node in cluster.workers]
-        if not (is_new and left_out) or {cluster.server, *cluster.stage_nodes} & {*error.unreached}:
+        if not left_out or {cluster.server, *cluster.stage_nodes} & {*error.unreached}:
             raise
         flags = " ".join(f"--without {node}" for node in left_out)
         raise LaunchError(f"{error}; {flags} launches the others alone") from None
@@ -526,9 +524,16 @@ def _override_of(request: Request, key: str) -> str | None:
 
 
 def resume_remote(
-    paths: RunPaths, launched: Launched, overrides: Sequence[str], how: LaunchOptions
+    paths: RunPaths,
+    launched: Launched,
+    overrides: Sequence[str],
+    how: LaunchOptions,
+    *,
+    without: Sequence[str] = (),
 ) -> int:
     """Let a run go on on its machines, from its newest good checkpoint; returns the exit code.
+
+    `without`: nodes that take no part any more.
 
     Raises:
         SmolclusterError: what prevents it, in one line.
@@ -549,6 +554,7 @@ def resume_remote(
         train_config=str(files[1]),
         overrides=(*told.overrides, *overrides),
         script=told.script,
+        without=tuple(without),
     )
     if paths.summary.is_file():
         check_unfinished(paths, settings_of(request, local=False).train)

@@ -150,11 +150,11 @@ class Run:
         """What the server wrote last before it was started."""
         self._newest_before: str | None = None
 
-    def keep_what_waits(self, version: str | None = None) -> None:
+    def keep_what_waits(self, version: str | None = None, *, without: Collection[str] = ()) -> None:
         """Keep the workers of a run that goes on which still look for their server; end the others then.
 
         Kept is who was started by the same command with the same code, whose digest is `version`; None: that
-        is not changed.
+        is not changed. Of nodes that are left out nobody is asked: they may be out of reach.
 
         Raises:
             RunBusy: its server is alive.
@@ -166,7 +166,8 @@ class Run:
         self._launched = self._launched.model_copy(update={"version": version})
         if before is None:  # it has never been started
             return
-        waiting = [each for each, code in exit_codes(before.processes) if code is None]
+        asked = [each for each in before.processes if each.node not in without]
+        waiting = [each for each, code in exit_codes(asked) if code is None]
         if before.server in waiting:
             run_id = self._launched.run_id
             raise RunBusy(

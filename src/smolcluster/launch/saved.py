@@ -34,7 +34,7 @@ from smolcluster.observability.logs import console_logger
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.ps.offering import ATTACHED_DATA
-from smolcluster.runs.launched import launched_of
+from smolcluster.runs.launched import Launched, launched_of
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import LATEST as LATEST_RUN
 from smolcluster.runs.paths import RunPaths, find_run, runs_root
@@ -212,8 +212,17 @@ def gpt_of(paths: RunPaths, checkpoint: Checkpoint) -> GPT:
     return model.eval()
 
 
-def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: LaunchOptions) -> int:
+def resume(
+    run: str,
+    num_workers: int | None,
+    overrides: Sequence[str],
+    how: LaunchOptions,
+    *,
+    without: Sequence[str] = (),
+) -> int:
     """Start a whole run again where it ran, from its newest good checkpoint; returns the exit code.
+
+    `without`: nodes of a run over SSH that take no part any more.
 
     Raises:
         ConfigError: there is no such run, or it did not get as far as to begin.
@@ -221,12 +230,13 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: Lau
     """
     paths = find(run)
     launched = launched_of(paths)
+    _check_left_out(paths, launched, without)
     if launched is not None and launched.is_job:
         return resume_job(paths, launched, overrides, how)
     if launched is not None and not launched.is_local:
         if num_workers is not None:
             raise ConfigError("--workers: the workers of a cluster are those of its file")
-        return resume_remote(paths, launched, overrides, how)
+        return resume_remote(paths, launched, overrides, how, without=without)
     with run_lock(paths.lock):  # the server takes it again
         settings = load_resolved(paths.config)
         store = store_of(paths)
@@ -263,6 +273,15 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: Lau
     )
     check_unfinished(paths, settings_of(request, local=True).train)
     return launch_local(request, paths.run_id, how, resume=True)
+
+
+def _check_left_out(paths: RunPaths, launched: Launched | None, without: Sequence[str]) -> None:
+    has_none = launched is None or launched.is_local or launched.is_job
+    if without and has_none:
+        raise ConfigError(
+            f"--without {without[0]}: it leaves out machines that are reached over SSH, and run "
+            f"{paths.run_id} has none"
+        )
 
 
 def _resume_single(

@@ -10,13 +10,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from harness import local_settings
 from smolcluster.algorithms.entry import server_parser, worker_parser
 from smolcluster.algorithms.process import worker_settings
 from smolcluster.cli import main
 from smolcluster.configs.function_name import FunctionName
-from smolcluster.configs.load import dump_yaml, read_config
+from smolcluster.configs.load import dump_yaml, find_config, read_config
 from smolcluster.configs.meant import cluster_source
 from smolcluster.configs.resolve import cluster_without, load_settings
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig, StagesConfig
@@ -34,9 +35,19 @@ from smolcluster.launch.plan import (
     plan_cluster,
     plan_local,
 )
-from smolcluster.launch.remote import LaunchOptions, keys_of, launch_remote, places_of
+from smolcluster.launch.remote import (
+    LaunchOptions,
+    StoredOptions,
+    keep,
+    keys_of,
+    launch_remote,
+    places_of,
+)
+from smolcluster.launch.run import Run
+from smolcluster.launch.saved import resume
 from smolcluster.launch.take_in import script_of, with_worker, workload_of
-from smolcluster.runs.launched import Launched
+from smolcluster.runs.launched import Launched, write_launched
+from smolcluster.runs.paths import create_run
 
 RUN_ID = "edp-1"
 SERVED = [spec.name for spec in algorithms().values() if not spec.is_group]
@@ -291,6 +302,50 @@ def test_a_launch_without_a_machine_plans_the_others(
     words = ["launch", "edp", "--config", three(tmp_path), "--dry-run", "--without"]
     assert main([*words, "pi5"]) == 0
     assert "pi5" not in capsys.readouterr().out
+
+
+def test_a_run_goes_on_without_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    file, train = Path(three(tmp_path)), find_config("digits", "training")
+    cluster = load_settings(file, "digits").cluster
+    paths = create_run(tmp_path / "runs", RUN_ID)
+    told = StoredOptions(environ={}, overrides=())
+    keep(paths, file.read_bytes(), train.read_bytes(), told)
+    request = Request(get_algorithm("edp"), config=str(file))
+    places = places_of(request, cluster, file, train, tmp_path / "runs")
+    write_launched(paths.launched, plan_cluster(request, cluster, places, RUN_ID))
+    assert main(["resume", RUN_ID, "--dry-run"]) == 0
+    assert "pi5" in capsys.readouterr().out
+    assert main(["resume", RUN_ID, "--dry-run", "--without", "pi5"]) == 0
+    shown = capsys.readouterr().out
+    assert "mini2" in shown
+    assert "pi5" not in shown
+
+
+def test_a_run_of_one_machine_goes_on_with_all_that_it_has(tmp_path: Path) -> None:
+    create_run(tmp_path, RUN_ID).config.touch()
+    with pytest.raises(ConfigError, match=r"--without pi5: .* run edp-1 has none"):
+        resume(str(tmp_path / RUN_ID), None, [], LaunchOptions(), without=["pi5"])
+
+
+def test_of_machines_that_are_left_out_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = create_run(tmp_path, RUN_ID)
+    launched = planned()
+    write_launched(paths.launched, launched)
+    asked = set()
+
+    def run(host: Host, *_: object, **__: object) -> Done:
+        asked.add(host.node)
+        return Done(0, "gone\n", "")
+
+    monkeypatch.setattr(Host, "run", run)
+    Run(launched, paths, Console()).keep_what_waits(without=["pi5"])
+    assert asked == {"mini1", "mac.book-2"}
 
 
 @pytest.mark.parametrize(
