@@ -194,6 +194,16 @@ def _is_secret(key: str, value: Any) -> bool:
     return is_meant or bool(_KNOWN_SECRET.search(text))
 
 
+def is_from_environment(value: Any) -> bool:
+    """Whether a value of `workload_args`, or a part of it, is `env:NAME`."""
+    match value:
+        case Mapping():
+            return any(map(is_from_environment, value.values()))
+        case list():
+            return any(map(is_from_environment, value))
+    return FROM_ENVIRONMENT.fullmatch(str(value)) is not None
+
+
 def from_environment(value: Any, environ: Mapping[str, str], key: str) -> Any:
     """A value of `workload_args`, in which `env:NAME` is what the variable NAME holds on this machine.
 

@@ -12,10 +12,12 @@ import shlex
 import subprocess
 import sys
 import tarfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from smolcluster.configs.argument_types import checked_argument, type_of
 from smolcluster.configs.begun import (
     BEGUN,
     WORKLOAD_FOLDER,
@@ -24,7 +26,11 @@ from smolcluster.configs.begun import (
     files_digest,
     marker,
 )
-from smolcluster.configs.function_name import FunctionName, check_workload_args
+from smolcluster.configs.function_name import (
+    FunctionName,
+    check_workload_args,
+    is_from_environment,
+)
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.host import Host, run_here, shell_path
 from smolcluster.utils.units import format_bytes
@@ -204,8 +210,10 @@ def put_code(host: Host, run_dir: str, packed: bytes, name: str) -> None:
         raise LaunchError(f"{host.node}: the workload's code cannot be written: {done.stderr_tail}")
 
 
-def check_source(name: FunctionName, args: Collection[str]) -> None:
+def check_source(name: FunctionName, args: Mapping[str, Any]) -> None:
     """Look, without running it, whether a file has this function, and whether it takes these arguments.
+
+    Of what is annotated with Python's own types the values are checked too.
 
     Raises:
         ConfigError: it has not, it does not, or it is no Python.
@@ -228,6 +236,10 @@ def check_source(name: FunctionName, args: Collection[str]) -> None:
             for each, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True)
         }
         check_workload_args(args, known, name.text, takes_any=takes.kwarg is not None)
+        for each in (*takes.args, *takes.kwonlyargs):
+            if each.arg in args and not is_from_environment(args[each.arg]):
+                hint = type_of(each.annotation)
+                checked_argument(each.arg, args[each.arg], hint, name.text, environ={})
 
 
 def _parsed(file: Path, said: str) -> ast.Module:

@@ -6,7 +6,6 @@ here: what a server says of its workload is a label that no code is looked for b
 
 import importlib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,16 +14,10 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 import torch
-from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
+from smolcluster.configs.argument_types import checked_argument
 from smolcluster.configs.begun import content_hash, files_digest
-from smolcluster.configs.function_name import (
-    ARGS,
-    FunctionName,
-    check_workload_args,
-    from_environment,
-)
-from smolcluster.configs.keys import show
+from smolcluster.configs.function_name import FunctionName, check_workload_args
 from smolcluster.errors import ConfigError
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import UNNAMED, Workload
@@ -150,30 +143,14 @@ def checked_arguments(
         hints = get_type_hints(function)
     except (NameError, TypeError, AttributeError):  # of names that exist for type checkers alone
         hints = {}
-    return {key: _checked(key, value, hints.get(key, Any), said) for key, value in args.items()}
+    return {
+        key: checked_argument(key, value, hints.get(key, Any), said, os.environ)
+        for key, value in args.items()
+    }
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty
-
-
-def _checked(key: str, stated: Any, hint: Any, said: str) -> Any:
-    value = from_environment(stated, os.environ, key)
-    is_stated = value == stated  # what a variable holds is text, also of a number
-    try:
-        adapter = TypeAdapter(hint)
-    except (PydanticSchemaGenerationError, PydanticUserError):
-        return value  # what a file can say is none of this class: the function may take it as it is
-    try:
-        return adapter.validate_json(json.dumps(value), strict=is_stated)
-    except ValidationError as error:
-        reason = error.errors(include_url=False)[0]["msg"]
-        raise ConfigError(
-            one_line(
-                f"{ARGS}.{key} is {show(stated)}, which {said} does not take: "
-                f"{reason[0].lower()}{reason[1:]}"
-            )
-        ) from None
 
 
 def source_hash(module: str, folders: list[Path]) -> str:

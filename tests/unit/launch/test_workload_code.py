@@ -27,6 +27,9 @@ raise SystemExit("this file must not be run")
 import functools
 from elsewhere import imported
 def workload(width, depth=2, *, rate, name="x"): ...
+def typed(width: int, rate: float = 1.0, *, kind: Literal["a", "b"] = "a", sizes: list[int] | None = None,
+          device: torch.device = None, later: "int" = 1, odd: dict[int] = None,
+          named: Optional[str] = None): ...
 def takes_any(width=1, **others): ...
 @functools.wraps(print)
 def decorated(anything): ...
@@ -45,32 +48,39 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("function", "args"),
     [
-        ("workload", ("width", "rate")),
-        ("workload", ("width", "depth", "rate", "name")),
-        ("takes_any", ("more",)),
-        ("decorated", ("other",)),
-        ("made", ("depth",)),
-        ("imported", ()),
+        ("workload", {"width": 1, "rate": 1}),
+        ("workload", {"width": "wide", "depth": 1, "rate": 1, "name": "y"}),
+        ("typed", {"width": 1, "rate": 2, "kind": "b", "sizes": [1], "named": None}),
+        ("typed", {"width": 1, "sizes": None, "device": "cpu", "later": "x", "odd": 3}),
+        ("typed", {"width": "env:WIDTH", "sizes": ["env:SIZE"]}),
+        ("takes_any", {"more": 1}),
+        ("decorated", {"other": 1}),
+        ("made", {"depth": 1}),
+        ("imported", {}),
     ],
 )
-def test_what_may_be_right_is_not_refused(file: Path, function: str, args: tuple[str, ...]) -> None:
+def test_what_may_be_right_is_not_refused(file: Path, function: str, args: dict[str, Any]) -> None:
     check_source(known_here(f"{file}:{function}"), args)
 
 
 @pytest.mark.parametrize(
     ("function", "args", "words"),
     [
-        ("workload", ("width",), "needs an argument: set workload_args.rate"),
+        ("workload", {"width": 1}, "needs an argument: set workload_args.rate"),
         (
             "workload",
-            ("width", "rate", "dept"),
+            {"width": 1, "rate": 1, "dept": 1},
             "workload_args.dept is no argument of .*mean depth",
         ),
-        ("workloda", (), "train.py has no workloda; did you mean workload"),
+        ("workloda", {}, "train.py has no workloda; did you mean workload"),
+        ("typed", {"width": "wide"}, "workload_args.width is 'wide', .*valid integer"),
+        ("typed", {"width": 1, "kind": "c"}, "workload_args.kind is 'c', .*'a' or 'b'"),
+        ("typed", {"width": 1, "sizes": 3}, "workload_args.sizes is 3, .*valid (array|list)"),
+        ("typed", {"width": 1, "named": 3}, "workload_args.named is 3, .*valid string"),
     ],
 )
 def test_what_is_wrong_for_sure_is_refused(
-    file: Path, function: str, args: tuple[str, ...], words: str
+    file: Path, function: str, args: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         check_source(known_here(f"{file}:{function}"), args)
@@ -79,7 +89,7 @@ def test_what_is_wrong_for_sure_is_refused(
 def test_a_file_that_is_no_python_names_its_line(file: Path) -> None:
     file.write_text("\n\ndef workload(:\n")
     with pytest.raises(ConfigError, match=r"train\.py, line 3"):
-        check_source(known_here("train.py:workload"), ())
+        check_source(known_here("train.py:workload"), {})
 
 
 def asked(*overrides: str, **stated: Any) -> Any:
