@@ -368,6 +368,21 @@ def test_log_lines_are_shown_that_the_stream_did_not_bring(
     proxy.close()
 
 
+@pytest.mark.parametrize(("algorithm", "has_staleness"), [("edp", True), ("syncps", False)])
+def test_staleness_is_shown_of_algorithms_that_have_any(
+    processes: Processes, browser: Chrome, algorithm: str, *, has_staleness: bool
+) -> None:
+    run = MadeRun(processes.runs, "made")
+    run.started(algorithm=algorithm)
+    run.status("ended", None, worker_status(0, staleness=[5, 0, 0, 0, 0, 0, 0, 0]))
+    _, address = dashboard(processes, "made")
+    browser.get(address)
+    places = ("#staleness", "#staleness-title", "#workers [data-label='staleness']")
+    eventually(lambda: text_of(browser, "#state") == "ended")
+    eventually(lambda: is_visible(browser, "#pushes"))
+    eventually(lambda: {is_visible(browser, place) for place in places} == {has_staleness})
+
+
 def test_what_a_link_was_measured_to_carry_stands_beside_what_it_does(
     processes: Processes, browser: Chrome
 ) -> None:

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smolcluster.configs.spec import SINGLE, algorithms, has_pushes
+from smolcluster.configs.spec import SINGLE, STALENESS, algorithms, has_pushes, shows
 from smolcluster.observability.view.snapshot import LAST_STEP, RunSnapshot, state_of, summed_up
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.status import OLD_S, STALENESS_EDGES, RunStatus, WorkerStatus
@@ -72,6 +72,7 @@ def _setup(read: RunSnapshot, started: RunStarted | None) -> dict[str, Any]:
         "algorithm": algorithm,
         "is_synchronous": spec is not None and spec.is_synchronous,
         "has_pushes": algorithm != SINGLE and has_pushes(algorithm),
+        "has_staleness": shows(algorithm, STALENESS),
         **{name: getattr(started, name, None) for name in names},
         "grid": started.mesh if started else None,
     }

@@ -69,6 +69,7 @@ function take(next) {
   drawProblems(state.problems);
   drawFigures();
   byId("staleness-title").closest("section").hidden = !state.has_pushes;
+  byId("staleness-title").hidden = byId("staleness").hidden = !state.has_staleness;
   say(byId("workers-title"), state.grid ? "Ranks" : "Workers");
   byId("workers-title").closest("section").hidden = state.algorithm === "single";
   drawStaleness();

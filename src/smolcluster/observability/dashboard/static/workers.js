@@ -34,7 +34,7 @@ const COLUMNS = [
   ["loss", (worker) => optional(worker.loss, number)],
   ["samples", (worker) => count(worker.samples), (worker) => (worker.share > 0 ? percent(worker.share) : "")],
   ["samples/s", (worker, state) => (state.is_over ? "" : number(worker.samples_per_s, 3))],
-  ["staleness", (worker, state) => (state.has_pushes ? number(worker.mean_staleness, 3) : "")],
+  ["staleness", (worker, state) => (state.has_staleness ? number(worker.mean_staleness, 3) : "")],
   ["local steps", (worker) => optional(vital("local_steps")(worker), count)],
   ["drift", (worker) => optional(vital("drift")(worker), percent)],
   ["layers", (worker) => stage(worker)?.ranges ?? ""],
