@@ -57,7 +57,7 @@ class Arm:
     codec_up: str = "fp32"
     codec_down: str = "fp32"
     outer: tuple[float, float] | None = None
-    """γ and β of the outer step; None: by the number of rounds."""
+    """γ and β of the outer step; None: the defaults."""
     local_steps: int = LOCAL_STEPS
     """Mean H."""
     wanted: float | None = None

@@ -24,8 +24,6 @@ from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.training.muon import MuonOptimizer
 from smolcluster.transport.messages import MAX_CHANGES
 
-USUAL_ROUNDS = 100
-"""Of a run whose local steps are chosen by measured times."""
 CHANGES_PER_DELAY = 2
 """Of each worker, after which momentum acts where workers do not wait for each other."""
 
@@ -93,12 +91,10 @@ def warn_of_long_rounds(context: ServerContext, epoch_batches: int) -> None:
 
 
 def new_outer(context: ServerContext, total_batches: int) -> OuterOptimizer:
-    """The outer optimizer; γ and β, where nothing is said, go by the rounds and the inner optimizer."""
+    """The outer optimizer; γ and β, where nothing is said, are those that suit the inner optimizer."""
     num_workers, config = context.settings.cluster.num_workers, context.run.of(DiLoCoConfig)
     replica = context.training.replica
     num_rounds = total_batches // num_workers // (config.local_steps or 1)
-    if config.local_steps is None:
-        num_rounds = min(USUAL_ROUNDS, num_rounds)
     is_sparse = config.codec_up == "topk"
     has_muon = isinstance(replica.optimizer, MuonOptimizer)
     rate, momentum = (1.0, 0.0) if is_sparse else outer_defaults(num_rounds, has_muon=has_muon)

@@ -49,8 +49,8 @@ class DiLoCoConfig(AlgorithmConfig):
     outer_momentum: NonNegativeFloat | None = Field(
         None,
         lt=1,
-        description="DiLoCo: Nesterov momentum of the outer step; null: 0.6 with muon, else 0.5 to 0.9 by "
-        "the number of rounds, which are taken for 100 where local_steps is null.",
+        description="DiLoCo: Nesterov momentum of the outer step; null: 0.5, or 0.6 with muon, or 0 in a "
+        "run of one round.",
     )
     momentum_delay: PositiveInt | None = Field(
         None,

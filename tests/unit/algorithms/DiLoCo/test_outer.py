@@ -1,7 +1,5 @@
 """The outer optimizer against torch's SGD and against the papers' formulas in plain numbers."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,21 +63,9 @@ def test_a_single_round_takes_the_mean_of_the_workers() -> None:
         )
 
 
-def test_few_rounds_have_less_momentum_and_one_round_more_has_hardly_more() -> None:
-    rates = [outer_defaults(num_rounds) for num_rounds in range(2, 3000)]
-    assert {learning_rate for learning_rate, _ in rates} == {0.7}
-    momenta = [momentum for _, momentum in rates]
-    rises = [after - before for before, after in pairwise(momenta)]
-    assert min(rises) >= 0
-    assert max(rises) < 0.005
-    assert (momenta[0], momenta[-1]) == (0.5, 0.9)
-
-
-@pytest.mark.parametrize(
-    ("num_rounds", "momentum"), [(2, 0.5), (51, 0.5), (100, 0.64), (150, 0.706), (1296, 0.9)]
-)
-def test_momentum_is_that_of_the_rule(num_rounds: int, momentum: float) -> None:
-    assert outer_defaults(num_rounds)[1] == pytest.approx(momentum, abs=1e-3)
+@pytest.mark.parametrize("num_rounds", [2, 49, 149, 150, 10_000])
+def test_momentum_does_not_jump_with_the_number_of_rounds(num_rounds: int) -> None:
+    assert outer_defaults(num_rounds) == (0.7, 0.5)
 
 
 @pytest.mark.parametrize("num_rounds", [2, 49, 150, 10_000])
