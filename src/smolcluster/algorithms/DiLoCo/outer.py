@@ -142,7 +142,7 @@ def outer_defaults(num_rounds: int, *, has_muon: bool = False) -> tuple[float, f
     | rounds | synchronous | β = 0.5 | 0.7 | 0.8 |
     |---|---|---|---|---|
     | 49 | 2.074 | 2.220 | 2.220 | |
-    | 147 | | 1.965 | 2.233 | 2.429 |
+    | 147 | 1.927 | 1.965 | 2.233 | 2.429 |
     | 49, Muon, rate 0.008 | 1.964 | | 2.040 (0.6) | 2.083 |
 
     Where the inner rate is chosen anew for each β, few rounds want little momentum and 200 hardly care. Four
