@@ -447,7 +447,7 @@ def test_a_plan_by_hand_that_does_not_fit_is_refused_before_the_first_step(
 
     monkeypatch.setattr(dealing, "reported", reported)
     settings = settings_for(2)
-    by_hand = {"shard_plan": {"pi5": [0, 6], "win": [6, 8]}}
+    by_hand = {"shard_plan": {"worker1": [0, 6], "worker2": [6, 8]}}
     settings = replace(settings, cluster=settings.cluster.model_copy(update=by_hand))
     cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
     workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
