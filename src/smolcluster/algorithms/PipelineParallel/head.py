@@ -621,6 +621,7 @@ def settings_of(
     names = tuple(stages.host_ip)
     cluster = {
         "host_ip": stages.host_ip,
+        "local_names": {},  # stages are called as they are listed
         "port": stages.port,
         "bind": None,
         "server": name,
