@@ -96,7 +96,7 @@ def test_a_worker_warms_up_in_as_many_steps_as_one_process_with_the_whole_batch(
     tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
     own = "batch_size=8", "num_epochs=3", "local_steps=2", "lr_schedule.warmup_iters=6"
-    settings = settings_for(*own, *mode, workers=2)
+    settings = settings_for("sync_fraction=0", *own, *mode, workers=2)
     cluster = cluster_for(settings, tmp_path, normed())
     cluster.finish(cluster.worker(1), cluster.worker(2))
     rates = sorted(record.values["lr"] for record in cluster.metrics.steps[:12])
@@ -239,7 +239,7 @@ def test_local_steps_are_chosen_by_measured_times_and_at_first_few(tmp_path: Pat
             super().measured_steps()
             return 6
 
-    settings = settings_for("num_epochs=4", workers=2)
+    settings = settings_for("num_epochs=4", "sync_fraction=0", workers=2)
     cluster = Cluster(settings, tmp_path, Watched, algorithm="diloco")
     cluster.finish(*(cluster.worker(rank + 1) for rank in range(2)))
     assert chosen[:5] == [1, 2, 4, 6, 6]
@@ -257,7 +257,7 @@ def test_local_steps_are_chosen_again_when_workers_no_longer_wait(tmp_path: Path
             super().measured_steps()
             return 24
 
-    settings = settings_for("num_epochs=4", *ASYNC, workers=2)
+    settings = settings_for("num_epochs=4", "sync_fraction=0", *ASYNC, workers=2)
     cluster = Cluster(settings, tmp_path, Watched, algorithm="diloco")
     cluster.finish(*(cluster.worker(rank + 1) for rank in range(2)))
     assert chosen[:7] == [1, 2, 4, 8, 16, 16, 24], "then a round is a change of each"

@@ -33,7 +33,7 @@ def settings_for(num_hosts: int, *overrides: str, workers: int = 1) -> Settings:
     return local_settings(
         on_hosts(num_hosts),
         *common,
-        "outer_lr=0.7",
+        *("outer_lr=0.7", "sync_fraction=0"),  # only one host begins synchronously
         *overrides,
         workers=workers,
         algorithm="diloco",

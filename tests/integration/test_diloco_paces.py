@@ -122,7 +122,7 @@ def test_a_link_that_drops_to_a_tenth_costs_time_and_nothing_else(
 ) -> None:
     settings = local_settings(
         *("codec_up=int8", "codec_down=int8", "local_steps=8", "num_epochs=3", "min_workers=2"),
-        f"mode={mode}",
+        *(f"mode={mode}", "sync_fraction=0"),
         workers=2,
         algorithm="diloco",
     )
@@ -148,7 +148,7 @@ def test_a_link_that_drops_to_a_tenth_costs_time_and_nothing_else(
 def test_every_sample_counts_once(tmp_path: Path, other: type[Changing], mode: str) -> None:
     settings = local_settings(
         *("codec_up=int8", "codec_down=int8", "local_steps=8", "num_epochs=3", "min_workers=2"),
-        f"mode={mode}",
+        *(f"mode={mode}", "sync_fraction=0"),
         workers=2,
         algorithm="diloco",
     )

@@ -473,6 +473,7 @@ class _Life:
 
     def _ready(self, participant: Participant, run: RunConfig) -> Ready:
         replica = self._training.replica
+        has_own_optimizer = self._training.optimizer is not replica.optimizer
         says_weights = has_local_steps(run.algorithm) and not replica.params.is_meta
         return Ready(
             source=self._training.workload.source,
@@ -486,6 +487,7 @@ class _Life:
             samples_per_s=self._samples_per_s or 0.0,
             unacknowledged=participant.unacknowledged,
             weights=replica.digest() if says_weights else None,
+            steps_alone=self._place.spread is not None or has_own_optimizer,
         )
 
 

@@ -270,6 +270,7 @@ def assignment_of(
     first_bucket: int = 0,
     backup: bool = False,
     fragments: Sequence[int] | None = None,
+    is_gradient: bool = False,
 ) -> tuple[Assignment, memoryview]:
     """The message that hands samples out at `version` of the weights, and its payload.
 
@@ -286,6 +287,7 @@ def assignment_of(
         tensor=_indices_spec(indices.numel()),
         batch_nbytes=None if batch is None else batch.nbytes,
         fragments=None if fragments is None else tuple(fragments),
+        is_gradient=is_gradient,
     ), bytes_of(indices)
 
 

@@ -244,6 +244,8 @@ class Ready(Message):
     """What that model made of its first, middle and last training sample; null: it is not compared."""
     weights: Identifier | None = None
     """XXH3-128 of the weights and buffers that it has; null: it gets them in any case."""
+    steps_alone: bool = False
+    """Whether its steps are its own: others compute for it, or its loop has an optimizer of its own."""
 
 
 class Reject(Message):
@@ -261,7 +263,7 @@ class Assignment(Message):
     With `batch_nbytes` the samples themselves came just before, in `Served` messages of so many bytes in all.
     `version` is the server's. SyncPS: they are of a batch of `batch_samples`; only the buckets from
     `first_bucket` on are wanted; a `backup` of somebody else's part is pushed lossless. DiLoCo: only these
-    `fragments` take a step; null: all.
+    `fragments` take a step; null: all. In its synchronous beginning what is collected next `is_gradient`.
     """
 
     KIND: ClassVar[int] = 7
@@ -275,6 +277,7 @@ class Assignment(Message):
     tensor: TensorSpec
     batch_nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)] | None = None
     fragments: Fragments | None = None
+    is_gradient: bool = False
 
 
 class Served(Message):
@@ -542,7 +545,8 @@ class Stepped(Message):
 class Collect(Message):
     """Server: send what a fragment has changed by since its last weights; `wait`: until the next ones come.
 
-    It is about all Assignments before it. `request` names it in the Delta.
+    It is about all Assignments before it: where these say so, send their mean gradient. `request` names it in
+    the Delta.
     """
 
     KIND: ClassVar[int] = 33

@@ -20,6 +20,7 @@ from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.ledger import Ledger
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer, outer_defaults
 from smolcluster.algorithms.DiLoCo.outer_links import OuterLinks
+from smolcluster.algorithms.DiLoCo.sync_beginning import SyncBeginning
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.training.muon import MuonOptimizer
 from smolcluster.transport.messages import MAX_CHANGES
@@ -44,10 +45,18 @@ class RoundsState(BaseModel):
     """How momentum is laid; earlier versions, which do not say it, have laid it fragment by fragment."""
     local_steps: PositiveInt | None = None
     """H; earlier versions do not say it."""
+    sync_steps: NonNegativeInt | None = None
+    """Steps of the synchronous beginning, in which the run still is; null: it is over."""
+    sync_waited_s: NonNegativeFloat = 0.0
 
     @classmethod
     def of(
-        cls, stores: OuterLinks, outer: OuterOptimizer, ledger: Ledger, local_steps: int
+        cls,
+        stores: OuterLinks,
+        outer: OuterOptimizer,
+        ledger: Ledger,
+        local_steps: int,
+        beginning: SyncBeginning,
     ) -> Self:
         return cls(
             version=stores.version,
@@ -57,6 +66,8 @@ class RoundsState(BaseModel):
             partly_applied=ledger.partly_applied,
             momentum_order="weights",
             local_steps=local_steps,
+            sync_steps=None if beginning.is_over else beginning.num_steps,
+            sync_waited_s=beginning.waited_s,
         )
 
     def check(self, num_fragments: int) -> None:
@@ -88,6 +99,17 @@ def warn_of_long_rounds(context: ServerContext, epoch_batches: int) -> None:
             "local_steps is %d: a round has %d batches, an epoch %d; lower it, or set it to null",
             *(local_steps, round_batches, epoch_batches),
         )
+
+
+def new_beginning(context: ServerContext, total_batches: int) -> SyncBeginning:
+    """The synchronous beginning; on several hosts, none of which has all weights, there is none."""
+    num_samples = context.settings.train.num_epochs * context.training.num_samples
+    beginning = SyncBeginning(
+        round(context.run.of(DiLoCoConfig).sync_fraction * num_samples), total_batches
+    )
+    if num_samples and len(context.settings.cluster.store_nodes) > 1:
+        beginning.end("the weights lie on several hosts")
+    return beginning
 
 
 def new_outer(context: ServerContext, total_batches: int) -> OuterOptimizer:

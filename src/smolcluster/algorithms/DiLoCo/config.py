@@ -42,6 +42,13 @@ class DiLoCoConfig(AlgorithmConfig):
         description="DiLoCo: mean number of batches that a worker computes between two exchanges; null: by "
         "measured times, and at first fewer.",
     )
+    sync_fraction: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="DiLoCo: share of the run's samples with which it begins synchronously, exchanging "
+        "gradients; less where links are too slow for that. 0: rounds from the first sample on.",
+    )
     outer_lr: PositiveFloat | None = Field(
         None,
         description="DiLoCo: learning rate of the outer step; null: 0.7, or 1 in a run of one round.",

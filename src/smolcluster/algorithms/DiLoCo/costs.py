@@ -7,6 +7,7 @@ batches in it. Where exchanges are behind computation nothing is lost, but what 
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import harmonic_mean
 from typing import Any
 
@@ -18,6 +19,7 @@ from smolcluster.algorithms.DiLoCo.rounds import (
     most_local_steps,
     waiting_round_s,
 )
+from smolcluster.algorithms.DiLoCo.sync_beginning import MOST_WAITING
 from smolcluster.algorithms.planning.costs import (
     HANDLING_S,
     Forecast,
@@ -57,7 +59,8 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
         down_nbytes=down,
     )
     found = FastMotion(site, run).find() or _of_long_rounds(site, run)
-    samples_per_s = settings.train.samples_per_push * found.batches_s
+    batches_s = _with_beginning(site, run, found.batches_s, config.sync_fraction)
+    samples_per_s = settings.train.samples_per_push * batches_s
     exchanges_s = len(site.workers) * found.exchanges_s
     return Forecast(
         samples_per_s=samples_per_s,
@@ -75,6 +78,21 @@ def candidates(site: Site, job: Job, settings: Settings) -> Iterator[dict[str, A
         {"codec_up": codec, "codec_down": codec, "local_steps": None} for codec in codecs
     )
     return with_stores(site, settings, choices, Traffic(*_round_nbytes(job, settings)))
+
+
+def _with_beginning(site: Site, run: Run, batches_s: float, sync_fraction: float) -> float:
+    """Batches a second of a run that begins synchronously, and has so many a second afterwards.
+
+    The beginning ends when workers have waited for its exchanges for their share of the computing time.
+    """
+    if not sync_fraction:
+        return batches_s
+    in_steps = replace(run, mode="sync", num_fragments=1, local_steps=1)
+    computed_s = sum(1 / worker.step_s for worker in site.workers)
+    synchronous = FastMotion(site, in_steps).find() or _of_long_rounds(site, in_steps)
+    waited = computed_s / synchronous.batches_s - 1
+    share = min(sync_fraction, MOST_WAITING / waited) if waited > 0 else sync_fraction
+    return 1 / (share / synchronous.batches_s + (1 - share) / batches_s)
 
 
 def _of_long_rounds(site: Site, run: Run) -> Found:

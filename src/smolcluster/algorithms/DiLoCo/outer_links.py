@@ -18,7 +18,8 @@ from torch import Tensor
 
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, Layout
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
-from smolcluster.algorithms.DiLoCo.outer_store import WHOLE, OuterStore
+from smolcluster.algorithms.DiLoCo.outer_store import WHOLE, OuterStore, mean_change
+from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError, ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.buffers import buffer_frames
@@ -313,6 +314,32 @@ class OuterLinks(StoreLinks):
             )
             buffers = [(each.num_samples, each.arrived.buffers) for each in changes]
             self._replica.buffers.add(mean_buffers(buffers))
+
+    def step_together(
+        self, changes: Sequence[Sequence[Change]], learning_rate: float, clipping: GradientClipping
+    ) -> None:
+        """Step all weights by the replica's own optimizer along a mean gradient.
+
+        `changes`: by fragment, the workers' gradients. All weights lie on this host. Where nothing counts, as
+        all gradients have overflowed, the weights stay.
+        """
+        replica = self._replica
+        bases = [self._count_step(number) for number in range(len(changes))]
+        before = [self._whole.gather(number, replica.params) for number in range(len(changes))]
+        with replica.meter("apply"):
+            replica.grads.zero_()
+            for fragment, of_fragment in zip(self._whole.fragments, changes, strict=True):
+                if counted := [(each.weight, each.arrived.values) for each in of_fragment]:
+                    fragment.scatter(mean_change(counted).to(replica.device), replica.grads)
+        if any(each.weight for of_fragment in changes for each in of_fragment):
+            replica.clip(clipping)
+            replica.step(learning_rate)
+        with replica.meter("apply"):
+            for number, (base_version, values) in enumerate(zip(bases, before, strict=True)):
+                version = self.versions[number]
+                self._own.follow_step(number, values, base_version=base_version, version=version)
+            buffers = [(each.num_samples, each.arrived.buffers) for each in changes[0]]
+            replica.buffers.add(mean_buffers(buffers))
 
     def apply(self, change: Change, share: float) -> None:
         """Change all weights by one worker's change, of weight `share`, as soon as it has come.

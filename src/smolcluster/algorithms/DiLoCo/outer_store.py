@@ -97,11 +97,17 @@ class OuterStore:
         theta = self._layout.gather(number, self._weights)
         before = theta.clone()
         self._outer.step(theta, mean_change(changes).to(theta.device), fragment)
-        self.versions[number] = version
-        if self._steps is not None:
-            taken = self._encode(self._steps, number, (before - theta).cpu(), base_version)
-            theta = before - taken.to(theta.device)
         fragment.scatter(theta, self._weights)
+        self.follow_step(number, before, base_version=base_version, version=version)
+
+    def follow_step(self, number: int, before: Tensor, *, base_version: int, version: int) -> None:
+        """A fragment's weights have taken a step from `before` (numel,): it can be sent from now on."""
+        self.versions[number] = version
+        if self._steps is None:
+            return
+        theta = self._layout.gather(number, self._weights)
+        taken = self._encode(self._steps, number, (before - theta).cpu(), base_version)
+        self._layout.fragments[number].scatter(before - taken.to(theta.device), self._weights)
 
     def apply(self, change: Tensor, share: float, moves_by: float | None, version: int) -> None:
         """Change all weights by one worker's change (n,), of weight `share`; see `DelayedNesterov.apply`.

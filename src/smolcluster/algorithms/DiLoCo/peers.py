@@ -60,6 +60,8 @@ class Peer(Timing):
     """How many bytes it had received when it was last seen to go on."""
     is_joining: bool = False
     """Whether it has still to reach the other hosts, and is given no work."""
+    steps_alone: bool = False
+    """Whether it takes no part in a synchronous beginning: see `Ready`."""
     is_stalled: bool = False
     """Whether it was late, and has not been heard of since."""
     drift: float | None = None

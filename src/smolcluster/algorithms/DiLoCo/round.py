@@ -16,6 +16,8 @@ class Round:
         """H: how many batches it has for each worker."""
         self.most_steps: int | None = None
         """So many it may come to while slow links hold it up; None: the user has said how long rounds are."""
+        self.is_whole = False
+        """Whether all fragments are exchanged together at its end."""
         self.num_handed = 0
         """Batches that were handed out, and not taken back."""
         self.asked: set[int] = set()
@@ -25,9 +27,11 @@ class Round:
         self.exchange_s: dict[int, float] = {}
         """By fragment: how long it took the last time from asking to the outer step."""
 
-    def begin(self, local_steps: int, most_steps: int | None = None) -> None:
+    def begin(
+        self, local_steps: int, most_steps: int | None = None, *, is_whole: bool = False
+    ) -> None:
         """`most_steps`: so many it may come to while slow links hold it up; None: it waits for them."""
-        self.local_steps, self.most_steps = local_steps, most_steps
+        self.local_steps, self.most_steps, self.is_whole = local_steps, most_steps, is_whole
         self.num_handed = 0
         self.asked.clear()
 
@@ -37,7 +41,7 @@ class Round:
 
     def num_later(self, number: int, num_workers: int) -> int:
         """How many batches are handed out after a fragment's exchange has begun."""
-        num_after = max(0, len(self._numbers) - 1 - number)
+        num_after = 0 if self.is_whole else max(0, len(self._numbers) - 1 - number)
         return self.local_steps * num_workers * num_after // len(self._numbers)
 
     def budget(self, num_workers: int) -> int:

@@ -26,6 +26,8 @@ class Sender:
         rate: float,
         fragments: frozenset[int],
         batch: ServedBatch | None,
+        *,
+        is_gradient: bool,
     ) -> None:
         """Send a batch at once; its place in the outbox is the caller's matter.
 
@@ -35,6 +37,7 @@ class Sender:
             rate: the learning rate of its local step.
             fragments: those in which the samples have not been applied yet.
             batch: the samples, where workers have no data of their own.
+            is_gradient: their gradient is wanted next.
         """
         is_whole = len(fragments) == len(self._stores.versions)
         assignment = assignment_of(
@@ -45,6 +48,7 @@ class Sender:
             learning_rate=rate,
             loss_scale=self._replica.run_scale,
             fragments=None if is_whole else sorted(fragments),
+            is_gradient=is_gradient,
         )
         send_assignment(peer.worker.live_session, *assignment, batch)
 

@@ -29,6 +29,7 @@ from functools import partial
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.DiLoCo.beginning import (
     RoundsState,
+    new_beginning,
     new_outer,
     new_stores,
     warn_of_long_rounds,
@@ -83,6 +84,7 @@ from smolcluster.transport.messages import (
     Skip,
     Stepped,
 )
+from smolcluster.utils.units import format_count
 
 DISPATCHER, ROUNDS = "dispatcher", "rounds"
 """Where a checkpoint's progress has their state."""
@@ -121,7 +123,10 @@ class Server:
         self.outer = new_outer(context, self.total_batches)
         self.stores = new_stores(context, self.outer, num_fragments)
         self.ledger = Ledger(num_fragments)
-        self.round = Round(num_fragments)
+        self.round, self.beginning = (
+            Round(num_fragments),
+            new_beginning(context, self.total_batches),
+        )
         self.feed = context.open_feed()
         self.pool = context.open_pool(
             self.receiver_for, self.stores, num_more=self.stores.num_frames + MOST_BEHIND
@@ -170,9 +175,15 @@ class Server:
             self.outer.momentum = rounds.outer_momentum
         if rounds.local_steps is not None:
             self.round.begin(rounds.local_steps)
+        if rounds.sync_steps is None:
+            self.beginning.is_over = True
+        else:
+            self.beginning.num_steps = rounds.sync_steps
+            self.beginning.waited_s = rounds.sync_waited_s
 
     def progress(self) -> Progress:
-        rounds = RoundsState.of(self.stores, self.outer, self.ledger, self.round.local_steps)
+        books = self.ledger, self.round.local_steps, self.beginning
+        rounds = RoundsState.of(self.stores, self.outer, *books)
         return {
             DISPATCHER: self.dispatcher.state.model_dump(mode="json"),
             ROUNDS: rounds.model_dump(mode="json"),
@@ -218,15 +229,39 @@ class Server:
 
     def begin_round(self) -> None:
         """Take in workers anew, and choose how many batches each takes on average in this round."""
+        if self.is_synchronous:
+            self.beginning.begin_step(self.dispatcher.samples_applied, self.active)
+            if self.beginning.is_over:
+                self.end_beginning()
         self.choose_steps()
         for peer in self.active:
             peer.begin()
-        if self.config.mode == "async" and self.stores.version >= SYNCHRONOUS_ROUNDS:
-            self.is_async = True
+        is_past = self.stores.version >= SYNCHRONOUS_ROUNDS and not self.is_synchronous
+        self.is_async = self.config.mode == "async" and is_past
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the run is in its synchronous beginning."""
+        return not self.beginning.is_over
+
+    def end_beginning(self) -> None:
+        """Go on in rounds: from now on workers step by themselves."""
+        beginning = self.beginning
+        self.replica.optimizer.reset()
+        if beginning.num_steps or beginning.reason:
+            why = f", because {beginning.reason}" if beginning.reason else ""
+            self.context.log.info(
+                "the synchronous beginning is over after %s, %.3g%% of the samples%s",
+                format_count(beginning.num_steps, "step"),
+                100 * self.dispatcher.samples_applied / self.dispatcher.total_samples,
+                why,
+            )
 
     def choose_steps(self) -> None:
         """Ask the rule how many batches a worker takes on average until its next exchange."""
-        if self.config.local_steps is not None:
+        if self.is_synchronous:
+            self.round.begin(1, is_whole=True)
+        elif self.config.local_steps is not None:
             self.round.begin(self.config.local_steps)
         else:
             steps = warmed_up(self.num_rounds, self.measured_steps())
@@ -244,13 +279,17 @@ class Server:
     @property
     def waits(self) -> bool:
         """Whether a worker that was asked for its change waits for new weights."""
-        return not (self.is_streaming or self.is_async)
+        return self.is_synchronous or not (self.is_streaming or self.is_async)
 
     def hand_out(self, now: float) -> None:
         """Give workers a few of the batches that they are to have in this round."""
         if not (self.pool.started and self.stores.is_ready) or (self.round.asked and self.waits):
             return
-        takers = {peer.id: peer for peer in self.active if not peer.is_asked}
+        takers = {
+            peer.id: peer
+            for peer in self.active
+            if not (peer.is_asked or (peer.steps_alone and self.is_synchronous))
+        }
         mode: Mode = "sync" if self.waits else self.config.mode
         self.plan, at_once = shared_out(self.round, takers, len(self.active), now, mode)
         for id_, peer in takers.items():
@@ -266,12 +305,16 @@ class Server:
         peer.gets(lease.key, time.monotonic())
         self.round.num_handed += 1
         self.plan[peer.id] -= 1
-        fill = peer.outbox.place()
+        fill, is_gradient = peer.outbox.place(), self.is_synchronous
         self.feed.deliver(
             lease.range,
             lease.indices,
             lambda batch: fill(
-                partial(self.sender.send_lease, peer, lease, rate, fragments, batch)
+                partial(
+                    self.sender.send_lease,
+                    *(peer, lease, rate, fragments, batch),
+                    is_gradient=is_gradient,
+                )
             ),
         )
 
@@ -291,7 +334,8 @@ class Server:
         if self.waits and not self.round.asked:
             for peer in self.active:
                 if self.plan.get(peer.id, 1) <= 0:
-                    self.ask(peer, WHOLE)
+                    for number in self.numbers:
+                        self.ask(peer, number)
 
     def collect_by_worker(self) -> None:
         """Ask each worker that has its own number of batches, and whose last change has been applied."""
@@ -312,7 +356,8 @@ class Server:
         peer.is_asked, peer.num_since_asked = self.waits, 0
         peer.asked(number, time.monotonic())
         request = self.ledger.request(peer.id, number).number
-        tell(peer, Collect(request=request, fragment=number, wait=peer.is_asked))
+        waits = peer.is_asked and number == self.numbers[-1]  # else the others would never be sent
+        tell(peer, Collect(request=request, fragment=number, wait=waits))
 
     def step(self, now: float) -> None:
         """Take the outer steps for which all have brought what they have changed; then a round may end."""
@@ -323,6 +368,13 @@ class Server:
                 self.choose_steps()
             return
         waiting = [each for each in self.round.gathering if self.ledger.is_waiting(each)]
+        if self.is_synchronous:
+            if self.round.is_asked and not waiting:
+                for number in self.numbers:
+                    self.round.gathered(number, now)
+                self.take_synchronous_step()
+                self.begin_round()
+            return
         for number in [each for each in self.round.gathering if each not in waiting]:
             self.round.gathered(number, now)
             if self.contributions[number]:
@@ -351,6 +403,25 @@ class Server:
         for peer in self.active:
             self.sender.send_fragment(peer, number)
         self.applied(number, contributions)
+
+    def take_synchronous_step(self) -> None:
+        """Take one step of the inner optimizer along the mean gradient of all workers, and send it to all."""
+        self.saver.wait_for_copy()
+        arrived, self.contributions = self.contributions, {each: [] for each in self.numbers}
+        for contributions in arrived.values():  # a sum must not depend on who came first
+            contributions.sort(key=lambda each: each.request.holder)
+        if not any(arrived.values()):
+            return
+        changes = [[each.change for each in arrived[number]] for number in self.numbers]
+        rate = self.rate_after(self.dispatcher.samples_applied)
+        self.stores.step_together(changes, rate, self.train.gradient_clipping)
+        self.replica.check_weights(f"after synchronous step {self.beginning.num_steps + 1}")
+        self.beginning.stepped()
+        for peer in self.active:
+            for number in self.numbers:
+                self.sender.send_fragment(peer, number)
+        for number, contributions in arrived.items():
+            self.applied(number, contributions)
 
     def applied(self, number: int, contributions: Sequence[Contribution]) -> None:
         """An outer step has applied these changes of a fragment: their samples may count now."""
@@ -421,6 +492,11 @@ class Server:
         peer = self.peers[worker.member.session_id] = Peer(step_s, worker=worker)
         self.workers[peer.id] = worker
         peer.is_joining = True
+        peer.steps_alone = ready.steps_alone
+        if peer.steps_alone and self.is_synchronous:
+            self.beginning.end(f"{worker.name} is a loop of its own, or several processes")
+            if not self.ledger.num_open_samples:
+                self.begin_round()
         if self.stores.introduce(worker.live_session):
             self.welcome(peer, has_weights=self.sender.has_first_weights(ready))
 
@@ -489,8 +565,9 @@ class Server:
             self.stores.drop(arrived)
             self.refuse(peer, request, str(error))
             return
-        peer.drift = norm / (arrived.weights_norm or 1.0)
-        self.report.board.measured(peer.worker, local_steps=len(steps), drift=peer.drift)
+        if not self.is_synchronous:
+            peer.drift = norm / (arrived.weights_norm or 1.0)
+            self.report.board.measured(peer.worker, local_steps=len(steps), drift=peer.drift)
         change = Change(
             arrived,
             float(sum(each.num_terms for each in steps if each.overflow is None)),
@@ -602,7 +679,9 @@ class Server:
 
     def learning_rate(self) -> float:
         """That of the next batch to be handed out: where all before it have been applied."""
-        samples_before = self.dispatcher.samples_applied + self.ledger.num_open_samples
+        return self.rate_after(self.dispatcher.samples_applied + self.ledger.num_open_samples)
+
+    def rate_after(self, samples_before: int) -> float:
         total, own = self.dispatcher.total_samples, self.context.training.recipe.schedule
         return learning_rate(self.train, samples_before, total, own, self.num_optimizers)
 

@@ -4,6 +4,8 @@
     ...
     request -> Δ = θ_start - θ -> new weights θ' -> θ = θ' + what was learnt since Δ was sent
 
+In the synchronous beginning its steps move the optimizer's moments alone, and what it sends is their mean
+gradient.
 It reads one ordered stream and does what comes next; how many steps lie between two requests is the
 server's to say. The local optimizer's moments stay through the run. Should its copy diverge, it says so and
 begins again from the server's weights, and only when it fails on these as well the run must end.
@@ -33,6 +35,7 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     delta_frames,
 )
 from smolcluster.algorithms.DiLoCo.fragments import cut, filled
+from smolcluster.algorithms.DiLoCo.gradient_sums import GradientSums
 from smolcluster.algorithms.DiLoCo.hosts import Hosts
 from smolcluster.cluster.link import Link, wait_until
 from smolcluster.codec.base import NonFiniteValue
@@ -104,6 +107,9 @@ class Worker:
         """Whether it waits for whole weights, and all that comes before them is for nothing."""
         self.is_fresh = False
         """Whether its copy has failed, and nothing that it computed since has been applied."""
+        self.sends_gradients = False
+        """Whether it is in the run's synchronous beginning."""
+        self.gradients = GradientSums(self.layout)
         self.newest_lease: LeaseKey | None = None
         self.newest_request: int | None = None
         """Requests count up."""
@@ -177,12 +183,18 @@ class Worker:
         self.replica.buffers.find()
         if is_repeat:
             self.replica.buffers.put(buffers)
+        is_gradient = lease.assignment.is_gradient
+        if is_gradient != self.sends_gradients:
+            self.begin_to_send(gradients=is_gradient)
+        if is_gradient and loss.overflow is None:
+            self.gradients.add(self.replica.grads, loss.num_terms, fragments)
         grad_norm = self.copy.clip(self.train.gradient_clipping)
         if not self.train.gradient_clipping.enabled:
             check_norm(grad_norm)
         if loss.overflow is None:
             # in the others, what another worker has done with these samples is applied
-            others = set(range(len(self.versions))).difference(fragments)
+            stepped = () if is_gradient else fragments
+            others = set(range(len(self.versions))).difference(stepped)
             self.copy.step(lease.assignment.learning_rate, others)
             for number in fragments:
                 self.num_terms[number] += loss.num_terms
@@ -215,7 +227,8 @@ class Worker:
         self.newest_request = collect.request
         with replica.meter("encode"):
             try:
-                change = self.copy.change(number)
+                wanted = self.gradients.take if self.sends_gradients else self.copy.change
+                change = wanted(number)
                 counts = self.num_terms[number] > 0
                 encoded = self.encoder.encode(number, change, counts=counts)
             except NonFiniteValue as error:
@@ -236,6 +249,12 @@ class Worker:
         replica.meter.encoded_bytes += sum(each.nbytes for each in encoded)
         if collect.wait:
             self.wait_until(lambda: self.is_void or number not in self.copy.sent)
+
+    def begin_to_send(self, *, gradients: bool) -> None:
+        """What is sent is of another kind from now on: debts of the old kind are given up."""
+        self.sends_gradients = gradients
+        for number in range(len(self.versions)):
+            self.encoder.forget(number)
 
     def give_up(self, error: NonFiniteLoss) -> None:
         """Its own copy is not to be trusted any more: begin again from the server's weights.
@@ -308,6 +327,7 @@ class Worker:
         self.stream.clear()
         self.versions = [arrived.version] * len(self.versions)
         self.num_terms = [0.0] * len(self.num_terms)
+        self.gradients.clear()
         self.is_void = False
 
     def take_fragment(self, arrived: FragmentArrived) -> None:

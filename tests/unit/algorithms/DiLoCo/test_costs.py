@@ -10,7 +10,8 @@ JOB = Job(1_000_000, num_samples=1_000_000)
 
 
 def settings_of(*overrides: str) -> Settings:
-    own = "mode=sync", "batch_size=10", "codec_up=int8", "codec_down=int8", *overrides
+    codecs = "codec_up=int8", "codec_down=int8"
+    own = "mode=sync", "sync_fraction=0", "batch_size=10", *codecs, *overrides
     return load_settings("diloco", "digits", None, own, {}, local=True, local_workers=2)
 
 
@@ -47,6 +48,20 @@ def test_very_long_rounds_are_predicted_as_others_are() -> None:
     assert many.samples_per_s < more.samples_per_s < 200
     assert many.samples_per_s == pytest.approx(more.samples_per_s, rel=0.2)
     assert many.received_bytes_s == pytest.approx(20 * more.received_bytes_s, rel=0.2)
+
+
+def test_a_synchronous_beginning_costs_what_its_exchanges_do_up_to_a_tenth() -> None:
+    """Two workers of 0.1 s a batch, 20 batches a second; a synchronous step takes 0.05 s more, or 20 s."""
+    for away_s, share in ((0.05, 0.1), (20.0, 0.1 / 200)):
+        rate = JOB.encoded_nbytes("int8") / (away_s / 2)
+        site = Site(tuple(Worker(name, 0.1, 0.0, rate, rate) for name in "ab"), {})
+        own = "local_steps=1000", "mode=streaming"
+        plain, begun = (
+            predict(site, JOB, settings_of(*own, f"sync_fraction={each}")).samples_per_s
+            for each in (0, 0.1)
+        )
+        batch_s = share * (0.1 + away_s) / 2 + (1 - share) * 10 / plain
+        assert begun == pytest.approx(10 / batch_s, rel=2e-2)
 
 
 def far_away(mode: str) -> float:

@@ -12,6 +12,7 @@ from smolcluster.algorithms.DiLoCo.beginning import RoundsState, new_outer, new_
 from smolcluster.algorithms.DiLoCo.outer_links import ChangeKey, NormArrived
 from smolcluster.algorithms.DiLoCo.round import Round
 from smolcluster.algorithms.DiLoCo.server import Server
+from smolcluster.algorithms.DiLoCo.sync_beginning import SyncBeginning
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.training.build import build
 
@@ -28,9 +29,11 @@ def go_on_from(num_fragments: int, **more: Any) -> Mock:
     )
     server: Any = SimpleNamespace(numbers=range(num_fragments), ledger=Mock(), stores=Mock())
     server.config, server.outer = SimpleNamespace(outer_lr=0.5, outer_momentum=0.5), Mock()
-    server.round = Round(num_fragments)
+    server.round, server.beginning = Round(num_fragments), SyncBeginning(100, 10)
     Server.go_on_from(server, rounds)
     assert server.round.local_steps == more.get("local_steps", 1)
+    assert server.beginning.is_over == ("sync_steps" not in more)
+    assert server.beginning.num_steps == more.get("sync_steps", 0)
     stores: Mock = server.stores
     return stores
 
@@ -45,6 +48,10 @@ def test_momentum_that_is_laid_fragment_by_fragment_is_not_read_as_the_weights_a
 def test_a_run_goes_on_with_its_local_steps_if_its_checkpoint_says_them() -> None:
     go_on_from(1)
     go_on_from(1, local_steps=902)
+
+
+def test_a_run_goes_on_in_its_synchronous_beginning_if_its_checkpoint_says_so() -> None:
+    go_on_from(1, sync_steps=7, sync_waited_s=1.5)
 
 
 def test_a_bucket_that_its_store_has_lost_is_not_decided_on() -> None:

@@ -42,7 +42,7 @@ def test_a_request_that_whole_weights_overtake_is_not_answered() -> None:
     worker: Any = Worker.__new__(Worker)
     worker.is_void, worker.hosts, worker.encoder = False, SimpleNamespace(is_several=True), Mock()
     worker.copy, worker.replica = MagicMock(sent={0}), MagicMock()
-    worker.versions, worker.num_terms = [3], [32]
+    worker.versions, worker.num_terms, worker.gradients = [3], [32], Mock()
     worker.stream = deque([Collect(request=7, fragment=0, wait=True)])
     assert not worker.can_go_on, "a part of the fragment is still on its way"
     worker.begin_with(WeightsArrived(4, []))

@@ -1,0 +1,55 @@
+"""How long a run begins synchronously: its first share of samples, or less where links are too slow for that.
+
+Early on the workers' ways part fastest. So in the beginning each exchange is one step of the inner optimizer
+along the mean gradient of all workers, as in synchronous training; their own steps move only the moments with
+which they go on. What that brings: see `docs/algorithms.md`.
+"""
+
+from collections.abc import Collection
+from statistics import harmonic_mean
+
+from smolcluster.algorithms.DiLoCo.pacing import Timing
+
+MOST_WAITING = 0.1
+"""So large a share of the time that all computing takes workers may wait for the beginning's exchanges."""
+
+
+class SyncBeginning:
+    """Whether a run is still in its synchronous beginning."""
+
+    def __init__(self, num_samples: int, total_batches: int) -> None:
+        """It takes so many samples at most; `total_batches`: of the whole run."""
+        self._num_samples, self._total_batches = num_samples, total_batches
+        self.num_steps = 0
+        self.waited_s = 0.0
+        """How long the worker that waits least has waited for the exchanges between its steps."""
+        self.is_over = not num_samples
+        self.reason = ""
+        """Why it ends before its time."""
+        self._has_stepped = self._is_measured = False
+        """Whether this process has taken a step, and one more."""
+
+    def stepped(self) -> None:
+        self.num_steps += 1
+        self._is_measured, self._has_stepped = self._has_stepped, True
+
+    def begin_step(self, samples_applied: int, workers: Collection[Timing]) -> None:
+        """Decide whether another step is taken, by what was applied and by measured times.
+
+        Before the first step workers have waited for each other to come, which says nothing of exchanges.
+        """
+        waits = [each.waited_s for each in workers if each.waited_s is not None]
+        if self._is_measured and waits:
+            self.waited_s += min(waits)
+        if workers and self.waited_s > MOST_WAITING * self.computing_s(workers):
+            self.end(f"workers have waited {self.waited_s:.3g} s for its exchanges")
+        self.is_over = bool(self.reason) or samples_applied >= self._num_samples
+
+    def computing_s(self, workers: Collection[Timing]) -> float:
+        """Seconds that these workers compute in the whole run."""
+        step_s = harmonic_mean([each.step_s for each in workers])
+        return self._total_batches * step_s / len(workers)
+
+    def end(self, reason: str) -> None:
+        """Go on in rounds when this step has been taken, because of this."""
+        self.reason = reason

@@ -1,0 +1,129 @@
+"""DiLoCo's synchronous beginning, between real sessions over TCP in one process."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import own_workloads
+from harness import Cluster, local_settings
+from own_workloads import Rows
+from smolcluster.algorithms.DiLoCo import sync_beginning
+from smolcluster.algorithms.DiLoCo.server import Server
+from smolcluster.algorithms.DiLoCo.worker import Worker
+from smolcluster.configs.resolve import Settings
+from smolcluster.errors import PeerLost
+from smolcluster.ps.assignment import Assigned
+from smolcluster.training.compute import BatchLoss
+from smolcluster.training.workload import Workload
+
+LOSSLESS = "codec_up=null", "codec_down=null"
+STREAMING = "mode=streaming", "fragments=3"
+
+
+def settings_for(*overrides: str, workers: int = 2) -> Settings:
+    return local_settings(
+        *(
+            "num_epochs=2",
+            "batch_size=20",
+            "mode=sync",
+            "local_steps=4",
+            f"min_workers={workers}",
+            *overrides,
+        ),
+        workers=workers,
+        algorithm="diloco",
+    )
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that take no time are short beside any exchange."""
+    monkeypatch.setattr(sync_beginning, "MOST_WAITING", math.inf)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).double()
+
+
+def workload() -> Workload:
+    """Without statistics of batches, which depend on how a step is cut."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(160, 8, generator=generator)
+    rows = Rows(inputs, torch.randint(0, 4, (160,), generator=generator))
+    return Workload(model, own_workloads.loss, rows, name="plain")
+
+
+def run(
+    settings: Settings, folder: Path, core: type[Server] = Server, make: type[Worker] = Worker
+) -> Cluster:
+    cluster = Cluster(settings, folder, core, algorithm="diloco", workload=workload())
+    num_workers = settings.cluster.num_workers
+    makers = [make, *[Worker] * (num_workers - 1)]
+    cluster.finish(*(cluster.worker(rank + 1, make=maker) for rank, maker in enumerate(makers)))
+    return cluster
+
+
+class Dying(Worker):
+    """Loses its connection in the middle of a step, once."""
+
+    has_died = False
+
+    def compute(self, lease: Assigned) -> BatchLoss:
+        if not self.has_died and self.versions[0] >= 6:
+            self.has_died = True
+            raise PeerLost("the test cuts it off")
+        return super().compute(lease)
+
+
+@pytest.mark.parametrize(
+    ("mode", "optimizer"),
+    [((), "adamw"), (STREAMING, "adamw"), (("mode=async",), "sgd")],
+    ids=["sync", "streaming", "async"],
+)
+def test_a_run_that_is_all_beginning_is_training_with_larger_batches(
+    tmp_path: Path, mode: tuple[str, ...], optimizer: str
+) -> None:
+    """Two workers' batches of 20 are one process's of 40, whoever computes them."""
+    common = f"optimizer={optimizer}", "gradient_clipping.max_norm=0.5", "num_epochs=3"
+    own = settings_for(*LOSSLESS, *common, "sync_fraction=1", *mode)
+    cluster = run(own, tmp_path)
+    whole = settings_for(*common, "batch_size=40", workers=1)
+    _, alone = own_workloads.alone(whole, workload())
+    ours, theirs = cluster.training.replica.params, alone.replica.params
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_every_sample_counts_once_when_a_worker_is_lost_in_the_beginning(tmp_path: Path) -> None:
+    own = settings_for(*LOSSLESS, "num_epochs=4", "sync_fraction=0.75", *STREAMING)
+    cluster = run(own, tmp_path, make=Dying)
+    spans = sorted(
+        (record.epoch, record.values["start"], record.values["stop"])
+        for record in cluster.metrics.steps
+    )
+    assert spans == [
+        (epoch, start, start + 20) for epoch in range(4) for start in range(0, 160, 20)
+    ]
+
+
+def test_rounds_follow_when_its_share_of_the_samples_has_been_applied(tmp_path: Path) -> None:
+    told: list[tuple[int, int, bool]] = []
+
+    class Watched(Server):
+        def begin_round(self) -> None:
+            super().begin_round()
+            told.append((self.dispatcher.samples_applied, self.round.local_steps, self.waits))
+
+    cluster = run(
+        settings_for(*LOSSLESS, "num_epochs=4", "sync_fraction=0.25", *STREAMING), tmp_path, Watched
+    )
+    assert isinstance(cluster.core, Server)
+    total = cluster.core.dispatcher.total_samples
+    for samples_applied, local_steps, waits in told:
+        is_beginning = samples_applied < total / 4
+        assert (local_steps, waits) == ((1, True) if is_beginning else (4, False))
+    assert {waits for *_, waits in told} == {True, False}
+    [line] = [line for line in cluster.log_lines if "synchronous beginning is over" in line]
+    assert "25" in line

@@ -1,0 +1,67 @@
+"""How long a run begins synchronously, and the gradients that workers send then."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from smolcluster.algorithms.DiLoCo.exchange import Layout
+from smolcluster.algorithms.DiLoCo.fragments import Fragment
+from smolcluster.algorithms.DiLoCo.gradient_sums import GradientSums
+from smolcluster.algorithms.DiLoCo.sync_beginning import SyncBeginning
+
+
+def waiting(waited_s: float | None, step_s: float = 1.0) -> Any:
+    return SimpleNamespace(waited_s=waited_s, step_s=step_s)
+
+
+def test_it_is_over_when_its_share_of_the_samples_has_been_applied() -> None:
+    beginning = SyncBeginning(num_samples=100, total_batches=1000)
+    for applied in (0, 64, 99):
+        beginning.begin_step(applied, [waiting(0.0)])
+        beginning.stepped()
+        assert not beginning.is_over
+    beginning.begin_step(100, [waiting(0.0)])
+    assert (beginning.is_over, beginning.reason, beginning.num_steps) == (True, "", 3)
+    assert SyncBeginning(num_samples=0, total_batches=1000).is_over
+
+
+def test_slow_links_end_it_after_a_tenth_of_the_computing_time() -> None:
+    """Two workers of 1 and 3 s a batch compute 60 batches in 45 s; who waits least says what links take."""
+    beginning, applied = SyncBeginning(num_samples=10**6, total_batches=60), 0
+    workers = [waiting(500.0), waiting(700.0, 3.0)]
+    beginning.begin_step(applied, workers)  # they have waited for each other to come
+    beginning.stepped()
+    beginning.begin_step(applied, workers)
+    assert beginning.waited_s == 0.0
+    workers = [waiting(3.0), waiting(1.5, 3.0)]
+    while not beginning.is_over:
+        beginning.stepped()
+        beginning.begin_step(applied, workers)
+    assert beginning.waited_s == 4.5 + 1.5
+    assert beginning.reason == "workers have waited 6 s for its exchanges"
+
+
+def test_it_ends_for_another_reason_when_the_step_has_been_taken() -> None:
+    beginning = SyncBeginning(num_samples=100, total_batches=10)
+    beginning.end("the weights lie on several hosts")
+    assert not beginning.is_over
+    beginning.begin_step(0, [])
+    assert beginning.is_over
+
+
+def test_a_worker_sends_the_mean_over_its_loss_terms_fragment_by_fragment() -> None:
+    fragments = [Fragment((slice(0, 2), slice(4, 5))), Fragment((slice(2, 4),))]
+    sums = GradientSums(Layout(fragments, 1024, torch.float32))
+    first, second = torch.arange(5.0), torch.full((5,), 10.0)
+    sums.add(first, 1.0, [0, 1])
+    sums.add(second, 3.0, [0])  # of the other fragment these samples have been applied
+    assert sums.take(0).tolist() == [30 / 4, 31 / 4, 34 / 4]
+    assert sums.take(1).tolist() == [2.0, 3.0]
+    assert torch.equal(first, torch.arange(5.0))
+    assert sums.take(0).tolist() == [0.0, 0.0, 0.0]
+    sums.add(first, 0.0, [1])
+    assert sums.take(1).tolist() == [0.0, 0.0]
+    sums.add(first, 1.0, [1])
+    sums.clear()
+    assert sums.take(1).tolist() == [0.0, 0.0]
