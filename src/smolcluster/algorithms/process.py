@@ -67,7 +67,7 @@ from smolcluster.utils.meter import Meter
 from smolcluster.utils.stopping import Interrupted
 
 MAX_WORKER_ID = 2**31
-SHARED_KEYS = ("port", "encryption")
+SHARED_KEYS = ("server", "port", "encryption")
 """What a worker must be told as its server is, or they do not meet."""
 
 
@@ -355,11 +355,14 @@ def server_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Setti
 def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Settings:
     """What the command line, environment and cluster file of a worker, or a store, say.
 
+    `servers` and `store_shares` are not read: `--override server=NODE` need not agree with the file's.
+
     Raises:
         ConfigError: one line with what is wrong, such as an override that is the server's.
     """
     check_node_overrides(args.override)
-    overrides = [*args.override, *server_overrides(args.server, args.node)]
+    unread = ["servers=null", "store_shares=null"]
+    overrides = [*unread, *args.override, *server_overrides(args.server, args.node)]
     return load_settings(
         cluster_source(args.config, algorithm),
         "digits",

@@ -69,6 +69,7 @@ WORKLOAD = "workload"
 C = TypeVar("C", bound=AlgorithmConfig)
 
 _WORKER_CLUSTER_KEYS = (
+    "server",
     "host_ip",
     "port",
     "encryption",

@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ from connection_pairs import RUN
 from harness import SECRET, free_port, local_settings, summary_of
 from smolcluster.algorithms import process
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.entry import main, worker_parser
+from smolcluster.algorithms.entry import main, server_parser, worker_parser
 from smolcluster.algorithms.process import spread_over_others
 from smolcluster.cluster.link import Participant, WorkerSetup
 from smolcluster.configs.load import find_config
@@ -321,8 +322,10 @@ def test_a_worker_that_is_started_again_joins_no_other_run() -> None:
     ("role", "own", "server"),
     [
         ("worker", ("1", "pi5"), "mini1"),
+        ("worker", ("1", "pi5", "--override", "server=macbook"), "macbook"),
         ("worker", ("1", "pi5", "--server", "127.0.0.1:7000"), None),
         ("store", ("pi5",), "mini1"),
+        ("store", ("pi5", "--override", "server=macbook"), "macbook"),
         ("store", ("pi5", "--server", "127.0.0.1:7000"), None),
         ("stage", ("mini2", "--override", "host_ip.mini2=127.0.0.1"), "win"),
         ("stage", ("mini2", "--server", "127.0.0.1:7000"), None),
@@ -345,11 +348,23 @@ def test_a_process_knows_whom_it_dials_unless_it_was_told_an_address_alone(
     file = tmp_path / "cluster.yaml"
     nodes = "nodes: {win: {stages: {host_ip: {mini2: 127.0.0.1}, port: 7000}}}"
     shipped = find_config("diloco", "cluster").read_text()
-    file.write_text(f"{shipped}\n{nodes if role == 'stage' else ''}\n")
+    more = "servers: [mini1, pi5]" if role == "store" else nodes if role == "stage" else ""
+    file.write_text(f"{shipped}\n{more}\n")
     monkeypatch.setattr(sys, "argv", [f"{role}.py", *own, "--config", str(file)])
     ensure_secret(default_secret_path())
     assert main("diloco", role) == 0
     assert [each.node for each in met] == [server]
+
+
+def test_the_command_for_a_worker_names_the_server_that_its_own_was_told() -> None:
+    words = ["--override", "seed=1", "server=macbook"]
+    args = server_parser(get_algorithm("edp")).parse_args(words)
+    cluster = process.server_settings("edp", args).cluster
+    command = process.worker_command("edp", args, cluster)
+    assert command is not None
+    asked = shlex.split(command)
+    own = worker_parser(get_algorithm("edp")).parse_args(asked[asked.index("1") :])
+    assert process.worker_settings("edp", own).cluster.server == cluster.server == "macbook"
 
 
 @pytest.fixture

@@ -626,7 +626,7 @@ def test_workers_are_handed_what_is_their_machine_s_and_the_way_to_the_server() 
         "secret_file=/s",
         "nodes.pi5.threads=1",
     ]
-    way = ["port=7000", "host_ip.pi5=127.0.0.1", "start_timeout_s=5", "encryption=on"]
+    way = ["server=pi5", "port=7000", "host_ip.pi5=127.0.0.1", "start_timeout_s=5", "encryption=on"]
     others = [
         "seed=1",
         "codec=bf16",

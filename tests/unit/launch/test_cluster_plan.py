@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from harness import local_settings
-from smolcluster.algorithms.entry import server_parser, worker_parser
+from smolcluster.algorithms.entry import server_parser, store_parser, worker_parser
 from smolcluster.algorithms.process import worker_settings
 from smolcluster.cli import main
 from smolcluster.configs.function_name import FunctionName
@@ -173,6 +173,25 @@ def test_processes_understand_their_commands(tmp_path: Path) -> None:
         settings = worker_settings("edp", worker_parser(algorithm).parse_args(argv))
         assert settings.node.microbatch == 8
         assert settings.cluster.start_timeout_s == 7, "the user's word is the last one"
+
+
+def test_workers_and_stores_dial_the_server_that_an_override_names(tmp_path: Path) -> None:
+    """Their copy of the cluster file has the other one, first among `servers`, too."""
+    stated = CLUSTER.model_copy(update={"servers": ("mini1", "pi5"), "store_shares": (2.0, 1.0)})
+    config = tmp_path / "cluster.yaml"
+    config.write_text(stated.model_dump_json(exclude_unset=True))
+    overrides = ("server=pi5", "servers=[pi5, mini1, mac.book-2]", "store_shares=[1, 1, 1]")
+    cluster = load_settings(config, "digits", overrides=overrides).cluster
+    launched = planned(*overrides, cluster=cluster)
+    assert launched.server.node == "pi5"
+    parsers = {"worker": worker_parser, "store": store_parser}
+    others = launched.others
+    assert [each.role for each in others] == ["store", "store", "worker", "worker"]
+    for process in others:
+        place = process.argv.index("--config") + 1
+        argv = (*process.argv[2:place], str(config), *process.argv[place + 1 :])
+        args = parsers[process.role](get_algorithm("edp")).parse_args(argv)
+        assert worker_settings("edp", args).cluster.server == "pi5"
 
 
 def test_the_server_s_machine_may_train_too() -> None:
