@@ -88,36 +88,48 @@ def listen(port: int, token: str, seconds: int, addresses: list[str]) -> None:
 def release(port: int) -> bool:
     """End the listeners of this port that others have started as this user; whether there were any."""
     ended = set()
-    for pid in listeners_of(port, _commands()) - {os.getpid()}:
+    for pid in listeners_of(port) - {os.getpid()}:
         try:
             os.kill(pid, signal.SIGTERM)
         except OSError:
-            continue  # it has ended by itself, or is another user's
+            continue  # it has ended by itself
         ended.add(pid)
     deadline = time.monotonic() + GONE_S
-    while ended & listeners_of(port, _commands()) and time.monotonic() < deadline:
+    while ended & listeners_of(port) and time.monotonic() < deadline:
         time.sleep(0.02)
     return bool(ended)
 
 
-def listeners_of(port: int, commands: str) -> set[int]:
-    """The process ids of the listeners among commands; each line is a process id and its arguments."""
-    named = rf"^ *(\d+) (?:/.*/)?[Pp]ython[\d.]* - listen {port} "
-    return {int(pid) for pid in re.findall(named, commands, re.MULTILINE)}
-
-
-def _commands() -> str:
-    """The commands that run here; a small Linux has no `ps`."""
+def listeners_of(port: int) -> set[int]:
+    """The process ids of this user's listeners of a port; a small Linux has no `ps`, a Mac no /proc."""
     if not Path("/proc/self").is_dir():
-        return _said(["ps", "-A", "-ww", "-o", "pid=", "-o", "args="])
-    lines = []
+        shown = _said(["ps", "-U", str(os.getuid()), "-ww", "-o", "pid=,args="])
+        return listeners_shown(port, shown)
+    found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            said = (folder / "cmdline").read_bytes().decode("utf-8", "replace")
+            if folder.stat().st_uid != os.getuid():
+                continue
+            argv = os.fsdecode((folder / "cmdline").read_bytes()).split("\0")
         except OSError:
-            continue
-        lines.append(" ".join([folder.name, *said.replace("\n", " ").split("\0")]))
-    return "\n".join(lines)
+            continue  # it has ended meanwhile
+        if is_listener(argv, port):
+            found.add(int(folder.name))
+    return found
+
+
+def is_listener(argv: list[str], port: int) -> bool:
+    is_python = os.path.basename(argv[0]).lower().startswith("python")  # noqa: PTH119 - no Path of any word
+    return is_python and argv[1:4] == ["-", "listen", str(port)]
+
+
+def listeners_shown(port: int, commands: str) -> set[int]:
+    """The listeners among lines of a process id and its arguments; one whose path has a space is not found.
+
+    A space may also be where the next argument begins: `ssh mini1 python3 - listen …` is no listener here.
+    """
+    named = rf"^ *(\d+) (?:/\S*/)?[Pp]ython[\d.]* - listen {port} \S+ \d+(?: [\w.:%-]+)*$"
+    return {int(pid) for pid in re.findall(named, commands, re.MULTILINE)}
 
 
 def _place(address: str, port: int) -> tuple[socket.socket | None, dict[str, object]]:

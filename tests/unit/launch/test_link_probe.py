@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -175,18 +176,70 @@ def test_a_port_is_taken_from_a_listener_whose_launcher_was_cut(port: int) -> No
     assert probe("release", port) == {"released": False}
 
 
-def test_only_listeners_of_the_port_are_released() -> None:
+@contextmanager
+def running(*argv: str) -> Iterator[int]:
+    """A shell that lives until the end of the block, under any arguments; its process id."""
+    words = [argv[0], "-c", "read end", *argv[1:]]
+    with subprocess.Popen(words, executable="/bin/sh", stdin=subprocess.PIPE) as process:
+        yield process.pid
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="reads /proc")
+def test_a_command_that_only_names_a_listener_s_is_let_live(port: int) -> None:
+    with running("/usr/bin/ssh", "/usr/bin/python3", "-", "listen", str(port), TOKEN) as pid:
+        assert probe("release", port) == {"released": False}
+        assert not has_ended(pid)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="reads /proc")
+def test_another_user_s_listener_is_none_of_ours(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = left_behind(port)
+    try:
+        assert link_probe.listeners_of(port) == {pid}
+        user = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+        assert link_probe.listeners_of(port) == set()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("command", "is_listener"),
+    [
+        ("python3|-|listen|6000|t0|58|192.0.2.1|", True),
+        ("/Users/me/my project/.venv/bin/python|-|listen|6000|t0|58|", True),
+        ("/Library/Python.app/Contents/MacOS/Python|-|listen|6000|t0|58|", True),
+        ("python3|-|listen|60001|t0|58|192.0.2.1|", False),
+        ("/usr/bin/ssh|mini1|/usr/bin/python3|-|listen|6000|t0|58|", False),
+        ("/usr/bin/ssh mini1 /usr/bin/python3 - listen 6000 t0 58|", False),
+        ("/root/.local/bin/uv|run|--quiet|python|-|listen|6000|t0|58|", False),
+        ('sh|-c|python() { python3 "$@"; }; python - listen 6000 t0 58|', False),
+        ("python3|-|measure|192.0.2.1|6000|t0|", False),
+        ("python3|-m|smolcluster|server|--listen|6000|", False),
+        ("", False),
+    ],
+)
+def test_only_a_listener_of_the_port_is_one(command: str, is_listener: bool) -> None:
+    assert link_probe.is_listener(command.split("|"), 6000) is is_listener
+
+
+def test_only_listeners_of_the_port_are_found_by_ps() -> None:
     commands = """\
-    11 python3 - listen 6000 t0 58 192.0.2.1
-    12 /Users/me/my project/.venv/bin/python - listen 6000 t0 58 192.0.2.1
+    11 python3 - listen 6000 t0 58 192.0.2.1 fe80::1%en0
+    12 /Users/me/.venv/bin/python3.11 - listen 6000 t0 58 mini1.local
     13 /Library/Python.app/Contents/MacOS/Python - listen 6000 t0 58
    114 python3 - listen 60001 t0 58 192.0.2.1
    115 /root/.local/bin/uv run --no-project --quiet python - listen 6000 t0 58 192.0.2.1
    116 sh -c python() { python3 "$@"; }; python - listen 6000 t0 58 192.0.2.1
    117 python3 - measure 192.0.2.1 6000 t0
    118 python3 -m smolcluster server --listen 6000
+   119 /usr/bin/ssh mini1 /usr/bin/python3 - listen 6000 t0 58 192.0.2.1
+   120 /usr/bin/python3 - listen 6000
+   121 /usr/bin/python3 - listen 6000 t0 58 192.0.2.1; sleep 60
 """
-    assert link_probe.listeners_of(6000, commands) == {11, 12, 13}
+    assert link_probe.listeners_shown(6000, commands) == {11, 12, 13}
 
 
 def test_nobody_there(port: int) -> None:
