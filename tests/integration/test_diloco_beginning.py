@@ -16,6 +16,7 @@ from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import PeerLost
 from smolcluster.ps.assignment import Assigned
+from smolcluster.runs.events import BeginningEnded
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.workload import Workload
 
@@ -125,5 +126,7 @@ def test_rounds_follow_when_its_share_of_the_samples_has_been_applied(tmp_path: 
         is_beginning = samples_applied < total / 4
         assert (local_steps, waits) == ((1, True) if is_beginning else (4, False))
     assert {waits for *_, waits in told} == {True, False}
-    [line] = [line for line in cluster.log_lines if "synchronous beginning is over" in line]
-    assert "25" in line
+    [line] = [line for line in cluster.log_lines if "the synchronous beginning is over" in line]
+    [event] = [each.event for each in cluster.events() if isinstance(each.event, BeginningEnded)]
+    assert (event.step, event.reason) == (8, "4 steps, 25.0% of the samples")
+    assert event.reason in line

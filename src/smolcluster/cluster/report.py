@@ -26,6 +26,7 @@ from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.observability.spans import SpanLog
 from smolcluster.runs.asked import why_asked
 from smolcluster.runs.events import (
+    BeginningEnded,
     CheckpointSaved,
     EpochFinished,
     Evaluated,
@@ -402,6 +403,11 @@ class Report:
         """The layers of a pipeline are dealt out again, though none of its stages was lost."""
         self._log.info("the layers are dealt out again: %s", reason)
         self._events.write(LayersMoved(step=self.version, reason=reason))
+
+    def beginning_ended(self, reason: str) -> None:
+        """A run's synchronous beginning is over; `reason` says how far it went, and why."""
+        self._log.info("the synchronous beginning is over: %s", reason)
+        self._events.write(BeginningEnded(step=self.version, reason=reason))
 
     def steps_undone(self, node: str, num_steps: int, share: float) -> None:
         """The store on `node` is lost; its slice is `share` of the weights, 0 to 1."""

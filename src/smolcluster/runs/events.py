@@ -141,6 +141,13 @@ class LayersMoved(_Event):
     reason: str
 
 
+class BeginningEnded(_Event):
+    """DiLoCo: its synchronous beginning is over after batch `step`; `reason`: how far it went, and why."""
+
+    step: int
+    reason: str
+
+
 class StepsUndone(_Event):
     """EDP: a store on another host is lost; its slice, `share` of the weights, goes back by so many steps."""
 
@@ -212,6 +219,7 @@ Event = (
     | PushDropped
     | StepOverdue
     | LayersMoved
+    | BeginningEnded
     | StepsUndone
     | WorkerParked
     | EpochFinished

@@ -246,16 +246,11 @@ class Server:
 
     def end_beginning(self) -> None:
         """Go on in rounds: from now on workers step by themselves."""
-        beginning = self.beginning
         self.replica.optimizer.reset()
-        if beginning.num_steps or beginning.reason:
-            why = f", because {beginning.reason}" if beginning.reason else ""
-            self.context.log.info(
-                "the synchronous beginning is over after %s, %.3g%% of the samples%s",
-                format_count(beginning.num_steps, "step"),
-                100 * self.dispatcher.samples_applied / self.dispatcher.total_samples,
-                why,
-            )
+        steps = format_count(self.beginning.num_steps, "step")
+        share = self.dispatcher.samples_applied / self.dispatcher.total_samples
+        why = f", because {self.beginning.reason}" if self.beginning.reason else ""
+        self.report.beginning_ended(f"{steps}, {share:.1%} of the samples{why}")
 
     def choose_steps(self) -> None:
         """Ask the rule how many batches a worker takes on average until its next exchange."""

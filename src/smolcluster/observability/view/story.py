@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from smolcluster.runs.events import (
+    BeginningEnded,
     CheckpointSaved,
     EpochFinished,
     Evaluated,
@@ -146,6 +147,8 @@ def told(event: Event) -> str:  # noqa: C901, PLR0911, PLR0912  (a table that re
             return f"step {event.step:,} waited for {_who(event)}: {event.reason}"
         case LayersMoved():
             return f"the layers were dealt out again after step {event.step:,}: {event.reason}"
+        case BeginningEnded():
+            return f"the synchronous beginning is over: {event.reason}"
         case StepsUndone():
             steps = f"{event.num_steps:,} steps of {event.share:.0%} of the weights"
             return f"the store {event.node} is lost, with it {steps}"

@@ -6,7 +6,7 @@ import { clock, moment, sentence } from "./format.js";
 const LANES = [
   ["run", ["run_started", "run_resumed", "run_ended"]],
   ["workers", ["worker_joined", "worker_left", "worker_lost", "worker_parked", "worker_stalled", "worker_rejected"]],
-  ["work", ["push_dropped", "lease_returned", "step_overdue", "layers_moved", "steps_undone"]],
+  ["work", ["push_dropped", "lease_returned", "step_overdue", "layers_moved", "beginning_ended", "steps_undone"]],
   ["epochs", ["epoch_finished"], "frequent"],
   ["model", ["evaluated"], "frequent"],
   ["saved", ["checkpoint_saved"], "frequent"],
