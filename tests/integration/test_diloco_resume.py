@@ -4,6 +4,7 @@ An undisturbed run leaves checkpoints on its way, which are what a server that i
 finds: one is resumed from here, in a folder of its own.
 """
 
+import math
 import shutil
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from faults.cases import in_equal_parts
 from harness import DEADLINE_S, Cluster, local_settings
-from smolcluster.algorithms.DiLoCo import pacing
+from smolcluster.algorithms.DiLoCo import pacing, sync_beginning
 from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.configs.resolve import Settings
@@ -82,15 +83,22 @@ def losses_after(records: list[MetricRecord], step: int = STEP) -> list[float]:
         ("int8", "muon", 0),
         ("int8", "adam", 0.5),
         ("int8", "muon", 0.5),
+        ("int4", "adam", 0.167),  # of 180 batches the first 30
     ],
 )
 def test_one_worker_goes_on_bit_for_bit(
-    tmp_path: Path, codec: str, optimizer: str, sync_fraction: float
+    tmp_path: Path,
+    codec: str,
+    optimizer: str,
+    sync_fraction: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From between two rounds, and from within the synchronous beginning."""
+    """From between two rounds, from within the synchronous beginning, and from its end."""
+    monkeypatch.setattr(sync_beginning, "MOST_WAITING", math.inf)
     settings = settings_for(codec, optimizer=optimizer, sync_fraction=sync_fraction)
     whole = run(settings, tmp_path / "whole")
     step = first_saved(whole)
+    assert sync_fraction == 0 or step <= sync_fraction * 180
     resumed = run(settings, killed_after(whole.folder, tmp_path / "resumed", step), resume=True)
     assert torch.equal(resumed.training.replica.params, whole.training.replica.params)
     expected = losses_after(whole.metrics.steps, step)

@@ -102,13 +102,18 @@ def warn_of_long_rounds(context: ServerContext, epoch_batches: int) -> None:
 
 
 def new_beginning(context: ServerContext, total_batches: int) -> SyncBeginning:
-    """The synchronous beginning; on several hosts, none of which has all weights, there is none."""
+    """The synchronous beginning; there is none on several hosts, none of which has all weights.
+
+    Nor with topk, which sends so little of a batch's gradient that it has to add up over many.
+    """
     num_samples = context.settings.train.num_epochs * context.training.num_samples
     beginning = SyncBeginning(
         round(context.run.of(DiLoCoConfig).sync_fraction * num_samples), total_batches
     )
     if num_samples and len(context.settings.cluster.store_nodes) > 1:
         beginning.end("the weights lie on several hosts")
+    if num_samples and context.run.of(DiLoCoConfig).codec_up == "topk":
+        beginning.end("codec_up is topk, which is for changes over many steps")
     return beginning
 
 

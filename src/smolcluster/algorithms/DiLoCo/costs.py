@@ -47,7 +47,7 @@ def step_nbytes(job: Job, settings: Settings) -> tuple[int, int]:
 
 
 def predict(site: Site, job: Job, settings: Settings) -> Forecast:
-    """What a run will be like once its rounds are as long as they get."""
+    """What a run will be like once its rounds are as long as they get, with its synchronous beginning."""
     config, (up, down) = settings.of(DiLoCoConfig), _round_nbytes(job, settings)
     site = as_spread(site, settings, Traffic(up, down))
     run = Run(
@@ -59,7 +59,9 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
         down_nbytes=down,
     )
     found = FastMotion(site, run).find() or _of_long_rounds(site, run)
-    batches_s = _with_beginning(site, run, found.batches_s, config.sync_fraction)
+    begins_so = len(settings.cluster.store_nodes) == 1 and config.codec_up != "topk"
+    fraction = config.sync_fraction if begins_so else 0.0
+    batches_s = _with_beginning(site, run, found.batches_s, fraction)
     samples_per_s = settings.train.samples_per_push * batches_s
     exchanges_s = len(site.workers) * found.exchanges_s
     return Forecast(
@@ -88,9 +90,9 @@ def _with_beginning(site: Site, run: Run, batches_s: float, sync_fraction: float
     if not sync_fraction:
         return batches_s
     in_steps = replace(run, mode="sync", num_fragments=1, local_steps=1)
-    computed_s = sum(1 / worker.step_s for worker in site.workers)
+    computing_batches_s = sum(1 / worker.step_s for worker in site.workers)
     synchronous = FastMotion(site, in_steps).find() or _of_long_rounds(site, in_steps)
-    waited = computed_s / synchronous.batches_s - 1
+    waited = computing_batches_s / synchronous.batches_s - 1
     share = min(sync_fraction, MOST_WAITING / waited) if waited > 0 else sync_fraction
     return 1 / (share / synchronous.batches_s + (1 - share) / batches_s)
 

@@ -320,8 +320,8 @@ class OuterLinks(StoreLinks):
     ) -> None:
         """Step all weights by the replica's own optimizer along a mean gradient.
 
-        `changes`: by fragment, the workers' gradients. All weights lie on this host. Where nothing counts, as
-        all gradients have overflowed, the weights stay.
+        `changes`: by fragment, the workers' gradients. A fragment without any stays as it is, and all do where
+        nothing counts, as all gradients have overflowed. All weights lie on this host.
         """
         replica = self._replica
         bases = [self._count_step(number) for number in range(len(changes))]
@@ -336,6 +336,8 @@ class OuterLinks(StoreLinks):
             replica.step(learning_rate)
         with replica.meter("apply"):
             for number, (base_version, values) in enumerate(zip(bases, before, strict=True)):
+                if not changes[number]:
+                    self._whole.fragments[number].scatter(values, replica.params)
                 version = self.versions[number]
                 self._own.follow_step(number, values, base_version=base_version, version=version)
             buffers = [(each.num_samples, each.arrived.buffers) for each in changes[0]]

@@ -245,8 +245,11 @@ class Server:
         return not self.beginning.is_over
 
     def end_beginning(self) -> None:
-        """Go on in rounds: from now on workers step by themselves."""
+        """Go on in rounds: workers step by themselves, and exchanges are measured anew."""
         self.replica.optimizer.reset()
+        self.round.exchange_s.clear()
+        for peer in self.peers.values():
+            peer.on_way_s.clear()
         steps = format_count(self.beginning.num_steps, "step")
         share = self.dispatcher.samples_applied / self.dispatcher.total_samples
         why = f", because {self.beginning.reason}" if self.beginning.reason else ""
@@ -351,7 +354,8 @@ class Server:
         peer.is_asked, peer.num_since_asked = self.waits, 0
         peer.asked(number, time.monotonic())
         request = self.ledger.request(peer.id, number).number
-        waits = peer.is_asked and number == self.numbers[-1]  # else the others would never be sent
+        # at a request that waits the worker reads no further one
+        waits = peer.is_asked and number == self.numbers[-1]
         tell(peer, Collect(request=request, fragment=number, wait=waits))
 
     def step(self, now: float) -> None:
@@ -368,6 +372,10 @@ class Server:
                 for number in self.numbers:
                     self.round.gathered(number, now)
                 self.take_synchronous_step()
+                self.begin_round()
+            elif self.beginning.reason and not (
+                self.ledger.num_open_samples or any(self.contributions.values())
+            ):
                 self.begin_round()
             return
         for number in [each for each in self.round.gathering if each not in waiting]:
@@ -490,8 +498,6 @@ class Server:
         peer.steps_alone = ready.steps_alone
         if peer.steps_alone and self.is_synchronous:
             self.beginning.end(f"{worker.name} is a loop of its own, or several processes")
-            if not self.ledger.num_open_samples:
-                self.begin_round()
         if self.stores.introduce(worker.live_session):
             self.welcome(peer, has_weights=self.sender.has_first_weights(ready))
 
@@ -617,6 +623,7 @@ class Server:
         return returned
 
     def take_back_from(self, holder: int, reason: str) -> list[LeaseKey]:
+        self.beginning.disturb()
         returned = self.ledger.take_back(holder)
         for lease in returned:
             self.dispatcher.release(lease, holder)

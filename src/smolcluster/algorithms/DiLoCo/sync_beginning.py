@@ -1,8 +1,9 @@
 """How long a run begins synchronously: its first share of samples, or less where links are too slow for that.
 
 Early on the workers' ways part fastest. So in the beginning each exchange is one step of the inner optimizer
-along the mean gradient of all workers, as in synchronous training; their own steps move only the moments with
-which they go on. What that brings: see `docs/algorithms.md`.
+along the mean gradient of all workers, as in synchronous training. A worker's own step updates the moments of
+its optimizer and leaves its weights; it keeps these moments for the rounds. After post-local SGD (Lin et al.,
+1808.07217). Debts of the codec are paid as those of changes are, not by a batch's share.
 """
 
 from collections.abc import Collection
@@ -18,7 +19,7 @@ class SyncBeginning:
     """Whether a run is still in its synchronous beginning."""
 
     def __init__(self, num_samples: int, total_batches: int) -> None:
-        """It takes so many samples at most; `total_batches`: of the whole run."""
+        """`num_samples`: the most that it takes; `total_batches`: batches of the whole run."""
         self._num_samples, self._total_batches = num_samples, total_batches
         self.num_steps = 0
         self.waited_s = 0.0
@@ -51,5 +52,9 @@ class SyncBeginning:
         return self._total_batches * step_s / len(workers)
 
     def end(self, reason: str) -> None:
-        """Go on in rounds when this step has been taken, because of this."""
-        self.reason = reason
+        """End it after the step of now, for `reason`."""
+        self.reason = self.reason or reason
+
+    def disturb(self) -> None:
+        """A worker was lost or late: how long others have waited for it says nothing of exchanges."""
+        self._is_measured = False

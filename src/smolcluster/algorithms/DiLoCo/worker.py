@@ -25,6 +25,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.algorithms.DiLoCo.exchange import (
     Encoder,
@@ -64,6 +66,8 @@ from smolcluster.transport.messages import (
     Welcome,
 )
 
+OWES_GRADIENTS = "owes_gradients"
+"""What is kept under it says whether debts are of gradients: 1, or of changes: 0."""
 BUFFERS_WITH = 0
 """The fragment whose change brings what was added to the model's buffers."""
 
@@ -273,7 +277,8 @@ class Worker:
     def keep(self, saved: Saved) -> None:
         """Save what nobody else has of this moment of the run: moments, and what the codec owes."""
         if self.link.kept is not None:
-            more = self.encoder.tensors
+            is_gradient = torch.tensor(float(self.sends_gradients))
+            more = {**self.encoder.tensors, OWES_GRADIENTS: is_gradient}
             self.copy.save(self.link.kept, saved.step, more, saved.keep_last)
 
     def take_up(self, resumed: Resumed) -> None:
@@ -286,6 +291,7 @@ class Worker:
         step, tensors = found
         if step == resumed.step and is_like(self.encoder.tensors, tensors):
             self.encoder.resume(tensors)
+            self.sends_gradients = bool(tensors.get(OWES_GRADIENTS, False))
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Take in all that has arrived, and go on until `condition` holds."""

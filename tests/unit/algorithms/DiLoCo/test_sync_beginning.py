@@ -42,6 +42,19 @@ def test_slow_links_end_it_after_a_tenth_of_the_computing_time() -> None:
     assert beginning.reason == "workers have waited 6 s for its exchanges"
 
 
+def test_waiting_for_who_was_lost_is_no_waiting_for_links() -> None:
+    beginning = SyncBeginning(num_samples=10**6, total_batches=60)
+    for _ in range(3):
+        beginning.begin_step(0, [waiting(0.0)])
+        beginning.stepped()
+    beginning.disturb()
+    beginning.begin_step(0, [waiting(30.0)])
+    assert beginning.waited_s == 0.0
+    beginning.stepped()
+    beginning.begin_step(0, [waiting(0.5)])
+    assert beginning.waited_s == 0.5
+
+
 def test_it_ends_for_another_reason_when_the_step_has_been_taken() -> None:
     beginning = SyncBeginning(num_samples=100, total_batches=10)
     beginning.end("the weights lie on several hosts")
