@@ -101,6 +101,10 @@ torch_is_installed() {
   exists "$root"/.venv/lib/python3*/site-packages/torch
 }
 
+has_cpu_wheels() {
+  exists "$root"/torch-*.whl && exists "$root"/torchvision-*.whl
+}
+
 lock_names_cpu_wheels() {
   grep -qs '^source = { registry = "\." }' "$root/uv.lock"
 }
@@ -132,8 +136,8 @@ relock_torch() {
 # Fetches the wheels of the versions that `uv.lock` names, unless they are there. PyTorch's server is asked for
 # them first, with little patience: not every network lets through to it.
 take_cpu_torch() {
-  local pins python="$root/.venv/bin/python"
-  if torch_is_installed && lock_names_cpu_wheels && exists "$root"/torch-*.whl; then
+  local pins python="$root/.venv/bin/python" fetched="$private/torch"
+  if lock_names_cpu_wheels && has_cpu_wheels; then
     return 0
   fi
   changed=yes
@@ -144,11 +148,12 @@ take_cpu_torch() {
     "$uv" --directory / pip install --dry-run --reinstall --no-deps --torch-backend cpu \
     --python "$python" -r - >/dev/null 2>&1 || return 1
   say "fetching PyTorch without CUDA, 0.2 GB (\`--torch cuda\` installs it with CUDA)"
-  rm -f -- "$root"/torch-*.whl "$root"/torchvision-*.whl
+  rm -rf -- "$fetched"
   printf '%s\n' "$pins" | "$uv" tool run --quiet --python "$python" pip download --quiet --no-deps \
     --only-binary :all: --no-cache-dir --disable-pip-version-check --index-url "$cpu_index" \
-    --dest "$root" -r /dev/stdin >&2 &&
-    relock_torch && lock_names_cpu_wheels
+    --dest "$fetched" -r /dev/stdin >&2 || return 1
+  rm -f -- "$root"/torch-*.whl "$root"/torchvision-*.whl
+  mv -- "$fetched"/*.whl "$root" && relock_torch && lock_names_cpu_wheels
 }
 
 take_cuda_torch() {
@@ -177,7 +182,7 @@ case "$(chosen_torch)" in
   cpu)
     if "$uv" lock --quiet --project "$root" 2>/dev/null && ! take_cpu_torch; then
       say "PyTorch without CUDA cannot be fetched from ${cpu_index#https://}: PyPI's is taken, with 5 GB of CUDA"
-      take_cuda_torch || true
+      has_cpu_wheels || take_cuda_torch || true
     fi
     ;;
   cuda) take_cuda_torch || true ;;

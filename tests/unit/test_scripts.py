@@ -122,9 +122,12 @@ case "$*" in
   venv*) mkdir -p "$ROOT/.venv" ;;
   --directory*) echo "pins $(cat)" >> "$CALLS"; [ -n "$SERVER" ] || exit 2 ;;
   tool*pip\\ download*)
-    cat > "$ROOT/torch-2.15.0+cpu-cp311.whl"
+    dest="${*#*--dest }"
+    dest="${dest% -r *}"
+    mkdir -p "$dest"
+    cat > "$dest/torch-2.15.0+cpu-cp311.whl"
     [ "$SERVER" = there ] || exit 1
-    : > "$ROOT/torchvision-0.29.2+cpu-cp311.whl" ;;
+    : > "$dest/torchvision-0.29.2+cpu-cp311.whl" ;;
   sync*)
     [ -e "$ROOT/uv.lock" ] || lock
     mkdir -p "$packages/torch"
@@ -175,6 +178,7 @@ class Checkout:
             "id",
             "mkdir",
             "mktemp",
+            "mv",
             "rm",
         ):
             self.bin.joinpath(tool).symlink_to(shutil.which(tool) or tool)
@@ -387,6 +391,29 @@ def test_wheels_are_fetched_again_when_the_lock_names_others(linux: Checkout) ->
     linux.launch("--local")
     assert sum("pip download" in call for call in linux.asked()) == 2
     assert torch_of(linux) == "cpu"
+
+
+def test_without_an_environment_the_wheels_are_taken_that_are_there(linux: Checkout) -> None:
+    """It was removed, or its first sync was interrupted; PyTorch's server need not be reached."""
+    linux.launch("--local")
+    shutil.rmtree(linux.root / ".venv")
+    linux.calls.unlink()
+    linux.env["SERVER"] = ""
+    done = linux.launch("--local")
+    assert (done.returncode, torch_of(linux)) == (75, "cpu")
+    assert wheels(linux) == ["torch", "torchvision"]
+    assert "PyTorch without CUDA" not in done.stderr
+    assert [call.split()[1] for call in linux.asked()] == ["lock", "sync", "run"]
+
+
+@pytest.mark.parametrize("server", ["", "breaks"])
+def test_wheels_stay_when_others_cannot_be_fetched(linux: Checkout, server: str) -> None:
+    linux.launch("--local")
+    (linux.root / "uv.lock").write_text("of new requirements")
+    linux.env["SERVER"] = server
+    done = linux.launch("--local")
+    assert done.stderr.count("PyTorch without CUDA cannot be fetched") == 1
+    assert wheels(linux) == ["torch", "torchvision"]
 
 
 def test_wheels_stay_when_no_lock_can_be_made(linux: Checkout) -> None:
