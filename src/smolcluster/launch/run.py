@@ -715,10 +715,10 @@ class Run:
 
     @property
     def _is_complete(self) -> bool:
-        """Whether there is nothing to go on with; a machine out of reach does not say so."""
+        """Whether the run has ended and its end is saved; a machine out of reach does not say so."""
         with suppress(LaunchError):
             status = self._new_status()
-            return status is not None and status.word == "ended"
+            return status is not None and status.word == "ended" and status.trouble is None
         return False
 
     def _end(self, *, in_a_hurry: bool = False, why: str | None = None) -> StopResult:

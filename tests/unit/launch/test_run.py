@@ -289,13 +289,16 @@ def test_a_run_whose_end_is_not_saved_is_told_so_and_does_not_end_well(
 ) -> None:
     """Its server has ended by itself, and the launcher was asked to end it, or was not."""
     (paths.checkpoints / "step-00000080").mkdir(parents=True)
-    is_failure = code == 3
-    status = status_of("failed" if is_failure else "ended", reason="x" if is_failure else STOPPED)
+    reason = {"sys.exit(0)": "every sample has been applied", "sys.exit(3)": "x"}.get(
+        ending, STOPPED
+    )
+    status = status_of("failed" if code == 3 else "ended", reason=reason)
     status = status.model_copy(update={"trouble": TROUBLE})
     assert launch(begun(paths) + writes(paths, status) + ending, "sys.exit(0)") == code
     told = [line for line in printed() if TROUBLE in line]
     assert len(told) == 1
     assert told[0].endswith(f"{TROUBLE}; the newest checkpoint is of step 80")
+    assert any("resume" in line and line.endswith("goes on with it") for line in printed())
 
 
 def test_what_a_run_that_goes_on_said_before_is_of_before(
