@@ -4,6 +4,7 @@ That is the server of a cluster, or the one process of `train`.
 """
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole, shown_text
 from smolcluster.observability.view.snapshot import read_snapshot
+from smolcluster.runs.asked import ASKED
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import StatusFile
@@ -165,6 +167,7 @@ def _begun(owner: Owner, paths: RunPaths, run: RunConfig, log: NodeLog) -> Itera
     kept = {path: path.read_bytes() for path in (paths.config, paths.summary) if path.is_file()}
     open_run(owner.settings, run, role=owner.role, node=owner.node, log=log)
     paths.summary.unlink(missing_ok=True)
+    shutil.rmtree(paths.root / ASKED, ignore_errors=True)  # it is of an earlier start
     try:
         yield
     except CheckpointError:

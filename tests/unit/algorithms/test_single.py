@@ -27,6 +27,7 @@ from smolcluster.errors import NonFiniteLoss
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.runs.asked import ASKED
 from smolcluster.runs.events import (
     CheckpointSaved,
     EpochFinished,
@@ -37,7 +38,7 @@ from smolcluster.runs.events import (
     read_events,
 )
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.status import read_status
+from smolcluster.runs.status import STOPPED, read_status
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.training import builtin, compute
 from smolcluster.training.buffers import ModelBuffers
@@ -252,6 +253,25 @@ def test_a_signal_ends_an_evaluation_also_the_last_one(
     assert isinstance(ended, RunEnded)
     assert not ended.ok
     assert saved.step == ended.steps == min(eval_steps, 30)
+
+
+def test_a_run_that_goes_on_and_is_stopped_has_not_failed_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher had ended it, and said why; now it goes on without one."""
+    _, _, _, paths = run(tmp_path, digits_config(num_epochs=1))
+    (paths.root / ASKED).mkdir()
+    (paths.root / ASKED / "server-mini1.4711").write_text("worker 1 (pi0) is gone")
+
+    def computing(model: nn.Module, batch: Batch) -> Terms:
+        signal.raise_signal(signal.SIGTERM)
+        return accuracy(model, batch)
+
+    monkeypatch.setattr(builtin, "accuracy", computing)
+    with pytest.raises(Interrupted):
+        run(tmp_path, digits_config(num_epochs=2), resume="single-test")
+    status = read_status(paths.status)
+    assert (status.word, status.reason) == ("stopped", STOPPED)
 
 
 @pytest.mark.parametrize(
