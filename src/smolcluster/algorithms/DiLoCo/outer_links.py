@@ -320,8 +320,8 @@ class OuterLinks(StoreLinks):
     ) -> None:
         """Step all weights by the replica's own optimizer along a mean gradient.
 
-        `changes`: by fragment, the workers' gradients. A fragment without any stays as it is, and all do where
-        nothing counts, as all gradients have overflowed. All weights lie on this host.
+        `changes`: by fragment, the workers' gradients. A fragment without any stays as it is, and all do
+        where nothing counts, as all gradients have overflowed. All weights lie on this host.
         """
         replica = self._replica
         bases = [self._count_step(number) for number in range(len(changes))]
