@@ -10,7 +10,7 @@
 
 Each prints one JSON object. Python 3.9 and its standard library are enough. The listener gives turns, so that
 workers who share a link do not measure each other, and ends by itself. Who is cut while it measures leaves it
-behind for that long: the next one who wants the port ends it.
+behind for that long: a launch that wants the port ends it, another measurement leaves it alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ PARTS = {"both": ("measure", "down"), "crowd": ("crowd-up", "crowd-down")}
 
 def listen(port: int, token: str, seconds: int, addresses: list[str]) -> None:
     """Listen on every address that is this machine's, on another port where that one is in use."""
-    release(port)
     places: dict[str, dict[str, object]] = {}
     listeners = []
     for address in addresses:
@@ -88,7 +87,7 @@ def listen(port: int, token: str, seconds: int, addresses: list[str]) -> None:
 def release(port: int) -> bool:
     """End the listeners of this port that others have started as this user; whether there were any."""
     ended = set()
-    for pid in listeners_of(port) - {os.getpid()}:
+    for pid in listeners_of(port):
         try:
             os.kill(pid, signal.SIGTERM)
         except OSError:
