@@ -114,8 +114,8 @@ class WorkerPool:
         self._known: set[str] = set()
         self._refused: set[str] = set()
         self._promised: dict[int, tuple[str, Deadline]] = {}
-        """Worker ids of nodes that asked for one and have not come in under it, and until when they are
-        theirs."""
+        """Worker ids of nodes that asked for one and have not taken part under it, and until when they are
+        theirs: a connection may break while they prepare."""
         self._alone_since = self._active_at = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -367,7 +367,6 @@ class WorkerPool:
             yield from self._fence(decision)
             member = Member(request.session_id, hello.worker_id, hello.node, hello.instance)
             self._workers[request.session_id] = Worker(member, role=self._role)
-            self._promised.pop(hello.worker_id, None)
         request.answer.set_result(decision)
 
     def _assign(self, members: list[Member], node: str) -> NumberAssigned | Refused:
@@ -384,6 +383,11 @@ class WorkerPool:
         if isinstance(decision, NumberAssigned):
             self._promised[decision.worker_id] = node, Deadline(self._cluster.prepare_timeout_s)
         return decision
+
+    def _free(self, member: Member) -> None:
+        """Let others have the worker id that a node was promised: it does not come back."""
+        if self._promised.get(member.worker_id, ("",))[0] == member.node:
+            del self._promised[member.worker_id]
 
     def _fence(self, decision: Admitted) -> Iterator[Event]:
         if decision.fences is not None:
@@ -410,8 +414,10 @@ class WorkerPool:
             self._reject(worker.member.node, worker.member.worker_id, code, sentence, shown=what)
             worker.session.end_with(Reject(code=code, sentence=sentence))
             del self._workers[session_id]
+            self._free(worker.member)
             return
         worker.ready = ready
+        self._promised.pop(worker.member.worker_id, None)
         self._missing.discard(worker.member.worker_id)
         rejoined = worker.member.instance in self._known
         self._known.add(worker.member.instance)
@@ -493,6 +499,8 @@ class WorkerPool:
             return
         if worker.ready is None:
             self._log.warning("%s never took part: %s", worker.name, worker.goodbye or reason)
+            if worker.goodbye is not None:
+                self._free(worker.member)
             return
         if worker.goodbye is not None:
             self.report.board.departed(worker, "left")

@@ -264,9 +264,22 @@ def test_a_number_is_free_again_when_its_worker_leaves_before_it_took_part(
     assert numbers_of(house, "toaster", "kettle") == [3, 4]
     hand = house.enter(hello(3, "toaster"))
     assert numbers_of(house, "oven") == [5], "it is toaster's while that prepares"
+    hand.say(Goodbye(reason="it was stopped"))
     hand.leave()
     house.until(lambda: not house.pool.is_preparing)
     assert numbers_of(house, "fridge", "oven") == [3, 5]
+
+
+def test_a_number_stays_that_of_a_node_whose_connection_breaks_while_it_prepares(
+    house: HandledHub, parts: Parts
+) -> None:
+    assert numbers_of(house, "toaster") == [3]
+    house.enter(hello(3, "toaster")).leave()
+    house.until(lambda: not house.pool.is_preparing)
+    assert numbers_of(house, "kettle", "toaster") == [4, 3]
+    house.enter(hello(3, "toaster")).ready(dataset="cd" * 32)
+    house.until(lambda: bool(parts.happened(WorkerRejected)))
+    assert numbers_of(house, "fridge") == [3], "who is refused does not come back"
 
 
 @pytest.mark.parametrize("parts", [("prepare_timeout_s=0.1",)], indirect=True)
