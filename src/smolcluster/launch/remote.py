@@ -358,7 +358,7 @@ def go_on(run: Run, launched: Launched, how: LaunchOptions) -> int:
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if has_window and (how.detach or on_terminal):
         try:
-            run.open_window()
+            run.open_window(is_shown=not how.detach)
         except LaunchError as error:
             run.say(f"no window: {error}", "yellow")
             has_window = False
@@ -389,7 +389,7 @@ def attach(run: str) -> int:
         raise LaunchError(f"attach needs a terminal; {as_command('logs', '--follow')} needs none")
     shown = Run(launched, paths, SteadyConsole())
     shown.check_alive()
-    show_window(shown.open_window())
+    show_window(shown.open_window(is_shown=True))
     return shown.left_window()
 
 

@@ -477,8 +477,10 @@ class Run:
                     f"run {run_id} is over: {as_command('logs', run_id)} shows what it said"
                 )
 
-    def open_window(self) -> str:
+    def open_window(self, *, is_shown: bool) -> str:
         """Open the run's local window, or find it; returns its session's name.
+
+        `is_shown`: it stays until somebody has looked at it, even if the run ends before.
 
         Raises:
             LaunchError: tmux is not here, or will not.
@@ -491,7 +493,8 @@ class Run:
             each.model_copy(update={"device": found.get(each.rank, each.device)})
             for each in self._launched.processes
         ]
-        return open_window(self._launched.run_id, processes, stop_command(self._paths))
+        stop = stop_command(self._paths)
+        return open_window(self._launched.run_id, processes, stop, is_shown=is_shown)
 
     def follow(self) -> int:
         """Tell how the run goes on, until its end or Ctrl-C; returns the exit code.

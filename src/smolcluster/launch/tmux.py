@@ -6,7 +6,8 @@ own history, where `Ctrl-B [` finds it. It is attached read-only: keys typed int
 session takes the pane's size: of a larger one the pane would show the upper left corner, without the newest
 lines. tmux's `-r` says "ignore the size", too, from version 3.2 on, which is the first one that knows `-f`.
 
-A window in which all has ended shows the last lines to whoever looks at it. It closes when nobody does.
+A window in which all has ended shows the last lines to whoever looks at it. It closes when nobody does; one
+that was opened to be shown, only after it has been.
 """
 
 import os
@@ -28,6 +29,8 @@ STOPPING = "@stopping"
 """The option of a window in which the user has stopped the run."""
 FOLLOWED = "@followed"
 """The option of a window with the id of the process that waits for its user to leave it."""
+SHOWING = "@showing"
+"""The option of a window that is about to be shown, and may not close before; empty: it is not."""
 MAX_BELOW = 6
 """Panes that lie one below the other, as wide as the window, so that few lines wrap; more are tiles."""
 COLUMNS, LINES = 200, 50
@@ -98,13 +101,14 @@ def pane_command(process: LaunchedProcess) -> str:
 
 
 def window_commands(
-    run_id: str, processes: Sequence[LaunchedProcess], stop: str
+    run_id: str, processes: Sequence[LaunchedProcess], stop: str, *, is_shown: bool = False
 ) -> list[list[str]]:
     """The calls of tmux that open a run's local window, one pane a process.
 
     Each is a sequence of commands, whose length tmux limits to 16 KiB. The first one also sees to it that
     panes stay whose command ends at once. `stop` is the shell command that stops the run, for who presses
-    Ctrl-C in the window, and once more, while no launcher waits to do it.
+    Ctrl-C in the window, and once more, while no launcher waits to do it. `is_shown`: somebody will look
+    at it.
     """
     name = window_name(run_id)
     window = f"={name}:"
@@ -116,6 +120,7 @@ def window_commands(
         ["set-option", "-w", "-t", window, "pane-border-status", "top"],
         ["set-option", "-w", "-t", window, "pane-border-format", " #{@process} "],
         ["set-option", "-t", window, "@stop", stop],
+        ["set-option", "-t", window, SHOWING, "yes" if is_shown else ""],
         ["set-option", "-t", window, "key-table", KEY_TABLE],
         ["set-option", "-p", "-t", window, "@process", pane_title(processes[0])],
     ]
@@ -127,10 +132,14 @@ def window_commands(
 def _close_unseen(name: str) -> list[list[str]]:
     """The commands that close a window whose processes have all ended as soon as nobody looks at it."""
     window = f"={name}:"
-    is_unseen = "#{&&:#{==:#{session_attached},0},#{==:#{P:#{?pane_dead,,x}},}}"
+    is_unseen = (
+        f"#{{&&:#{{==:#{{session_attached}},0}},#{{==:#{{{SHOWING}}}#{{P:#{{?pane_dead,,x}}}},}}}}"
+    )
     close = ["if-shell", "-F", "-t", window, is_unseen, f"kill-session -t ={name}"]
     hooks = [["set-hook", "-t", window, each] for each in ("pane-died", "client-detached")]
-    return [*([*hook, shlex.join(close)] for hook in hooks), close]
+    seen = ["set-hook", "-t", window, "client-session-changed"]  # by attaching, too
+    shown = ["set-option", "-t", window, SHOWING, ""]
+    return [*([*hook, shlex.join(close)] for hook in hooks), [*seen, shlex.join(shown)], close]
 
 
 def _layout(num_panes: int) -> str:
@@ -182,19 +191,24 @@ def window_name(run_id: str) -> str:
     return session_name(run_id, "window", None)
 
 
-def open_window(run_id: str, processes: Sequence[LaunchedProcess], stop: str) -> str:
+def open_window(
+    run_id: str, processes: Sequence[LaunchedProcess], stop: str, *, is_shown: bool = False
+) -> str:
     """Open a run's local window, or find it, with a pane for each process; returns its session's name.
+
+    `is_shown`: it stays until somebody has looked at it, even if the run ends before.
 
     Raises:
         LaunchError: tmux is not here, or will not.
     """
     name = window_name(run_id)
-    if _tmux("has-session", "-t", f"={name}").ok:
+    showing = ["set-option", "-t", f"={name}:", SHOWING, "yes"]
+    if _tmux(*(showing if is_shown else ["has-session", "-t", f"={name}"])).ok:
         for process in processes:
             with suppress(LaunchError):  # a window without one pane is better than none
                 show_in_window(run_id, process, is_new=False)
         return name
-    for commands in window_commands(run_id, processes, stop):
+    for commands in window_commands(run_id, processes, stop, is_shown=is_shown):
         done = _tmux(*commands)
         if not done.ok:
             close_window(run_id)

@@ -89,6 +89,33 @@ def test_a_window_that_somebody_looks_at_shows_the_end_until_he_leaves(
         output("-L", "outer", "kill-server")
 
 
+@needs_tmux
+@pytest.mark.usefixtures("own_tmux")
+@pytest.mark.parametrize("is_found", [False, True], ids=["opened", "found"])
+def test_a_window_whose_run_ends_before_it_is_shown_stays_until_it_has_been(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_found: bool
+) -> None:
+    over = tmp_path / "over"
+    wait = f"until [ -e {over} ]; do sleep 0.05; done"
+    monkeypatch.setattr(tmux, "pane_command", lambda _: wait)
+    if is_found:
+        open_window("r", PROCESSES, "true")
+    else:
+        over.touch()
+    name = open_window("r", PROCESSES, "true", is_shown=True)
+    over.touch()
+    until(lambda: set(panes_of(name).values()) == {""})
+    look = f"unset TMUX; exec tmux attach-session -t ={name}"
+    output("-L", "outer", "new-session", "-d", "-s", "people", "sh", "-c", look)
+    try:
+        until(lambda: output("list-clients"))
+        assert set(panes_of(name).values()) == {""}
+        output("detach-client", "-s", f"={name}")
+        until(lambda: output("list-sessions") == "")
+    finally:
+        output("-L", "outer", "kill-server")
+
+
 def panes_of(name: str) -> dict[str, str]:
     """What is alive, by its pane's title: its command's process id; empty: it has ended."""
     form = "#{@process}=#{?pane_dead,,#{pane_pid}}"
