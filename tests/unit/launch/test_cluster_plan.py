@@ -342,6 +342,9 @@ def test_a_run_goes_on_without_a_machine(
     shown = capsys.readouterr().out
     assert "mini2" in shown
     assert "pi5" not in shown
+    keep(paths, dump_yaml(cluster_without(file, ["pi5"])).encode(), train.read_bytes(), told)
+    assert main(["resume", RUN_ID, "--dry-run"]) == 0
+    assert "pi5" not in capsys.readouterr().out, "it has to join"
 
 
 def test_a_run_of_one_machine_goes_on_with_all_that_it_has(tmp_path: Path) -> None:
