@@ -16,7 +16,7 @@ from smolcluster.launch import link_probe
 from smolcluster.launch.host import HAS_PYTHON3, Done, Host, shell_path
 from smolcluster.utils.words import one_line
 
-END_SCRIPT = """
+END_SCRIPT = """\
 kill {pid} 2>/dev/null
 n=0; while kill -0 {pid} 2>/dev/null && [ $n -lt 20 ]; do sleep 0.1; n=$((n+1)); done"""
 RELEASE_S = 60.0
