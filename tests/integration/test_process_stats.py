@@ -33,9 +33,11 @@ def test_every_worker_tells_where_its_time_goes(tmp_path: Path, algorithm: Algor
         assert all(0 <= share <= 1 for share in shares)
         assert 0 < sum(shares) < 1.2, "phases do not overlap"
         assert record.values["memory_bytes"] > 10_000_000
-        assert record.values["codec_ratio"] == pytest.approx(1.0)
+        # a worker may have told of itself before it pushed anything
+        assert record.values.get("codec_ratio", 1.0) == pytest.approx(1.0)
     last = {record.rank: record.values for record in told}
     for values in last.values():
+        assert values["codec_ratio"] == pytest.approx(1.0)
         assert 0 < values["rtt_s"] < 10
         assert abs(values["clock_offset_s"]) < 1.0, "it is one machine"
     assert any(record.values["share/forward"] > 0 for record in told)

@@ -499,7 +499,7 @@ def forget_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             module,
             "learning_rate",
-            lambda train, _, total, own: learning_rate(train, 0, total, own),
+            lambda train, _, *more: learning_rate(train, 0, *more),
         )
 
 
