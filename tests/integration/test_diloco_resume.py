@@ -22,7 +22,6 @@ from smolcluster.observability.metrics import MetricRecord
 from smolcluster.utils.retry import Deadline
 from waiting import eventually
 
-STEP = 60
 KEPT = Path("test-run") / "worker-1"
 
 
@@ -57,7 +56,7 @@ def run(
     return cluster
 
 
-def killed_after(source: Path, folder: Path, step: int = STEP) -> Path:
+def killed_after(source: Path, folder: Path, step: int) -> Path:
     """A run's folder as it is when everything is killed soon after that step was saved."""
     place = Path("checkpoints") / f"step-{step:08d}"
     shutil.copytree(source / place, folder / place)
@@ -71,7 +70,7 @@ def first_saved(whole: Cluster) -> int:
     return min(int(path.name[5:]) for path in (whole.folder / "checkpoints").glob("step-*"))
 
 
-def losses_after(records: list[MetricRecord], step: int = STEP) -> list[float]:
+def losses_after(records: list[MetricRecord], step: int) -> list[float]:
     return [record.values["loss"] for record in records if record.step > step]
 
 
@@ -110,13 +109,14 @@ def test_one_worker_goes_on_bit_for_bit(
 def test_without_what_a_worker_kept_it_goes_on_with_cold_moments(tmp_path: Path) -> None:
     settings = settings_for("fp32")
     whole = run(settings, tmp_path / "whole")
-    folder = killed_after(whole.folder, tmp_path / "resumed")
+    step = first_saved(whole)
+    folder = killed_after(whole.folder, tmp_path / "resumed", step)
     shutil.rmtree(folder / KEPT)
     resumed = run(settings, folder, resume=True)
     assert not torch.equal(resumed.training.replica.params, whole.training.replica.params)
-    losses = losses_after(resumed.metrics.steps)
-    assert len(losses) == len(losses_after(whole.metrics.steps))
-    assert losses[-1] == pytest.approx(losses_after(whole.metrics.steps)[-1], abs=0.2)
+    losses, expected = (losses_after(each.metrics.steps, step) for each in (resumed, whole))
+    assert len(losses) == len(expected)
+    assert losses[-1] == pytest.approx(expected[-1], abs=0.2)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -185,7 +185,7 @@ def test_two_workers_go_on_as_if_nothing_had_happened(
 
 def test_more_workers_than_before_count_exactly(tmp_path: Path) -> None:
     whole = run(settings_for("int8"), tmp_path / "whole")
-    folder = killed_after(whole.folder, tmp_path / "resumed")
+    folder = killed_after(whole.folder, tmp_path / "resumed", first_saved(whole))
     resumed = run(settings_for("int8", workers=2), folder, resume=True, workers=2)
     assert resumed.server.summary is not None
     total = 4 * resumed.server.summary.train_samples
@@ -218,21 +218,22 @@ class WaitsForTheSecond(diloco.Server):
     """Hands out one round after the checkpoint, then nothing until a second worker is there."""
 
     def hand_out(self, now: float) -> None:
-        if self.version == STEP or len(self.pool.workers) == 2:
+        if self.version == self.resumed_at or len(self.pool.workers) == 2:
             super().hand_out(now)
 
 
 def test_who_joins_later_loses_nothing_that_it_kept(tmp_path: Path) -> None:
     settings = settings_for("int8")
     whole = run(settings, tmp_path / "whole")
-    folder = killed_after(whole.folder, tmp_path / "resumed")
-    newer = folder / "test-run" / "worker-2" / f"step-{STEP + 15:08d}.safetensors"
+    step = first_saved(whole)
+    folder = killed_after(whole.folder, tmp_path / "resumed", step)
+    newer = folder / "test-run" / "worker-2" / f"step-{step + 15:08d}.safetensors"
     shutil.copytree(folder / KEPT, newer.parent)
-    shutil.copyfile(folder / KEPT / f"step-{STEP:08d}.safetensors", newer)
+    shutil.copyfile(folder / KEPT / f"step-{step:08d}.safetensors", newer)
     cluster = Cluster(settings, folder, WaitsForTheSecond, algorithm="diloco", resume=True)
     first = cluster.worker(1)
     deadline = Deadline(DEADLINE_S)
-    while cluster.core.version == STEP and not deadline.expired:
+    while cluster.core.version == step and not deadline.expired:
         time.sleep(0.01)
     second = cluster.worker(2)
     for outcome in (cluster.server, first, second):
