@@ -129,7 +129,11 @@ def serve(
         check_port(settings.cluster)
         own_run(
             Owner(
-                *(algorithm, "server", settings.cluster.server, settings, secret),
+                algorithm,
+                "server",
+                settings.cluster.server,
+                settings,
+                secret,
                 worker_command=worker_command(algorithm, args, settings.cluster),
             ),
             log,

@@ -136,7 +136,7 @@ class Run:
         self._children: dict[str, Child] = {}
         """What was started as our children, by stem."""
         self._errors: dict[str, str] = {}
-        """Which child was the first to say an error."""
+        """The title of the child that said each error first."""
         self._failed: set[str] = set()
         """Workers of these whose failure has been told."""
         self._alone: Deadline | None = None
@@ -154,7 +154,7 @@ class Run:
         """Keep the workers of a run that goes on which still look for their server; end the others then.
 
         Kept is who was started by the same command with the same code, whose digest is `version`; None: that
-        is not changed. Of nodes that are left out nobody is asked: they may be out of reach.
+        is not changed. Nodes that are left out are not asked: they may be out of reach.
 
         Raises:
             RunBusy: its server is alive.

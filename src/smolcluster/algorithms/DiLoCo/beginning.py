@@ -20,7 +20,7 @@ from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.ledger import Ledger
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer, outer_defaults
 from smolcluster.algorithms.DiLoCo.outer_links import OuterLinks
-from smolcluster.algorithms.DiLoCo.sync_beginning import SyncBeginning
+from smolcluster.algorithms.DiLoCo.sync_beginning import SyncBeginning, why_none
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.training.muon import MuonOptimizer
 from smolcluster.transport.messages import MAX_CHANGES
@@ -102,18 +102,11 @@ def warn_of_long_rounds(context: ServerContext, epoch_batches: int) -> None:
 
 
 def new_beginning(context: ServerContext, total_batches: int) -> SyncBeginning:
-    """The synchronous beginning; there is none on several hosts, none of which has all weights.
-
-    Nor with topk, which sends so little of a batch's gradient that it has to add up over many.
-    """
-    num_samples = context.settings.train.num_epochs * context.training.num_samples
-    beginning = SyncBeginning(
-        round(context.run.of(DiLoCoConfig).sync_fraction * num_samples), total_batches
-    )
-    if num_samples and len(context.settings.cluster.store_nodes) > 1:
-        beginning.end("the weights lie on several hosts")
-    if num_samples and context.run.of(DiLoCoConfig).codec_up == "topk":
-        beginning.end("codec_up is topk, which is for changes over many steps")
+    """The synchronous beginning, which ends before its first step where there is to be none."""
+    config, cluster = context.run.of(DiLoCoConfig), context.settings.cluster
+    total = context.settings.train.num_epochs * context.training.num_samples
+    beginning = SyncBeginning(round(config.sync_fraction * total), total_batches)
+    beginning.end(why_none(config, len(cluster.store_nodes)))
     return beginning
 
 

@@ -19,7 +19,7 @@ from smolcluster.algorithms.DiLoCo.rounds import (
     most_local_steps,
     waiting_round_s,
 )
-from smolcluster.algorithms.DiLoCo.sync_beginning import MOST_WAITING
+from smolcluster.algorithms.DiLoCo.sync_beginning import MOST_WAITING, why_none
 from smolcluster.algorithms.planning.costs import (
     HANDLING_S,
     Forecast,
@@ -59,8 +59,8 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
         down_nbytes=down,
     )
     found = FastMotion(site, run).find() or _of_long_rounds(site, run)
-    begins_so = len(settings.cluster.store_nodes) == 1 and config.codec_up != "topk"
-    fraction = config.sync_fraction if begins_so else 0.0
+    has_none = why_none(config, len(settings.cluster.store_nodes))
+    fraction = 0.0 if has_none else config.sync_fraction
     batches_s = _with_beginning(site, run, found.batches_s, fraction)
     samples_per_s = settings.train.samples_per_push * batches_s
     exchanges_s = len(site.workers) * found.exchanges_s
