@@ -11,8 +11,10 @@ from peers import opened
 from smolcluster.algorithms.DiLoCo.exchange import Assembly, DeltaArrived, delta_frames
 from smolcluster.algorithms.DiLoCo.outer_links import Change, ChangeKey, NormArrived
 from smolcluster.codec.registry import get_codec
+from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ProtocolError
 from smolcluster.ps import store_host
+from smolcluster.training.optimizer import FlatOptimizer
 from smolcluster.transport.messages import MAX_CHANGES, BucketNorm, Collect, OuterStep
 from unit.algorithms.DiLoCo.hosting import Hosting, StoreHost
 
@@ -90,6 +92,28 @@ def test_changes_that_are_applied_one_by_one_are_the_same(codec_down: str | None
         for copy in copies.values():
             torch.testing.assert_close(copy.weights, state_of(each)["weights"], rtol=0, atol=1e-6)
     assert_same(alone, spread)
+
+
+def test_a_fragment_without_gradients_stays_in_a_step_of_all() -> None:
+    """Though its optimizer has momentum from the step before."""
+    hosting = Hosting(1, WORKERS, num_fragments=3)
+    replica = hosting.replica
+    replica.optimizer = FlatOptimizer("adam", replica.params, replica.grads, 0.0)
+    for left_out in (None, 1):
+        before = replica.params.clone()
+        changes = [
+            []
+            if number == left_out
+            else [
+                Change(hosting.bring(worker, number, values), weight, 8)
+                for worker, values, weight in changes_of(hosting, number, seed=number)
+            ]
+            for number in range(3)
+        ]
+        hosting.links.step_together(changes, 0.01, GradientClipping())
+    for number, fragment in enumerate(hosting.layout.fragments):
+        is_same = torch.equal(fragment.view(replica.params), fragment.view(before))
+        assert is_same == (number == 1)
 
 
 class Copy:
