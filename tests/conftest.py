@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from processes import Processes
 from smolcluster.algorithms import context
@@ -26,6 +27,9 @@ from smolcluster.utils.stopping import SIGNALS
 for number in SIGNALS:  # nohup, for one, has its children ignore a hang-up, which the tests send
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
+
+settings.register_profile("clockless", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("clockless")  # how long an example takes is the machine's affair
 
 STATE = tempfile.mkdtemp(prefix="smolcluster-state-")
 """What runs of the tests note outside their folders is no user's."""

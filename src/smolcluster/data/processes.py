@@ -66,7 +66,7 @@ def end_processes(executor: ProcessPoolExecutor) -> None:
     processes = list((executor._processes or {}).values())
     executor.shutdown(wait=False, cancel_futures=True)
     for process in processes:
-        process.terminate()
+        process.kill()  # SIGTERM would call what a fork has copied: the handler of the parent
 
 
 def load_packed(indices: list[int], place: Place) -> bytes:

@@ -1,6 +1,7 @@
 """A user's own data: which samples make an epoch, in which order, and what chance does to them."""
 
 import random
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -26,11 +27,12 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from smolcluster.data import loading
+from smolcluster.data import loading, processes
 from smolcluster.data.dataset import Place
 from smolcluster.data.loading import MapSamples, StreamSamples, every_index, samples_of
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.prefetch import Prefetch
+from smolcluster.data.processes import Work, end_processes, start_processes
 from smolcluster.errors import ConfigError, DataError, UserCodeError
 from smolcluster.training.user_code import user_code
 
@@ -479,6 +481,29 @@ def test_processes_end_when_they_are_closed_whatever_they_do() -> None:
     for process in processes:
         process.join(60)
         assert process.exitcode is not None
+
+
+def test_a_process_that_has_just_been_forked_ends_though_its_parent_handles_sigterm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "_begin", stay)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        executor = start_processes(
+            DataLoader(Numbers(), num_workers=1),  # type: ignore[arg-type]
+            Work(Numbers(), partial(getattr, Numbers()), partial(getattr, Numbers()), SEED),
+        )
+        executor.submit(time.sleep, 600)
+        (process,) = executor._processes.values()
+        end_processes(executor)
+        process.join(60)
+        assert process.exitcode is not None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def stay(*_: Any) -> None:
+    time.sleep(600)
 
 
 class Drawing(Numbers):
