@@ -1,7 +1,8 @@
 """Two connected ends for tests, and samples of every message."""
 
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from smolcluster.transport import messages as m
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.tls import client_context, new_identity
 from smolcluster.utils.retry import Deadline
+from waiting import Clock
 
 BUCKET_BYTES = 64 * 1024
 DEADLINE_S = 60.0
@@ -309,7 +311,7 @@ def encrypting(server: Connection) -> Iterator[None]:
 
 @contextmanager
 def raw_and_connection(
-    kind: str = "socketpair", stall_timeout_s: float = 5.0, *, proved: bool = True
+    kind: str = "socketpair", stall_timeout_s: float = DEADLINE_S, *, proved: bool = True
 ) -> Iterator[tuple[socket.socket, Connection]]:
     """A bare socket that can say anything, and the connection that hears it."""
     raw, other = socket_pair(kind)
@@ -328,7 +330,7 @@ def raw_and_connection(
 
 @contextmanager
 def connection_pair(
-    kind: str = "socketpair", stall_timeout_s: float = 5.0, *, proved: bool = True
+    kind: str = "socketpair", stall_timeout_s: float = DEADLINE_S, *, proved: bool = True
 ) -> Iterator[tuple[Connection, Connection]]:
     one, other = (Connection(sock, None, stall_timeout_s) for sock in socket_pair(kind))
     if kind == "tls":
@@ -342,3 +344,39 @@ def connection_pair(
     finally:
         one.close()
         other.close()
+
+
+def speak_when_waited_for(connection: Connection, say_next: Callable[[], object]) -> None:
+    """Have the peer speak each time the connection has waited for half of its stall timeout."""
+    check = connection._check_stall
+
+    def checked(silent_s: float, what: str) -> None:
+        check(silent_s, what)
+        if silent_s >= connection.stall_timeout_s / 2:
+            say_next()
+
+    connection._check_stall = checked  # type: ignore[method-assign]
+
+
+@contextmanager
+def dripping(
+    raw: socket.socket, data: bytes, connection: Connection, clock: Clock
+) -> Iterator[None]:
+    """Meanwhile byte after byte is sent, each when the one before has come and 0.1 s have passed."""
+    stop = threading.Event()
+
+    def drip() -> None:
+        for number, byte in enumerate(data):
+            while connection.bytes_received < number:
+                if stop.wait(0.005):
+                    return
+            clock.now += 0.1
+            raw.sendall(bytes([byte]))
+
+    with ThreadPoolExecutor(1) as pool:
+        dripped = pool.submit(drip)
+        try:
+            yield
+        finally:
+            stop.set()
+        dripped.result(DEADLINE_S)

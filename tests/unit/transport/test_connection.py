@@ -50,10 +50,9 @@ def test_a_connection_knows_when_the_last_byte_came_though_no_message_is_whole()
     connection = Connection(here, "peer", stall_timeout_s=0.4)
     begun = connection.last_byte_at
     there.sendall(b"SMOL")
-    sent_at = time.monotonic()
     with pytest.raises(PeerLost, match="silent"):
         connection.receive()
-    assert begun < connection.last_byte_at < sent_at + 0.4
+    assert begun < connection.last_byte_at < time.monotonic() - 0.3, "not when it was lost"
     close(connection, there)
 
 

@@ -1,6 +1,5 @@
 import os
 import socket
-import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +11,15 @@ from typing import Literal
 import pytest
 
 import smolcluster
-from connection_pairs import BUCKET_BYTES, RUN, connection_pair, push, raw_and_connection
+from connection_pairs import (
+    BUCKET_BYTES,
+    DEADLINE_S,
+    RUN,
+    connection_pair,
+    dripping,
+    push,
+    raw_and_connection,
+)
 from smolcluster.configs.schema import Encryption, RunConfig
 from smolcluster.errors import (
     AuthError,
@@ -54,6 +61,7 @@ from smolcluster.transport.security import Secret, new_nonce
 from smolcluster.transport.tls import client_context, new_identity
 from smolcluster.utils.addresses import is_loopback
 from smolcluster.utils.retry import Deadline
+from waiting import Clock
 
 pytestmark = [pytest.mark.timeout(180)]
 
@@ -82,7 +90,7 @@ OFFER = Welcome(
 
 
 def serve(connection: Connection, door: Door = DOOR) -> Authenticated:
-    client = server_authenticate(connection, door, Deadline(5.0))
+    client = server_authenticate(connection, door, Deadline(DEADLINE_S))
     accept(client, OFFER)
     return client
 
@@ -90,11 +98,13 @@ def serve(connection: Connection, door: Door = DOOR) -> Authenticated:
 def join(
     connection: Connection, secret: Secret = SECRET, encryption: Encryption = "auto"
 ) -> Welcome:
-    return client_handshake(connection, HELLO, secret, Deadline(5.0), encryption, answer=Welcome)
+    return client_handshake(
+        connection, HELLO, secret, Deadline(DEADLINE_S), encryption, answer=Welcome
+    )
 
 
 def say_no(connection: Connection) -> Authenticated:
-    client = server_authenticate(connection, DOOR, Deadline(5.0))
+    client = server_authenticate(connection, DOOR, Deadline(DEADLINE_S))
     refuse(client, "busy", "worker 1 is here already", retry_after_s=2.5)
     return client
 
@@ -111,7 +121,7 @@ def say(raw: socket.socket, message: Message) -> None:
 
 def talk_on(connection: Connection, secret: Secret = SECRET) -> Talk:
     """A handshake spoken by hand, its mistakes included."""
-    return Talk(connection, secret, Deadline(5.0))
+    return Talk(connection, secret, Deadline(DEADLINE_S))
 
 
 def claim(talk: Talk) -> list[bytes]:
@@ -278,8 +288,10 @@ def test_who_sits_between_the_two_can_change_nothing_that_is_said(
         served = pool.submit(say_no if kind is Reject else serve, server)
         with suppress(SmolclusterError):
             if encrypted:
-                left.encrypt(new_identity().context, server_side=True, deadline=Deadline(5.0))
-                right.encrypt(client_context(), server_side=False, deadline=Deadline(5.0))
+                left.encrypt(
+                    new_identity().context, server_side=True, deadline=Deadline(DEADLINE_S)
+                )
+                right.encrypt(client_context(), server_side=False, deadline=Deadline(DEADLINE_S))
             pass_on(left, right, kind, change)
         left.close()
         right.close()
@@ -303,7 +315,7 @@ def pass_on(
         (right, left, 2),
     ):
         for _ in range(count):
-            message, _ = source.receive(deadline=Deadline(5.0))
+            message, _ = source.receive(deadline=Deadline(DEADLINE_S))
             changed = message.model_copy(update=change) if isinstance(message, kind) else message
             sink.send(changed)
 
@@ -369,7 +381,7 @@ def test_another_version_is_named_on_both_sides(
         served = pool.submit(serve, server)
         other = HELLO.model_copy(update={"version": "0.9", "sets": sets})
         with pytest.raises(Rejected, match=rf"{smolcluster.__version__}.*0\.9") as caught:
-            client_handshake(client, other, SECRET, Deadline(5.0), answer=Accepted)
+            client_handshake(client, other, SECRET, Deadline(DEADLINE_S), answer=Accepted)
         assert (caught.value.code, caught.value.is_proved) == ("version", True)
         error = error_of(served)
         assert isinstance(error, VersionDiffers)
@@ -391,7 +403,7 @@ def test_a_peer_that_does_not_know_a_codec_is_refused_in_one_line(pool: ThreadPo
         served = pool.submit(serve, server)
         hello = introduce("mini1", 1, (SESSION, older))
         with pytest.raises(Rejected, match="install the same on both") as caught:
-            client_handshake(client, hello, SECRET, Deadline(5.0), answer=Accepted)
+            client_handshake(client, hello, SECRET, Deadline(DEADLINE_S), answer=Accepted)
         assert caught.value.code == "version"
         assert "\n" not in str(caught.value)
         assert isinstance(error_of(served), VersionDiffers)
@@ -447,26 +459,20 @@ def test_a_peer_that_goes_without_a_word_is_not_blamed_for_more() -> None:
         server.address = "192.168.1.4"
         raw.close()
         with pytest.raises(PeerLost, match="closed the connection"):
-            server_authenticate(server, DOOR, Deadline(5.0))
+            server_authenticate(server, DOOR, Deadline(DEADLINE_S))
 
 
 def test_a_peer_that_drips_is_given_up_in_the_same_time() -> None:
+    clock = Clock()
+    hello = b"".join(frame_of(HELLO).buffers)
     with raw_and_connection(proved=False) as (raw, server):
-        stop = threading.Event()
-
-        def drip() -> None:
-            for byte in b"".join(frame_of(HELLO).buffers):
-                raw.sendall(bytes([byte]))
-                if stop.wait(0.1):
-                    return
-
-        dripping = threading.Thread(target=drip, daemon=True)
-        dripping.start()
-        with pytest.raises(PeerLost, match="did not finish in time"):
-            server_authenticate(server, DOOR, Deadline(0.45))
-        assert server.bytes_received < 10
-        stop.set()
-        dripping.join(5.0)
+        deadline = Deadline(0.45, clock)
+        with (
+            dripping(raw, hello, server, clock),
+            pytest.raises(PeerLost, match="did not finish in time"),
+        ):
+            server_authenticate(server, DOOR, deadline)
+        assert server.bytes_received in {4, 5}
 
 
 def never_fits(raw: socket.socket) -> None:
@@ -506,7 +512,7 @@ def test_strangers_that_do_not_keep_to_the_protocol_are_cut_off(
         tracemalloc.start()
         try:
             with pytest.raises(ProtocolError, match=r"^peer: handshake: "):
-                server_authenticate(server, DOOR, Deadline(5.0))
+                server_authenticate(server, DOOR, Deadline(DEADLINE_S))
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -524,5 +530,5 @@ def test_every_flipped_bit_of_a_handshake_fails_it(pool: ThreadPoolExecutor) -> 
             raw.sendall(damaged)
             raw.shutdown(socket.SHUT_WR)
             with pytest.raises(SmolclusterError):
-                server_authenticate(server, DOOR, Deadline(5.0))
+                server_authenticate(server, DOOR, Deadline(DEADLINE_S))
             assert server.broken
