@@ -36,7 +36,6 @@ def write_page(path: Path, template: str, **values: object) -> None:
         lstrip_blocks=True,
     )
     environment.filters |= {"cut": cut, "moment": moment}
-    environment.globals["style"] = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))  # noqa: S704
     page = environment.get_template(template).render(**values)
     write_whole(path, page.lstrip().encode("utf-8", "backslashreplace"), durable=False)
 
