@@ -79,18 +79,21 @@ class Followed:
         now: each fragment's θ; tensors that others change in place.
         start: each fragment's θ_start.
         sent: by fragment, θ when its change was sent.
+        moved: fragments whose θ may not be θ_start.
     """
 
     def __init__(self, fragments: Sequence[Sequence[Tensor]]) -> None:
         self.now = fragments
         self.start = [[each.clone() for each in parts] for parts in fragments]
         self.sent: dict[int, list[Tensor]] = {}
+        self.moved: set[int] = set()
 
     def restart(self) -> None:
         """θ of now is θ_start."""
         for now, start in zip(self.now, self.start, strict=True):
             _copy(now, start)
         self.sent.clear()
+        self.moved.clear()
 
     def mark_sent(self, fragment: int) -> None:
         self.sent[fragment] = [each.clone() for each in self.now[fragment]]
@@ -108,11 +111,15 @@ class Followed:
 
     @contextmanager
     def holding(self, fragments: Collection[int]) -> Iterator[None]:
-        """Leave these fragments' θ as it was before the block."""
-        kept = {number: [each.clone() for each in self.now[number]] for number in fragments}
+        """Let the block step θ, but leave these fragments' as it was before; all steps are taken so."""
+        kept = {
+            number: [each.clone() for each in self.now[number]]
+            for number in self.moved.intersection(fragments)
+        }
+        self.moved.update(set(range(len(self.now))).difference(fragments))
         yield
-        for number, values in kept.items():
-            _copy(values, self.now[number])
+        for number in fragments:
+            _copy(kept.get(number, self.start[number]), self.now[number])
 
 
 class OwnCopy:

@@ -1,5 +1,6 @@
 """The weights that local steps change, those they began with, and those at the send of a change."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -54,6 +55,24 @@ def test_held_fragments_take_no_step_and_whole_weights_void_what_was_sent() -> N
     assert replica.params.tolist() == [0, 0, 0, 1, 1]
     assert not copy.sent
     assert copy.change(0).tolist() == [0, 0, 0]
+
+
+def test_weights_that_never_moved_are_held_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a DiLoCo run's synchronous beginning, where all are."""
+    replica, copy = copy_of_five()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "clone", None)
+        for _ in range(2):
+            step(replica, copy, 1, 1, 1, 1, 1, held=(0, 1))
+    assert replica.params.tolist() == [0, 1, 2, 3, 4]
+    step(replica, copy, 1, 1, 1, 1, 1, held=(0,))
+    copy.mark_sent(1)
+    copy.follow(1, torch.tensor([5.0, 5.0]), is_difference=False)
+    step(replica, copy, 1, 1, 1, 1, 1, held=(0, 1))
+    assert replica.params.tolist() == [0, 1, 2, 5, 5]
+    step(replica, copy, 1, 1, 1, 1, 1)
+    step(replica, copy, 1, 1, 1, 1, 1, held=(0, 1))
+    assert replica.params.tolist() == [-1, 0, 1, 4, 4]
 
 
 def test_the_clip_says_the_norm_before() -> None:

@@ -116,7 +116,7 @@ class PartCopy:
         self.reset()
 
     def holding(self, fragments: Collection[int]) -> AbstractContextManager[None]:
-        """Leave these fragments' θ as it was before the block."""
+        """See `Followed.holding`."""
         return self._followed.holding(fragments)
 
     def change(self, fragment: int, part: slice) -> Iterator[tuple[int, Tensor]]:

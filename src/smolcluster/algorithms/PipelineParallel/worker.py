@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 import gc
 import math
 from collections.abc import Collection, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -387,7 +387,7 @@ class Worker:
         Fragments `held` of a worker's copy stay as they are.
         """
         clipping = self.train.gradient_clipping
-        with self.copy.holding(held) if held else nullcontext():
+        with self.copy.holding(held):
             for each in self.stages.values():
                 each.replica.grads.mul_(clip)
                 if clipping.bound is not None:
