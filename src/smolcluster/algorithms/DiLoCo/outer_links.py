@@ -325,7 +325,11 @@ class OuterLinks(StoreLinks):
         """
         replica = self._replica
         bases = [self._count_step(number) for number in range(len(changes))]
-        before = [self._whole.gather(number, replica.params) for number in range(len(changes))]
+        before = {
+            number: self._whole.gather(number, replica.params)
+            for number, of_fragment in enumerate(changes)
+            if self._own.residuals or not of_fragment
+        }
         with replica.meter("apply"):
             replica.grads.zero_()
             for fragment, of_fragment in zip(self._whole.fragments, changes, strict=True):
@@ -335,11 +339,15 @@ class OuterLinks(StoreLinks):
             replica.clip(clipping)
             replica.step(learning_rate)
         with replica.meter("apply"):
-            for number, (base_version, values) in enumerate(zip(bases, before, strict=True)):
+            for number, base_version in enumerate(bases):
                 if not changes[number]:
-                    self._whole.fragments[number].scatter(values, replica.params)
-                version = self.versions[number]
-                self._own.follow_step(number, values, base_version=base_version, version=version)
+                    self._whole.fragments[number].scatter(before[number], replica.params)
+                self._own.follow_step(
+                    number,
+                    before.get(number),
+                    base_version=base_version,
+                    version=self.versions[number],
+                )
             buffers = [(each.num_samples, each.arrived.buffers) for each in changes[0]]
             replica.buffers.add(mean_buffers(buffers))
 

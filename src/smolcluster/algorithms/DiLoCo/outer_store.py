@@ -95,15 +95,20 @@ class OuterStore:
         """
         fragment = self._layout.fragments[number]
         theta = self._layout.gather(number, self._weights)
-        before = theta.clone()
+        before = theta.clone() if self._steps else None
         self._outer.step(theta, mean_change(changes).to(theta.device), fragment)
         fragment.scatter(theta, self._weights)
         self.follow_step(number, before, base_version=base_version, version=version)
 
-    def follow_step(self, number: int, before: Tensor, *, base_version: int, version: int) -> None:
-        """A fragment's weights have taken a step from `before` (numel,): it can be sent from now on."""
+    def follow_step(
+        self, number: int, before: Tensor | None, *, base_version: int, version: int
+    ) -> None:
+        """A fragment's weights have taken a step from `before` (numel,): it can be sent from now on.
+
+        Without a lossy codec `before` may be None, for the weights are sent as they are.
+        """
         self.versions[number] = version
-        if self._steps is None:
+        if self._steps is None or before is None:
             return
         theta = self._layout.gather(number, self._weights)
         taken = self._encode(self._steps, number, (before - theta).cpu(), base_version)

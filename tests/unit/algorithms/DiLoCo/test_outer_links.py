@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from peers import opened
-from smolcluster.algorithms.DiLoCo.exchange import Assembly, DeltaArrived, delta_frames
+from smolcluster.algorithms.DiLoCo.exchange import Assembly, DeltaArrived, Layout, delta_frames
 from smolcluster.algorithms.DiLoCo.outer_links import Change, ChangeKey, NormArrived
 from smolcluster.codec.registry import get_codec
 from smolcluster.configs.schema import GradientClipping
@@ -114,6 +114,33 @@ def test_a_fragment_without_gradients_stays_in_a_step_of_all() -> None:
     for number, fragment in enumerate(hosting.layout.fragments):
         is_same = torch.equal(fragment.view(replica.params), fragment.view(before))
         assert is_same == (number == 1)
+
+
+@pytest.mark.parametrize(("codec_down", "num_copied"), [(None, 0), ("int8", 6)])
+def test_a_step_of_all_fragments_copies_no_weights_that_nobody_needs(
+    codec_down: str | None, num_copied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lossy codec needs those of before and of after."""
+    hosting = Hosting(1, WORKERS, num_fragments=3, codec_down=codec_down)
+    replica = hosting.replica
+    replica.optimizer = FlatOptimizer("adam", replica.params, replica.grads, 0.0)
+    changes = [
+        [
+            Change(hosting.bring(worker, number, values), weight, 8)
+            for worker, values, weight in changes_of(hosting, number, seed=number)
+        ]
+        for number in range(3)
+    ]
+    copied: list[int] = []
+    gather = Layout.gather
+
+    def counted(layout: Layout, number: int, flat: Tensor) -> Tensor:
+        copied.append(number)
+        return gather(layout, number, flat)
+
+    monkeypatch.setattr(Layout, "gather", counted)
+    hosting.links.step_together(changes, 0.01, GradientClipping())
+    assert len(copied) == num_copied
 
 
 class Copy:
