@@ -132,7 +132,6 @@ class FastMotion:
         self._numbers = range(run.num_fragments)
         self._machines = [self._machine(place) for place in range(len(site.workers))]
         self._timings = [each.timing for each in self._machines]
-        self._plan: dict[int, int] = {}
         self._num_outer_steps = self._num_batches = 0
         self._is_async = False
         """Whether workers no longer wait for each other."""
@@ -294,7 +293,7 @@ class FastMotion:
         }
         mode: Mode = "sync" if self._waits else self._run.mode
         now, num_workers = self._simulation.now, len(self._machines)
-        self._plan, at_once = shared_out(self._round, takers, num_workers, now, mode)
+        self._round.plan, at_once = shared_out(self._round, takers, num_workers, now, mode)
         for place, number in at_once.items():
             for _ in range(number):
                 self._give(place)
@@ -305,7 +304,7 @@ class FastMotion:
         machine.num_given += 1
         machine.uncovered = [each + 1 for each in machine.uncovered]
         self._round.num_handed += 1
-        self._plan[place] -= 1
+        self._round.plan[place] -= 1
         machine.down.put(0, lambda: self._wants(machine, None))
 
     def _collect(self) -> None:
@@ -323,7 +322,7 @@ class FastMotion:
                     self._ask(machine, number)
         if self._waits and not self._round.asked:
             for place, machine in enumerate(self._machines):
-                if self._plan.get(place, 1) <= 0:
+                if self._round.plan.get(place, 1) <= 0:
                     self._ask(machine, 0)
 
     def _ask(self, machine: Machine, number: int) -> None:

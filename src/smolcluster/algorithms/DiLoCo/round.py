@@ -20,6 +20,8 @@ class Round:
         """Whether all fragments are exchanged together at its end."""
         self.num_handed = 0
         """Batches that were handed out, and not taken back."""
+        self.plan: dict[int, int] = {}
+        """How many more batches each worker should get, by its number."""
         self.asked: set[int] = set()
         """Fragments whose changes were asked for."""
         self.gathering: dict[int, float] = {}

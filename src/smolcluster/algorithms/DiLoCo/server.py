@@ -123,10 +123,8 @@ class Server:
         self.outer = new_outer(context, self.total_batches)
         self.stores = new_stores(context, self.outer, num_fragments)
         self.ledger = Ledger(num_fragments)
-        self.round, self.beginning = (
-            Round(num_fragments),
-            new_beginning(context, self.total_batches),
-        )
+        self.round = Round(num_fragments)
+        self.beginning = new_beginning(context, self.total_batches)
         self.feed = context.open_feed()
         self.pool = context.open_pool(
             self.receiver_for, self.stores, num_more=self.stores.num_frames + MOST_BEHIND
@@ -155,10 +153,9 @@ class Server:
         self.peers: dict[int, Peer] = {}
         self.workers: dict[int, Worker] = {}
         """All that have ever taken part, by session."""
-        self.plan: dict[int, int] = {}
-        """How many more batches each worker should get in this round."""
         self.contributions: dict[int, list[Contribution]] = {each: [] for each in self.numbers}
-        self.norms, self.failures = Norms(), Failures()
+        self.norms = Norms()
+        self.failures = Failures()
 
     def go_on_from(self, rounds: RoundsState) -> None:
         """Take up a checkpoint's state, and what the run has begun with where nothing is said.
@@ -289,7 +286,7 @@ class Server:
             if not (peer.is_asked or (peer.steps_alone and self.is_synchronous))
         }
         mode: Mode = "sync" if self.waits else self.config.mode
-        self.plan, at_once = shared_out(self.round, takers, len(self.active), now, mode)
+        self.round.plan, at_once = shared_out(self.round, takers, len(self.active), now, mode)
         for id_, peer in takers.items():
             for _ in range(at_once[id_]):
                 self.give(peer)
@@ -302,7 +299,7 @@ class Server:
         fragments = self.ledger.assign(lease.key, peer.id, rate)
         peer.gets(lease.key, time.monotonic())
         self.round.num_handed += 1
-        self.plan[peer.id] -= 1
+        self.round.plan[peer.id] -= 1
         fill, is_gradient = peer.outbox.place(), self.is_synchronous
         self.feed.deliver(
             lease.range,
@@ -331,7 +328,7 @@ class Server:
                     self.ask(peer, number)
         if self.waits and not self.round.asked:
             for peer in self.active:
-                if self.plan.get(peer.id, 1) <= 0:
+                if self.round.plan.get(peer.id, 1) <= 0:
                     for number in self.numbers:
                         self.ask(peer, number)
 
