@@ -25,6 +25,8 @@ from smolcluster.transport.security import Secret
 
 MOST_NBYTES = 16 << 20
 """Of a value."""
+MOST_NUMBER = 2**53
+"""That is told or added up to."""
 MOST_KEYS = 4096
 """That one question may name."""
 SILENCE_S = 120.0
@@ -35,6 +37,7 @@ ANSWER_S = 60.0
 
 Operation = Literal["set", "get", "check", "compare_set", "add", "delete", "count"]
 Key = Annotated[str, StringConstraints(max_length=1024)]
+Number = Annotated[int, Field(ge=-MOST_NUMBER, le=MOST_NUMBER)]
 Keys = Annotated[tuple[Key, ...], Strict(False), Field(max_length=MOST_KEYS)]
 
 
@@ -44,7 +47,7 @@ class Ask(Message):
     KIND: ClassVar[int] = 65
     operation: Operation
     keys: Keys
-    number: Annotated[int, Field(ge=-(2**53), le=2**53)] = 0
+    number: Number = 0
     """Of `add` what is added, of `compare_set` how many bytes the expected value has."""
     tensor: TensorSpec
 
@@ -53,7 +56,7 @@ class Answer(Message):
     """Rank 0: what came of it; the payload is a value."""
 
     KIND: ClassVar[int] = 66
-    number: Annotated[int, Field(ge=-(2**53), le=2**53)]
+    number: Number
     tensor: TensorSpec
 
 
@@ -99,6 +102,8 @@ class Shelf:
                 self._values[key] = value
             case "add":
                 number = int(before or b"0") + ask.number
+                if abs(number) > MOST_NUMBER:
+                    raise ValueError(f"{key} would be larger than can be told")
                 self._values[key] = str(number).encode()
                 return number, b""
             case "compare_set":

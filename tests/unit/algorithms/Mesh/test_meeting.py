@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistStoreError
 
 from harness import free_port
 from smolcluster.algorithms.Mesh import meeting
@@ -110,6 +111,18 @@ def test_who_does_not_know_the_secret_reads_and_forges_nothing(
         )
     assert not store.check([FAILED])
     assert open_store(1, there, 10).get("here/0") == b"what is trained"
+
+
+@pytest.mark.parametrize("found", [b"9" * 20, b"a word", b"9" * 5000])
+def test_a_rank_that_adds_to_what_is_no_number_is_cut_off_alone(
+    open_store: Callable[..., GroupStore], found: bytes
+) -> None:
+    there = ranks(3, free_port())
+    open_store(0, there, 10).set("number", found)
+    wrong, right = open_store(1, there, 10), open_store(2, there, 10)
+    with pytest.raises(DistStoreError, match="lost"):
+        wrong.add("number", 1)
+    assert right.get("number") == found
 
 
 def test_rank_0_listens_at_its_address_only(open_store: Callable[..., GroupStore]) -> None:
