@@ -51,6 +51,8 @@ REQUEST_TIMEOUT_S = 10.0
 """How long a client may take from being let in to the end of its answer."""
 OWN_NAMES = frozenset({"localhost", "host.docker.internal"})
 """By which this machine means itself, and containers mean it."""
+OWN_DOMAINS = ("local", "lan", "home", "home.arpa", "internal", "localdomain")
+"""Of networks at home: nobody can have a name below them on the internet."""
 MAX_FURTHER_PORTS = 64
 """That are tried where the own one is taken: enough for the processes of a few more runs on a machine."""
 POLL_S, CLOSE_TIMEOUT_S = 0.1, 2.0
@@ -357,14 +359,16 @@ def serve_metrics(
 def for_own_names(application: WSGIApplication, hostname: str) -> WSGIApplication:
     """The same for those who ask this machine by a name of its own, so that no page elsewhere reads it.
 
-    A page whose name is made to mean this machine (DNS rebinding) asks by that name. Addresses cannot be made
-    to mean something else. `hostname` is this machine's, whose domain others may know better.
+    A page whose name is made to mean this machine (DNS rebinding) asks by that name, which may begin like
+    this machine's. Addresses cannot be made to mean something else. `hostname` is this machine's.
     """
-    own = hostname.partition(".")[0].lower()
+    short = hostname.partition(".")[0].lower()
+    within = (f"{short}.{domain}" for domain in OWN_DOMAINS)
+    names = OWN_NAMES | {hostname.lower(), short, *within}
 
     def guarded(environ: Any, start_response: Any) -> Iterable[bytes]:
         name = name_of(environ.get("HTTP_HOST", ""))
-        if is_address(name) or name in OWN_NAMES or name.partition(".")[0] == own:
+        if is_address(name) or name in names:
             return application(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
         return [b"ask by this machine's address, localhost, or its host name\n"]

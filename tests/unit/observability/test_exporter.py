@@ -296,13 +296,16 @@ def test_strangers_cannot_take_all_connections_of_the_process() -> None:
         ("10.0.0.7:9464", 200),
         ("host.docker.internal:9464", 200),
         ("mini2:9464", 200),
+        ("MINI2.lan:9464", 200),
         ("mini2.lab.example.org:9464", 200),
+        ("mini2.evil.example.org:9464", 403),
+        ("mini2.local.evil.org", 403),
     ],
 )
 def test_a_page_whose_name_was_made_to_mean_this_machine_reads_nothing(
     host: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "mini2.local")
+    monkeypatch.setattr(socket, "gethostname", lambda: "mini2.lab.example.org")
     port = free_port()
     with serve_metrics(collector(a_status()), "127.0.0.1", port, warn=pytest.fail):
         url = f"http://127.0.0.1:{port}/metrics"
