@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -109,12 +109,12 @@ AlgorithmName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,31}
 CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 Encryption = Literal["auto", "on", "off"]
 Precision = Literal["fp32", "bf16", "fp16"]
+FlatOptimizerName = Literal["adam", "adamw", "sgd", "muon"]
+FLAT_OPTIMIZERS: tuple[str, ...] = get_args(FlatOptimizerName)
+"""Those that are ours (`training/optimizer.py`), and whose state can lie in parts."""
 OptimizerName = Annotated[
     Literal[
-        "adam",
-        "adamw",
-        "sgd",
-        "muon",
+        FlatOptimizerName,
         "ASGD",
         "Adadelta",
         "Adafactor",

@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from smolcluster.configs.schema import GradientClipping
+from smolcluster.configs.schema import FLAT_OPTIMIZERS, GradientClipping
 from smolcluster.errors import ConfigError
 from smolcluster.training.kept import is_like
 from smolcluster.utils.words import hint_at
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
 MUON = "muon"
-NAMES = ("adam", "adamw", "sgd", MUON)
 STEP_COUNT, MOMENTUM = "step", "momentum_buffer"
 OF_ADAM = MappingProxyType({"betas": (0.9, 0.999), "eps": 1e-8})
 OF_SGD = MappingProxyType({"momentum": 0.0, "dampening": 0.0, "nesterov": False})
@@ -95,8 +94,8 @@ class FlatOptimizer:
         Raises:
             ConfigError: no such optimizer, or an argument that it does not know.
         """
-        if name not in NAMES:
-            raise ConfigError(f"optimizer is {name!r}, allowed: {', '.join(NAMES)}")
+        if name not in FLAT_OPTIMIZERS:
+            raise ConfigError(f"optimizer is {name!r}, allowed: {', '.join(FLAT_OPTIMIZERS)}")
         self._arguments = _arguments(name, arguments)
         self._name = name
         self._params = params

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from smolcluster.configs.schema import FLAT_OPTIMIZERS
 from smolcluster.errors import ConfigError
 from smolcluster.training import optimizer
-from smolcluster.training.optimizer import NAMES, FlatOptimizer
+from smolcluster.training.optimizer import FlatOptimizer
 
 WEIGHTS = torch.linspace(-1, 1, 50)
 
@@ -18,7 +19,7 @@ def train(rule: FlatOptimizer, grads: torch.Tensor, steps: range) -> None:
         rule.step(0.01)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLAT_OPTIMIZERS)
 def test_a_device_without_fused_kernels_takes_the_same_steps(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,7 +32,7 @@ def test_a_device_without_fused_kernels_takes_the_same_steps(
     assert not torch.equal(fused, WEIGHTS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLAT_OPTIMIZERS)
 def test_a_restored_state_continues_bit_for_bit(name: str) -> None:
     whole, grads = WEIGHTS.clone(), torch.zeros(50)
     rule = FlatOptimizer(name, whole, grads, 0.0)
@@ -47,7 +48,7 @@ def test_a_restored_state_continues_bit_for_bit(name: str) -> None:
     assert torch.equal(whole, resumed)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLAT_OPTIMIZERS)
 def test_only_the_first_weights_decay_however_the_gradient_is_cut(name: str) -> None:
     found, grads = WEIGHTS.clone(), gradient(1)
     rule = FlatOptimizer(name, found, grads, 0.1, num_decayed=20)
@@ -70,7 +71,7 @@ def test_only_the_first_weights_decay_however_the_gradient_is_cut(name: str) -> 
 
 
 def test_the_gradient_is_not_changed_by_a_step() -> None:
-    for name in NAMES:
+    for name in FLAT_OPTIMIZERS:
         grads = gradient(1)
         FlatOptimizer(name, WEIGHTS.clone(), grads, 0.5).step(0.1)
         assert torch.equal(grads, gradient(1))

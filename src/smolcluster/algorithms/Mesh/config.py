@@ -8,7 +8,13 @@ from pydantic import Field, PositiveFloat
 
 from smolcluster.algorithms.Mesh.sharding import Cut, groups_of, read_sharding
 from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig, check_whole, mesh_schedule
-from smolcluster.configs.schema import GPTConfig, LocalPath, MeshSizes, ProfileConfig
+from smolcluster.configs.schema import (
+    FLAT_OPTIMIZERS,
+    GPTConfig,
+    LocalPath,
+    MeshSizes,
+    ProfileConfig,
+)
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import Schedule
 from smolcluster.utils.units import format_count
@@ -18,8 +24,6 @@ if TYPE_CHECKING:
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]
 Recompute = Literal["none", "full", "selective"]
-OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
-"""Those whose state is spread as the weights are."""
 SPLIT = frozenset({"zero-bubble", "zb-v", "dualpipev"})
 """Schedules that put weight gradients off."""
 
@@ -120,9 +124,9 @@ class MeshConfig(ScheduledConfig):
         what = f"mesh is {self.mesh} and microbatches is {self.microbatches}"
         check_whole(train, num_parts, what)
         pick_backend(self.backend, "cuda")
-        if train.optimizer not in OPTIMIZERS:
+        if train.optimizer not in FLAT_OPTIMIZERS:
             raise ConfigError(
-                f"optimizer is {train.optimizer!r}, a mesh takes {', '.join(OPTIMIZERS)}"
+                f"optimizer is {train.optimizer!r}, a mesh takes {', '.join(FLAT_OPTIMIZERS)}"
             )
         check_optimizer(train.optimizer, self.mesh)
         if train.ema_decay is not None:

@@ -16,10 +16,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from smolcluster.algorithms.Mesh.config import check_optimizer
 from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT, Groups
 from smolcluster.algorithms.Mesh.parallel import Slot
-from smolcluster.configs.schema import GradientClipping
+from smolcluster.configs.schema import FLAT_OPTIMIZERS, GradientClipping
 from smolcluster.errors import ConfigError
 from smolcluster.training.muon import CHOOSERS, Matrix, MuonOptimizer, Split
-from smolcluster.training.optimizer import MOMENTUM, MUON, NAMES, clip_factor
+from smolcluster.training.optimizer import MOMENTUM, MUON, clip_factor
 from smolcluster.training.recipe import OptimizerSpec
 
 RULES: Mapping[str, type[Optimizer]] = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
@@ -79,11 +79,15 @@ class MeshOptimizer:
         Raises:
             ConfigError: the rule is not elementwise, as far as is known, or is Muon's and weights are cut.
         """
-        if not isinstance(spec.kind, str) or spec.kind not in NAMES or spec.groups is not None:
+        if (
+            not isinstance(spec.kind, str)
+            or spec.kind not in FLAT_OPTIMIZERS
+            or spec.groups is not None
+        ):
             name = spec.kind if isinstance(spec.kind, str) else "a function of your own"
             raise ConfigError(
                 f"optimizer is {name}, but each rank of a mesh steps its own part of the "
-                f"weights: it must be one of {', '.join(NAMES)}, without groups"
+                f"weights: it must be one of {', '.join(FLAT_OPTIMIZERS)}, without groups"
             )
         check_optimizer(spec.kind, groups.sizes)
         self.slots, self._groups = slots, groups

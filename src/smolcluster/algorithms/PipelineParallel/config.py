@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, PositiveInt
 
 from smolcluster.algorithms.scheduled import ScheduledConfig, check_whole
-from smolcluster.configs.schema import ActivationCodec, ShardPlan, TrainConfig
+from smolcluster.configs.schema import FLAT_OPTIMIZERS, ActivationCodec, ShardPlan, TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES
 from smolcluster.utils.words import hint_at
@@ -15,9 +15,6 @@ from smolcluster.utils.words import hint_at
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
     from smolcluster.training.recipe import Training
-
-FLAT_OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
-"""Those whose state can be cut where layers are."""
 
 
 class PipelineConfig(ScheduledConfig):
