@@ -30,6 +30,7 @@ from smolcluster.transport.security import GROUP_SECRET, new_secret
 from smolcluster.utils.addresses import free_port
 from smolcluster.utils.replaced import BY_FLAGS, say_what_replaces
 from smolcluster.utils.seed import with_hash_seed
+from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
 
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
@@ -40,7 +41,6 @@ RESOLVE_S = 3.0
 """How long a name may be unknown; a pod's, which others of its kind wait for, until all must be there."""
 END_TIMEOUT_S = 60.0
 """How long rank 0 may save after a signal."""
-STOP_ON_STDIN_EOF = "--stop-on-stdin-eof"
 FOLLOW_TIMEOUT_S = 12.0
 """How long the others may take to see that one has failed."""
 NAMED_S = 15.0

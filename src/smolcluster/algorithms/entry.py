@@ -23,7 +23,14 @@ from smolcluster.observability.terminal import HANGING
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.replaced import say_what_replaces
-from smolcluster.utils.stopping import SIGNALS, Interrupted, heeded, interrupt, interrupt_once
+from smolcluster.utils.stopping import (
+    SIGNALS,
+    STOP_ON_STDIN_EOF,
+    Interrupted,
+    heeded,
+    interrupt,
+    interrupt_once,
+)
 
 Role = Literal["server", "worker", "store", "stage"]
 
@@ -209,7 +216,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="such as num_epochs=5",
     )
-    parser.add_argument("--stop-on-stdin-eof", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(STOP_ON_STDIN_EOF, action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

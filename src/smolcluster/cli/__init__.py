@@ -19,9 +19,8 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.replaced import say_what_replaces
+from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
 
-NOT_BY_HAND = "--stop-on-stdin-eof"
-"""What a launch gives the processes that it starts."""
 ORDER = (
     *("launch", "status", "logs", "top", "dashboard", "attach", "join", "stop", "resume"),
     *(
@@ -104,7 +103,7 @@ def expand_overrides(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` unless given) and return the exit code."""
     arguments = expand_overrides(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] in (["launch"], ["train"], ["serve"]) and NOT_BY_HAND not in arguments:
+    if arguments[:1] in (["launch"], ["train"], ["serve"]) and STOP_ON_STDIN_EOF not in arguments:
         say_what_replaces(os.environ)
     try:
         code: int | None = app(

@@ -29,6 +29,7 @@ from smolcluster.cli.options import (
     below,
     below_training,
 )
+from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
 
 if TYPE_CHECKING:
     from smolcluster.configs.spec import AlgorithmSpec, LaunchCommand
@@ -234,7 +235,7 @@ def _serve(
         ),
     ] = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", hidden=True)] = False,
-    stop_on_stdin_eof: Annotated[bool, typer.Option("--stop-on-stdin-eof", hidden=True)] = False,
+    stop_on_stdin_eof: Annotated[bool, typer.Option(STOP_ON_STDIN_EOF, hidden=True)] = False,
     override: Overrides = None,
 ) -> int:
     """Serve loops of your own: scripts that say smolcluster.attach(model, optimizer, CLUSTER).

@@ -23,6 +23,7 @@ from smolcluster.cli.options import (
     below_training,
 )
 from smolcluster.errors import ConfigError
+from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
 
 
 class Form(StrEnum):
@@ -455,7 +456,7 @@ def _ship(
         typer.Option("--only", metavar="STEM", help="Only this log, such as server-mini1.  [all]"),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Push what is there, and end.")] = False,
-    stop_on_stdin_eof: Annotated[bool, typer.Option("--stop-on-stdin-eof", hidden=True)] = False,
+    stop_on_stdin_eof: Annotated[bool, typer.Option(STOP_ON_STDIN_EOF, hidden=True)] = False,
 ) -> int:
     """Push the logs that this machine has of a run to Loki, until it is told to end.
 

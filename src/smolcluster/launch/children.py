@@ -19,8 +19,8 @@ from smolcluster.errors import LaunchError
 from smolcluster.launch.sessions import SCREEN_LINES, words_of
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.utils.seed import with_hash_seed
+from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
 
-STOP_ON_STDIN_EOF = "--stop-on-stdin-eof"
 OUTPUT_TIMEOUT_S = 2.0
 MAX_LINE_BYTES = 1 << 16
 

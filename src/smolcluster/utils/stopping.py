@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_ON_STDIN_EOF = "--stop-on-stdin-eof"
+"""What a launch gives the processes that it starts: they end with their standard input."""
 
 
 def heeded() -> tuple[signal.Signals, ...]:
