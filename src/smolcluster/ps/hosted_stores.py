@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smolcluster.errors import ConfigError, ProtocolError
+from smolcluster.errors import ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.push import Pushed
 from smolcluster.ps.slices import PushKey, norms_spec, place_of
 from smolcluster.ps.store import Store, Stores
 from smolcluster.ps.store_links import RemoteStore, StoreLinks
-from smolcluster.training.muon import MuonOptimizer
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import Replica
 from smolcluster.transport.messages import (
@@ -65,11 +64,6 @@ class HostedStores(StoreLinks):
         Raises:
             ConfigError: the replica's optimizer needs all weights in one place.
         """
-        if isinstance(replica.optimizer, MuonOptimizer) and len(nodes) > 1:
-            raise ConfigError(
-                f"optimizer is muon, which steps whole matrices, but servers lists {', '.join(nodes)}, which "
-                "would cut them: leave servers out, take algorithm diloco, or set optimizer to adamw"
-            )
         super().__init__(replica, nodes, **links)
         replica.optimizer.part(place_of(replica.buckets, self.own_span))  # refuses what it cannot
         self._pushes: dict[PushKey, PendingPush] = {}

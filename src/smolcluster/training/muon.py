@@ -107,23 +107,14 @@ class MuonOptimizer(FlatOptimizer):
         """See `FlatOptimizer.part`.
 
         Raises:
-            ConfigError: a matrix lies in two slices.
+            ConfigError: it is not the whole.
         """
-        inside = []
-        for matrix in self._matrices:
-            start, stop = matrix.place.start, matrix.place.stop
-            if place.start <= start and stop <= place.stop:
-                inside.append(matrix._replace(start=start - place.start))
-            elif start < place.stop and place.start < stop:
-                raise ConfigError(
-                    f"optimizer is muon, which steps whole matrices, but one of {matrix.rows} x "
-                    f"{matrix.columns} lies in two stores: leave servers out, or "
-                    "set optimizer to adamw"
-                )
-        part = super().part(place)
-        if part is not self:
-            part._matrices = tuple(inside)
-        return part
+        if place != slice(0, self._params.numel()):
+            raise ConfigError(
+                "optimizer is muon, which steps whole matrices, but servers lists several, which would cut "
+                "them: leave servers out, take algorithm diloco, or set optimizer to adamw"
+            )
+        return self
 
     @torch.no_grad()
     def step_with(self, gradient: Tensor, learning_rate: float, *, owned: bool = False) -> None:

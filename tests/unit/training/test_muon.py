@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from smolcluster.configs.schema import GPTConfig, GradientClipping
 from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import GPT
-from smolcluster.ps.hosted_stores import HostedStores
-from smolcluster.ps.store import Stores
 from smolcluster.training import muon
 from smolcluster.training.muon import MuonOptimizer
 from smolcluster.training.recipe import OptimizerSpec
@@ -186,14 +184,10 @@ def test_groups_are_refused() -> None:
         Replica(gpt(), spec)
 
 
-def test_stores_that_cut_a_matrix_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer is muon.*lies in two stores"):
-        Stores(replica_of(gpt(), bucket_bytes=1000), 3)
-
-
 def test_a_server_of_several_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer is muon.*servers lists mini1, win"):
-        HostedStores(replica_of(gpt()), ["mini1", "win"])
+    optimizer = replica_of(gpt()).optimizer
+    with pytest.raises(ConfigError, match=r"optimizer is muon.*servers lists several"):
+        optimizer.part(slice(0, 100))
 
 
 def test_a_state_of_adamw_is_not_taken_for_muon_s() -> None:
