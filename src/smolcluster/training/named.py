@@ -33,6 +33,8 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 def load_named(name: str, args: Mapping[str, Any], seed: int) -> Workload:
     """What the function of that name makes of these keyword arguments; `source` and `files` are set.
 
+    They are of its module and of all that was imported from that one's folders, as it was imported.
+
     PyTorch's generators are seeded for it, so that it makes the same on every machine.
 
     Raises:
@@ -55,11 +57,12 @@ def load_named(name: str, args: Mapping[str, Any], seed: int) -> Workload:
     if not workload.is_named:
         is_usual = parsed.function == UNNAMED
         workload.name = parsed.module.rpartition(".")[2] if is_usual else parsed.function
-    workload.source = source_hash(parsed.module, folders)
-    workload.files = {
-        str(file): _imported_hash(sys.modules[name], file)
+    hashes = {
+        (name, file): _imported_hash(sys.modules[name], file)
         for name, file in _own_files(parsed.module, folders)
     }
+    workload.source = files_digest({name: found for (name, _), found in hashes.items()})
+    workload.files = {str(file): found for (_, file), found in hashes.items()}
     return workload
 
 
@@ -153,20 +156,6 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty
 
 
-def source_hash(module: str, folders: list[Path]) -> str:
-    """SHA-256 of the files of a module, and of all that was imported from its folders, in hex.
-
-    Of a file that has changed since it was imported it is what was imported. Line ends do not count, for git
-    changes them between machines.
-    """
-    return files_digest(
-        {
-            name: _imported_hash(sys.modules[name], file)
-            for name, file in _own_files(module, folders)
-        }
-    )
-
-
 def _imported_hash(module: ModuleType, file: Path) -> str:
     """The hash of a module's file as it was when it was first asked for, soon after its import."""
     if not hasattr(module, _HASH):
@@ -176,6 +165,7 @@ def _imported_hash(module: ModuleType, file: Path) -> str:
 
 
 def _own_files(module: str, folders: list[Path]) -> Iterator[tuple[str, Path]]:
+    """A module, and all that was imported from its folders: names and files."""
     for name, loaded in list(sys.modules.items()):
         file = getattr(loaded, "__file__", None)
         if not isinstance(file, str) or name.partition(".")[0] == _OURS:
