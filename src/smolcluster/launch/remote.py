@@ -282,14 +282,14 @@ def _content(cluster_file: Path, without: Sequence[str]) -> bytes:
 def without_env(cluster_file: Path, without: Sequence[str] = ()) -> bytes:
     """A cluster file as it may travel: what one machine's environment holds is nobody else's business."""
     raw = cluster_without(cluster_file, without)
-    nodes = raw.get("nodes") or {}
-    if not any("env" in (node or {}) for node in nodes.values()):
-        return _content(cluster_file, without)
-    bare = {
-        name: {key: value for key, value in (node or {}).items() if key != "env"}
-        for name, node in nodes.items()
-    }
-    return dump_yaml({**raw, "nodes": bare}).encode()
+    nodes = {name: node or {} for name, node in (raw.get("nodes") or {}).items()}
+    if any("env" in node for node in nodes.values()):
+        for node in nodes.values():
+            node.pop("env", None)
+        raw["nodes"] = nodes
+    elif not without:
+        return cluster_file.read_bytes()
+    return dump_yaml(raw).encode()
 
 
 class StoredOptions(BaseModel):
