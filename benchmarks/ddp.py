@@ -32,7 +32,7 @@ from paced import Machine, Pace
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.training.build import TrainingContext, build
-from smolcluster.training.evaluate import evaluate
+from smolcluster.training.evaluate import evaluate, evaluation_of
 from smolcluster.training.schedule import learning_rate
 
 HOOK_BEGINS = 10
@@ -187,9 +187,9 @@ def rest_of(pace: Pace, num_samples: int) -> None:
 def validation_loss(part: Rank, num_samples: int) -> float:
     model, workload = part.whole.model, part.context.workload
     samples = held_out(part.context, num_samples)
-    loss = evaluate(model, samples, CPU, loss=workload.loss).loss
+    totals = evaluate(model, samples, CPU, loss=workload.loss)
     model.train()
-    return loss
+    return evaluation_of(totals, {}).loss
 
 
 def held_out(context: TrainingContext, num_samples: int) -> TokenBlocks:

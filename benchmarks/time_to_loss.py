@@ -53,7 +53,7 @@ from paced import Machine, read_computed, share_broken
 from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.runs.paths import find_run
 from smolcluster.training.checkpoint import MODEL_FILE
-from smolcluster.training.evaluate import evaluate
+from smolcluster.training.evaluate import evaluate, evaluation_of
 from smolcluster.training.loop import training_steps
 
 FAST_S, SLOW_S = 0.35, 0.9
@@ -272,7 +272,8 @@ def learn_alone(
         next(steps)
         if number % EVALUATE_EVERY == 0:
             model, loss = context.replica.copy_model(), context.workload.loss
-            pipe.send((number, evaluate(model, samples, ddp.CPU, loss=loss).loss))
+            totals = evaluate(model, samples, ddp.CPU, loss=loss)
+            pipe.send((number, evaluation_of(totals, {}).loss))
 
 
 def go_ddp(bench: Bench, arm: Arm, children: Children, folder: Path, order: Order) -> Run:
@@ -401,7 +402,8 @@ class Watch:
                 model = self._context.replica.model
                 model.load_state_dict(load_file(place / MODEL_FILE), strict=False)
                 loss = self._context.workload.loss
-                self._losses[step] = evaluate(model, self._samples, ddp.CPU, loss=loss).loss
+                totals = evaluate(model, self._samples, ddp.CPU, loss=loss)
+                self._losses[step] = evaluation_of(totals, {}).loss
 
     def points(self) -> list[Point]:
         """The losses so far, in their order."""

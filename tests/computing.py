@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from smolcluster.data.dataset import Samples
 from smolcluster.training import compute
 from smolcluster.training.builtin import accuracy, cross_entropy, perplexity
-from smolcluster.training.evaluate import Evaluation, evaluate
+from smolcluster.training.evaluate import Evaluation, evaluate, evaluation_of
 from smolcluster.training.replica import Replica
-from smolcluster.training.workload import Metric, OfLoss
+from smolcluster.training.workload import LossFunction, Metric, OfLoss
 
 ACCURACY: dict[str, Metric] = {"accuracy": accuracy}
 PERPLEXITY: dict[str, Metric] = {"perplexity": OfLoss(perplexity)}
@@ -32,13 +32,15 @@ def evaluated(
     samples: Samples,
     metrics: dict[str, Metric] = ACCURACY,
     batch_size: int | None = 1024,
+    loss: LossFunction = cross_entropy,
 ) -> Evaluation:
     """Evaluate on the CPU."""
-    return evaluate(
+    totals = evaluate(
         model,
         samples,
         torch.device("cpu"),
-        loss=cross_entropy,
+        loss=loss,
         metrics=metrics,
         batch_size=batch_size,
     )
+    return evaluation_of(totals, metrics)

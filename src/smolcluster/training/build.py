@@ -17,7 +17,7 @@ from smolcluster.errors import ConfigError, DataError, NonFiniteLoss, Smolcluste
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
 from smolcluster.training.cutting import NUM_SAMPLES, FirstLook
-from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate
+from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate, evaluation_of
 from smolcluster.training.first_loss import NO_LOSSES, FirstLosses
 from smolcluster.training.labels import lacks_labels
 from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
@@ -278,7 +278,7 @@ class TrainingContext:
         evaluated = (self.new_copy() if model is None else model).to(device)
 
         def compute(at_once: int) -> Evaluation:
-            return evaluate(
+            totals = evaluate(
                 evaluated,
                 held_out,
                 device,
@@ -289,6 +289,7 @@ class TrainingContext:
                 before_batch=before_batch,
                 doubles=self.replica.doubles,
             )
+            return evaluation_of(totals, workload.metrics)
 
         size = self.eval_batch_size.size or workload.eval_batch_size or DEFAULT_BATCH_SIZE
         return self.eval_batch_size.fitted(min(size, held_out.num_samples), compute)

@@ -65,8 +65,8 @@ def evaluate(
     before_batch: Callable[[], None] = lambda: None,
     dtype: torch.dtype | None = None,
     doubles: Doubles | None = None,
-) -> Evaluation:
-    """Evaluate `model`, which lies on `device`, on every sample of a split.
+) -> Totals:
+    """Evaluate `model`, which lies on `device`, on every sample of a split; sums may be NaN or infinite.
 
     The model is put into evaluation mode and left there. What it needs gradients for it can compute under
     `torch.enable_grad`. `batch_size` samples are evaluated at a time. `before_batch` may raise. `dtype`: of
@@ -74,41 +74,7 @@ def evaluate(
     samples in float64. The loss and each metric are given a batch in containers of their own.
 
     Raises:
-        NonFiniteLoss: the mean loss is NaN or infinite.
         UserCodeError: data, loss or a metric raised an exception, or what one returned is no number.
-    """
-    totals = totals_of(
-        model,
-        samples,
-        device,
-        loss=loss,
-        metrics=metrics,
-        precision=precision,
-        batch_size=batch_size,
-        before_batch=before_batch,
-        dtype=dtype,
-        doubles=doubles,
-    )
-    return evaluation_of(totals, metrics)
-
-
-def totals_of(
-    model: nn.Module,
-    samples: Samples,
-    device: torch.device,
-    *,
-    loss: LossFunction,
-    metrics: Mapping[str, Metric],
-    precision: Precision,
-    batch_size: int | None,
-    before_batch: Callable[[], None],
-    dtype: torch.dtype | None,
-    doubles: Doubles | None = None,
-) -> Totals:
-    """What `evaluate` makes its means of, of these samples; sums may be NaN or infinite.
-
-    Raises:
-        UserCodeError: as `evaluate`.
     """
     model.eval()
     seen = LabelsSeen(model)

@@ -20,7 +20,7 @@ from smolcluster.errors import NonFiniteLoss
 from smolcluster.net.inbox import Inbox
 from smolcluster.training import build as room
 from smolcluster.training.build import TrainingContext, build
-from smolcluster.training.evaluate import Evaluation, evaluate
+from smolcluster.training.evaluate import Totals, evaluate
 from smolcluster.training.replica import Replica
 from smolcluster.utils import device
 from smolcluster.utils.retry import Deadline
@@ -49,7 +49,7 @@ class Gate:
 
     def _evaluate(
         self, model: nn.Module, samples: Samples, device: torch.device, **how: Any
-    ) -> Evaluation:
+    ) -> Totals:
         self.entered.set()
         assert self.opened.wait(DEADLINE_S)
         return evaluate(model, samples, device, **how)

@@ -10,7 +10,7 @@ from smolcluster.configs.schema import DatasetConfig, DatasetPlace, SimpleNNConf
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.training import build as training_build
 from smolcluster.training.build import TrainingContext, build
-from smolcluster.training.evaluate import Evaluation
+from smolcluster.training.evaluate import LOSS, Totals
 from smolcluster.training.workload import Workload
 
 CPU = torch.device("cpu")
@@ -79,9 +79,9 @@ def test_a_copy_is_evaluated_on_another_device_than_the_replicas(
     training = replace(build_digits(), eval_device=torch.device("meta"))
     seen: list[torch.device] = []
 
-    def evaluated(model: nn.Module, _: object, device: torch.device, **__: object) -> Evaluation:
+    def evaluated(model: nn.Module, _: object, device: torch.device, **__: object) -> Totals:
         seen.extend([next(model.parameters()).device, device])
-        return Evaluation(1.0)
+        return {LOSS: (1.0, 1.0)}
 
     monkeypatch.setattr(training_build, "evaluate", evaluated)
     training.evaluate()

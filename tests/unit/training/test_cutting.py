@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from computing import evaluated
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import ConfigError, NonFiniteLoss, OutOfMemory
 from smolcluster.training.build import TrainingContext, most_at_once
 from smolcluster.training.cutting import FirstLook
-from smolcluster.training.evaluate import evaluate
 from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import LossFunction, Workload
@@ -144,9 +144,8 @@ def test_a_batch_without_labels_is_left_out_of_an_evaluation() -> None:
     workload = Workload(model, mean, rows(labels), rows(labels))
     own = workload.new_model()
     assert workload.validation is not None
-    cpu = torch.device("cpu")
-    found = evaluate(own, workload.validation, cpu, loss=mean, batch_size=8)
-    terms = evaluate(own, workload.validation, cpu, loss=by_terms, batch_size=8)
+    found = evaluated(own, workload.validation, {}, 8, mean)
+    terms = evaluated(own, workload.validation, {}, 8, by_terms)
     assert found.loss == pytest.approx(terms.loss)
 
 

@@ -8,7 +8,6 @@ from torch.nn import functional
 from computing import PERPLEXITY, evaluated
 from smolcluster.data.dataset import Split
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.evaluate import evaluate
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 30, 1024])
@@ -78,7 +77,7 @@ def test_a_loss_may_take_gradients_where_it_is_evaluated() -> None:
             found = torch.autograd.grad(model(places).sum(), places)[0]
         return found.square().mean()
 
-    result = evaluate(model, split, torch.device("cpu"), loss=slope)
+    result = evaluated(model, split, {}, loss=slope)
     assert result.loss == pytest.approx(model.weight.square().mean().item())
 
 
@@ -92,6 +91,6 @@ def test_what_is_cached_in_an_evaluation_can_be_used_in_training() -> None:
         output: Tensor = model(batch[0] * cache[0]) * cache[0][:1]
         return output.square().mean()
 
-    evaluate(model, split, torch.device("cpu"), loss=loss)
+    evaluated(model, split, {}, loss=loss)
     loss(model, (split.inputs.requires_grad_(), split.targets)).backward()  # type: ignore[no-untyped-call]
     assert model.weight.grad is not None

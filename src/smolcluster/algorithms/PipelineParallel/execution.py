@@ -26,7 +26,7 @@ from smolcluster.data.dataset import Batch, Samples
 from smolcluster.data.loading import every_index
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import Microbatch
-from smolcluster.training.evaluate import Totals, totals_of
+from smolcluster.training.evaluate import Totals, evaluate
 from smolcluster.training.modes import evaluating
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedules.instructions import Instruction, Op
@@ -266,7 +266,7 @@ def _totals(
     answer = Answer(once)
     answer.add_module("stage", own.module)
     with evaluating(answer):
-        return totals_of(
+        return evaluate(
             answer,
             held_out,
             own.replica.device,
