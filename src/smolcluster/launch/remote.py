@@ -23,6 +23,7 @@ from smolcluster.configs.resolve import (
     workload_overrides,
 )
 from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, NodeConfig
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.packets import check_packets
 from smolcluster.launch.find import all_runs, find
@@ -523,23 +524,16 @@ def _override_of(request: Request, key: str) -> str | None:
     return values[-1] if values else None
 
 
-def resume_remote(
-    paths: RunPaths,
-    launched: Launched,
-    overrides: Sequence[str],
-    how: LaunchOptions,
-    *,
-    without: Sequence[str] = (),
-) -> int:
-    """Let a run go on on its machines, from its newest good checkpoint; returns the exit code.
+def request_again(
+    paths: RunPaths, launched: Launched, overrides: Sequence[str], without: Sequence[str] = ()
+) -> Request:
+    """What to launch so that a run goes on which was launched from here; environment settings come back.
 
     `without`: nodes that take no part any more.
 
     Raises:
         SmolclusterError: what prevents it, in one line.
     """
-    from smolcluster.configs.spec import get_algorithm  # noqa: PLC0415
-
     files = paths.root / CLUSTER_FILE, paths.root / TRAIN_FILE
     if not all(file.is_file() for file in files):
         raise ConfigError(f"run {paths.run_id} was not launched from here: {files[0]} is missing")
@@ -558,4 +552,4 @@ def resume_remote(
     )
     if paths.summary.is_file():
         check_unfinished(paths, settings_of(request, local=False).train)
-    return launch_remote(request, how, run_id=paths.run_id, resume=True)
+    return request

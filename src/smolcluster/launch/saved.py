@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -20,10 +21,15 @@ from smolcluster.configs.schema import GPTConfig, NodeConfig, config_of
 from smolcluster.configs.spec import SINGLE, algorithms, get_algorithm
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find, in_folder
-from smolcluster.launch.jobs.launch import resume_job
+from smolcluster.launch.jobs.launch import launch_job
 from smolcluster.launch.local import launch_local
 from smolcluster.launch.plan import Request
-from smolcluster.launch.remote import LaunchOptions, check_launched_here, resume_remote
+from smolcluster.launch.remote import (
+    LaunchOptions,
+    check_launched_here,
+    launch_remote,
+    request_again,
+)
 from smolcluster.launch.requests import known_script, settings_of
 from smolcluster.launch.single import train
 from smolcluster.launch.take_in import script_of
@@ -232,11 +238,14 @@ def resume(
     launched = launched_of(paths)
     _check_left_out(paths, launched, without)
     if launched is not None and launched.is_job:
-        return resume_job(paths, launched, overrides, how)
+        on = launched.server.scheduler or how.on
+        request = request_again(paths, launched, overrides)
+        return launch_job(request, replace(how, on=on), run_id=paths.run_id)
     if launched is not None and not launched.is_local:
         if num_workers is not None:
             raise ConfigError("--workers: the workers of a cluster are those of its file")
-        return resume_remote(paths, launched, overrides, how, without=without)
+        request = request_again(paths, launched, overrides, without)
+        return launch_remote(request, how, run_id=paths.run_id, resume=True)
     with run_lock(paths.lock):  # the server takes it again
         settings = load_resolved(paths.config)
         store = store_of(paths)

@@ -19,13 +19,11 @@ from harness import summary_of
 from reading import server, worker, write
 from smolcluster.configs.load import find_config
 from smolcluster.errors import CheckpointError, LaunchError, RunBusy
-from smolcluster.launch import remote
 from smolcluster.launch import run as running
 from smolcluster.launch.host import Host
 from smolcluster.launch.interrupts import Interrupts
-from smolcluster.launch.plan import Request
 from smolcluster.launch.prepare import Machine
-from smolcluster.launch.remote import TOLD_FILE, LaunchOptions, StoredOptions, keep
+from smolcluster.launch.remote import TOLD_FILE, StoredOptions, keep, request_again
 from smolcluster.launch.run import OnInterrupt, Run
 from smolcluster.launch.stop import StopResult
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
@@ -186,36 +184,24 @@ def test_a_run_that_goes_on_is_told_what_its_launch_was_told(
     )
     keep(paths, b"", b"", told)
     assert (paths.root / TOLD_FILE).stat().st_mode & 0o077 == 0
-    requests: list[Request] = []
-
-    def launch(request: Request, _how: LaunchOptions, **_: object) -> int:
-        requests.append(request)
-        return 0
-
-    monkeypatch.setattr(remote, "launch_remote", launch)
     state = {"XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
     monkeypatch.setattr(os, "environ", {"SMOLCLUSTER_SEED": "8"} | state)
     launched = Launched(run_id="r1", algorithm="edp", processes=(server(),), overrides=("b=1",))
-    remote.resume_remote(paths, launched, ["c=1"], LaunchOptions())
-    assert requests[0].overrides == ("a=1", "c=1")
+    assert request_again(paths, launched, ["c=1"]).overrides == ("a=1", "c=1")
     assert os.environ == {"SMOLCLUSTER_PORT": "6000", "SMOLCLUSTER_SEED": "8"} | state
     (paths.root / TOLD_FILE).unlink()  # a launch of before
-    remote.resume_remote(paths, launched, ["c=1"], LaunchOptions())
-    assert requests[1].overrides == ("b=1", "c=1")
+    assert request_again(paths, launched, ["c=1"]).overrides == ("b=1", "c=1")
 
 
-def test_a_run_that_has_ended_is_told_so_before_a_machine_is_asked(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_has_ended_is_told_so_before_a_machine_is_asked(paths: RunPaths) -> None:
     cluster, train = find_config("edp", "cluster"), find_config("digits", "training")
     told = StoredOptions(environ={}, overrides=())
     keep(paths, cluster.read_bytes(), train.read_bytes(), told)
     write_summary(paths.summary, summary_of(30))
     launched = Launched(run_id="r1", algorithm="edp", processes=(server(),))
-    monkeypatch.setattr(remote, "launch_remote", lambda *_, **__: 0)
     with pytest.raises(CheckpointError, match=r"r1 has ended; .* --override num_epochs=60"):
-        remote.resume_remote(paths, launched, ["num_epochs=30"], LaunchOptions())
-    assert remote.resume_remote(paths, launched, ["num_epochs=60"], LaunchOptions()) == 0
+        request_again(paths, launched, ["num_epochs=30"])
+    assert request_again(paths, launched, ["num_epochs=60"]).overrides == ("num_epochs=60",)
 
 
 @pytest.mark.parametrize(("code", "passed_on"), [(75, 75), (77, 77), (78, 78), (1, 1), (137, 1)])

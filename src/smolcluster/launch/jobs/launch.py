@@ -2,8 +2,6 @@
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -17,8 +15,7 @@ from smolcluster.configs.resolve import (
     without_workload,
     workload_overrides,
 )
-from smolcluster.configs.spec import get_algorithm
-from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.errors import LaunchError
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.group_plan import PROGRAM, ROLE, num_ranks, portable_request
 from smolcluster.launch.host import Host
@@ -28,11 +25,8 @@ from smolcluster.launch.jobs.slurm import SlurmJob, sbatch_script
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Request, option, override_options
 from smolcluster.launch.prepare import Machine, settings_in
 from smolcluster.launch.remote import (
-    TOLD,
-    TOLD_FILE,
     LaunchOptions,
     StoredOptions,
-    check_launched_here,
     go_on,
     keep,
     without_env,
@@ -44,10 +38,8 @@ from smolcluster.launch.requests import (
 )
 from smolcluster.launch.run import Run
 from smolcluster.observability.terminal import SteadyConsole
-from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.runs.paths import RunPaths, create_run, new_run_id
-from smolcluster.runs.summary import check_unfinished
+from smolcluster.runs.paths import create_run, new_run_id
 from smolcluster.transport.security import default_secret_path, ensure_secret
 
 
@@ -101,33 +93,6 @@ def commented(text: str, line: str) -> str:
     """A file for a scheduler with a line that it does not read, below the one that names the shell."""
     at = text.index("\n") + 1 if text.startswith("#!") else 0
     return f"{text[:at]}# {line}\n{text[at:]}"
-
-
-def resume_job(
-    paths: RunPaths, launched: Launched, overrides: Sequence[str], how: LaunchOptions
-) -> int:
-    """Hand a run over again, which goes on from its newest good checkpoint; returns the exit code.
-
-    Raises:
-        SmolclusterError: what prevents it, in one line.
-    """
-    files = paths.root / CLUSTER_FILE, paths.root / TRAIN_FILE
-    told = or_none(TOLD.read, paths.root / TOLD_FILE)
-    if told is None or not all(file.is_file() for file in files):
-        raise ConfigError(f"run {paths.run_id} was not launched from here: {files[0]} is missing")
-    check_launched_here(paths)
-    for name, value in told.environ.items():
-        os.environ.setdefault(name, value)  # what is set now wins
-    request = Request(
-        algorithm=get_algorithm(launched.algorithm),
-        config=str(files[0]),
-        train_config=str(files[1]),
-        overrides=(*told.overrides, *overrides),
-    )
-    if paths.summary.is_file():
-        check_unfinished(paths, settings_of(request, local=False).train)
-    on = launched.server.scheduler or how.on
-    return launch_job(request, replace(how, on=on), run_id=paths.run_id)
 
 
 def _public(request: Request) -> tuple[str, ...]:
