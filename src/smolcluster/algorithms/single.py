@@ -61,9 +61,7 @@ def train(context: ServerContext) -> Summary:
             saver.after_step(is_evaluated=is_evaluated)  # first: an evaluation may fail
             if is_evaluated:
                 saver.wait_for_copy()  # the evaluation is of the same buffers
-                evaluation = training.evaluate(before_batch=context.check_stop)
-                if evaluation is not None:
-                    report.evaluated(version, step.epoch, evaluation)
+                report.evaluate()
             saver.tick()
             report.tick()
         return saver.summary()

@@ -414,6 +414,17 @@ class Report:
         self.tally.steps_undone += num_steps * share
         self._events.write(StepsUndone(node=node, num_steps=num_steps, share=share))
 
+    def evaluate(self) -> None:
+        """Evaluate the weights of now, if anything is held out, and tell of it.
+
+        Raises:
+            Interrupted: a signal asked this process to stop meanwhile.
+            NonFiniteLoss, UserCodeError: see `TrainingContext.evaluate`.
+        """
+        evaluation = self._training.evaluate(before_batch=self._check_stop)
+        if evaluation is not None:
+            self.evaluated(self.version, self._epoch, evaluation)
+
     def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
         tally = self.tally
         if not self._has_given_up:
@@ -544,12 +555,11 @@ class Report:
         """
         if self._has_given_up:
             self._log.info("the run ends early: %s", self.ending)
-        final = self._evaluation
-        if final is None or self.evaluated_version != self.version:
-            evaluation = self._training.evaluate(before_batch=self._check_stop)
-            if evaluation is not None:  # else the last one that a user's loop has told holds
-                final = evaluation
-                self.evaluated(self.version, self._epoch, final)
+        if self._evaluation is None or self.evaluated_version != self.version:
+            self.evaluate()
+        final = (
+            self._evaluation
+        )  # where nothing is held out the last one that a user's loop has told
         self._hooks.finish()
         sent, received = self._traffic
         return Summary(

@@ -114,9 +114,7 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
             saver.after_step(is_evaluated=is_evaluated)  # first: an evaluation may fail
             if is_evaluated:
                 saver.wait_for_copy()  # the evaluation is of the same buffers
-                evaluation = training.evaluate(before_batch=check_stop)
-                if evaluation is not None:
-                    report.evaluated(version, applied // trainer.num_samples, evaluation)
+                report.evaluate()
             groups.note("recording the step")
             saver.tick()
             report.tick()
