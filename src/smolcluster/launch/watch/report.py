@@ -50,6 +50,9 @@ class ProcessReport(Process):
         {}, description="Most memory by phase, where memory_profiling is on."
     )
     stage: StageView | None = Field(None, description="Of a pipeline: its part in the newest step.")
+    process_stats: dict[str, float] = Field(
+        {}, exclude=True, description="What it reported of itself last, while it takes part."
+    )
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,8 @@ def _ranks(
                 "heartbeat_age_s": rank.silent_s(now),
                 "gpu": _gpu(rank.process_stats),
             }
+        if not status.is_over:
+            values["process_stats"] = rank.process_stats
         yield _owner(starter, status, now).model_copy(update=values)
     heard = {by_node.get(rank.node, starters[0]).node for rank in status.ranks}
     yield from (each for each in starters if each.node not in heard)
@@ -212,6 +217,8 @@ def _owner(process: ProcessReport, status: RunStatus, now: datetime) -> ProcessR
             "heartbeat_age_s": status.age_s(now),
             "gpu": _gpu(status.process_stats),
         }
+    if not status.is_over:
+        values["process_stats"] = {name: n for name, n in status.process_stats.items() if n}
     return process.model_copy(update=values)
 
 
@@ -236,6 +243,7 @@ def _worker(
             "samples_per_s": worker.samples_per_s,
             "heartbeat_age_s": worker.silent_s(now),
             "gpu": _gpu(worker.process_stats),
+            "process_stats": worker.process_stats if worker.state == "joined" else {},
         }
     return process.model_copy(update=values)
 

@@ -67,9 +67,12 @@ class Row:
 
     process: ProcessReport
     worker: WorkerStatus | None
-    process_stats: Mapping[str, float]
     state: str
     """The run's."""
+
+    @property
+    def process_stats(self) -> Mapping[str, float]:
+        return self.process.process_stats
 
 
 @dataclass(frozen=True)
@@ -200,22 +203,10 @@ def _curves(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
 def _rows(snapshot: Snapshot) -> list[Row]:
     status = snapshot.status
     workers = {} if status is None else {worker.rank: worker for worker in status.workers}
-    ranks = {} if status is None else {rank.rank: rank for rank in status.ranks}
-    rows = []
-    for process in snapshot.report.processes:
-        worker = None if process.rank is None else workers.get(process.rank)
-        process_stats: Mapping[str, float] = {}
-        if status is not None and not status.is_over:
-            if process.role == "rank" and process.rank in ranks:
-                process_stats = ranks[process.rank].process_stats
-            elif process.rank is None and not process.is_helper:
-                process_stats = {
-                    name: value for name, value in status.process_stats.items() if value
-                }
-            elif worker is not None and worker.state == "joined":
-                process_stats = worker.process_stats
-        rows.append(Row(process, worker, process_stats, snapshot.report.state))
-    return rows
+    return [
+        Row(each, None if each.rank is None else workers.get(each.rank), snapshot.report.state)
+        for each in snapshot.report.processes
+    ]
 
 
 def _number_of(role: str, *, first: int) -> Callable[[Row], str]:
