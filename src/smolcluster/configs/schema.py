@@ -112,23 +112,22 @@ Precision = Literal["fp32", "bf16", "fp16"]
 FlatOptimizerName = Literal["adam", "adamw", "sgd", "muon"]
 FLAT_OPTIMIZERS: tuple[str, ...] = get_args(FlatOptimizerName)
 """Those that are ours (`training/optimizer.py`), and whose state can lie in parts."""
+ElementwiseName = Literal[
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+]
+"""PyTorch's classes whose step of a weight depends on that weight alone."""
 OptimizerName = Annotated[
-    Literal[
-        FlatOptimizerName,
-        "ASGD",
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "Muon",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    ],
+    Literal[FlatOptimizerName, ElementwiseName, "Adafactor", "Muon"],
     BeforeValidator(
         lambda name: name.removeprefix("torch.optim.") if isinstance(name, str) else name
     ),

@@ -8,6 +8,7 @@ Before a step the gradient is clipped by the norm of the whole (Pascanu et al., 
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -63,13 +64,41 @@ class FlatRule:
     num_decayed: int
 
 
-class FlatOptimizer:
-    """An elementwise update rule, and its state.
+class FlatState(ABC):
+    """An optimizer of flat weights by its state.
 
     Attributes:
         state: what a continued run needs, by name; empty for sgd. Copy into its tensors to restore it.
             `step` counts the steps taken; the others are flat (num_params,).
     """
+
+    state: dict[str, Tensor]
+    _grads: Tensor
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """The state without the count of steps."""
+        return {name: tensor for name, tensor in self.state.items() if name != STEP_COUNT}
+
+    def reset(self) -> None:
+        for tensor in self.state.values():
+            tensor.zero_()
+
+    def resume(self, stored: Mapping[str, Tensor]) -> None:
+        if is_like(self.state, stored):
+            for name, tensor in self.state.items():
+                tensor.copy_(stored[name])
+
+    def step(self, learning_rate: float) -> None:
+        self.step_with(self._grads, learning_rate)
+
+    @abstractmethod
+    def step_with(self, gradient: Tensor, learning_rate: float, *, owned: bool = False) -> None:
+        """Take a step with this gradient, on the same device."""
+
+
+class FlatOptimizer(FlatState):
+    """An elementwise update rule, and its state."""
 
     def __init__(
         self,
@@ -112,18 +141,6 @@ class FlatOptimizer:
         count = torch.zeros((), dtype=torch.float32, device=counter_device)
         return {STEP_COUNT: count} | {name: torch.zeros_like(self._params) for name in names}
 
-    def reset(self) -> None:
-        for tensor in self.state.values():
-            tensor.zero_()
-
-    def resume(self, stored: Mapping[str, Tensor]) -> None:
-        take_over(self.state, stored)
-
-    @property
-    def moments(self) -> dict[str, Tensor]:
-        """The state without the count of steps: what has the weights' shape."""
-        return {name: tensor for name, tensor in self.state.items() if name != STEP_COUNT}
-
     def contents(self, within: slice) -> dict[str, Tensor]:
         """What belongs to a slice of the weights. Views."""
         return {name: tensor[within] for name, tensor in self.moments.items()}
@@ -151,9 +168,6 @@ class FlatOptimizer:
     @property
     def rule(self) -> FlatRule:
         return FlatRule(self._name, self._arguments, self._weight_decay, self._num_decayed)
-
-    def step(self, learning_rate: float) -> None:
-        self.step_with(self._grads, learning_rate)
 
     def step_with(
         self,
@@ -219,13 +233,6 @@ class FlatOptimizer:
             nesterov=arguments["nesterov"],
             maximize=False,
         )
-
-
-def take_over(state: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
-    """Copy what was stored into the tensors of a `state`, if all of them are there."""
-    if is_like(state, stored):
-        for name, tensor in state.items():
-            tensor.copy_(stored[name])
 
 
 def _arguments(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,33 +9,20 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
+from smolcluster.configs.schema import ElementwiseName
 from smolcluster.errors import ConfigError
 from smolcluster.training.muon import CHOOSERS, Matrix, MuonOptimizer, choose
-from smolcluster.training.optimizer import CLASSES, MUON, STEP_COUNT, FlatOptimizer, take_over
+from smolcluster.training.optimizer import CLASSES, MUON, STEP_COUNT, FlatOptimizer, FlatState
 from smolcluster.training.recipe import Groups, OptimizerFactory, OptimizerSpec, ParameterGroup
 from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.utils.words import hint_at
 
-ELEMENTWISE = frozenset(
-    [
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    ]
-)
+ELEMENTWISE = frozenset(get_args(ElementwiseName))
 SCALARS, EXTRA = "scalars", "extra"
 """State that has not the weights' shape: numbers on the CPU, and tensors on the weights' device."""
 
@@ -64,7 +51,7 @@ class _Entry:
     """What it is, if it is no tensor."""
 
 
-class TorchOptimizer:
+class TorchOptimizer(FlatState):
     """An optimizer of PyTorch's kind, with the interface of `FlatOptimizer`.
 
     Attributes:
@@ -204,18 +191,6 @@ class TorchOptimizer:
     def name(self) -> str:
         return getattr(self._factory, "__name__", type(self._factory).__name__)
 
-    def reset(self) -> None:
-        for tensor in self.state.values():
-            tensor.zero_()
-
-    def resume(self, stored: Mapping[str, Tensor]) -> None:
-        take_over(self.state, stored)
-
-    @property
-    def moments(self) -> dict[str, Tensor]:
-        """The state without the count of steps."""
-        return {name: tensor for name, tensor in self.state.items() if name != STEP_COUNT}
-
     def contents(self, within: slice) -> dict[str, Tensor]:
         """What belongs to a slice of the weights; of `scalars` and `extra` the same slice, if it is there."""
         parts = {name: tensor[within] for name, tensor in self.moments.items()}
@@ -236,9 +211,6 @@ class TorchOptimizer:
         if place != slice(0, self._params.numel()):
             raise ConfigError(f"optimizer {self.name} works on whole models, in one store only")
         return self
-
-    def step(self, learning_rate: float) -> None:
-        self.step_with(self._grads, learning_rate)
 
     @torch.no_grad()
     def step_with(self, gradient: Tensor, learning_rate: float, *, owned: bool = False) -> None:
