@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from smolcluster.configs.spec import algorithm_of_groups
-from smolcluster.runs.files import Follower, LineWriter, json_objects, utc_timestamp
+from smolcluster.runs.files import Follower, StampedLog, json_objects
 from smolcluster.runs.model_file import Measured, WithMetrics
 from smolcluster.runs.tail import Tail
 
@@ -244,11 +244,8 @@ class EventRecord:
     event: Event
 
 
-class EventLog:
-    """Appends events to `events.jsonl`; safe to use from several threads.
-
-    `writer` is what writes the file. `on_event` hears of each event, whatever becomes of the file.
-    """
+class EventLog(StampedLog):
+    """Appends events to `events.jsonl`. `on_event` hears of each, whatever becomes of the file."""
 
     def __init__(
         self,
@@ -258,23 +255,13 @@ class EventLog:
         warn: Callable[[str], None],
         on_event: Callable[[Event], None] = lambda _: None,
         now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._incarnation = incarnation
+        super().__init__(path, incarnation, warn=warn, now=now)
         self._on_event = on_event
-        self._now = now
-        self.writer = LineWriter(path, warn=warn, clock=clock)
 
     def write(self, event: Event) -> None:
-        stamp = {"ts": utc_timestamp(self._now()), "kind": kind_of(type(event))}
-        self.writer.write(stamp | {"incarnation": self._incarnation} | event.model_dump())
+        self.append(kind_of(type(event)), event.model_dump())
         self._on_event(event)
-
-    def flush(self) -> None:
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 _KINDS: Mapping[str, type[Event]] = MappingProxyType(

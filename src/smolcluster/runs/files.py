@@ -182,13 +182,7 @@ class LineWriter:
             if self._is_closed:
                 return
             self._is_closed = True
-        end = time.monotonic() + patience_s
-        self._flush()
-        if patience_s and is_full(self._problem):
-            self._warn(waiting_for_space(self.path, patience_s))
-        while is_full(self._problem) and time.monotonic() < end:
-            time.sleep(CLOSING_RETRY_S)
-            self._flush()
+        flush_at_the_end(self.path, self._flush, lambda: self._problem, self._warn, patience_s)
         with self._writing:
             self._close_file()
             self._taken += self._take()
@@ -296,14 +290,61 @@ class LineWriter:
         return nbytes > 0 and nbytes + num_more > self._max_nbytes
 
 
+class StampedLog:
+    """Appends records to a file, each with its time, its kind and its run's incarnation; any thread.
+
+    `writer` is what writes the file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        incarnation: str,
+        *,
+        warn: Callable[[str], None],
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._incarnation = incarnation
+        self._now = now
+        self.writer = LineWriter(path, warn=warn, clock=clock)
+
+    def append(self, kind: str, values: Mapping[str, Any]) -> None:
+        stamp = {"ts": utc_timestamp(self._now()), "kind": kind, "incarnation": self._incarnation}
+        self.writer.write({**stamp, **values})
+
+    def flush(self) -> None:
+        """Write what has been kept back."""
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.writer.close()
+
+
 def is_full(problem: BaseException | None) -> bool:
     """Whether a file could not be written because there is no space on its disk, or none for its user."""
     return isinstance(problem, OSError) and problem.errno in FULL
 
 
-def waiting_for_space(path: Path, patience_s: float) -> str:
-    """What is said of a file that its disk is too full for, while its process would end."""
-    return f"{path} waits for space on its disk, {patience_s:.0f} s at most"
+def flush_at_the_end(
+    path: Path,
+    flush: Callable[[], None],
+    problem: Callable[[], BaseException | None],
+    warn: Callable[[str], None],
+    patience_s: float,
+) -> None:
+    """Flush a file whose process would end; for so many seconds again and again while its disk is full.
+
+    `problem` is what the last flush has failed on.
+    """
+    end = time.monotonic() + patience_s
+    flush()
+    if patience_s and is_full(problem()):
+        warn(f"{path} waits for space on its disk, {patience_s:.0f} s at most")
+    while is_full(problem()) and time.monotonic() < end:
+        time.sleep(CLOSING_RETRY_S)
+        flush()
 
 
 def _reason(problem: OSError | None) -> str:

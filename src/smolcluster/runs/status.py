@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.runs.files import CLOSING_RETRY_S, is_full, utc_timestamp, waiting_for_space
+from smolcluster.runs.files import flush_at_the_end, is_full, utc_timestamp
 from smolcluster.runs.model_file import Measured, ModelFile, Strict, WithMetrics
 
 STALENESS_EDGES = (0, 1, 2, 4, 8, 16, 32)
@@ -281,15 +281,12 @@ class StatusFile:
 
     def close(self, patience_s: float = 0.0) -> None:
         """Write the newest; for so many seconds it is tried again on a full disk."""
-        end = time.monotonic() + patience_s
-        self._retry_at = -math.inf
-        self.flush()
-        if patience_s and is_full(self._problem):
-            self._warn(waiting_for_space(self._path, patience_s))
-        while is_full(self._problem) and time.monotonic() < end:
-            time.sleep(CLOSING_RETRY_S)
+
+        def flush() -> None:
             self._retry_at = -math.inf
             self.flush()
+
+        flush_at_the_end(self._path, flush, lambda: self._problem, self._warn, patience_s)
 
     def _write(self, status: RunStatus) -> None:
         try:

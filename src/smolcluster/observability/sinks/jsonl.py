@@ -6,54 +6,25 @@ then the values by name.
 
 import math
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from smolcluster.observability.metrics import RESERVED, MetricKind, MetricRecord
-from smolcluster.runs.files import Follower, LineWriter, utc_timestamp
+from smolcluster.runs.files import Follower, StampedLog
 
 
-class JsonlSink:
-    """Appends records to a file, by way of `writer`; safe to use from several threads."""
-
-    def __init__(
-        self,
-        path: Path,
-        incarnation: str,
-        *,
-        warn: Callable[[str], None],
-        now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._incarnation = incarnation
-        self._now = now
-        self.writer = LineWriter(path, warn=warn, clock=clock)
+class JsonlSink(StampedLog):
+    """Appends records to a file."""
 
     def log(self, record: MetricRecord) -> None:
         """Append one record."""
-        line: dict[str, Any] = {
-            "ts": utc_timestamp(self._now()),
-            "kind": record.kind,
-            "incarnation": self._incarnation,
-            "step": record.step,
-            "epoch": record.epoch,
-        }
+        values: dict[str, Any] = {"step": record.step, "epoch": record.epoch}
         if record.rank is not None:
-            line["rank"] = record.rank
+            values["rank"] = record.rank
         if record.node is not None:
-            line["node"] = record.node
-        self.writer.write(line | dict(record.values))
-
-    def flush(self) -> None:
-        """Write what has been kept back."""
-        self.writer.flush()
-
-    def close(self) -> None:
-        """Flush and close."""
-        self.writer.close()
+            values["node"] = record.node
+        self.append(record.kind, values | dict(record.values))
 
 
 @dataclass(frozen=True)
