@@ -7,7 +7,7 @@ the seeds, for the best of the inner learning rates. All is seeded: a second run
 
 `momentum`: β by the number of rounds, γ = 0.7. `weighting`: how the workers' changes are averaged when they
 took unlike numbers of steps. `joiner`: a worker that comes half-way, with cold moments; its first change at
-less than its weight. `loss`: a small GPT at equal tokens, with codecs, beside synchronous training: see
+less than its weight. `loss`: real runs of a small GPT at equal tokens, beside synchronous training; see
 `equal_tokens.py`.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from common import DEFAULT_DATA, report
-from equal_tokens import measure_loss, schedule
+from equal_tokens import ARMS, RESULTS, measure_loss
 from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
 from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round, warmed_up
 from smolcluster.data.dataset import Split
@@ -44,6 +44,17 @@ PACES: Mapping[str, tuple[float, ...]] = {
 """Seconds of a step of each worker, by their speeds."""
 Shares = Callable[[Sequence[int]], list[float]]
 """Steps of each worker's change to its factor in the mean."""
+
+
+WARM_UP = 0.05
+LEAST_RATE = 0.1
+"""Of the highest inner learning rate, at the end."""
+
+
+def schedule(progress: float) -> float:
+    """The inner learning rate's part of its highest: a linear warm-up, and a cosine."""
+    height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return min(1.0, (progress + 1e-3) / WARM_UP) * (LEAST_RATE + (1 - LEAST_RATE) * height)
 
 
 def by_terms(steps: Sequence[int]) -> list[float]:
@@ -254,18 +265,22 @@ def main() -> None:
     parts = [*PARTS, "loss"]
     parser.add_argument("--part", choices=parts, action="append", help="default: all")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each figure")
-    parser.add_argument("--steps", type=int, default=1500, help="of each worker, in `loss`")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS], help="of `loss`")
+    parser.add_argument("--epochs", nargs="+", type=int, default=[1, 3], help="of `loss`")
     parser.add_argument("--text", type=Path, default=DEFAULT_DATA / "tinyshakespeare.txt")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="of `loss`, joined where it exists"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object of the others")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = {}
     for part in arguments.part or parts:
-        results[part] = (
-            measure_loss(arguments.seeds, arguments.text, arguments.steps)
-            if part == "loss"
-            else PARTS[part](arguments.seeds)
-        )
+        if part == "loss":
+            asked = arguments
+            measure_loss(asked.arms, asked.epochs, asked.seeds, asked.text, asked.out)
+        else:
+            results[part] = PARTS[part](arguments.seeds)
     if arguments.json:
         print(json.dumps(results))
 
