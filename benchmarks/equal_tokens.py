@@ -2,12 +2,12 @@
 
 What runs is what a user runs: `smolcluster train` with batches of 32, and `smolcluster launch diloco` with
 four workers of this machine and batches of 8 each, both on the workload of `shakespeare.py`; the loss is that
-of `summary.json`. An epoch is 500 steps. Warm-up over a twentieth of them, then a cosine to a tenth of the
-rate, clipping at 1, weight decay 0.01.
+of `summary.json`. An epoch is 500 steps. Warm-up over 100, then a cosine to a tenth of the rate, clipping at
+1, weight decay 0.01.
 
-A tuned arm has the best of its rates, which lie on a grid of √2, chosen on the first seed; all others have
-the rate of the arm that they name. Seeds are paired: what an arm loses beyond the synchronous one with the
-same optimizer is the mean of the differences seed by seed, with its standard error.
+The rate is the best for synchronous training, on a grid of √2, chosen on the first seed; DiLoCo with the same
+optimizer has the same. Seeds are paired: what an arm loses is the mean of the differences seed by seed, with
+its standard error.
 
 Runs whose results are in the file are not repeated.
 """
@@ -27,13 +27,14 @@ from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
 
 NUM_WORKERS, BATCH_SIZE = 4, 8
-STEPS_AN_EPOCH = 500
+STEPS_AN_EPOCH, WARM_UP = 500, 100
 WORKLOAD = Path(__file__).with_name("shakespeare.py")
 RESULTS = PROJECT / "benchmarks" / "results" / "diloco.json"
 DEADLINE_S = 3600.0
 INT4 = "codec_up=int4", "codec_down=int4"
 FP32 = "codec_up=null", "codec_down=null"
-RATES = {"adamw": (0.004, 0.0057, 0.008, 0.0113), "muon": (0.0057, 0.008, 0.0113, 0.016)}
+ROUNDS = "sync_fraction=0"
+RATES = {"adamw": (0.004, 0.0057, 0.008, 0.0113), "muon": (0.008, 0.0113, 0.016)}
 
 
 @dataclass(frozen=True)
@@ -41,51 +42,30 @@ class Arm:
     """A way to train.
 
     Attributes:
-        overrides: of DiLoCo's; None: it is synchronous, in one process.
-        like: the arm whose rate it has; None: its own is chosen.
+        overrides: of DiLoCo; None: it is synchronous, in one process.
         wanted: so many nats it may lose.
     """
 
     title: str
     optimizer: str
     overrides: tuple[str, ...] | None = None
-    like: str | None = None
     wanted: float | None = None
 
 
 ARMS = {
     "adamw": Arm("synchronous AdamW", "adamw"),
     "muon": Arm("synchronous Muon", "muon"),
-    "adamw-int4": Arm("AdamW, streaming, int4", "adamw", ("local_steps=10", *INT4), None, 0.03),
-    "adamw-fp32": Arm(
-        "AdamW, sync, fp32", "adamw", ("local_steps=10", "mode=sync", *FP32), "adamw-int4", 0.03
-    ),
-    "adamw-no-beginning": Arm(
-        "AdamW, streaming, int4, sync_fraction 0",
-        "adamw",
-        ("local_steps=10", "sync_fraction=0", *INT4),
-        "adamw-int4",
-    ),
-    "muon-int4": Arm("Muon, streaming, int4", "muon", ("local_steps=10", *INT4), None, 0.02),
-    "muon-sync-int4": Arm(
-        "Muon, sync, int4", "muon", ("local_steps=10", "mode=sync", *INT4), "muon-int4", 0.02
-    ),
-    "muon-fp32": Arm(
-        "Muon, sync, fp32", "muon", ("local_steps=10", "mode=sync", *FP32), "muon-int4", 0.02
-    ),
-    "muon-no-beginning": Arm(
-        "Muon, streaming, int4, sync_fraction 0",
-        "muon",
-        ("local_steps=10", "sync_fraction=0", *INT4),
-        "muon-int4",
-    ),
-    "muon-30": Arm(
-        "Muon, streaming, int4, H = 30", "muon", ("local_steps=30", *INT4), "muon-int4", 0.03
-    ),
-    "muon-async": Arm(
-        "Muon, async, int4", "muon", ("local_steps=10", "mode=async", *INT4), "muon-int4", 0.05
-    ),
+    "adamw-int4": Arm("AdamW, streaming, int4", "adamw", INT4, 0.03),
+    "adamw-sync-fp32": Arm("AdamW, sync, fp32", "adamw", ("mode=sync", *FP32), 0.03),
+    "adamw-rounds": Arm("AdamW, streaming, int4, rounds alone", "adamw", (ROUNDS, *INT4)),
+    "muon-int4": Arm("Muon, streaming, int4", "muon", INT4, 0.02),
+    "muon-sync-int4": Arm("Muon, sync, int4", "muon", ("mode=sync", *INT4), 0.02),
+    "muon-sync-fp32": Arm("Muon, sync, fp32", "muon", ("mode=sync", *FP32), 0.02),
+    "muon-rounds": Arm("Muon, streaming, int4, rounds alone", "muon", (ROUNDS, *INT4)),
+    "muon-async-int4": Arm("Muon, async, int4", "muon", ("mode=async", *INT4), 0.05),
+    "muon-30": Arm("Muon, streaming, int4, H = 30", "muon", ("local_steps=30", *INT4), 0.03),
 }
+"""Where nothing is said of it, H is 10. Rounds alone are without a synchronous beginning."""
 
 
 @dataclass(frozen=True)
@@ -122,23 +102,28 @@ class Results:
         return self.all[key]
 
     def rate(self, name: str, epochs: int) -> float:
-        """The arm's, or the best of its grid."""
-        arm = ARMS[name]
-        if arm.like is not None:
-            return self.rate(arm.like, epochs)
-        tried = [self.of(name, epochs, rate, 0) for rate in RATES[arm.optimizer]]
+        """The best for synchronous training with the arm's optimizer."""
+        optimizer = ARMS[name].optimizer
+        tried = [self.of(optimizer, epochs, rate, 0) for rate in RATES[optimizer]]
         return min(tried, key=lambda each: each.loss).rate
 
     def seeds(self, name: str, epochs: int, num_seeds: int) -> list[Result]:
-        """With the arm's rate, one a seed."""
+        """One a seed, with that rate."""
         rate = self.rate(name, epochs)
         return [self.of(name, epochs, rate, seed) for seed in range(num_seeds)]
+
+    def losses(self, name: str, epochs: int) -> dict[int, float]:
+        """What there is of an arm, by seed."""
+        known = [each for each in self.all.values() if each.epochs == epochs]
+        firsts = [each for each in known if (each.arm, each.seed) == (ARMS[name].optimizer, 0)]
+        rate = min(firsts, key=lambda each: each.loss).rate if firsts else None
+        return {each.seed: each.loss for each in known if (each.arm, each.rate) == (name, rate)}
 
 
 def trained(name: str, epochs: int, rate: float, seed: int, text: Path) -> Result:
     """Train in a folder that is removed afterwards."""
     arm = ARMS[name]
-    program = ("train",)
+    program: tuple[str, ...] = ("train",)
     batch_size, num_workers = BATCH_SIZE * NUM_WORKERS, 1
     if arm.overrides is not None:
         batch_size, num_workers = BATCH_SIZE, NUM_WORKERS
@@ -154,7 +139,7 @@ def trained(name: str, epochs: int, rate: float, seed: int, text: Path) -> Resul
             "optimizer": arm.optimizer,
             "weight_decay": 0.01,
             "learning_rate": rate,
-            "lr_schedule.warmup_iters": epochs * STEPS_AN_EPOCH // 20,
+            "lr_schedule.warmup_iters": WARM_UP,
             "lr_schedule.min_lr": rate / 10,
             "gradient_clipping.enabled": "true",
             "gradient_clipping.max_norm": 1.0,
@@ -165,7 +150,7 @@ def trained(name: str, epochs: int, rate: float, seed: int, text: Path) -> Resul
         command += [f"{WORKLOAD}:workload", "--override"]
         command += [f"{key}={value}" for key, value in overrides.items()]
         if arm.overrides is not None:
-            command += [f"port={free_port()}", *arm.overrides]
+            command += [f"port={free_port()}", "local_steps=10", *arm.overrides]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, cwd=folder
         )
@@ -215,18 +200,18 @@ def measure_loss(
     for number in epochs:
         steps = f"{number * STEPS_AN_EPOCH} steps of {NUM_WORKERS} x {BATCH_SIZE} samples"
         report(f"Loss at equal tokens, {steps}", list(rows(results, number, names, num_seeds)))
-    draw(list(results.all.values()), out.with_suffix(".svg"))
+    draw(results, out.with_suffix(".svg"))
 
 
-def draw(results: Sequence[Result], file: Path) -> None:
-    """Each seed's loss beyond synchronous AdamW, by arm, at each arm's best rate of the first seed."""
+def draw(results: Results, file: Path) -> None:
+    """Each seed's loss beyond synchronous AdamW, by arm."""
     import matplotlib as mpl  # noqa: PLC0415 - not for the processes of a run
 
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "diloco"
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    lengths = sorted({each.epochs for each in results})
+    lengths = sorted({each.epochs for each in results.all.values()})
     figure, panels = plt.subplots(
         1,
         len(lengths),
@@ -236,15 +221,11 @@ def draw(results: Sequence[Result], file: Path) -> None:
         layout="constrained",
     )
     for epochs, panel in zip(lengths, panels[0], strict=True):
-        own = [each for each in results if each.epochs == epochs]
-        beside = {each.seed: each.loss for each in own if each == best(own, "adamw", each.seed)}
+        beside = results.losses("adamw", epochs)
         for height, (name, arm) in enumerate(reversed(ARMS.items())):
-            losses = [
-                each.loss - beside[each.seed]
-                for each in own
-                if each.seed in beside and each == best(own, name, each.seed)
-            ]
-            panel.plot(losses, [height] * len(losses), "o", color="C0" if arm.overrides else "C1")
+            losses = results.losses(name, epochs)
+            beyond = [losses[seed] - beside[seed] for seed in losses.keys() & beside.keys()]
+            panel.plot(beyond, [height] * len(beyond), "o", color="C0" if arm.overrides else "C1")
         panel.set(
             title=f"{epochs * STEPS_AN_EPOCH} steps",
             xlabel="nats a byte beyond synchronous AdamW, a dot a seed",
@@ -254,13 +235,3 @@ def draw(results: Sequence[Result], file: Path) -> None:
         panel.axvline(0, color="grey", linewidth=0.8)
         panel.grid(alpha=0.3)
     figure.savefig(file, metadata={"Date": None})
-
-
-def best(results: Sequence[Result], name: str, seed: int) -> Result | None:
-    """This seed's result of an arm, at the rate that is best on the first seed."""
-    firsts = [each for each in results if (each.arm, each.seed) == (name, 0)]
-    if not firsts:
-        return None
-    rate = min(firsts, key=lambda each: each.loss).rate
-    same = [each for each in results if (each.arm, each.rate, each.seed) == (name, rate, seed)]
-    return same[0] if same else None
