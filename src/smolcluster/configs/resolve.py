@@ -279,7 +279,20 @@ def resolve(
     for assignment in assignments:
         if assignment.path[0] == DATASET:
             data_section = assignment.written[0]
-    return Settings(checked_cluster, checked_train, node_draft.check(), data_section, name)
+    settings = Settings(checked_cluster, checked_train, node_draft.check(), data_section, name)
+    return _with_optimizer(settings) if checked_train.optimizer == "auto" else settings
+
+
+def _with_optimizer(settings: Settings) -> Settings:
+    """Choose what `optimizer: auto` stands for: Muon steps whole matrices."""
+    cluster = settings.cluster
+    are_cut = (
+        len(cluster.store_nodes) > 1
+        or any(node.ranks and node.ranks.cut_matrices for node in cluster.nodes.values())
+        or any(settings.of(config_of(spec)).cuts_matrices for spec in algorithms().values())
+    )
+    chosen = {"optimizer": "adamw" if are_cut else "muon"}
+    return replace(settings, train=settings.train.model_copy(update=chosen))
 
 
 def load_resolved(path: Path) -> Settings:

@@ -127,7 +127,7 @@ ElementwiseName = Literal[
 ]
 """PyTorch's classes whose step of a weight depends on that weight alone."""
 OptimizerName = Annotated[
-    Literal[FlatOptimizerName, ElementwiseName, "Adafactor", "Muon"],
+    Literal[FlatOptimizerName, "auto", ElementwiseName, "Adafactor", "Muon"],
     BeforeValidator(
         lambda name: name.removeprefix("torch.optim.") if isinstance(name, str) else name
     ),
@@ -263,6 +263,10 @@ class MeshSizes(Section):
     def num_shares(self) -> int:
         """Ranks among which the samples of a step are divided."""
         return self.dp * self.fsdp
+
+    @property
+    def cut_matrices(self) -> bool:
+        return self.fsdp > 1 or self.tp > 1
 
     def __str__(self) -> str:
         return f"dp {self.dp} x fsdp {self.fsdp} x tp {self.tp} x pp {self.pp}"
@@ -411,6 +415,11 @@ class AlgorithmConfig(Section):
     def num_ranks(self) -> int:
         """Of a group: its processes."""
         return 0
+
+    @property
+    def cuts_matrices(self) -> bool:
+        """Whether ranks hold parts of matrices."""
+        return False
 
     @property
     def portable(self) -> dict[str, Any]:
@@ -913,7 +922,8 @@ class TrainConfig(Section):
     optimizer: OptimizerName = Field(
         "adam",
         description="adamw decays weights apart from the gradient; muon is Muon for hidden matrices and "
-        "adamw for all else; adam, adamw and sgd are fused, capitalized ones PyTorch's classes.",
+        "adamw for all else; auto: muon, or adamw where machines or ranks hold parts of matrices; adam, "
+        "adamw and sgd are fused, capitalized ones PyTorch's classes.",
     )
     optimizer_args: OptimizerArgs = Field(
         {},

@@ -115,6 +115,25 @@ def test_digits_need_no_sizes_of_the_data() -> None:
     assert train.model.input_dim is None
 
 
+@pytest.mark.parametrize(
+    ("stated", "chosen"),
+    [
+        ((), "muon"),
+        (("servers=[mini1,pi5]",), "adamw"),
+        (("mesh.tp=2",), "adamw"),
+        (("mesh.fsdp=2",), "adamw"),
+        (("mesh.dp=2", "mesh.pp=2"), "muon"),
+        (("nodes.pi5.ranks={dp: 1, fsdp: 2}",), "adamw"),
+        (("nodes.pi5.ranks={dp: 2}",), "muon"),
+        (("optimizer=sgd",), "sgd"),
+    ],
+)
+def test_an_optimizer_is_chosen_by_who_holds_parts_of_matrices(
+    stated: tuple[str, ...], chosen: str
+) -> None:
+    assert settle("optimizer=auto", *stated).train.optimizer == chosen
+
+
 # Precedence
 
 

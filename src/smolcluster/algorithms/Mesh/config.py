@@ -62,6 +62,10 @@ class MeshConfig(ScheduledConfig):
     )
 
     @property
+    def cuts_matrices(self) -> bool:
+        return self.mesh.cut_matrices
+
+    @property
     def num_ranks(self) -> int:
         return self.mesh.world_size
 
@@ -208,7 +212,7 @@ def check_optimizer(name: str, sizes: MeshSizes) -> None:
     Raises:
         ConfigError: one line with the keys, their values and what to change.
     """
-    if name == "muon" and (sizes.fsdp > 1 or sizes.tp > 1):
+    if name == "muon" and sizes.cut_matrices:
         raise ConfigError(
             f"optimizer is muon, which steps whole matrices, but mesh.fsdp is {sizes.fsdp} and mesh.tp is "
             f"{sizes.tp}, which cut them: set both to 1, or optimizer to adamw"
