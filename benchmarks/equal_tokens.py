@@ -55,6 +55,8 @@ class Arm:
 ARMS = {
     "adamw": Arm("synchronous AdamW", "adamw"),
     "muon": Arm("synchronous Muon", "muon"),
+    "adamw-shipped": Arm("AdamW, H by measured times", "adamw", ("local_steps=null", *INT4), 0.03),
+    "muon-shipped": Arm("Muon, H by measured times", "muon", ("local_steps=null", *INT4), 0.03),
     "adamw-int4": Arm("AdamW, streaming, int4", "adamw", INT4, 0.03),
     "adamw-sync-fp32": Arm("AdamW, sync, fp32", "adamw", ("mode=sync", *FP32), 0.03),
     "adamw-rounds": Arm("AdamW, streaming, int4, rounds alone", "adamw", (ROUNDS, *INT4)),
@@ -65,7 +67,7 @@ ARMS = {
     "muon-async-int4": Arm("Muon, async, int4", "muon", ("mode=async", *INT4), 0.05),
     "muon-30": Arm("Muon, streaming, int4, H = 30", "muon", ("local_steps=30", *INT4), 0.03),
 }
-"""Where nothing is said of it, H is 10. Rounds alone are without a synchronous beginning."""
+"""H is 10, where nothing else is said. Rounds alone are without a synchronous beginning."""
 
 
 @dataclass(frozen=True)
