@@ -287,9 +287,13 @@ class HandledHub:
     def num_joined(self) -> int:
         return sum(isinstance(event, Joined) for event in self.events)
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """All workers close their connections."""
         for hand in self._hands:
             hand.leave()
+
+    def close(self) -> None:
+        self.leave()
         self._pool.shutdown()
 
 

@@ -4,6 +4,7 @@ Built once from a configuration, by `process.py` for real processes and by tests
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -279,11 +280,13 @@ class ServerContext:
         stores: StoreLinks | None = None,
         num_more: int = 0,
         check_stop: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> WorkerPool:
         """Listen from now on; workers are let in as soon as the pool is asked for events, and so are stores.
 
         `num_more`: frames that may wait for a worker besides those of weights. `check_stop`: raises when this
-        process shall stop, whatever goes on; None: the context's.
+        process shall stop, whatever goes on; None: the context's. `clock`: how long workers are waited for
+        goes by it, seconds.
 
         Raises:
             PortBusy: another process listens there.
@@ -353,6 +356,7 @@ class ServerContext:
             check_stop=check_stop or self.check_stop,
             role=self.role_of_workers,
             worker_command=self.worker_command,
+            clock=clock,
         )
 
 

@@ -87,13 +87,16 @@ class WorkerPool:
         check_stop: Callable[[], None],
         role: str = "worker",
         worker_command: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin without workers.
 
         Args:
             role: what its members are to people.
             worker_command: starts a worker, for a person who has to; None: it is started by others.
+            clock: how long workers are waited for goes by it, seconds.
         """
+        self._clock = clock
         self._role = role
         self._worker_command = worker_command
         self._told_waiting = ""
@@ -116,7 +119,7 @@ class WorkerPool:
         self._promised: dict[int, tuple[str, Deadline]] = {}
         """Worker ids of nodes that asked for one and have not taken part under it, and until when they are
         theirs: a connection may break while they prepare."""
-        self._alone_since = self._active_at = time.monotonic()
+        self._alone_since = self._active_at = clock()
 
     def __enter__(self) -> Self:
         self._acceptor.open()
@@ -304,7 +307,7 @@ class WorkerPool:
         Raises:
             ClusterEmpty: it gave up.
         """
-        now, present = time.monotonic(), len(self.workers)
+        now, present = self._clock(), len(self.workers)
         preparing = [worker for worker in self._workers.values() if not worker.ready]
         for worker in preparing:
             self._check_prepares(worker, now - worker.admitted_at)
@@ -366,7 +369,9 @@ class WorkerPool:
         else:
             yield from self._fence(decision)
             member = Member(request.session_id, hello.worker_id, hello.node, hello.instance)
-            self._workers[request.session_id] = Worker(member, role=self._role)
+            self._workers[request.session_id] = Worker(
+                member, admitted_at=self._clock(), role=self._role
+            )
         request.answer.set_result(decision)
 
     def _assign(self, members: list[Member], node: str) -> NumberAssigned | Refused:
@@ -381,7 +386,8 @@ class WorkerPool:
         known = {number: each.node for number, each in self.report.tally.workers.items()}
         decision = assign(members, node, {**promised, **known}, self._cluster)
         if isinstance(decision, NumberAssigned):
-            self._promised[decision.worker_id] = node, Deadline(self._cluster.prepare_timeout_s)
+            until = Deadline(self._cluster.prepare_timeout_s, self._clock)
+            self._promised[decision.worker_id] = node, until
         return decision
 
     def _free(self, member: Member) -> None:
