@@ -2,7 +2,6 @@ import io
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from smolcluster.runs.launched import Launched, LaunchedProcess
+from waiting import eventually
 
 PRELUDE = """
 import os, signal, sys, threading, time
@@ -19,7 +19,7 @@ def gone(pid):
     except ProcessLookupError:
         return True
     return False
-def wait_until(condition, timeout_s=30):
+def wait_until(condition, timeout_s=240):
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:
@@ -85,13 +85,11 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture
 def ends() -> Callable[[int], bool]:
-    """Whether a process ends within some seconds."""
+    """Waits until a process has ended."""
 
     def check(pid: int) -> bool:
-        end = time.monotonic() + 20
-        while is_running(pid) and time.monotonic() < end:
-            time.sleep(0.02)
-        return not is_running(pid)
+        eventually(lambda: not is_running(pid))
+        return True
 
     return check
 
@@ -101,10 +99,7 @@ def pid_in() -> Callable[[Path], int]:
     """The process id that a program writes into a file, as soon as it is there."""
 
     def read(path: Path) -> int:
-        end = time.monotonic() + 20
-        while not (path.exists() and path.read_text().endswith("\n")):
-            assert time.monotonic() < end, f"{path} was not written"
-            time.sleep(0.01)
+        eventually(lambda: path.exists() and path.read_text().endswith("\n"))
         return int(path.read_text())
 
     return read
@@ -121,10 +116,7 @@ def counting() -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
         process = subprocess.Popen(argv, start_new_session=True)
         started.append(process)
         threading.Thread(target=process.wait, daemon=True).start()
-        end = time.monotonic() + 60
-        while not (folder / "ready").exists():
-            assert time.monotonic() < end, "it does not start"
-            time.sleep(0.01)
+        eventually((folder / "ready").exists)
         return process
 
     yield start

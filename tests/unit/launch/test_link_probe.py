@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import pytest
 from smolcluster.launch import link_probe
 from smolcluster.launch.host import Host
 from smolcluster.launch.probing import probe_script, probe_source, read_listener
+from waiting import DEADLINE_S, eventually
 
 HERE = Host("here")
 LOOPBACK, TOKEN = "127.0.0.1", "t0"
@@ -84,15 +84,15 @@ def test_two_workers_take_turns(port: int, listener: dict[str, Any]) -> None:
             with pytest.raises(TimeoutError):
                 second.recv(1)
             first.close()
-            second.settimeout(10)
+            second.settimeout(DEADLINE_S)
             assert second.recv(1) == b"g"
 
 
 def test_bandwidth_is_measured_both_ways(port: int, listener: dict[str, Any]) -> None:
     told = probe("both", LOOPBACK, port, TOKEN)
     assert told["error"] is None
-    assert told["mb_per_s"] > 1
-    assert told["down_mb_per_s"] > 1
+    assert told["mb_per_s"] > 0
+    assert told["down_mb_per_s"] > 0
     assert told["ms"] > 0
 
 
@@ -251,8 +251,12 @@ def test_nobody_there(port: int) -> None:
 
 def test_the_listener_ends_by_itself(port: int) -> None:
     probe("listen", port, TOKEN, 1, LOOPBACK)
-    end = time.monotonic() + 10
-    with pytest.raises(ConnectionRefusedError):
-        while time.monotonic() < end:
+
+    def has_ended() -> bool:
+        try:
             socket.create_connection((LOOPBACK, port)).close()
-            time.sleep(0.05)
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    eventually(has_ended)

@@ -20,7 +20,7 @@ from smolcluster.launch.setup.links import (
     parse_interfaces,
     read_link,
 )
-from waiting import eventually
+from waiting import DEADLINE_S, eventually
 
 HERE = Host("mini1", None)
 MEASURE = probe_script("", "measure", "127.0.0.1", 1, "x")
@@ -197,7 +197,7 @@ def test_the_ways_to_this_machine_are_measured() -> None:
         with listening(HERE, probe_script("", *words), 60.0) as listener:
             *links, foreign = (measure(HERE, each, listener, TOKEN) for each in interfaces)
     assert listener.ports[IPV4.ip] != port
-    assert all(not link.failure and 0 < link.ms < 100 and link.mb_s > 1 for link in links)
+    assert all(not link.failure and link.ms > 0 and link.mb_s > 0 for link in links)
     assert foreign.failure == "nobody may listen there"
     assert measure(HERE, IPV4, listener, TOKEN).failure == "refused", "it has ended"
 
@@ -207,7 +207,7 @@ def test_a_listener_that_takes_its_time_to_end_is_waited_for(tmp_path: Path) -> 
     said = tmp_path / "said"
     with said.open("wb") as output:
         started = subprocess.Popen(["sh", "-c", f"({code}) & exec echo $!"], stdout=output)
-    assert started.wait(30) == 0
+    assert started.wait(DEADLINE_S) == 0
     eventually(lambda: said.read_text().count("\n") == 2)
     pid = next(int(line) for line in said.read_text().split() if line.isdigit())
     Listener(places={}, own=(), pid=pid).end(HERE)

@@ -21,6 +21,7 @@ from smolcluster.launch.watch.logs import is_over, logs, parse_level, since_when
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import write_status
+from waiting import DEADLINE_S, eventually
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
@@ -269,10 +270,7 @@ def test_following_goes_on_after_a_break_without_repeating(
         )
 
     def wait_for(text: str) -> None:
-        end = time.monotonic() + 30
-        while text not in output.read_text():
-            assert time.monotonic() < end, output.read_text()
-            time.sleep(0.02)
+        eventually(lambda: text in output.read_text())
 
     try:
         wait_for("m2")
@@ -288,7 +286,7 @@ def test_following_goes_on_after_a_break_without_repeating(
         wait_for("connected again")
         wait_for("m4")
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(DEADLINE_S) == 0
     finally:
         process.kill()
         process.wait()
@@ -296,10 +294,8 @@ def test_following_goes_on_after_a_break_without_repeating(
     assert [text.count(f"m{number}") for number in (1, 2, 3, 4)] == [1, 1, 1, 1]
     assert text.count("trying again") == 2, "a sentence a machine"
     assert "Traceback" not in text
-    end = time.monotonic() + 90  # tests beside this one may have such processes for a while
-    while "runs/r1/logs" in listed_processes():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    # Tests beside this one may have such processes for a while.
+    eventually(lambda: "runs/r1/logs" not in listed_processes())
 
 
 def append(path: Path, text: str) -> None:
@@ -350,16 +346,28 @@ def test_following_ends_with_the_run(
     assert [line.split()[-1] for line in out] == ["m1", "m2"]
 
 
-def test_following_a_local_run(local: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_following_a_local_run(
+    local: RunPaths,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Ctrl-C, as Python raises it in the main thread."""
-    timer = threading.Timer(2.0, signal.raise_signal, [signal.SIGINT])
-    file = local.log_file("server", "mini1")
-    writer = threading.Timer(1.0, append, [file, log_line(9, "late") + json.dumps({}) + "\n"])
-    for thread in (timer, writer):
-        thread.start()
-    out = shown(local, capsys, follow=True)
-    for thread in (timer, writer):
-        thread.join()
+    output = tmp_path / "output"
+
+    def write_and_interrupt() -> None:
+        eventually(lambda: "bad" in output.read_text())
+        append(local.log_file("server", "mini1"), log_line(9, "late") + json.dumps({}) + "\n")
+        eventually(lambda: "late" in output.read_text())
+        signal.raise_signal(signal.SIGINT)
+
+    with output.open("w", buffering=1) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        writer = threading.Thread(target=write_and_interrupt)
+        writer.start()
+        shown(local, capsys, follow=True)
+        writer.join()
+    out = output.read_text().splitlines()
     assert [line.split()[-1] for line in out if line][:5] == [
         "up",
         "joined",

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.status import STATUS, STOPPED, RunStatus, read_status, write_status
 from smolcluster.runs.summary import write_summary
+from waiting import eventually
 
 FakePlan = Callable[..., Launched]
 IDLE = "wait_for_ever()"
@@ -125,9 +125,7 @@ def test_a_run_that_somebody_else_kills_was_stopped(
     worker = f"{begun(paths)}os.spawnv(os.P_NOWAIT, sys.executable, {stop!r}); {IDLE}"
     assert launch(server, worker) == 128 + signal.SIGKILL
     assert STOPPED_LINE in printed()
-    end = time.monotonic() + 20  # by the other one
-    while read_status(paths.status).word != "stopped":
-        assert time.monotonic() < end
+    eventually(lambda: read_status(paths.status).word == "stopped")  # by the other one
     assert (paths.root / "exits/server-mini1").read_text() == "137\n"
 
 
@@ -325,9 +323,7 @@ os.kill(os.getppid(), signal.SIGINT)
 while True:
     time.sleep(1)
 """
-    begun = time.monotonic()
-    assert launch(server, IDLE, server_grace_s=1000) == 130
-    assert time.monotonic() - begun < 60
+    assert launch(server, IDLE, server_grace_s=1e6) == 130
 
 
 def test_what_was_started_is_stopped_when_another_cannot_be(

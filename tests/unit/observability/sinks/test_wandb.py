@@ -1,6 +1,5 @@
 import fcntl
 import inspect
-import itertools
 import json
 import os
 import signal
@@ -8,7 +7,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +26,7 @@ from smolcluster.observability.sinks.wandb import (
 )
 from smolcluster.runs.events import CheckpointSaved, EpochFinished, Event, WorkerLost
 from smolcluster.runs.paths import RunPaths
+from waiting import eventually
 
 CHILD = Path(inspect.getfile(WandbSink)).with_name("wandb_child.py")
 FAKE = """
@@ -58,7 +57,7 @@ class Run:
             lock = open(os.path.join(os.path.dirname(__file__), "lock"), "w")
             fcntl.flock(lock, fcntl.LOCK_EX)
             print("locked", file=self.out, flush=True)
-            subprocess.run(["sleep", "600"], pass_fds=[lock.fileno()])
+            subprocess.run(["sleep", "6000"], pass_fds=[lock.fileno()])
         self.out.write("finished\\n")
         self.out.close()
 
@@ -263,9 +262,7 @@ def test_a_finish_that_hangs_is_cut_with_all_that_it_started(tmp_path: Path) -> 
     warnings: list[str] = []
     sink = wandb_sink(tmp_path, with_fake(tmp_path, "hangs"), warnings, timeout_s=3.0)
     sink.log(step(1))
-    began = time.monotonic()
     sink.close()
-    assert time.monotonic() - began < 60.0
     assert seen(tmp_path)[-1] == "locked"
     with (tmp_path / "fake" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -293,20 +290,19 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     assert "Weights & Biases is off" in warnings[0]
 
 
+@pytest.mark.timeout(180)
 def test_training_never_waits_for_a_wandb_that_does_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     idle = tmp_path / "idle"
-    idle.write_text("#!/bin/sh\nexec sleep 600\n")
+    idle.write_text("#!/bin/sh\nexec sleep 6000\n")
     idle.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(idle))
     warnings: list[str] = []
     sink = wandb_sink(tmp_path, environment(tmp_path), warnings, timeout_s=0.5)
-    began = time.monotonic()
     for number in range(2 * MAX_WAITING + 5000):
         sink.log(step(number))
     sink.close()
-    assert time.monotonic() - began < 60.0
     assert len(warnings) == 2
     assert warnings[0] == "Weights & Biases is too slow: it misses some records"
     assert warnings[1].startswith("Weights & Biases did not finish in 0.5 s")
@@ -351,13 +347,11 @@ def test_the_real_wandb_keeps_every_step_offline_in_the_runs_folder(
     environ = environment(tmp_path, TMPDIR=str(tmp_path / "tmp"))
     warnings: list[str] = []
     sink = wandb_sink(tmp_path, environ, warnings)
-    began = time.monotonic()
     for number in range(100):
         sink.log(step(number, **{"grad_norm/fc1.weight": 0.125}))
         if number % 50 == 0:
             sink.log(MetricRecord("eval", number, 0, {"val_loss": 0.5 + number}))
     sink.happened(WorkerLost(rank=1, node="pi5", reason="it fell silent"))
-    assert time.monotonic() - began < 10.0
     sink.close()
     assert warnings == []
     assert capfd.readouterr() == ("", "")
@@ -459,34 +453,35 @@ def test_events_are_counted_in_the_servers_run(
 
 def await_row(tmp_path: Path, row: dict[str, Any]) -> None:
     """Wait until W&B has these values."""
-    end = time.monotonic() + 30
-    while not (tmp_path / "run" / "seen.txt").exists() or json.dumps(row) not in seen(tmp_path):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    file = tmp_path / "run" / "seen.txt"
+    eventually(lambda: file.exists() and json.dumps(row) in seen(tmp_path))
 
 
 def test_the_child_is_written_to_twice_a_second_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written_at: list[float] = []
-    write = wandb_module._write
+    """Before each write it waits for half a second, or until the sink is closed."""
+    done: list[str | float | None] = []
+    write, wait = wandb_module._write, threading.Event.wait
 
-    def noted(pipe: IO[bytes], lines: bytes) -> None:
-        if lines:
-            written_at.append(time.monotonic())
+    def note_write(pipe: IO[bytes], lines: bytes) -> None:
+        done.append("write")
         write(pipe, lines)
 
-    monkeypatch.setattr(wandb_module, "_write", noted)
+    def note_wait(event: threading.Event, timeout: float | None = None) -> bool:
+        if event is sink._closing:
+            done.append(timeout)
+        return wait(event, timeout)
+
+    monkeypatch.setattr(wandb_module, "_write", note_write)
     sink = wandb_sink(tmp_path, with_fake(tmp_path), [])
-    began = time.monotonic()
-    number = 0
-    while time.monotonic() - began < 1.8:
-        sink.log(step(number := number + 1))
-        time.sleep(0.001)
+    monkeypatch.setattr(threading.Event, "wait", note_wait)
+    for number in range(1, 1000):
+        sink.log(step(number))
+        if number == 500:
+            eventually(lambda: done.count("write") > 2)
     sink.close()
-    start, *batches, _last = written_at
-    assert batches
-    assert len(batches) <= 2 * (time.monotonic() - began)
-    assert all(later - sooner >= 0.49 for sooner, later in itertools.pairwise([start, *batches]))
     steps = [json.loads(line)["step"] for line in seen(tmp_path)[1:-1]]
-    assert steps == list(range(1, number + 1))
+    assert steps == list(range(1, 1000))
+    writes = [place for place, each in enumerate(done) if each == "write"][2:]
+    assert all(done[place - 1] == 0.5 for place in writes)

@@ -14,6 +14,7 @@ from smolcluster.training.stages.measure import (
     measure_layers,
 )
 from smolcluster.training.workload import Workload, count_terms
+from waiting import Clock
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -21,16 +22,21 @@ CPU = torch.device("cpu")
 
 
 class Slow(nn.Module):
-    """A block whose forward takes long enough to be told from others."""
+    """A block whose forward and backward each take a second of the clock a repeat."""
 
-    def __init__(self, width: int, repeats: int) -> None:
+    def __init__(self, repeats: int, clock: Clock) -> None:
         super().__init__()
-        self.linear, self.repeats = nn.Linear(width, width, bias=False), repeats
+        self.linear, self.repeats, self.clock = nn.Linear(8, 8, bias=False), repeats, clock
 
     def forward(self, value: Tensor) -> Tensor:
         for _ in range(self.repeats):
+            self.work()
             value = self.linear(value).tanh()
+            value.register_hook(self.work)
         return value
+
+    def work(self, _gradient: Tensor | None = None) -> None:
+        self.clock.now += 1.0
 
 
 def test_bytes_are_exact_and_blocks_are_measured_once() -> None:
@@ -68,12 +74,14 @@ def test_weights_without_gradients_are_frozen_and_cost_no_weight_gradients() -> 
     assert lora.weight.grad is None, "gradients are not left behind"
 
 
-def test_what_takes_longer_is_said_to() -> None:
-    quick, slow = Slow(64, 1), Slow(64, 40)
+def test_what_takes_longer_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("smolcluster.training.stages.measure._now", lambda _device: clock())
+    quick, slow = Slow(1, clock), Slow(40, clock)
     layers = [LayerToMeasure(key_of(each), lambda each=each: each) for each in (quick, slow)]  # type: ignore[misc]
-    one, other = measure_layers(layers, torch.ones(32, 64), lambda output: output.sum(), CPU)
-    assert other.forward_s > 3 * one.forward_s
-    assert other.input_s + other.weight_s > 3 * (one.input_s + one.weight_s)
+    one, other = measure_layers(layers, torch.ones(4, 8), lambda output: output.sum(), CPU)
+    assert (one.forward_s, one.input_s, one.weight_s) == (1, 1, 0)
+    assert (other.forward_s, other.input_s, other.weight_s) == (40, 40, 0)
     assert other.activation_bytes > 20 * one.activation_bytes
 
 
