@@ -33,14 +33,15 @@ Labels = tuple[tuple[str, str], ...]
 class Fault:
     """How a request is answered instead: a status with headers and a body, raw bytes, or not at all.
 
-    `takes_it`: what it brings is accepted all the same, and the sender does not hear of it.
+    `before` is called first. `takes_it`: what it brings is accepted all the same, and the sender does not
+    hear of it.
     """
 
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     raw: bytes = b""
-    delay_s: float = 0.0
+    before: Callable[[], object] = lambda: None
     takes_it: bool = False
 
 
@@ -168,7 +169,7 @@ class Receiver:
                     connection.shutdown(socket.SHUT_RDWR)
             self._server = None
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
         """Wait until something holds of what was received."""
         with self.changed:
             assert self.changed.wait_for(condition, timeout_s), vars(self.received)
@@ -211,7 +212,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
-    timeout = 10
+    timeout = 240
 
     def do_POST(self) -> None:
         receiver = self.server.receiver
@@ -240,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, said = (404, b"") if self.path != PUSH else receiver.accept(body, self.headers)
             self._say(status, body=said)
             return
-        time.sleep(fault.delay_s)
+        fault.before()
         if fault.takes_it:
             receiver.accept(body, self.headers)
         if fault.status is not None:

@@ -153,15 +153,15 @@ def test_a_resumed_run_goes_on_with_the_optimizer_s_state(
 ) -> None:
     settings = settings_for(algorithm, 1, "checkpoint_steps=5", "keep_last=9", *OPTIMIZERS[name])
     whole = run(settings, tmp_path, algorithm)
-    for info in whole.store.list():
-        if info.step > 5:
-            shutil.rmtree(info.path)
+    first, *later = whole.store.list()  # of step 5, unless the disk was busy until a later one came
+    for info in later:
+        shutil.rmtree(info.path)
     resumed = Cluster(settings, tmp_path, algorithm=algorithm, resume=True)
-    assert resumed.core.version == 5
+    assert resumed.core.version == first.step
     worker = resumed.worker(1, node=NODES[0])
     resumed.server.finish()
     worker.finish()
-    assert losses_of(resumed) == losses_of(whole)[5:]
+    assert losses_of(resumed) == losses_of(whole)[first.step :]
     ours, theirs = resumed.training.replica, whole.training.replica
     assert torch.equal(ours.params, theirs.params)
     assert torch.equal(ours.evaluated, theirs.evaluated)

@@ -24,6 +24,7 @@ from smolcluster.launch.observe.targets import listens
 from smolcluster.observability.shipping.lines import LokiLine
 from smolcluster.observability.shipping.loki import LokiClient, PushReply, Verdict, push_body
 from smolcluster.utils.retry import Deadline
+from waiting import DEADLINE_S
 
 PROJECT = Path(__file__).resolve().parents[2]
 STACK = PROJECT / "logging"
@@ -220,7 +221,7 @@ def pushing(tmp_path: Path) -> Iterator[tuple[str, Receiver]]:
         words = [nginx, "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]
         with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
             try:
-                deadline = Deadline(30)
+                deadline = Deadline(DEADLINE_S)
                 while not listens(f"127.0.0.1:{port}"):
                     assert process.poll() is None
                     assert not deadline.expired

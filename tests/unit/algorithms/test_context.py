@@ -14,6 +14,7 @@ from smolcluster.cluster.evaluator import EvaluationFinished
 from smolcluster.cluster.listening import listening_addresses
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError
+from waiting import DEADLINE_S
 
 ELSEWHERE = "203.0.113.7"  # of a block that is nobody's
 
@@ -84,7 +85,7 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
 
 def test_an_open_hub_listens_and_a_closed_one_frees_the_port(parts: Parts) -> None:
     with parts.context.open_pool(Echo):
-        socket.create_connection(("127.0.0.1", parts.port), timeout=10).close()
+        socket.create_connection(("127.0.0.1", parts.port), timeout=DEADLINE_S).close()
     with socket.create_server(("127.0.0.1", parts.port)):
         pass
     assert any(

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from smolcluster.errors import DataError
+from waiting import DEADLINE_S
 
 PROGRAM = """
 import sys, time
@@ -22,12 +23,12 @@ raise SystemExit(guarded(body))
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_a_signal_ends_a_process_in_order(signum: signal.Signals, code: int) -> None:
-    argv = [sys.executable, "-c", PROGRAM, "60"]
+    argv = [sys.executable, "-c", PROGRAM, "600"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signum)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, errors) == (code, b"")
 
 
@@ -57,7 +58,7 @@ def test_a_terminal_that_takes_nothing_holds_up_neither_a_process_nor_its_end() 
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"decided\n"
-            assert process.wait(60) == DataError.exit_code
+            assert process.wait(DEADLINE_S) == DataError.exit_code
         finally:
             process.kill()
 
@@ -68,5 +69,5 @@ def test_under_nohup_a_process_outlives_its_terminal() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGHUP)
-        process.communicate(timeout=30)
+        process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0

@@ -16,7 +16,7 @@ from smolcluster.cluster.process_stats import ProcessStats
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.utils.meter import Computed, Meter
-from waiting import Clock
+from waiting import DEADLINE_S, Clock
 
 
 def test_a_second_run_says_on_which_port_its_metrics_are(
@@ -36,7 +36,7 @@ def test_a_second_run_says_on_which_port_its_metrics_are(
         where, taken = record.args
         assert taken == port
         host, _, moved = str(where).partition(":")
-        socket.create_connection((host, int(moved)), 10).close()
+        socket.create_connection((host, int(moved)), DEADLINE_S).close()
 
 
 @pytest.fixture(autouse=True)

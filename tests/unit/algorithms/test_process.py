@@ -39,6 +39,7 @@ from smolcluster.runs.events import EpochFinished, read_events
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.transport.security import default_secret_path, ensure_secret
+from waiting import DEADLINE_S
 
 SUMMARY = summary_of(1, train_loss=0.25)
 
@@ -191,7 +192,7 @@ def test_a_bug_in_a_thread_is_written_down(
     def body(_: ServerContext) -> Summary:
         thread = threading.Thread(target=lambda: 1 / 0, name="greet")
         thread.start()
-        thread.join(10)
+        thread.join(DEADLINE_S)
         return SUMMARY
 
     assert serve(body) == 0

@@ -22,7 +22,7 @@ from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.events import EpochFinished, read_events
 from smolcluster.runs.files import LineWriter
 from smolcluster.runs.paths import RunPaths, create_run
-from waiting import eventually
+from waiting import DEADLINE_S, eventually
 
 STEP = MetricRecord("step", 1, 0, {"loss": 0.5})
 EPOCH = EpochFinished(epoch=0, step=1, samples_applied=32)
@@ -127,14 +127,14 @@ def test_a_terminal_that_hangs_holds_nothing_up(
     class Hanging(io.StringIO):
         def write(self, text: str) -> int:
             hangs.set()
-            over.wait(30)
+            over.wait(DEADLINE_S)
             return len(text)
 
     terminal = SteadyConsole(file=Hanging(), force_terminal=True, width=100)
     try:
         with opened(paths, log, terminal) as records:
             tell(records)
-            assert hangs.wait(30)
+            assert hangs.wait(DEADLINE_S)
             eventually(lambda: read_metrics(paths.metrics) and read_events(paths.events))
     finally:
         over.set()

@@ -2,6 +2,7 @@
 
 import builtins
 import io
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -84,7 +85,10 @@ def life(door: HandledDoor) -> Life[Helper]:
     return Life(door, Helper)
 
 
-def test_a_worker_says_what_it_has_and_ends_well_with_the_run(life: Life[Helper]) -> None:
+def test_a_worker_says_what_it_has_and_ends_well_with_the_run(
+    life: Life[Helper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smolcluster.training.first_loss.PATIENCE_S", math.inf)
     worker = life.begin()
     hand, ready = life.taken_part()
     training = life.made[0].training
@@ -424,7 +428,10 @@ def test_speed_is_measured_on_this_machine() -> None:
     assert torch.equal(training.replica.params, before), "nothing is learned by it"
 
 
-def test_a_server_that_cuts_every_session_is_given_up_and_not_flooded(life: Life[Helper]) -> None:
+def test_a_server_that_cuts_every_session_is_given_up_and_not_flooded(
+    life: Life[Helper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smolcluster.net.dialling.LAST_TRY_S", DEADLINE_S)
     run = run_config().model_copy(update={"reconnect_timeout_s": 1.0})
     life.door.patience_s = 0.5
     worker = life.begin(start_timeout_s=1.0)

@@ -1,5 +1,6 @@
 """A user's own data: which samples make an epoch, in which order, and what chance does to them."""
 
+import itertools
 import random
 import signal
 import socket
@@ -7,6 +8,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ from smolcluster.data.prefetch import Prefetch
 from smolcluster.data.processes import Work, end_processes, start_processes
 from smolcluster.errors import ConfigError, DataError, UserCodeError
 from smolcluster.training.user_code import user_code
+from waiting import DEADLINE_S
 
 SEED = 7
 
@@ -223,8 +226,10 @@ class EndlessSampler(Sampler[int]):
 
 
 def test_what_has_no_end_is_refused_and_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "COUNT_PATIENCE_S", 0.02)
-    monkeypatch.setattr(loading, "SAY_EVERY_S", 0.001)
+    seconds = itertools.count()
+    monkeypatch.setattr(loading, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(loading, "COUNT_PATIENCE_S", 20.0)
+    monkeypatch.setattr(loading, "SAY_EVERY_S", 1.0)
     said: list[str] = []
     with pytest.raises(ConfigError, match="samples_per_epoch"):
         StreamSamples(Endless()).count(said.append)
@@ -479,7 +484,7 @@ def test_processes_end_when_they_are_closed_whatever_they_do() -> None:
     assert processes
     prefetch.close()
     for process in processes:
-        process.join(60)
+        process.join(DEADLINE_S)
         assert process.exitcode is not None
 
 
@@ -496,7 +501,7 @@ def test_a_process_that_has_just_been_forked_ends_though_its_parent_handles_sigt
         executor.submit(time.sleep, 600)
         (process,) = executor._processes.values()
         end_processes(executor)
-        process.join(60)
+        process.join(DEADLINE_S)
         assert process.exitcode is not None
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -606,6 +611,6 @@ def test_a_process_that_loads_holds_no_connection_open() -> None:
             prefetch = Prefetch(samples)
             prefetch.load(torch.arange(3), Place(SEED, 0, 0))
             ours.close()
-            theirs.settimeout(30)
+            theirs.settimeout(DEADLINE_S)
             assert theirs.recv(1) == b"", "the end is seen while the process lives"
             prefetch.close()

@@ -19,6 +19,7 @@ from smolcluster.data import token_cache
 from smolcluster.data.token_cache import Role, TextSource, Tokens, default_cache, open_tokens
 from smolcluster.data.tokenizer import ByteTokenizer, Ids, Tokenizer
 from smolcluster.errors import DataError
+from waiting import DEADLINE_S
 
 LOG = logging.getLogger("test.tokens")
 
@@ -246,7 +247,7 @@ def test_who_comes_while_another_tokenizes_says_so_and_waits(tmp_path: Path) -> 
 
     def slow() -> Tokenizer:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(DEADLINE_S)
         return ByteTokenizer()
 
     found: list[Tokens] = []
@@ -258,12 +259,12 @@ def test_who_comes_while_another_tokenizes_says_so_and_waits(tmp_path: Path) -> 
         target=lambda: found.append(open_tokens(source(), "bytes", unneeded, tmp_path, log))
     )
     maker.start()
-    assert begun.wait(30)
+    assert begun.wait(DEADLINE_S)
     waiter.start()
-    assert told.event.wait(30)
+    assert told.event.wait(DEADLINE_S)
     go_on.set()
-    maker.join(30)
-    waiter.join(30)
+    maker.join(DEADLINE_S)
+    waiter.join(DEADLINE_S)
 
     assert f"waiting for process {os.getpid()}, which tokenizes made" in told.lines
     assert unneeded.times == 0
@@ -295,7 +296,7 @@ def start(cache: Path, then: str = "time.sleep(1)") -> subprocess.Popen[str]:
 
 def test_of_two_processes_at_once_one_tokenizes(tmp_path: Path) -> None:
     processes = [start(tmp_path) for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0].split() for process in processes]
+    outputs = [process.communicate(timeout=DEADLINE_S)[0].split() for process in processes]
     assert sorted(map(len, outputs)) == [1, 2]
     assert outputs[0][-1] == outputs[1][-1]
     assert sum("making" in output for output in outputs) == 1
@@ -303,7 +304,7 @@ def test_of_two_processes_at_once_one_tokenizes(tmp_path: Path) -> None:
 
 def test_a_process_that_died_at_work_blocks_nobody(tmp_path: Path) -> None:
     process = start(tmp_path, then="os.kill(os.getpid(), signal.SIGKILL)")
-    process.communicate(timeout=60)
+    process.communicate(timeout=DEADLINE_S)
     assert process.returncode == -signal.SIGKILL
     (lock,) = tmp_path.glob("*.lock")
     half = lock.with_suffix(".building")

@@ -1,4 +1,6 @@
 import io
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -8,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from smolcluster.launch.watch import logs, probe
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from waiting import eventually
+from waiting import DEADLINE_S, eventually
 
 PRELUDE = """
 import os, signal, sys, threading, time
@@ -45,6 +48,13 @@ while not (signals and (folder / "saved").exists()):
 """Ends after it has been asked to, when the file `saved` is there; counts how often it is asked."""
 
 FakePlan = Callable[..., Launched]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that only look may take as long as they want."""
+    monkeypatch.setattr(probe, "LIMIT_S", DEADLINE_S)
+    monkeypatch.setattr(logs, "PATIENCE_S", DEADLINE_S)
 
 
 @pytest.fixture
@@ -103,6 +113,17 @@ def pid_in() -> Callable[[Path], int]:
         return int(path.read_text())
 
     return read
+
+
+@pytest.fixture
+def stays_open(tmp_path: Path) -> Iterator[str]:
+    """A line of a shell program, whose standard error something in the background keeps open.
+
+    It must be open still when the test is over.
+    """
+    pid = tmp_path / "open"
+    yield f"sleep 600 >/dev/null </dev/null &\necho $! > '{pid}'"
+    os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 @pytest.fixture

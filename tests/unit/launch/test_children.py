@@ -1,6 +1,5 @@
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from smolcluster.errors import LaunchError
 from smolcluster.launch.children import Child
 from smolcluster.runs.launched import LaunchedProcess
+from waiting import eventually
 
 Spawn = Callable[..., Child]
 
@@ -37,20 +37,13 @@ def spawn(said: list[str], tmp_path: Path) -> Iterator[Spawn]:
         child.close()
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_its_lines_are_heard_from_both_outputs(spawn: Spawn, said: list[str]) -> None:
     child = spawn(
         "print('one'); print(sys.argv[1:], file=sys.stderr); sys.stdout.flush()\n"
         r"sys.stdout.buffer.write('zwei ü\n'.encode() + b'\xff\xfe no text\n'); "
         "sys.stdout.write('no newline')"
     )
-    wait_until(lambda: child.exit_code is not None)
+    eventually(lambda: child.exit_code is not None)
     child.close()
     told = ["['--stop-on-stdin-eof']", "no newline", "one", "zwei ü", "\ufffd\ufffd no text"]
     assert sorted(said) == told
@@ -68,7 +61,7 @@ def test_how_it_ended_is_known(
     spawn: Spawn, tmp_path: Path, program: str, code: int, ending: str
 ) -> None:
     child = spawn(program)
-    wait_until(lambda: child.exit_code is not None)
+    eventually(lambda: child.exit_code is not None)
     assert (child.exit_code, child.ending) == (code, ending)
     child.close()
     assert (tmp_path / "exits/worker-rank0-pi5").read_text() == f"{code}\n"
@@ -94,7 +87,7 @@ def test_it_has_a_group_of_its_own_which_ends_with_it(
     )
     assert os.getpgid(child.pid) == child.pid != os.getpgid(0)
     assert (child.exit_code, child.ending) == (None, "still runs")
-    wait_until(lambda: len(said) == 2)
+    eventually(lambda: len(said) == 2)
     other.close()
     assert child.exit_code is None
     child.close()
@@ -106,7 +99,7 @@ def test_texts_have_the_same_hash_in_all_children(
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     children = [spawn("print(hash('word'))") for _ in range(2)]
-    wait_until(lambda: all(child.exit_code is not None for child in children))
+    eventually(lambda: all(child.exit_code is not None for child in children))
     for child in children:
         child.close()
     assert len(said) == 2

@@ -22,6 +22,7 @@ from smolcluster.launch.doctor.examine import (
 )
 from smolcluster.launch.doctor.findings import QUICK_S, Finding, NodeChecks
 from smolcluster.launch.host import Host, TookTooLong, Unreachable
+from waiting import DEADLINE_S
 
 ONLY_SERVER, ONLY_WORKER = {"port"}, {"server", "link"}
 NODES = ["mini1", "mini2", "pi5"]
@@ -68,7 +69,7 @@ def test_a_healthy_cluster_is_ready_and_every_node_gets_every_check_that_is_its_
 def test_all_machines_are_asked_at_once() -> None:
     """Each of some checks waits until all machines have been asked the same."""
     sizes = {"system": 3, "clock": 3, "torch": 3, "link": 2}
-    barriers = {name: threading.Barrier(size, timeout=10) for name, size in sizes.items()}
+    barriers = {name: threading.Barrier(size, timeout=DEADLINE_S) for name, size in sizes.items()}
 
     def meet(_node: str, name: str, _limit_s: float) -> None:
         if name in barriers:
@@ -80,7 +81,7 @@ def test_all_machines_are_asked_at_once() -> None:
 def test_some_checks_of_a_machine_at_once_but_no_more_than_ssh_allows() -> None:
     lock = threading.Lock()
     at_once, most = dict.fromkeys(NODES, 0), dict.fromkeys(NODES, 0)
-    full = {node: threading.Barrier(MAX_SESSIONS, timeout=10) for node in NODES}
+    full = {node: threading.Barrier(MAX_SESSIONS, timeout=DEADLINE_S) for node in NODES}
     first = {"clock", "Python", "uv", "tmux", "rsync", "disk"}
 
     def count(node: str, name: str, _limit_s: float) -> None:

@@ -5,7 +5,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -161,21 +160,17 @@ def test_what_a_command_says_and_its_code_are_its_own(ssh_that: Path) -> None:
     assert Host("here").run("exit 3").stderr_tail == "exit code 3"
 
 
-def test_a_connection_that_stays_open_is_not_waited_for(ssh_that: Path) -> None:
+def test_a_connection_that_stays_open_is_not_waited_for(ssh_that: Path, stays_open: str) -> None:
     """An old ssh keeps standard error open while it is everybody's connection in the background."""
-    ssh_that.write_text("#!/bin/sh\nsleep 40 >/dev/null </dev/null &\necho said\n")
-    begun = time.monotonic()
+    ssh_that.write_text(f"#!/bin/sh\n{stays_open}\necho said\n")
     assert Host("pi5", "pi5").run("true").stdout == "said\n"
-    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize("destination", [None, "pi5"])
 def test_a_command_that_takes_too_long_is_given_up(destination: str | None, ssh_that: Path) -> None:
-    ssh_that.write_text("#!/bin/sh\nexec sleep 30\n")
-    begun = time.monotonic()
+    ssh_that.write_text("#!/bin/sh\nexec sleep 6000\n")
     with pytest.raises(TookTooLong, match=r"pi5 \(.*\): a command did not end within 0\.2 s"):
-        Host("pi5", destination).run("exec sleep 30", timeout_s=0.2)
-    assert time.monotonic() - begun < 25
+        Host("pi5", destination).run("exec sleep 6000", timeout_s=0.2)
 
 
 def test_without_ssh_there_is_one_line(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:

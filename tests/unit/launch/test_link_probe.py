@@ -29,7 +29,7 @@ COMMAND = [sys.executable, "-I", "-S"]
 def probe(*words: object) -> dict[str, Any]:
     command = [*COMMAND, "-", *map(str, words)]
     done = subprocess.run(
-        command, input=probe_source(), capture_output=True, timeout=30, check=True
+        command, input=probe_source(), capture_output=True, timeout=DEADLINE_S, check=True
     )
     told: dict[str, Any] = json.loads(done.stdout)
     return told
@@ -45,7 +45,7 @@ def port() -> int:
 
 @pytest.fixture
 def listener(port: int) -> Iterator[dict[str, Any]]:
-    told = probe("listen", port, TOKEN, 20, LOOPBACK, "192.0.2.77")
+    told = probe("listen", port, TOKEN, 600, LOOPBACK, "192.0.2.77")
     yield told
     os.kill(told["pid"], signal.SIGKILL)
 
@@ -101,7 +101,7 @@ def test_a_crowd_sends_at_the_same_time(port: int, listener: dict[str, Any]) -> 
     with ThreadPoolExecutor(2) as pool:
         crowd = [pool.submit(probe, "crowd", LOOPBACK, port, TOKEN, 2) for _ in range(2)]
         alone.start()  # who is measured in its turn needs not wait for them
-        told = [each.result(timeout=60) for each in crowd]
+        told = [each.result(timeout=DEADLINE_S) for each in crowd]
     alone.join()
     for each in told:
         assert each["error"] is None
@@ -113,7 +113,7 @@ def test_a_crowd_sends_at_the_same_time(port: int, listener: dict[str, Any]) -> 
 def test_no_crowd_of_that_size_is_waited_for(
     port: int, listener: dict[str, Any], number: str
 ) -> None:
-    with socket.create_connection((LOOPBACK, port), timeout=20) as sock:
+    with socket.create_connection((LOOPBACK, port), timeout=DEADLINE_S) as sock:
         sock.sendall(b"t0\n")
         assert sock.recv(100) == link_probe.GREETING
         sock.sendall(b"u" + number.encode() + b"\n")
@@ -131,10 +131,10 @@ def test_large_packets_that_are_lost_are_told_with_their_direction(verb: str, wa
             assert process.stdin and process.stdout
             process.stdin.write(probe_source())
             process.stdin.close()
-            server.settimeout(30)
+            server.settimeout(DEADLINE_S)
             sock, _ = server.accept()
             with sock:
-                sock.settimeout(30)
+                sock.settimeout(DEADLINE_S)
                 assert sock.recv(3) == b"t0\n"
                 sock.sendall(link_probe.GREETING + (b"l" if way == "from" else b""))
                 told = json.loads(process.stdout.read())

@@ -6,7 +6,6 @@ import shutil
 import socket
 import stat
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -49,6 +48,7 @@ from smolcluster.launch.plan import Request
 from smolcluster.launch.run import Run
 from smolcluster.observability import exporter
 from smolcluster.utils.retry import Deadline
+from waiting import DEADLINE_S, eventually
 
 DOCKER = """#!/bin/sh
 echo "$*" >>"{folder}/asked"
@@ -223,7 +223,7 @@ def test_grafana_has_a_random_password_that_others_cannot_read(
     assert password not in "\n".join(docker.asked), "everybody can read command lines"
     monkeypatch.setenv("GRAFANA_PASSWORD", "mine")
     stack.begin_up(folder)
-    deadline = Deadline(30)
+    deadline = Deadline(DEADLINE_S)
     while docker.passwords[-1] != "mine":
         assert not deadline.expired
 
@@ -333,10 +333,8 @@ def test_a_launch_that_is_asked_to_starts_the_stack_and_does_not_wait(
     assert stack_for(asked, cluster, said.append) == folder
     [line] = said
     assert line.startswith("Grafana is starting: http://localhost:3000")
-    deadline = Deadline(10)
-    while docker.asked[-1] != f"compose --file {folder}/docker-compose.yml up --detach":
-        assert not deadline.expired
-        time.sleep(0.01)
+    command = f"compose --file {folder}/docker-compose.yml up --detach"
+    eventually(lambda: docker.asked[-1] == command)
 
 
 @pytest.mark.parametrize("asked", [True, None])

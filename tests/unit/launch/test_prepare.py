@@ -27,6 +27,7 @@ from smolcluster.launch.prepare import (
     run_on_all,
 )
 from smolcluster.launch.probing import probe_script, probe_source
+from waiting import DEADLINE_S
 
 HERE = Host("pi5")
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -77,7 +78,9 @@ def test_what_came_of_a_task_is_told_by_node() -> None:
 
 def test_all_machines_are_looked_at_at_once() -> None:
     barrier = threading.Barrier(3)
-    places = run_on_all([Host(name) for name in "abc"], lambda _host: barrier.wait(timeout=20))
+    places = run_on_all(
+        [Host(name) for name in "abc"], lambda _host: barrier.wait(timeout=DEADLINE_S)
+    )
     assert sorted(places.values()) == [0, 1, 2]
 
 

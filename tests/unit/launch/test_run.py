@@ -23,7 +23,7 @@ from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.status import STATUS, STOPPED, RunStatus, read_status, write_status
 from smolcluster.runs.summary import write_summary
-from waiting import eventually
+from waiting import DEADLINE_S, eventually
 
 FakePlan = Callable[..., Launched]
 IDLE = "wait_for_ever()"
@@ -43,7 +43,7 @@ def launch(fake_plan: FakePlan, paths: RunPaths, console: Console) -> Launch:
     """Run these programs, the server's first, to their end: `launch(server, worker, …)`."""
 
     def carry_out(*programs: str, **options: Any) -> int:
-        run = Run(fake_plan(*programs), paths, console, **options)
+        run = Run(fake_plan(*programs), paths, console, **{"patience_s": DEADLINE_S} | options)
         run.start()
         return run.follow()
 

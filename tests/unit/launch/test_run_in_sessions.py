@@ -29,6 +29,7 @@ from smolcluster.launch.stop import StopResult
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
 from smolcluster.runs.summary import write_summary
+from waiting import DEADLINE_S
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def test_a_worker_of_another_command_or_code_is_started_anew(
     monkeypatch.setattr(Run, "_start_workers", lambda *_: None)
     monkeypatch.setattr(running, "close_window", lambda _: None)
     run.start()
-    assert child.wait(30) == -signal.SIGKILL
+    assert child.wait(DEADLINE_S) == -signal.SIGKILL
     assert run._kept == set()
 
 

@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> RunPaths:
     """A SyncPS run that was stopped after some steps, with three checkpoints."""
     paths = create_run(tmp_path, "syncps-1")
     settings = local_settings(
-        "num_epochs=30",
+        "num_epochs=3000",
         *("checkpoint_steps=10", "eval_steps=10", "reconnect_timeout_s=1"),
         workers=2,
         algorithm="syncps",

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +29,7 @@ from smolcluster.launch.sessions import (
 from smolcluster.launch.stop import WAITING, stop_processes
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.status import read_status, write_status
+from waiting import DEADLINE_S, eventually
 
 
 @pytest.fixture
@@ -59,21 +59,27 @@ def spawn(process: LaunchedProcess, run: Path, counting: Callable[..., Any]) -> 
     return start
 
 
+def wait_for_signals(run: Path) -> None:
+    """Until it has noted the first one."""
+    eventually(lambda: (run / "signals").exists() and (run / "signals").read_text())
+
+
 def test_who_has_been_asked_to_end_is_not_asked_again(
     process: LaunchedProcess, run: Path, spawn: Spawn
 ) -> None:
     child = spawn()
     for _ in range(2):
         assert ask_to_end(process, 0.4) is Ending.REMAINS
+        wait_for_signals(run)
     assert wait_to_end(process, 0.2) is Ending.REMAINS
     assert (run / "signals").read_text() == "1"
     (run / "saved").touch()
-    assert ask_to_end(process, 10.0) in (Ending.ENDED, Ending.WAS_OVER)
+    assert ask_to_end(process, DEADLINE_S) in (Ending.ENDED, Ending.WAS_OVER)
     assert child.wait() == 0
     assert ask_to_end(process, 0.2) is Ending.WAS_OVER
     (run / "signals").unlink()
     child = spawn()  # the same run once more: what it was asked then does not count
-    assert ask_to_end(process, 10.0) is Ending.ENDED
+    assert ask_to_end(process, DEADLINE_S) is Ending.ENDED
     assert (run / "signals").read_text() == "1"
 
 
@@ -86,6 +92,7 @@ def test_of_two_who_ask_at_the_same_time_one_is_heard(
         each.start()
     for each in asking:
         each.join()
+    wait_for_signals(run)
     assert (run / "signals").read_text() == "1"
 
 
@@ -95,7 +102,7 @@ def test_where_it_cannot_be_noted_it_is_asked_all_the_same(
     spawn()
     (run / "saved").touch()
     (run / "asked").write_text("in the way of the folder")
-    assert ask_to_end(process, 10.0) is Ending.ENDED
+    assert ask_to_end(process, DEADLINE_S) is Ending.ENDED
 
 
 def test_who_has_been_asked_can_be_killed(
@@ -178,9 +185,7 @@ def test_a_last_line_is_whole_however_narrow_the_pane_was(
     with TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setenv("TMUX_TMPDIR", folder)
         begin(ends, {})
-        end = time.monotonic() + 60
-        while exit_code(ends) is None and time.monotonic() < end:
-            time.sleep(0.05)
+        eventually(lambda: exit_code(ends) is not None)
         subprocess.run(["tmux", "kill-server"], check=False, capture_output=True, timeout=60)
     assert stderr_tail(ends) == line
 
@@ -210,4 +215,4 @@ def test_the_name_of_a_run_s_folder_is_no_pattern_of_other_processes(
     own = process.model_copy(update={"pid": child.pid})
     assert exit_code(own) is None
     assert kill(own) is Ending.ENDED
-    child.wait(30.0)
+    child.wait(DEADLINE_S)

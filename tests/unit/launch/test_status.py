@@ -170,7 +170,10 @@ def test_a_server_that_crashed_is_told_with_its_code_and_last_words(
     assert "137: it was killed" in str(look_at(paths).reason)
 
 
-def test_a_machine_that_takes_too_long_has_its_row(tmp_path: Path) -> None:
+def test_a_machine_that_takes_too_long_has_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smolcluster.launch.watch.probe.LIMIT_S", 5.0)
     paths = launched_run(tmp_path, server(), worker(0, "pi5", "pi5"))
 
     def ask(host: Host, script: str) -> str:
@@ -349,10 +352,10 @@ def test_flags_that_contradict_are_refused() -> None:
 def local(tmp_path: Path) -> Iterator[tuple[RunPaths, "subprocess.Popen[bytes]"]]:
     """A local run whose server lives, and whose worker's process id is somebody else's now."""
     paths = create_run(tmp_path, "r1")
-    program = "import time; time.sleep(60)"
+    program = "import time; time.sleep(600)"
     with (
         subprocess.Popen([sys.executable, "-c", program, "r1"]) as process,
-        subprocess.Popen(["sleep", "60"]) as other,
+        subprocess.Popen(["sleep", "600"]) as other,
     ):
         children_of(paths, process.pid, other.pid)
         write(paths.config, "")

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,10 +18,12 @@ from reading import children_of, status_of, write
 from smolcluster.errors import ConfigError
 from smolcluster.launch import remote
 from smolcluster.launch.run import Run
+from smolcluster.launch.sessions import Ending, ask_to_end
 from smolcluster.launch.stop import SERVER_GRACE_S
 from smolcluster.runs.launched import launched_of
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import read_status, write_status
+from waiting import DEADLINE_S, eventually
 
 Spawn = Callable[..., "subprocess.Popen[bytes]"]
 SERVER = ("server.py", "--run-id", "edp-1")
@@ -81,7 +82,7 @@ def test_a_process_that_leads_no_group_is_ended_too(paths: RunPaths, spawn: Spaw
         assert os.getpgid(worker.pid) != worker.pid
         children_of(paths, spawn(*SERVER).pid, worker.pid)
         assert stop(paths, now=True) == 0
-        assert worker.wait(20) == -signal.SIGKILL
+        assert worker.wait(DEADLINE_S) == -signal.SIGKILL
 
 
 def test_a_run_that_ended_by_itself_is_not_called_stopped(paths: RunPaths, spawn: Spawn) -> None:
@@ -112,17 +113,22 @@ time.sleep(600)
     (tmp_path / "ready").unlink()
     worker = subprocess.Popen([sys.executable, "-c", program, *WORKER], start_new_session=True)
     with worker:
-        end = time.monotonic() + 60
-        while not (tmp_path / "ready").exists():
-            assert time.monotonic() < end, "it does not start"
-            time.sleep(0.01)
+        eventually((tmp_path / "ready").exists)
         children_of(paths, server.pid, worker.pid)
         assert stop(paths, now=False) == 0
-        assert worker.wait(20) == 0
+        assert worker.wait(DEADLINE_S) == 0
     assert server.wait() == 0
 
 
-def test_who_does_not_end_in_time_is_killed(paths: RunPaths, spawn: Spawn, tmp_path: Path) -> None:
+def test_who_does_not_end_in_time_is_killed(
+    paths: RunPaths, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*args: Any) -> Ending:
+        ending, signals = ask_to_end(*args), tmp_path / "signals"
+        eventually(lambda: signals.exists() and signals.read_text())
+        return ending
+
+    monkeypatch.setattr("smolcluster.launch.stop.ask_to_end", ask)
     server = spawn(*SERVER)
     children_of(paths, server.pid)
     assert stop(paths, now=False, grace_s=0.2) == 0
@@ -137,9 +143,7 @@ def test_ctrl_c_ends_the_wait_for_the_last_checkpoint(
     children_of(paths, server.pid)
 
     def press() -> None:
-        end = time.monotonic() + 30
-        while not (tmp_path / "signals").exists() and time.monotonic() < end:
-            time.sleep(0.01)
+        eventually((tmp_path / "signals").exists)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press, daemon=True).start()

@@ -12,7 +12,7 @@ from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.watch import tail
 from smolcluster.launch.watch.tail import MAX_LINE_NBYTES, RemoteTail
 from smolcluster.runs.files import rotate
-from waiting import eventually
+from waiting import DEADLINE_S, eventually
 
 HERE = Host("here")
 
@@ -87,9 +87,9 @@ def test_a_file_is_followed_over_its_rotation_and_a_break_without_repeating(
         eventually(lambda: b"five" in found)
     finally:
         follower.stop()
-        thread.join(10.0)
+        thread.join(DEADLINE_S)
         follower.kill()
-        thread.join(10.0)
+        thread.join(DEADLINE_S)
     assert found == [b"one", b"two", b"half", b"three", b"four", b"five"]
     assert [bool(sentence) for sentence in said] == [True, False]
     assert not thread.is_alive()

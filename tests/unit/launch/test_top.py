@@ -52,6 +52,7 @@ from smolcluster.runs.status import (
     instant,
     write_status,
 )
+from waiting import DEADLINE_S
 
 NOW = 1_790_000_000.0
 PROCESS_STATS = {
@@ -498,13 +499,13 @@ class Terminal:
         os.write(self._main, key)
 
     def wait_for(self, text: bytes) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + DEADLINE_S
         while text not in self.shown:
             assert time.monotonic() < end, self.shown[-2000:]
             self._read()
 
     def wait(self) -> int:
-        end = time.monotonic() + 60
+        end = time.monotonic() + DEADLINE_S
         while self.process.poll() is None:
             assert time.monotonic() < end, self.shown[-2000:]
             self._read()

@@ -20,6 +20,7 @@ from smolcluster.launch.tmux import (
     show_window,
     window_commands,
 )
+from waiting import DEADLINE_S
 
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 PROCESSES = [server(None), worker(0, "odd;", None), worker(1, "pi5", None)]
@@ -227,7 +228,7 @@ def holds(condition: Callable[[], object], within_s: float) -> bool:
 
 
 def until(condition: Callable[[], object]) -> None:
-    assert holds(condition, 60)
+    assert holds(condition, DEADLINE_S)
 
 
 @needs_tmux

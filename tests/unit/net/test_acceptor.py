@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ from smolcluster.transport.handshake import Door
 from smolcluster.transport.messages import Ack, Challenge, Proof, Pull, Reject, Welcome
 from smolcluster.transport.security import Secret
 from smolcluster.utils.retry import Deadline
+from waiting import Clock
 
 OFFER = Welcome(
     node="mini1",
@@ -169,8 +171,11 @@ def test_who_only_looks_whether_the_port_is_open_is_no_warning(
 def test_whoever_is_too_slow_to_prove_itself_is_put_out(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = Clock()
     monkeypatch.setattr(room, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(room, "Deadline", partial(Deadline, clock=clock))
     stranger = house.stranger()
+    clock.now = 0.3
     stranger.hear_the_end()
     until(lambda: any("in time" in line for line in house.lines))
     assert house.inbox.get(0.0) is None, "who decides is not told of strangers"
@@ -179,6 +184,7 @@ def test_whoever_is_too_slow_to_prove_itself_is_put_out(
 def test_a_worker_whom_nobody_answers_is_put_out_and_its_seat_is_free(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(room, "Deadline", partial(Deadline, clock=Clock()))  # proving takes no time
     monkeypatch.setattr(room, "HANDSHAKE_TIMEOUT_S", 0.3)
     future = house.knock()
     asked = next_event(house.inbox, JoinRequest)

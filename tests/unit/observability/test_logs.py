@@ -14,6 +14,7 @@ from smolcluster.observability import logs
 from smolcluster.observability.logs import MAX_KEPT_LINES, NodeLog
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.files import rotations
+from waiting import DEADLINE_S
 
 
 def console(**options: Any) -> Console:
@@ -214,13 +215,13 @@ def test_a_terminal_that_hangs_holds_up_nobody_and_says_later_what_is_missing(
     log = NodeLog("server", "mini1", console=SteadyConsole(file=terminal, width=200))
     log.file_logs_to(path, "edp-1")
     log.logger.info("first")
-    assert terminal.is_asked.wait(30)
+    assert terminal.is_asked.wait(DEADLINE_S)
     for n in range(50):
         log.logger.info("line %d", n)
-        assert log._to_file.drain(30)
+        assert log._to_file.drain(DEADLINE_S)
     assert [line["message"] for line in filed(path)] == ["first", *(f"line {n}" for n in range(50))]
     terminal.may.set()
-    assert log._to_console.drain(30)
+    assert log._to_console.drain(DEADLINE_S)
     log.logger.info("last")
     log.close()
     shown = [line.split("mini1  ")[1] for line in terminal.getvalue().splitlines()]
@@ -243,14 +244,14 @@ def test_a_disk_that_hangs_holds_up_nobody_and_no_end(
     log.file_logs_to(path, "edp-1")
     for n in range(50):
         log.logger.info("line %d", n)
-        assert log._to_console.drain(30)
+        assert log._to_console.drain(DEADLINE_S)
     log.file_logs_to(tmp_path / "other", "edp-2")
     log.close()
     assert len(printed(out)) == 50
     with path.open("rb") as reader:
         path.unlink()  # the thread, which is freed now, does not come back to it
         assert reader.read(1)
-    log._to_file.thread.join(30)
+    log._to_file.thread.join(DEADLINE_S)
 
 
 def test_a_message_from_a_peer_cannot_move_the_cursor_or_add_lines() -> None:

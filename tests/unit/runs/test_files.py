@@ -22,7 +22,7 @@ from smolcluster.runs.files import (
     utc_timestamp,
     write_whole,
 )
-from waiting import Clock
+from waiting import DEADLINE_S, Clock
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -81,7 +81,7 @@ def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=DEADLINE_S)
     writer.close()
     records = follower(path).poll()
     assert len(records) == 800
@@ -100,7 +100,7 @@ def test_who_writes_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     writer.write({"n": 2})
     assert hanging.is_alive()
     with path.open("rb") as reader:
-        hanging.join(30)
+        hanging.join(DEADLINE_S)
         writer.close()
         assert [json.loads(line)["n"] for line in reader] == [1, 2]
 
@@ -187,7 +187,7 @@ def test_a_disk_that_hangs_costs_the_oldest_lines_and_no_memory(
     for n in range(100, 200):
         writer.write({"n": n})
     with path.open("rb") as reader:
-        hanging.join(30)
+        hanging.join(DEADLINE_S)
         writer.close()
         assert [json.loads(line)["n"] for line in reader] == [0, *range(190, 200)]
     assert [each.partition(", from")[0] for each in warnings] == [

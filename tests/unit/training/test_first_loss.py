@@ -1,5 +1,6 @@
 """The loss of a model that has just been built, and what two machines conclude from it."""
 
+import math
 import random
 import threading
 from collections.abc import Iterator
@@ -18,8 +19,14 @@ from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.first_loss import FirstLosses, difference, first_losses
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
+from waiting import DEADLINE_S
 
 SIZE = 9
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_loss, "PATIENCE_S", math.inf)
 
 
 def rows(dtype: torch.dtype = torch.float32) -> TensorDataset:
@@ -182,7 +189,7 @@ def test_model_loss_and_generators_are_left_as_they_were() -> None:
 
 def test_two_threads_leave_the_compiler_as_it_was() -> None:
     """A server and a worker may be threads of one process: the first one ends while the other computes."""
-    inside, ended = threading.Event(), threading.Event()
+    begun, inside, ended = threading.Event(), threading.Event(), threading.Event()
     asked: list[str] = []
 
     def backend(graph: Any, _inputs: object) -> Any:
@@ -192,12 +199,13 @@ def test_two_threads_leave_the_compiler_as_it_was() -> None:
     compiled = torch.compile(nn.Linear(2, 2), backend=backend)
 
     def first(model: nn.Module, batch: Batch) -> Tensor:
+        begun.set()
         inside.wait(0.3)  # nobody comes
         return mean_of(model, batch)
 
     def second(model: nn.Module, batch: Batch) -> Tensor:
         inside.set()
-        ended.wait(60)
+        ended.wait(DEADLINE_S)
         return mean_of(model, batch)
 
     def compute(loss: Any) -> None:
@@ -205,11 +213,12 @@ def test_two_threads_leave_the_compiler_as_it_was() -> None:
         first_losses(workload, Replica(workload.new_model(), "sgd"))
 
     threads = [threading.Thread(target=compute, args=(loss,)) for loss in (first, second)]
-    for each in threads:
-        each.start()
-    threads[0].join(60)
+    threads[0].start()
+    assert begun.wait(DEADLINE_S)
+    threads[1].start()
+    threads[0].join(DEADLINE_S)
     ended.set()
-    threads[1].join(60)
+    threads[1].join(DEADLINE_S)
     compiled(torch.ones(1, 2))
     assert asked == ["to compile"]
 

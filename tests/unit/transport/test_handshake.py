@@ -69,6 +69,8 @@ SECRET = Secret(Path("/home/me/secret"), b"s" * 64)
 OTHER_SECRET = Secret(Path("/home/you/secret"), b"x" * 64)
 DOOR = Door(SECRET, new_identity())
 HELLO = introduce("mini1", 1)
+SOON_S = 0.1
+"""When nothing comes."""
 
 
 @pytest.fixture
@@ -153,7 +155,7 @@ def test_two_that_share_the_secret_agree(
     with connection_pair(kind, proved=False) as (client, server):
         served = pool.submit(serve, server)
         welcome = join(client, encryption=encryption)
-        assert served.result(10.0).hello == HELLO
+        assert served.result(DEADLINE_S).hello == HELLO
         assert (welcome.run, welcome.bucket_bytes) == (RUN, BUCKET_BYTES)
         assert server.peer.startswith("mini1 (")
         for sender, receiver in ((client, server), (server, client)):
@@ -192,7 +194,7 @@ def test_a_server_with_another_secret_is_not_believed(pool: ThreadPoolExecutor) 
         served = pool.submit(impostor, server)
         with pytest.raises(AuthError, match="server does not know the secret in /home/me/secret"):
             join(client)
-        served.result(10.0)
+        served.result(DEADLINE_S)
         assert client.broken
 
 
@@ -215,7 +217,7 @@ def test_a_replayed_client_is_refused(pool: ThreadPoolExecutor) -> None:
         served = pool.submit(serve, server)
         talk = talk_on(client)
         claim(talk)
-        served.result(10.0)
+        served.result(DEADLINE_S)
     said = [talk.heads[0], *talk.heads[2:]]
     with raw_and_connection(proved=False) as (raw, server):
         served = pool.submit(serve, server)
@@ -234,7 +236,7 @@ def test_a_replayed_server_is_not_believed(pool: ThreadPoolExecutor) -> None:
         client.max_unproved = None
         talk.hear(Welcome)
         assert talk.is_proved("server")
-        served.result(10.0)
+        served.result(DEADLINE_S)
     said = [talk.heads[1], *talk.heads[4:]]
     with raw_and_connection(proved=False) as (raw, second):
         raw.sendall(b"".join(head + frame_of(HELLO).payload_sum for head in said))
@@ -255,7 +257,7 @@ def test_a_reflected_proof_is_refused(pool: ThreadPoolExecutor) -> None:
         served = pool.submit(reflecting_server, server)
         with pytest.raises(AuthError, match="server does not know the secret"):
             join(client)
-        served.result(10.0)
+        served.result(DEADLINE_S)
 
 
 REWRITES: list[tuple[type[Message], dict[str, object]]] = [
@@ -299,7 +301,7 @@ def test_who_sits_between_the_two_can_change_nothing_that_is_said(
         assert isinstance(error, AuthError | PeerLost | Rejected)
         assert not (isinstance(error, Rejected) and error.is_proved)
         with suppress(SmolclusterError):
-            served.result(10.0)
+            served.result(DEADLINE_S)
 
 
 def pass_on(
@@ -329,8 +331,8 @@ def test_a_handshake_that_is_passed_on_unchanged_succeeds_unless_it_is_encrypted
     ):
         joined, served = pool.submit(join, client), pool.submit(serve, server)
         pass_on(left, right, Proof, {})
-        assert joined.result(10.0).run == RUN
-        served.result(10.0)
+        assert joined.result(DEADLINE_S).run == RUN
+        served.result(DEADLINE_S)
 
 
 @pytest.mark.parametrize("encryption", ["auto", "on"])
@@ -428,7 +430,7 @@ def test_a_refusal_tells_why_and_when_to_ask_again(pool: ThreadPoolExecutor) -> 
         assert (caught.value.code, caught.value.retry_after_s) == ("busy", 2.5)
         assert caught.value.is_proved
         assert caught.value.exit_code == 78
-        served.result(10.0)
+        served.result(DEADLINE_S)
 
 
 def test_refusing_a_client_that_has_gone_is_no_error() -> None:
@@ -442,8 +444,8 @@ def test_refusing_a_client_that_has_gone_is_no_error() -> None:
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda server: server_authenticate(server, DOOR, Deadline(0.1)),
-        lambda client: client_handshake(client, HELLO, SECRET, Deadline(0.1), answer=Welcome),
+        lambda server: server_authenticate(server, DOOR, Deadline(SOON_S)),
+        lambda client: client_handshake(client, HELLO, SECRET, Deadline(SOON_S), answer=Welcome),
     ],
     ids=["server", "client"],
 )

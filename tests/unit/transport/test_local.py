@@ -14,9 +14,9 @@ from smolcluster.transport.connection import Connection, accept_next, connect
 from smolcluster.transport.local import address_of, listen_beside, reach
 from smolcluster.transport.messages import Push, frame_of
 from smolcluster.utils.retry import Deadline
+from waiting import DEADLINE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has abstract names")
-DEADLINE_S = 30.0
 PAYLOAD = bytes(range(16))
 
 
@@ -33,7 +33,7 @@ def port_of(listener: socket.socket) -> int:
 def ends(listener: socket.socket) -> tuple[Connection, Connection]:
     """A connection to a listener, and its other end."""
     beside = listen_beside([listener])
-    dialled = connect("127.0.0.1", port_of(listener), 5.0)
+    dialled = connect("127.0.0.1", port_of(listener), DEADLINE_S)
     listener.setblocking(False)
     accepted = accept_next([listener, *beside], DEADLINE_S)
     for each in beside:
@@ -71,7 +71,7 @@ def test_a_payload_that_cannot_be_damaged_is_not_summed(listener: socket.socket)
 
 def test_on_tcp_a_damaged_payload_is_still_found(listener: socket.socket) -> None:
     """As through whatever stands in between, which has no Unix socket."""
-    dialled = connect("127.0.0.1", port_of(listener), 5.0)
+    dialled = connect("127.0.0.1", port_of(listener), DEADLINE_S)
     raw, _ = listener.accept()
     with closing(dialled), raw:
         dialled.proved(max_payload=1024, stall_timeout_s=DEADLINE_S)

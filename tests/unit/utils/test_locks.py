@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from smolcluster.utils import locks
+from waiting import DEADLINE_S
 
 
 class BusyError(Exception):
@@ -39,10 +40,10 @@ def test_who_is_patient_gets_the_lock_when_it_is_free(tmp_path: Path) -> None:
     waiting = threading.Thread(target=wait, daemon=True)
     with locks.held(path, refuse):
         waiting.start()
-        assert heard.wait(30)
+        assert heard.wait(DEADLINE_S)
         assert not got.is_set()
-    assert got.wait(30)
-    waiting.join(30)
+    assert got.wait(DEADLINE_S)
+    waiting.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize("text", ["1\n", "99999999999999999999"])

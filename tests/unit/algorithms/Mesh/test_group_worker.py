@@ -18,7 +18,7 @@ from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import RANK_LOST, ConfigError, UserCodeError
 from smolcluster.training.user_code import user_code
 from smolcluster.utils.bugs import EXIT_CODE as BUG
-from waiting import eventually
+from waiting import DEADLINE_S, eventually
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_stopped_rank_is_told_from_one_that_runs_or_has_ended() -> None:
             eventually(lambda: is_stopped(child.pid))
         finally:
             child.kill()
-            child.wait(10)
+            child.wait(DEADLINE_S)
     assert not is_stopped(child.pid)
 
 

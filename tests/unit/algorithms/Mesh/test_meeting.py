@@ -30,12 +30,11 @@ from smolcluster.algorithms.Mesh.watch import FAILED
 from smolcluster.configs.resolve import check_unencrypted
 from smolcluster.errors import AuthError, ConfigError, ConnectTimeout, PortBusy
 from smolcluster.transport.security import Secret
+from waiting import DEADLINE_S
 
 HERE = "127.0.0.1"
 SECRET = Secret(Path("secret"), b"s" * 32)
 LOG = logging.getLogger("test")
-pytestmark = pytest.mark.flaky(reruns=1)
-"""Torch's stores are connected to, which a busy machine may take seconds for."""
 
 
 def ranks(world_size: int, port: int, address: str = HERE) -> Ranks:
@@ -70,7 +69,7 @@ def test_ranks_of_other_code_or_configuration_are_named() -> None:
 
 def test_ranks_that_never_come_are_named(open_store: Callable[..., GroupStore]) -> None:
     there = ranks(4, free_port())
-    store = open_store(0, there, 10)
+    store = open_store(0, there, DEADLINE_S)
     store.set("here/2", "{}")
     with pytest.raises(ConnectTimeout, match="ranks 1, 3 of 4 are missing"):
         meet(0, there, store, {}, 0.1)
@@ -85,7 +84,7 @@ def test_nodes_that_have_started_one_rank_each_are_told_the_flag(
 ) -> None:
     monkeypatch.setattr(meeting, "ONE_A_NODE_S", -1.0)
     there = ranks(8, free_port())
-    store = open_store(0, there, 10)
+    store = open_store(0, there, DEADLINE_S)
     for rank in first:
         store.set(f"here/{rank}", "{}")
     with pytest.raises((ConfigError, ConnectTimeout), match=told):
@@ -101,7 +100,7 @@ def test_who_does_not_know_the_secret_reads_and_forges_nothing(
     open_store: Callable[..., GroupStore],
 ) -> None:
     there = ranks(2, free_port())
-    store = open_store(0, there, 10)
+    store = open_store(0, there, DEADLINE_S)
     store.set("here/0", "what is trained")
     with pytest.raises(AuthError):
         open_store(1, there, 8, Secret(Path("other"), b"o" * 32))
@@ -110,7 +109,7 @@ def test_who_does_not_know_the_secret_reads_and_forges_nothing(
             "failed", "x"
         )
     assert not store.check([FAILED])
-    assert open_store(1, there, 10).get("here/0") == b"what is trained"
+    assert open_store(1, there, DEADLINE_S).get("here/0") == b"what is trained"
 
 
 @pytest.mark.parametrize("found", [b"9" * 20, b"a word", b"9" * 5000])
@@ -127,7 +126,7 @@ def test_a_rank_that_adds_to_what_is_no_number_is_cut_off_alone(
 
 def test_rank_0_listens_at_its_address_only(open_store: Callable[..., GroupStore]) -> None:
     there = ranks(2, free_port(), "127.0.0.2")
-    open_store(0, there, 10)
+    open_store(0, there, DEADLINE_S)
     with pytest.raises(OSError):
         socket.create_connection((HERE, there.port), 1)
 
@@ -144,16 +143,16 @@ def test_between_machines_that_nothing_is_encrypted_must_be_said() -> None:
 def agent(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """torchrun's store."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    return TCPStore(HERE, 0, is_master=True, timeout=timedelta(seconds=10))
+    return TCPStore(HERE, 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
 
 
 def test_ranks_of_a_group_meet_by_torchruns_store(
     agent: TCPStore, open_store: Callable[..., GroupStore]
 ) -> None:
     there = ranks(2, agent.port)
-    first = open_store(0, there, 10)
+    first = open_store(0, there, DEADLINE_S)
     first.set("a", "b")
-    assert open_store(1, there, 10).get("a") == b"b"
+    assert open_store(1, there, DEADLINE_S).get("a") == b"b"
 
 
 class Before:
@@ -161,11 +160,11 @@ class Before:
 
     def __init__(self, agent: TCPStore) -> None:
         self.there = ranks(2, agent.port)
-        self.rank_0 = meeting.open_store(0, self.there, SECRET, 10, LOG)
+        self.rank_0 = meeting.open_store(0, self.there, SECRET, DEADLINE_S, LOG)
         self.rank_0.store.set("old", "1")
 
     def rank_1_comes(self) -> None:
-        meeting.open_store(1, self.there, SECRET, 10, LOG).close()
+        meeting.open_store(1, self.there, SECRET, DEADLINE_S, LOG).close()
 
     def fails(self) -> None:
         self.rank_0.store.set(FAILED, "{}")
@@ -188,23 +187,26 @@ def test_a_group_that_is_formed_again_meets_by_nothing_of_the_one_before(
     what(before)
     there, found = ranks(2, agent.port), queue.SimpleQueue[GroupStore]()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", counts[1])
-    waiting = threading.Thread(target=lambda: found.put(open_store(1, there, 60)), daemon=True)
+    waiting = threading.Thread(
+        target=lambda: found.put(open_store(1, there, DEADLINE_S)), daemon=True
+    )
     waiting.start()
     with pytest.raises(queue.Empty):
         found.get(timeout=0.5)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", counts[0])
-    now = open_store(0, there, 10)
+    now = open_store(0, there, DEADLINE_S)
     now.set("new", "1")
-    assert found.get(timeout=60).check(["new"])
+    assert found.get(timeout=DEADLINE_S).check(["new"])
     waiting.join()
     before.rank_0.close()
 
 
 def test_who_waits_for_a_rank_0_that_never_comes_says_so(
-    agent: TCPStore, open_store: Callable[..., GroupStore]
+    agent: TCPStore, open_store: Callable[..., GroupStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConnectTimeout, match="rank 1 has waited 5 s for rank 0"):
-        open_store(1, ranks(2, agent.port), 5)
+    monkeypatch.setattr(meeting, "_agent_at", lambda *_: agent)
+    with pytest.raises(ConnectTimeout, match="rank 1 has waited 1 s for rank 0"):
+        open_store(1, ranks(2, agent.port), 1)
 
 
 def test_a_port_that_is_taken(open_store: Callable[..., GroupStore]) -> None:

@@ -13,7 +13,7 @@ from smolcluster.algorithms.Mesh import watch as watching
 from smolcluster.algorithms.Mesh.watch import SETUP_S, Beat, Failure, Judge, Watch
 from smolcluster.errors import DataError, PeerLost
 
-DEADLINE_S = 30.0
+DEADLINE_S = 240.0
 
 
 def beat(number: int, num_done: int, doing: str = "F0 of stage 0", *, waits: bool = False) -> Beat:

@@ -225,7 +225,8 @@ def test_the_coordinator_interrupts_whoever_waits_until_the_next_attempt(
 def test_a_wrong_secret_is_said_on_both_sides(
     stages: MakeStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("smolcluster.algorithms.PipelineParallel.links.DIAL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(links_module, "DIAL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(dialling, "LAST_TRY_S", DEADLINE_S)
     [low] = stages(1)
     stranger = Stage(1, secret=Secret(Path("theirs"), b"x" * 64))
     try:

@@ -421,7 +421,10 @@ class Clocked:
 
     def enter(self, role: list[Puppet], count: int) -> None:
         for _ in range(count):
-            role.append(self.stage.member(len(self.honest) + len(self.hung) + 1))
+            puppet = self.stage.member(len(self.honest) + len(self.hung) + 1)
+            connection = puppet.member.worker.live_session.connection
+            connection.stall_timeout_s = DEADLINE_S  # its heartbeats are the test's affair
+            role.append(puppet)
 
     def steps(self, count: int, after_each: Callable[[], None] = lambda: None) -> float:
         """Take so many steps; returns how many seconds longer that took than without anybody who hangs."""

@@ -400,13 +400,20 @@ def test_many_connections_that_say_nothing_keep_nobody_out(
 def test_a_stream_that_nobody_reads_is_cut(
     served: str, views: Views, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((app_module, "EVERY_S"), (connections, "STALL_S")):
-        monkeypatch.setattr(module, name, 0.001 if name == "EVERY_S" else 0.5)
+    begun, state = threading.Event(), RunView.state
+
+    def note_state(view: RunView) -> dict[str, Any]:
+        begun.set()
+        return state(view)
+
+    monkeypatch.setattr(app_module, "EVERY_S", 0.001)
+    monkeypatch.setattr(connections, "STALL_S", 0.5)
+    monkeypatch.setattr(RunView, "state", note_state)
     with socket.socket() as unread:
         unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         unread.connect(("127.0.0.1", urlsplit(served).port or 0))
         unread.sendall(b"GET /api/runs/edp-2/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        eventually(lambda: bool(+views._streams))
+        assert begun.wait(DEADLINE_S)
         eventually(lambda: not +views._streams)
 
 

@@ -13,6 +13,7 @@ from smolcluster.observability.shipping.loki import LokiClient, PushReply, Verdi
 from smolcluster.observability.shipping.shipper import Shipper
 from smolcluster.observability.shipping.spool import STATE, Spool
 from smolcluster.runs.files import LineWriter, utc_timestamp
+from waiting import DEADLINE_S
 
 STEMS = ("server-mini1", "worker-rank0-mini2")
 START_S = 1_790_000_000
@@ -70,16 +71,16 @@ def running(
     folder: Path, receiver: Receiver, said: list[str], *, max_lines: int = 2000
 ) -> Iterator[Callable[[], bool]]:
     """A shipper in a thread, until the block ends or the yielded function ends it."""
-    loki = LokiClient(receiver.url, timeout_s=5.0)
+    loki = LokiClient(receiver.url, timeout_s=DEADLINE_S)
     shipper = Shipper(Spool(folder, max_lines=max_lines), loki.push, said.append)
     asked = threading.Event()
     arrived: list[bool] = []
-    thread = threading.Thread(target=lambda: arrived.append(shipper.run(asked, 10.0)))
+    thread = threading.Thread(target=lambda: arrived.append(shipper.run(asked, DEADLINE_S)))
     thread.start()
 
     def end() -> bool:
         asked.set()
-        thread.join(30.0)
+        thread.join(DEADLINE_S)
         assert not thread.is_alive()
         return arrived[0]
 
@@ -108,11 +109,11 @@ def test_ten_thousand_lines_survive_a_receiver_that_is_down(
         for _ in range(25):
             for log in logs:
                 log.write(200)
-        assert down.wait(30)
+        assert down.wait(DEADLINE_S)
         receiver.faults.extend([HANGS_UP] * 20)
         receiver.up()
         assert end()
-    falling.join(30)
+    falling.join(DEADLINE_S)
     assert sum(log.count for log in logs) == 10_000
     for log in logs:
         log.check(receiver)
@@ -159,11 +160,22 @@ def test_a_slow_receiver_gets_a_batch_once_more_and_keeps_one_copy(
     log = Log(tmp_path, STEMS[0])
     said: list[str] = []
     log.write(50)
-    receiver.faults.append(Fault(204, delay_s=1.0, takes_it=True))
-    loki = LokiClient(receiver.url, timeout_s=0.3)
-    shipper = Shipper(Spool(tmp_path), loki.push, said.append)
-    assert shipper.flush(30.0)
-    loki.close()
+    has_given_up = threading.Event()
+    receiver.faults.append(Fault(204, before=has_given_up.wait, takes_it=True))
+    hasty, patient = LokiClient(receiver.url, timeout_s=0.3), LokiClient(receiver.url)
+
+    def push(body: bytes) -> PushReply:
+        if has_given_up.is_set():
+            return patient.push(body)
+        try:
+            return hasty.push(body)
+        finally:
+            has_given_up.set()
+
+    shipper = Shipper(Spool(tmp_path), push, said.append)
+    assert shipper.flush(DEADLINE_S)
+    hasty.close()
+    patient.close()
     receiver.wait_for(lambda: receiver.received.num_repeated == 50)
     log.check(receiver)
     assert "timed out" in said[0]
@@ -203,7 +215,7 @@ def test_lines_of_an_earlier_run_arrive_after_those_of_a_later_one(
         log = Log(folder, STEMS[0])
         log.count = days * 86_400 * 10_000  # ten lines have a millisecond
         log.write(50)
-        assert Shipper(Spool(folder), loki.push, pytest.fail).flush(30.0)
+        assert Shipper(Spool(folder), loki.push, pytest.fail).flush(DEADLINE_S)
     loki.close()
     assert [len(receiver.received.texts(run=run)) for run in ("edp-1", "edp-2")] == [50, 50]
 
@@ -236,7 +248,7 @@ def test_a_shipper_that_starts_again_repeats_one_batch_at_most(
         with pytest.raises(Killed):
             Shipper(Spool(tmp_path, max_lines=100), push_and_die, pytest.fail).step()
         assert receiver.received.num_repeated == 100 * (life - 1)
-    assert Shipper(Spool(tmp_path), loki.push, pytest.fail).flush(10.0)
+    assert Shipper(Spool(tmp_path), loki.push, pytest.fail).flush(DEADLINE_S)
     loki.close()
     log.check(receiver)
     assert receiver.received.num_repeated == 300
@@ -286,7 +298,7 @@ def test_what_is_left_at_the_end_stays_for_the_next_one(tmp_path: Path, receiver
     assert not shipper.run(asked, 0.2)
     assert shipper.left_nbytes() == (tmp_path / f"{STEMS[0]}.log").stat().st_size
     receiver.up()
-    assert Shipper(Spool(tmp_path), loki.push, pytest.fail).flush(10.0)
+    assert Shipper(Spool(tmp_path), loki.push, pytest.fail).flush(DEADLINE_S)
     loki.close()
     log.check(receiver)
 
@@ -327,7 +339,7 @@ def test_offsets_that_cannot_be_stored_stop_nothing(tmp_path: Path, receiver: Re
     log.write(30)
     (tmp_path / STATE).mkdir()
     loki = LokiClient(receiver.url)
-    assert Shipper(Spool(tmp_path, max_lines=10), loki.push, said.append).flush(10.0)
+    assert Shipper(Spool(tmp_path, max_lines=10), loki.push, said.append).flush(DEADLINE_S)
     loki.close()
     log.check(receiver)
     assert receiver.received.num_repeated == 0
