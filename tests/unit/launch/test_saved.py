@@ -45,12 +45,16 @@ STATE = TrainingState(
 )
 
 
+EPOCHS = 3000
+"""More than any machine gets through before the run is stopped."""
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
     """A SyncPS run that was stopped after some steps, with three checkpoints."""
     paths = create_run(tmp_path, "syncps-1")
     settings = local_settings(
-        "num_epochs=3000",
+        f"num_epochs={EPOCHS}",
         *("checkpoint_steps=10", "eval_steps=10", "reconnect_timeout_s=1"),
         workers=2,
         algorithm="syncps",
@@ -420,8 +424,10 @@ def test_what_cannot_be_resumed_is_one_line(run: RunPaths, tmp_path: Path) -> No
         resume("nono", None, [], LaunchOptions(dry_run=True))
     with run_lock(run.lock), pytest.raises(RunBusy, match="is being written"):
         resume(str(run.root), None, [], LaunchOptions(dry_run=True))
-    write_summary(run.summary, summary_of(30))
-    with pytest.raises(CheckpointError, match="has ended; to train on, raise num_epochs above 30"):
+    write_summary(run.summary, summary_of(EPOCHS))
+    with pytest.raises(
+        CheckpointError, match=f"has ended; to train on, raise num_epochs above {EPOCHS}"
+    ):
         resume(str(run.root), None, [], LaunchOptions(dry_run=True))
     run.summary.unlink()
     config = run.config.read_text()

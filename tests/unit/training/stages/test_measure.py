@@ -32,7 +32,7 @@ class Slow(nn.Module):
         for _ in range(self.repeats):
             self.work()
             value = self.linear(value).tanh()
-            value.register_hook(self.work)
+            value.register_hook(self.work)  # type: ignore[no-untyped-call]
         return value
 
     def work(self, _gradient: Tensor | None = None) -> None:
