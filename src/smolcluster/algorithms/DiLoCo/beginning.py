@@ -117,9 +117,11 @@ def new_outer(context: ServerContext, total_batches: int) -> OuterOptimizer:
     num_rounds = total_batches // num_workers // (config.local_steps or 1)
     is_sparse = config.codec_up == "topk"
     has_muon = isinstance(replica.optimizer, MuonOptimizer)
-    rate, momentum = (1.0, 0.0) if is_sparse else outer_defaults(num_rounds, has_muon=has_muon)
+    is_async = config.mode == "async"
+    defaults = outer_defaults(num_rounds, has_muon=has_muon, is_async=is_async)
+    rate, momentum = (1.0, 0.0) if is_sparse else defaults
     make: Callable[..., OuterOptimizer] = OuterOptimizer
-    if config.mode == "async":
+    if is_async:
         delay = config.momentum_delay or CHANGES_PER_DELAY * num_workers
         make = partial(DelayedNesterov, momentum_delay=delay)
     return make(

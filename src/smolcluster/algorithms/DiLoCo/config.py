@@ -51,7 +51,8 @@ class DiLoCoConfig(AlgorithmConfig):
     )
     outer_lr: PositiveFloat | None = Field(
         None,
-        description="DiLoCo: learning rate of the outer step; null: 0.7, or 1 in a run of one round.",
+        description="DiLoCo: learning rate of the outer step; null: 0.7, asynchronous 0.9, or 1 in a run of "
+        "one round.",
     )
     outer_momentum: NonNegativeFloat | None = Field(
         None,

@@ -6,8 +6,10 @@ mean Δ̄ for a gradient (DiLoCo, Douillard et al., 2311.08105), with Nesterov's
     m <- β m + Δ̄;    θ <- θ - γ (Δ̄ + β m)
 
 With γ = 1 and β = 0 that is local SGD: θ becomes the workers' mean. Where workers do not wait for each other,
-momentum is delayed (Liu et al., 2401.09135): see `DelayedNesterov`.
+a change is stale when it comes, and momentum is delayed (Liu et al., 2401.09135): see `DelayedNesterov`.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +18,13 @@ from smolcluster.algorithms.DiLoCo.fragments import Fragment
 
 ALL = slice(None)
 
-OUTER_LR, MOMENTUM, MUON_MOMENTUM = 0.7, 0.5, 0.6
+OUTER_LR, ASYNC_OUTER_LR = 0.7, 0.9
+MOMENTUM, MUON_MOMENTUM = 0.5, 0.6
+
+DISCOUNT = 0.5
+"""ρ: this part of what others have changed meanwhile is taken off a stale change."""
+ALIGNED, TURN = 0.3, 0.5
+"""A change with a smaller cosine to momentum is corrected, and turned towards it by at most that weight."""
 
 
 class OuterOptimizer:
@@ -56,11 +64,53 @@ class OuterOptimizer:
         return {name: values for name, values in self.state.items() if values.ndim}
 
 
-class DelayedNesterov(OuterOptimizer):
-    """Delayed Nesterov of asynchronous local SGD (2401.09135, algorithm 3, with c = 0).
+def refreshed(delta: Tensor, moved: Tensor, share: float) -> Tensor:
+    """What a worker would have changed by, had it begun from the weights of now; a new tensor (n,).
 
-    Each change Δ_i is applied when it comes, by its worker's share w_i (Σ w = 1 over the workers), without
-    momentum:
+    It began from θ_start, and other workers have moved the weights by `moved` = θ_start - θ since. A part ρ
+    of their way it has gone itself:
+
+        Δ' = (Δ - ρ (θ_start - θ)) / (1 - ρ (1 - w))
+
+    `share` is its weight w, so others move the weights by 1 - w of a steady movement: the denominator leaves
+    the speed of that as it is. A constant ρ stands for the curvature of delay-compensated SGD (Zheng et al.,
+    1609.08326). Without it, several stale changes together go beyond where each of them led.
+    """
+    return delta.sub(moved, alpha=DISCOUNT).div_(1 - DISCOUNT * (1 - share))
+
+
+def turn(delta: Tensor, momentum: Tensor, blocks: Sequence[slice]) -> None:
+    """Turn each block of a change `delta` (n,) towards `momentum` (n,), in place.
+
+    HeLoCo (2606.00271), with c the cosine of a block Δ and its momentum m, and f = |Δ| / (|Δ| + |m|):
+
+        c >= 0.3      Δ stays
+        0 <= c < 0.3  u = (1 - λ) Δ / |Δ| + λ m / |m|,  λ = 0.5 (1 - c) f;    Δ <- |Δ| u / |u|
+        c < 0         Δ <- Δ - (-c f) c |Δ| m / |m|
+
+    Departure: the paper's blocks are tensors, here they may be any, such as buckets. Its constants c_ok, k_d,
+    k_s, β_max and κ are 0.3, 0.5, 1, 1 and 1, chosen here.
+    """
+    for block in blocks:
+        own, reference = delta[block], momentum[block]
+        own_norm, norm = float(own.norm()), float(reference.norm())
+        if not (own_norm and norm):
+            continue
+        cosine = float(own.dot(reference)) / own_norm / norm
+        confidence = own_norm / (own_norm + norm)
+        if cosine < 0:
+            own.add_(reference, alpha=cosine * cosine * confidence * own_norm / norm)
+        elif cosine < ALIGNED:
+            weight = TURN * (1 - cosine) * confidence
+            own.mul_(1 - weight).add_(reference, alpha=weight * own_norm / norm)
+            own.mul_(own_norm / float(own.norm()))
+
+
+class DelayedNesterov(OuterOptimizer):
+    """Delayed Nesterov of asynchronous local SGD (2401.09135, algorithm 3, with c = 0), of corrected changes.
+
+    Each change Δ_i is applied when it comes, `refreshed` and with momentum turned towards that (`turn`), by
+    its worker's share w_i (Σ w = 1 over the workers), without momentum:
 
         θ <- θ - γ w_i Δ_i
 
@@ -70,8 +120,8 @@ class DelayedNesterov(OuterOptimizer):
 
     Departure: the paper divides a change by the delay too, for the two are one number there; here the delay
     divides the momentum term alone, and a change counts by its worker's share. With N workers of equal
-    changes and a delay of N it is `OuterOptimizer`, whose synchronous `step` it has as well; a longer delay
-    is less momentum.
+    changes, none of them stale or against momentum, and a delay of N it is `OuterOptimizer`, whose
+    synchronous `step` it has as well; a longer delay is less momentum.
     """
 
     def __init__(
@@ -111,11 +161,24 @@ class DelayedNesterov(OuterOptimizer):
         share: float,
         moves_by: float | None,
         place: slice = ALL,
+        *,
+        start: Tensor | None = None,
+        blocks: Sequence[slice] = (ALL,),
     ) -> None:
         """Change the weights `theta` (n,) in place by one worker's `delta` (n,), of weight `share`.
 
-        `moves_by`: what `count` has said. `place`: which n of the vector's values they are.
+        Args:
+            theta: the weights.
+            delta: what the worker has changed them by; it stays as it is.
+            share: w_i.
+            moves_by: what `count` has said.
+            place: which n of the vector's values they are.
+            start: the weights that `delta` is counted from, (n,); None: those of now.
+            blocks: places among the n values, of which each is turned towards momentum by itself.
         """
+        delta = delta.clone() if start is None else refreshed(delta, start - theta, share)
+        if self.momentum:
+            turn(delta, self.state["momentum"][place], blocks)
         theta.sub_(delta, alpha=self.learning_rate * share)
         delayed = self.state["delayed"][place]
         delayed.add_(delta, alpha=share)
@@ -128,11 +191,14 @@ class DelayedNesterov(OuterOptimizer):
         delayed.zero_()
 
 
-def outer_defaults(num_rounds: int, *, has_muon: bool = False) -> tuple[float, float]:
+def outer_defaults(
+    num_rounds: int, *, has_muon: bool = False, is_async: bool = False
+) -> tuple[float, float]:
     """γ and β of a run of so many outer steps.
 
     γ is 0.7 (DiLoCo, 2311.08105). β is 0.5, and 0.6 with Muon inside, the default of MuLoCo (2505.23725). A
-    single round is local SGD: the mean of the workers.
+    single round is local SGD: the mean of the workers. Where changes are applied one by one, momentum acts
+    half as often, and γ is 0.9: so changes that agree add up to about as much.
 
     Changes of successive rounds that agree add up to γ / (1 - β) times as much: 1.4 with 0.5, 3.5 with 0.8, 7
     with DiLoCo's 0.9. So a learning rate that suits one machine is too high with much momentum, and the
@@ -160,4 +226,5 @@ def outer_defaults(num_rounds: int, *, has_muon: bool = False) -> tuple[float, f
     """
     if num_rounds <= 1:
         return 1.0, 0.0
-    return OUTER_LR, MUON_MOMENTUM if has_muon else MOMENTUM
+    learning_rate = ASYNC_OUTER_LR if is_async else OUTER_LR
+    return learning_rate, MUON_MOMENTUM if has_muon else MOMENTUM

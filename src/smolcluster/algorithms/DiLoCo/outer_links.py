@@ -362,7 +362,8 @@ class OuterLinks(StoreLinks):
         base_version = self._count_step(WHOLE)
         self._tell_to_step(WHOLE, base_version, [change], share, moves_by)
         with self._replica.meter("apply"):
-            self._own.apply(change.arrived.values, share, moves_by, self.version)
+            worker = change.arrived.key.instance
+            self._own.apply(worker, change.arrived.values, share, moves_by, self.version)
             buffers = change.arrived.buffers
             self._replica.buffers.add({each: added * share for each, added in buffers.items()})
 

@@ -178,7 +178,8 @@ class OuterSlice(HeldSlice):
         if step.share is not None:
             if len(changes) != 1 or not isinstance(self._outer, DelayedNesterov):
                 raise ProtocolError("it applied changes one by one that are taken together")
-            self._store.apply(changes[0].values, step.share, step.moves_by, step.version)
+            worker = step.changes[0].instance
+            self._store.apply(worker, changes[0].values, step.share, step.moves_by, step.version)
         else:
             counted = [
                 (each.weight, change.values)

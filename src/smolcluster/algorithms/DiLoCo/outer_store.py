@@ -66,7 +66,7 @@ class OuterStore:
         self._norms: dict[int, tuple[int, list[float]]] = {}
         """Of fragments, by number: their version, and the L2 norms of its weights by bucket."""
         self._theirs: dict[str, Tensor] = {}
-        """Of workers that are sent steps of their own: the weights that they have, on the CPU."""
+        """Where changes are applied one by one: the weights that each worker has, on the CPU."""
 
     def _step_nbytes(self, whole: Layout, number: int) -> int:
         """Of an outer step of a whole fragment, encoded."""
@@ -114,8 +114,10 @@ class OuterStore:
         taken = self._encode(self._steps, number, (before - theta).cpu(), base_version)
         self._layout.fragments[number].scatter(before - taken.to(theta.device), self._weights)
 
-    def apply(self, change: Tensor, share: float, moves_by: float | None, version: int) -> None:
-        """Change all weights by one worker's change (n,), of weight `share`; see `DelayedNesterov.apply`.
+    def apply(
+        self, worker: str, change: Tensor, share: float, moves_by: float | None, version: int
+    ) -> None:
+        """Change all weights by `worker`'s change (n,), of weight `share`; see `DelayedNesterov.apply`.
 
         Raises:
             TypeError: the outer optimizer cannot.
@@ -126,7 +128,12 @@ class OuterStore:
             )
         place = slice(0, self._layout.fragments[WHOLE].numel)
         theta = self._weights[place]
-        self._outer.apply(theta, change.to(theta.device), share, moves_by, place)
+        theirs = self._theirs.get(worker)  # None: it has gone since it sent its change
+        self._outer.apply(
+            *(theta, change.to(theta.device), share, moves_by, place),
+            start=None if theirs is None else theirs.to(theta.device),
+            blocks=self._layout.buckets(WHOLE),
+        )
         self.versions[WHOLE] = version
         self._one_by_one = True
 
@@ -142,7 +149,7 @@ class OuterStore:
 
     def follow(self, worker: str) -> None:
         """`worker` has the weights as they are."""
-        if self._is_async and self._steps is not None:
+        if self._is_async:
             self._theirs[worker] = self._layout.gather(WHOLE, self._weights).cpu()
 
     def leave(self, worker: str) -> None:

@@ -1,5 +1,7 @@
 """The outer optimizer against torch's SGD and against the papers' formulas in plain numbers."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,8 @@ from smolcluster.algorithms.DiLoCo.outer import (
     DelayedNesterov,
     OuterOptimizer,
     outer_defaults,
+    refreshed,
+    turn,
 )
 
 REPEATABLE = settings(derandomize=True, deadline=None, database=None)
@@ -73,24 +77,39 @@ def test_with_muon_inside_momentum_is_that_of_its_paper(num_rounds: int) -> None
     assert outer_defaults(num_rounds, has_muon=True) == (0.7, 0.6)
 
 
+def test_one_by_one_agreeing_changes_add_up_to_about_as_much_as_together() -> None:
+    for has_muon in (False, True):
+        gamma, beta = outer_defaults(49, has_muon=has_muon)
+        own_gamma, own_beta = outer_defaults(49, has_muon=has_muon, is_async=True)
+        together = gamma / (1 - beta)
+        one_by_one = own_gamma * (1 + own_beta / (1 - own_beta) / 2)  # a delay of 2 rounds
+        assert one_by_one == pytest.approx(together, rel=0.11)
+
+
 @REPEATABLE
 @given(
     st.lists(
-        st.tuples(NUMBERS, st.one_of(st.just(0.0), st.floats(0.01, 1))), min_size=1, max_size=20
+        st.tuples(NUMBERS, NUMBERS, st.one_of(st.just(0.0), st.floats(0.01, 1))),
+        min_size=1,
+        max_size=20,
     ),
     st.integers(1, 5),
     st.sampled_from([0.0, 0.5, 0.9]),
 )
 def test_delayed_momentum_is_that_of_the_formulas(
-    pushes: list[tuple[float, float]], delay: int, beta: float
+    pushes: list[tuple[float, float, float]], delay: int, beta: float
 ) -> None:
     gamma, theta, momentum = 0.7, 1.0, 0.0
     buffered: list[tuple[float, float]] = []
     values = torch.ones(1, dtype=torch.float64)
     outer = DelayedNesterov(1, gamma, beta, delay, dtype=torch.float64)
-    for delta, share in pushes:
-        values_of = torch.tensor([delta], dtype=torch.float64)
-        outer.apply(values, values_of, share, outer.count(share))
+    for change, start, share in pushes:
+        given, begun = (torch.tensor([each], dtype=torch.float64) for each in (change, start))
+        outer.apply(values, given, share, outer.count(share), start=begun)
+        assert given.item() == change, "it stays as it is"
+        delta = (change - 0.5 * (start - theta)) / (1 - 0.5 * (1 - share))
+        if beta and delta * momentum < 0:  # of one value the cosine is 1 or -1
+            delta -= delta * abs(delta) / (abs(delta) + abs(momentum))
         theta -= gamma * share * delta
         buffered.append((delta, share))
         if len(buffered) == delay:
@@ -107,11 +126,57 @@ def test_equal_changes_of_n_workers_with_a_delay_of_n_are_synchronous_steps() ->
     synchronous = OuterOptimizer(3, 0.7, 0.9)
     delayed = DelayedNesterov(3, 0.7, 0.9, momentum_delay=4)
     for number in range(5):
-        delta = torch.arange(3.0) - number
+        delta = torch.arange(3.0) + number
         synchronous.step(together, delta)
         for _ in range(4):
             delayed.apply(one_by_one, delta, 0.25, delayed.count(0.25))
         torch.testing.assert_close(one_by_one, together)
+
+
+def test_a_worker_that_is_alone_has_nothing_stale() -> None:
+    delta = torch.arange(3.0)
+    assert torch.equal(refreshed(delta, torch.zeros(3), share=1.0), delta)
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 16])
+def test_a_steady_movement_keeps_its_speed(num_workers: int) -> None:
+    """All change by 1 a round, in which the others have moved the weights by their part of that."""
+    share = 1 / num_workers
+    assert refreshed(torch.ones(1), torch.tensor([1 - share]), share).item() == pytest.approx(1)
+
+
+def test_stale_changes_do_not_go_far_beyond_where_each_of_them_led() -> None:
+    """Four workers come to 0 whatever they begin with, and bring their changes in turn."""
+    passed = {}
+    for is_known in (True, False):
+        outer = DelayedNesterov(1, 1.0, 0.0, momentum_delay=8)
+        theta, starts, way = torch.ones(1), [torch.ones(1)] * 4, list[float]()
+        for number in range(40):
+            start = starts[number % 4]
+            moves_by = outer.count(0.25)
+            outer.apply(theta, start, 0.25, moves_by, start=start if is_known else None)
+            starts[number % 4] = theta.clone()
+            way.append(theta.item())
+        passed[is_known] = way
+    assert min(passed[True]) > 0.8 * min(passed[False])
+    late = {is_known: max(map(abs, way[-4:])) for is_known, way in passed.items()}
+    assert late[True] < 0.2 * late[False]
+
+
+def test_a_change_is_turned_towards_momentum_block_by_block() -> None:
+    """Of blocks of two values: aligned, against momentum, weakly aligned, and of a momentum of 0."""
+    momentum = torch.tensor([2.0, 0.0] * 3 + [0.0, 0.0], dtype=torch.float64)
+    weak = 3 * math.cos(1.4), 3 * math.sin(1.4)
+    delta = torch.tensor([3.0, 4.0, -3.0, 4.0, *weak, -1.0, 1.0], dtype=torch.float64)
+    turned = delta.clone()
+    turn(turned, momentum, [slice(start, start + 2) for start in range(0, 8, 2)])
+    assert torch.equal(turned[:2], delta[:2]), "a cosine of 0.6"
+    assert torch.equal(turned[6:], delta[6:])
+    # cosine -0.6, |Δ| = 5, |m| = 2: of the -3 against momentum a part 0.6 · 5 / 7 is taken off
+    assert turned[2:4].tolist() == pytest.approx([-3 * (1 - 0.6 * 5 / 7), 4])
+    weight = 0.5 * (1 - math.cos(1.4)) * 3 / 5
+    along = (1 - weight) * math.cos(1.4) + weight, (1 - weight) * math.sin(1.4)
+    assert turned[4:6].tolist() == pytest.approx([3 * each / math.hypot(*along) for each in along])
 
 
 @pytest.mark.parametrize("num_before", [1, 2, 3])

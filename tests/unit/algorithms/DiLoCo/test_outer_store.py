@@ -96,7 +96,7 @@ def test_what_a_followed_worker_is_sent_leads_to_the_weights(codec_down: str | N
     generator = torch.Generator().manual_seed(0)
     for version in (1, 2, 3):  # as often as others have brought changes meanwhile
         values = torch.randn(replica.num_params, generator=generator) * 0.01
-        store.apply(values, 0.25, outer.count(0.25), version)
+        store.apply("another", values, 0.25, outer.count(0.25), version)
     for _ in range(8):
         follower.take(store.frames_for("it", 0, follower.versions[0]))
     assert follower.versions == [3]
@@ -107,4 +107,32 @@ def test_what_a_followed_worker_is_sent_leads_to_the_weights(codec_down: str | N
 def test_changes_one_by_one_need_delayed_momentum() -> None:
     store, _ = store_of(replica := small_replica(), None, 1)
     with pytest.raises(TypeError, match="OuterOptimizer takes the changes of all workers at once"):
-        store.apply(torch.zeros(replica.num_params), 1.0, None, 1)
+        store.apply("it", torch.zeros(replica.num_params), 1.0, None, 1)
+
+
+@pytest.mark.parametrize("codec_down", [None, "int8"])
+def test_a_change_is_counted_from_what_its_worker_has(codec_down: str | None) -> None:
+    """Also with a codec that loses some of it, and after the worker has gone."""
+    replica = small_replica()
+    layout = Layout.of(replica, cut(replica.layers, 1))
+    outer = DelayedNesterov(replica.num_params, 0.7, 0.5, momentum_delay=9)
+    store = OuterStore(replica.params, layout, outer, codec_down, is_async=True)
+    follower = Follower(layout, replica.params, codec_down or "fp32")
+    store.follow("it")
+    generator = torch.Generator().manual_seed(0)
+    for version in range(1, 7):
+        worker = "another" if version % 2 else "it"
+        values = torch.randn(replica.num_params, generator=generator) * 0.01
+        expected, start = replica.params.clone(), None if version % 2 else follower.weights
+        reference = DelayedNesterov(replica.num_params, 0.7, 0.5, momentum_delay=9)
+        reference.apply(expected, values, 0.25, None, start=start)
+        store.apply(worker, values, 0.25, outer.count(0.25), version)
+        assert torch.equal(replica.params, expected)
+        if version == 4:
+            follower.take(store.frames_for("it", 0, follower.versions[0]))
+            assert torch.equal(follower.weights, replica.params) == (codec_down is None)
+    store.leave("it")
+    values = torch.ones(replica.num_params)
+    expected = replica.params - 0.7 * 0.25 * values
+    store.apply("it", values, 0.25, outer.count(0.25), 7)
+    torch.testing.assert_close(replica.params, expected)
