@@ -476,7 +476,7 @@ def reason_pattern(case: Case) -> str:
         Fault.RESET: ended,
         Fault.STALL: "silent for|has connected again",
         Fault.HALF_OPEN: "silent for|has connected again",
-        Fault.DUPLICATE: "it sent bucket|it pushed again|is not what comes next|it sent fragment",
+        Fault.DUPLICATE: "it sent bucket|it pushed again|it sent fragment",
         Fault.CORRUPT: "checksum does not match",
     }
     return patterns[case.fault]

@@ -40,7 +40,6 @@ from smolcluster.net.dialling import Address, dial
 from smolcluster.net.inbox import Event, Inbox, SessionClosed
 from smolcluster.net.membership import Refused
 from smolcluster.net.session import Receiver, Session
-from smolcluster.ps.push import bucket_spec
 from smolcluster.training.buffers import plain_name
 from smolcluster.training.fingerprint import frozen_digest
 from smolcluster.training.lazy import check_shapes
@@ -64,6 +63,7 @@ from smolcluster.transport.messages import (
     frame_of,
 )
 from smolcluster.transport.security import Secret
+from smolcluster.transport.streams import bucket_spec
 from smolcluster.transport.tls import new_identity
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration

@@ -3,7 +3,6 @@
 `GradientSender` (worker) -> `PushOrder` checks -> `GradientReceiver` (server), where a push is needed whole.
 """
 
-import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smolcluster.codec.base import Codec, NonFiniteValue, bytes_of
+from smolcluster.codec.base import NonFiniteValue, bytes_of
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
@@ -34,25 +33,11 @@ from smolcluster.transport.messages import (
     TensorSpec,
     frame_of,
 )
+from smolcluster.transport.streams import bucket_length, bucket_spec
 
 DIGEST_NBYTES = 8
 SPARE_AFTER = 16
 """A buffer that was not needed for so many pushes is let go."""
-
-
-def bucket_length(bucket: slice) -> int:
-    return int(bucket.stop - bucket.start)
-
-
-def bucket_spec(codec: Codec, bucket: slice) -> TensorSpec:
-    length = bucket_length(bucket)
-    return _spec(codec.name, codec.dtype_name, length, codec.encoded_nbytes(length))
-
-
-@functools.lru_cache(maxsize=64)
-def _spec(codec: str, dtype: str, length: int, nbytes: int) -> TensorSpec:
-    """Made once for buckets of one length, because every frame needs one."""
-    return TensorSpec(codec=codec, dtype=dtype, shape=(length,), nbytes=nbytes)
 
 
 def digests_spec(num_buckets: int) -> TensorSpec:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import ProtocolError
-from smolcluster.ps.push import bucket_spec, state_frame
+from smolcluster.ps.push import state_frame
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import LeaseKey, State, TensorSpec
+from smolcluster.transport.streams import bucket_spec
 
 NORM_NBYTES = 8
 ROUNDING = 1e-9

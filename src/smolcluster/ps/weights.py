@@ -12,7 +12,7 @@ from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.assignment import AssignmentReceiver
 from smolcluster.ps.buffers import BufferCollector
-from smolcluster.ps.push import bucket_length, bucket_spec, state_frame
+from smolcluster.ps.push import state_frame
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
 from smolcluster.transport.frames import Frame
@@ -25,6 +25,7 @@ from smolcluster.transport.messages import (
     State,
     StoreList,
 )
+from smolcluster.transport.streams import bucket_length, bucket_spec
 
 
 def state_frames(

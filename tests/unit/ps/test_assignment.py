@@ -22,7 +22,6 @@ from smolcluster.ps.assignment import (
     ServedBatch,
     assignment_of,
 )
-from smolcluster.ps.push import bucket_spec
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.builtin import builtin_workload
 from smolcluster.transport.frames import Frame, check_head
@@ -38,6 +37,7 @@ from smolcluster.transport.messages import (
     frame_of,
     payload_nbytes,
 )
+from smolcluster.transport.streams import bucket_spec
 from smolcluster.utils.meter import Computed
 
 LENGTH, VOCAB = 8, 13

@@ -9,20 +9,19 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from smolcluster.algorithms.DiLoCo.fragments import Fragment
-from smolcluster.codec.base import Codec, NonFiniteValue, bytes_of
+from smolcluster.codec.base import Codec, NonFiniteValue
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.buffers import BufferCollector
-from smolcluster.ps.push import bucket_spec
 from smolcluster.ps.weights import StateReceiver
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
@@ -37,8 +36,8 @@ from smolcluster.transport.messages import (
     Message,
     OuterStep,
     StoreList,
-    frame_of,
 )
+from smolcluster.transport.streams import Assembler, Piece, bucket_pieces, stream_frames
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,17 @@ class Layout:
     def buckets(self, number: int) -> list[slice]:
         """Places in the fragment's values, laid one after the other."""
         return [place for _, place in self._buckets[number]]
+
+    def pieces(self, number: int, codec: Codec) -> list[Piece]:
+        """A fragment on the wire, as far as it is held here.
+
+        Raises:
+            ProtocolError: nothing of such a fragment is.
+        """
+        if number >= len(self.fragments) or not self.numbers[number]:
+            raise ProtocolError(f"there is no fragment {number} here")
+        total = self.num_buckets(number)
+        return bucket_pieces(codec, self.buckets(number), self.numbers[number], total)
 
     def gather(self, number: int, flat: Tensor) -> Tensor:
         """A fragment's values of `flat` (num_params,), in memory of their own, on its device."""
@@ -177,20 +187,8 @@ def delta_frames(
     layout: Layout, collect: Collect, encoded: Sequence[Tensor], codec: Codec
 ) -> list[Frame]:
     """The answer to `collect`."""
-    buckets = layout.buckets(collect.fragment)
-    return [
-        frame_of(
-            Delta(
-                request=collect.request,
-                fragment=collect.fragment,
-                bucket=number,
-                num_buckets=len(buckets),
-                tensor=bucket_spec(codec, bucket),
-            ),
-            bytes_of(encoded[number]),
-        )
-        for number, bucket in enumerate(buckets)
-    ]
+    make = partial(Delta, request=collect.request, fragment=collect.fragment)
+    return stream_frames(make, layout.pieces(collect.fragment, codec), encoded)
 
 
 def outer_frames(
@@ -203,21 +201,8 @@ def outer_frames(
     version: int,
 ) -> list[Frame]:
     """A fragment's weights of `version`, or what is to be taken from those of `base_version`."""
-    buckets = zip(layout.numbers[number], layout.buckets(number), encoded, strict=True)
-    return [
-        frame_of(
-            OuterStep(
-                fragment=number,
-                base_version=base_version,
-                version=version,
-                bucket=place,
-                num_buckets=layout.num_buckets(number),
-                tensor=bucket_spec(codec, bucket),
-            ),
-            bytes_of(values),
-        )
-        for place, bucket, values in buckets
-    ]
+    make = partial(OuterStep, fragment=number, base_version=base_version, version=version)
+    return stream_frames(make, layout.pieces(number, codec), encoded)
 
 
 @dataclass(frozen=True)
@@ -249,49 +234,13 @@ class FragmentArrived(Event):
     first: int = 0
 
 
-class Assembly:
-    """Puts the buckets of a fragment together as they come."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._first: Delta | OuterStep | None = None
-        self._next = 0
-        self._values = self.newest = torch.empty(0)
-        """The fragment's values as far as they have come, and those of its newest bucket."""
-
-    @property
-    def in_progress(self) -> bool:
-        return self._first is not None
-
-    def take(self, message: Delta | OuterStep, payload: memoryview, codec: Codec) -> Tensor | None:
-        """Decode the next bucket; returns the fragment's values when they are whole.
-
-        Raises:
-            ProtocolError: it is not what may come next.
-        """
-        layout, number = self._layout, message.fragment
-        if number >= len(layout.fragments) or not layout.numbers[number]:
-            raise ProtocolError(f"there is no fragment {number} here")
-        if self._first is None:
-            self._first, self._next = message, 0
-            self._values = torch.empty(layout.fragments[number].numel, dtype=codec.dtype)
-        bucket = layout.buckets(number)[self._next]
-        expected = {
-            "bucket": layout.numbers[number][self._next],
-            "num_buckets": layout.num_buckets(number),
-            "tensor": bucket_spec(codec, bucket),
-        }
-        if message != self._first.model_copy(update=expected):
-            raise ProtocolError(
-                f"bucket {message.bucket} of fragment {number} is not what comes next"
-            )
-        self.newest = self._values[bucket]
-        codec.decode(torch.frombuffer(payload, dtype=torch.uint8), self.newest)
-        self._next += 1
-        if self._next < len(layout.numbers[number]):
-            return None
-        self._first = None
-        return self._values
+def step_assembler(codec_name: str, layout: Layout) -> Assembler[OuterStep]:
+    """Puts outer steps, or fragments' weights, together, as far as `layout` says that one host sends them."""
+    steps, lossless = get_codec(codec_name), layout.lossless
+    return Assembler(
+        "fragment",
+        lambda step: layout.pieces(step.fragment, lossless if step.base_version is None else steps),
+    )
 
 
 class DeltaReceiver(Receiver):
@@ -301,9 +250,9 @@ class DeltaReceiver(Receiver):
         self, session_id: int, codec_name: str, layout: Layout, collector: BufferCollector
     ) -> None:
         self._session_id = session_id
-        self._codec = get_codec(codec_name)
         self._layout = layout
-        self._assembly = Assembly(layout)
+        codec = get_codec(codec_name)
+        self._deltas = Assembler[Delta]("change", lambda each: layout.pieces(each.fragment, codec))
         self._collector = collector
         self._buffers: BufferValues = {}
         self._taken: set[int] = set()
@@ -312,7 +261,7 @@ class DeltaReceiver(Receiver):
 
     @property
     def in_progress(self) -> bool:
-        return self._assembly.in_progress
+        return self._deltas.in_progress
 
     def free(self, fragment: int) -> None:
         """Its last change is needed no more."""
@@ -331,7 +280,7 @@ class DeltaReceiver(Receiver):
         if isinstance(message, DeltaSent):
             values = self._none_of(message.fragment)
         else:
-            values = self._assembly.take(message, payload, self._codec)
+            _, values = self._deltas.take(message, payload)
         self.heard_at = time.monotonic()
         if values is None:
             return None
@@ -343,7 +292,7 @@ class DeltaReceiver(Receiver):
         numbers = self._layout.numbers
         if fragment >= len(numbers) or numbers[fragment]:
             raise ProtocolError(f"it sent nothing of fragment {fragment}, which is held here")
-        return torch.empty(0, dtype=self._codec.dtype)
+        return torch.empty(0, dtype=self._layout.dtype)
 
 
 class FragmentReceiver(StateReceiver):
@@ -360,19 +309,16 @@ class FragmentReceiver(StateReceiver):
             super().__init__(buckets, dtype, collector, training)
         else:
             super().__init__(buckets, dtype, span=span)
-        self._steps = get_codec(codec_name)
-        self._lossless = layout.lossless
-        self._layout = layout
-        self._assembly = Assembly(layout if span is None else layout.part(span))
+        self._codec_down, self._layout = codec_name, layout
+        self._fragments = step_assembler(codec_name, layout if span is None else layout.part(span))
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         if not isinstance(message, OuterStep):
             event = super().__call__(message, payload)
             if isinstance(message, StoreList):
-                self._assembly = Assembly(self._layout.part(self._span))
+                self._fragments = step_assembler(self._codec_down, self._layout.part(self._span))
             return event
-        codec = self._lossless if message.base_version is None else self._steps
-        values = self._assembly.take(message, payload, codec)
+        _, values = self._fragments.take(message, payload)
         if values is None:
             return None
         place = message.fragment, message.base_version, message.version

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smolcluster.algorithms.DiLoCo.exchange import Assembly, Layout
+from smolcluster.algorithms.DiLoCo.exchange import Layout
 from smolcluster.algorithms.DiLoCo.fragments import Fragment, cut
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.algorithms.DiLoCo.outer_links import RESIDUAL, ChangeKey
@@ -40,6 +40,7 @@ from smolcluster.transport.messages import (
     Slice,
     TakeOuterStep,
 )
+from smolcluster.transport.streams import Assembler
 
 CHANGES_HELD = 2
 """Of a worker and a fragment: one that is void, as the coordinator has still to say, and the next."""
@@ -244,14 +245,14 @@ class DeltaSliceReceiver(Receiver):
 
     def __init__(self, session_id: int, codec_name: str, layout: Layout) -> None:
         self._session_id = session_id
-        self._codec = get_codec(codec_name)
-        self._assembly = Assembly(layout)
+        codec = get_codec(codec_name)
+        self._deltas = Assembler[Delta]("change", lambda each: layout.pieces(each.fragment, codec))
         self._held = Counter[int]()
         """By fragment: changes that the coordinator has not decided on."""
 
     @property
     def in_progress(self) -> bool:
-        return self._assembly.in_progress
+        return self._deltas.in_progress
 
     def free(self, fragment: int) -> None:
         """The coordinator has decided on a change. Any thread."""
@@ -262,7 +263,7 @@ class DeltaSliceReceiver(Receiver):
             return MessageReceived(self._session_id, message)
         if self._held[message.fragment] >= CHANGES_HELD:
             raise ProtocolError(f"it sent fragment {message.fragment} again before it was answered")
-        values = self._assembly.take(message, payload, self._codec)
+        bucket, values = self._deltas.take(message, payload)
         if values is not None:
             self._held[message.fragment] += 1
-        return BucketArrived(self._session_id, message, self._assembly.newest, values, self)
+        return BucketArrived(self._session_id, message, bucket, values, self)

@@ -24,7 +24,7 @@ from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.buffers import BufferCollector
-from smolcluster.ps.push import PushOrder, bucket_length, bucket_spec, digests_spec
+from smolcluster.ps.push import PushOrder, digests_spec
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import DIVERGENCE_REMEDY
@@ -39,6 +39,7 @@ from smolcluster.transport.messages import (
     Skip,
     frame_of,
 )
+from smolcluster.transport.streams import bucket_length, bucket_spec
 
 RESIDUAL = "residual"
 SPARE_BYTES = 16 * 1024 * 1024

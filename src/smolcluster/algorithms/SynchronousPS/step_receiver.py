@@ -17,7 +17,7 @@ from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.assignment import AssignmentReceiver
 from smolcluster.ps.buffers import BufferCollector
-from smolcluster.ps.push import DIGEST_NBYTES, bucket_spec, digests_spec
+from smolcluster.ps.push import DIGEST_NBYTES, digests_spec
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
@@ -37,6 +37,7 @@ from smolcluster.transport.messages import (
     TensorSpec,
     frame_of,
 )
+from smolcluster.transport.streams import bucket_spec
 
 PACE = 3
 """Buckets by which a push may be ahead of the mean that comes back."""

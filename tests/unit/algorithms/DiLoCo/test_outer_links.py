@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from peers import opened
-from smolcluster.algorithms.DiLoCo.exchange import Assembly, DeltaArrived, Layout, delta_frames
+from smolcluster.algorithms.DiLoCo.exchange import (
+    DeltaArrived,
+    Layout,
+    delta_frames,
+    step_assembler,
+)
 from smolcluster.algorithms.DiLoCo.outer_links import Change, ChangeKey, NormArrived
-from smolcluster.codec.registry import get_codec
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ProtocolError
 from smolcluster.ps import store_host
@@ -169,12 +173,11 @@ class Copy:
             part = layout.part(span)
             start = sum(values.numel() for values in parts)
             values = base[start : start + part.fragments[number].numel]
-            assembly = Assembly(part)
+            assembler = step_assembler(self._codec, part)
             for message, payload in said:
                 assert isinstance(message, OuterStep)
                 is_whole = message.base_version is None
-                codec = get_codec("fp32" if is_whole else self._codec)
-                arrived = assembly.take(message, payload, codec)
+                _, arrived = assembler.take(message, payload)
                 if arrived is not None:
                     values = arrived if is_whole else values - arrived
             parts.append(values)

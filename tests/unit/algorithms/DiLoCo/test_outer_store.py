@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from peers import opened
-from smolcluster.algorithms.DiLoCo.exchange import Assembly, Layout
+from smolcluster.algorithms.DiLoCo.exchange import Layout, step_assembler
 from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.algorithms.DiLoCo.outer_store import OuterStore
-from smolcluster.codec.registry import get_codec
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import OuterStep
@@ -22,19 +21,18 @@ class Follower:
     """A worker's copy of the weights, and the versions that it has of their fragments."""
 
     def __init__(self, layout: Layout, weights: Tensor, codec_name: str) -> None:
-        self._layout, self._codec = layout, get_codec(codec_name)
+        self._layout, self._codec = layout, codec_name
         self.weights = weights.clone()
         self.versions = [0] * len(layout.fragments)
         self.num_whole = 0
 
     def take(self, frames: Sequence[Frame]) -> None:
-        assembly = Assembly(self._layout)
+        assembler = step_assembler(self._codec, self._layout)
         for frame in frames:
             message, payload = opened(frame)
             assert isinstance(message, OuterStep)
             is_whole = message.base_version is None
-            codec = self._layout.lossless if is_whole else self._codec
-            values = assembly.take(message, payload, codec)
+            _, values = assembler.take(message, payload)
             if values is None:
                 continue
             number = message.fragment

@@ -17,7 +17,6 @@ from smolcluster.net.acceptor import SessionOpened
 from smolcluster.net.dialling import Address
 from smolcluster.net.inbox import Inbox, MessageReceived, SessionClosed
 from smolcluster.net.session import Session
-from smolcluster.ps.push import bucket_spec
 from smolcluster.ps.store_host import COORDINATOR, StoreSetup
 from smolcluster.ps.store_links import Patience
 from smolcluster.transport.handshake import Authenticated, introduce
@@ -33,6 +32,7 @@ from smolcluster.transport.messages import (
     Slice,
     TensorSpec,
 )
+from smolcluster.transport.streams import bucket_spec
 from unit.algorithms.SynchronousPS.actors import commit_of, opened_step
 from unit.ps.test_store_links import (
     LISTENING,

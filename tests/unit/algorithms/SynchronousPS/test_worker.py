@@ -20,7 +20,7 @@ from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Later
 from smolcluster.ps.assignment import Assigned, assignment_of
-from smolcluster.ps.push import GradientSender, bucket_spec
+from smolcluster.ps.push import GradientSender
 from smolcluster.ps.store import Stores
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
@@ -40,6 +40,7 @@ from smolcluster.transport.messages import (
     State,
     Welcome,
 )
+from smolcluster.transport.streams import bucket_spec
 from unit.algorithms.SynchronousPS.actors import (
     commit_of,
     committed,

@@ -1,0 +1,247 @@
+"""What every stream of tensors must do: whole in its order, refused in any other, before memory is taken."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from peers import opened
+from smolcluster.algorithms.DiLoCo.exchange import (
+    DeltaReceiver,
+    Encoder,
+    Layout,
+    delta_frames,
+    outer_frames,
+    step_assembler,
+)
+from smolcluster.algorithms.DiLoCo.fragments import Fragment
+from smolcluster.codec.registry import get_codec
+from smolcluster.errors import ProtocolError
+from smolcluster.net.inbox import Event
+from smolcluster.ps.buffers import BufferCollector
+from smolcluster.training.buffers import ModelBuffers
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import Collect, Message, State, TensorSpec
+from smolcluster.transport.streams import (
+    Assembler,
+    Piece,
+    bucket_pieces,
+    span_pieces,
+    stream_frames,
+)
+
+BUCKETS = [slice(0, 4), slice(4, 8), slice(8, 10)]
+Taker = Callable[[Message, memoryview], object]
+"""Takes a frame of a peer; returns something when a stream is whole."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A stream as its sender makes it, by a number that names it, and what takes it in."""
+
+    frames: Callable[[int], list[Frame]]
+    new_taker: Callable[[], Taker]
+
+
+@dataclass
+class Bare:
+    """An assembler with nothing around it, which notes whom it has asked for memory."""
+
+    pieces: list[Piece]
+    asked: list[Message] = field(default_factory=list)
+    pieces_told: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.assembler = Assembler[State]("test", lambda _: self.pieces, self.memory_for)
+
+    def memory_for(self, first: State) -> Tensor:
+        self.asked.append(first)
+        return torch.zeros(self.pieces[-1].place.stop)
+
+    def __call__(self, message: Message, payload: memoryview) -> Tensor | None:
+        assert isinstance(message, State)
+        newest, whole = self.assembler.take(message, payload)
+        self.pieces_told.append(newest)
+        return whole
+
+
+def values_of(number: int) -> Tensor:
+    return torch.randn(10, generator=torch.Generator().manual_seed(number))
+
+
+def frames_in(pieces: list[Piece], number: int) -> list[Frame]:
+    make = partial(State, incarnation="here", version=number)
+    payloads = (values_of(number)[4:][piece.place].contiguous() for piece in pieces)
+    return stream_frames(make, pieces, payloads)
+
+
+def span() -> list[Piece]:
+    return span_pieces(get_codec("fp32"), BUCKETS, range(1, 3))
+
+
+def fragments() -> Layout:
+    """The second of two hosts holds buckets 1 and 2 of the only fragment, which are 6 values."""
+    return Layout([Fragment((slice(0, 10),))], 16, torch.float32).part(range(1, 3))
+
+
+def changes(number: int) -> list[Frame]:
+    collect = Collect(request=number, fragment=0, wait=True)
+    encoded = Encoder("int8", fragments()).encode(0, values_of(number)[4:])
+    return delta_frames(fragments(), collect, encoded, get_codec("int8"))
+
+
+def change_receiver() -> Taker:
+    buffers = BufferCollector(ModelBuffers(nn.Linear(1, 1)), 64)
+    receiver = DeltaReceiver(1, "int8", fragments(), buffers)
+
+    def take(message: Message, payload: memoryview) -> Event | None:
+        event = receiver(message, payload)
+        receiver.free(0)
+        return event
+
+    return take
+
+
+def outer_steps(number: int) -> list[Frame]:
+    layout, base_version = fragments(), (None, 7)[number]
+    encoder = Encoder("fp32", layout)
+    encoded = encoder.encode(0, values_of(number)[4:])
+    return outer_frames(layout, 0, encoded, encoder.codec, base_version=base_version, version=8)
+
+
+def whole_of(assembler: Assembler[Any]) -> Taker:
+    return lambda message, payload: assembler.take(message, payload)[1]
+
+
+KINDS = {
+    "buckets of a span": Kind(lambda number: frames_in(span(), number), lambda: Bare(span())),
+    "DiLoCo's change": Kind(changes, change_receiver),
+    "DiLoCo's step": Kind(outer_steps, lambda: whole_of(step_assembler("fp32", fragments()))),
+}
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+def wrong(message: Message) -> Iterator[Message]:
+    """The same piece as something else that nobody agreed on."""
+    tensor: TensorSpec = getattr(message, "tensor")  # noqa: B009 - all that carry one have it
+    for change in (
+        {"nbytes": tensor.nbytes + 4},
+        {"shape": (2**40,)},
+        {"shape": (tensor.shape[0] + 1,), "nbytes": tensor.nbytes + 4},
+        {"codec": "topk"},
+        {"dtype": "int64"},
+    ):
+        yield message.model_copy(update={"tensor": tensor.model_copy(update=change)})
+    for name in ("bucket", "num_buckets", "piece", "num_pieces", "offset", "nbytes"):
+        for other in (0, 1, 2**40):
+            if hasattr(message, name) and getattr(message, name) != other:
+                yield message.model_copy(update={name: other})
+
+
+def test_a_stream_is_whole_with_its_last_piece_and_the_next_one_may_follow(kind: Kind) -> None:
+    take = kind.new_taker()
+    for number in (0, 1):
+        *frames, last = kind.frames(number)
+        assert frames, "it has several pieces"
+        assert not any(take(*opened(frame)) is not None for frame in frames)
+        assert take(*opened(last)) is not None
+
+
+def test_a_piece_that_is_left_out_comes_twice_or_is_of_another_stream_is_refused(
+    kind: Kind,
+) -> None:
+    frames, others = kind.frames(0), kind.frames(1)
+    for number in range(1, len(frames)):
+        for frame in (*frames[:number], *frames[number + 1 :], others[number]):
+            take = kind.new_taker()
+            for fine in frames[:number]:
+                take(*opened(fine))
+            with pytest.raises(ProtocolError):
+                take(*opened(frame))
+
+
+def test_a_piece_that_is_not_as_agreed_is_refused_wherever_it_comes(kind: Kind) -> None:
+    frames = kind.frames(0)
+    for number, frame in enumerate(frames):
+        message, payload = opened(frame)
+        for other in wrong(message):
+            take = kind.new_taker()
+            for fine in frames[:number]:
+                take(*opened(fine))
+            with pytest.raises(ProtocolError):
+                take(other, payload)
+
+
+def test_values_arrive_each_piece_told_and_memory_is_asked_for_once_a_stream() -> None:
+    pieces = span()
+    take = Bare(pieces)
+    for number in (0, 1):
+        whole = [take(*opened(frame)) for frame in frames_in(pieces, number)][-1]
+        assert whole is not None
+        assert torch.equal(whole, values_of(number)[4:])
+        assert torch.equal(torch.cat(take.pieces_told), whole)
+        take.pieces_told.clear()
+    assert len(take.asked) == 2
+
+
+def test_no_memory_is_asked_for_before_the_first_piece_is_known_to_be_right() -> None:
+    message, payload = opened(frames_in(span(), 0)[0])
+    for other in wrong(message):
+        take = Bare(span())
+        with pytest.raises(ProtocolError):
+            take(other, payload)
+        assert not take.asked
+
+
+def test_what_is_refused_is_said() -> None:
+    frames = frames_in(span(), 0)
+    message, payload = opened(frames[0])
+    spec = TensorSpec(codec="int8", dtype="float32", shape=(4,), nbytes=8)
+    with pytest.raises(ProtocolError, match="it sent bucket 2 of 3, expected 1 of 3 of its test"):
+        Bare(span())(*opened(frames[1]))
+    with pytest.raises(
+        ProtocolError, match=r"bucket 1 of 3 of its test is not the fp32 tensor .*float32"
+    ):
+        Bare(span())(message.model_copy(update={"tensor": spec}), payload)
+    take = Bare(span())
+    take(message, payload)
+    with pytest.raises(ProtocolError, match="bucket 2 of 3 of another test in the middle of one"):
+        take(*opened(frames_in(span(), 1)[1]))
+
+
+def test_an_owner_that_wants_no_stream_refuses_it() -> None:
+    def none(_first: State) -> list[Piece]:
+        raise ProtocolError("it was not asked")
+
+    with pytest.raises(ProtocolError, match="not asked"):
+        Assembler[State]("test", none).check(opened(frames_in(span(), 0)[0])[0])  # type: ignore[arg-type]
+
+
+def test_after_a_stream_is_given_up_another_one_begins() -> None:
+    pieces = bucket_pieces(get_codec("fp32"), BUCKETS)
+    assembler = Assembler[State]("test", lambda _: pieces, lambda _: torch.zeros(10))
+    first, second = (
+        [
+            opened(frame)
+            for frame in stream_frames(
+                partial(State, incarnation="here", version=number),
+                pieces,
+                [values_of(number)[piece.place] for piece in pieces],
+            )
+        ]
+        for number in (0, 1)
+    )
+    assembler.take(*first[0])  # type: ignore[arg-type]
+    assembler.forget()
+    assert not assembler.in_progress
+    whole = [assembler.take(*each)[1] for each in second][-1]  # type: ignore[arg-type]
+    assert whole is not None
+    assert torch.equal(whole, values_of(1))
