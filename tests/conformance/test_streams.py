@@ -23,6 +23,7 @@ from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
 from smolcluster.net.inbox import Event
 from smolcluster.ps.buffers import BufferCollector
+from smolcluster.ps.slices import slice_frames, slice_pieces
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Collect, Message, State, TensorSpec
@@ -35,6 +36,7 @@ from smolcluster.transport.streams import (
 )
 
 BUCKETS = [slice(0, 4), slice(4, 8), slice(8, 10)]
+NAMES = ("weights", "exp_avg")
 Taker = Callable[[Message, memoryview], object]
 """Takes a frame of a peer; returns something when a stream is whole."""
 
@@ -113,12 +115,22 @@ def outer_steps(number: int) -> list[Frame]:
     return outer_frames(layout, 0, encoded, encoder.codec, base_version=base_version, version=8)
 
 
+def slices(number: int) -> list[Frame]:
+    contents = {name: values_of(number)[4:] for name in NAMES}
+    return slice_frames(contents, BUCKETS, range(1, 3), incarnation="here", version=number)
+
+
+def slice_assembler() -> Assembler[State]:
+    return Assembler("slice", lambda _: slice_pieces(BUCKETS, range(1, 3), NAMES, torch.float32))
+
+
 def whole_of(assembler: Assembler[Any]) -> Taker:
     return lambda message, payload: assembler.take(message, payload)[1]
 
 
 KINDS = {
     "buckets of a span": Kind(lambda number: frames_in(span(), number), lambda: Bare(span())),
+    "a slice": Kind(slices, lambda: whole_of(slice_assembler())),
     "DiLoCo's change": Kind(changes, change_receiver),
     "DiLoCo's step": Kind(outer_steps, lambda: whole_of(step_assembler("fp32", fragments()))),
 }

@@ -3,17 +3,16 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from smolcluster.codec.registry import get_codec, lossless_for
-from smolcluster.errors import ProtocolError
-from smolcluster.ps.push import state_frame
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import LeaseKey, State, TensorSpec
-from smolcluster.transport.streams import bucket_spec
+from smolcluster.transport.streams import Piece, bucket_length, span_pieces, stream_frames
 
 NORM_NBYTES = 8
 ROUNDING = 1e-9
@@ -51,6 +50,18 @@ def norms_spec(num_buckets: int) -> TensorSpec:
     return TensorSpec(codec="raw", dtype="float64", shape=(num_buckets,), nbytes=nbytes)
 
 
+def slice_pieces(
+    buckets: Sequence[slice], span: range, contents: Sequence[str], dtype: torch.dtype
+) -> list[Piece]:
+    """A slice on the wire: tensors of its elements one after the other, by their names."""
+    own = span_pieces(get_codec(lossless_for(dtype)), buckets, span)
+    return [
+        Piece({**fields, "content": content}, slice(start + place.start, start + place.stop), codec)
+        for start, content in zip(itertools.count(0, own[-1].place.stop), contents, strict=False)
+        for fields, place, codec in own
+    ]
+
+
 def slice_frames(
     contents: Mapping[str, Tensor],
     buckets: Sequence[slice],
@@ -59,82 +70,16 @@ def slice_frames(
     incarnation: str,
     version: int,
 ) -> list[Frame]:
-    """Frames of a slice, one tensor after the other; `contents` (n,) of its elements, by name, are copied."""
-    start = buckets[span.start].start
+    """Frames of a slice; `contents` (n,) of its elements, by name, are copied."""
+    make = partial(State, incarnation=incarnation, version=version)
+    sizes = [bucket_length(buckets[number]) for number in span]
     frames = []
     for content, values in contents.items():
-        copied = values.to("cpu", copy=True)
-        for number in span:
-            bucket = buckets[number]
-            frames.append(
-                state_frame(
-                    copied[bucket.start - start : bucket.stop - start],
-                    number,
-                    len(buckets),
-                    incarnation=incarnation,
-                    version=version,
-                    content=content,
-                )
-            )
+        pieces = slice_pieces(buckets, span, [content], values.dtype)
+        frames += stream_frames(make, pieces, values.to("cpu", copy=True).split(sizes))
     return frames
 
 
-class SliceCollector:
-    """Puts the frames of `slice_frames` together, in memory of its own.
-
-    Attributes:
-        values: by name, each (n,) of the slice's elements, on the CPU.
-        version: of what has arrived.
-        num_taken: frames so far.
-    """
-
-    def __init__(
-        self,
-        buckets: Sequence[slice],
-        span: range,
-        contents: Sequence[str],
-        dtype: torch.dtype,
-        values: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """`values`: memory that may be written over; None: new memory."""
-        self._buckets = buckets
-        self._codec = get_codec(lossless_for(dtype))
-        place = place_of(buckets, span)
-        self._start = place.start
-        self._expected = [(content, number) for content in contents for number in span]
-        self.num_taken = 0
-        self.version = 0
-        if values is None:
-            values = {
-                content: torch.empty(place.stop - place.start, dtype=dtype) for content in contents
-            }
-        self.values = values
-
-    @property
-    def is_whole(self) -> bool:
-        return self.num_taken == len(self._expected)
-
-    def take(self, state: State, payload: memoryview) -> bool:
-        """Take the next frame; returns whether it was the last one.
-
-        Raises:
-            ProtocolError: it is not what may come next.
-        """
-        if self.is_whole:
-            raise ProtocolError("it sent more of its slice than was asked for")
-        content, number = self._expected[self.num_taken]
-        bucket = self._buckets[number]
-        is_next = (state.content, state.bucket) == (content, number)
-        if not is_next or state.num_buckets != len(self._buckets):
-            raise ProtocolError(
-                f"it sent {state.content} of bucket {state.bucket}, expected {content} of bucket {number}"
-            )
-        if state.tensor != bucket_spec(self._codec, bucket):
-            raise ProtocolError(f"bucket {number} of its slice is not of the agreed shape")
-        if self.num_taken and state.version != self.version:
-            raise ProtocolError("its slice is of two versions")
-        self.version = state.version
-        values = self.values[content][bucket.start - self._start : bucket.stop - self._start]
-        self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
-        self.num_taken += 1
-        return self.is_whole
+def by_name(contents: Sequence[str], values: Tensor) -> dict[str, Tensor]:
+    """The tensors of a slice that has come: views of its `values` (len(contents) * n,), (n,) each."""
+    return dict(zip(contents, values.chunk(len(contents)), strict=True)) if contents else {}

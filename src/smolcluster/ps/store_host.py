@@ -28,7 +28,7 @@ from smolcluster.net.acceptor import Acceptor, SessionOpened
 from smolcluster.net.dialling import Address, Pauses, dial
 from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.net.session import Receiver, Session
-from smolcluster.ps.slices import SliceCollector, slice_frames
+from smolcluster.ps.slices import by_name, slice_frames, slice_pieces
 from smolcluster.training.replica import cut
 from smolcluster.transport.connection import Connection, listen
 from smolcluster.transport.frames import Frame
@@ -52,6 +52,7 @@ from smolcluster.transport.messages import (
     from_listener,
 )
 from smolcluster.transport.security import Secret
+from smolcluster.transport.streams import Assembler
 from smolcluster.transport.tls import new_identity
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
@@ -154,7 +155,8 @@ class StoreSession(Receiver):
         self._inbox = Inbox()
         self._given: Slice | None = None
         """What the reader has been told to collect, or has collected."""
-        self._collector: SliceCollector | None = None
+        self._incoming: Assembler[State] | None = None
+        """Puts it together until it is whole."""
         self._held: HeldSlice | None = None
         self._coordinator = Session(
             connection,
@@ -211,18 +213,18 @@ class StoreSession(Receiver):
             check_fits(message, psutil.virtual_memory().available)
             span = range(message.first, message.stop)
             dtype = get_codec(message.codec).dtype
-            self._collector = SliceCollector(buckets, span, message.contents, dtype)
-            return self._arrived(message, self._collector)
+            pieces = slice_pieces(buckets, span, message.contents, dtype)
+            self._incoming = Assembler("slice", lambda _: pieces) if pieces else None
+            return None if pieces else SliceArrived(message, {})
         if not isinstance(message, State):
             return MessageReceived(COORDINATOR, message)
-        if self._given is None or self._collector is None:
-            raise ProtocolError("it sent weights before it said which")
-        self._collector.take(message, payload)
-        return self._arrived(self._given, self._collector)
-
-    @staticmethod
-    def _arrived(given: Slice, collector: SliceCollector) -> Event | None:
-        return SliceArrived(given, collector.values) if collector.is_whole else None
+        if self._given is None or self._incoming is None:
+            raise ProtocolError("it sent weights of no slice that is still to come")
+        _, values = self._incoming.take(message, payload)
+        if values is None:
+            return None
+        self._incoming = None
+        return SliceArrived(self._given, by_name(self._given.contents, values))
 
     # the main thread
 

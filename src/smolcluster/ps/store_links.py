@@ -14,11 +14,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from smolcluster.cluster.report import why_ended
@@ -28,7 +29,7 @@ from smolcluster.net.acceptor import SessionOpened
 from smolcluster.net.inbox import Event, MessageReceived, SessionClosed
 from smolcluster.net.membership import Refused
 from smolcluster.net.session import Receiver, Session
-from smolcluster.ps.slices import SliceCollector, place_of, slice_frames, spans
+from smolcluster.ps.slices import by_name, place_of, slice_frames, slice_pieces, spans
 from smolcluster.training.replica import Replica
 from smolcluster.transport.messages import (
     Accepted,
@@ -47,6 +48,7 @@ from smolcluster.transport.messages import (
     StorePlace,
     WorkerGone,
 )
+from smolcluster.transport.streams import Assembler, Piece
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
 
@@ -65,31 +67,32 @@ class StoreReceiver(Receiver):
     def __init__(self, hear: Callable[[Message, memoryview], Event | None]) -> None:
         self._hear = hear
         self._lock = threading.Lock()
-        self._asked: deque[tuple[SliceCollector, threading.Event]] = deque()
+        self._asked: deque[tuple[Assembler[State], Tensor, threading.Event]] = deque()
         """What was asked for and is not whole yet: the store sends one after the other."""
         self.num_frames = 0
         """Of slices, that have arrived."""
 
-    @property
-    def unwanted(self) -> Mapping[str, Tensor] | None:
-        """Memory of a slice that was asked for before and still arrives; the next one is written over it."""
-        with self._lock:
-            return self._asked[-1][0].values if self._asked else None
+    def expect(self, pieces: Sequence[Piece], dtype: torch.dtype) -> tuple[Tensor, threading.Event]:
+        """The store is about to be asked for its slice; returns its memory, and what is set when it is whole.
 
-    def expect(self, collector: SliceCollector) -> threading.Event:
-        """The store is about to be asked for its slice; returns what is set when it is whole."""
+        Where one that was asked for before still arrives, this one is written over it.
+        """
         whole = threading.Event()
         with self._lock:
-            self._asked.append((collector, whole))
-        return whole
+            old = self._asked[-1][1] if self._asked else None
+            values = torch.empty(pieces[-1].place.stop, dtype=dtype) if old is None else old
+            self._asked.append(
+                (Assembler("slice", lambda _: pieces, lambda _: values), values, whole)
+            )
+        return values, whole
 
     def _take(self, state: State, payload: memoryview) -> None:
         with self._lock:
             if not self._asked:
                 raise ProtocolError("it sent its slice unasked")
-            collector, whole = self._asked[0]
+            incoming, _, whole = self._asked[0]
         self.num_frames += 1
-        if collector.take(state, payload):
+        if incoming.take(state, payload)[1] is not None:
             with self._lock:
                 self._asked.popleft()
             whole.set()
@@ -410,26 +413,23 @@ class StoreLinks(ABC):
         for store, _, whole in asked:
             if not self._wait_for(store, whole, check_stop):
                 return False
-        for store, collector, _ in asked:
-            place = place_of(self._replica.buckets, store.span)
-            for name, values in self._contents(place).items():
-                values.copy_(collector.values[name])
+        for store, gathered, _ in asked:
+            contents = self._contents(place_of(self._replica.buckets, store.span))
+            for name, values in by_name(tuple(contents), gathered).items():
+                contents[name].copy_(values)
         self._remember_copy(version)
         self._copying_took_s = self._copied_at - began
         return True
 
-    def _ask(self, store: RemoteStore, version: int) -> tuple[SliceCollector, threading.Event]:
+    def _ask(self, store: RemoteStore, version: int) -> tuple[Tensor, threading.Event]:
         replica, session = self._replica, store.session
         assert session is not None  # noqa: S101 - it is ready
         place = place_of(replica.buckets, store.span)
-        names = tuple(self._contents(place))
-        receiver = self._receivers[session.session_id]
-        collector = SliceCollector(
-            replica.buckets, store.span, names, replica.params.dtype, receiver.unwanted
-        )
-        whole = receiver.expect(collector)
+        dtype = replica.params.dtype
+        pieces = slice_pieces(replica.buckets, store.span, tuple(self._contents(place)), dtype)
+        asked = self._receivers[session.session_id].expect(pieces, dtype)
         session.send(Gather(version=version))
-        return collector, whole
+        return asked
 
     def _wait_for(
         self,

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smolcluster.errors import ProtocolError
-from smolcluster.ps.slices import SliceCollector, place_of, slice_frames, spans
+from smolcluster.ps.slices import by_name, place_of, slice_frames, slice_pieces, spans
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import ALL_KINDS, State, decode
+from smolcluster.transport.streams import Assembler
 
 BUCKETS = [slice(0, 4), slice(4, 8), slice(8, 10)]
 NAMES = ("weights", "exp_avg")
@@ -51,17 +51,16 @@ def frames_of(version: int = 7) -> tuple[dict[str, torch.Tensor], list[tuple[Sta
     return values, [parsed(frame) for frame in frames]
 
 
-def collector() -> SliceCollector:
-    return SliceCollector(BUCKETS, range(1, 3), NAMES, torch.float32)
-
-
 def test_a_slice_comes_through_whole() -> None:
     values, frames = frames_of()
-    collected = collector()
-    assert [collected.take(*frame) for frame in frames] == [False, False, False, True]
-    assert collected.version == 7
-    for name in NAMES:
-        assert torch.equal(collected.values[name], values[name])
+    assembler = Assembler[State](
+        "slice", lambda _: slice_pieces(BUCKETS, range(1, 3), NAMES, torch.float32)
+    )
+    *others, whole = [assembler.take(*frame)[1] for frame in frames]
+    assert others == [None, None, None]
+    assert whole is not None
+    for name, collected in by_name(NAMES, whole).items():
+        assert torch.equal(collected, values[name])
 
 
 def test_frames_keep_the_values_of_their_moment() -> None:
@@ -69,22 +68,3 @@ def test_frames_keep_the_values_of_their_moment() -> None:
     frames = slice_frames(values, BUCKETS, range(1, 3), incarnation="here", version=0)
     values["weights"].fill_(1.0)
     assert not torch.frombuffer(bytearray(frames[0].payload), dtype=torch.float32).any()
-
-
-@pytest.mark.parametrize("order", [[1], [0, 0], [0, 1, 3], [0, 1, 2, 3, 3]])
-def test_frames_out_of_order_are_refused(order: list[int]) -> None:
-    _, frames = frames_of()
-    collected = collector()
-    *fine, wrong = order
-    for number in fine:
-        collected.take(*frames[number])
-    with pytest.raises(ProtocolError):
-        collected.take(*frames[wrong])
-
-
-def test_two_versions_are_no_slice() -> None:
-    (_, old), (_, new) = frames_of(7), frames_of(8)
-    collected = collector()
-    collected.take(*old[0])
-    with pytest.raises(ProtocolError):
-        collected.take(*new[1])

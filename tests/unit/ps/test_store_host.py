@@ -8,13 +8,22 @@ import torch
 
 from connection_pairs import one_of_each
 from harness import SECRET
-from peers import DEADLINE_S
+from peers import DEADLINE_S, opened
 from smolcluster.errors import ProtocolError
 from smolcluster.net.dialling import Address, dial
 from smolcluster.net.inbox import Inbox, MessageReceived
 from smolcluster.net.session import Session
+from smolcluster.ps.slices import slice_frames
 from smolcluster.ps.stepping_slice import SteppingSlice
-from smolcluster.ps.store_host import COORDINATOR, StoreSetup, buckets_of, check_fits
+from smolcluster.ps.store_host import (
+    COORDINATOR,
+    SliceArrived,
+    StoreSession,
+    StoreSetup,
+    buckets_of,
+    check_fits,
+)
+from smolcluster.transport.connection import Connection
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import (
     SESSION,
@@ -57,6 +66,26 @@ def test_a_slice_that_does_not_fit_is_refused() -> None:
     check_fits(ADAM, needed)
     with pytest.raises(ProtocolError, match="more hosts"):
         check_fits(ADAM, needed - 1)
+
+
+def test_a_slice_comes_whole_and_nothing_before_or_after_it() -> None:
+    hello = introduce("win", sets=(SESSION, STORE))
+    address, log = Address("127.0.0.1", 1), logging.getLogger("test")
+    setup = StoreSetup(hello, address, SECRET, 1.0, log, SteppingSlice, addresses=("127.0.0.1",))
+    answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
+    take = StoreSession(setup, cast("Connection", None), answer)
+    span, buckets = range(ADAM.first, ADAM.stop), buckets_of(ADAM, BUCKET_BYTES)
+    sent = {name: torch.randn(488) for name in ADAM.contents}
+    frames = slice_frames(sent, buckets, span, incarnation="here", version=3)
+    with pytest.raises(ProtocolError, match="of no slice"):
+        take(*opened(frames[0]))
+    events = [take(ADAM, memoryview(b"")), *(take(*opened(frame)) for frame in frames)]
+    assert events[:-1] == [None] * len(frames)
+    assert isinstance(events[-1], SliceArrived)
+    for name, values in sent.items():
+        assert torch.equal(events[-1].values[name], values)
+    with pytest.raises(ProtocolError, match="of no slice"):
+        take(*opened(frames[0]))
 
 
 def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:

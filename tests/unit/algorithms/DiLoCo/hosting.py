@@ -33,7 +33,7 @@ from smolcluster.net.dialling import Address
 from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.net.session import Session
 from smolcluster.ps.buffers import BufferCollector
-from smolcluster.ps.slices import SliceCollector
+from smolcluster.ps.slices import by_name, slice_pieces
 from smolcluster.ps.store_host import COORDINATOR, StoreSetup, buckets_of
 from smolcluster.ps.store_links import Patience
 from smolcluster.transport.frames import Buffer, Frame
@@ -50,6 +50,7 @@ from smolcluster.transport.messages import (
     Slice,
     State,
 )
+from smolcluster.transport.streams import Assembler
 from unit.ps.test_store_links import Client
 
 RUN = local_settings(algorithm="diloco").run_config("test-run", "diloco")
@@ -86,7 +87,7 @@ class StoreHost:
     hosting: "Hosting"
     session_id: int
     held: OuterSlice | None = None
-    collector: SliceCollector | None = None
+    incoming: Assembler[State] | None = None
     given: Slice | None = None
     receivers: dict[str, Callable[[Message, memoryview], Event | None]] = field(
         default_factory=dict
@@ -100,11 +101,13 @@ class StoreHost:
         if isinstance(message, Slice):
             self.given, span = message, range(message.first, message.stop)
             buckets = buckets_of(message, bucket_bytes)
-            self.collector = SliceCollector(buckets, span, message.contents, torch.float32)
+            pieces = slice_pieces(buckets, span, message.contents, torch.float32)
+            self.incoming = Assembler("slice", lambda _: pieces)
         elif isinstance(message, State):
-            assert self.collector is not None
-            if self.collector.take(message, payload):
-                self._begin(self.collector.values)
+            assert self.incoming is not None
+            assert self.given is not None
+            if (values := self.incoming.take(message, payload)[1]) is not None:
+                self._begin(by_name(self.given.contents, values))
         else:
             assert self.held is not None
             self.held.handle(MessageReceived(COORDINATOR, message), self.to_coordinator)
