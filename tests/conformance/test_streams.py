@@ -24,6 +24,7 @@ from smolcluster.errors import ProtocolError
 from smolcluster.net.inbox import Event
 from smolcluster.ps.buffers import BufferCollector
 from smolcluster.ps.slices import slice_frames, slice_pieces
+from smolcluster.ps.weights import StateReceiver, state_frames
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Collect, Message, State, TensorSpec
@@ -124,12 +125,17 @@ def slice_assembler() -> Assembler[State]:
     return Assembler("slice", lambda _: slice_pieces(BUCKETS, range(1, 3), NAMES, torch.float32))
 
 
+def weights(number: int) -> list[Frame]:
+    return state_frames("here", number, values_of(number), BUCKETS, range(1, 3))
+
+
 def whole_of(assembler: Assembler[Any]) -> Taker:
     return lambda message, payload: assembler.take(message, payload)[1]
 
 
 KINDS = {
     "buckets of a span": Kind(lambda number: frames_in(span(), number), lambda: Bare(span())),
+    "weights": Kind(weights, lambda: StateReceiver(BUCKETS, torch.float32, span=range(1, 3))),
     "a slice": Kind(slices, lambda: whole_of(slice_assembler())),
     "DiLoCo's change": Kind(changes, change_receiver),
     "DiLoCo's step": Kind(outer_steps, lambda: whole_of(step_assembler("fp32", fragments()))),

@@ -24,12 +24,10 @@ from smolcluster.training.replica import Replica
 from smolcluster.training.scaler import LEAST_SCALE
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
-    WEIGHTS,
     Buffers,
     LeaseKey,
     Message,
     Push,
-    State,
     TensorSpec,
     frame_of,
 )
@@ -43,33 +41,6 @@ SPARE_AFTER = 16
 def digests_spec(num_buckets: int) -> TensorSpec:
     nbytes = DIGEST_NBYTES * num_buckets
     return TensorSpec(codec="raw", dtype="xxh3-64", shape=(num_buckets,), nbytes=nbytes)
-
-
-def state_frame(
-    values: Tensor,
-    number: int,
-    num_buckets: int,
-    *,
-    incarnation: str,
-    version: int,
-    content: str = WEIGHTS,
-    num_skipped: int = 0,
-) -> Frame:
-    """The frame of bucket `number` of the server's weights, or of its optimizer's `content`.
-
-    It refers to `values` (n,), on the CPU.
-    """
-    codec = get_codec(lossless_for(values.dtype))
-    state = State(
-        incarnation=incarnation,
-        version=version,
-        content=content,
-        num_skipped=num_skipped,
-        bucket=number,
-        num_buckets=num_buckets,
-        tensor=bucket_spec(codec, slice(0, values.numel())),
-    )
-    return frame_of(state, bytes_of(values))
 
 
 class GradientSender:

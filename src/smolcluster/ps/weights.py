@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from smolcluster.codec.registry import get_codec, lossless_for
-from smolcluster.errors import ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.assignment import AssignmentReceiver
 from smolcluster.ps.buffers import BufferCollector
-from smolcluster.ps.push import state_frame
+from smolcluster.ps.slices import slice_pieces
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
 from smolcluster.transport.frames import Frame
@@ -25,7 +24,11 @@ from smolcluster.transport.messages import (
     State,
     StoreList,
 )
-from smolcluster.transport.streams import bucket_length, bucket_spec
+from smolcluster.transport.streams import (
+    Assembler,
+    bucket_length,
+    stream_frames,
+)
 
 
 def state_frames(
@@ -39,16 +42,10 @@ def state_frames(
 
     `span`: the numbers of the buckets that are sent; None: all.
     """
-    return [
-        state_frame(
-            weights[buckets[number]],
-            number,
-            len(buckets),
-            incarnation=incarnation,
-            version=version,
-        )
-        for number in (span or range(len(buckets)))
-    ]
+    span = span or range(len(buckets))
+    pieces = slice_pieces(buckets, span, (WEIGHTS,), weights.dtype)
+    make = partial(State, incarnation=incarnation, version=version)
+    return stream_frames(make, pieces, (weights[buckets[number]] for number in span))
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class WeightsArrived(Event):
 class StateReceiver(Receiver):
     """A worker's receiver: collects weights, unpacks assignments, passes everything else on.
 
-    Each bucket has memory of its own, which is free again as soon as the worker has taken the weights over.
+    Each copy of the weights has memory of its own, free again as soon as the worker has taken them over.
     """
 
     def __init__(
@@ -88,11 +85,12 @@ class StateReceiver(Receiver):
         """
         self._collector = collector
         self._buffers: BufferValues = {}
-        self._codec = get_codec(lossless_for(dtype))
         self._buckets = buckets
         self._span = range(len(buckets)) if span is None else span
-        self._weights: list[Tensor] = []
-        self._version = 0
+        self._states = Assembler[State](
+            "copy of the weights",
+            lambda _: slice_pieces(buckets, self._span, (WEIGHTS,), dtype),
+        )
         self._assignments = AssignmentReceiver(training)
 
     def place_for(self, message: Message) -> memoryview | None:
@@ -114,26 +112,12 @@ class StateReceiver(Receiver):
         return MessageReceived(0, message)
 
     def _take(self, state: State, payload: memoryview) -> Event | None:
-        number, expected = state.bucket, self._span.start + len(self._weights)
-        in_order = (number, state.num_buckets) == (expected, len(self._buckets))
-        if not in_order or (self._weights and state.version != self._version):
-            raise ProtocolError(
-                f"the server sent bucket {number} of {state.num_buckets} of its weights, "
-                f"expected {expected} of {len(self._buckets)}"
-            )
-        agreed = bucket_spec(self._codec, self._buckets[number])
-        if (state.content, state.tensor) != (WEIGHTS, agreed):
-            raise ProtocolError(
-                f"bucket {number} of the server's weights is not of the agreed shape"
-            )
-        values = torch.empty(bucket_length(self._buckets[number]), dtype=self._codec.dtype)
-        self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
-        self._weights.append(values)
-        self._version = state.version
-        if len(self._weights) < len(self._span):
+        _, weights = self._states.take(state, payload)
+        if weights is None:
             return None
-        weights, self._weights = self._weights, []
-        return WeightsArrived(state.version, weights, self.take_buffers(), self._span.start)
+        sizes = [bucket_length(self._buckets[number]) for number in self._span]
+        buckets = list(weights.split(sizes))
+        return WeightsArrived(state.version, buckets, self.take_buffers(), self._span.start)
 
     def take_buffers(self) -> BufferValues:
         """The buffers that have come since the last weights."""

@@ -12,6 +12,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -26,9 +27,9 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
 )
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.cluster.worker import Worker
+from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.net.session import Session
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
-from smolcluster.ps.push import state_frame
 from smolcluster.ps.store import Stores
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -39,7 +40,9 @@ from smolcluster.transport.messages import (
     Push,
     Ready,
     Skip,
+    State,
 )
+from smolcluster.transport.streams import bucket_pieces, stream_frames
 
 FRAMES_AHEAD = 2
 """A joiner is sent another bucket of the state while fewer frames wait in its session. That bounds memory,
@@ -429,12 +432,14 @@ class Members:
 
     def _copied(self, version: int, number: int, content: str) -> Frame:
         """A copy of one of a bucket's `Store.contents`."""
-        return state_frame(
-            self._stores.contents(number)[content].to("cpu", copy=True),
-            number,
-            len(self._stores.buckets),
+        values = self._stores.contents(number)[content].to("cpu", copy=True)
+        codec, total = get_codec(lossless_for(values.dtype)), len(self._stores.buckets)
+        pieces = bucket_pieces(codec, [slice(0, len(values))], range(number, number + 1), total)
+        make = partial(
+            State,
             incarnation=self._incarnation,
             version=version,
             content=content,
             num_skipped=self._stores.num_skipped,
         )
+        return stream_frames(make, pieces, [values])[0]
