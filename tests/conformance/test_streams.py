@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peers import opened
+from peers import opened, small_replica
 from smolcluster.algorithms.DiLoCo.exchange import (
     DeltaReceiver,
     Encoder,
@@ -23,11 +23,13 @@ from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
 from smolcluster.net.inbox import Event
 from smolcluster.ps.buffers import BufferCollector
+from smolcluster.ps.push import GradientReceiver, GradientSender
 from smolcluster.ps.slices import slice_frames, slice_pieces
 from smolcluster.ps.weights import StateReceiver, state_frames
 from smolcluster.training.buffers import ModelBuffers
+from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Collect, Message, State, TensorSpec
+from smolcluster.transport.messages import Collect, LeaseKey, Message, State, TensorSpec
 from smolcluster.transport.streams import (
     Assembler,
     Piece,
@@ -52,18 +54,18 @@ class Kind:
 
 @dataclass
 class Bare:
-    """An assembler with nothing around it, which notes whom it has asked for memory."""
+    """An assembler with nothing around it, which notes how much memory it has asked for."""
 
     pieces: list[Piece]
-    asked: list[Message] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
     pieces_told: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.assembler = Assembler[State]("test", lambda _: self.pieces, self.memory_for)
 
-    def memory_for(self, first: State) -> Tensor:
-        self.asked.append(first)
-        return torch.zeros(self.pieces[-1].place.stop)
+    def memory_for(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        self.asked.append(numel)
+        return torch.zeros(numel, dtype=dtype)
 
     def __call__(self, message: Message, payload: memoryview) -> Tensor | None:
         assert isinstance(message, State)
@@ -129,6 +131,23 @@ def weights(number: int) -> list[Frame]:
     return state_frames("here", number, values_of(number), BUCKETS, range(1, 3))
 
 
+def pushes(number: int) -> list[Frame]:
+    lease = LeaseKey(incarnation="here", epoch=0, start=0, stop=4, grant=number)
+    replica = small_replica()
+    return list(GradientSender("int8", replica).frames(lease, 7, BatchLoss(0.5, 4), 0.25))
+
+
+def push_receiver() -> Taker:
+    receiver = GradientReceiver(1, "int8", small_replica().buckets)
+
+    def take(message: Message, payload: memoryview) -> Event | None:
+        event = receiver(message, payload)
+        receiver.free()
+        return event
+
+    return take
+
+
 def whole_of(assembler: Assembler[Any]) -> Taker:
     return lambda message, payload: assembler.take(message, payload)[1]
 
@@ -136,6 +155,7 @@ def whole_of(assembler: Assembler[Any]) -> Taker:
 KINDS = {
     "buckets of a span": Kind(lambda number: frames_in(span(), number), lambda: Bare(span())),
     "weights": Kind(weights, lambda: StateReceiver(BUCKETS, torch.float32, span=range(1, 3))),
+    "a push": Kind(pushes, push_receiver),
     "a slice": Kind(slices, lambda: whole_of(slice_assembler())),
     "DiLoCo's change": Kind(changes, change_receiver),
     "DiLoCo's step": Kind(outer_steps, lambda: whole_of(step_assembler("fp32", fragments()))),
@@ -207,7 +227,7 @@ def test_values_arrive_each_piece_told_and_memory_is_asked_for_once_a_stream() -
         assert torch.equal(whole, values_of(number)[4:])
         assert torch.equal(torch.cat(take.pieces_told), whole)
         take.pieces_told.clear()
-    assert len(take.asked) == 2
+    assert take.asked == [6, 6]
 
 
 def test_no_memory_is_asked_for_before_the_first_piece_is_known_to_be_right() -> None:
@@ -245,7 +265,7 @@ def test_an_owner_that_wants_no_stream_refuses_it() -> None:
 
 def test_after_a_stream_is_given_up_another_one_begins() -> None:
     pieces = bucket_pieces(get_codec("fp32"), BUCKETS)
-    assembler = Assembler[State]("test", lambda _: pieces, lambda _: torch.zeros(10))
+    assembler = Assembler[State]("test", lambda _: pieces)
     first, second = (
         [
             opened(frame)
@@ -258,8 +278,10 @@ def test_after_a_stream_is_given_up_another_one_begins() -> None:
         for number in (0, 1)
     )
     assembler.take(*first[0])  # type: ignore[arg-type]
-    assembler.forget()
-    assert not assembler.in_progress
+    left = assembler.forget()
+    assert left is not None
+    assert torch.equal(left[:4], values_of(0)[:4]), "whoever gave it has it back"
+    assert assembler.first is None
     whole = [assembler.take(*each)[1] for each in second][-1]  # type: ignore[arg-type]
     assert whole is not None
     assert torch.equal(whole, values_of(1))

@@ -1,11 +1,11 @@
 """Buckets on the wire, a frame each: gradients (or whole weights) from a worker, the server's state to it.
 
-`GradientSender` (worker) -> `PushOrder` checks -> `GradientReceiver` (server), where a push is needed whole.
+`GradientSender` (worker) -> `GradientReceiver` (server), where a push is needed whole.
 """
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ from smolcluster.transport.messages import (
     TensorSpec,
     frame_of,
 )
-from smolcluster.transport.streams import bucket_length, bucket_spec
+from smolcluster.transport.streams import Assembler, Piece, bucket_length, span_pieces
 
 DIGEST_NBYTES = 8
 SPARE_AFTER = 16
@@ -98,22 +98,31 @@ class GradientSender:
         is_backup = backup_from is not None
         codec = self._lossless if is_backup else self._codec
         is_in_place = is_backup or (self._in_place and codec.lossless)
-        push = self._header(lease, base_version, loss, compute_s)
+        pieces = span_pieces(codec, self._replica.buckets)
+        push = Push(
+            lease=lease,
+            base_version=base_version,
+            num_samples=lease.stop - lease.start,
+            num_terms=loss.num_terms,
+            loss=None if math.isnan(loss.mean) else loss.mean,
+            learning_rate=loss.learning_rate,
+            overflow=loss.overflow,
+            compute_s=compute_s,
+            **pieces[0].fields,
+        )
         values = self._replica.host_gradient() if weights is None else weights
         what = "gradient" if weights is None else "weights"
-        for number, bucket in list(enumerate(self._replica.buckets))[backup_from or 0 :]:
+        for piece in pieces[backup_from or 0 :]:
+            bucket = piece.place
             if is_in_place:
                 payload = bytes_of(values[bucket])
             else:
                 with self._meter("encode"):
-                    payload = self._encode(
-                        number, values[bucket], share if push.num_terms else 0, what
-                    )
+                    payload = self._encode(bucket, values, share if push.num_terms else 0, what)
             if not is_backup:
                 self._meter.raw_bytes += values[bucket].nbytes
                 self._meter.encoded_bytes += payload.nbytes
-            spec = bucket_spec(codec, bucket)
-            yield push.model_copy(update={"bucket": number, "tensor": spec}), payload
+            yield push.model_copy(update=piece.fields), payload
 
     def settle(self, num_buckets: int | None = None, share: float | None = None) -> None:
         """The first `num_buckets` buckets (None: all) of the last push have counted, `share` if given.
@@ -125,112 +134,55 @@ class GradientSender:
             count = len(buckets) if num_buckets is None else num_buckets
             self._feedback.commit(buckets[count - 1].stop if count else 0, share)
 
-    def _header(
-        self, lease: LeaseKey, base_version: int, loss: BatchLoss, compute_s: float
-    ) -> Push:
-        return Push(
-            lease=lease,
-            base_version=base_version,
-            bucket=0,
-            num_buckets=len(self._replica.buckets),
-            num_samples=lease.stop - lease.start,
-            num_terms=loss.num_terms,
-            loss=None if math.isnan(loss.mean) else loss.mean,
-            learning_rate=loss.learning_rate,
-            overflow=loss.overflow,
-            compute_s=compute_s,
-            tensor=bucket_spec(self._codec, self._replica.buckets[0]),
-        )
-
-    def _encode(self, number: int, values: Tensor, share: float, what: str) -> memoryview:
-        bucket = self._replica.buckets[number]
+    def _encode(self, bucket: slice, values: Tensor, share: float, what: str) -> memoryview:
         size = self._codec.encoded_nbytes(bucket_length(bucket))
         encoded = torch.empty(size, dtype=torch.uint8)
         try:
             if self._feedback is None or share == 0:  # what weighs nothing pays no debts
-                self._codec.encode(values, encoded)
+                self._codec.encode(values[bucket], encoded)
             else:
-                self._feedback.encode(bucket, values, encoded, share)
+                self._feedback.encode(bucket, values[bucket], encoded, share)
         except NonFiniteValue as error:
             name = self._replica.parameter_at(bucket.start + error.index)
             raise NonFiniteLoss(f"{what} at layer {name} cannot be sent: {error}") from error
         return bytes_of(encoded)
 
 
-class PushOrder:
-    """Checks the pushes of one worker: whole, one after the other, buckets in order."""
+def push_assembler(
+    buckets: Sequence[slice],
+    codec_name: str,
+    memory_for: Callable[..., Tensor] = torch.empty,
+    *,
+    partial: bool = False,
+    has_loss_scale: bool = False,
+    span: range | None = None,
+) -> Assembler[Push]:
+    """Puts the pushes of one worker together: whole, one after the other, buckets in order.
 
-    def __init__(
-        self,
-        buckets: Sequence[slice],
-        codec_name: str,
-        *,
-        partial: bool = False,
-        has_loss_scale: bool = False,
-        span: range | None = None,
-    ) -> None:
-        """What may come.
+    Args:
+        buckets: places in the flat gradient.
+        codec_name: the one agreed on.
+        memory_for: see `Assembler`.
+        partial: a push may begin with any bucket, and may be lossless whatever the codec.
+        has_loss_scale: a gradient may overflow with it.
+        span: the numbers of the buckets that come here, the others go elsewhere; None: all.
+    """
+    agreed = get_codec(codec_name)
+    codecs = (agreed, get_codec(lossless_for(agreed.dtype))) if partial else (agreed,)
+    expected = {codec.name: span_pieces(codec, buckets, span) for codec in reversed(codecs)}
 
-        Args:
-            buckets: places in the flat gradient.
-            codec_name: the one agreed on.
-            partial: a push may begin with any bucket, and may be lossless whatever the codec.
-            has_loss_scale: a gradient may overflow with it.
-            span: the numbers of the buckets that come here, the others go elsewhere; None: all.
-        """
-        self._span = range(len(buckets)) if span is None else span
-        self._has_loss_scale = has_loss_scale
-        self._buckets = buckets
-        self._codec = get_codec(codec_name)
-        self._partial = partial
-        self._lossless = get_codec(lossless_for(self._codec.dtype))
-        self._next = 0
-        self._lease: LeaseKey | None = None
-
-    @property
-    def in_progress(self) -> bool:
-        return self._lease is not None
-
-    def give_up(self, lease: LeaseKey) -> None:
-        """No more comes of this push."""
-        if self._lease == lease:
-            self._lease = None
-
-    def take(self, push: Push) -> bool:
-        """Note the next frame of a push; returns whether it is the last one.
-
-        Raises:
-            ProtocolError: it is not what may come next.
-        """
-        if self._lease is None:
-            self._next = push.bucket if self._partial else self._span.start
-        elif push.lease != self._lease:
-            raise ProtocolError("it began another push in the middle of one")
-        known = push.bucket in self._span and push.num_buckets == len(self._buckets)
-        if not known or push.bucket != self._next:
-            raise ProtocolError(
-                f"it sent bucket {push.bucket} of {push.num_buckets}, "
-                f"expected {self._next} of {len(self._buckets)}"
-            )
+    def pieces_of(push: Push) -> Sequence[Piece]:
         if push.num_samples != push.lease.stop - push.lease.start:
             raise ProtocolError(f"its push of {push.num_samples} samples does not fit its lease")
-        self._check_overflow(push.overflow)
-        if push.tensor != bucket_spec(self._codec, self._buckets[push.bucket]) and not (
-            self._partial and push.tensor == bucket_spec(self._lossless, self._buckets[push.bucket])
-        ):
-            raise ProtocolError(
-                f"bucket {push.bucket} is not the {self._codec.name} tensor agreed on"
-            )
-        self._next += 1
-        last = self._next == self._span.stop
-        self._lease = None if last else push.lease
-        return last
+        scale = push.overflow
+        if scale is not None and not (has_loss_scale and scale > LEAST_SCALE):
+            reason = f"is not above {LEAST_SCALE:g}" if has_loss_scale else "this run has none"
+            raise ProtocolError(f"its gradient overflowed with a loss scale of {scale:g}: {reason}")
+        pieces = expected.get(push.tensor.codec, expected[codec_name])
+        first = push.bucket - (span.start if span else 0)
+        return pieces[first:] if partial and 0 <= first < len(pieces) else pieces
 
-    def _check_overflow(self, scale: float | None) -> None:
-        if scale is None or (self._has_loss_scale and scale > LEAST_SCALE):
-            return
-        reason = f"is not above {LEAST_SCALE:g}" if self._has_loss_scale else "this run has none"
-        raise ProtocolError(f"its gradient overflowed with a loss scale of {scale:g}: {reason}")
+    return Assembler("push", pieces_of, memory_for, varies=("held_s",))
 
 
 @dataclass(frozen=True)
@@ -302,34 +254,30 @@ class GradientReceiver(Receiver):
             span: the numbers of the buckets that come here, the others go elsewhere; None: all.
         """
         self.session_id = session_id
-        self._codec = get_codec(codec_name)
-        self._buckets = buckets
-        self._order = PushOrder(buckets, codec_name, has_loss_scale=has_loss_scale, span=span)
-        held = buckets if span is None else buckets[span.start : span.stop]
-        self._start, self._stop = held[0].start, held[-1].stop
         self._collector = collector
         self._buffers: tuple[LeaseKey | None, BufferValues] = (None, {})
         self._memory = memory or GradientBuffers()
+        self._pushes = push_assembler(
+            buckets, codec_name, self._memory.take, has_loss_scale=has_loss_scale, span=span
+        )
         self._gradient: Tensor | None = None
-        self._taken = False
+        """Of the push that was handed over and is still needed."""
 
     @property
     def in_progress(self) -> bool:
-        return self._order.in_progress
+        return self._pushes.first is not None
 
     def free(self) -> None:
         """The push that was handed over is needed no more."""
-        self._give_back()
-        self._taken = False
-
-    def close(self) -> None:
-        if not self._taken:  # else whoever has the push frees it
-            self._give_back()
-
-    def _give_back(self) -> None:
         gradient, self._gradient = self._gradient, None
         if gradient is not None:
             self._memory.give_back(gradient)
+
+    def close(self) -> None:
+        begun = self._pushes.first  # it stays in progress
+        if (gradient := self._pushes.forget()) is not None:
+            self._memory.give_back(gradient)
+        self._pushes.first = begun
 
     def begin(self) -> None:
         """Its next push begins.
@@ -337,7 +285,7 @@ class GradientReceiver(Receiver):
         Raises:
             ProtocolError: none may come yet.
         """
-        if self._taken:
+        if self._gradient is not None:
             raise ProtocolError("it pushed again before its last push was acknowledged")
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
@@ -352,16 +300,10 @@ class GradientReceiver(Receiver):
             return MessageReceived(self.session_id, message)
         if not self.in_progress:
             self.begin()
-        whole = self._order.take(message)
-        if self._gradient is None:
-            self._gradient = self._memory.take(self._stop - self._start, self._codec.dtype)
-        encoded = torch.frombuffer(payload, dtype=torch.uint8)
-        place = self._buckets[message.bucket]
-        gradient = self._gradient
-        self._codec.decode(encoded, gradient[place.start - self._start : place.stop - self._start])
-        if not whole:
+        _, gradient = self._pushes.take(message, payload)
+        if gradient is None:
             return None
-        self._taken = True
+        self._gradient = gradient
         (lease, buffers), self._buffers = self._buffers, (None, {})
         if lease != message.lease:
             buffers = {}

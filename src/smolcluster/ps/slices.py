@@ -76,7 +76,7 @@ def slice_frames(
     frames = []
     for content, values in contents.items():
         pieces = slice_pieces(buckets, span, [content], values.dtype)
-        frames += stream_frames(make, pieces, values.to("cpu", copy=True).split(sizes))
+        frames += stream_frames(make, pieces, torch.split(values.to("cpu", copy=True), sizes))
     return frames
 
 

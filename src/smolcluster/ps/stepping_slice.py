@@ -161,7 +161,7 @@ class PushReceiver(GradientReceiver):
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         event = super().__call__(message, payload)
         if isinstance(event, Pushed):  # the next one has memory of its own
-            self._gradient, self._taken = None, False
+            self._gradient = None
         return event
 
     def give_back(self, gradient: Tensor) -> None:

@@ -82,7 +82,7 @@ class StoreReceiver(Receiver):
             old = self._asked[-1][1] if self._asked else None
             values = torch.empty(pieces[-1].place.stop, dtype=dtype) if old is None else old
             self._asked.append(
-                (Assembler("slice", lambda _: pieces, lambda _: values), values, whole)
+                (Assembler("slice", lambda _: pieces, lambda *_, **__: values), values, whole)
             )
         return values, whole
 

@@ -116,7 +116,7 @@ class StateReceiver(Receiver):
         if weights is None:
             return None
         sizes = [bucket_length(self._buckets[number]) for number in self._span]
-        buckets = list(weights.split(sizes))
+        buckets = list(torch.split(weights, sizes))
         return WeightsArrived(state.version, buckets, self.take_buffers(), self._span.start)
 
     def take_buffers(self) -> BufferValues:

@@ -101,7 +101,7 @@ class Assembler(Generic[M]):
         self,
         what: str,
         pieces_of: Callable[[M], Sequence[Piece]],
-        memory_for: Callable[[M], Tensor] | None = None,
+        memory_for: Callable[..., Tensor] = torch.empty,
         *,
         varies: Collection[str] = (),
     ) -> None:
@@ -110,24 +110,21 @@ class Assembler(Generic[M]):
         Args:
             what: one stream is, in words.
             pieces_of: what has to come of a stream that a message begins; refuses one by raising.
-            memory_for: where its values shall lie, (n,); None: in new memory of the codec's type.
+            memory_for: gives memory for as many values, of `dtype`, as a stream has.
             varies: fields that may differ from piece to piece, and that nobody can know.
         """
-        self._what, self._pieces_of, self._varies = what, pieces_of, varies
-        self._memory_for = memory_for or self._new_memory
-        self._first: M | None = None
+        self._what, self._pieces_of = what, pieces_of
+        self._memory_for, self._varies = memory_for, varies
+        self.first: M | None = None
+        """The message that has begun the stream that is not whole yet; None: there is none."""
         self._pieces: Sequence[Piece] = ()
         self._num_taken = 0
         self._values: Tensor | None = None
 
-    @property
-    def in_progress(self) -> bool:
-        """Whether a stream has begun and is not whole."""
-        return self._first is not None
-
-    def forget(self) -> None:
-        """No more comes of the stream that has begun."""
-        self._first = self._values = None
+    def forget(self) -> Tensor | None:
+        """No more comes of the stream that has begun; returns its memory, if it has got some."""
+        values, self.first, self._values = self._values, None, None
+        return values
 
     def check(self, message: M) -> Piece:
         """Note the next piece, without memory for it.
@@ -135,13 +132,13 @@ class Assembler(Generic[M]):
         Raises:
             ProtocolError: it is not what may come next, or what `pieces_of` says.
         """
-        first, number = self._first or message, self._num_taken
-        if self._first is None:
+        first, number = self.first or message, self._num_taken
+        if self.first is None:
             self._pieces, number = self._pieces_of(message), 0
         piece = self._pieces[number]
         self._compare(first, message, piece)
         self._num_taken = number + 1
-        self._first = None if self._num_taken == len(self._pieces) else first
+        self.first = None if self._num_taken == len(self._pieces) else first
         return piece
 
     def take(self, message: M, payload: memoryview) -> tuple[Tensor, Tensor | None]:
@@ -152,21 +149,18 @@ class Assembler(Generic[M]):
         """
         piece = self.check(message)
         if self._values is None:
-            self._values = self._memory_for(message)
+            dtype = torch.uint8 if piece.codec is None else piece.codec.dtype
+            self._values = self._memory_for(self._pieces[-1].place.stop, dtype=dtype)
         values, encoded = self._values, torch.frombuffer(payload, dtype=torch.uint8)
         newest = values[piece.place]
         if piece.codec is None:
             newest.view(torch.uint8).copy_(encoded)
         else:
             piece.codec.decode(encoded, newest)
-        if self._first is not None:
+        if self.first is not None:
             return newest, None
         self._values = None
         return newest, values
-
-    def _new_memory(self, _first: M) -> Tensor:
-        _, place, codec = self._pieces[-1]
-        return torch.empty(place.stop, dtype=torch.uint8 if codec is None else codec.dtype)
 
     def _compare(self, first: M, message: M, piece: Piece) -> None:
         own = {name: getattr(message, name) for name in piece.fields}

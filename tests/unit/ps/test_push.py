@@ -18,13 +18,14 @@ from smolcluster.ps.push import (
     GradientReceiver,
     GradientSender,
     Pushed,
-    PushOrder,
+    push_assembler,
 )
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.training.scaler import LEAST_SCALE
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import LeaseKey, Pull, Push
+from smolcluster.transport.streams import Assembler
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
 
@@ -252,85 +253,93 @@ def pushes_of(replica: Replica, codec: str = "fp32", key: LeaseKey | None = None
     )
 
 
-def take_all(order: PushOrder, pushes: list[Push]) -> list[bool]:
-    return [order.take(push) for push in pushes]
+def ends(order: Assembler[Push], push: Push) -> bool:
+    """Take the next frame; returns whether it is the last one of a push."""
+    order.check(push)
+    return order.first is None
+
+
+def take_all(order: Assembler[Push], pushes: list[Push]) -> list[bool]:
+    return [ends(order, push) for push in pushes]
 
 
 def test_a_push_ends_with_its_last_bucket_and_then_another_may_begin(replica: Replica) -> None:
-    order = PushOrder(replica.buckets, "fp32")
+    order = push_assembler(replica.buckets, "fp32")
     for grant in (1, 2):
-        states = [order.in_progress]
+        states = [order.first is not None]
         for push in pushes_of(replica, key=lease(grant=grant)):
-            assert order.take(push) == (push.bucket == 2)
-            states.append(order.in_progress)
+            assert ends(order, push) == (push.bucket == 2)
+            states.append(order.first is not None)
         assert states == [False, True, True, False]
 
 
 @pytest.mark.parametrize(("numbers", "wrong"), [([1], 1), ([0, 2], 2), ([0, 0], 0), ([0, 1, 0], 0)])
 def test_buckets_come_in_order(replica: Replica, numbers: list[int], wrong: int) -> None:
-    order, pushes = PushOrder(replica.buckets, "fp32"), pushes_of(replica)
+    order, pushes = push_assembler(replica.buckets, "fp32"), pushes_of(replica)
     take_all(order, [pushes[number] for number in numbers[:-1]])
     with pytest.raises(
         ProtocolError, match=f"bucket {wrong} of 3, expected {len(numbers) - 1} of 3"
     ):
-        order.take(pushes[numbers[-1]])
+        order.check(pushes[numbers[-1]])
 
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_two_pushes_cannot_be_mixed(replica: Replica, partial: bool) -> None:
-    order = PushOrder(replica.buckets, "fp32", partial=partial)
-    order.take(pushes_of(replica, key=lease(grant=1))[0])
+    order = push_assembler(replica.buckets, "fp32", partial=partial)
+    order.check(pushes_of(replica, key=lease(grant=1))[0])
     with pytest.raises(ProtocolError, match="another push in the middle"):
-        order.take(pushes_of(replica, key=lease(grant=2))[1])
+        order.check(pushes_of(replica, key=lease(grant=2))[1])
 
 
 @pytest.mark.parametrize("num_samples", [31, 33])
 def test_a_push_has_as_many_samples_as_its_lease(replica: Replica, num_samples: int) -> None:
     wrong = pushes_of(replica)[0].model_copy(update={"num_samples": num_samples})
     with pytest.raises(ProtocolError, match=f"{num_samples} samples does not fit its lease"):
-        PushOrder(replica.buckets, "fp32").take(wrong)
+        push_assembler(replica.buckets, "fp32").check(wrong)
 
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_push_in_a_codec_that_was_not_agreed_on_is_refused(
     replica: Replica, partial: bool
 ) -> None:
-    order = PushOrder(replica.buckets, "fp32", partial=partial)
-    with pytest.raises(ProtocolError, match="bucket 0 is not the fp32 tensor agreed on"):
-        order.take(pushes_of(replica, "int8")[0])
+    order = push_assembler(replica.buckets, "fp32", partial=partial)
+    with pytest.raises(
+        ProtocolError, match="bucket 0 of 3 of its push is not the fp32 tensor agreed on"
+    ):
+        order.check(pushes_of(replica, "int8")[0])
 
 
 def test_buckets_of_another_size_are_refused(replica: Replica) -> None:
     other = Replica(nn.Linear(16, 48), "sgd", bucket_bytes=512)
     with pytest.raises(ProtocolError, match="of 7, expected 0 of 3"):
-        PushOrder(replica.buckets, "fp32").take(pushes_of(other)[0])
+        push_assembler(replica.buckets, "fp32").check(pushes_of(other)[0])
     lying = pushes_of(other)[0].model_copy(update={"num_buckets": 3})
     with pytest.raises(ProtocolError, match="not the fp32 tensor agreed on"):
-        PushOrder(replica.buckets, "fp32").take(lying)
+        push_assembler(replica.buckets, "fp32").check(lying)
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_where_parts_are_allowed_a_push_begins_anywhere_and_goes_on_to_the_end(
     replica: Replica, first: int
 ) -> None:
-    order, pushes = PushOrder(replica.buckets, "fp32", partial=True), pushes_of(replica)
+    order, pushes = push_assembler(replica.buckets, "fp32", partial=True), pushes_of(replica)
     assert take_all(order, pushes[first:]) == [False] * (2 - first) + [True]
     assert take_all(order, pushes) == [False, False, True], "and the next one anew"
 
 
 @pytest.mark.parametrize(("numbers", "wrong"), [([1, 0], 0), ([0, 2], 2), ([1, 1], 1)])
 def test_parts_too_come_in_order(replica: Replica, numbers: list[int], wrong: int) -> None:
-    order, pushes = PushOrder(replica.buckets, "fp32", partial=True), pushes_of(replica)
-    order.take(pushes[numbers[0]])
+    order, pushes = push_assembler(replica.buckets, "fp32", partial=True), pushes_of(replica)
+    order.check(pushes[numbers[0]])
     expected = f"bucket {wrong} of 3, expected {numbers[0] + 1} of 3"
     with pytest.raises(ProtocolError, match=expected):
-        order.take(pushes[numbers[1]])
+        order.check(pushes[numbers[1]])
 
 
 def test_a_part_cannot_begin_behind_the_last_bucket(replica: Replica) -> None:
     beyond = pushes_of(replica)[0].model_copy(update={"bucket": 3})
     with pytest.raises(ProtocolError, match="bucket 3 of 3"):
-        PushOrder(replica.buckets, "fp32", partial=True).take(beyond)
+        push_assembler(replica.buckets, "fp32", partial=True).check(beyond)
 
 
 @pytest.mark.parametrize("codec", LOSSY)
@@ -338,10 +347,12 @@ def test_only_where_parts_are_allowed_a_push_may_be_lossless_instead(
     replica: Replica, codec: str
 ) -> None:
     lossless = said(backup_with(GradientSender(codec, replica), 1))
-    assert take_all(PushOrder(replica.buckets, codec, partial=True), lossless) == [False, True]
+    assert take_all(push_assembler(replica.buckets, codec, partial=True), lossless) == [False, True]
     whole = pushes_of(replica, "fp32")
-    with pytest.raises(ProtocolError, match=f"bucket 0 is not the {codec} tensor agreed on"):
-        PushOrder(replica.buckets, codec).take(whole[0])
+    with pytest.raises(
+        ProtocolError, match=f"bucket 0 of 3 of its push is not the {codec} tensor agreed on"
+    ):
+        push_assembler(replica.buckets, codec).check(whole[0])
 
 
 @pytest.mark.parametrize(
@@ -359,12 +370,12 @@ def test_a_gradient_overflows_only_with_a_loss_scale(
 ) -> None:
     """Else a worker could let samples count that nobody trains on."""
     push = pushes_of(replica, "fp32")[0].model_copy(update={"overflow": overflow})
-    order = PushOrder(replica.buckets, "fp32", has_loss_scale=has_loss_scale)
+    order = push_assembler(replica.buckets, "fp32", has_loss_scale=has_loss_scale)
     if is_taken:
-        order.take(push)
+        order.check(push)
     else:
         with pytest.raises(ProtocolError, match="loss scale"):
-            order.take(push)
+            order.check(push)
 
 
 # What the server takes whole.

@@ -74,7 +74,7 @@ def test_weights_come_in_order(replica: Replica, receiver: StateReceiver, first:
 
 def test_weights_of_two_versions_are_not_mixed(replica: Replica, receiver: StateReceiver) -> None:
     (_, old), (_, new) = weights_of(replica, 4), weights_of(replica, 5)
-    with pytest.raises(ProtocolError, match="bucket 1 .* of another copy of the weights"):
+    with pytest.raises(ProtocolError, match=r"bucket 1 .* of another copy of the weights"):
         deliver([old[0], new[1]], receiver)
 
 

@@ -261,7 +261,7 @@ class DeltaReceiver(Receiver):
 
     @property
     def in_progress(self) -> bool:
-        return self._deltas.in_progress
+        return self._deltas.first is not None
 
     def free(self, fragment: int) -> None:
         """Its last change is needed no more."""

@@ -252,7 +252,7 @@ class DeltaSliceReceiver(Receiver):
 
     @property
     def in_progress(self) -> bool:
-        return self._deltas.in_progress
+        return self._deltas.first is not None
 
     def free(self, fragment: int) -> None:
         """The coordinator has decided on a change. Any thread."""

@@ -24,7 +24,7 @@ from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.buffers import BufferCollector
-from smolcluster.ps.push import PushOrder, digests_spec
+from smolcluster.ps.push import digests_spec, push_assembler
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import DIVERGENCE_REMEDY
@@ -351,14 +351,14 @@ class PartReceiver(Receiver):
         self._reduction = reduction
         self._codec = get_codec(codec_name)
         self._lossless = get_codec(lossless_for(self._codec.dtype))
-        self._order = PushOrder(
+        self._pushes = push_assembler(
             buckets, codec_name, partial=True, has_loss_scale=has_loss_scale, span=span
         )
         self._scratch = torch.empty(bucket_length(buckets[0]), dtype=self._codec.dtype)
 
     @property
     def in_progress(self) -> bool:
-        return self._order.in_progress
+        return self._pushes.first is not None
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message; of a push, tell only when it completes a bucket or ends."""
@@ -367,10 +367,12 @@ class PartReceiver(Receiver):
                 self._reduction.note_buffers(self._session_id, message.lease, added)
             return None
         if not isinstance(message, Push):
-            if isinstance(message, Skip):
-                self._order.give_up(message.lease)
+            begun = self._pushes.first
+            if isinstance(message, Skip) and begun and begun.lease == message.lease:
+                self._pushes.forget()
             return MessageReceived(self._session_id, message)
-        whole = self._order.take(message)
+        self._pushes.check(message)
+        whole = not self.in_progress
         reduced = self._reduction.add(self._session_id, message, *self._decoded(message, payload))
         if not (whole or reduced):
             return None
