@@ -22,14 +22,14 @@ from smolcluster.algorithms.DiLoCo.fragments import Fragment
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
 from smolcluster.net.inbox import Event
-from smolcluster.ps.buffers import BufferCollector
+from smolcluster.ps.buffers import BufferCollector, buffer_frames
 from smolcluster.ps.push import GradientReceiver, GradientSender
 from smolcluster.ps.slices import slice_frames, slice_pieces
 from smolcluster.ps.weights import StateReceiver, state_frames
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Collect, LeaseKey, Message, State, TensorSpec
+from smolcluster.transport.messages import Buffers, Collect, LeaseKey, Message, State, TensorSpec
 from smolcluster.transport.streams import (
     Assembler,
     Piece,
@@ -100,8 +100,8 @@ def changes(number: int) -> list[Frame]:
 
 
 def change_receiver() -> Taker:
-    buffers = BufferCollector(ModelBuffers(nn.Linear(1, 1)), 64)
-    receiver = DeltaReceiver(1, "int8", fragments(), buffers)
+    collector = BufferCollector(ModelBuffers(nn.Linear(1, 1)), 64)
+    receiver = DeltaReceiver(1, "int8", fragments(), collector)
 
     def take(message: Message, payload: memoryview) -> Event | None:
         event = receiver(message, payload)
@@ -148,6 +148,29 @@ def push_receiver() -> Taker:
     return take
 
 
+def trained() -> ModelBuffers:
+    """Those of batch norm after a batch: 6 + 6 + 1 values, and so in 2 pieces of 8 and 5."""
+    model = nn.BatchNorm1d(6)
+    found = ModelBuffers(model)
+    model(torch.randn(5, 6))
+    found.find()
+    return found
+
+
+def buffers(number: int) -> list[Frame]:
+    return buffer_frames(trained().values(), 64, version=number)
+
+
+def buffer_taker() -> Taker:
+    collector = BufferCollector(trained(), 64)
+
+    def take(message: Message, payload: memoryview) -> object:
+        assert isinstance(message, Buffers)
+        return collector.take(message, payload)
+
+    return take
+
+
 def whole_of(assembler: Assembler[Any]) -> Taker:
     return lambda message, payload: assembler.take(message, payload)[1]
 
@@ -156,6 +179,7 @@ KINDS = {
     "buckets of a span": Kind(lambda number: frames_in(span(), number), lambda: Bare(span())),
     "weights": Kind(weights, lambda: StateReceiver(BUCKETS, torch.float32, span=range(1, 3))),
     "a push": Kind(pushes, push_receiver),
+    "buffers": Kind(buffers, buffer_taker),
     "a slice": Kind(slices, lambda: whole_of(slice_assembler())),
     "DiLoCo's change": Kind(changes, change_receiver),
     "DiLoCo's step": Kind(outer_steps, lambda: whole_of(step_assembler("fp32", fragments()))),
@@ -261,6 +285,11 @@ def test_an_owner_that_wants_no_stream_refuses_it() -> None:
 
     with pytest.raises(ProtocolError, match="not asked"):
         Assembler[State]("test", none).check(opened(frames_in(span(), 0)[0])[0])  # type: ignore[arg-type]
+
+
+def test_a_stream_of_no_pieces_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="a test of nothing"):
+        whole_of(Assembler[State]("test", lambda _: []))(*opened(frames_in(span(), 0)[0]))
 
 
 def test_after_a_stream_is_given_up_another_one_begins() -> None:

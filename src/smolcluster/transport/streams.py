@@ -135,6 +135,8 @@ class Assembler(Generic[M]):
         first, number = self.first or message, self._num_taken
         if self.first is None:
             self._pieces, number = self._pieces_of(message), 0
+            if not self._pieces:
+                raise ProtocolError(f"it sent a {self._what} of nothing")
         piece = self._pieces[number]
         self._compare(first, message, piece)
         self._num_taken = number + 1
