@@ -23,6 +23,7 @@ from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
 from smolcluster.net.inbox import Event
 from smolcluster.ps.buffers import BufferCollector, buffer_frames
+from smolcluster.ps.offering import Offer, Offered, OfferedWeights, Plan, _OfferReceiver, _pieces
 from smolcluster.ps.push import GradientReceiver, GradientSender
 from smolcluster.ps.slices import slice_frames, slice_pieces
 from smolcluster.ps.weights import StateReceiver, state_frames
@@ -50,6 +51,8 @@ class Kind:
 
     frames: Callable[[int], list[Frame]]
     new_taker: Callable[[], Taker]
+    is_named: bool = True
+    """Whether a message says which stream it is of."""
 
 
 @dataclass
@@ -171,6 +174,26 @@ def buffer_taker() -> Taker:
     return take
 
 
+PLAN = Plan.of(nn.Linear(2**18, 2), 4, is_counted=True)
+
+
+def offers(number: int) -> list[Frame]:
+    pieces = _pieces(PLAN.num_values, torch.float32)
+    values = torch.full((PLAN.num_values,), float("inf") if number else 0.0)
+    return stream_frames(OfferedWeights, pieces, (values[piece.place] for piece in pieces))
+
+
+def offer_receiver() -> Taker:
+    receiver = _OfferReceiver(1)
+    receiver(Offer(plan=PLAN.text), memoryview(b""))
+
+    def take(message: Message, payload: memoryview) -> Event | None:
+        event = receiver(message, payload)
+        return event if isinstance(event, Offered) else None
+
+    return take
+
+
 def whole_of(assembler: Assembler[Any]) -> Taker:
     return lambda message, payload: assembler.take(message, payload)[1]
 
@@ -180,6 +203,7 @@ KINDS = {
     "weights": Kind(weights, lambda: StateReceiver(BUCKETS, torch.float32, span=range(1, 3))),
     "a push": Kind(pushes, push_receiver),
     "buffers": Kind(buffers, buffer_taker),
+    "an offer": Kind(offers, offer_receiver, is_named=False),
     "a slice": Kind(slices, lambda: whole_of(slice_assembler())),
     "DiLoCo's change": Kind(changes, change_receiver),
     "DiLoCo's step": Kind(outer_steps, lambda: whole_of(step_assembler("fp32", fragments()))),
@@ -222,7 +246,8 @@ def test_a_piece_that_is_left_out_comes_twice_or_is_of_another_stream_is_refused
 ) -> None:
     frames, others = kind.frames(0), kind.frames(1)
     for number in range(1, len(frames)):
-        for frame in (*frames[:number], *frames[number + 1 :], others[number]):
+        other = [others[number]] if kind.is_named else []
+        for frame in (*frames[:number], *frames[number + 1 :], *other):
             take = kind.new_taker()
             for fine in frames[:number]:
                 take(*opened(fine))

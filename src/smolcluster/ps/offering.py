@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
+import psutil
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from smolcluster.cluster.listening import listening_addresses
-from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.schema import ClusterConfig, Encryption, OptimizerArgs
 from smolcluster.data.dataset import Batch, Elsewhere, Place
@@ -43,7 +43,7 @@ from smolcluster.net.session import Receiver, Session
 from smolcluster.training.buffers import plain_name
 from smolcluster.training.fingerprint import frozen_digest
 from smolcluster.training.lazy import check_shapes
-from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
+from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, cut
 from smolcluster.training.workload import Workload
 from smolcluster.transport.connection import listen
 from smolcluster.transport.handshake import VERSION, Door, introduce
@@ -63,10 +63,10 @@ from smolcluster.transport.messages import (
     frame_of,
 )
 from smolcluster.transport.security import Secret
-from smolcluster.transport.streams import bucket_spec
+from smolcluster.transport.streams import Assembler, Piece, bucket_pieces, stream_frames
 from smolcluster.transport.tls import new_identity
 from smolcluster.utils.retry import Deadline
-from smolcluster.utils.units import format_duration
+from smolcluster.utils.units import format_bytes, format_duration
 
 ATTACHED_DATA = "attached"
 """What a run of attached processes calls its workload and its dataset."""
@@ -259,6 +259,20 @@ class Plan:
             )
         return DTYPES[names.pop()]
 
+    def memory(self, numel: int, **_: object) -> Tensor:
+        """For the values (numel,) of an offer.
+
+        Raises:
+            ProtocolError: this machine has none.
+        """
+        nbytes, free_nbytes = numel * self.dtype.itemsize, psutil.virtual_memory().available
+        if nbytes > free_nbytes:
+            raise ProtocolError(
+                f"its weights take {format_bytes(nbytes)} of memory, and this machine has "
+                f"{format_bytes(free_nbytes)} free"
+            )
+        return torch.empty(numel, dtype=self.dtype)
+
     def sample_difference(self, other: "Plan") -> str | None:
         """The first sample that is another one than the run's, in words; None: none is seen."""
         place = first_difference(self.samples, other.samples)
@@ -394,9 +408,10 @@ class OfferArriving(Event):
     """A bucket of an offer is here, and more of them are to come."""
 
 
-def _cut(num_params: int, dtype: torch.dtype, bucket_bytes: int) -> list[slice]:
-    length = max(1, bucket_bytes // dtype.itemsize)
-    return [slice(at, min(at + length, num_params)) for at in range(0, num_params, length)]
+def _pieces(num_values: int, dtype: torch.dtype) -> list[Piece]:
+    """What is offered, on the wire: as it is, for buffers may hold infinity."""
+    codec, most = get_codec(lossless_for(dtype)), max(1, DEFAULT_BUCKET_BYTES // dtype.itemsize)
+    return [each._replace(codec=None) for each in bucket_pieces(codec, cut(num_values, most))]
 
 
 class _OfferReceiver(Receiver):
@@ -404,40 +419,21 @@ class _OfferReceiver(Receiver):
 
     def __init__(self, session_id: int) -> None:
         self._session_id = session_id
-        self._offer: tuple[Offer, Plan, list[slice]] | None = None
-        self._buckets: list[Tensor] = []
+        self._offer: tuple[Offer, Plan, Assembler[OfferedWeights]] | None = None
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         match message:
             case Offer():
                 plan = Plan.parse(message.plan)
-                slices = _cut(plan.num_values, plan.dtype, DEFAULT_BUCKET_BYTES)
-                self._offer, self._buckets = (message, plan, slices), []
+                pieces = _pieces(plan.num_values, plan.dtype)
+                self._offer = message, plan, Assembler("offer", lambda _: pieces, plan.memory)
             case OfferedWeights() if self._offer is not None:
-                return self._take(message, payload, *self._offer)
+                offer, plan, assembler = self._offer
+                _, weights = assembler.take(message, payload)
+                if weights is None:
+                    return OfferArriving()
+                return Offered(self._session_id, offer, plan, weights)
         return None
-
-    def _take(
-        self,
-        message: OfferedWeights,
-        payload: memoryview,
-        offer: Offer,
-        plan: Plan,
-        buckets: list[slice],
-    ) -> Offered | OfferArriving:
-        codec = get_codec(lossless_for(plan.dtype))
-        number = len(self._buckets)
-        is_next = (message.bucket, message.num_buckets) == (number, len(buckets))
-        if (
-            number == len(buckets)
-            or not is_next
-            or (message.tensor != bucket_spec(codec, buckets[number]))
-        ):
-            raise ProtocolError(f"bucket {message.bucket} of the offered weights is out of place")
-        self._buckets.append(torch.frombuffer(bytearray(payload), dtype=plan.dtype))
-        if len(self._buckets) < len(buckets):
-            return OfferArriving()
-        return Offered(self._session_id, offer, plan, torch.cat(self._buckets))
 
 
 def wait_for_offer(
@@ -556,15 +552,13 @@ def make_offer(
         if isinstance(error, Rejected) and error.code != VERSION:
             raise
         return  # it has a model already
-    codec = get_codec(lossless_for(weights.dtype))
-    buckets = _cut(weights.numel(), weights.dtype, DEFAULT_BUCKET_BYTES)
+    pieces = _pieces(weights.numel(), weights.dtype)
     try:
         connection.send_frame(frame_of(offer))
-        for number, bucket in enumerate(buckets):
-            header = OfferedWeights(
-                bucket=number, num_buckets=len(buckets), tensor=bucket_spec(codec, bucket)
-            )
-            connection.send_frame(frame_of(header, bytes_of(weights[bucket])))
+        for frame in stream_frames(
+            OfferedWeights, pieces, (weights[each.place] for each in pieces)
+        ):
+            connection.send_frame(frame)
         kinds = SESSION.from_listener | OFFER.from_listener
         while not isinstance(answer := connection.receive(kinds)[0], OfferTaken):
             if isinstance(answer, Reject):
