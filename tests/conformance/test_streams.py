@@ -19,22 +19,45 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     step_assembler,
 )
 from smolcluster.algorithms.DiLoCo.fragments import Fragment
+from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
 from smolcluster.net.inbox import Event
 from smolcluster.ps.buffers import BufferCollector, buffer_frames
-from smolcluster.ps.offering import Offer, Offered, OfferedWeights, Plan, _OfferReceiver, _pieces
+from smolcluster.ps.offering import (
+    OFFER,
+    Offer,
+    Offered,
+    OfferedWeights,
+    Plan,
+    _OfferReceiver,
+    _pieces,
+)
 from smolcluster.ps.push import GradientReceiver, GradientSender
 from smolcluster.ps.slices import slice_frames, slice_pieces
 from smolcluster.ps.weights import StateReceiver, state_frames
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Buffers, Collect, LeaseKey, Message, State, TensorSpec
+from smolcluster.transport.frames import Frame, check_head
+from smolcluster.transport.messages import (
+    ALL_KINDS,
+    Buffers,
+    Collect,
+    Kinds,
+    LeaseKey,
+    Message,
+    State,
+    TensorSpec,
+    Transfer,
+    TransferPiece,
+    decode,
+)
 from smolcluster.transport.streams import (
     Assembler,
     Piece,
     bucket_pieces,
+    byte_frames,
+    bytes_piece,
     span_pieces,
     stream_frames,
 )
@@ -51,8 +74,20 @@ class Kind:
 
     frames: Callable[[int], list[Frame]]
     new_taker: Callable[[], Taker]
+    kinds: Kinds = ALL_KINDS
+    """What its sender may say: some numbers have two meanings."""
     is_named: bool = True
     """Whether a message says which stream it is of."""
+
+    def said(self, number: int) -> list[tuple[Message, memoryview]]:
+        """What the other side makes of the stream's frames."""
+        return [
+            (
+                decode(frame.kind, check_head(frame.head), self.kinds),
+                memoryview(bytearray(frame.payload)),
+            )
+            for frame in self.frames(number)
+        ]
 
 
 @dataclass
@@ -194,6 +229,38 @@ def offer_receiver() -> Taker:
     return take
 
 
+def transfers(number: int) -> list[Frame]:
+    """Activations, in parts that the sender has cut where it liked."""
+    encoded = bytes_of(values_of(number))
+    first = TransferPiece(
+        attempt=1, step=2, direction="forward", stage=1, microbatch=number, offset=0, nbytes=40
+    )
+
+    def make(offset: int, tensor: TensorSpec) -> Transfer:
+        return Transfer(piece=first.model_copy(update={"offset": offset}), tensor=tensor)
+
+    return list(byte_frames(make, (encoded[:7], encoded[7:30], encoded[30:])))
+
+
+def transfer_taker() -> Taker:
+    def bytes_of_all(first: Transfer) -> list[Piece]:
+        at = first.piece
+        return bytes_piece(
+            at.nbytes, lambda start: {"piece": at.model_copy(update={"offset": start})}
+        )
+
+    assembler = Assembler[Transfer]("tree", bytes_of_all)
+
+    def take(message: Message, payload: memoryview) -> Tensor | None:
+        assert isinstance(message, Transfer)
+        place = assembler.place_for(message)
+        assert place is not None
+        place[:] = payload
+        return assembler.whole()
+
+    return take
+
+
 def whole_of(assembler: Assembler[Any]) -> Taker:
     return lambda message, payload: assembler.take(message, payload)[1]
 
@@ -203,7 +270,8 @@ KINDS = {
     "weights": Kind(weights, lambda: StateReceiver(BUCKETS, torch.float32, span=range(1, 3))),
     "a push": Kind(pushes, push_receiver),
     "buffers": Kind(buffers, buffer_taker),
-    "an offer": Kind(offers, offer_receiver, is_named=False),
+    "an offer": Kind(offers, offer_receiver, OFFER.from_dialler, is_named=False),
+    "bytes": Kind(transfers, transfer_taker),
     "a slice": Kind(slices, lambda: whole_of(slice_assembler())),
     "DiLoCo's change": Kind(changes, change_receiver),
     "DiLoCo's step": Kind(outer_steps, lambda: whole_of(step_assembler("fp32", fragments()))),
@@ -226,43 +294,42 @@ def wrong(message: Message) -> Iterator[Message]:
         {"dtype": "int64"},
     ):
         yield message.model_copy(update={"tensor": tensor.model_copy(update=change)})
-    for name in ("bucket", "num_buckets", "piece", "num_pieces", "offset", "nbytes"):
+    for name in ("bucket", "num_buckets", "piece", "num_pieces"):
         for other in (0, 1, 2**40):
-            if hasattr(message, name) and getattr(message, name) != other:
+            if isinstance(said := getattr(message, name, None), int) and said != other:
                 yield message.model_copy(update={name: other})
 
 
 def test_a_stream_is_whole_with_its_last_piece_and_the_next_one_may_follow(kind: Kind) -> None:
     take = kind.new_taker()
     for number in (0, 1):
-        *frames, last = kind.frames(number)
-        assert frames, "it has several pieces"
-        assert not any(take(*opened(frame)) is not None for frame in frames)
-        assert take(*opened(last)) is not None
+        *others, last = kind.said(number)
+        assert others, "it has several pieces"
+        assert not any(take(*each) is not None for each in others)
+        assert take(*last) is not None
 
 
 def test_a_piece_that_is_left_out_comes_twice_or_is_of_another_stream_is_refused(
     kind: Kind,
 ) -> None:
-    frames, others = kind.frames(0), kind.frames(1)
-    for number in range(1, len(frames)):
+    pieces, others = kind.said(0), kind.said(1)
+    for number in range(1, len(pieces)):
         other = [others[number]] if kind.is_named else []
-        for frame in (*frames[:number], *frames[number + 1 :], *other):
+        for piece in (*pieces[:number], *pieces[number + 1 :], *other):
             take = kind.new_taker()
-            for fine in frames[:number]:
-                take(*opened(fine))
+            for fine in pieces[:number]:
+                take(*fine)
             with pytest.raises(ProtocolError):
-                take(*opened(frame))
+                take(*piece)
 
 
 def test_a_piece_that_is_not_as_agreed_is_refused_wherever_it_comes(kind: Kind) -> None:
-    frames = kind.frames(0)
-    for number, frame in enumerate(frames):
-        message, payload = opened(frame)
+    pieces = kind.said(0)
+    for number, (message, payload) in enumerate(pieces):
         for other in wrong(message):
             take = kind.new_taker()
-            for fine in frames[:number]:
-                take(*opened(fine))
+            for fine in pieces[:number]:
+                take(*fine)
             with pytest.raises(ProtocolError):
                 take(other, payload)
 
@@ -286,6 +353,21 @@ def test_no_memory_is_asked_for_before_the_first_piece_is_known_to_be_right() ->
         with pytest.raises(ProtocolError):
             take(other, payload)
         assert not take.asked
+
+
+def test_bytes_lie_where_their_owner_wanted_them_or_nowhere() -> None:
+    take, (*others, last) = transfer_taker(), KINDS["bytes"].said(0)
+    assert [take(*each) for each in others] == [None, None]
+    whole = take(*last)
+    assert isinstance(whole, Tensor)
+    assert torch.equal(whole.view(torch.float32), values_of(0))
+    nowhere = Assembler[Transfer](
+        "tree", lambda _: bytes_piece(40, lambda _: dict(others[0][0])), lambda *_, **__: None
+    )
+    first = others[0][0]
+    assert isinstance(first, Transfer)
+    assert nowhere.place_for(first) is None
+    assert nowhere.whole() is None
 
 
 def test_what_is_refused_is_said() -> None:
@@ -313,7 +395,7 @@ def test_an_owner_that_wants_no_stream_refuses_it() -> None:
 
 
 def test_a_stream_of_no_pieces_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="a test of nothing"):
+    with pytest.raises(ProtocolError, match="of which nothing comes here"):
         whole_of(Assembler[State]("test", lambda _: []))(*opened(frames_in(span(), 0)[0]))
 
 
@@ -332,10 +414,9 @@ def test_after_a_stream_is_given_up_another_one_begins() -> None:
         for number in (0, 1)
     )
     assembler.take(*first[0])  # type: ignore[arg-type]
-    left = assembler.forget()
+    left, assembler.first = assembler.take_back(), None
     assert left is not None
     assert torch.equal(left[:4], values_of(0)[:4]), "whoever gave it has it back"
-    assert assembler.first is None
     whole = [assembler.take(*each)[1] for each in second][-1]  # type: ignore[arg-type]
     assert whole is not None
     assert torch.equal(whole, values_of(1))

@@ -5,8 +5,10 @@ Samples that the worker has not itself come first, as a batch in pieces no large
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
+from psutil import virtual_memory
 from torch import Tensor
 
 from smolcluster.codec.base import bytes_of
@@ -29,10 +31,8 @@ from smolcluster.transport.messages import (
     TensorSpec,
     frame_of,
 )
+from smolcluster.transport.streams import Assembler, byte_frames, bytes_piece
 from smolcluster.utils.meter import Computed
-
-FIRST_ROOM_NBYTES = 16 << 20
-"""As much is made room for at once, of a batch that is so large."""
 
 
 class Assigned(Event):
@@ -113,11 +113,18 @@ class AssignmentReceiver:
     def __init__(self, training: TrainingContext | None = None) -> None:
         """`training`: begins to load the samples that are assigned, while it computes others."""
         self._training = training
-        self._lease: LeaseKey | None = None
-        self._data = memoryview(b"")
-        """What has arrived, and room for some more."""
-        self._nbytes = self._num_filled = 0
-        self._has_room = True
+        self._batches = Assembler[Served](
+            "batch",
+            lambda served: bytes_piece(
+                served.nbytes, lambda start: {"offset": start, "nbytes": served.nbytes}
+            ),
+            # Memory costs nothing before it is written to: what is announced may never come.
+            lambda nbytes, dtype: (
+                torch.empty(nbytes, dtype=dtype) if nbytes <= virtual_memory().available else None
+            ),
+        )
+        self._whole: Served | None = None
+        """The last piece of the batch that is whole."""
 
     def place_for(self, served: Served) -> memoryview | None:
         """Where a piece shall be written; None: there is no memory for it, as its assignment will say.
@@ -125,38 +132,11 @@ class AssignmentReceiver:
         Raises:
             ProtocolError: it does not follow on the piece before.
         """
-        nbytes = served.tensor.nbytes
-        if not nbytes or served.tensor != _piece_spec(nbytes):
-            raise ProtocolError("a piece of a batch is not described as bytes")
-        if served.offset == 0:
-            self._lease, self._nbytes = served.lease, served.nbytes
-            self._data, self._has_room, self._num_filled = memoryview(b""), True, 0
-        elif (served.lease, served.offset, served.nbytes) != (
-            self._lease,
-            self._num_filled,
-            self._nbytes,
-        ):
-            raise ProtocolError(
-                f"the server's batch goes on at byte {served.offset} of another one"
-            )
-        if served.offset + nbytes > served.nbytes:
-            raise ProtocolError(f"the server's batch is longer than its {served.nbytes} bytes")
-        self._make_room(served.offset + nbytes)
-        self._num_filled = served.offset + nbytes
-        return self._data[served.offset : self._num_filled] if self._has_room else None
-
-    def _make_room(self, nbytes: int) -> None:
-        """Grow with what arrives: what is announced may never come."""
-        if not self._has_room or nbytes <= self._data.nbytes:
-            return
-        room = min(self._nbytes, max(nbytes, 2 * self._data.nbytes, FIRST_ROOM_NBYTES))
-        try:
-            grown = memoryview(bytearray(room))
-        except MemoryError:
-            self._data, self._has_room = memoryview(b""), False
-            return
-        grown[: self._num_filled] = self._data[: self._num_filled]
-        self._data = grown
+        if served.offset == 0:  # the one before was given up
+            self._batches.first = None
+        place = self._batches.place_for(served)
+        self._whole = served if self._batches.first is None else None
+        return place
 
     def assigned(self, assignment: Assignment, payload: memoryview) -> Assigned:
         """The event of an assignment.
@@ -174,7 +154,7 @@ class AssignmentReceiver:
             if data is not None:
                 return Assigned(assignment, payload, data)
         assigned = Assigned(assignment, payload)
-        assigned.failure = self._no_memory()
+        assigned.failure = _no_memory(assignment.batch_nbytes)
         return assigned
 
     def held_out(self, wanted: EvaluateStages) -> HeldOut:
@@ -196,7 +176,7 @@ class AssignmentReceiver:
                 if not isinstance(batches, list) or len(batches) != -(-num_samples // size):
                     raise ProtocolError("the server's samples to evaluate are not as many batches")
                 return HeldOut(wanted, Sent(num_samples, size, batches))
-        return HeldOut(wanted, self._no_memory())
+        return HeldOut(wanted, _no_memory(wanted.batch_nbytes))
 
     def _taken(self, lease: LeaseKey, nbytes: int, what: str) -> memoryview | None:
         """The batch that has come, so many bytes; None: there was no memory for it.
@@ -204,16 +184,18 @@ class AssignmentReceiver:
         Raises:
             ProtocolError: another one has come, or not all of it.
         """
-        if (self._lease, self._num_filled, self._nbytes) != (lease, nbytes, nbytes):
+        served, self._whole = self._whole, None
+        if served is None or (served.lease, served.nbytes) != (lease, nbytes):
             raise ProtocolError(f"the server's {what} came without its whole batch")
-        data, self._data, self._lease = self._data, memoryview(b""), None
-        return data if self._has_room else None
+        data = self._batches.whole()
+        return None if data is None else bytes_of(data)
 
-    def _no_memory(self) -> OutOfMemory:
-        return OutOfMemory(
-            f"this machine has no memory for a batch of {self._nbytes:,} bytes that the server sends; lower "
-            "batch_size, or end what else runs here"
-        )
+
+def _no_memory(nbytes: int) -> OutOfMemory:
+    return OutOfMemory(
+        f"this machine has no memory for a batch of {nbytes:,} bytes that the server sends; lower "
+        "batch_size, or end what else runs here"
+    )
 
 
 def _sendable(loss: BatchLoss) -> BatchLoss:
@@ -224,10 +206,6 @@ def _sendable(loss: BatchLoss) -> BatchLoss:
 
 def _indices_spec(num_samples: int) -> TensorSpec:
     return TensorSpec(codec="raw", dtype="int32", shape=(num_samples,), nbytes=4 * num_samples)
-
-
-def _piece_spec(nbytes: int) -> TensorSpec:
-    return TensorSpec(codec="raw", dtype="uint8", shape=(nbytes,), nbytes=nbytes)
 
 
 class ServedBatch:
@@ -249,13 +227,7 @@ class ServedBatch:
 
     def frames(self, lease: LeaseKey) -> list[Frame]:
         """Its pieces, for the holder of a lease."""
-        frames, offset = [], 0
-        for piece in self._pieces:
-            spec = _piece_spec(piece.nbytes)
-            served = Served(lease=lease, offset=offset, nbytes=self.nbytes, tensor=spec)
-            frames.append(frame_of(served, piece))
-            offset += piece.nbytes
-        return frames
+        return list(byte_frames(partial(Served, lease=lease, nbytes=self.nbytes), self._pieces))
 
 
 def assignment_of(

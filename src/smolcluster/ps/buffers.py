@@ -61,7 +61,7 @@ class BufferCollector:
 
     def forget(self) -> None:
         """What has arrived counts no more."""
-        self._assembler.forget()
+        self._assembler.first = None
 
     def take(self, message: Buffers, payload: memoryview) -> dict[int, Tensor] | None:
         """Take the next piece; returns the values when they are whole.

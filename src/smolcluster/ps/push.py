@@ -274,10 +274,8 @@ class GradientReceiver(Receiver):
             self._memory.give_back(gradient)
 
     def close(self) -> None:
-        begun = self._pushes.first  # it stays in progress
-        if (gradient := self._pushes.forget()) is not None:
+        if (gradient := self._pushes.take_back()) is not None:
             self._memory.give_back(gradient)
-        self._pushes.first = begun
 
     def begin(self) -> None:
         """Its next push begins.

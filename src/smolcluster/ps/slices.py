@@ -58,7 +58,7 @@ def slice_pieces(
     return [
         Piece({**fields, "content": content}, slice(start + place.start, start + place.stop), codec)
         for start, content in zip(itertools.count(0, own[-1].place.stop), contents, strict=False)
-        for fields, place, codec in own
+        for fields, place, codec, _ in own
     ]
 
 

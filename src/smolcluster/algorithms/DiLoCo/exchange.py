@@ -104,10 +104,10 @@ class Layout:
         """A fragment on the wire, as far as it is held here.
 
         Raises:
-            ProtocolError: nothing of such a fragment is.
+            ProtocolError: there is no such fragment.
         """
-        if number >= len(self.fragments) or not self.numbers[number]:
-            raise ProtocolError(f"there is no fragment {number} here")
+        if number >= len(self.fragments):
+            raise ProtocolError(f"there is no fragment {number}")
         total = self.num_buckets(number)
         return bucket_pieces(codec, self.buckets(number), self.numbers[number], total)
 

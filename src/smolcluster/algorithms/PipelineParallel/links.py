@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from threading import Semaphore
 from typing import overload
@@ -36,7 +36,6 @@ from smolcluster.errors import (
     ConnectTimeout,
     DataError,
     PeerLost,
-    ProtocolError,
     Rejected,
     SmolclusterError,
 )
@@ -60,10 +59,10 @@ from smolcluster.transport.messages import (
     TensorSpec,
     Transfer,
     TransferPiece,
-    frame_of,
     from_listener,
 )
 from smolcluster.transport.security import Secret
+from smolcluster.transport.streams import Assembler, Piece, byte_frames, bytes_piece
 from smolcluster.transport.tls import new_identity
 from smolcluster.utils.retry import Deadline
 
@@ -141,7 +140,7 @@ class Links:
         """Who is behind each session, by its number."""
         self._outboxes: dict[str, _Outbox] = {}
         """Those of direct sessions, by instance."""
-        self._relayed: dict[str, _Assembler] = {}
+        self._relayed: dict[str, _Incoming] = {}
         """Of those that are reached through the server, by instance."""
         self._relay_outboxes: dict[str, _Outbox] = {}
         self._acceptor: Acceptor | None = None
@@ -165,7 +164,7 @@ class Links:
             door=self._door,
             inbox=self._events,
             admit=self._admit,
-            receiver_for=lambda each: _Assembler(self._instances[each], self._mailbox),
+            receiver_for=lambda each: _Incoming(self._instances[each], self._mailbox),
             max_queued=MAX_QUEUED,
             log=self._log,
             session_ids=self._ids,
@@ -275,17 +274,12 @@ class Links:
                 sent[neighbour.rank] = outbox.take_sent()
         return tuple(sent)
 
-    def place_for(self, message: Relayed) -> memoryview | None:
-        """Where the payload of what the server relays shall be written; its session's reader asks."""
-        if message.piece is None or message.tensor is None:
-            return None
-        return self._assembler(message.instance).place(message.piece, message.tensor)
-
-    def take(self, message: Relayed) -> None:
-        """Take what the server relays, in its session's reader."""
-        assembler = self._assembler(message.instance)
-        if message.piece is not None and message.tensor is not None:
-            assembler.take(message.piece, message.tensor)
+    def relayed(self, instance: str) -> "_Incoming":
+        """What takes what the server relays of a neighbour, in the reader of its session. Any thread."""
+        with self._lock:
+            incoming = self._relayed.setdefault(instance, _Incoming(instance, self._mailbox))
+        self._mailbox.notify()
+        return incoming
 
     def close(self) -> None:
         """End all sessions and free the port; idempotent."""
@@ -347,7 +341,7 @@ class Links:
                 "its ports to this machine to take that load off the server",
                 *(neighbour, error),
             )
-            self._assembler(neighbour.instance)
+            self.relayed(neighbour.instance)
             self._server.send(Relayed(instance=neighbour.instance))
         except AuthError as error:
             raise AuthError(f"link to {neighbour}: {error}") from None
@@ -389,7 +383,7 @@ class Links:
         session = Session(
             connection,
             session_id=next(self._ids),
-            receiver=_Assembler(neighbour.instance, self._mailbox),
+            receiver=_Incoming(neighbour.instance, self._mailbox),
             inbox=self._events,
             heartbeat_timeout_s=answer.heartbeat_timeout_s,
             max_queued=MAX_QUEUED,
@@ -420,13 +414,6 @@ class Links:
         return self._mailbox.take(key, source, timeout_s)
 
     # any thread
-
-    def _assembler(self, instance: str) -> "_Assembler":
-        """What puts together what the server relays of a neighbour."""
-        with self._lock:
-            assembler = self._relayed.setdefault(instance, _Assembler(instance, self._mailbox))
-        self._mailbox.notify()
-        return assembler
 
     def _admit(self, session_id: int, hello: Hello) -> Accepted | Refused:
         with self._lock:
@@ -534,17 +521,14 @@ class _Outbox:
         if is_counted:
             with self._lock:
                 self._sent_nbytes += encoded.nbytes
-        frames, offset = [], 0
-        for part in encoded.slices(self.session.connection.max_payload):
-            piece = TransferPiece(**key._asdict(), offset=offset, nbytes=encoded.nbytes)
-            frames.append(frame_of(self._message(piece, _spec(part.nbytes)), part))
-            offset += part.nbytes
-        return frames
+        message = partial(self._message, key=key, nbytes=encoded.nbytes)
+        return list(byte_frames(message, encoded.slices(self.session.connection.max_payload)))
 
-    def _message(self, piece: TransferPiece, spec: TensorSpec) -> Message:
+    def _message(self, *, key: Key, offset: int, nbytes: int, tensor: TensorSpec) -> Message:
+        piece = TransferPiece(**key._asdict(), offset=offset, nbytes=nbytes)
         if self._relayed is None:
-            return Transfer(piece=piece, tensor=spec)
-        return Relayed(instance=self._relayed, piece=piece, tensor=spec)
+            return Transfer(piece=piece, tensor=tensor)
+        return Relayed(instance=self._relayed, piece=piece, tensor=tensor)
 
 
 def _encoded(tree: Batch, codec: str) -> Encoded:
@@ -555,10 +539,6 @@ def _encoded(tree: Batch, codec: str) -> Encoded:
             "microbatches"
         )
     return encoded
-
-
-def _spec(nbytes: int) -> TensorSpec:
-    return TensorSpec(codec="raw", dtype="uint8", shape=(nbytes,), nbytes=nbytes)
 
 
 class _Outgoing(Sequence[Frame]):
@@ -582,60 +562,51 @@ class _Outgoing(Sequence[Frame]):
         return self._frames[index]
 
 
-class _Assembler(Receiver):
+class _Incoming(Receiver):
     """Puts the pieces that one neighbour sends into the memory of what they are pieces of."""
 
     def __init__(self, instance: str, mailbox: Mailbox) -> None:
         self._instance, self._mailbox = instance, mailbox
-        self._memory: Tensor | None = None
-        """Of what is arriving."""
-        self._next: TransferPiece | None = None
-        """The piece that must come next, if the last one was not the end."""
+        self._trees = Assembler[Message]("tree of tensors", self._bytes_of, self._memory_for)
+        self._is_wanted = False
+        """Whether what is arriving is not too late to be of use."""
 
     @property
     def in_progress(self) -> bool:
-        return self._next is not None
+        return self._trees.first is not None
 
     def place_for(self, message: Message) -> memoryview | None:
-        return self.place(message.piece, message.tensor) if isinstance(message, Transfer) else None
-
-    def __call__(self, message: Message, _payload: memoryview) -> None:
-        if isinstance(message, Transfer):
-            self.take(message.piece, message.tensor)
-
-    def place(self, piece: TransferPiece, spec: TensorSpec) -> memoryview | None:
-        """Where a piece belongs; None: it is too late to be of use.
+        """Where a piece belongs; None: nowhere.
 
         Raises:
             ProtocolError: it is not the piece that must come, or there is no memory for the whole.
         """
-        end = piece.offset + spec.nbytes
-        if spec != _spec(spec.nbytes) or not 0 < spec.nbytes <= piece.nbytes - piece.offset:
-            raise ProtocolError("it sent a piece that is none of what it belongs to")
-        if piece != (self._next or piece.model_copy(update={"offset": 0})):
-            raise ProtocolError(f"it sent a piece of {key_of(piece)} out of its order")
-        if piece.offset == 0:
-            self._begin(piece)
-        self._next = None if end == piece.nbytes else piece.model_copy(update={"offset": end})
-        return None if self._memory is None else bytes_of(self._memory[piece.offset : end])
+        is_piece = isinstance(message, Transfer | Relayed) and message.piece
+        return self._trees.place_for(message) if is_piece else None
 
-    def _begin(self, piece: TransferPiece) -> None:
-        self._memory = None
-        if self._mailbox.is_wanted(piece):
-            self._mailbox.reserve(piece.nbytes)
-            self._memory = torch.empty(piece.nbytes, dtype=torch.uint8)
-
-    def take(self, piece: TransferPiece, spec: TensorSpec) -> None:
+    def __call__(self, message: Message, _payload: memoryview) -> None:
         """A piece lies in its place; what it completes is decoded and left for the thread that computes."""
-        self._mailbox.count_piece(self._instance)
-        if self._memory is None or piece.offset + spec.nbytes < piece.nbytes:
+        if not isinstance(message, Transfer | Relayed) or message.piece is None:
             return
-        tree = decode(bytes_of(self._memory))
-        self._memory = None
-        self._mailbox.put(key_of(piece), tree, piece.nbytes)
+        self._mailbox.count_piece(self._instance)
+        if (memory := self._trees.whole()) is not None:
+            tree = decode(bytes_of(memory))
+            self._mailbox.put(key_of(message.piece), tree, message.piece.nbytes)
+
+    def _bytes_of(self, first: Message) -> list[Piece]:
+        piece: TransferPiece = getattr(first, "piece")  # noqa: B009 - `place_for` has looked
+        self._is_wanted = self._mailbox.is_wanted(piece)
+        return bytes_piece(
+            piece.nbytes, lambda start: {"piece": piece.model_copy(update={"offset": start})}
+        )
+
+    def _memory_for(self, nbytes: int, *, dtype: torch.dtype) -> Tensor | None:
+        if not self._is_wanted:
+            return None
+        self._mailbox.reserve(nbytes)
+        return torch.empty(nbytes, dtype=dtype)
 
     def close(self) -> None:
         """Give back what was taken for something that did not come whole."""
-        if self._memory is not None:
-            self._mailbox.release(self._memory.numel())
-            self._memory = None
+        if (memory := self._trees.take_back()) is not None:
+            self._mailbox.release(memory.numel())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -31,10 +32,9 @@ from smolcluster.transport.messages import (
     MAX_WANTED,
     Planned,
     StageState,
-    TensorSpec,
     WantState,
-    frame_of,
 )
+from smolcluster.transport.streams import Assembler, Piece, byte_frames, bytes_piece
 
 # stages
 
@@ -59,21 +59,9 @@ def state_frames(stage: OwnStage, attempt: int, step: int, piece_nbytes: int) ->
         if is_other and name in stage.module.tied:
             continue
         data = bytes_of(tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8))
-        for offset in range(0, data.nbytes, piece_nbytes):
-            piece = data[offset : offset + piece_nbytes]
-            message = StageState(
-                attempt=attempt,
-                step=step,
-                content=content,
-                name=name,
-                offset=offset,
-                tensor=_piece(piece.nbytes),
-            )
-            yield frame_of(message, piece)
-
-
-def _piece(nbytes: int) -> TensorSpec:
-    return TensorSpec(codec="raw", dtype="uint8", shape=(nbytes,), nbytes=nbytes)
+        make = partial(StageState, attempt=attempt, step=step, content=content, name=name)
+        parts = (data[at : at + piece_nbytes] for at in range(0, data.nbytes, piece_nbytes))
+        yield from byte_frames(make, parts)
 
 
 class StateLoader:
@@ -87,7 +75,13 @@ class StateLoader:
                 self._places.setdefault((content, name), []).append(tensor)
             if STEP_COUNT in stage.replica.optimizer.state:
                 stage.replica.optimizer.state[STEP_COUNT].fill_(plan.step or 0)
-        self._left = {key: places[0].nbytes for key, places in self._places.items()}
+        self._left = {key for key, (place, *_) in self._places.items() if place.nbytes}
+        """What is not whole yet."""
+        self._tensors = Assembler[StageState](
+            "tensor", self._bytes_of, lambda *_, **__: self._memory
+        )
+        self._memory: Tensor
+        """Of the tensor that arrives."""
 
     def wanted(self) -> Iterator[WantState]:
         """What to ask the server for."""
@@ -98,7 +92,7 @@ class StateLoader:
                 yield WantState(attempt=self._plan.attempt, content=content, names=chunk)
 
     @torch.no_grad()
-    def take(self, piece: StageState, payload: bytes) -> None:
+    def take(self, piece: StageState, payload: bytearray) -> None:
         """Put a piece into its place.
 
         Raises:
@@ -106,18 +100,23 @@ class StateLoader:
         """
         if piece.attempt != self._plan.attempt:
             return
-        key, end = (piece.content, piece.name), piece.offset + len(payload)
-        places = self._places.get(key, [])
-        if not places or end > places[0].nbytes:
+        _, whole = self._tensors.take(piece, memoryview(payload))
+        if whole is not None:
+            self._left.discard((piece.content, piece.name))
+            first, *others = self._places[piece.content, piece.name]
+            for place in others:
+                place.copy_(first)
+
+    def _bytes_of(self, piece: StageState) -> list[Piece]:
+        key = piece.content, piece.name
+        if key not in self._left:
             raise ProtocolError(f"the server sends {piece.name!a}, which was not wanted"[:200])
-        values = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        for place in places:
-            place.reshape(-1).view(torch.uint8)[piece.offset : end].copy_(values)
-        self._left[key] -= len(payload)
+        self._memory = self._places[key][0].reshape(-1).view(torch.uint8)
+        return bytes_piece(self._memory.numel(), lambda start: {"offset": start})
 
     @property
     def is_whole(self) -> bool:
-        return not any(self._left.values())
+        return not self._left
 
 
 # the server
@@ -261,16 +260,15 @@ class Keeper:
             return
         reader = PieceReader(self._outline, folder)
         for name in wanted.names:
-            for offset, data in reader.read(wanted.content, name, piece_nbytes):
-                message = StageState(
-                    attempt=wanted.attempt,
-                    step=self.kept.state.step,
-                    content=wanted.content,
-                    name=name,
-                    offset=offset,
-                    tensor=_piece(len(data)),
-                )
-                yield frame_of(message, data)
+            make = partial(
+                StageState,
+                attempt=wanted.attempt,
+                step=self.kept.state.step,
+                content=wanted.content,
+                name=name,
+            )
+            pieces = reader.read(wanted.content, name, piece_nbytes)
+            yield from byte_frames(make, (memoryview(data) for _, data in pieces))
 
     def close(self) -> None:
         with suppress(SmolclusterError):

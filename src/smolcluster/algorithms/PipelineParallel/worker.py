@@ -83,7 +83,7 @@ class StateArrived(Event):
     """A piece of what this worker's layers were."""
 
     piece: StageState
-    payload: bytes
+    payload: bytearray
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class StageReceiver(Receiver):
             case Served():
                 return self._samples.place_for(message)
             case Relayed() if self.links:
-                return self.links.place_for(message)
+                return self.links.relayed(message.instance).place_for(message)
         return None
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
@@ -117,14 +117,14 @@ class StageReceiver(Receiver):
             case Served():
                 event = None
             case Relayed() if self.links:
-                self.links.take(message)
+                self.links.relayed(message.instance)(message, payload)
                 event = None
             case Assignment():
                 event = self._samples.assigned(message, payload)
             case EvaluateStages():
                 event = self._samples.held_out(message)
             case StageState():
-                event = StateArrived(message, bytes(payload))
+                event = StateArrived(message, bytearray(payload))
             case CopyPiece():
                 event = ValuesArrived(message, values_of(message, payload))
             case Planned() | MeasureLink() if self.links:

@@ -369,7 +369,7 @@ class PartReceiver(Receiver):
         if not isinstance(message, Push):
             begun = self._pushes.first
             if isinstance(message, Skip) and begun and begun.lease == message.lease:
-                self._pushes.forget()
+                self._pushes.first = None
             return MessageReceived(self._session_id, message)
         self._pushes.check(message)
         whole = not self.in_progress
