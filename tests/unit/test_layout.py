@@ -134,6 +134,30 @@ def test_algorithms_know_nothing_of_each_other() -> None:
             assert file.split("/")[1] == parts[2], f"{file}:{line} imports {target}"
 
 
+READ_PAYLOADS = {
+    "transport/streams.py": "all that comes in several frames",
+    "ps/assignment.py": "indices, of one frame",
+    "ps/hosted_stores.py": "norms, of one frame",
+    "algorithms/SynchronousPS/reduction.py": "buckets that are added up without memory of their own",
+    "algorithms/SynchronousPS/step_receiver.py": "means and states, of which each bucket stands for itself",
+    "algorithms/PipelineParallel/part_copy.py": "values by their places in the flat weights",
+    "algorithms/Mesh/groups.py": "nothing that comes in frames",
+    "algorithms/Mesh/profiling.py": "nothing that comes in frames",
+}
+
+
+def test_tensors_in_several_frames_are_put_together_in_one_place() -> None:
+    rooms = ("transport", "net", "cluster", "ps", "algorithms")
+    files = [path for room in rooms for path in sorted((PACKAGE / room).rglob("*.py"))]
+    found = [
+        str(path.relative_to(PACKAGE))
+        for path in files
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Attribute) and node.attr == "frombuffer"
+    ]
+    assert set(found) == READ_PAYLOADS.keys()
+
+
 def algorithm_folders() -> list[Path]:
     return [path.parent for path in (PACKAGE / "algorithms").glob("*/server.py")]
 
