@@ -17,7 +17,6 @@ the undisturbed run; the aim is within 10%.
 """
 
 import argparse
-import http.cookiejar
 import json
 import os
 import re
@@ -161,14 +160,13 @@ def dashboard_request(cluster: Cluster) -> tuple[str, str]:
     arguments = ("-m", "smolcluster.cli", "dashboard", "--port", str(free_port()))
     page = cluster.start(sys.executable, *arguments, forked=False)
     page.wait_for("Ctrl-C")
-    [address] = re.findall(r"http://\S+", page.output)
-    jar = http.cookiejar.CookieJar()
-    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar))
-    opener.open(address, timeout=30).close()
-    target = address.partition("//")[2].partition("/")[0]
-    cookies = "; ".join(f"{each.name}={each.value}" for each in jar)
-    run = cluster.status.run_id
-    head = f"GET /api/runs/{run}/stream HTTP/1.1\r\nHost: {target}\r\nCookie: {cookies}\r\n\r\n"
+    [(target, token)] = re.findall(r"http://([^/]+)/#token=(\S+)", page.output)
+    asked = f"/api/runs/{cluster.status.run_id}/stream"
+    bearer = {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(f"http://{target}{asked}", headers=bearer)
+    urllib.request.urlopen(request, timeout=30).close()  # noqa: S310 - raises if it is refused
+    lines = (f"GET {asked} HTTP/1.1", f"Host: {target}", *map(": ".join, bearer.items()), "", "")
+    head = "\r\n".join(lines)
     return target, head
 
 

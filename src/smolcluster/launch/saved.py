@@ -57,7 +57,7 @@ from smolcluster.training.merging import write_adapters, write_merged
 from smolcluster.training.named import load_named
 from smolcluster.training.pretrained import Pretrained
 from smolcluster.utils.units import format_bytes
-from smolcluster.utils.words import as_command
+from smolcluster.utils.words import as_command, write_json
 
 EMBEDDING = "wte.weight"
 """Its rows are the vocabulary."""
@@ -79,7 +79,7 @@ def show_checkpoints(run: str, *, as_json: bool = False) -> int:
 
     if as_json:
         lines = [_values(info, names_of(info)) for info in infos]
-        sys.stdout.write(json.dumps(lines, indent=2, ensure_ascii=False) + "\n")
+        write_json(lines)
         return int(any(info.problem for info in infos))
     console = SteadyConsole()
     table = Table("step", "train loss", "val loss", "size", "written (UTC)", "state")

@@ -1,9 +1,11 @@
 """Words for messages: one line each, with the nearest thing that was meant."""
 
 import difflib
+import json
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from smolcluster.utils.folders import checkout
 
@@ -17,6 +19,11 @@ def say(line: str) -> None:
     """Print a line of a command's own words, at once."""
     sys.stdout.write(f"{one_line(line)}\n")
     sys.stdout.flush()
+
+
+def write_json(document: Any) -> None:
+    """Print a document for programs: in ASCII, so that no text of others steers a terminal."""
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
 
 def condensed(text: str, longest: int = 600) -> str:

@@ -90,6 +90,17 @@ def test_what_each_stage_of_a_pipeline_does_is_told(
     assert told["stage"]["sends"] == {"1": 2e6}
 
 
+def test_the_text_of_a_run_steers_no_terminal_by_json_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = launched_run(tmp_path, server())
+    write_status(paths.status, status_of("failed").model_copy(update={"reason": "\x9b2J\u202e"}))
+    assert status(str(paths.root), as_json=True, watch=False) == 0
+    shown = capsys.readouterr().out
+    assert shown.isascii()
+    assert r"\u009b2J\u202e" in shown
+
+
 def test_a_cluster_is_shown_with_the_age_of_each_heartbeat_by_the_servers_clock(
     tmp_path: Path,
 ) -> None:

@@ -1,8 +1,11 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
 
-from smolcluster.utils.words import a_few, as_command, condensed, nearest, one_line
+import pytest
+
+from smolcluster.utils.words import a_few, as_command, condensed, nearest, one_line, write_json
 
 
 def test_what_would_break_a_line_or_a_terminal_is_escaped() -> None:
@@ -41,3 +44,11 @@ def test_the_foot_of_the_house_does_not_import_torch() -> None:
 def test_a_command_is_said_as_it_is_typed() -> None:
     assert as_command("fetch", "r1") == "`uv run smolcluster fetch r1`"
     assert as_command("resume", Path("my runs/r1")) == "`uv run smolcluster resume 'my runs/r1'`"
+
+
+def test_json_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    document = {"reason": "\x1b[2J\x9b2J\u202e τ"}
+    write_json(document)
+    shown = capsys.readouterr().out
+    assert shown.isascii()
+    assert json.loads(shown) == document

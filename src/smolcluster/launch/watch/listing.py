@@ -4,9 +4,7 @@ Only small files are read, a few a run. A run that was launched on other machine
 is asked for there, each machine once; the answer is kept in the run's folder for when they cannot be reached.
 """
 
-import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -32,6 +30,7 @@ from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths, latest_of, runs_in
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_duration
+from smolcluster.utils.words import write_json
 
 NEWS_S = 5.0
 """What is older than this is shown with its age."""
@@ -53,7 +52,7 @@ def runs(*, as_json: bool = False, ask: Ask | None = None) -> int:
     found = listed(root, ask)
     if as_json:
         lines = [run.model_dump(mode="json") for run in found]
-        sys.stdout.write(json.dumps(lines, indent=2, ensure_ascii=False) + "\n")
+        write_json(lines)
         return 0
     console = SteadyConsole()
     with steady(console):

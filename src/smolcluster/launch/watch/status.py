@@ -3,7 +3,7 @@
 Machines that cannot be reached are a row that says so. `--json` prints one document, a `RunReport`.
 """
 
-import sys
+import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,7 +25,7 @@ from smolcluster.runs.launched import launched_of
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import OLD_S
 from smolcluster.utils.units import format_bytes, format_duration
-from smolcluster.utils.words import as_command
+from smolcluster.utils.words import as_command, write_json
 
 WATCH_S = 2.0
 STYLES = {
@@ -47,7 +47,7 @@ def status(run: str, *, as_json: bool, watch: bool, ask: Ask | None = None) -> i
         raise ConfigError("--json prints one document: leave --watch out")
     paths = find(run)
     if as_json:
-        sys.stdout.write(look_at(paths, ask).model_dump_json(indent=2) + "\n")
+        write_json(json.loads(look_at(paths, ask).model_dump_json()))
         return 0
     console = SteadyConsole()
     if watch:

@@ -1,7 +1,5 @@
 """Several runs side by side: what came of each, the settings that differ, and curves on the same axes."""
 
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from smolcluster.observability.view.facts import ReportData, read_run
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.utils.words import write_json
 
 CELLS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("algorithm", "algorithm", str),
@@ -131,7 +130,7 @@ def _print_json(compared: Comparison) -> None:
         },
         "problems": list(compared.problems),
     }
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    write_json(document)
 
 
 def table(console: Console, compared: Comparison) -> Table:
