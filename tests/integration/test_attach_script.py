@@ -131,7 +131,7 @@ def smolcluster(folder: Path, *words: str) -> str:
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=540,
         check=False,
     )
     said = ended.stdout + ended.stderr

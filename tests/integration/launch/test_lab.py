@@ -102,13 +102,13 @@ def test_a_cut_host_is_out_of_reach_until_it_is_joined(lab: Lab) -> None:
 
 
 def test_a_shaped_link_is_slower(lab: Lab) -> None:
-    free_s = duration_s(lab.controller, TWO_MEGABYTES)
+    """Two megabytes take two seconds, but for what the buffers on the way hold."""
     lab["mini2"].shape(8)
     try:
         shaped_s = duration_s(lab.controller, TWO_MEGABYTES)
     finally:
         lab["mini2"].unshape()
-    assert shaped_s > max(1.5, 1.5 * free_s)
+    assert shaped_s > 1.5
 
 
 def test_a_host_can_have_a_second_address(lab: Lab) -> None:
