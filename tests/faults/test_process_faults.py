@@ -550,7 +550,7 @@ def run_in_process(
     algorithm: AlgorithmName, folder: Path, *, resume: bool = False
 ) -> tuple[Cluster, list[str]]:
     """A run with one worker as threads of this process; returns its warnings too."""
-    settings = local_settings(*TRAINING, workers=1, algorithm=algorithm)
+    settings = local_settings(*TRAINING, "heartbeat_timeout_s=60", workers=1, algorithm=algorithm)
     cluster = Cluster(settings, folder, algorithm=algorithm, resume=resume)
     worker = cluster.worker(1, node=NODES[0])
     for outcome in (cluster.server, worker):
