@@ -214,6 +214,11 @@ def draw(results: Results, file: Path) -> None:
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
     lengths = sorted({each.epochs for each in results.all.values()})
+    shown = [
+        (name, arm)
+        for name, arm in reversed(ARMS.items())
+        if any(results.losses(name, epochs) for epochs in lengths)
+    ]
     figure, panels = plt.subplots(
         1,
         len(lengths),
@@ -223,14 +228,14 @@ def draw(results: Results, file: Path) -> None:
         layout="constrained",
     )
     for epochs, panel in zip(lengths, panels[0], strict=True):
-        for height, (name, arm) in enumerate(reversed(ARMS.items())):
+        for height, (name, arm) in enumerate(shown):
             losses = list(results.losses(name, epochs).values())
             panel.plot(losses, [height] * len(losses), "o", color="C0" if arm.overrides else "C1")
         panel.set(
             title=f"{epochs * STEPS_AN_EPOCH} steps",
             xlabel="validation loss, nats a byte, a dot a seed",
-            yticks=range(len(ARMS)),
-            yticklabels=[arm.title for arm in reversed(ARMS.values())],
+            yticks=range(len(shown)),
+            yticklabels=[arm.title for _, arm in shown],
         )
         panel.grid(alpha=0.3)
     figure.savefig(file, metadata={"Date": None})
