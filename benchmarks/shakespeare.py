@@ -1,9 +1,10 @@
 """A small GPT on the bytes of tiny Shakespeare: `--workload benchmarks/shakespeare.py:workload`."""
 
 from pathlib import Path
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from smolcluster import Workload
@@ -39,8 +40,8 @@ def workload(text: str, model_dim: int = 64, num_layers: int = 2) -> Workload:
     )
 
 
-def loss(model: GPT, batch: list[Tensor]) -> tuple[Tensor, int]:
+def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
     """Sum over the bytes that follow each one of int64 (batch, LENGTH + 1), and their number."""
     (windows,) = batch
     targets = windows[:, 1:]
-    return model.loss(windows[:, :-1], targets), targets.numel()
+    return cast(GPT, model).loss(windows[:, :-1], targets), targets.numel()
