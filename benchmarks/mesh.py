@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
@@ -48,20 +47,25 @@ from pipeline import (
     PacedLayer,
     StepTimes,
     equal_stages,
+    loss,
     mean_loss,
     stamps_of,
     step_s,
 )
 from pipeline import Pipeline as Side
-from smolcluster.algorithms.Mesh.compute import Part, StageCompute
 from smolcluster.algorithms.Mesh.groups import Groups
-from smolcluster.algorithms.Mesh.pipeline import Pipeline
+from smolcluster.algorithms.Mesh.links import MeshLinks
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.data.dataset import Place
+from smolcluster.training.compute import Microbatch
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.schedules.instructions import SCHEDULES, stage_ranks
 from smolcluster.training.schedules.simulation import Span
+from smolcluster.training.stages.compute import StageCompute
 from smolcluster.training.stages.cut import Stage
+from smolcluster.training.stages.execution import execute
+from smolcluster.training.workload import Workload
+from smolcluster.utils.meter import Meter
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=60)
@@ -109,30 +113,31 @@ def compute_ours(pipe: Pipe, case: Case, rank: int) -> None:
         own = case.modules(number)
         stage = Stage(nn.Sequential(*own), own, 0, len(own))
         stage.start, stage.end, stage.num_layers = number, number + 1, len(ranks)
-        stages[number] = StageCompute(
-            stage,
-            _loss,
-            lambda model, _: mean_loss(model(None), torch.zeros(())),
-            seeds=LayerSeeds(0, CPU),
-            autocast=nullcontext,
-            recompute="none",
-        )
+        workload = Workload(lambda made=stage: made, loss, [torch.zeros(1)])  # type: ignore[misc]
+        stages[number] = StageCompute(stage, workload, LayerSeeds(0, CPU))
         layers += own
-    pipeline = Pipeline(groups, case.lists, stages)
+    links = MeshLinks(groups, ranks, case.num_microbatches)
     batch = torch.zeros(ROWS, case.width)
     parts = [
-        Part(Place(0, 0, number), ROWS, model_input=batch, batch=batch)
-        for number in range(case.num_microbatches)
+        Microbatch.of(batch, ROWS, Place(0, 0, number)) for number in range(case.num_microbatches)
     ]
     while pipe.recv() >= 0:
         spans: list[Span] = []
-        pipeline.run(parts, note=spans.append)
+        links.begin_step(parts)
+        execute(
+            case.lists[rank],
+            parts,
+            stages=stages,
+            num_stages=len(ranks),
+            transport=links,
+            meter=Meter(),
+            note=spans.append,
+        )
+        links.finish()
+        for each in stages.values():
+            each.end_step()
         pipe.send(StepTimes(stamps_of(layers), spans))
     dist.destroy_process_group()
-
-
-def _loss(output: torch.Tensor, _: Any) -> tuple[torch.Tensor, int]:
-    return output.mean(), 1
 
 
 def compute_torchs(pipe: Pipe, case: Case, rank: int) -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,14 +53,11 @@ from smolcluster.training.compute import Microbatch
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.schedules.drawing import picture_of
 from smolcluster.training.schedules.instructions import (
-    Instruction,
-    Op,
     Schedule,
     generate,
     stage_ranks,
 )
 from smolcluster.training.schedules.simulation import Boundary, Costs, Span, Timeline, simulate
-from smolcluster.training.stages.compute import StageCompute
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.measure import LayerToMeasure, measure_layers
 from smolcluster.training.workload import Terms, Workload
@@ -208,37 +205,6 @@ class StepTimes(NamedTuple):
     spans: list[Span]
 
 
-class Timed(StageCompute):
-    """Notes when each instruction began and ended."""
-
-    def __init__(self, *given: Any, number: int) -> None:
-        super().__init__(*given)
-        self.number, self.spans = number, list[Span]()
-
-    def _noted(self, op: Op, microbatch: int, do: Callable[[], Any]) -> Any:
-        started = time.monotonic()
-        done = do()
-        span = Span(Instruction(op, microbatch, self.number), started, time.monotonic())
-        self.spans.append(span)
-        return done
-
-    def forward(self, microbatch: int, *given: Any, **named: Any) -> Any:
-        do = partial(super().forward, microbatch, *given, **named)
-        return self._noted(Op.FORWARD, microbatch, do)
-
-    def backward(self, microbatch: int, gradients: Any) -> Any:
-        return self._noted(
-            Op.BACKWARD, microbatch, partial(super().backward, microbatch, gradients)
-        )
-
-    def backward_input(self, microbatch: int, gradients: Any) -> Any:
-        do = partial(super().backward_input, microbatch, gradients)
-        return self._noted(Op.BACKWARD_INPUT, microbatch, do)
-
-    def backward_weight(self, microbatch: int) -> None:
-        self._noted(Op.BACKWARD_WEIGHT, microbatch, partial(super().backward_weight, microbatch))
-
-
 # --- one process of each side
 
 
@@ -259,19 +225,19 @@ def compute_stage(pipe: Pipe, case: Case, rank: int) -> None:
         pipe.send(Neighbour(rank, hello.node, hello.instance, places))
         others = tuple(each for each in pipe.recv() if each.rank != rank)
         ranks = stage_ranks(case.lists)
-        route = Route(rank, attempt=1, step=0, ranks=ranks, neighbours=others, codec=case.codec)
+        route = Route(rank, 1, 0, ranks, others, case.codec, TIMEOUT_S)
         links.connect(route, None, TIMEOUT_S)
         stages, layers = own_stages(case, rank, ranks)
-        execution = Execution(stages, ranks, links, Meter(), TIMEOUT_S)
+        execution = Execution(stages, ranks, links, Meter())
         batch = torch.zeros(ROWS, case.width)
         parts = [
-            Microbatch(ROWS, lambda: batch, Place(0, 0, number))
+            Microbatch.of(batch, ROWS, Place(0, 0, number))
             for number in range(case.num_microbatches)
         ]
         pipe.send(None)
         while (turn := pipe.recv()) >= 0:
-            execution.run(turn, case.lists[rank], parts)
-            pipe.send(StepTimes(stamps_of(layers), spans_of(stages)))
+            outcome = execution.run(turn, case.lists[rank], parts)
+            pipe.send(StepTimes(stamps_of(layers), list(outcome.spans)))
 
 
 def own_stages(
@@ -288,7 +254,7 @@ def own_stages(
             stage = Stage(model, own, 0, len(own))
             stage.start, stage.end, stage.num_layers = start, end, num_layers
             replica = Replica(stage, "sgd", is_stage=True)
-            stages[number] = OwnStage(replica, Timed(replica, workload, 0, number=number))
+            stages[number] = OwnStage.of(replica, workload, 0)
             layers += own
         start = end
     return stages, layers
@@ -300,15 +266,6 @@ def stamps_of(layers: Sequence[PacedLayer]) -> Stamps:
     for each in layers:
         each.stamps = []
     return found
-
-
-def spans_of(stages: Mapping[int, OwnStage]) -> list[Span]:
-    found: list[Span] = []
-    for each in stages.values():
-        compute = cast("Timed", each.compute)
-        found += compute.spans
-        compute.spans = []
-    return sorted(found, key=lambda span: span.start_s)
 
 
 def compute_torch_stage(pipe: Pipe, case: Case, rank: int) -> None:

@@ -36,7 +36,6 @@ from smolcluster.training.pretrained import Pretrained
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.schedules.instructions import generate
 from smolcluster.training.stages.build import build_stage
-from smolcluster.training.stages.compute import StageCompute
 from smolcluster.training.stages.measure import LayerSpeeds, measure_workload
 from smolcluster.training.workload import Workload
 from smolcluster.transport.handshake import introduce
@@ -132,7 +131,8 @@ def compute_stage(pipe: Pipe, case: Case, rank: int, planned: PlannedStage, limi
         places = links.listen(["127.0.0.1"])
         pipe.send(Neighbour(rank, hello.node, hello.instance, places))
         others = tuple(each for each in pipe.recv() if each.rank != rank)
-        links.connect(Route(rank, 1, 0, tuple(range(NUM_STAGES)), others, "fp32"), None, TIMEOUT_S)
+        ranks = tuple(range(NUM_STAGES))
+        links.connect(Route(rank, 1, 0, ranks, others, "fp32", TIMEOUT_S), None, TIMEOUT_S)
         build_stage(workload, planned.start, planned.start + 1, SEED, torch.device("meta"))
         warm_up()
         before = memory("VmRSS")
@@ -142,8 +142,8 @@ def compute_stage(pipe: Pipe, case: Case, rank: int, planned: PlannedStage, limi
         stage = build_stage(workload, planned.start, planned.end, SEED, CPU)
         own = sum(each.nbytes for each in stage.parameters())
         replica = Replica(stage, "adamw", is_stage=True)
-        stages = {rank: OwnStage(replica, StageCompute(replica, workload, SEED))}
-        execution = Execution(stages, tuple(range(NUM_STAGES)), links, Meter(), TIMEOUT_S)
+        stages = {rank: OwnStage.of(replica, workload, SEED)}
+        execution = Execution(stages, ranks, links, Meter())
         losses = [take_step(execution, workload, replica, rank, turn) for turn in range(NUM_STEPS)]
         pipe.send(
             {

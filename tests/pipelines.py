@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +16,15 @@ from peers import DEADLINE_S
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, StepOutcome
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
+from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.training.compute import Microbatch
 from smolcluster.training.replica import Replica
-from smolcluster.training.schedules.instructions import Op, Schedule, stage_ranks
+from smolcluster.training.schedules.instructions import Instruction, Op, Schedule, stage_ranks
 from smolcluster.training.schedules.validation import execution_order
-from smolcluster.training.stages.compute import StageCompute, StageLoss
+from smolcluster.training.stages.compute import StageLoss
 from smolcluster.training.stages.cut import Stage, layers_of
+from smolcluster.training.stages.execution import Transport, execute
 from smolcluster.training.workload import Workload
 from smolcluster.transport.handshake import introduce
 from smolcluster.utils.meter import Meter
@@ -32,15 +33,11 @@ from smolcluster.utils.seed import derive_seed
 SEED = 7
 
 
-def as_it_is(batch: Batch) -> Batch:
-    return batch
-
-
 def parts_of(batches: Sequence[Batch], sizes: Sequence[int]) -> list[Microbatch]:
     """Microbatches of so many samples each."""
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [
-        Microbatch(size, partial(as_it_is, batch), Place(SEED, 1, start))
+        Microbatch.of(batch, size, Place(SEED, 1, start))
         for batch, size, start in zip(batches, sizes, starts, strict=True)
     ]
 
@@ -58,14 +55,19 @@ def even_cuts(workload: Workload, num_stages: int) -> list[int]:
 
 
 def stages_of(
-    workload: Workload, cuts: Sequence[int], optimizer: str = "sgd", **options: Any
+    workload: Workload,
+    cuts: Sequence[int],
+    optimizer: str = "sgd",
+    precision: Precision = "fp32",
+    **options: Any,
 ) -> list[OwnStage]:
     """Stages that were cut from copies of the whole model, which takes less time than to build each."""
     made, model = [], whole(workload)
     for start, end in pairwise(cuts):
         own = copy.deepcopy(model)
-        replica = Replica(Stage(own, layers_of(own, None), start, end), optimizer, is_stage=True)
-        made.append(OwnStage(replica, StageCompute(replica, workload, SEED, **options)))
+        stage = Stage(own, layers_of(own, None), start, end)
+        replica = Replica(stage, optimizer, precision=precision, is_stage=True)
+        made.append(OwnStage.of(replica, workload, SEED, **options))
     return made
 
 
@@ -92,24 +94,34 @@ def alone(workload: Workload, batches: Sequence[Batch]) -> tuple[float, int, dic
     return total, count, grads
 
 
+class Handed(Transport):
+    """Between stages that one thread computes."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[bool, int, int], Any] = {}
+
+    def receive(self, instruction: Instruction) -> Any:
+        is_forward = instruction.op is Op.FORWARD
+        return self._results.pop((is_forward, instruction.microbatch, instruction.stage))
+
+    def send(self, instruction: Instruction, result: Batch) -> None:
+        is_forward = instruction.op is Op.FORWARD
+        self._results[is_forward, instruction.microbatch, instruction.target] = result
+
+
 def by_hand(
     schedule: Schedule, stages: Sequence[OwnStage], parts: Sequence[Microbatch]
 ) -> StageLoss:
     """Execute a step in one thread, so that PyTorch's generator is one stage's at a time."""
-    handed: dict[tuple[Op, int, int], Any] = {}
-    for _, each in execution_order(schedule):
-        compute, number, part = stages[each.stage].compute, each.microbatch, parts[each.microbatch]
-        if each.op is Op.FORWARD:
-            value = handed.pop((Op.FORWARD, number, each.stage), None)
-            batch = part.gather() if compute.needs_batch else None
-            output = compute.forward(number, part.place, value, batch, part.num_samples)
-            handed[Op.FORWARD, number, each.stage + 1] = output
-        elif each.op is Op.BACKWARD_WEIGHT:
-            compute.backward_weight(number)
-        else:
-            gradients = handed.pop((Op.BACKWARD, number, each.stage), [])
-            backward = compute.backward if each.op is Op.BACKWARD else compute.backward_input
-            handed[Op.BACKWARD, number, each.stage - 1] = backward(number, gradients)
+    execute(
+        [each for _, each in execution_order(schedule)],
+        parts,
+        stages={number: each.compute for number, each in enumerate(stages)},
+        num_stages=len(stages),
+        transport=Handed(),
+        meter=Meter(),
+        note=lambda _: None,
+    )
     losses = [each.compute.end_step() for each in stages]
     return StageLoss(sum(each.total for each in losses), sum(each.num_terms for each in losses))
 
@@ -139,7 +151,15 @@ def executions(
 
         def connect(rank: int) -> None:
             others = tuple(each for each in known if each.rank != rank)
-            route = Route(rank, attempt=1, step=0, ranks=ranks, neighbours=others, codec=codec)
+            route = Route(
+                rank,
+                attempt=1,
+                step=0,
+                ranks=ranks,
+                neighbours=others,
+                codec=codec,
+                patience_s=DEADLINE_S,
+            )
             links[rank].connect(route, None, DEADLINE_S)
 
         at_once(connect, len(schedule))
@@ -147,10 +167,7 @@ def executions(
             {number: stages[number] for number, of in enumerate(ranks) if of == rank}
             for rank in range(len(schedule))
         ]
-        yield [
-            Execution(each, ranks, one, Meter(), DEADLINE_S)
-            for each, one in zip(own, links, strict=True)
-        ]
+        yield [Execution(each, ranks, one, Meter()) for each, one in zip(own, links, strict=True)]
 
 
 def run_step(

@@ -44,6 +44,8 @@ from smolcluster.training.build import TrainingContext, build, stage_replica
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.finetune import next_token_loss
 from smolcluster.training.pretrained import Pretrained
+from smolcluster.training.schedules.instructions import Instruction, Op
+from smolcluster.training.schedules.simulation import Span
 from smolcluster.training.workload import Metric, OfLoss, Workload
 from smolcluster.transport.messages import LayersMeasured, MeasuredLayer, Planned
 from smolcluster.utils.stopping import Interrupted
@@ -289,7 +291,11 @@ def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
                 outcome = run(*args)
                 num = sum(len(each.module.own_layers()) for each in own.values())
                 seconds = num * self.layer_s * self.config.microbatches
-                return replace(outcome, seconds={"F": seconds, "B": 2 * seconds})
+                spans = [
+                    Span(Instruction(Op.FORWARD, 0, 0), 0.0, seconds),
+                    Span(Instruction(Op.BACKWARD, 0, 0), seconds, 3 * seconds),
+                ]
+                return replace(outcome, spans=spans)
 
             monkeypatch.setattr(execution, "run", paced)
 

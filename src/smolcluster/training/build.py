@@ -156,10 +156,8 @@ class TrainingContext:
         pieces = sliced(samples.received(batch), num_samples, at_once)
         size = num_samples if len(pieces) == 1 else at_once
         return [
-            Microbatch(
-                min(size, num_samples - first),
-                partial(_as_it_is, piece),
-                Place(self.seed, epoch, start + first),
+            Microbatch.of(
+                piece, min(size, num_samples - first), Place(self.seed, epoch, start + first)
             )
             for first, piece in zip(range(0, num_samples, size), pieces, strict=True)
         ]
@@ -406,10 +404,6 @@ def _new_model(workload: Workload, seed: int) -> nn.Module:
         model = workload.new_model()
         give_shapes(model, workload, seed)
         return model
-
-
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
 
 
 def most_at_once(train: TrainConfig, microbatch: int | None) -> int | None:

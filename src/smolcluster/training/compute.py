@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,11 @@ class Microbatch(NamedTuple):
     num_samples: int
     gather: Callable[[], Batch]
     place: Place = Place(0, 0, 0)
+
+    @classmethod
+    def of(cls, batch: Batch, num_samples: int, place: Place) -> Self:
+        """Samples that have been gathered."""
+        return cls(num_samples, lambda: batch, place)
 
 
 def forward_backward(

@@ -28,12 +28,13 @@ class LayerSeeds:
     """Seeds the generators of one device; a callback of a stage.
 
     Attributes:
+        device: whose generator is seeded.
         place: of the first sample of the microbatch that is computed.
     """
 
     def __init__(self, seed: int, device: torch.device, *, part: int = 0) -> None:
         """`part`: of each sequence, where several processes share sequences: each draws its own."""
-        self._seed, self._device, self._part = seed, device, part
+        self._seed, self.device, self._part = seed, device, part
         self.place = Place(seed, 0, 0)
         self._calls: dict[int, int] = {}
         """The number of each layer's last call within the microbatch, from 0."""
@@ -48,7 +49,7 @@ class LayerSeeds:
     def begin(self, place: Place) -> None:
         """A microbatch begins; what its loss draws before the model is called follows as well."""
         self.at(place)
-        seed_generators(self._derived(0, 0), self._device)
+        seed_generators(self._derived(0, 0), self.device)
 
     def forget(self) -> None:
         """A step has ended: none of its layers is computed again."""
@@ -68,7 +69,7 @@ class LayerSeeds:
         key = (layer, part, torch.default_generator.initial_seed())
         if not _in_backward():
             self._used[key] = self._derived(layer, part)
-        seed_generators(self._used.get(key) or self._derived(layer, part), self._device)
+        seed_generators(self._used.get(key) or self._derived(layer, part), self.device)
 
     def _derived(self, layer: int, part: int) -> int:
         names: list[int | str] = [self.place.epoch, self.place.start, layer]

@@ -23,7 +23,6 @@ from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedules.instructions import generate
 from smolcluster.training.stages.build import build_stage, num_layers
-from smolcluster.training.stages.compute import StageCompute
 from smolcluster.training.workload import Workload
 
 NUM_SAMPLES, SIZE, EPOCH, START = 8, 2, 3, 16
@@ -138,7 +137,7 @@ def built(workload: Workload, num_stages: int, *, recompute: bool) -> list[OwnSt
     for start, end in pairwise(cuts):
         stage = build_stage(workload, start, end, SEED, torch.device("cpu"))
         replica = Replica(stage, "sgd", is_stage=True)
-        made.append(OwnStage(replica, StageCompute(replica, workload, SEED, recompute=recompute)))
+        made.append(OwnStage.of(replica, workload, SEED, recompute=recompute))
     return made
 
 

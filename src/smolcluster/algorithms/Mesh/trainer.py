@@ -1,29 +1,27 @@
 """Training steps on a mesh, equal to those of one process with the same batches."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smolcluster.algorithms.Mesh.compute import Part, StageCompute
+from smolcluster.algorithms.Mesh.compute import adding_up, stage_compute
 from smolcluster.algorithms.Mesh.config import SPLIT, MeshConfig, cut_equally, what_takes_less
 from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.layers_watch import LayersWatch
+from smolcluster.algorithms.Mesh.links import MeshLinks
 from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, TiedWeights, sum_replicas
 from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, Style, seed_parts, spread
-from smolcluster.algorithms.Mesh.pipeline import Pipeline
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Place
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.errors import NonFiniteLoss, OutOfMemory, UserCodeError
-from smolcluster.training.batches import placed
 from smolcluster.training.buffers import plain_name
-from smolcluster.training.compute import autocast
+from smolcluster.training.compute import Microbatch
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.modes import begin_training
 from smolcluster.training.muon import choose
@@ -34,14 +32,9 @@ from smolcluster.training.scaler import LEAST_SCALE, LossScaler
 from smolcluster.training.schedule import learning_rate
 from smolcluster.training.schedules.instructions import stage_ranks
 from smolcluster.training.schedules.simulation import Span
-from smolcluster.training.stages.build import (
-    build_stage,
-    model_input,
-    num_layers,
-    outline,
-    output_loss,
-)
-from smolcluster.training.stages.cut import Stage
+from smolcluster.training.stages.build import build_stage, num_layers, outline
+from smolcluster.training.stages.compute import StageCompute
+from smolcluster.training.stages.execution import execute
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device_errors import first_line, is_out_of_memory
@@ -126,14 +119,14 @@ class MeshTrainer:
         workload.bring_losses(groups.device)
         self._seed, self._config, self._num_parts = seed, config, config.microbatches
         part = groups["tp"] if groups.sizes.sequence_parallel else 0
-        self._seeds = LayerSeeds(seed, groups.device, part=part)
+        seeds = LayerSeeds(seed, groups.device, part=part)
         self._orders = EpochOrders(lambda epoch: workload.train.order(epoch, seed))
         schedule = config.instructions()
         ranks = stage_ranks(schedule)
         cuts = config.cut(layers, len(ranks))
         plan = {**config.plan, **plan}  # the first pattern that fits is taken
         self.slots: list[Slot] = []
-        stages: dict[int, StageCompute] = {}
+        self._stages: dict[int, StageCompute] = {}
         tied: set[str] = set()
         for number, (rank, cut) in enumerate(zip(ranks, cuts, strict=True)):
             if rank != groups["pp"]:
@@ -144,12 +137,15 @@ class MeshTrainer:
             begin_training(stage)
             slots = spread(stage, plan, groups, splits=config.schedule_name in SPLIT)
             if part:
-                seed_parts(stage, self._seeds)
-            stages[number] = self._compute_of(stage, config)
+                seed_parts(stage, seeds)
+            self._stages[number] = stage_compute(
+                stage, workload, seeds, config, self._train.precision
+            )
             tied |= set(stage.tied)
             self.slots += slots
-        self._pipeline = Pipeline(groups, schedule, stages, self._meter)
-        computed = [each.stage for each in stages.values()]
+        self._instructions, self._num_stages = schedule[groups["pp"]], len(ranks)
+        self._links = MeshLinks(groups, ranks, self._num_parts)
+        computed = [each.stage for each in self._stages.values()]
         self._watches = [LayersWatch(stage, stage.own_layers()) for stage in computed]
         self._tied = TiedWeights(self.slots, tied, groups)
         self._optimizer = MeshOptimizer(
@@ -159,26 +155,11 @@ class MeshTrainer:
             groups,
         )
         self.scaler = LossScaler() if self._train.precision == "fp16" else None
-        self._is_first = any(stage.is_first for stage in computed)
-        self._is_last = any(stage.is_last for stage in computed)
         everyone = groups.all_told([[slot.name, slot.shape] for slot in self.slots])
         self.shapes = {name: tuple(shape) for told in everyone for name, shape in told}
         own = str(self.slots[0].parameter.dtype).partition(".")[2] if self.slots else ""
         dtype = next((each for each in groups.all_told(own) if each), "float32")
         self.dtype: torch.dtype = getattr(torch, dtype)
-
-    def _compute_of(self, stage: Stage, config: MeshConfig) -> StageCompute:
-        returned = self._seeds.model_returned if stage.model_draws else lambda: None
-        return StageCompute(
-            stage,
-            output_loss(self.workload, returned),
-            self.workload.loss,
-            seeds=self._seeds,
-            autocast=partial(autocast, self._train.precision, self.groups.device),
-            recompute=config.activation_checkpointing,
-            is_loss_parallel=config.mesh.loss_parallel,
-            is_compiled=config.compile,
-        )
 
     def step(self, samples_applied: int, note: Callable[[Span], None] | None = None) -> MeshStep:
         """Take the step after so many samples; every rank must.
@@ -218,7 +199,7 @@ class MeshTrainer:
         with self._memory_named(), ExitStack() as looking:
             for watch in self._watches:
                 looking.enter_context(watch.looking(epoch))
-            self._pipeline.run(parts, scale, note)
+            self._execute(parts, scale, note)
             if self.groups.device.type == "cuda":
                 with self._meter("backward"):  # which has only been begun
                     torch.cuda.synchronize(self.groups.device)
@@ -226,7 +207,11 @@ class MeshTrainer:
         with self._meter("wait"):
             gradients = sum_replicas(self.slots, self.groups)
             self._tied.exchange(gradients)
-            loss, terms = self._loss()
+            losses = [each.end_step() for each in self._stages.values()]
+            counted = losses if self.groups["tp"] == 0 else []  # ranks along tp have the same
+            loss, terms = self.groups.total(
+                sum(each.total for each in counted), sum(each.num_terms for each in counted)
+            )
         with self._meter("apply"):
             for gradient in gradients:
                 gradient.div_((terms or 1.0) * scale)
@@ -294,14 +279,25 @@ class MeshTrainer:
         if count:
             self._optimizer.resume(moments, int(count))
 
-    def _loss(self) -> tuple[float, float]:
-        """Sum of the loss's terms, and their number, of all ranks."""
-        own = [0.0, 0.0]
-        if self._is_last and self.groups["tp"] == 0:
-            for stage in self._pipeline.stages.values():
-                own = [a + b for a, b in zip(own, stage.loss, strict=True)]
-        loss, terms = self.groups.total(*own)
-        return loss, terms
+    def _execute(
+        self, parts: Sequence[Microbatch], scale: float, note: Callable[[Span], None] | None
+    ) -> None:
+        self._links.begin_step(parts)
+        with ExitStack() as adding:
+            for stage in self._stages.values():
+                stage.loss_scale = scale
+                adding.enter_context(adding_up(stage.stage))
+            execute(
+                self._instructions,
+                parts,
+                stages=self._stages,
+                num_stages=self._num_stages,
+                transport=self._links,
+                meter=self._meter,
+                note=note or (lambda _: None),
+            )
+            with self._meter("send"):
+                self._links.finish()
 
     def _overflows(self, loss: float, norm: float, scale: float) -> bool:
         if math.isfinite(loss) and math.isfinite(norm):
@@ -314,27 +310,18 @@ class MeshTrainer:
         what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         raise NonFiniteLoss(f"{what}; {DIVERGENCE_REMEDY}")
 
-    def _parts(self, indices: Tensor, epoch: int, start: int) -> Iterator[Part]:
+    def _parts(self, indices: Tensor, epoch: int, start: int) -> Iterator[Microbatch]:
         """This rank's microbatches of a step."""
         pieces = cut_equally(len(indices), self.groups.sizes.num_shares * self._num_parts)
-        own = pieces[self.groups.share * self._num_parts :][: self._num_parts]
-        for piece in own:
-            yield self._part(indices, piece, epoch, start)
-
-    def _part(self, indices: Tensor, piece: range, epoch: int, start: int) -> Part:
-        # an empty piece computes the step's first sample, and counts nothing
-        taken = piece or range(1)
-        place = Place(self._seed, epoch, start + taken.start)
-        part = Part(place, len(piece))
-        if self._is_first or self._is_last:
-            with user_code("data"):
-                batch = self.workload.train.batch(indices[taken.start : taken.stop], place)
-                batch = placed(batch, self.groups.device, self.dtype)
-            part.batch = batch
-            if self._is_first:
-                self._seeds.begin(place)
-                part.model_input = model_input(self.workload, batch)
-        return part
+        takes_samples = any(each.needs_batch for each in self._stages.values())
+        for piece in pieces[self.groups.share * self._num_parts :][: self._num_parts]:
+            # an empty piece computes the step's first sample, and counts nothing
+            taken = piece or range(1)
+            place, batch = Place(self._seed, epoch, start + taken.start), None
+            if takes_samples:
+                with user_code("data"):
+                    batch = self.workload.train.batch(indices[taken.start : taken.stop], place)
+            yield Microbatch.of(batch, len(piece), place)
 
 
 def _spec_of(workload: Workload, train: TrainConfig) -> OptimizerSpec:

@@ -1,23 +1,14 @@
-"""A stage's process executes its instruction list: what it waits for, computes and sends on.
+"""The stages of one process: a step by its instruction list, tied gradients, and evaluations.
 
-    for instruction in schedule[rank]:
-        FORWARD          receive the input, compute, send the output
-        BACKWARD         receive the output's gradient, compute, send the input's
-        BACKWARD_INPUT   the same, without the weights' gradients
-        BACKWARD_WEIGHT  these
-
-What is sent leaves in the background, and so does what comes arrive: only what has not come yet is waited
-for. At the end of a step first and last stage add up the gradients of what both hold, such as a tied
-embedding.
+At the end of a step first and last stage add up the gradients of what both hold, such as a tied embedding.
 """
 
 import itertools
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -27,12 +18,16 @@ from smolcluster.data.loading import every_index
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import Microbatch
 from smolcluster.training.evaluate import Totals, evaluate
+from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.modes import evaluating
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedules.instructions import Instruction, Op
+from smolcluster.training.schedules.simulation import Span
 from smolcluster.training.stages.build import Answer
-from smolcluster.training.stages.compute import Gradients, StageCompute, StageLoss
+from smolcluster.training.stages.compute import StageCompute, StageLoss
 from smolcluster.training.stages.cut import Stage
+from smolcluster.training.stages.execution import execute
+from smolcluster.training.workload import Workload
 from smolcluster.utils.meter import Meter
 
 AHEAD = 2
@@ -46,6 +41,19 @@ class OwnStage:
     replica: Replica
     compute: StageCompute
 
+    @classmethod
+    def of(
+        cls, replica: Replica, workload: Workload, seed: int, *, recompute: bool = False
+    ) -> Self:
+        """The stage that `replica.model` is."""
+        assert isinstance(replica.model, Stage)  # noqa: S101 - `stage_replica` has made it
+        seeds = LayerSeeds(seed, replica.device)
+        precision = replica.precision
+        compute = StageCompute(
+            replica.model, workload, seeds, precision=precision, recompute=recompute
+        )
+        return cls(replica, compute)
+
     @property
     def module(self) -> Stage:
         return self.compute.stage
@@ -58,28 +66,31 @@ class StepOutcome:
     Attributes:
         loss: of the last stage; elsewhere nothing.
         squared_norm: of the gradients of the sum of the loss terms, tied ones counted once; may be NaN.
-        seconds: by operation.
+        spans: when each instruction was computed (`time.perf_counter`).
     """
 
     loss: StageLoss
     squared_norm: float
-    seconds: Mapping[str, float]
+    spans: Sequence[Span]
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """What was computed, by operation."""
+        seconds = defaultdict[str, float](float)
+        for each in self.spans:
+            seconds[each.instruction.op] += each.end_s - each.start_s
+        return seconds
 
 
 class Execution:
     """The stages of one process, by their numbers, and its links, between two plans."""
 
     def __init__(
-        self,
-        stages: Mapping[int, OwnStage],
-        ranks: Sequence[int],
-        links: Links,
-        meter: Meter,
-        timeout_s: float,
+        self, stages: Mapping[int, OwnStage], ranks: Sequence[int], links: Links, meter: Meter
     ) -> None:
-        """`ranks`: whose each stage of all is; `timeout_s`: silence after which a neighbour is lost."""
+        """`ranks`: whose each stage of all is."""
         self.stages, self._ranks = stages, ranks
-        self._links, self._meter, self._timeout_s = links, meter, timeout_s
+        self.links, self._meter = links, meter
 
     def run(
         self, turn: int, instructions: Sequence[Instruction], parts: Sequence[Microbatch]
@@ -92,59 +103,33 @@ class Execution:
             PeerLost: a neighbour is lost. How far it had come is unknown; nothing has been stepped.
             UserCodeError: model or loss raised an exception.
         """
-        self._links.begin_step(turn, is_counted=True)
+        self.links.begin_step(turn, is_counted=True)
         for each in self.stages.values():
             each.replica.grads.zero_()
             each.replica.watch.begin(parts[0].place.epoch if parts else 0)
-        seconds: dict[str, float] = defaultdict(float)
-        for instruction in instructions:
-            seconds[instruction.op] += self._execute(turn, instruction, parts)
+        spans: list[Span] = []
+        execute(
+            instructions,
+            parts,
+            stages={number: each.compute for number, each in self.stages.items()},
+            num_stages=len(self._ranks),
+            transport=self.links,
+            meter=self._meter,
+            note=spans.append,
+        )
         for each in self.stages.values():
             each.replica.watch.gather()
             each.replica.watch.end()
         losses = [each.compute.end_step() for each in self.stages.values()]
-        self._add_tied(turn)
+        self._add_tied()
         return StepOutcome(
             StageLoss(sum(each.total for each in losses), sum(each.num_terms for each in losses)),
             sum(self._squared_norm(each) for each in self.stages.values()),
-            seconds,
+            spans,
         )
 
-    def _execute(self, turn: int, instruction: Instruction, parts: Sequence[Microbatch]) -> float:
-        """Do one instruction; returns the seconds that it computed."""
-        number, microbatch = instruction.stage, instruction.microbatch
-        compute = self.stages[number].compute
-        if instruction.op is Op.FORWARD:
-            value = (
-                None if compute.stage.is_first else self._receive_value(turn, microbatch, number)
-            )
-            part = parts[microbatch]
-            with self._meter("data"):
-                batch = part.gather() if compute.needs_batch else None
-            started = time.perf_counter()
-            output = compute.forward(microbatch, part.place, value, batch, part.num_samples)
-            took = time.perf_counter() - started
-            if not compute.stage.is_last:
-                self._links.send_forward(turn, microbatch, number, output)
-            return took
-        if instruction.op is Op.BACKWARD_WEIGHT:
-            started = time.perf_counter()
-            compute.backward_weight(microbatch)
-            return time.perf_counter() - started
-        gradients: Gradients = []
-        if not compute.stage.is_last:
-            with self._meter("wait"):
-                gradients = self._links.recv_backward(turn, microbatch, number, self._timeout_s)
-        started = time.perf_counter()
-        backward = compute.backward if instruction.op is Op.BACKWARD else compute.backward_input
-        found = backward(microbatch, gradients)
-        took = time.perf_counter() - started
-        if not compute.stage.is_first:
-            self._links.send_backward(turn, microbatch, number, found)
-        return took
-
-    def evaluate(self, turn: int, number: int, batch: Callable[[], Batch]) -> Any:
-        """The model's output for batch `number` that is not trained on, where the last stage is; else None.
+    def evaluate(self, number: int, batch: Callable[[], Batch]) -> Any:
+        """The model's output for batch `number` of a turn, where the last stage is; else None.
 
         A stage is at most `AHEAD` batches per stage before the last one, which answers each.
         """
@@ -153,28 +138,24 @@ class Execution:
             compute = self.stages[stage].compute
             is_first, is_last = compute.stage.is_first, compute.stage.is_last
             if not is_last and number >= window:
-                with self._meter("wait"):
-                    self._links.recv_backward(turn, number - window, stage, self._timeout_s)
-            value = None if is_first else self._receive_value(turn, number, stage)
+                self._receive(Instruction(Op.BACKWARD, number - window, stage))
+            value = None if is_first else self._receive(Instruction(Op.FORWARD, number, stage))
             output = compute.evaluate(value, batch() if is_first else None)
             if not is_last:
-                self._links.send_forward(turn, number, stage, output)
+                self.links.send(Instruction(Op.FORWARD, number, stage), output)
             if not is_first:
-                self._links.send_backward(turn, number, stage, None)
+                self.links.send(Instruction(Op.BACKWARD, number, stage), None)
         return output if stage == len(self._ranks) - 1 else None
-
-    def begin_turn(self, turn: int) -> None:
-        self._links.begin_step(turn)
 
     @property
     def is_last(self) -> bool:
         return len(self._ranks) - 1 in self.stages
 
-    def _receive_value(self, turn: int, microbatch: int, stage: int) -> Batch:
+    def _receive(self, instruction: Instruction) -> Any:
         with self._meter("wait"):
-            return self._links.recv_forward(turn, microbatch, stage, self._timeout_s)
+            return self.links.receive(instruction)
 
-    def _add_tied(self, turn: int) -> None:
+    def _add_tied(self) -> None:
         """Let first and last stage have the sum of their gradients of the parameters that both hold."""
         last = len(self._ranks) - 1
         if last == 0:
@@ -189,7 +170,7 @@ class Execution:
                 return
             own = {name: grad.clone() for name, grad in self._tied(number).items()}
             with self._meter("wait"):
-                theirs = self._links.exchange(turn, self._ranks[other], own, self._timeout_s)
+                theirs = self.links.exchange(self._ranks[other], own)
             self._add(number, theirs)
 
     def _tied(self, number: int) -> dict[str, torch.Tensor]:
@@ -233,12 +214,12 @@ def evaluate_stages(
         PeerLost: a neighbour is lost.
     """
     batches = torch.split(every_index(held_out), batch_size)
-    execution.begin_turn(turn)
+    execution.links.begin_step(turn)
     numbers = itertools.count()
 
     def output() -> Any:
         number = next(numbers)
-        return execution.evaluate(turn, number, lambda: held_out.batch(batches[number]))
+        return execution.evaluate(number, lambda: held_out.batch(batches[number]))
 
     if not execution.is_last:
         for _ in batches:

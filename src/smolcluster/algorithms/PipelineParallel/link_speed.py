@@ -8,7 +8,7 @@ not reach each other the server relays, and what that carries is what is measure
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.planning.layers import Link
 from smolcluster.net.session import Session
+from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.utils.units import format_bytes, format_duration
 
 NUM_ROUND_TRIPS = 3
@@ -39,16 +40,17 @@ def measure_link(links: Links, route: Route, server: Session | None) -> Link:
         ConnectTimeout, PeerLost: the other one was not reached, or is lost.
         AuthError, Rejected: it does not let this process in.
     """
+    route = replace(route, patience_s=SILENCE_TIMEOUT_S)
     links.connect(route, server, CONNECT_TIMEOUT_S)
     is_first = route.rank == 0
+    ops = (Op.FORWARD, Op.BACKWARD)
+    sent, received = ops if is_first else reversed(ops)
 
     def send(number: int, value: Tensor) -> None:
-        send_to = links.send_forward if is_first else links.send_backward
-        send_to(route.step, number, route.rank, value)
+        links.send(Instruction(sent, number, route.rank), value)
 
     def receive(number: int) -> None:
-        receive_from = links.recv_backward if is_first else links.recv_forward
-        receive_from(route.step, number, route.rank, SILENCE_TIMEOUT_S)
+        links.receive(Instruction(received, number, route.rank))
 
     num = NUM_ROUND_TRIPS + 2
     own, other = (range(num), range(num, 2 * num))[:: 1 if is_first else -1]

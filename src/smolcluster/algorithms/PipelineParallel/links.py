@@ -3,8 +3,9 @@
     links = Links(hello, secret, log)
     places = links.listen(addresses)              # told to the coordinator, which tells the neighbours
     links.connect(route, server, timeout_s)       # after every plan
-    links.send_forward(step, microbatch, stage, tree)
-    tree = links.recv_forward(step, microbatch, stage, timeout_s)
+    links.begin_step(step)
+    tree = links.receive(instruction)             # what it takes of another stage
+    links.send(instruction, tree)                 # its result, to the stage that takes that
 
 Of two neighbours the one of the higher rank dials; the handshake is that of all sessions, with the cluster's
 secret. Where it reaches the other at none of its addresses the server relays. What is sent is encoded and
@@ -19,14 +20,20 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count
 from threading import Semaphore
-from typing import overload
+from typing import Any, overload
 
 import psutil
 import torch
 from torch import Tensor
 
 from smolcluster.algorithms.PipelineParallel.tensors import decode, encode, nbytes_of, on_cpu
-from smolcluster.algorithms.PipelineParallel.transfers import Key, Mailbox, Neighbour, key_of
+from smolcluster.algorithms.PipelineParallel.transfers import (
+    Direction,
+    Key,
+    Mailbox,
+    Neighbour,
+    key_of,
+)
 from smolcluster.codec.base import bytes_of
 from smolcluster.configs.schema import Encryption
 from smolcluster.data.dataset import Batch
@@ -44,6 +51,8 @@ from smolcluster.net.dialling import Address, dial
 from smolcluster.net.inbox import Event, Inbox, SessionClosed
 from smolcluster.net.membership import Refused
 from smolcluster.net.session import Receiver, Session
+from smolcluster.training.schedules.instructions import Instruction, Op
+from smolcluster.training.stages.execution import Transport
 from smolcluster.transport.connection import listen
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.handshake import Door
@@ -75,6 +84,8 @@ MAX_QUEUED_NBYTES = 64 * 1024 * 1024
 MAX_QUEUED = 100_000
 """Frames; this only bounds mistakes."""
 CLOSING_TIMEOUT_S = 3.0
+PATIENCE_S = 3600.0
+"""A neighbour that is lost is known at once; who is slow, or hangs, is the server's to tell apart."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,7 @@ class Route:
         ranks: whose each virtual stage is.
         neighbours: the processes that this one exchanges anything with.
         codec: of activations and their gradients (`codec/rows.py`).
+        patience_s: silence after which a neighbour is lost that is waited for, seconds.
     """
 
     rank: int
@@ -96,12 +108,13 @@ class Route:
     ranks: tuple[int, ...]
     neighbours: tuple[Neighbour, ...]
     codec: str
+    patience_s: float = PATIENCE_S
 
     def neighbour(self, rank: int) -> Neighbour:
         return next(each for each in self.neighbours if each.rank == rank)
 
 
-class Links:
+class Links(Transport):
     """The sessions of one stage's process, over all plans of a run."""
 
     def __init__(
@@ -146,6 +159,7 @@ class Links:
         self._acceptor: Acceptor | None = None
         self._server: Session | None = None
         self._route = Route(0, 0, 0, (0,), (), "fp32")
+        self._step = 0
         self._is_counted = False
         """Whether what is queued counts for `take_sent`."""
         self._stop = threading.Event()
@@ -188,7 +202,7 @@ class Links:
             SmolclusterError: what `interrupt` was given.
         """
         self._stop.clear()
-        self._is_counted = False
+        self._step, self._is_counted = route.step, False
         self._mailbox.begin(route.attempt, route.step)
         if self._mailbox.is_interrupted():
             self._stop.set()
@@ -212,11 +226,11 @@ class Links:
 
         `is_counted`: whether what is queued from now on counts for `take_sent`.
         """
-        self._is_counted = is_counted
+        self._step, self._is_counted = step, is_counted
         self._mailbox.begin_step(step)
 
-    def send_forward(self, step: int, microbatch: int, stage: int, tree: Batch) -> None:
-        """Queue the output of virtual stage `stage` for the next one; its tensors must not change any more.
+    def send(self, instruction: Instruction, result: Batch) -> None:
+        """Queue a tree of tensors for the instruction's target; they must not change any more.
 
         Waits where more than `MAX_QUEUED_NBYTES` would be queued.
 
@@ -224,38 +238,28 @@ class Links:
             PeerLost: that stage is lost. What was queued for it before may not have arrived.
             SmolclusterError: what `interrupt` was given.
         """
-        key = Key(self._route.attempt, step, "forward", stage + 1, microbatch)
-        self._send(key, self._route.ranks[stage + 1], tree, self._route.codec)
+        key = self._key(instruction, instruction.target)
+        self._send(key, self._route.ranks[instruction.target], result, self._route.codec)
 
-    def recv_forward(self, step: int, microbatch: int, stage: int, timeout_s: float) -> Batch:
-        """Wait for the input of virtual stage `stage`, which is on the CPU.
+    def receive(self, instruction: Instruction) -> Any:
+        """Wait for the tree that an instruction takes, which is on the CPU.
 
         Raises:
-            PeerLost: its sender is lost, or has sent nothing for `timeout_s` seconds.
+            PeerLost: its sender is lost, or has sent nothing for the route's `patience_s`.
             SmolclusterError: what `interrupt` was given.
         """
-        key = Key(self._route.attempt, step, "forward", stage, microbatch)
-        return self._receive(key, self._route.ranks[stage - 1], timeout_s)
+        key = self._key(instruction, instruction.stage)
+        return self._receive(key, self._route.ranks[instruction.source])
 
-    def send_backward(self, step: int, microbatch: int, stage: int, tree: Batch) -> None:
-        """Queue the gradient of the input of virtual stage `stage` for the one before: as `send_forward`."""
-        key = Key(self._route.attempt, step, "backward", stage - 1, microbatch)
-        self._send(key, self._route.ranks[stage - 1], tree, self._route.codec)
-
-    def recv_backward(self, step: int, microbatch: int, stage: int, timeout_s: float) -> Batch:
-        """Wait for the gradient of the output of virtual stage `stage`: as `recv_forward`."""
-        key = Key(self._route.attempt, step, "backward", stage, microbatch)
-        return self._receive(key, self._route.ranks[stage + 1], timeout_s)
-
-    def exchange(self, step: int, rank: int, tree: Batch, timeout_s: float) -> Batch:
+    def exchange(self, rank: int, tree: Batch) -> Batch:
         """Send a tree to the stage of that rank, without loss, and wait for its tree of the same step.
 
         Raises:
-            PeerLost, SmolclusterError: as `recv_forward`.
+            PeerLost, SmolclusterError: as `receive`.
         """
         attempt, own = self._route.attempt, self._route.rank
-        self._send(Key(attempt, step, "exchange", rank, own), rank, tree, "fp32")
-        return self._receive(Key(attempt, step, "exchange", own, rank), rank, timeout_s)
+        self._send(Key(attempt, self._step, "exchange", rank, own), rank, tree, "fp32")
+        return self._receive(Key(attempt, self._step, "exchange", own, rank), rank)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until what was sent has left. Returns whether it has, or its sessions have ended."""
@@ -408,10 +412,15 @@ class Links:
         assert outbox is not None  # noqa: S101 - it has been waited for
         outbox.queue(key, tree, nbytes, codec, is_counted=self._is_counted)
 
-    def _receive(self, key: Key, rank: int, timeout_s: float) -> Batch:
+    def _key(self, instruction: Instruction, taker: int) -> Key:
+        """Names what stage `taker` takes of another one."""
+        way: Direction = "forward" if instruction.op is Op.FORWARD else "backward"
+        return Key(self._route.attempt, self._step, way, taker, instruction.microbatch)
+
+    def _receive(self, key: Key, rank: int) -> Batch:
         own = Neighbour(rank, self._hello.node, self._hello.instance, ())
         source = own if rank == self._route.rank else self._route.neighbour(rank)
-        return self._mailbox.take(key, source, timeout_s)
+        return self._mailbox.take(key, source, self._route.patience_s)
 
     # any thread
 

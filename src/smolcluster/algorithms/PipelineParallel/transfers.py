@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import PeerLost, ProtocolError, SmolclusterError
@@ -20,7 +20,7 @@ from smolcluster.utils.units import format_bytes, format_duration
 
 TICK_S = 0.5
 """How soon whoever waits looks whether bytes still move."""
-T = TypeVar("T")
+Direction = Literal["forward", "backward", "exchange"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Key(NamedTuple):
 
     attempt: int
     step: int
-    direction: Literal["forward", "backward", "exchange"]
+    direction: Direction
     stage: int
     microbatch: int
 

@@ -27,7 +27,7 @@ from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, evaluate_stages
 from smolcluster.algorithms.PipelineParallel.link_speed import measure_link
-from smolcluster.algorithms.PipelineParallel.links import Links, Route
+from smolcluster.algorithms.PipelineParallel.links import PATIENCE_S, Links, Route
 from smolcluster.algorithms.PipelineParallel.part_copy import PartCopy, piece_frame, values_of
 from smolcluster.algorithms.PipelineParallel.plan import schedule_of
 from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames
@@ -41,7 +41,6 @@ from smolcluster.ps.assignment import Assigned, AssignmentReceiver, HeldOut
 from smolcluster.training.build import TrainingContext, stage_replica
 from smolcluster.training.compute import Microbatch
 from smolcluster.training.evaluate import LOSS
-from smolcluster.training.stages.compute import StageCompute
 from smolcluster.transport.messages import (
     Assignment,
     Commit,
@@ -69,8 +68,6 @@ from smolcluster.utils.device import pick_device
 from smolcluster.utils.device_errors import empty_cache, first_line, is_out_of_memory
 
 WAIT_S = 1.0
-PATIENCE_S = 3600.0
-"""A neighbour that is lost is known at once; who is slow, or hangs, is the server's to tell apart."""
 EVERY_ATTEMPT = 2**62
 
 
@@ -285,11 +282,9 @@ class Worker:
             if rank == plan.rank:
                 layers = range(plan.cuts[stage], plan.cuts[stage + 1])
                 replica = stage_replica(training, self.train, layers, device, place.log)
-                recompute = self.config.recompute
-                compute = StageCompute(
-                    replica, training.workload, training.seed, recompute=recompute
+                self.stages[stage] = OwnStage.of(
+                    replica, training.workload, training.seed, recompute=self.config.recompute
                 )
-                self.stages[stage] = OwnStage(replica, compute)
         if plan.step is not None:
             self.load_state(plan)
         route = Route(
@@ -306,7 +301,7 @@ class Worker:
         self.links.connect(route, self.link, PATIENCE_S)
         self.copy = PartCopy(list(self.stages.values()), training.replica.layers)
         meter = training.replica.meter
-        self.execution = Execution(self.stages, plan.ranks, self.links, meter, PATIENCE_S)
+        self.execution = Execution(self.stages, plan.ranks, self.links, meter)
         self.link.send(StageReady(attempt=plan.attempt, places=self.copy.places))
 
     def is_planned(self, attempt: int) -> bool:

@@ -37,6 +37,16 @@ class Instruction:
     microbatch: int
     stage: int
 
+    @property
+    def source(self) -> int:
+        """The stage whose result it takes; none has that number where it takes none."""
+        return {Op.FORWARD: self.stage - 1, Op.BACKWARD_WEIGHT: -1}.get(self.op, self.stage + 1)
+
+    @property
+    def target(self) -> int:
+        """The stage that takes its result; none has that number where none does."""
+        return {Op.FORWARD: self.stage + 1, Op.BACKWARD_WEIGHT: -1}.get(self.op, self.stage - 1)
+
     def __str__(self) -> str:
         return f"{self.op}{self.microbatch} of stage {self.stage}"
 

@@ -137,13 +137,10 @@ def simulate(
         spans[rank].append(Span(each, start, end))
         key = key_of(each)
         arrived[key, rank] = end
-        target = each.stage + (1 if each.op is Op.FORWARD else -1)
-        if each.op is Op.BACKWARD_WEIGHT or not 0 <= target <= last_stage:
+        if not 0 <= each.target <= last_stage or ranks_of[each.target] == rank:
             continue
-        receiver = ranks_of[target]
-        if receiver == rank:
-            continue
-        way = ways[min(each.stage, target)]
+        receiver = ranks_of[each.target]
+        way = ways[min(each.stage, each.target)]
         seconds = way.forward_s if each.op is Op.FORWARD else way.backward_s
         link = links.setdefault((rank, receiver), [])
         begin = max(end, link[-1].end_s) if link else end

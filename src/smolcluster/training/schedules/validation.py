@@ -17,16 +17,11 @@ def key_of(instruction: Instruction) -> Key:
 def dependencies(instruction: Instruction, last_stage: int) -> Iterator[Key]:
     """What must have been done before, here or elsewhere."""
     op, microbatch, stage = key_of(instruction)
-    if op is Op.FORWARD:
-        if stage > 0:
-            yield Op.FORWARD, microbatch, stage - 1
-        return
-    if op is Op.BACKWARD_WEIGHT:
-        yield Op.BACKWARD_INPUT, microbatch, stage
-        return
-    yield Op.FORWARD, microbatch, stage
-    if stage < last_stage:
-        yield Op.BACKWARD_INPUT, microbatch, stage + 1
+    if op is not Op.FORWARD:
+        before = Op.FORWARD if op is Op.BACKWARD_INPUT else Op.BACKWARD_INPUT
+        yield before, microbatch, stage
+    if 0 <= instruction.source <= last_stage:
+        yield op, microbatch, instruction.source
 
 
 def validate(schedule: Schedule, num_microbatches: int) -> tuple[int, ...]:

@@ -10,6 +10,8 @@ is seeded by the microbatch's place and the layer's number, so dropout masks do 
 schedule, and are those of a single process with the same microbatches (`layer_seeds.py`).
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import map_tensors, tensors_in
 from smolcluster.errors import ProtocolError
@@ -24,15 +27,16 @@ from smolcluster.training.batches import placed
 from smolcluster.training.compute import autocast
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.modes import evaluating
-from smolcluster.training.replica import Replica
 from smolcluster.training.stages.build import model_input, output_loss
 from smolcluster.training.stages.cut import Stage
-from smolcluster.training.stages.deferred import Deferred, add_gradients, backward_input
+from smolcluster.training.stages.deferred import Deferred, backward_input
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload, count_terms, real_count
 
 Gradients = list[Tensor | None]
 """Of the tensors of floats in a tree, in order; None: nothing depends on one."""
+Around = Callable[[str], AbstractContextManager[object]]
+"""Entered around the user's code: "model", "loss" or "backward of the model"."""
 
 
 @dataclass
@@ -41,17 +45,19 @@ class _Held:
 
     Attributes:
         place, value, batch: what it was computed from, where it is computed again; else None.
+        num_samples: 0: it counts nothing, and has no gradient.
         leaves: the value's tensors of floats, which collect gradients.
         edges: where gradients enter: the output's tensors that have any, and how many it has in all.
+        scales: the gradient of the loss itself, on the last stage.
     """
 
     place: Place
     value: Batch
     batch: Batch
+    num_samples: int
     leaves: list[Tensor] = field(default_factory=list)
     edges: list[GradientEdge | None] = field(default_factory=list)
-    ones: list[Tensor] = field(default_factory=list)
-    """The gradient of the loss itself, on the last stage."""
+    scales: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -63,25 +69,34 @@ class StageLoss:
 
 
 class StageCompute:
-    """The microbatches of one stage."""
+    """The microbatches of one stage.
+
+    Attributes:
+        stage: its layers.
+        loss_scale: what the loss is multiplied by for the backward; `end_step` tells it unscaled.
+    """
 
     def __init__(
-        self, replica: Replica, workload: Workload, seed: int, *, recompute: bool = False
+        self,
+        stage: Stage,
+        workload: Workload,
+        seeds: LayerSeeds,
+        *,
+        precision: Precision = "fp32",
+        recompute: bool = False,
+        around: Around = user_code,
     ) -> None:
-        """Compute with the stage that `replica.model` is.
+        """Compute on the device of `seeds`, which seed what the layers draw.
 
         Args:
             recompute: keep a microbatch's input alone, and compute the rest again for its backward.
+            around: what the user's code runs in; it must name that code's exceptions, as `user_code` does.
         """
-        assert isinstance(replica.model, Stage)  # noqa: S101 - `stage_replica` has made it
-        self.stage = replica.model
-        self._replica, self._workload = replica, workload
-        self._recompute = recompute
-        self._seeds = LayerSeeds(seed, replica.device)
+        self.stage, self.loss_scale = stage, 1.0
+        self._workload, self._seeds = workload, seeds
+        self._precision, self._recompute, self._around = precision, recompute, around
         self._loss = output_loss(workload, self._model_returned)
-        self._parameters: list[Tensor] = [
-            each for each in self.stage.parameters() if each.requires_grad
-        ]
+        self._users_loss = workload.output_loss or workload.loss
         self._held: dict[int, _Held] = {}
         self._deferred: dict[int, Deferred] = {}
         self._totals: list[Tensor] = []
@@ -102,7 +117,7 @@ class StageCompute:
             place: of its first sample.
             value: what the stage before has returned; of the first stage nothing.
             batch: the samples, for the first and the last stage.
-            num_samples: how many there are.
+            num_samples: how many there are; 0: there is one, which counts nothing and has no gradient.
 
         Returns:
             What the next stage takes, without graphs; of the last stage None.
@@ -111,36 +126,41 @@ class StageCompute:
             UserCodeError: the model or the loss raised an exception.
         """
         self._seeds.begin(place)
-        value, batch = self._given(value, batch)
-        held = _Held(place, value, batch)
-        with self._replica.meter("forward"):
-            if self._recompute and not self.stage.is_last:
-                with torch.no_grad():
-                    output = self._run(held, value)
-            else:
-                output = self._with_graph(held, num_samples)
+        held = _Held(place, *self._given(value, batch), num_samples)
         self._held[microbatch] = held
-        return None if self.stage.is_last else map_tensors(output, Tensor.detach)
+        if self.stage.is_last:
+            self._with_graph(held)
+            return None
+        if self._recompute:
+            with torch.no_grad():
+                output = self._run(held, held.value)
+        else:
+            output = self._with_graph(held)
+        return map_tensors(output, Tensor.detach)
 
     def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
         """The gradients of a microbatch's value; those of the weights are added to theirs.
 
         `gradients`: of its output, what the next stage's `backward` returned; on the last stage empty.
         """
-        with self._replica.meter("backward"):
-            leaves, entering = self._entering(microbatch, gradients)
-            add_gradients(entering, [*leaves, *self._parameters])
+        leaves, entering = self._entering(microbatch, gradients)
+        if entering:
+            edges, values = zip(*entering, strict=True)
+            with self._around("backward of the model"):
+                torch.autograd.backward(edges, values)
         return [each.grad for each in leaves]
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
         """As `backward`, but the gradients of the weights are left for `backward_weight`."""
-        with self._replica.meter("backward"):
-            leaves, entering = self._entering(microbatch, gradients)
-            found, self._deferred[microbatch] = backward_input(entering, leaves, self._parameters)
+        leaves, entering = self._entering(microbatch, gradients)
+        # now, since those that FSDP has gathered are others than those that it keeps
+        trained = [each for each in self.stage.parameters() if each.requires_grad]
+        with self._around("backward of the model"):
+            found, self._deferred[microbatch] = backward_input(entering, leaves, trained)
         return found
 
     def backward_weight(self, microbatch: int) -> None:
-        with self._replica.meter("backward"):
+        with self._around("backward of the model"):
             self._deferred.pop(microbatch).run()
 
     def end_step(self) -> StageLoss:
@@ -148,49 +168,62 @@ class StageCompute:
         totals, counts = self._totals, self._counts
         self._held, self._deferred, self._totals, self._counts = {}, {}, [], []
         self._seeds.forget()
-        num_terms = sum(real_count(each, of=self._loss) for each in counts)
+        num_terms = sum(real_count(each, of=self._users_loss) for each in counts)
         return StageLoss(sum(each.item() for each in totals), num_terms)
 
     @torch.no_grad()
     def evaluate(self, value: Batch, batch: Batch = None) -> Batch:
         """The output of a batch that is not trained on; of the last stage what the model returns."""
         value, batch = self._given(value, batch)
-        precision, device = self._replica.precision, self._replica.device
-        with evaluating(self.stage), autocast(precision, device), user_code("model"):
+        with evaluating(self.stage), self._calling("model"):
             return self.stage(value)
+
+    @contextmanager
+    def _calling(self, what: str) -> Iterator[None]:
+        with autocast(self._precision, self._seeds.device), self._around(what):
+            yield
 
     def _given(self, value: Batch, batch: Batch) -> tuple[Batch, Batch]:
         """The stage's input and its samples, on its device."""
-        device = self._replica.device
+        device = self._seeds.device
         batch = placed(batch, device, self.stage.dtype)
         if self.stage.is_first:
             with user_code("loss"):
                 return model_input(self._workload, batch), batch
         return map_tensors(value, lambda each: each.to(device)), batch
 
-    def _with_graph(self, held: _Held, num_samples: int) -> Batch:
-        """The output; what its backward needs is kept in `held`."""
+    def _with_graph(self, held: _Held) -> Batch:
+        """The output, of the last stage the loss; what its backward needs is kept in `held`."""
         value = held.value if self.stage.is_first else leaves_of(held.value)
         output = self._run(held, value)
         held.leaves = [] if self.stage.is_first else floats_in(value)
         if not self._recompute or self.stage.is_last:
             held.value = None
-        if not self.stage.is_last:
-            held.edges = [_edge(each) for each in floats_in(output)]
-            return output
-        with user_code("loss"):
+        if self.stage.is_last:
+            output = self._loss_of(held, output)
+            held.batch = None
+            scale = self.loss_scale if held.num_samples else 0.0
+            held.scales = [torch.full_like(output, scale)]
+        held.edges = [_edge(each) for each in floats_in(output)]
+        return output
+
+    def _loss_of(self, held: _Held, output: Any) -> Tensor:
+        """The sum of the loss's terms, (), which is counted unless its samples only keep others company."""
+        with self._calling("loss"):
             self._seeds.begin(held.place)  # what it draws, it draws again: see `model_input`
             result = self._loss(output, held.batch)
-        held.batch = None
-        total, count = count_terms(result, num_samples, of=self._loss)
-        self._totals.append(total.detach())
-        self._counts.append(count)
-        held.edges, held.ones = [_edge(total)], [torch.ones_like(total)]
-        return None
+        num_samples = max(1, held.num_samples)
+        total, count = count_terms(result, num_samples, of=self._users_loss)
+        whole = getattr(total, "full_tensor", None)  # of a DTensor, whose module takes long to load
+        total = total if whole is None else whole()
+        if held.num_samples:
+            self._totals.append(total.detach())
+            self._counts.append(count)
+        return total.float() if total.dtype.itemsize < torch.float32.itemsize else total
 
     def _run(self, held: _Held, value: Batch) -> Any:
         self._seeds.at(held.place)
-        with autocast(self._replica.precision, self._replica.device), user_code("model"):
+        with self._calling("model"):
             return self.stage(value)
 
     def _entering(
@@ -203,16 +236,15 @@ class StageCompute:
         """
         held = self._held.pop(microbatch)
         if self._recompute and not held.edges:
-            with torch.enable_grad():
-                self._with_graph(held, 1)
-        given = held.ones if self.stage.is_last else gradients
+            self._with_graph(held)
+        given = held.scales if self.stage.is_last else gradients
         if len(given) != len(held.edges):
             raise ProtocolError(
                 f"the next stage sends {len(given)} gradients of {len(held.edges)} tensors"
             )
         pairs = zip(held.edges, given, strict=True)
         entering = [
-            (edge, each.to(self._replica.device))
+            (edge, each.to(self._seeds.device))
             for edge, each in pairs
             if edge is not None and each is not None
         ]

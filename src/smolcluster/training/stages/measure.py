@@ -22,6 +22,7 @@ from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import map_tensors, tensors_in
 from smolcluster.training.batches import placed
 from smolcluster.training.stages.build import build_stage, model_input, outlines, output_loss
+from smolcluster.training.stages.compute import leaves_of
 from smolcluster.training.stages.deferred import backward_input
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload, count_terms
@@ -204,7 +205,7 @@ def _held(
             held[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    given = _leaves(value)
+    given = leaves_of(value)
     for tensor in tensors_in(given):
         note(tensor)
     with saved_tensors_hooks(note, lambda tensor: tensor), user_code("model"):
@@ -222,7 +223,7 @@ def _timed(
     device: torch.device,
 ) -> tuple[float, float, float]:
     """Seconds of forward, of the gradients of the input, and of those of the weights."""
-    value = _leaves(value)
+    value = leaves_of(value)
     inputs = [each for each in tensors_in(value) if each.requires_grad]
     marks = [_now(device)]
     with user_code("model"):
@@ -241,11 +242,6 @@ def _timed(
         parameter.grad = None
     forward, gradient, weight = (b - a for a, b in pairwise(marks))
     return forward, gradient, weight
-
-
-def _leaves(value: Batch) -> Batch:
-    """The same values; those of floating point collect gradients."""
-    return map_tensors(value, lambda each: each.detach().requires_grad_(each.is_floating_point()))
 
 
 def _with_gradient(output: Batch) -> Iterator[Tensor]:

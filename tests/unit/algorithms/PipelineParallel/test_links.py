@@ -20,6 +20,7 @@ from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.errors import AuthError, ConnectTimeout, DataError, PeerLost, RunFailed
 from smolcluster.net import dialling
+from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import HostPort
 from smolcluster.transport.security import Secret
@@ -48,6 +49,7 @@ class Stage:
 
     def route(self, neighbours: Sequence[Neighbour], ranks: Sequence[int], **changes: Any) -> Route:
         given: dict[str, Any] = {"attempt": 1, "step": 0, "codec": "fp32"} | changes
+        given.setdefault("patience_s", DEADLINE_S)
         return Route(rank=self.rank, ranks=tuple(ranks), neighbours=tuple(neighbours), **given)
 
 
@@ -80,6 +82,14 @@ def connect(stages: Sequence[Stage], ranks: Sequence[int] = (), **changes: Any) 
         list(pool.map(reach, stages))
 
 
+def forward(microbatch: int, stage: int) -> Instruction:
+    return Instruction(Op.FORWARD, microbatch, stage)
+
+
+def backward(microbatch: int, stage: int) -> Instruction:
+    return Instruction(Op.BACKWARD, microbatch, stage)
+
+
 def values(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -89,36 +99,36 @@ def test_activations_go_up_and_gradients_down_in_pieces(stages: MakeStages) -> N
     connect(made)
     sent = {"hidden": values(4, 33, 32), "mask": torch.ones(4, 33, dtype=torch.bool)}
     assert sent["hidden"].nbytes > 3 * BUCKET_BYTES
-    low.links.send_forward(0, 0, 0, sent)
-    got = middle.links.recv_forward(0, 0, 1, DEADLINE_S)
+    low.links.send(forward(0, 0), sent)
+    got = middle.links.receive(forward(0, 1))
     assert torch.equal(got["hidden"], sent["hidden"])
     assert torch.equal(got["mask"], sent["mask"])
-    middle.links.send_forward(0, 0, 1, values(2, 2))
-    high.links.send_backward(0, 0, 2, values(2, 2, seed=1))
-    assert torch.equal(high.links.recv_forward(0, 0, 2, DEADLINE_S), values(2, 2))
-    assert torch.equal(middle.links.recv_backward(0, 0, 1, DEADLINE_S), values(2, 2, seed=1))
+    middle.links.send(forward(0, 1), values(2, 2))
+    high.links.send(backward(0, 2), values(2, 2, seed=1))
+    assert torch.equal(high.links.receive(forward(0, 2)), values(2, 2))
+    assert torch.equal(middle.links.receive(backward(0, 1)), values(2, 2, seed=1))
 
 
 def test_bytes_are_counted_for_each_neighbour_as_they_were_encoded(stages: MakeStages) -> None:
     low, middle, high = made = stages(3)
     connect(made, codec="int8")
-    middle.links.send_forward(0, 0, 1, values(64, 256))  # of no step that is counted
-    high.links.recv_forward(0, 0, 2, DEADLINE_S)
+    middle.links.send(forward(0, 1), values(64, 256))  # of no step that is counted
+    high.links.receive(forward(0, 2))
     assert middle.links.take_sent() == (0, 0, 0)
     for each in made:
         each.links.begin_step(1, is_counted=True)
-    middle.links.send_forward(1, 0, 1, values(64, 256))
-    middle.links.send_backward(1, 0, 1, values(2, 256))
-    high.links.recv_forward(1, 0, 2, DEADLINE_S)
-    low.links.recv_backward(1, 0, 0, DEADLINE_S)
+    middle.links.send(forward(0, 1), values(64, 256))
+    middle.links.send(backward(0, 1), values(2, 256))
+    high.links.receive(forward(0, 2))
+    low.links.receive(backward(0, 0))
     to_low, to_itself, to_high = middle.links.take_sent()
     assert to_itself == 0
     assert 64 * 256 < to_high < 2 * 64 * 256  # a byte and not four for each number
     assert 2 * 256 < to_low < 2 * 2 * 256
     middle.links.begin_step(2)  # an evaluation
     high.links.begin_step(2)
-    middle.links.send_forward(2, 0, 1, values(2, 2))
-    high.links.recv_forward(2, 0, 2, DEADLINE_S)
+    middle.links.send(forward(0, 1), values(2, 2))
+    high.links.receive(forward(0, 2))
     assert middle.links.take_sent() == (0, 0, 0)
 
 
@@ -126,17 +136,17 @@ def test_what_is_waited_for_is_found_whatever_came_first(stages: MakeStages) -> 
     low, high = made = stages(2)
     connect(made, ranks=(0, 1, 0, 1))
     for stage, microbatch in ((0, 0), (0, 1), (2, 0)):
-        low.links.send_forward(0, microbatch, stage, torch.tensor([stage, microbatch]))
+        low.links.send(forward(microbatch, stage), torch.tensor([stage, microbatch]))
     for stage, microbatch in ((2, 0), (0, 1), (0, 0)):
-        got = high.links.recv_forward(0, microbatch, stage + 1, DEADLINE_S)
+        got = high.links.receive(forward(microbatch, stage + 1))
         assert got.tolist() == [stage, microbatch]
 
 
 def test_virtual_stages_of_one_rank_hand_over_without_a_session(stages: MakeStages) -> None:
     [only] = stages(1)
     only.links.connect(only.route((), (0, 0)), None, DEADLINE_S)
-    only.links.send_forward(0, 0, 0, values(2).requires_grad_())
-    got = only.links.recv_forward(0, 0, 1, DEADLINE_S)
+    only.links.send(forward(0, 0), values(2).requires_grad_())
+    got = only.links.receive(forward(0, 1))
     assert torch.equal(got, values(2))
     assert not got.requires_grad
 
@@ -144,13 +154,13 @@ def test_virtual_stages_of_one_rank_hand_over_without_a_session(stages: MakeStag
 def test_int8_is_used_for_activations_and_not_for_what_is_exchanged(stages: MakeStages) -> None:
     low, high = made = stages(2)
     connect(made, codec="int8")
-    low.links.send_forward(0, 0, 0, values(8, 32))
-    got = high.links.recv_forward(0, 0, 1, DEADLINE_S)
+    low.links.send(forward(0, 0), values(8, 32))
+    got = high.links.receive(forward(0, 1))
     assert not torch.equal(got, values(8, 32))
     torch.testing.assert_close(got, values(8, 32), rtol=0, atol=0.02)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(low.links.exchange, 0, 1, {"wte": values(8, 32)}, DEADLINE_S)
-        got = high.links.exchange(0, 0, {"wte": values(8, 32, seed=1)}, DEADLINE_S)
+        other = pool.submit(low.links.exchange, 1, {"wte": values(8, 32)})
+        got = high.links.exchange(0, {"wte": values(8, 32, seed=1)})
         assert torch.equal(other.result()["wte"], values(8, 32, seed=1))
     assert torch.equal(got["wte"], values(8, 32))
 
@@ -158,14 +168,15 @@ def test_int8_is_used_for_activations_and_not_for_what_is_exchanged(stages: Make
 def test_what_is_of_an_older_step_or_attempt_is_dropped(stages: MakeStages) -> None:
     low, high = made = stages(2)
     connect(made)
-    low.links.send_forward(0, 0, 0, torch.tensor(0))
-    low.links.send_forward(1, 0, 0, torch.tensor(1))
+    low.links.send(forward(0, 0), torch.tensor(0))
+    low.links.begin_step(1)
+    low.links.send(forward(0, 0), torch.tensor(1))
     high.links.begin_step(1)
-    assert high.links.recv_forward(1, 0, 1, DEADLINE_S) == 1
-    low.links.send_forward(1, 1, 0, torch.tensor(2))
+    assert high.links.receive(forward(0, 1)) == 1
+    low.links.send(forward(1, 0), torch.tensor(2))
     connect(made, attempt=2, step=1)
-    low.links.send_forward(1, 1, 0, torch.tensor(3))
-    assert high.links.recv_forward(1, 1, 1, DEADLINE_S) == 3
+    low.links.send(forward(1, 0), torch.tensor(3))
+    assert high.links.receive(forward(1, 1)) == 3
     assert high.links._mailbox._held_nbytes == 0
 
 
@@ -173,36 +184,36 @@ def test_what_comes_early_of_the_next_attempt_is_kept(stages: MakeStages) -> Non
     low, high = made = stages(2)
     connect(made)
     low.links.connect(low.route([high.known], (0, 1), attempt=2), None, DEADLINE_S)
-    low.links.send_forward(0, 0, 0, torch.tensor(7))
+    low.links.send(forward(0, 0), torch.tensor(7))
     assert low.links.flush(DEADLINE_S)
     high.links.connect(high.route([low.known], (0, 1), attempt=2), None, DEADLINE_S)
-    assert high.links.recv_forward(0, 0, 1, DEADLINE_S) == 7
+    assert high.links.receive(forward(0, 1)) == 7
 
 
 def test_a_neighbour_that_is_lost_is_named_and_can_come_back(stages: MakeStages) -> None:
     low, high = made = stages(2)
     connect(made)
-    low.links.send_forward(0, 0, 0, torch.tensor(1))
+    low.links.send(forward(0, 0), torch.tensor(1))
     assert low.links.flush(DEADLINE_S)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(high.links.recv_forward, 0, 1, 1, DEADLINE_S)
+        waiting = pool.submit(high.links.receive, forward(1, 1))
         low.links.close()
         with pytest.raises(PeerLost, match=r"stage 0 \(node0\) is lost"):
             waiting.result(DEADLINE_S)
-    assert high.links.recv_forward(0, 0, 1, DEADLINE_S) == 1, "it had come before"
+    assert high.links.receive(forward(0, 1)) == 1, "it had come before"
     with pytest.raises(PeerLost, match="stage 0"):
-        high.links.send_backward(0, 0, 1, torch.tensor(1))
+        high.links.send(backward(0, 1), torch.tensor(1))
     [returned] = stages(1)
     connect([returned, high], attempt=2)
-    returned.links.send_forward(0, 0, 0, torch.tensor(5))
-    assert high.links.recv_forward(0, 0, 1, DEADLINE_S) == 5
+    returned.links.send(forward(0, 0), torch.tensor(5))
+    assert high.links.receive(forward(0, 1)) == 5
 
 
 def test_nothing_for_too_long_is_an_error_that_says_what_did_not_come(stages: MakeStages) -> None:
     made = stages(2)
-    connect(made)
+    connect(made, patience_s=0.1)
     with pytest.raises(PeerLost, match="the input of microbatch 3, step 0 did not come within"):
-        made[1].links.recv_forward(0, 3, 1, 0.1)
+        made[1].links.receive(forward(3, 1))
 
 
 def test_the_coordinator_interrupts_whoever_waits_until_the_next_attempt(
@@ -211,15 +222,15 @@ def test_the_coordinator_interrupts_whoever_waits_until_the_next_attempt(
     made = stages(2)
     connect(made)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(made[1].links.recv_forward, 0, 0, 1, DEADLINE_S)
+        waiting = pool.submit(made[1].links.receive, forward(0, 1))
         made[1].links.interrupt(RunFailed("stage 3 is lost"), through=1)
         with pytest.raises(RunFailed, match="stage 3"):
             waiting.result(DEADLINE_S)
     with pytest.raises(RunFailed):
-        made[1].links.send_backward(0, 0, 1, torch.tensor(1))
+        made[1].links.send(backward(0, 1), torch.tensor(1))
     connect(made, attempt=2)
-    made[0].links.send_forward(0, 0, 0, torch.tensor(2))
-    assert made[1].links.recv_forward(0, 0, 1, DEADLINE_S) == 2
+    made[0].links.send(forward(0, 0), torch.tensor(2))
+    assert made[1].links.receive(forward(0, 1)) == 2
 
 
 def test_a_wrong_secret_is_said_on_both_sides(
@@ -261,20 +272,20 @@ def test_a_neighbour_that_cannot_be_reached_is_an_error_where_nobody_relays(
 def test_a_thing_that_cannot_travel_ends_the_attempt(stages: MakeStages) -> None:
     made = stages(2)
     connect(made)
-    made[0].links.send_forward(0, 0, 0, {"cache": object()})
+    made[0].links.send(forward(0, 0), {"cache": object()})
     with pytest.raises(DataError, match="the input of microbatch 0, step 0 cannot be sent"):
-        made[0].links.recv_backward(0, 0, 0, DEADLINE_S)
+        made[0].links.receive(backward(0, 0))
 
 
 def test_more_than_there_is_memory_for_is_refused_before_it_is_taken(stages: MakeStages) -> None:
     low, high = made = stages(2)
     connect(made)
     high.links._mailbox._max_held_nbytes = 10_000
-    low.links.send_forward(0, 0, 0, values(1000))
-    low.links.send_forward(0, 1, 0, values(2000))
+    low.links.send(forward(0, 0), values(1000))
+    low.links.send(forward(1, 0), values(2000))
     with pytest.raises(PeerLost, match="lower batch_size"):
-        high.links.recv_forward(0, 1, 1, DEADLINE_S)
-    assert torch.equal(high.links.recv_forward(0, 0, 1, DEADLINE_S), values(1000))
+        high.links.receive(forward(1, 1))
+    assert torch.equal(high.links.receive(forward(0, 1)), values(1000))
 
 
 def test_who_computes_waits_when_the_link_does_not_keep_up(
@@ -293,14 +304,14 @@ def test_who_computes_waits_when_the_link_does_not_keep_up(
 
     outbox.session.send_later(hold)
     assert entered.wait(DEADLINE_S)
-    low.links.send_forward(0, 0, 0, values(200))
+    low.links.send(forward(0, 0), values(200))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(low.links.send_forward, 0, 1, 0, values(200, seed=1))
+        waiting = pool.submit(low.links.send, forward(1, 0), values(200, seed=1))
         assert not outbox.has_room(800)
         assert not waiting.done()
         may_go.set()
         waiting.result(DEADLINE_S)
-    assert torch.equal(high.links.recv_forward(0, 1, 1, DEADLINE_S), values(200, seed=1))
+    assert torch.equal(high.links.receive(forward(1, 1)), values(200, seed=1))
 
 
 def test_a_neighbour_is_not_taken_for_another_one(
@@ -318,8 +329,8 @@ def test_a_neighbour_is_not_taken_for_another_one(
     }
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda each: each.links.connect(routes[each], None, DEADLINE_S), routes))
-    high.links.send_backward(0, 0, 1, values(2, 2))
-    assert torch.equal(low.links.recv_backward(0, 0, 0, DEADLINE_S), values(2, 2))
+    high.links.send(backward(0, 1), values(2, 2))
+    assert torch.equal(low.links.receive(backward(0, 0)), values(2, 2))
 
 
 @pytest.fixture
@@ -347,12 +358,12 @@ def test_a_message_that_is_not_whole_is_never_computed_with(
         proxy.corrupt(sent.nbytes, upward=False)  # in the last piece
     else:
         proxy.throttle(200_000)
-    low.links.send_forward(0, 0, 0, sent)
+    low.links.send(forward(0, 0), sent)
     if fault != "corrupt":
         eventually(lambda: high.links._mailbox._num_pieces[low.known.instance] > 2)
         proxy.cut("close" if fault == "truncate" else "reset")
     with pytest.raises(PeerLost, match="damaged" if fault == "corrupt" else "lost"):
-        high.links.recv_forward(0, 0, 1, DEADLINE_S)
+        high.links.receive(forward(0, 1))
     eventually(lambda: high.links._mailbox._held_nbytes == 0)
 
 
@@ -360,5 +371,5 @@ def test_a_slow_link_is_no_error_while_bytes_come(proxied: tuple[Stage, Stage, P
     low, high, proxy = proxied
     sent = values(64, 256)
     proxy.throttle(sent.nbytes)
-    low.links.send_forward(0, 0, 0, sent)
-    assert torch.equal(high.links.recv_forward(0, 0, 1, DEADLINE_S), sent)
+    low.links.send(forward(0, 0), sent)
+    assert torch.equal(high.links.receive(forward(0, 1)), sent)

@@ -128,3 +128,19 @@ def test_what_cannot_be_made_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         generate(name, ranks, num, chunks)
+
+
+@pytest.mark.parametrize(
+    ("op", "source", "target"),
+    [
+        (Op.FORWARD, 1, 3),
+        (Op.BACKWARD, 3, 1),
+        (Op.BACKWARD_INPUT, 3, 1),
+        (Op.BACKWARD_WEIGHT, -1, -1),
+    ],
+)
+def test_an_instruction_takes_of_a_stage_and_hands_on_to_the_other(
+    op: Op, source: int, target: int
+) -> None:
+    each = Instruction(op, 0, 2)
+    assert (each.source, each.target) == (source, target)

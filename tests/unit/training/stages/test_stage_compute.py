@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelines import (
+    SEED,
     GatedModel,
     alone,
     by_hand,
@@ -14,14 +15,16 @@ from pipelines import (
     gradients_of,
     parts_of,
     stages_of,
+    whole,
 )
 from smolcluster.configs.schema import GPTConfig
-from smolcluster.data.dataset import Batch
-from smolcluster.errors import ProtocolError
+from smolcluster.data.dataset import Batch, Place
+from smolcluster.errors import ProtocolError, UserCodeError
 from smolcluster.models.gpt import GPT
 from smolcluster.models.SimpleNN import SimpleNN
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.schedules.instructions import SCHEDULES, generate, stage_ranks
+from smolcluster.training.stages.compute import StageLoss
 from smolcluster.training.workload import Terms, Workload
 
 SIZES = [3, 1, 2, 3, 2, 3, 1]
@@ -84,6 +87,13 @@ def gated(dropout: float = 0.0) -> Workload:
     return Workload(lambda: GatedModel(dropout=dropout).double(), gated_loss, [(torch.zeros(6), 0)])
 
 
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor | None]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert values is not None
+        assert torch.equal(found[name], values), name
+
+
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, values in expected.items():
@@ -129,6 +139,91 @@ def test_other_models_do_too_whatever_is_between_their_layers(make: Any, schedul
     loss, stages = run(make(), schedule, 2, batches)
     assert (loss.total, loss.num_terms) == (pytest.approx(expected, rel=1e-9), count)
     assert_close(gradients_of(stages), grads)
+
+
+def test_the_loss_is_computed_in_the_precision_of_one_process() -> None:
+    """A logarithm of a sum of exponentials is in float32 there, whatever the logits are in."""
+    [batch] = features()[:1]
+    workload = Workload(
+        lambda: nn.Sequential(nn.Linear(6, 3)), cross_entropy, [(torch.zeros(6), 0)]
+    )
+    model = whole(workload)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = workload.loss(model, batch)
+    loss.backward()
+    [stage] = stages_of(workload, [0, 1], precision="bf16")
+    part = parts_of([batch], SIZES[:1])[0]
+    assert by_hand(generate("gpipe", 1, 1), [stage], [part]).total == loss.item()
+    assert_equal(gradients_of([stage]), {n: each.grad for n, each in model.named_parameters()})
+
+
+def test_the_loss_is_scaled_for_the_backward_alone() -> None:
+    scaled, plain = (stages_of(gpt(), even_cuts(gpt(), 2)) for _ in range(2))
+    for each in scaled:
+        each.compute.loss_scale = 4.0
+    lists, parts = generate("1f1b", 2, len(SIZES)), parts_of(tokens(), SIZES)
+    assert by_hand(lists, scaled, parts) == by_hand(lists, plain, parts)
+    for one, other in zip(scaled, plain, strict=True):
+        assert torch.equal(one.replica.grads, 4 * other.replica.grads)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_samples_that_keep_others_company_count_nothing(num_stages: int) -> None:
+    """Such as the one of a rank that has none of a small batch."""
+    stages = stages_of(gpt(), even_cuts(gpt(), num_stages))
+    part = parts_of(tokens()[:1], [0])
+    assert by_hand(generate("1f1b", num_stages, 1), stages, part) == StageLoss()
+    assert not any(each.replica.grads.any() for each in stages)
+
+
+class Mixing(nn.Linear):
+    """Cannot take values of fewer bits."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.zeros(1, 1).index_copy_(0, torch.zeros(1).long(), super().forward(inputs))
+
+
+def test_a_stage_that_cannot_compute_in_fewer_bits_is_told_what_to_do() -> None:
+    """As in one process."""
+    workload = Workload(lambda: nn.Sequential(Mixing(6, 1)), cross_entropy, [(torch.zeros(6), 0)])
+    [stage] = stages_of(workload, [0, 1], precision="bf16")
+    with pytest.raises(UserCodeError, match=r"Mixing\.forward.*; precision is bf16.*x\.float\(\)"):
+        stage.compute.forward(0, Place(SEED, 0, 0), None, (torch.ones(1, 6), torch.zeros(1)))
+
+
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        raise ValueError(f"no gradient of {tuple(gradient.shape)}")
+
+
+class Stopping(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = Refusing.apply(super().forward(inputs))
+        return output
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_an_error_of_a_models_backward_is_the_users(schedule: str) -> None:
+    workload = Workload(lambda: nn.Sequential(Stopping(6, 3)), cross_entropy, [(torch.zeros(6), 0)])
+    [stage] = stages_of(workload, [0, 1])
+    part = parts_of(features()[:1], SIZES[:1])
+    with pytest.raises(UserCodeError, match=r"backward of the model.*no gradient of \(3, 3\)"):
+        by_hand(generate(schedule, 1, 1), [stage], part)
+
+
+def test_a_loss_that_is_none_is_named_where_it_is_written() -> None:
+    def answers(model: nn.Module, batch: Batch) -> Any:
+        return model(batch[0]).argmax()[None, None].expand(2, 1)
+
+    workload = Workload(lambda: nn.Sequential(nn.Linear(6, 3)), answers, [(torch.zeros(6), 0)])
+    [stage] = stages_of(workload, [0, 1])
+    with pytest.raises(UserCodeError, match=r"answers \(test_stage_compute\.py:\d+\): returned a"):
+        by_hand(generate("gpipe", 1, 1), [stage], parts_of(features()[:1], SIZES[:1]))
 
 
 @pytest.mark.parametrize(
