@@ -157,36 +157,26 @@ class Execution:
 
     def _add_tied(self) -> None:
         """Let first and last stage have the sum of their gradients of the parameters that both hold."""
-        last = len(self._ranks) - 1
-        if last == 0:
+        ends = {0, len(self._ranks) - 1}
+        own = [self._tied(number) for number in sorted(ends & self.stages.keys())]
+        if len(ends) == 1 or not own or not own[0]:
             return
-        for number, other in ((0, last), (last, 0)):
-            if number not in self.stages or not self.stages[number].module.tied:
-                continue
-            if other in self.stages:
-                if number == 0:
-                    self._add(0, self._tied(other))
-                    self._copy(other)
-                return
-            own = {name: grad.clone() for name, grad in self._tied(number).items()}
+        if len(own) == 1:
+            [other] = ends - self.stages.keys()
+            mine = {name: grad.clone() for name, grad in own[0].items()}
             with self._meter("wait"):
-                theirs = self.links.exchange(self._ranks[other], own)
-            self._add(number, theirs)
+                theirs = self.links.exchange(self._ranks[other], mine)
+        else:
+            theirs = own[1]
+        for name, grad in own[0].items():
+            grad.add_(theirs[name].to(grad.device))
+            for each in own[1:]:
+                each[name].copy_(grad)
 
     def _tied(self, number: int) -> dict[str, torch.Tensor]:
         parameters = self.stages[number].replica.parameters
         found = {name: parameters[name].grad for name in self.stages[number].module.tied}
         return {name: grad for name, grad in found.items() if grad is not None}
-
-    def _add(self, number: int, theirs: Mapping[str, torch.Tensor]) -> None:
-        for name, grad in self._tied(number).items():
-            grad.add_(theirs[name].to(grad.device))
-
-    def _copy(self, number: int) -> None:
-        """Give this stage the sums that the first one, which is of this process as well, has."""
-        sums = self._tied(0)
-        for name, grad in self._tied(number).items():
-            grad.copy_(sums[name])
 
     def _squared_norm(self, stage: OwnStage) -> float:
         """Of a stage's gradients; what is tied counts on the first stage."""
