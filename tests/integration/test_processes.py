@@ -17,6 +17,7 @@ import pytest
 
 from harness import free_port
 from processes import Processes
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import WorkerJoined, WorkerLost, read_events
@@ -159,6 +160,16 @@ def test_a_busy_port_is_one_line_and_75(processes: Processes) -> None:
         server = processes.server("--local", "--override", f"port={port}")
         assert server.wait() == 75
     assert str(port) in _only_error(server.output)
+
+
+def test_a_worker_of_another_algorithm_is_told_which_one_to_start(processes: Processes) -> None:
+    port = f"port={free_port()}"
+    server = processes.server("--local", "--override", port)
+    server.wait_for("listening")
+    worker = processes.worker(1, "pi5", "--local", "--override", port, algorithm="syncps")
+    assert worker.wait() == 2, worker.output
+    assert f"start {get_algorithm('edp').worker}" in worker.output
+    server.wait_for("worker 1 (pi5) never took part: it cannot go on: the server trains by edp")
 
 
 def test_an_address_of_another_machine_is_one_line_and_2(processes: Processes) -> None:

@@ -179,13 +179,33 @@ def work(
         _following(settings, args, "worker", rank) as (log, own, setup),
         metrics_served(settings, who, setup.meter, log, run_id=lambda: own.run_id),
     ):
+
+        def begin(run: RunConfig) -> None:
+            check_same_algorithm(algorithm, run)
+            setup.on_run_known(run)
+
         place = replace(
             setup,
             hello=introduce(args.node, args.worker_id, sets_of(algorithm)),
+            on_run_known=begin,
             on_stats=own.take,
             spread=spread_over_others(algorithm, args, settings, setup.secret, log),
         )
         follow(place, make_participant)
+
+
+def check_same_algorithm(algorithm: AlgorithmName, run: RunConfig) -> None:
+    """See to it that a worker of this algorithm computes for a run of the same one.
+
+    Raises:
+        ConfigError: the server's is another one.
+    """
+    if run.algorithm != algorithm:
+        worker = get_algorithm(run.algorithm).worker
+        raise ConfigError(
+            f"the server trains by {run.algorithm}, and this is a worker of {algorithm}: start {worker}, or "
+            f"name the port of a server of {algorithm}"
+        )
 
 
 def be_stage(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
