@@ -54,6 +54,8 @@ class Diagram:
 def diagram_of(source: str) -> Diagram:
     """Of a plan's JSON file, a cluster file, a `hetero_config.json`, or a run.
 
+    A run that has no plan (yet) is shown as a server and its workers.
+
     Raises:
         ConfigError: it is none of these.
         DataError: the plan cannot be read.
@@ -69,7 +71,10 @@ def diagram_of(source: str) -> Diagram:
     if (plan := run.root / PLAN_NAME).is_file():
         return of_plan(PLAN.read(plan), run.run_id)
     content = read_yaml(run.config)
-    return of_cluster(content.get("cluster", content), run.run_id)
+    cluster = dict(content.get("cluster", content))
+    if cluster.get("shard_plan") == "auto":  # the default, which a run of any algorithm has
+        cluster["shard_plan"] = None
+    return of_cluster(cluster, run.run_id)
 
 
 def of_plan(plan: PlanFile, title: str) -> Diagram:

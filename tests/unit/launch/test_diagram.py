@@ -78,8 +78,11 @@ def test_a_run_shows_the_plan_that_it_keeps_or_else_its_configuration(
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path))
     run = tmp_path / "pipeline-20260101-000000-abcd"
     run.mkdir()
-    (run / "config.yaml").write_text("server: mini1\nworkers: [pi5]\n")
-    assert diagram_of(run.name).boxes == (Box(("mini1", "server")), Box(("pi5",)))
+    (run / "config.yaml").write_text(
+        "cluster: {server: mini1, workers: [pi5, win], shard_plan: auto}\n"
+    )
+    assert diagram_of(run.name).boxes == (Box(("mini1", "server")), Box(("pi5",)), Box(("win",)))
+    assert [(line.source, line.target) for line in diagram_of(run.name).lines] == [(1, 0), (2, 0)]
     PLAN.write(run / "plan.json", plan())
     assert diagram_of(run.name).boxes[1].lines == ("pi5", "layer 5")
 
