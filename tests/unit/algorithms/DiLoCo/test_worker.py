@@ -8,7 +8,9 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 
-from smolcluster.algorithms.DiLoCo.exchange import FragmentArrived
+from peers import small_replica
+from smolcluster.algorithms.DiLoCo.exchange import Encoder, FragmentArrived, Layout
+from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.ps.weights import WeightsArrived
@@ -50,3 +52,19 @@ def test_a_request_that_whole_weights_overtake_is_not_answered() -> None:
     assert not worker.can_go_on
     worker.stream.append(Collect(request=8, fragment=0, wait=True))
     assert worker.can_go_on
+
+
+def test_whole_weights_end_what_a_change_of_unknown_fate_owes() -> None:
+    replica = small_replica()
+    layout = Layout.of(replica, cut(replica.layers, 1))
+    worker: Any = Worker.__new__(Worker)
+    worker.is_void, worker.encoder = False, Encoder("int4", layout)
+    worker.copy, worker.replica = MagicMock(sent={0}), MagicMock()
+    worker.versions, worker.num_terms, worker.gradients = [3], [32.0], Mock()
+    worker.stream = deque()
+    change = torch.linspace(-1, 1, layout.fragments[0].numel)
+    first = worker.encoder.encode(0, change)
+    worker.encoder.settle(0, is_applied=True)
+    assert not all(map(torch.equal, first, worker.encoder.encode(0, change))), "a residual is added"
+    worker.begin_with(WeightsArrived(4, []))
+    assert all(map(torch.equal, first, worker.encoder.encode(0, change)))

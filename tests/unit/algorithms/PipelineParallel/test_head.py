@@ -295,3 +295,10 @@ def test_losses_and_norms_of_stages_are_the_models(
     first = StageDone(loss=0.0, num_terms=0, squared_norm=9.0, **told)
     last = StageDone(loss=loss, num_terms=2, squared_norm=squared, **told)
     assert computed([first, last]) == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_batch_without_loss_terms_counts_none() -> None:
+    lease = LeaseKey(incarnation="i", epoch=0, start=0, stop=2, grant=1)
+    told: dict[str, Any] = {"attempt": 1, "lease": lease, "seconds": {}}
+    stage = StageDone(loss=0.0, num_terms=0, squared_norm=0.0, **told)
+    assert computed([stage, stage]) == Computed(0.0, 0, 0.0)
