@@ -91,7 +91,13 @@ def parser() -> argparse.ArgumentParser:
     ranks.add_argument("--master-port", type=int, help="its port; default MASTER_PORT, 29500")
     ranks.add_argument("--backend", choices=("auto", "nccl", "gloo", "mpi"), help="default auto")
     ranks.add_argument("--no-nccl", action="store_true", help="the same as --backend gloo")
-    ranks.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS")
+    ranks.add_argument(
+        "--start-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long ranks wait for each other at the start; default 300",
+    )
     ranks.add_argument(
         "--hang-timeout",
         type=float,
@@ -119,7 +125,9 @@ def parser() -> argparse.ArgumentParser:
     )
     mesh.add_argument("--machine", help="this machine's name in it; default: its server's")
     mesh.add_argument(
-        "--instruction-log", metavar="FOLDER", help="write down what each rank computes when"
+        "--instruction-log",
+        metavar="FOLDER",
+        help="write down what each rank computes when; default: nowhere",
     )
     mesh.add_argument(
         "--profile",
