@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -601,16 +602,20 @@ def test_a_stream_is_read_by_the_loaders_processes() -> None:
     assert samples.batch(torch.arange(8), Place(SEED, 0, 0)).tolist() == list(range(8))
 
 
-def test_a_process_that_loads_holds_no_connection_open() -> None:
-    samples = samples_of(loader(num_workers=1))
-    assert isinstance(samples, MapSamples)
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
-        with theirs:
-            prefetch = Prefetch(samples)
-            prefetch.load(torch.arange(3), Place(SEED, 0, 0))
-            ours.close()
-            theirs.settimeout(DEADLINE_S)
-            assert theirs.recv(1) == b"", "the end is seen while the process lives"
-            prefetch.close()
+    return ours, theirs
+
+
+@pytest.mark.parametrize("connected", [tcp_pair, socket.socketpair], ids=["TCP", "Unix"])
+def test_a_process_that_loads_holds_no_connection_open(connected: Any) -> None:
+    samples = samples_of(loader(num_workers=1))
+    assert isinstance(samples, MapSamples)
+    ours, theirs = connected()
+    with theirs, closing(Prefetch(samples)) as prefetch:
+        prefetch.load(torch.arange(3), Place(SEED, 0, 0))
+        ours.close()
+        theirs.settimeout(DEADLINE_S)
+        assert theirs.recv(1) == b"", "the end is seen while the process lives"

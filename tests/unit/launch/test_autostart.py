@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from smolcluster.configs.schema import ClusterConfig
-from smolcluster.launch.doctor.autostart import join_command, launchd_job, systemd_job
+from smolcluster.launch.doctor.autostart import autostart, join_command, launchd_job, systemd_job
+from smolcluster.launch.host import Done, Host
 
 PROJECT = '/home/pi/100% "mine" $HOME\'s'
 CLUSTER = ClusterConfig.model_validate(
@@ -58,3 +59,14 @@ def test_systemd_gets_the_command_word_by_word(tmp_path: Path) -> None:
         check=False,
     )
     assert "Unbalanced quoting" not in done.stderr
+
+
+def test_what_a_machine_says_of_itself_cannot_move_the_cursor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = Done(0, "Linux\npi\n/home/\x1b[2Jpi\n", "")
+    monkeypatch.setattr(Host, "run", lambda *_, **__: says)
+    assert autostart("edp", []) == 0
+    text = capsys.readouterr().out
+    assert r"/home/\x1b[2Jpi" in text
+    assert all(line.isprintable() for line in text.splitlines())

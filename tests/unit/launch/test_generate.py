@@ -117,6 +117,15 @@ def test_what_is_written_passes_any_pipe(
     assert pipe.getvalue().startswith("naïve ☃".encode(encoding, "replace"))
 
 
+def test_on_a_terminal_no_control_sequence_is_written(
+    run: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    text = written(run, capsys, prompt="\x1b]0;mine\x07cat", temperature=5.0)
+    assert text.startswith(r"\x1b]0;mine\x07cat")
+    assert all(each.isprintable() for each in text.splitlines())
+
+
 def damage(folder: Path) -> None:
     file = folder.resolve() / "model.safetensors"
     data = bytearray(file.read_bytes())

@@ -15,7 +15,7 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.diagram import of_cluster
 from smolcluster.launch.hetero.file import HeteroConfig, read_hetero
-from smolcluster.launch.hetero.start import Part, main, own_nodes
+from smolcluster.launch.hetero.start import Part, _say_of, main, own_nodes
 from smolcluster.runs.events import RunResumed
 from smolcluster.runs.paths import point_latest
 from smolcluster.training.checkpoint import CheckpointStore
@@ -232,3 +232,8 @@ def test_init_writes_a_file_that_can_be_read(tmp_path: Path) -> None:
     assert config.secret is not None
     assert path.stat().st_mode & 0o77 == 0
     assert cli([*said, "--layers", "2", "--to", str(tmp_path / "other.json")]) == 2
+
+
+def test_what_a_process_says_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    _say_of("box")("loss 0.5\x1b[2J\x07")
+    assert capsys.readouterr().out == "[box] loss 0.5" + r"\x1b[2J\x07" + "\n"

@@ -173,6 +173,17 @@ def test_a_variable_of_the_users_does_not_keep_a_process_from_starting(
     assert "export PYTHONHASHSEED=" in start_script(told, {}), "the same for all of a launch"
 
 
+def test_where_a_session_begins_its_run_is_its_users_alone(
+    process: LaunchedProcess, tmp_path: Path
+) -> None:
+    folder = Path(process.run_dir)
+    ends = process.model_copy(update={"project_dir": str(tmp_path), "argv": ("true",)})
+    (tmp_path / "launch.sh").write_text(start_script(ends, {}))
+    subprocess.run(["sh", str(tmp_path / "launch.sh")], umask=0, check=True, timeout=60)
+    made = [folder, *(folder / name for name in ("pids", "exits", "logs"))]
+    assert [each.stat().st_mode & 0o777 for each in made] == [0o700] * 4
+
+
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_a_last_line_is_whole_however_narrow_the_pane_was(
     process: LaunchedProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
