@@ -44,6 +44,14 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert not heading or heading in headings(file), f"{document.name} links to #{heading}"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_elastic_torchrun_is_named_only_to_warn_of_it(document: Path) -> None:
+    """Its agents unpickle what an unauthenticated store holds."""
+    elastic = re.compile(r"--rdzv|c10d|--standalone|--nnodes[ =]\S*:")
+    lines = document.read_text(encoding="utf-8").splitlines()
+    assert [each for each in lines if elastic.search(each) and "Do not use" not in each] == []
+
+
 def stated_settings(text: str) -> Iterator[str]:
     """What follows `--override` in the commands of a document, and `key=value` in its sentences."""
     for line in text.splitlines():

@@ -1,5 +1,6 @@
 """What ranks look at before a backend connects them."""
 
+import json
 import logging
 import os
 import queue
@@ -8,8 +9,10 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistStoreError
 
@@ -18,6 +21,7 @@ from smolcluster.algorithms.Mesh import meeting
 from smolcluster.algorithms.Mesh.meeting import (
     Meeting,
     compare,
+    connect,
     interface_of,
     is_elsewhere,
     meet,
@@ -257,3 +261,16 @@ def test_the_environment_may_name_another_interface_between_machines_alone(
     monkeypatch.setattr(os, "environ", environ)
     use_interface("eth0", is_only=is_only)
     assert environ == {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": "=eth0"}
+
+
+def test_ranks_of_one_machine_are_connected_on_its_loopback_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environ = {"GLOO_SOCKET_IFNAME": "eth7"}
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(meeting, "_addresses", lambda: {HERE: "lo", HEAD: "eth0"})
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    store: Any = dist.HashStore()
+    store.set("at/1", json.dumps([HERE, HERE]))
+    connect(0, ranks(2, 1, "localhost"), Meeting(store, store), "gloo", "auto")
+    assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
