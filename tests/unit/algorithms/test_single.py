@@ -1,14 +1,15 @@
 """Training in one process as a run: what it reports and leaves behind."""
 
+import itertools
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from harness import digits_config
@@ -302,3 +303,20 @@ def test_a_run_that_goes_on_with_other_data_says_so_once(
     ]
     assert len(lines) == (told is not None)
     assert told is None or told in lines[0]
+
+
+class Endless:
+    """A stream that asks this process to stop as it is read for the first time."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number in itertools.count():
+            if number == 5:
+                signal.raise_signal(signal.SIGINT)
+            assert number < 100, "it is still counted"
+            yield torch.zeros(3)
+
+
+def test_the_first_ctrl_c_ends_a_run_that_counts_an_endless_stream(tmp_path: Path) -> None:
+    own = Workload(lambda: nn.Linear(3, 1), lambda m, b: m(b).square().mean(), Endless())
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, digits_config(), workload=own)
