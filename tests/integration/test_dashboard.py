@@ -298,6 +298,21 @@ def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
     assert complaints(browser) == []
 
 
+def test_the_best_step_is_marked_and_losses_over_a_decade_are_logarithmic(
+    processes: Processes, browser: Chrome
+) -> None:
+    open_made(processes, browser)
+    eventually(lambda: "best, at step 100" in text_of(browser, "#curves"))
+    script = """const [losses, done] = arguments;
+        import('/static/charts.js').then(({ spansDecade }) => done(
+          losses.map((loss) => spansDecade({ smoothed: { loss }, evaluations: {} }))))"""
+    losses = [[1, 9], [1, 11], [None, 0.1, 2], [0, 11], []]
+    found = browser.execute_async_script(script, losses)
+    assert found == [False, True, True, False, False]
+    assert attribute_of(browser, "#log-scale", "aria-pressed") == "true"
+    assert complaints(browser) == []
+
+
 def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
     processes: Processes, browser: Chrome
 ) -> None:

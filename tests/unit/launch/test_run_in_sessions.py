@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from harness import summary_of
-from reading import server, worker, write
+from reading import server, status_of, worker, write
 from smolcluster.configs.load import find_config
 from smolcluster.errors import CheckpointError, LaunchError, RunBusy
 from smolcluster.launch import run as running
@@ -144,6 +144,27 @@ def test_workers_that_look_for_their_server_are_kept_when_it_is_started_again(
     child.wait()
     run._check_alive(run._launched.workers[:1], Interrupts([]))
     assert begun == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"), [((0, 1), "all have joined"), ((0,), "not joined: worker 2 (pi5)")]
+)
+def test_that_all_have_joined_is_said_only_if_so(
+    paths: RunPaths,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: tuple[int, ...],
+    said: str,
+) -> None:
+    """A run may be over before a worker comes."""
+    run = resumed(paths, console)
+    status = status_of("ended", workers=dict.fromkeys(ranks, ("pi5", "joined")))
+    monkeypatch.setattr(run, "_begin", lambda _: None)
+    monkeypatch.setattr(run, "_new_status", lambda: status)
+    monkeypatch.setattr(run, "_machines", {"pi5": Machine(Host("pi5"), "~", "pypi", {})})
+    run._start_workers(Interrupts([]))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().rstrip().endswith(said)
 
 
 @pytest.mark.parametrize("now", [("v1", "--override", "a=b"), ("v2",)])

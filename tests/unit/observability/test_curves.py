@@ -85,6 +85,13 @@ def test_an_axis_over_a_decade_is_logarithmic(name: str, last: float, scale: str
     assert low < last < 1000.0 < high
 
 
+def test_the_best_validation_is_marked() -> None:
+    figure = figure_of(curves_of([3.0, 2.0, 1.0], {"val_loss": [0.9, 0.4, 0.6]}))
+    [panel] = [axes for axes in figure.axes if axes.get_label() == "loss"]
+    [mark] = [line for line in panel.get_lines() if line.get_label() == "best validation, 0.4"]
+    assert mark.get_xydata().tolist() == [[2.0, 0.4]]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("num_runs", [1, 9])
 def test_a_page_has_curves_in_its_own_colours(tmp_path: Path, num_runs: int) -> None:
     runs = [read_curves(made(tmp_path, f"r{number} <&>$x$")) for number in range(num_runs)]
