@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -303,6 +304,32 @@ def test_a_run_that_goes_on_with_other_data_says_so_once(
     ]
     assert len(lines) == (told is not None)
     assert told is None or told in lines[0]
+
+
+def test_what_is_saved_is_what_was_evaluated_though_a_weight_strays(tmp_path: Path) -> None:
+    """One that leaves the flat memory between two looks at the model is never stepped."""
+    data: Any = [torch.full((3,), float(number)) for number in range(1, 13)]
+    batches: list[Tensor] = []
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        assert isinstance(batch, Tensor)
+        if model.training:
+            batches.append(batch)
+            if len(batches) == 8:
+                weight = model.get_parameter("weight")
+                weight.data = weight.data + 1.0
+        squares: Tensor = model(batch).square()
+        return squares.mean()
+
+    own = Workload(lambda: nn.Linear(3, 1), loss, data, data)
+    train = digits_config(num_epochs=1, batch_size=1, eval_steps=1000)
+    *_, events, paths = run(tmp_path, train, workload=own)
+    assert len(batches) >= len(data)
+    saved = nn.Linear(3, 1)
+    saved.load_state_dict(load_file(paths.checkpoints / "latest" / "model.safetensors"))
+    [evaluated] = [line.event for line in events if isinstance(line.event, Evaluated)]
+    expected = loss(saved.eval(), torch.stack(data)).item()
+    assert evaluated.val_loss == pytest.approx(expected, rel=1e-4)
 
 
 class Endless:
