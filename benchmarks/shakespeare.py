@@ -1,7 +1,6 @@
 """A small GPT on the bytes of tiny Shakespeare: `--workload benchmarks/shakespeare.py:workload`."""
 
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -45,4 +44,4 @@ def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
     assert isinstance(model, GPT)  # noqa: S101 - for the type checker
     (windows,) = batch
     targets = windows[:, 1:]
-    return cast(GPT, model).loss(windows[:, :-1], targets), targets.numel()
+    return model.loss(windows[:, :-1], targets), targets.numel()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import DistStoreError
 
 from harness import free_port
@@ -270,7 +270,7 @@ def test_ranks_of_one_machine_are_connected_on_its_loopback_alone(
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.setattr(meeting, "_addresses", lambda: {HERE: "lo", HEAD: "eth0"})
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    store: Any = dist.HashStore()
+    store: Any = HashStore()
     store.set("at/1", json.dumps([HERE, HERE]))
     connect(0, ranks(2, 1, "localhost"), Meeting(store, store), "gloo", "auto")
     assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
