@@ -733,7 +733,7 @@ def test_a_clock_that_jumps_by_hours_changes_nothing(
 
 
 STAMPS = {
-    *("training/checkpoint.py", "observability/sinks/jsonl.py", "runs/events.py"),
+    *("training/checkpoint.py", "runs/events.py"),
     *("cluster/board.py", "cluster/report.py", "observability/spans.py"),
     *("launch/doctor/examine.py", "launch/watch/probe.py"),  # which compare clocks of machines
     *("net/clocks.py", "cluster/process_stats.py", "utils/meter.py"),  # and these
