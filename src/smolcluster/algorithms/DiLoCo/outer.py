@@ -88,22 +88,25 @@ def turn(delta: Tensor, momentum: Tensor, blocks: Sequence[slice]) -> None:
         0 <= c < 0.3  u = (1 - λ) Δ / |Δ| + λ m / |m|,  λ = 0.5 (1 - c) f;    Δ <- |Δ| u / |u|
         c < 0         Δ <- Δ - (-c f) c |Δ| m / |m|
 
+    Sums are in float64, so that they do not depend on where the values lie in memory.
+
     Departure: the paper's blocks are tensors, here they may be any, such as buckets. Its constants c_ok, k_d,
     k_s, β_max and κ are 0.3, 0.5, 1, 1 and 1, chosen here.
     """
     for block in blocks:
         own, reference = delta[block], momentum[block]
-        own_norm, norm = float(own.norm()), float(reference.norm())
+        exact = own.cpu().double(), reference.cpu().double()  # MPS has no float64
+        own_norm, norm = (float(each.norm()) for each in exact)
         if not (own_norm and norm):
             continue
-        cosine = float(own.dot(reference)) / own_norm / norm
+        cosine = float(exact[0].dot(exact[1])) / own_norm / norm
         confidence = own_norm / (own_norm + norm)
         if cosine < 0:
             own.add_(reference, alpha=cosine * cosine * confidence * own_norm / norm)
         elif cosine < ALIGNED:
             weight = TURN * (1 - cosine) * confidence
             own.mul_(1 - weight).add_(reference, alpha=weight * own_norm / norm)
-            own.mul_(own_norm / float(own.norm()))
+            own.mul_(own_norm / float(own.cpu().double().norm()))
 
 
 class DelayedNesterov(OuterOptimizer):
