@@ -150,6 +150,7 @@ class _Queued(QueueHandler):
         self._whose = whose
         self._every = every
         self._num_dropped = 0
+        self._is_closing = False
         self.thread = threading.Thread(target=self._serve, name="log", daemon=True)
         self.thread.start()
 
@@ -187,6 +188,7 @@ class _Queued(QueueHandler):
     def close_within(self, timeout_s: float) -> None:
         """Handle what is queued and close the handler, unless that takes too long."""
         end = time.monotonic() + timeout_s
+        self._is_closing = True
         if self._num_dropped:
             self.put(self._loss(), timeout_s)
         if self.put(None, end - time.monotonic()):
@@ -213,6 +215,8 @@ class _Queued(QueueHandler):
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._items.get(timeout=FLUSH_EVERY_S)
+            if self._is_closing:  # its end found no place in the queue
+                return None
             self._every()
 
 

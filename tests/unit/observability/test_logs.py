@@ -252,6 +252,7 @@ def test_a_disk_that_hangs_holds_up_nobody_and_no_end(
         path.unlink()  # the thread, which is freed now, does not come back to it
         assert reader.read(1)
     log._to_file.thread.join(DEADLINE_S)
+    assert not log._to_file.thread.is_alive()
 
 
 def test_a_message_from_a_peer_cannot_move_the_cursor_or_add_lines() -> None:
