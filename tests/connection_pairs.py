@@ -4,7 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from smolcluster.configs.schema import DatasetConfig, RunConfig, TrainConfig
@@ -371,7 +371,8 @@ def dripping(
                 if stop.wait(0.005):
                     return
             clock.now += 0.1
-            raw.sendall(bytes([byte]))
+            with suppress(ConnectionError):  # who was given up on is sent nothing any more
+                raw.sendall(bytes([byte]))
 
     with ThreadPoolExecutor(1) as pool:
         dripped = pool.submit(drip)

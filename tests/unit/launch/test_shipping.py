@@ -26,8 +26,8 @@ from smolcluster.runs.paths import create_run
 TIMEOUT_S = 90.0
 OURS = LokiAddress("http://127.0.0.1:3100", is_ours=True)
 FOLLOWER = """#!/bin/sh
-echo "$(basename "$0") $LOKI_URL $SMOLCLUSTER_RUNS_DIR $*"
 trap 'sleep 0.5; echo flushed; exit' TERM
+echo "$(basename "$0") $LOKI_URL $SMOLCLUSTER_RUNS_DIR $*"
 touch ~/ready; n=0; while [ $n -lt 300 ]; do sleep 0.1; n=$((n+1)); done
 """
 """Follows nothing; told to end it takes a moment."""
