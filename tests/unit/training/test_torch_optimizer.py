@@ -280,7 +280,9 @@ def test_state_that_cannot_travel_is_refused() -> None:
 
 def test_a_configuration_can_name_exactly_what_pytorch_has() -> None:
     schema = TrainConfig.model_json_schema()["properties"]["optimizer"]
-    named = {name for name in schema["enum"] if name not in CLASSES and name not in ("muon", "auto")}
+    named = {
+        name for name in schema["enum"] if name not in CLASSES and name not in ("muon", "auto")
+    }
     kinds = {
         name
         for name, kind in vars(torch.optim).items()
