@@ -14,6 +14,7 @@ Runs whose results are in the file are not repeated.
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ RESULTS = PROJECT / "benchmarks" / "results" / "diloco.json"
 DEADLINE_S = 3600.0
 INT4 = "codec_up=int4", "codec_down=int4"
 FP32 = "codec_up=null", "codec_down=null"
-ROUNDS = "sync_fraction=0"
+NO_BEGINNING = "sync_fraction=0"
 RATES = {"adamw": (0.004, 0.0057, 0.008, 0.0113), "muon": (0.008, 0.0113, 0.016)}
 
 
@@ -59,15 +60,17 @@ ARMS = {
     "muon-shipped": Arm("Muon, H by measured times", "muon", ("local_steps=null", *INT4), 0.03),
     "adamw-int4": Arm("AdamW, streaming, int4", "adamw", INT4, 0.03),
     "adamw-sync-fp32": Arm("AdamW, sync, fp32", "adamw", ("mode=sync", *FP32), 0.03),
-    "adamw-rounds": Arm("AdamW, streaming, int4, rounds alone", "adamw", (ROUNDS, *INT4)),
+    "adamw-no-beginning": Arm(
+        "AdamW, streaming, int4, no beginning", "adamw", (NO_BEGINNING, *INT4)
+    ),
     "muon-int4": Arm("Muon, streaming, int4", "muon", INT4, 0.02),
     "muon-sync-int4": Arm("Muon, sync, int4", "muon", ("mode=sync", *INT4), 0.02),
     "muon-sync-fp32": Arm("Muon, sync, fp32", "muon", ("mode=sync", *FP32), 0.02),
-    "muon-rounds": Arm("Muon, streaming, int4, rounds alone", "muon", (ROUNDS, *INT4)),
+    "muon-no-beginning": Arm("Muon, streaming, int4, no beginning", "muon", (NO_BEGINNING, *INT4)),
     "muon-async-int4": Arm("Muon, async, int4", "muon", ("mode=async", *INT4), 0.05),
     "muon-30": Arm("Muon, streaming, int4, H = 30", "muon", ("local_steps=30", *INT4), 0.03),
 }
-"""H is 10, where nothing else is said. Rounds alone are without a synchronous beginning."""
+"""H is 10, where nothing else is said; all but those that say so begin synchronously."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,7 @@ class Results:
     def rate(self, name: str, epochs: int) -> float:
         """The best for synchronous training with the arm's optimizer."""
         optimizer = ARMS[name].optimizer
-        tried = [self.of(optimizer, epochs, rate, 0) for rate in RATES[optimizer]]
-        return min(tried, key=lambda each: each.loss).rate
+        return _best_rate([self.of(optimizer, epochs, rate, 0) for rate in RATES[optimizer]])
 
     def seeds(self, name: str, epochs: int, num_seeds: int) -> list[Result]:
         """One a seed, with that rate."""
@@ -118,8 +120,12 @@ class Results:
         """What there is of an arm, by seed."""
         known = [each for each in self.all.values() if each.epochs == epochs]
         firsts = [each for each in known if (each.arm, each.seed) == (ARMS[name].optimizer, 0)]
-        rate = min(firsts, key=lambda each: each.loss).rate if firsts else None
+        rate = _best_rate(firsts) if firsts else None
         return {each.seed: each.loss for each in known if (each.arm, each.rate) == (name, rate)}
+
+
+def _best_rate(tried: Sequence[Result]) -> float:
+    return min(tried, key=lambda each: each.loss).rate
 
 
 def trained(name: str, epochs: int, rate: float, seed: int, text: Path) -> Result:
@@ -154,7 +160,13 @@ def trained(name: str, epochs: int, rate: float, seed: int, text: Path) -> Resul
         if arm.overrides is not None:
             command += [f"port={free_port()}", "local_steps=10", *arm.overrides]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, cwd=folder
+            command,
+            env=os.environ | {"WANDB_MODE": "disabled"},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+            cwd=folder,
         )
         if done.returncode:
             raise SystemExit(f"{name} ended with {done.returncode}: {done.stdout}{done.stderr}")

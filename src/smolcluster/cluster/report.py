@@ -557,9 +557,7 @@ class Report:
             self._log.info("the run ends early: %s", self.ending)
         if self._evaluation is None or self.evaluated_version != self.version:
             self.evaluate()
-        final = (
-            self._evaluation
-        )  # where nothing is held out the last one that a user's loop has told
+        final = self._evaluation  # with nothing held out, the last that a user's loop has told
         self._hooks.finish()
         sent, received = self._traffic
         return Summary(

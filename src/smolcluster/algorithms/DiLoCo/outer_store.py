@@ -130,7 +130,11 @@ class OuterStore:
         theta = self._weights[place]
         theirs = self._theirs.get(worker)  # None: it has gone since it sent its change
         self._outer.apply(
-            *(theta, change.to(theta.device), share, moves_by, place),
+            theta,
+            change.to(theta.device),
+            share,
+            moves_by,
+            place,
             start=None if theirs is None else theirs.to(theta.device),
             blocks=self._layout.buckets(WHOLE),
         )

@@ -179,8 +179,9 @@ class Server:
             self.beginning.waited_s = rounds.sync_waited_s
 
     def progress(self) -> Progress:
-        books = self.ledger, self.round.local_steps, self.beginning
-        rounds = RoundsState.of(self.stores, self.outer, *books)
+        rounds = RoundsState.of(
+            self.stores, self.outer, self.ledger, self.round.local_steps, self.beginning
+        )
         return {
             DISPATCHER: self.dispatcher.state.model_dump(mode="json"),
             ROUNDS: rounds.model_dump(mode="json"),
@@ -307,7 +308,11 @@ class Server:
             lambda batch: fill(
                 partial(
                     self.sender.send_lease,
-                    *(peer, lease, rate, fragments, batch),
+                    peer,
+                    lease,
+                    rate,
+                    fragments,
+                    batch,
                     is_gradient=is_gradient,
                 )
             ),
