@@ -122,6 +122,17 @@ def one_compute_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def signal_handlers_are_put_back() -> Iterator[None]:
+    """Or a later test, whose processes inherit ignored signals, would fail instead of the one that did it."""
+    before = [signal.getsignal(signum) for signum in SIGNALS]
+    yield
+    after = [signal.getsignal(signum) for signum in SIGNALS]
+    for signum, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(signum, handler)
+    assert after == before, "the test needs `as_a_process`"
+
+
 @pytest.fixture
 def as_a_process() -> Iterator[None]:
     """What a process changes for its own rest of life is put back."""

@@ -23,6 +23,7 @@ def test_buckets_are_large_where_all_processes_are_on_one_machine() -> None:
     assert bucket_bytes_for(named.cluster) == DEFAULT_BUCKET_BYTES
 
 
+@pytest.mark.usefixtures("as_a_process")
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_a_signal_after_the_last_step_costs_a_run_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_signals: int

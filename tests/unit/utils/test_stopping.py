@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -12,16 +12,6 @@ from smolcluster.utils.stopping import SIGNALS, Interrupted, StopRequest, heeded
 
 def handlers() -> list[object]:
     return [signal.getsignal(signum) for signum in SIGNALS]
-
-
-@pytest.fixture(autouse=True)
-def handlers_are_put_back() -> Iterator[None]:
-    before = [signal.getsignal(signum) for signum in SIGNALS]
-    yield
-    after = handlers()
-    for signum, handler in zip(SIGNALS, before, strict=True):
-        signal.signal(signum, handler)
-    assert after == before
 
 
 def send(signum: int) -> None:
