@@ -59,7 +59,7 @@ ATTACKER = "127.0.0.66"
 def be_worker(role: str, algorithm: str, per_sample_s: float) -> int:
     """A worker's process, whose computing is replaced."""
     from smolcluster.algorithms.entry import main as process  # noqa: PLC0415
-    from smolcluster.ps.assignment import Assigned  # noqa: PLC0415
+    from smolcluster.server.assignment import Assigned  # noqa: PLC0415
 
     compute = Assigned.compute
 

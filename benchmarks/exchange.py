@@ -61,22 +61,22 @@ from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.store import Held
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.cluster.link import WorkerSetup, follow
 from smolcluster.codec.registry import get_codec
 from smolcluster.configs.resolve import Settings, resolve
 from smolcluster.data.dataset import Split
-from smolcluster.net.dialling import Address
 from smolcluster.observability.metrics import Metrics
-from smolcluster.ps.store_host import StoreSetup, hold
 from smolcluster.runs.events import EventLog
+from smolcluster.server.link import WorkerSetup, follow
+from smolcluster.server.store_host import StoreSetup, hold
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.workload import Workload
-from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import SESSION, STORE, Welcome
-from smolcluster.transport.security import Secret
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import SESSION, STORE, Welcome
+from smolcluster.wire.security import Secret
 
 DIGESTS_EVERY = {"on": 4, "off": NEVER}
 BATCH_SIZE = 32

@@ -28,8 +28,6 @@ from common import free_port, report
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.observed import metrics_served
 from smolcluster.algorithms.records import open_records
-from smolcluster.cluster.process_stats import KEPT_EVERY_S, ProcessStats
-from smolcluster.cluster.report import LAYERED_EVERY_S, NUM_LAYERED_FIRST, Report, StepTaken
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.data.permutation import Range
 from smolcluster.observability.exporter import ProcessLabels
@@ -40,6 +38,8 @@ from smolcluster.observability.spans import MAX_NBYTES
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.files import NUM_OLD_FILES
 from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.server.process_stats import KEPT_EVERY_S, ProcessStats
+from smolcluster.server.report import LAYERED_EVERY_S, NUM_LAYERED_FIRST, Report, StepTaken
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.loop import TrainingStep, training_steps
 from smolcluster.utils.meter import PHASES, Meter

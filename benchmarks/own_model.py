@@ -34,7 +34,7 @@ from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import SmolclusterError
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import Summary, read_summary
-from smolcluster.transport.security import ensure_secret
+from smolcluster.wire.security import ensure_secret
 
 RESTART_TARGET_S = 10.0
 RESTART_LIMIT_S = 300.0

@@ -25,7 +25,7 @@ from smolcluster.algorithms.entry import guarded, module_of, server_parser, work
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss, Microbatch
-from smolcluster.transport.security import ensure_secret
+from smolcluster.wire.security import ensure_secret
 
 
 @dataclass(frozen=True)
@@ -187,5 +187,5 @@ def work(
         parts = {each.name: getattr(made, each.name) for each in fields(made)}
         return Paced(**parts, pace=pace)
 
-    with patch("smolcluster.cluster.link.build", build_paced):
+    with patch("smolcluster.server.link.build", build_paced):
         sys.exit(guarded(lambda: process.work(algorithm, args, participant)))

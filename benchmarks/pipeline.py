@@ -61,9 +61,9 @@ from smolcluster.training.schedules.simulation import Boundary, Costs, Span, Tim
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.measure import LayerToMeasure, measure_layers
 from smolcluster.training.workload import Terms, Workload
-from smolcluster.transport.handshake import introduce
-from smolcluster.transport.security import Secret
 from smolcluster.utils.meter import Meter
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.security import Secret
 
 NUM_STAGES, NUM_MICROBATCHES, UNIT_S = 4, 8, 0.020
 ROWS = 16

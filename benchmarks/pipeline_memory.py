@@ -38,9 +38,9 @@ from smolcluster.training.schedules.instructions import generate
 from smolcluster.training.stages.build import build_stage
 from smolcluster.training.stages.measure import LayerSpeeds, measure_workload
 from smolcluster.training.workload import Workload
-from smolcluster.transport.handshake import introduce
-from smolcluster.transport.security import Secret
 from smolcluster.utils.meter import Meter
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.security import Secret
 
 NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 4, 4, 3
 ROOM = 3.0

@@ -32,15 +32,15 @@ import psutil
 from common import cpu_seconds, report, say
 from exchange import BATCH_SIZE, Case, Children, Host, context_of, make_bench, setup_of
 from smolcluster.algorithms.entry import module_of
-from smolcluster.cluster.link import Link, follow
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import Receiver
-from smolcluster.ps.push import GradientSender
+from smolcluster.server.link import Link, follow
+from smolcluster.server.push import GradientSender
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Ack, Assignment, LeaseKey, Message, Push, frame_of
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import Ack, Assignment, LeaseKey, Message, Push, frame_of
+from smolcluster.wire.session import Receiver
 
 PROCESSES = 4
 SETTLE_S = 3.0

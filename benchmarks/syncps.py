@@ -38,7 +38,7 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import read_summary
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.messages import Welcome
+from smolcluster.wire.messages import Welcome
 
 GLOBAL_BATCH = 128
 NUM_WORKERS = 4

@@ -22,12 +22,12 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from common import paired_ratios, report, seconds
-from smolcluster.cluster.link import MAX_QUEUED
-from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
-from smolcluster.net.session import Receiver, Session
-from smolcluster.ps.push import GradientReceiver, Pushed
-from smolcluster.transport.connection import Connection, accept_next, connect, listen
-from smolcluster.transport.messages import (
+from smolcluster.server.link import MAX_QUEUED
+from smolcluster.server.push import GradientReceiver, Pushed
+from smolcluster.utils.retry import Deadline
+from smolcluster.wire.connection import Connection, accept_next, connect, listen
+from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
+from smolcluster.wire.messages import (
     FROM_SERVER,
     FROM_WORKER,
     Ack,
@@ -39,8 +39,8 @@ from smolcluster.transport.messages import (
     Push,
     TensorSpec,
 )
-from smolcluster.transport.tls import client_context, new_identity
-from smolcluster.utils.retry import Deadline
+from smolcluster.wire.session import Receiver, Session
+from smolcluster.wire.tls import client_context, new_identity
 
 BUCKET_BYTES = 1024 * 1024
 BUCKET_NUMEL = BUCKET_BYTES // 4

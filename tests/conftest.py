@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, settings
 
 from processes import Processes
 from smolcluster.algorithms import context
-from smolcluster.cluster import worker_pool
-from smolcluster.net import acceptor
+from smolcluster.server import worker_pool
 from smolcluster.training import checkpoint
-from smolcluster.transport.connection import listen
-from smolcluster.transport.local import listen_beside
 from smolcluster.utils.stopping import SIGNALS
+from smolcluster.wire import acceptor
+from smolcluster.wire.connection import listen
+from smolcluster.wire.local import listen_beside
 
 for number in SIGNALS:  # nohup, for one, has its children ignore a hang-up, which the tests send
     if signal.getsignal(number) is signal.SIG_IGN:

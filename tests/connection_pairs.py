@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from smolcluster.configs.schema import DatasetConfig, RunConfig, TrainConfig
-from smolcluster.transport import messages as m
-from smolcluster.transport.connection import Connection
-from smolcluster.transport.tls import client_context, new_identity
 from smolcluster.utils.retry import Deadline
+from smolcluster.wire import messages as m
+from smolcluster.wire.connection import Connection
+from smolcluster.wire.tls import client_context, new_identity
 from waiting import Clock
 
 BUCKET_BYTES = 64 * 1024

@@ -30,25 +30,25 @@ from smolcluster.algorithms.PipelineParallel.worker import Worker as PipelineWor
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
-from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import AlgorithmName, DatasetConfig, SimpleNNConfig, TrainConfig
 from smolcluster.configs.spec import get_algorithm, has_whole_model
 from smolcluster.data.permutation import Range
-from smolcluster.net.dialling import Address
 from smolcluster.observability.metrics import MetricRecord, Metrics
-from smolcluster.ps.leases import Dispatcher, Lease
-from smolcluster.ps.push import Pushed
-from smolcluster.ps.store_host import StoreSetup, hold
 from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
+from smolcluster.server.leases import Dispatcher, Lease
+from smolcluster.server.link import Participant, WorkerSetup, follow
+from smolcluster.server.push import Pushed
+from smolcluster.server.store_host import StoreSetup, hold
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.checkpoint import CheckpointStore
 from smolcluster.training.workload import Workload
-from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import SESSION, STORE, LeaseKey, StageDone, Welcome
-from smolcluster.transport.security import Secret
 from smolcluster.utils.stopping import StopRequest
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import SESSION, STORE, LeaseKey, StageDone, Welcome
+from smolcluster.wire.security import Secret
 
 SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
 DEADLINE_S, START_TIMEOUT_S = 180.0, 90.0

@@ -6,11 +6,11 @@ from typing import Generic, TypeVar
 
 from harness import SECRET, Outcome, local_settings
 from peers import DEADLINE_S, Hand, HandledDoor, hello, logger
-from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.schema import NodeConfig, RunConfig
-from smolcluster.net.dialling import Address
+from smolcluster.server.link import Participant, WorkerSetup, follow
 from smolcluster.training.build import TrainingContext
-from smolcluster.transport.messages import End, Goodbye, LeaseKey, Pull, Ready, Welcome
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.messages import End, Goodbye, LeaseKey, Pull, Ready, Welcome
 
 P = TypeVar("P", bound=Participant)
 

@@ -17,22 +17,21 @@ from torch import Tensor, nn
 
 from harness import SECRET, Lines, Recorder
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.cluster.report import Report
-from smolcluster.cluster.worker_pool import Joined, WorkerPool
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName, RunConfig
 from smolcluster.errors import PeerLost
-from smolcluster.net import acceptor
-from smolcluster.net.inbox import Event, Inbox, MessageReceived
-from smolcluster.net.session import Receiver
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import EventLog, read_events
+from smolcluster.server.report import Report
+from smolcluster.server.worker_pool import Joined, WorkerPool
 from smolcluster.training.build import build
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
-from smolcluster.transport.connection import Connection, accept_next, connect, listen
-from smolcluster.transport.frames import Frame, check_head
-from smolcluster.transport.handshake import (
+from smolcluster.utils.retry import Deadline
+from smolcluster.wire import acceptor
+from smolcluster.wire.connection import Connection, accept_next, connect, listen
+from smolcluster.wire.frames import Frame, check_head
+from smolcluster.wire.handshake import (
     Authenticated,
     Door,
     accept,
@@ -40,7 +39,8 @@ from smolcluster.transport.handshake import (
     introduce,
     server_authenticate,
 )
-from smolcluster.transport.messages import (
+from smolcluster.wire.inbox import Event, Inbox, MessageReceived
+from smolcluster.wire.messages import (
     Heartbeat,
     Hello,
     LeaseKey,
@@ -50,9 +50,9 @@ from smolcluster.transport.messages import (
     Welcome,
     decode,
 )
-from smolcluster.transport.security import Secret
-from smolcluster.transport.tls import new_identity
-from smolcluster.utils.retry import Deadline
+from smolcluster.wire.security import Secret
+from smolcluster.wire.session import Receiver
+from smolcluster.wire.tls import new_identity
 
 DEADLINE_S = 60.0
 IDENTITY = new_identity()

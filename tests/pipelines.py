@@ -26,9 +26,9 @@ from smolcluster.training.stages.compute import StageLoss
 from smolcluster.training.stages.cut import Stage, layers_of
 from smolcluster.training.stages.execution import Transport, execute
 from smolcluster.training.workload import Workload
-from smolcluster.transport.handshake import introduce
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.seed import derive_seed
+from smolcluster.wire.handshake import introduce
 
 SEED = 7
 

@@ -11,11 +11,11 @@ from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.data.permutation import Range
 from smolcluster.data.pytree import encode
-from smolcluster.net.inbox import Event
-from smolcluster.ps.assignment import ServedBatch
-from smolcluster.ps.feed import Deliver, NoFeed
+from smolcluster.server.assignment import ServedBatch
+from smolcluster.server.feed import Deliver, NoFeed
 from smolcluster.training.build import build
 from smolcluster.training.replica import Replica
+from smolcluster.wire.inbox import Event
 
 S = TypeVar("S", bound=edp.Server | syncps.Server)
 

@@ -26,11 +26,11 @@ from smolcluster.algorithms.Mesh.ranks import (
 )
 from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
 from smolcluster.errors import ConfigError, LaunchError, PeerLost, Rejected, UserCodeError
-from smolcluster.transport.security import GROUP_SECRET, new_secret
 from smolcluster.utils.addresses import free_port
 from smolcluster.utils.replaced import BY_FLAGS, say_what_replaces
 from smolcluster.utils.seed import with_hash_seed
 from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
+from smolcluster.wire.security import GROUP_SECRET, new_secret
 
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings

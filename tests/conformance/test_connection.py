@@ -21,9 +21,10 @@ from connection_pairs import (
     tensor,
 )
 from smolcluster.errors import PeerLost, ProtocolError, SmolclusterError
-from smolcluster.transport.connection import UNPROVED_NBYTES, Connection, PlaceFor, nowhere
-from smolcluster.transport.frames import build_frame, frame_nbytes
-from smolcluster.transport.messages import (
+from smolcluster.utils.retry import Deadline
+from smolcluster.wire.connection import UNPROVED_NBYTES, Connection, PlaceFor, nowhere
+from smolcluster.wire.frames import build_frame, frame_nbytes
+from smolcluster.wire.messages import (
     FROM_WORKER,
     Assignment,
     Heartbeat,
@@ -36,8 +37,7 @@ from smolcluster.transport.messages import (
     encode,
     frame_of,
 )
-from smolcluster.transport.tls import TlsSocket
-from smolcluster.utils.retry import Deadline
+from smolcluster.wire.tls import TlsSocket
 from waiting import Clock
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -394,7 +394,7 @@ def test_a_partial_send_goes_on_where_it_stopped(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel soon returns what it could send so far, long before the peer is lost."""
-    monkeypatch.setattr("smolcluster.transport.connection._SLICES_PER_STALL", 1000)
+    monkeypatch.setattr("smolcluster.wire.connection._SLICES_PER_STALL", 1000)
     size = 4 * 1024 * 1024
     content = bytes(range(256)) * (size // 256)
     message = State(incarnation="ab", version=1, bucket=0, num_buckets=1, tensor=tensor(size))

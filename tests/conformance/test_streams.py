@@ -22,9 +22,8 @@ from smolcluster.algorithms.DiLoCo.fragments import Fragment
 from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
-from smolcluster.net.inbox import Event
-from smolcluster.ps.buffers import BufferCollector, buffer_frames
-from smolcluster.ps.offering import (
+from smolcluster.server.buffers import BufferCollector, buffer_frames
+from smolcluster.server.offering import (
     OFFER,
     Offer,
     Offered,
@@ -33,13 +32,14 @@ from smolcluster.ps.offering import (
     _OfferReceiver,
     _pieces,
 )
-from smolcluster.ps.push import GradientReceiver, GradientSender
-from smolcluster.ps.slices import slice_frames, slice_pieces
-from smolcluster.ps.weights import StateReceiver, state_frames
+from smolcluster.server.push import GradientReceiver, GradientSender
+from smolcluster.server.slices import slice_frames, slice_pieces
+from smolcluster.server.weights import StateReceiver, state_frames
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.frames import Frame, check_head
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import Frame, check_head
+from smolcluster.wire.inbox import Event
+from smolcluster.wire.messages import (
     ALL_KINDS,
     Buffers,
     Collect,
@@ -52,7 +52,7 @@ from smolcluster.transport.messages import (
     TransferPiece,
     decode,
 )
-from smolcluster.transport.streams import (
+from smolcluster.wire.streams import (
     Assembler,
     Piece,
     bucket_pieces,

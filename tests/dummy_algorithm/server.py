@@ -8,17 +8,17 @@ if __name__ == "__main__":
 import time
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.worker import Worker
-from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import Range
-from smolcluster.net.inbox import Event
-from smolcluster.ps.assignment import assignment_of
-from smolcluster.ps.leases import Dispatcher
-from smolcluster.ps.push import GradientReceiver, Pushed
-from smolcluster.ps.weights import state_frames
 from smolcluster.runs.summary import Summary
-from smolcluster.transport.messages import Ack
+from smolcluster.server.assignment import assignment_of
+from smolcluster.server.leases import Dispatcher
+from smolcluster.server.push import GradientReceiver, Pushed
+from smolcluster.server.report import StepTaken
+from smolcluster.server.weights import state_frames
+from smolcluster.server.worker import Worker
+from smolcluster.server.worker_pool import Departed, Joined
+from smolcluster.wire.inbox import Event
+from smolcluster.wire.messages import Ack
 
 
 class Server:

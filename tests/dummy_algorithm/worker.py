@@ -7,13 +7,13 @@ if __name__ == "__main__":
 
 import time
 
-from smolcluster.cluster.link import Link
-from smolcluster.net.inbox import MessageReceived
-from smolcluster.ps.assignment import Assigned
-from smolcluster.ps.push import GradientSender
-from smolcluster.ps.weights import StateReceiver, WeightsArrived
+from smolcluster.server.assignment import Assigned
+from smolcluster.server.link import Link
+from smolcluster.server.push import GradientSender
+from smolcluster.server.weights import StateReceiver, WeightsArrived
 from smolcluster.training.build import TrainingContext
-from smolcluster.transport.messages import Ack, Welcome
+from smolcluster.wire.inbox import MessageReceived
+from smolcluster.wire.messages import Ack, Welcome
 
 
 class Worker:

@@ -33,12 +33,12 @@ from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.configs.resolve import Settings
 from smolcluster.data.permutation import Range
-from smolcluster.net import acceptor, dialling
-from smolcluster.ps.push import Pushed
 from smolcluster.runs.events import Event, LeaseReturned, WorkerJoined, WorkerLost
 from smolcluster.runs.summary import Summary
+from smolcluster.server.push import Pushed
 from smolcluster.training.build import build
 from smolcluster.utils.retry import Deadline
+from smolcluster.wire import acceptor, dialling
 
 Algorithm = Literal["edp", "syncps", "diloco"]
 ALGORITHMS: tuple[Algorithm, ...] = ("edp", "syncps", "diloco")

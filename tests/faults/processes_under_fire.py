@@ -21,15 +21,15 @@ from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.entry import main
 from smolcluster.algorithms.SynchronousPS.members import Members
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
-from smolcluster.cluster.saver import Saver
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.ps.weights import StateReceiver
+from smolcluster.server.saver import Saver
+from smolcluster.server.weights import StateReceiver
 from smolcluster.training import checkpoint
 from smolcluster.training.checkpoint import CheckpointStore, CheckpointWriter, Snapshot
-from smolcluster.transport.connection import Connection
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Push
 from smolcluster.utils.retry import Deadline
+from smolcluster.wire.connection import Connection
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.messages import Push
 
 FLUSH_S = 60.0
 GAP_S = 0.1

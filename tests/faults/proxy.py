@@ -18,8 +18,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from smolcluster.transport.frames import HEADER_SUM_NBYTES, PAYLOAD_SUM_NBYTES, PREFIX_NBYTES
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import HEADER_SUM_NBYTES, PAYLOAD_SUM_NBYTES, PREFIX_NBYTES
+from smolcluster.wire.messages import (
     Ack,
     Challenge,
     Collect,

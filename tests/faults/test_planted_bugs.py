@@ -19,17 +19,17 @@ from faults.cases import (
 from faults.proxy import Fault
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
-from smolcluster.cluster import link
-from smolcluster.cluster.joining import join
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ConnectTimeout
-from smolcluster.net.inbox import Event
-from smolcluster.ps.leases import Dispatcher, Lease, Verdict
+from smolcluster.server import link
+from smolcluster.server.joining import join
+from smolcluster.server.leases import Dispatcher, Lease, Verdict
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport import connection
-from smolcluster.transport.frames import Frame, build_frame, check_head
-from smolcluster.transport.messages import LeaseKey, Push, Welcome
+from smolcluster.wire import connection
+from smolcluster.wire.frames import Frame, build_frame, check_head
+from smolcluster.wire.inbox import Event
+from smolcluster.wire.messages import LeaseKey, Push, Welcome
 
 Reference = Callable[[Algorithm], Played]
 HURRIED_S = 1.0

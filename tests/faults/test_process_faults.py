@@ -49,7 +49,7 @@ from smolcluster.training.checkpoint import (
     restore,
 )
 from smolcluster.training.replica import Replica
-from smolcluster.transport.messages import Delta
+from smolcluster.wire.messages import Delta
 from waiting import DEADLINE_S
 
 DRIVER = Path(__file__).with_name("processes_under_fire.py")
@@ -734,9 +734,9 @@ def test_a_clock_that_jumps_by_hours_changes_nothing(
 
 STAMPS = {
     *("training/checkpoint.py", "runs/events.py"),
-    *("cluster/board.py", "cluster/report.py", "observability/spans.py"),
+    *("server/board.py", "server/report.py", "observability/spans.py"),
     *("launch/doctor/examine.py", "launch/watch/probe.py"),  # which compare clocks of machines
-    *("net/clocks.py", "cluster/process_stats.py", "utils/meter.py"),  # and these
+    *("wire/clocks.py", "server/process_stats.py", "utils/meter.py"),  # and these
     *(f"observability/report/{name}.py" for name in ("comparison", "page")),
     *(f"observability/view/{name}.py" for name in ("facts", "run", "snapshot")),
     "launch/watch/top/source.py",  # say how old something is

@@ -20,11 +20,11 @@ from smolcluster.api import attach as attaching
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ClusterEmpty, ConfigError, ConnectTimeout, Rejected
-from smolcluster.ps import offering
-from smolcluster.ps.offering import BAD_OFFER, wait_for_offer
 from smolcluster.runs.summary import Summary
-from smolcluster.transport.security import Secret
+from smolcluster.server import offering
+from smolcluster.server.offering import BAD_OFFER, wait_for_offer
 from smolcluster.utils.retry import Deadline
+from smolcluster.wire.security import Secret
 
 NUM_SAMPLES, BATCH = 90, 20
 DATA = TensorDataset(

@@ -17,7 +17,7 @@ import smolcluster
 from harness import Outcome, free_port
 from integration.test_attach import DATA, NUM_SAMPLES, Served, assert_close
 from smolcluster.runs.summary import read_summary
-from smolcluster.transport.security import ensure_secret
+from smolcluster.wire.security import ensure_secret
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -28,19 +28,19 @@ from own_workloads import (
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS.sharing import sizes_by_share
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
-from smolcluster.cluster.evaluator import EvaluationFinished, Evaluator
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import Rejected
-from smolcluster.net.inbox import Inbox
-from smolcluster.ps.assignment import Assigned
-from smolcluster.ps.push import Pushed
+from smolcluster.server.assignment import Assigned
+from smolcluster.server.evaluator import EvaluationFinished, Evaluator
+from smolcluster.server.push import Pushed
 from smolcluster.training.batches import placed
 from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import training_steps
 from smolcluster.training.schedule import learning_rate
+from smolcluster.wire.inbox import Inbox
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -13,8 +13,8 @@ from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from proxy import Proxy
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
-from smolcluster.ps.assignment import Assigned
 from smolcluster.runs.events import LeaseReturned, WorkerJoined, WorkerLost
+from smolcluster.server.assignment import Assigned
 from smolcluster.training.compute import BatchLoss
 
 

@@ -15,23 +15,23 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from harness import WORKERS, Cluster, MakeParticipant, local_settings
-from smolcluster.cluster.link import Participant
-from smolcluster.cluster.report import StepTaken
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName, DatasetPlace
 from smolcluster.data.dataset import Batch
 from smolcluster.data.loading import Data
 from smolcluster.errors import DataError, RunFailed
-from smolcluster.ps import feed
+from smolcluster.server import feed
+from smolcluster.server.link import Participant
+from smolcluster.server.report import StepTaken
 from smolcluster.training import first_loss
 from smolcluster.training import workload as workload_module
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import training_steps
 from smolcluster.training.workload import Terms, Workload
-from smolcluster.transport.messages import Welcome
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.stopping import Interrupted
+from smolcluster.wire.messages import Welcome
 
 ALGORITHMS: list[AlgorithmName] = ["edp", "syncps"]
 NODES = ("pi5", "win", "macbook")
@@ -148,7 +148,7 @@ def test_two_workers_are_sent_batches_of_the_loaders_size(
 def test_a_batch_larger_than_a_bucket_is_sent_in_pieces(
     tmp_path: Path, algorithm: AlgorithmName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("smolcluster.ps.feed.MAX_PIECE_NBYTES", 300)
+    monkeypatch.setattr("smolcluster.server.feed.MAX_PIECE_NBYTES", 300)
     settings = settings_for(algorithm, 1)
     expected = alone(settings, TensorDataset(*tensors()))
     losses = run(settings, tmp_path, algorithm, TensorDataset(*tensors()))

@@ -25,17 +25,17 @@ from smolcluster.errors import (
     PeerLost,
     ProtocolError,
 )
-from smolcluster.net.inbox import Event
-from smolcluster.ps.assignment import Assigned
-from smolcluster.ps.weights import WeightsArrived
 from smolcluster.runs.events import LeaseReturned, PushDropped
+from smolcluster.server.assignment import Assigned
+from smolcluster.server.weights import WeightsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.local_copy import OwnCopy
 from smolcluster.training.schedule import learning_rate
 from smolcluster.training.workload import Terms, Workload
-from smolcluster.transport.messages import Collect, Welcome
 from smolcluster.utils.stopping import Interrupted
+from smolcluster.wire.inbox import Event
+from smolcluster.wire.messages import Collect, Welcome
 
 PLAIN = "outer_lr=1", "outer_momentum=0", "codec_up=null", "codec_down=null"
 """With one worker this is training in one process."""

@@ -15,8 +15,8 @@ from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import PeerLost
-from smolcluster.ps.assignment import Assigned
 from smolcluster.runs.events import BeginningEnded
+from smolcluster.server.assignment import Assigned
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.workload import Workload
 

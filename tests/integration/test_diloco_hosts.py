@@ -20,7 +20,7 @@ from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ConfigError
 from smolcluster.training.local_copy import OwnCopy
-from smolcluster.transport.messages import Collect
+from smolcluster.wire.messages import Collect
 
 start = partial(several_hosts.start, algorithm="diloco")
 run = partial(several_hosts.run, algorithm="diloco")

@@ -15,12 +15,12 @@ from smolcluster.algorithms.DiLoCo.pacing import MOST_BEHIND
 from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
-from smolcluster.cluster.worker import Worker
-from smolcluster.ps.assignment import Assigned
+from smolcluster.server.assignment import Assigned
+from smolcluster.server.worker import Worker
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Ready
 from smolcluster.utils.retry import Deadline
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.messages import Ready
 
 STEP_S = 0.002
 FAST_BYTES_PER_S = 2e6

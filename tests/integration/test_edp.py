@@ -11,18 +11,18 @@ import torch
 from harness import DEADLINE_S, Cluster, computing_after, local_settings
 from smolcluster.algorithms.EDP.server import Peer, Server
 from smolcluster.algorithms.EDP.worker import Worker
-from smolcluster.cluster import link
 from smolcluster.errors import (
     NonFiniteLoss,
     RunFailed,
 )
-from smolcluster.ps.assignment import Assigned
-from smolcluster.ps.push import Pushed
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLeft
+from smolcluster.server import link
+from smolcluster.server.assignment import Assigned
+from smolcluster.server.push import Pushed
 from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import training_steps
-from smolcluster.transport.messages import Push
+from smolcluster.wire.messages import Push
 from waiting import Clock
 
 MIXING = "update_rule=mixing"

@@ -20,7 +20,7 @@ from smolcluster.training.builtin import builtin_workload, cross_entropy
 from smolcluster.training.loop import training_steps
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.training.workload import Terms, Workload
-from smolcluster.transport.messages import Welcome
+from smolcluster.wire.messages import Welcome
 
 NODES = ("pi5", "win")
 CPU = torch.device("cpu")

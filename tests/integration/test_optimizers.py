@@ -13,11 +13,11 @@ from harness import DEADLINE_S, Cluster, local_settings
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName
-from smolcluster.ps.assignment import Assigned
+from smolcluster.server.assignment import Assigned
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.loop import training_steps
 from smolcluster.training.optimizer import STEP_COUNT
-from smolcluster.transport.messages import State, Welcome
+from smolcluster.wire.messages import State, Welcome
 
 OPTIMIZERS = {
     "momentum": (

@@ -25,8 +25,8 @@ from smolcluster.runs.events import Evaluated, read_events
 from smolcluster.runs.summary import read_summary
 from smolcluster.training.hooks import EvaluationDone, Hooks, StepDone
 from smolcluster.training.recipe import Training
-from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import sets_of
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import sets_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "orchestrator"
 

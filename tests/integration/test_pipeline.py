@@ -22,8 +22,6 @@ from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
 from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.worker import Worker
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
-from smolcluster.cluster import link
-from smolcluster.cluster.link import Link, WorkerSetup
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.errors import (
@@ -36,10 +34,11 @@ from smolcluster.errors import (
     RunFailed,
 )
 from smolcluster.models.gpt import GPT
-from smolcluster.net.inbox import Event
 from smolcluster.observability.view.stages import StageView
-from smolcluster.ps.assignment import Assigned
 from smolcluster.runs.events import LayersMoved
+from smolcluster.server import link
+from smolcluster.server.assignment import Assigned
+from smolcluster.server.link import Link, WorkerSetup
 from smolcluster.training.build import TrainingContext, build, stage_replica
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.finetune import next_token_loss
@@ -47,8 +46,9 @@ from smolcluster.training.pretrained import Pretrained
 from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.training.schedules.simulation import Span
 from smolcluster.training.workload import Metric, OfLoss, Workload
-from smolcluster.transport.messages import LayersMeasured, MeasuredLayer, Planned
 from smolcluster.utils.stopping import Interrupted
+from smolcluster.wire.inbox import Event
+from smolcluster.wire.messages import LayersMeasured, MeasuredLayer, Planned
 
 SIZES = GPTConfig(
     type="GPT", model_dim=16, num_layers=8, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0

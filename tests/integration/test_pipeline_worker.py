@@ -24,22 +24,22 @@ from smolcluster.algorithms.PipelineParallel import worker
 from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.head import PipelineContext, spread
 from smolcluster.algorithms.PipelineParallel.worker import Worker as StageWorker
-from smolcluster.cluster import link
-from smolcluster.cluster.link import WorkerSetup, follow
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig, NodeConfig, StagesConfig
 from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import GPT
-from smolcluster.net.dialling import Address
-from smolcluster.ps.assignment import Assigned
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
+from smolcluster.server import link
+from smolcluster.server.assignment import Assigned
+from smolcluster.server.link import WorkerSetup, follow
 from smolcluster.training.build import TrainingContext, build, stage_replica
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
-from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import Planned, Welcome, sets_of
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import Planned, Welcome, sets_of
 from waiting import eventually
 
 SIZES = GPTConfig(

@@ -16,7 +16,7 @@ from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ClusterEmpty, RunFailed
-from smolcluster.ps.assignment import Assigned
+from smolcluster.server.assignment import Assigned
 from smolcluster.utils.stopping import Interrupted
 
 start = partial(several_hosts.start, algorithm="syncps")

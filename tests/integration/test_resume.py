@@ -30,9 +30,9 @@ from smolcluster.configs.schema import AlgorithmName
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import CheckpointError
 from smolcluster.observability.metrics import MetricRecord
-from smolcluster.ps.leases import Dispatcher, DispatcherState
 from smolcluster.runs.events import RunResumed
 from smolcluster.runs.summary import Summary
+from smolcluster.server.leases import Dispatcher, DispatcherState
 from smolcluster.training.build import build
 from smolcluster.training.checkpoint import Checkpoint, CheckpointWriter, Snapshot, restore
 from smolcluster.training.replica import Replica

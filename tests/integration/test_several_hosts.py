@@ -18,14 +18,14 @@ from smolcluster.algorithms.EDP.server import Peer, Server
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.configs.resolve import Settings, check_algorithm
 from smolcluster.errors import ClusterEmpty, ConfigError, Rejected, RunFailed
-from smolcluster.net.acceptor import SessionOpened
-from smolcluster.net.session import Session
-from smolcluster.ps.assignment import Assigned
-from smolcluster.ps.push import Pushed
-from smolcluster.ps.stepping_slice import SteppingSlice
+from smolcluster.server.assignment import Assigned
+from smolcluster.server.push import Pushed
+from smolcluster.server.stepping_slice import SteppingSlice
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.messages import LeaseKey, Message, Reject
 from smolcluster.utils.stopping import Interrupted
+from smolcluster.wire.acceptor import SessionOpened
+from smolcluster.wire.messages import LeaseKey, Message, Reject
+from smolcluster.wire.session import Session
 
 start = partial(several_hosts.start, algorithm="edp")
 run = partial(several_hosts.run, algorithm="edp")

@@ -20,7 +20,6 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import Committed
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import NonFiniteLoss, RunFailed
-from smolcluster.ps.assignment import Assigned
 from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import (
     LeaseReturned,
@@ -29,10 +28,11 @@ from smolcluster.runs.events import (
     WorkerLost,
 )
 from smolcluster.runs.summary import Summary
+from smolcluster.server.assignment import Assigned
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import training_steps
-from smolcluster.transport.messages import State, Welcome
+from smolcluster.wire.messages import State, Welcome
 
 NODES = ("pi5", "win", "macbook", "mini1")
 BATCH = 128

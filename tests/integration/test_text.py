@@ -13,17 +13,17 @@ from processes import Processes
 from smolcluster.algorithms import single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cli import main
-from smolcluster.cluster.evaluator import EvaluationFinished, Evaluator
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import ConfigError
-from smolcluster.net.inbox import Inbox
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import Evaluated, EventLog, RunEnded
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import Summary, read_summary
+from smolcluster.server.evaluator import EvaluationFinished, Evaluator
 from smolcluster.training.build import build
+from smolcluster.wire.inbox import Inbox
 from texts import FROZEN, TINY, tiny_settings, write_text
 
 ALGORITHMS: tuple[AlgorithmName, ...] = ("edp", "syncps")

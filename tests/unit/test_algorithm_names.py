@@ -77,7 +77,7 @@ def test_no_file_outside_an_algorithms_folder_names_it() -> None:
     [
         ("launch/plan.py", 'if algorithm == "edp":\n    pass'),
         ("configs/load.py", "DEFAULT = {'syncps': 1}"),
-        ("ps/store.py", "from smolcluster.algorithms.EDP import rule"),
+        ("server/store.py", "from smolcluster.algorithms.EDP import rule"),
         ("launch/single.py", "import smolcluster.algorithms.SynchronousPS.server"),
         ("launch/find.py", 'load("smolcluster.algorithms.EDP")'),
         ("observability/page.js", 'const stale = run.algorithm === "edp";'),

@@ -17,7 +17,7 @@ from smolcluster.api.attached_process import own_name
 from smolcluster.api.synchronous_optimizer import describe_optimizer
 from smolcluster.configs.layers import ATTACH_VARIABLE, NAME_VARIABLE
 from smolcluster.errors import ConfigError, ProtocolError
-from smolcluster.ps.offering import Layer, Plan
+from smolcluster.server.offering import Layer, Plan
 
 
 def net() -> nn.Sequential:

@@ -11,7 +11,7 @@ from xxhash import xxh3_64
 from smolcluster.codec.registry import CODECS
 from smolcluster.configs.layers import from_overrides
 from smolcluster.configs.schema import RunConfig
-from smolcluster.transport import frames, messages
+from smolcluster.wire import frames, messages
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "src" / "smolcluster" / "docs"

@@ -15,10 +15,9 @@ PACKAGE = PROJECT / "src" / "smolcluster"
 
 FLOORS = (
     ("errors", "utils"),
-    ("configs", "models", "codec", "transport", "runs", "observability"),
+    ("configs", "models", "codec", "wire", "runs", "observability"),
     ("data", "training"),
-    ("net", "cluster"),
-    ("ps",),
+    ("server",),
     ("algorithms",),
     ("launch", "dashboard"),
     ("cli", "train", "distributed_training", "api"),
@@ -96,7 +95,7 @@ def test_every_room_has_its_floor() -> None:
     [
         ("codec/int8.py", "from smolcluster.algorithms.EDP import rule"),
         ("training/loop.py", "import smolcluster.launch.plan"),
-        ("transport/frames.py", "from smolcluster import runs"),
+        ("wire/frames.py", "from smolcluster import runs"),
         ("configs/load.py", "from smolcluster.observability.logs import NodeLog"),
         ("errors.py", "def f():\n    from smolcluster.utils import seed"),
         ("data/mnist.py", "from ..training import build"),
@@ -112,7 +111,7 @@ def test_an_arrow_that_runs_up_is_found(tmp_path: Path, file: str, line: str) ->
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("transport/frames.py", "from smolcluster.codec.base import Codec"),
+        ("wire/frames.py", "from smolcluster.codec.base import Codec"),
         ("training/loop.py", "from smolcluster.training.build import build"),
         ("training/loop.py", "from .build import build"),
         ("train.py", "from smolcluster.cli import main"),
@@ -135,9 +134,9 @@ def test_algorithms_know_nothing_of_each_other() -> None:
 
 
 READ_PAYLOADS = {
-    "transport/streams.py": "all that comes in several frames",
-    "ps/assignment.py": "indices, of one frame",
-    "ps/hosted_stores.py": "norms, of one frame",
+    "wire/streams.py": "all that comes in several frames",
+    "server/assignment.py": "indices, of one frame",
+    "server/hosted_stores.py": "norms, of one frame",
     "algorithms/SynchronousPS/reduction.py": "buckets that are added up without memory of their own",
     "algorithms/SynchronousPS/step_receiver.py": "means and states, of which each bucket stands for itself",
     "algorithms/PipelineParallel/part_copy.py": "values by their places in the flat weights",
@@ -147,7 +146,7 @@ READ_PAYLOADS = {
 
 
 def test_tensors_in_several_frames_are_put_together_in_one_place() -> None:
-    rooms = ("transport", "net", "cluster", "ps", "algorithms")
+    rooms = ("wire", "server", "algorithms")
     files = [path for room in rooms for path in sorted((PACKAGE / room).rglob("*.py"))]
     found = [
         str(path.relative_to(PACKAGE))

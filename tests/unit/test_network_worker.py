@@ -21,8 +21,8 @@ from smolcluster.api import network_worker
 from smolcluster.api.config import DistributedConfig
 from smolcluster.api.losses import code_digest, loss_name, loss_of, named_loss
 from smolcluster.api.network_worker import Life, device_of, run_workers
-from smolcluster.cluster.joining import RunOver
 from smolcluster.errors import ConfigError, DataError
+from smolcluster.server.joining import RunOver
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 
 

@@ -13,30 +13,26 @@ from typing import TypeVar
 
 import torch
 
-from smolcluster.cluster.evaluator import Evaluator
-from smolcluster.cluster.listening import listening_addresses
-from smolcluster.cluster.report import Report
-from smolcluster.cluster.saver import CheckpointSource, Saver
-from smolcluster.cluster.worker_pool import WorkerPool
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import MeshSizes, RunConfig, config_of
 from smolcluster.configs.spec import algorithms
 from smolcluster.errors import CheckpointError, ConfigError
-from smolcluster.net.acceptor import Acceptor, ask_inbox
-from smolcluster.net.inbox import Inbox
-from smolcluster.net.membership import Refused
-from smolcluster.net.session import Receiver
 from smolcluster.observability.metrics import Metrics
 from smolcluster.observability.spans import SpanLog
-from smolcluster.ps.buffers import most_buffer_frames
-from smolcluster.ps.feed import Feed, HeldOutFeed, NoFeed
-from smolcluster.ps.hosted_stores import HostedStores
-from smolcluster.ps.offering import PlannedWorkload
-from smolcluster.ps.store import Stores
-from smolcluster.ps.store_links import Patience, StoreLinks
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.status import StatusFile
+from smolcluster.server.buffers import most_buffer_frames
+from smolcluster.server.evaluator import Evaluator
+from smolcluster.server.feed import Feed, HeldOutFeed, NoFeed
+from smolcluster.server.hosted_stores import HostedStores
+from smolcluster.server.listening import listening_addresses
+from smolcluster.server.offering import PlannedWorkload
+from smolcluster.server.report import Report
+from smolcluster.server.saver import CheckpointSource, Saver
+from smolcluster.server.store import Stores
+from smolcluster.server.store_links import Patience, StoreLinks
+from smolcluster.server.worker_pool import WorkerPool
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.checkpoint import (
     Checkpoint,
@@ -46,9 +42,13 @@ from smolcluster.training.checkpoint import (
     restore,
 )
 from smolcluster.training.replica import Replica
-from smolcluster.transport.connection import listen
-from smolcluster.transport.handshake import Door
-from smolcluster.transport.messages import (
+from smolcluster.utils.words import a_few
+from smolcluster.wire.acceptor import Acceptor, ask_inbox
+from smolcluster.wire.connection import listen
+from smolcluster.wire.handshake import Door
+from smolcluster.wire.inbox import Inbox
+from smolcluster.wire.membership import Refused
+from smolcluster.wire.messages import (
     PS,
     STORE,
     Accepted,
@@ -57,9 +57,9 @@ from smolcluster.transport.messages import (
     Welcome,
     sets_of,
 )
-from smolcluster.transport.security import Secret
-from smolcluster.transport.tls import new_identity
-from smolcluster.utils.words import a_few
+from smolcluster.wire.security import Secret
+from smolcluster.wire.session import Receiver
+from smolcluster.wire.tls import new_identity
 
 Links = TypeVar("Links", bound=StoreLinks)
 NO_CODEC = "none"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from smolcluster.cluster.process_stats import Gauge
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import RunConfig
 from smolcluster.configs.spec import title_of
@@ -27,9 +26,10 @@ from smolcluster.observability.sinks.console import ProgressView, ShownBeside
 from smolcluster.observability.sinks.wandb import WandbSink, wandb_for
 from smolcluster.runs.paths import RunPaths, create_run, runs_root
 from smolcluster.runs.status import RunStatus
-from smolcluster.transport.messages import Telemetry
+from smolcluster.server.process_stats import Gauge
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.units import format_address
+from smolcluster.wire.messages import Telemetry
 
 
 @contextmanager

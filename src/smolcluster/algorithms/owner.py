@@ -18,7 +18,6 @@ from smolcluster.algorithms.claim import Claimed, claim_run
 from smolcluster.algorithms.context import ServerContext, check_resumable
 from smolcluster.algorithms.observed import metrics_served
 from smolcluster.algorithms.records import open_records, open_run
-from smolcluster.cluster.report import never_begun
 from smolcluster.configs.begun import remember_workload
 from smolcluster.configs.keys import show
 from smolcluster.configs.nested import saying
@@ -36,15 +35,16 @@ from smolcluster.runs.events import RunStarted
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import StatusFile
 from smolcluster.runs.summary import Summary, sample_shown, table, write_summary
+from smolcluster.server.report import never_begun
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.first_loss import first_losses
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
 from smolcluster.training.workload import Workload
-from smolcluster.transport.security import Secret
 from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.device import pick_device, use_threads
 from smolcluster.utils.folders import user_state
 from smolcluster.utils.stopping import StopRequest
+from smolcluster.wire.security import Secret
 
 LOCAL_BUCKET_BYTES = 4 << 20
 """Took a third less CPU a step than 1 MiB: `benchmarks/results/exchange.md`."""

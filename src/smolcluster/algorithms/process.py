@@ -26,8 +26,6 @@ from smolcluster.algorithms.entry import Ended, module_of, server_overrides
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.supervision import TOOK_PART
-from smolcluster.cluster.link import Participant, WorkerSetup, follow
-from smolcluster.cluster.listening import check_port
 from smolcluster.configs.function_name import known_here
 from smolcluster.configs.meant import cluster_source, training_source
 from smolcluster.configs.resolve import (
@@ -41,22 +39,15 @@ from smolcluster.configs.resolve import (
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, RunConfig
 from smolcluster.configs.spec import algorithm_of_groups, algorithm_of_stages, get_algorithm
 from smolcluster.errors import ConfigError, RunFailed, SmolclusterError
-from smolcluster.net.dialling import Address
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole
-from smolcluster.ps.store_host import HeldSlice, StoreSetup, hold
 from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
 from smolcluster.runs.summary import Summary
+from smolcluster.server.link import Participant, WorkerSetup, follow
+from smolcluster.server.listening import check_port
+from smolcluster.server.store_host import HeldSlice, StoreSetup, hold
 from smolcluster.training.build import TrainingContext
-from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import SESSION, STORE, Welcome, sets_of
-from smolcluster.transport.security import (
-    Secret,
-    default_secret_path,
-    ensure_secret,
-    load_secret,
-)
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.device import use_threads
@@ -65,6 +56,15 @@ from smolcluster.utils.folders import checkout
 from smolcluster.utils.machine import machine_facts
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.stopping import Interrupted
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import SESSION, STORE, Welcome, sets_of
+from smolcluster.wire.security import (
+    Secret,
+    default_secret_path,
+    ensure_secret,
+    load_secret,
+)
 
 MAX_WORKER_ID = 2**31
 SHARED_KEYS = ("server", "port", "encryption")

@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
-from smolcluster.cluster.listening import check_port
 from smolcluster.configs.keys import wrong_value
 from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
 from smolcluster.configs.spec import (
@@ -20,8 +19,9 @@ from smolcluster.configs.spec import (
 )
 from smolcluster.errors import ConfigError
 from smolcluster.observability.terminal import SteadyConsole
-from smolcluster.ps.offering import Offer, optimizer_fields, wait_for_offer
-from smolcluster.transport.security import default_secret_path, ensure_secret
+from smolcluster.server.listening import check_port
+from smolcluster.server.offering import Offer, optimizer_fields, wait_for_offer
+from smolcluster.wire.security import default_secret_path, ensure_secret
 
 ATTACHED = Path(__file__).parent / "attached.yaml"
 """The training file of runs of attached processes."""

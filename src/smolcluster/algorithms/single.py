@@ -6,10 +6,10 @@ batch -> forward, backward -> clip -> optimizer step -> evaluate and save now an
 from contextlib import closing
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.data.permutation import Range
 from smolcluster.runs.summary import Summary
+from smolcluster.server.report import StepTaken
+from smolcluster.server.saver import CheckpointSource
 from smolcluster.training.loop import training_steps
 from smolcluster.utils.device import describe
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from smolcluster.errors import ConfigError
 from smolcluster.training.build import TrainingContext
-from smolcluster.transport.messages import Welcome
+from smolcluster.wire.messages import Welcome
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,20 @@ import time
 from threading import Semaphore
 from typing import Self
 
-from smolcluster.cluster.listening import listening_addresses
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ClusterEmpty
-from smolcluster.net.acceptor import Acceptor
-from smolcluster.net.inbox import Event, Inbox, SessionClosed
-from smolcluster.net.membership import Refused
-from smolcluster.net.session import Receiver
-from smolcluster.transport.connection import listen
-from smolcluster.transport.handshake import Door
-from smolcluster.transport.messages import Hello, sets_of
-from smolcluster.transport.security import Secret
-from smolcluster.transport.tls import new_identity
+from smolcluster.server.listening import listening_addresses
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
+from smolcluster.wire.acceptor import Acceptor
+from smolcluster.wire.connection import listen
+from smolcluster.wire.handshake import Door
+from smolcluster.wire.inbox import Event, Inbox, SessionClosed
+from smolcluster.wire.membership import Refused
+from smolcluster.wire.messages import Hello, sets_of
+from smolcluster.wire.security import Secret
+from smolcluster.wire.session import Receiver
+from smolcluster.wire.tls import new_identity
 
 COME_AGAIN_S = 0.5
 GONE_S = 10.0

@@ -45,17 +45,17 @@ from smolcluster.api.attached_optimizer import (
 from smolcluster.api.attached_process import Told, own_name, told_by_launcher
 from smolcluster.api.settings import secret_of
 from smolcluster.api.synchronous_optimizer import check_rule, describe_optimizer
-from smolcluster.cluster.joining import ask
-from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import RunConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.data.marks import Mark, chosen, marks_of
 from smolcluster.errors import ConfigError, NonFiniteLoss, Rejected
-from smolcluster.net.dialling import Address
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
-from smolcluster.ps.offering import (
+from smolcluster.runs.paths import runs_root
+from smolcluster.server.joining import ask
+from smolcluster.server.link import Participant, WorkerSetup, follow
+from smolcluster.server.offering import (
     NO_MODEL,
     Offer,
     Plan,
@@ -63,7 +63,6 @@ from smolcluster.ps.offering import (
     make_offer,
     values_of,
 )
-from smolcluster.runs.paths import runs_root
 from smolcluster.training.buffers import plain_name
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss, lone_sample
@@ -71,11 +70,12 @@ from smolcluster.training.optimizer import STEP_COUNT, LocalOptimizer
 from smolcluster.training.recipe import Training
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
 from smolcluster.training.scaler import LEAST_SCALE
-from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import Logged, Welcome
-from smolcluster.transport.security import Secret
 from smolcluster.utils.device import use_threads
 from smolcluster.utils.meter import Meter
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import Logged, Welcome
+from smolcluster.wire.security import Secret
 
 
 def attach(

@@ -14,8 +14,8 @@ import torch
 
 from smolcluster.api.attach import Cluster, attach
 from smolcluster.errors import ConfigError
-from smolcluster.transport.security import Secret
 from smolcluster.utils.seed import derive_seed
+from smolcluster.wire.security import Secret
 
 
 class _Attached:

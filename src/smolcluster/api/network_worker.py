@@ -28,25 +28,25 @@ from smolcluster.algorithms.supervision import decide
 from smolcluster.api.config import DistributedConfig
 from smolcluster.api.losses import LOSS, OutputLoss, code_digest, loss_of, named_loss
 from smolcluster.api.settings import library_log, secret_of, worker_settings
-from smolcluster.cluster.joining import RunOver, ask
-from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.schema import RunConfig
 from smolcluster.configs.spec import get_algorithm, has_whole_model
 from smolcluster.data.dataset import Elsewhere
 from smolcluster.errors import ConfigError
-from smolcluster.net.dialling import Address
 from smolcluster.observability.logs import console_logger
 from smolcluster.runs.paths import runs_root
+from smolcluster.server.joining import RunOver, ask
+from smolcluster.server.link import Participant, WorkerSetup, follow
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.recipe import Training
 from smolcluster.training.stages.build import outline
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import LossFunction, Metric, Workload
-from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import Welcome, sets_of
 from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.device import use_threads
 from smolcluster.utils.units import format_duration
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import Welcome, sets_of
 
 ModelCtor = Callable[[], nn.Module]
 NO_CUDA = "no CUDA on this machine: each GPU id is a process on what there is, such as the CPU"

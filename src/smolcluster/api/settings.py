@@ -10,7 +10,7 @@ from typing import Any
 from smolcluster.api.config import DistributedConfig
 from smolcluster.configs.resolve import Settings, check_algorithm, node_overrides, resolve
 from smolcluster.observability.logs import NodeLog
-from smolcluster.transport.security import Secret, default_secret_path, ensure_secret, load_secret
+from smolcluster.wire.security import Secret, default_secret_path, ensure_secret, load_secret
 
 SOURCE = "DistributedConfig"
 SERVER = "orchestrator"

@@ -9,7 +9,7 @@ from torch import nn
 
 from smolcluster.configs.schema import RunConfig
 from smolcluster.errors import ConfigError
-from smolcluster.ps.offering import OptimizerName
+from smolcluster.server.offering import OptimizerName
 from smolcluster.training.buffers import plain_name
 
 _TAKEN: Mapping[str, tuple[str, ...]] = {

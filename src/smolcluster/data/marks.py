@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from smolcluster.transport.messages import MOST_MARKED_VALUES
 from smolcluster.utils.isolated_rng import isolated_rng
+from smolcluster.wire.messages import MOST_MARKED_VALUES
 
 Mark = tuple[str, ...]
 """Values after the first `MOST_MARKED_VALUES` are not compared, only their structure is."""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smolcluster.transport.messages import LeaseKey
 from smolcluster.utils.seed import derive_seed
+from smolcluster.wire.messages import LeaseKey
 
 
 def seeded_order(key: int, num_items: int) -> Tensor:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from smolcluster.cluster.joining import RunOver, ask
 from smolcluster.configs.begun import brought_workload, check_workload
 from smolcluster.configs.function_name import FunctionName, known_here
 from smolcluster.configs.resolve import LOOPBACK, load_resolved
@@ -32,16 +31,17 @@ from smolcluster.launch.remote import inherited, own_secret_file
 from smolcluster.launch.run import EndedBadly, Run
 from smolcluster.launch.take_in import JoinOptions, join_cluster, settings_of_node
 from smolcluster.launch.tmux import session_name
-from smolcluster.net.dialling import Address
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.launched import LaunchedProcess, launched_of, write_launched
 from smolcluster.runs.paths import RunPaths, check_run_id, create_run, runs_root
-from smolcluster.transport.messages import Welcome
-from smolcluster.transport.security import load_secret
+from smolcluster.server.joining import RunOver, ask
 from smolcluster.utils.locks import held
 from smolcluster.utils.seed import with_hash_seed
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.messages import Welcome
+from smolcluster.wire.security import load_secret
 
 POLL_S = 0.1
 LOCK = "joining.lock"

@@ -7,7 +7,6 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from smolcluster.cluster.listening import check_port
 from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.meant import written_here
 from smolcluster.configs.resolve import Settings, check_algorithm
@@ -28,7 +27,8 @@ from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.runs.advice import ADVICE
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import create_run, new_run_id, runs_root
-from smolcluster.transport.security import default_secret_path, ensure_secret
+from smolcluster.server.listening import check_port
+from smolcluster.wire.security import default_secret_path, ensure_secret
 
 
 def launch(request: Request, how: LaunchOptions, *, local: bool) -> int:

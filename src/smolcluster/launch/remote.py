@@ -84,9 +84,9 @@ from smolcluster.runs.paths import (
     new_run_id,
 )
 from smolcluster.runs.summary import check_unfinished
-from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.folders import checkout
 from smolcluster.utils.words import as_command, hint_at
+from smolcluster.wire.security import default_secret_path, ensure_secret
 
 NOT_INHERITED = (
     *("TMUX", "TMUX_PANE", "TERM", "PWD", "OLDPWD", "SHLVL", "_"),

@@ -39,12 +39,12 @@ from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.logs import console_logger
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.observability.view.snapshot import read_snapshot
-from smolcluster.ps.offering import ATTACHED_DATA
 from smolcluster.runs.launched import Launched, launched_of
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import LATEST as LATEST_RUN
 from smolcluster.runs.paths import RunPaths, find_run, runs_root
 from smolcluster.runs.summary import check_unfinished
+from smolcluster.server.offering import ATTACHED_DATA
 from smolcluster.training.checkpoint import (
     BEST,
     LATEST,

@@ -45,13 +45,13 @@ from smolcluster.launch.shipping import begin_shippers, loki_of, with_shippers
 from smolcluster.launch.tmux import session_name
 from smolcluster.launch.watch.probe import look
 from smolcluster.launch.workload_code import WORKLOAD_FILE, put_code
-from smolcluster.net.membership import free_worker_id
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import RunStatus
-from smolcluster.transport.security import load_secret
 from smolcluster.utils.words import as_command, one_line
+from smolcluster.wire.membership import free_worker_id
+from smolcluster.wire.security import load_secret
 
 WORKER, STAGE = "worker", "stage"
 Say = Callable[[str], None]

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from smolcluster.runs.files import LineWriter, json_objects, rotations, utc_timestamp
-from smolcluster.transport.messages import Telemetry
+from smolcluster.wire.messages import Telemetry
 
 MAX_NBYTES = 16 * 1024 * 1024
 

@@ -19,7 +19,7 @@ from smolcluster.models.registry import build_model
 from smolcluster.models.sampling import sample
 from smolcluster.training.named import load_named
 from smolcluster.training.workload import OfLoss, Terms, Workload
-from smolcluster.transport.messages import DataSizes, ServedData
+from smolcluster.wire.messages import DataSizes, ServedData
 
 EVAL_SAMPLES, EVAL_TOKENS = 1024, 4096
 """Labelled samples, or tokens, that are evaluated at a time."""

@@ -31,8 +31,8 @@ from smolcluster.training.layer_seeds import seed_generators
 from smolcluster.training.replica import Replica
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload, count_terms
-from smolcluster.transport.messages import MAX_LOSS
 from smolcluster.utils.isolated_rng import isolated_rng
+from smolcluster.wire.messages import MAX_LOSS
 
 PATIENCE_S = 0.25
 """How long losses are computed; those that are then not there are not compared."""

@@ -21,7 +21,7 @@ from smolcluster.training.copying import copied
 from smolcluster.training.criterion import WatchedLoss, bring_modules, check_untrained
 from smolcluster.training.recipe import Training
 from smolcluster.training.user_code import user_code, wrong_result
-from smolcluster.transport.messages import DataSizes, ServedData
+from smolcluster.wire.messages import DataSizes, ServedData
 
 UNNAMED = "workload"
 """What a workload without a name is called, and the usual name of the function that makes one."""

@@ -15,12 +15,12 @@ from torch import nn
 from harness import free_port, local_settings, summary_of
 from peers import logger
 from smolcluster.algorithms.claim import AUTO, Claimed, claim_run
-from smolcluster.cluster.listening import check_port
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import CheckpointError, ConfigError, PortBusy, RunBusy, SmolclusterError
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import LATEST, RunPaths, create_run
 from smolcluster.runs.summary import write_summary
+from smolcluster.server.listening import check_port
 from smolcluster.training.checkpoint import (
     MODEL_FILE,
     CheckpointStore,

@@ -10,10 +10,10 @@ import torch
 from harness import free_port, local_settings
 from peers import Echo, Parts, next_event, server_parts
 from smolcluster.algorithms.context import codec_for
-from smolcluster.cluster.evaluator import EvaluationFinished
-from smolcluster.cluster.listening import listening_addresses
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError
+from smolcluster.server.evaluator import EvaluationFinished
+from smolcluster.server.listening import listening_addresses
 from waiting import DEADLINE_S
 
 ELSEWHERE = "203.0.113.7"  # of a block that is nobody's

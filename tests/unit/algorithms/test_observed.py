@@ -12,9 +12,9 @@ from rich.console import Console
 
 from harness import free_port, local_settings
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
-from smolcluster.cluster.process_stats import ProcessStats
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
+from smolcluster.server.process_stats import ProcessStats
 from smolcluster.utils.meter import Computed, Meter
 from waiting import DEADLINE_S, Clock
 

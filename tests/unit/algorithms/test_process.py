@@ -21,7 +21,6 @@ from smolcluster.algorithms import process
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import main, server_parser, worker_parser
 from smolcluster.algorithms.process import spread_over_others
-from smolcluster.cluster.link import Participant, WorkerSetup
 from smolcluster.configs.load import find_config
 from smolcluster.configs.schema import MeshSizes, NodeConfig, StagesConfig
 from smolcluster.configs.spec import get_algorithm
@@ -33,12 +32,13 @@ from smolcluster.errors import (
     RunFailed,
     SmolclusterError,
 )
-from smolcluster.net.dialling import Address
-from smolcluster.ps.store_host import StoreSetup
 from smolcluster.runs.events import EpochFinished, read_events
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.summary import Summary, read_summary
-from smolcluster.transport.security import default_secret_path, ensure_secret
+from smolcluster.server.link import Participant, WorkerSetup
+from smolcluster.server.store_host import StoreSetup
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.security import default_secret_path, ensure_secret
 from waiting import DEADLINE_S
 
 SUMMARY = summary_of(1, train_loss=0.25)

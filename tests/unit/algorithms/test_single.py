@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from harness import digits_config
 from smolcluster.algorithms import owner, single
 from smolcluster.algorithms.owner import Owner, own_run
-from smolcluster.cluster import report
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import (
     ClusterConfig,
@@ -43,6 +42,7 @@ from smolcluster.runs.events import (
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import STOPPED, read_status
 from smolcluster.runs.summary import Summary, read_summary
+from smolcluster.server import report
 from smolcluster.training import builtin, compute
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.build import TrainingContext

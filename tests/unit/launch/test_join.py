@@ -20,10 +20,10 @@ from smolcluster.launch import join as joining
 from smolcluster.launch import take_in as taking_in
 from smolcluster.launch.join import address_of, own_name
 from smolcluster.launch.take_in import JoinOptions, with_worker
-from smolcluster.net.dialling import Address
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.paths import create_run
 from smolcluster.runs.status import write_status
+from smolcluster.wire.dialling import Address
 from waiting import DEADLINE_S
 
 RAW: dict[str, Any] = {

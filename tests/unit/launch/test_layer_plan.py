@@ -25,7 +25,7 @@ from smolcluster.launch.advise.show_layer_plan import lines, plan_file
 from smolcluster.launch.host import Host
 from smolcluster.launch.requests import plain_request
 from smolcluster.training.stages.measure import LayerSpeeds
-from smolcluster.transport.messages import MeasuredLayer
+from smolcluster.wire.messages import MeasuredLayer
 
 
 def settings(**train: Any) -> Settings:

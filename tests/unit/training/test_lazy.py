@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from smolcluster.data.dataset import Elsewhere
 from smolcluster.errors import ConfigError
-from smolcluster.ps.offering import Plan
+from smolcluster.server.offering import Plan
 from smolcluster.training.lazy import give_shapes, without_shape
 from smolcluster.training.stages.build import outline
 from smolcluster.training.workload import Workload

@@ -12,7 +12,7 @@ from harness import digits_config
 from smolcluster.configs.schema import DatasetPlace, GradientClipping
 from smolcluster.data.digits import load_digits
 from smolcluster.errors import UserCodeError
-from smolcluster.ps.store import Stores
+from smolcluster.server.store import Stores
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.builtin import builtin_workload
 from smolcluster.training.checkpoint import (

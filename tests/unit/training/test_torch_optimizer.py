@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from smolcluster.configs.schema import GradientClipping, TrainConfig
 from smolcluster.errors import ConfigError, UserCodeError
-from smolcluster.ps.store import Stores
+from smolcluster.server.store import Stores
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.training.recipe import OptimizerSpec, Training
 from smolcluster.training.replica import Replica

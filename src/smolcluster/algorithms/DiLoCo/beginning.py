@@ -23,7 +23,7 @@ from smolcluster.algorithms.DiLoCo.outer_links import OuterLinks
 from smolcluster.algorithms.DiLoCo.sync_beginning import SyncBeginning, why_none
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.training.muon import MuonOptimizer
-from smolcluster.transport.messages import MAX_CHANGES
+from smolcluster.wire.messages import MAX_CHANGES
 
 CHANGES_PER_DELAY = 2
 """Of each worker, after which momentum acts where workers do not wait for each other."""

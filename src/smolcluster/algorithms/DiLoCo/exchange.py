@@ -19,16 +19,15 @@ from smolcluster.codec.base import Codec, NonFiniteValue
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import Receiver
-from smolcluster.ps.buffers import BufferCollector
-from smolcluster.ps.weights import StateReceiver
+from smolcluster.server.buffers import BufferCollector
+from smolcluster.server.weights import StateReceiver
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.local_copy import Values
 from smolcluster.training.replica import Replica
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     Buffers,
     Collect,
     Delta,
@@ -37,7 +36,8 @@ from smolcluster.transport.messages import (
     OuterStep,
     StoreList,
 )
-from smolcluster.transport.streams import Assembler, Piece, bucket_pieces, stream_frames
+from smolcluster.wire.session import Receiver
+from smolcluster.wire.streams import Assembler, Piece, bucket_pieces, stream_frames
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from smolcluster.algorithms.DiLoCo.exchange import FragmentArrived, FragmentReceiver, Layout
-from smolcluster.cluster.link import Link
 from smolcluster.errors import PeerLost
-from smolcluster.net.inbox import Event
-from smolcluster.net.session import Session
-from smolcluster.ps.store_client import StoreClient
-from smolcluster.ps.weights import WeightsArrived
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Collect, DeltaSent, StoreList
+from smolcluster.server.link import Link
+from smolcluster.server.store_client import StoreClient
+from smolcluster.server.weights import WeightsArrived
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event
+from smolcluster.wire.messages import Collect, DeltaSent, StoreList
+from smolcluster.wire.session import Session
 
 SERVER = 0
 """The first bucket that is on the server's host, by which hosts are named here."""

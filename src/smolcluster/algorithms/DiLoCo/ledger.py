@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from smolcluster.data.permutation import Range
 from smolcluster.errors import CheckpointError
-from smolcluster.transport.messages import LeaseKey, Stepped
+from smolcluster.wire.messages import LeaseKey, Stepped
 
 RESUMED = "resumed"
 """In place of an incarnation: nobody holds these samples yet."""

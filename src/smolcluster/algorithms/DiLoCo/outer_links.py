@@ -21,16 +21,16 @@ from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.algorithms.DiLoCo.outer_store import WHOLE, OuterStore, mean_change
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError, ProtocolError
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.ps.buffers import buffer_frames
-from smolcluster.ps.slices import place_of
-from smolcluster.ps.store_links import RemoteStore, StoreLinks
-from smolcluster.ps.weights import state_frames
+from smolcluster.server.buffers import buffer_frames
+from smolcluster.server.slices import place_of
+from smolcluster.server.store_links import RemoteStore, StoreLinks
+from smolcluster.server.weights import state_frames
 from smolcluster.training.buffers import BufferValues, mean_buffers
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import Replica
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     MAX_LAYERS,
     WEIGHTS,
     BucketNorm,

@@ -24,12 +24,11 @@ from smolcluster.algorithms.DiLoCo.outer_links import RESIDUAL, ChangeKey
 from smolcluster.algorithms.DiLoCo.outer_store import OuterStore
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ConfigError, ProtocolError
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import Receiver, Session
-from smolcluster.ps.store_host import HeldSlice
+from smolcluster.server.store_host import HeldSlice
 from smolcluster.training.optimizer import bucket_norms
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     WEIGHTS,
     BucketNorm,
     Delta,
@@ -40,7 +39,8 @@ from smolcluster.transport.messages import (
     Slice,
     TakeOuterStep,
 )
-from smolcluster.transport.streams import Assembler
+from smolcluster.wire.session import Receiver, Session
+from smolcluster.wire.streams import Assembler
 
 CHANGES_HELD = 2
 """Of a worker and a fragment: one that is void, as the coordinator has still to say, and the next."""

@@ -12,9 +12,9 @@ from smolcluster.algorithms.DiLoCo.exchange import Encoder, Layout, outer_frames
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import lossless_for
-from smolcluster.ps.history import Update, UpdateHistory
+from smolcluster.server.history import Update, UpdateHistory
 from smolcluster.training.optimizer import bucket_norms
-from smolcluster.transport.frames import Frame
+from smolcluster.wire.frames import Frame
 
 WHOLE = 0
 """The one fragment, where all weights are exchanged at once."""

@@ -8,7 +8,7 @@ from functools import partial
 from smolcluster.algorithms.DiLoCo.ledger import Request
 from smolcluster.algorithms.DiLoCo.outer_links import Change
 from smolcluster.algorithms.DiLoCo.pacing import Timing
-from smolcluster.cluster.worker import Worker
+from smolcluster.server.worker import Worker
 
 LEAST_PATIENCE_S, PATIENCE = 30.0, 4.0
 """So long, and so many times what was expected, a worker may take for a step, or for its change."""

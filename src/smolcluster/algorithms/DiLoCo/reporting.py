@@ -1,9 +1,9 @@
 """What a DiLoCo server reports of the batches that an outer step has applied."""
 
 from smolcluster.algorithms.DiLoCo.ledger import Applied
-from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import Range
+from smolcluster.server.report import StepTaken
+from smolcluster.server.worker import Worker
 
 
 def local_step(

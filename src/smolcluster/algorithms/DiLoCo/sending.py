@@ -6,10 +6,10 @@ from functools import cached_property, partial
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.DiLoCo.outer_links import OuterLinks
 from smolcluster.algorithms.DiLoCo.peers import Peer
-from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
-from smolcluster.ps.leases import Lease
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Message, Ready, SameWeights
+from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
+from smolcluster.server.leases import Lease
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.messages import Message, Ready, SameWeights
 
 
 class Sender:

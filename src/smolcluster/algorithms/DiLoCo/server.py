@@ -61,19 +61,20 @@ from smolcluster.algorithms.DiLoCo.reporting import local_step
 from smolcluster.algorithms.DiLoCo.round import Round
 from smolcluster.algorithms.DiLoCo.rounds import most_local_steps, warmed_up
 from smolcluster.algorithms.DiLoCo.sending import Sender, tell
-from smolcluster.cluster.saver import CheckpointSource
-from smolcluster.cluster.worker import Worker
-from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import Range
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.ps.buffers import BufferCollector
-from smolcluster.ps.gathering import Gathering
-from smolcluster.ps.leases import Dispatcher, DispatcherState
-from smolcluster.ps.plausible import Failures, Norms, PushRefused, check_norm
 from smolcluster.runs.summary import Summary
+from smolcluster.server.buffers import BufferCollector
+from smolcluster.server.gathering import Gathering
+from smolcluster.server.leases import Dispatcher, DispatcherState
+from smolcluster.server.plausible import Failures, Norms, PushRefused, check_norm
+from smolcluster.server.saver import CheckpointSource
+from smolcluster.server.worker import Worker
+from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import SCHEDULE, ScheduleState, learning_rate
-from smolcluster.transport.messages import (
+from smolcluster.utils.units import format_count
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     Ack,
     Collect,
     LeaseKey,
@@ -84,7 +85,6 @@ from smolcluster.transport.messages import (
     Skip,
     Stepped,
 )
-from smolcluster.utils.units import format_count
 
 DISPATCHER, ROUNDS = "dispatcher", "rounds"
 """Where a checkpoint's progress has their state."""

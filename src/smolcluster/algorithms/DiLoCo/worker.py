@@ -39,21 +39,21 @@ from smolcluster.algorithms.DiLoCo.exchange import (
 from smolcluster.algorithms.DiLoCo.fragments import cut, filled
 from smolcluster.algorithms.DiLoCo.gradient_sums import GradientSums
 from smolcluster.algorithms.DiLoCo.hosts import Hosts
-from smolcluster.cluster.link import Link, wait_until
 from smolcluster.codec.base import NonFiniteValue
 from smolcluster.codec.registry import lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.ps.assignment import Assigned
-from smolcluster.ps.buffers import buffer_frames
-from smolcluster.ps.plausible import check_norm
-from smolcluster.ps.weights import WeightsArrived
+from smolcluster.server.assignment import Assigned
+from smolcluster.server.buffers import buffer_frames
+from smolcluster.server.link import Link, wait_until
+from smolcluster.server.plausible import check_norm
+from smolcluster.server.weights import WeightsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.kept import is_like
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.scaler import ScaleFollower
-from smolcluster.transport.messages import (
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     Ack,
     Collect,
     LeaseKey,

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from smolcluster.algorithms.EDP.config import StalenessConfig
 from smolcluster.configs.schema import GradientClipping
-from smolcluster.ps.plausible import check_norm
-from smolcluster.ps.store import TakesSteps
+from smolcluster.server.plausible import check_norm
+from smolcluster.server.store import TakesSteps
 from smolcluster.training.optimizer import clip_factor
 
 

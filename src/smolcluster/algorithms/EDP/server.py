@@ -29,26 +29,26 @@ from functools import partial
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.config import EDPConfig
-from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.saver import CheckpointSource
-from smolcluster.cluster.worker import Worker
-from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import Range
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
-from smolcluster.ps.buffers import BufferCollector, buffer_frames
-from smolcluster.ps.gathering import Gathering
-from smolcluster.ps.hosted_stores import NormsArrived
-from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
-from smolcluster.ps.plausible import Failures, Norms, PushRefused
-from smolcluster.ps.push import GradientBuffers, GradientReceiver, Pushed
-from smolcluster.ps.slices import PushKey
-from smolcluster.ps.weights import state_frames
 from smolcluster.runs.summary import Summary
+from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
+from smolcluster.server.buffers import BufferCollector, buffer_frames
+from smolcluster.server.gathering import Gathering
+from smolcluster.server.hosted_stores import NormsArrived
+from smolcluster.server.leases import Dispatcher, DispatcherState, Lease
+from smolcluster.server.plausible import Failures, Norms, PushRefused
+from smolcluster.server.push import GradientBuffers, GradientReceiver, Pushed
+from smolcluster.server.report import StepTaken
+from smolcluster.server.saver import CheckpointSource
+from smolcluster.server.slices import PushKey
+from smolcluster.server.weights import state_frames
+from smolcluster.server.worker import Worker
+from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import SCHEDULE, ScheduleState, learning_rate
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Ack, LeaseKey, Outcome, Pull, Skip
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import Ack, LeaseKey, Outcome, Pull, Skip
 
 DISPATCHER = "dispatcher"
 """Where a checkpoint's progress has its state."""

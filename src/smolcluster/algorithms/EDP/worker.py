@@ -25,21 +25,21 @@ from collections.abc import Callable
 from torch import Tensor
 
 from smolcluster.algorithms.EDP.config import EDPConfig
-from smolcluster.cluster.link import Link, wait_until
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.ps.assignment import Assigned
-from smolcluster.ps.buffers import BufferCollector, buffer_frames
-from smolcluster.ps.plausible import check_norm
-from smolcluster.ps.push import GradientSender
-from smolcluster.ps.store_client import StoreClient
-from smolcluster.ps.weights import StateReceiver, WeightsArrived
+from smolcluster.server.assignment import Assigned
+from smolcluster.server.buffers import BufferCollector, buffer_frames
+from smolcluster.server.link import Link, wait_until
+from smolcluster.server.plausible import check_norm
+from smolcluster.server.push import GradientSender
+from smolcluster.server.store_client import StoreClient
+from smolcluster.server.weights import StateReceiver, WeightsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.scaler import ScaleFollower
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     Ack,
     LeaseKey,
     Pull,

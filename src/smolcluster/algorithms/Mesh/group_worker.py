@@ -45,10 +45,10 @@ from smolcluster.training.compute import BatchLoss
 from smolcluster.training.kept import KeptSteps
 from smolcluster.training.local_copy import Fragments, LocalCopy, Values
 from smolcluster.training.replica import DIVERGENCE_REMEDY
-from smolcluster.transport.messages import Welcome
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.device import pick_device
 from smolcluster.utils.units import format_duration
+from smolcluster.wire.messages import Welcome
 
 START = "start"
 POLL_S = 0.2

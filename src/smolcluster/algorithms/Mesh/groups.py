@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smolcluster.algorithms.Mesh.watch import Watch
-from smolcluster.cluster.process_stats import ProcessStats
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.data.marks import SAME_DATA, SAME_ORDER, first_difference
 from smolcluster.errors import ConfigError, PeerLost, Rejected, UserCodeError
+from smolcluster.server.process_stats import ProcessStats
 from smolcluster.training.workload import Workload
-from smolcluster.transport.messages import Telemetry
 from smolcluster.utils.meter import Meter
+from smolcluster.wire.messages import Telemetry
 
 DIMENSIONS = ("pp", "dp", "fsdp", "tp")
 """From the outermost: ranks that share a layer are neighbours, on one machine where possible."""

@@ -21,9 +21,9 @@ from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.runs.summary import Summary
 from smolcluster.training.hooks import Hooks
 from smolcluster.training.workload import Workload
-from smolcluster.transport.security import GROUP_SECRET, new_secret
 from smolcluster.utils.addresses import free_port
 from smolcluster.utils.device import use_threads
+from smolcluster.wire.security import GROUP_SECRET, new_secret
 
 END_S = 15.0
 """How long a rank may take to end by itself."""

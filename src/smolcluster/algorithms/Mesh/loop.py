@@ -24,12 +24,12 @@ from smolcluster.algorithms.Mesh.gathering import StateGathering
 from smolcluster.algorithms.Mesh.groups import Groups, lost_named
 from smolcluster.algorithms.Mesh.profiling import StepProfiler
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshStep, MeshTrainer
-from smolcluster.cluster.report import Report, StepTaken
-from smolcluster.cluster.saver import CheckpointSource, Saver
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.runs.summary import Summary
+from smolcluster.server.report import Report, StepTaken
+from smolcluster.server.saver import CheckpointSource, Saver
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import LOSS_SCALE, Replica
 from smolcluster.training.workload import Workload

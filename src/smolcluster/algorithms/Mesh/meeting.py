@@ -28,9 +28,9 @@ from smolcluster.algorithms.Mesh.watch import FAILED, Store
 from smolcluster.configs.resolve import check_unencrypted
 from smolcluster.configs.schema import Encryption
 from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy, SmolclusterError
-from smolcluster.net.dialling import Address
-from smolcluster.transport.security import Secret
 from smolcluster.utils.addresses import is_loopback, is_loopback_name
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.security import Secret
 
 QUIET_END_S = 10.0
 ONE_A_NODE_S = 15.0

@@ -29,7 +29,8 @@ from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.paths import create_run, runs_root
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.workload import Workload
-from smolcluster.transport.security import (
+from smolcluster.utils.device import pick_device, use_threads
+from smolcluster.wire.security import (
     GROUP_SECRET,
     Secret,
     default_secret_path,
@@ -37,7 +38,6 @@ from smolcluster.transport.security import (
     load_secret,
     secret_of_text,
 )
-from smolcluster.utils.device import pick_device, use_threads
 
 MOST_LINE = 500
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from pydantic import Field, Strict, StringConstraints
 from torch._C._distributed_c10d import Store
 
-from smolcluster.net.dialling import Address
-from smolcluster.net.node import Disconnected, Node, Peer, Received
-from smolcluster.transport.messages import Message, MessageSet, TensorSpec
-from smolcluster.transport.security import Secret
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.messages import Message, MessageSet, TensorSpec
+from smolcluster.wire.node import Disconnected, Node, Peer, Received
+from smolcluster.wire.security import Secret
 
 MOST_NBYTES = 16 << 20
 """Of a value."""

@@ -23,7 +23,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.schedules.instructions import SCHEDULES
 from smolcluster.training.stages.measure import LayerSpeeds, measure_workload
-from smolcluster.transport.messages import MAX_LAYER_KINDS, MAX_STAGES, LayersMeasured
+from smolcluster.wire.messages import MAX_LAYER_KINDS, MAX_STAGES, LayersMeasured
 
 
 @dataclass(frozen=True)

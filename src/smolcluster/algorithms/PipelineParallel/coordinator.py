@@ -23,13 +23,13 @@ from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.moving import StageTimes, rest_after
 from smolcluster.algorithms.PipelineParallel.peers import Peer, named, reported
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
-from smolcluster.cluster.worker import Worker
-from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.errors import ConfigError, OutOfMemory, RunFailed
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import Receiver
+from smolcluster.server.worker import Worker
+from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.stages.build import num_layers
-from smolcluster.transport.messages import (
+from smolcluster.utils.units import format_duration
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     LayersMeasured,
     LinkMeasured,
     Listening,
@@ -41,7 +41,7 @@ from smolcluster.transport.messages import (
     StageKept,
     StageReady,
 )
-from smolcluster.utils.units import format_duration
+from smolcluster.wire.session import Receiver
 
 PATIENCE_S, LEAST_PATIENCE_S = 600.0, 30.0
 """How long stages may take over anything, and over a step at least."""

@@ -13,7 +13,7 @@ from smolcluster.algorithms.PipelineParallel.plan import StageMap
 from smolcluster.algorithms.planning.layers import LayerPlan, Link
 from smolcluster.observability.view.stages import numbers_of
 from smolcluster.training.schedules.instructions import Op
-from smolcluster.transport.messages import Message, StageDone, StageEvaluated, StageKept
+from smolcluster.wire.messages import Message, StageDone, StageEvaluated, StageKept
 
 OPS = {
     Op.FORWARD: "forward",

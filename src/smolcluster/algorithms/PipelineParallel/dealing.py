@@ -30,9 +30,9 @@ from smolcluster.algorithms.PipelineParallel.plan import even_cut, written_cut
 from smolcluster.algorithms.planning.layers import Link
 from smolcluster.configs.schema import ClusterConfig, TrainConfig
 from smolcluster.errors import ClusterEmpty, ConfigError, OutOfMemory
-from smolcluster.transport.messages import LinkMeasured, MeasureLink
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
+from smolcluster.wire.messages import LinkMeasured, MeasureLink
 
 LESS_MEMORY = 0.9
 """Of what a stage was planned to take: what its machine is counted on for once that was too much."""

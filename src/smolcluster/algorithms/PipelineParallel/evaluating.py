@@ -8,10 +8,10 @@ from torch import Tensor
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.data.loading import every_index
 from smolcluster.data.permutation import Range
-from smolcluster.ps.assignment import ServedBatch
+from smolcluster.server.assignment import ServedBatch
 from smolcluster.training.evaluate import LOSS, Evaluation, Totals, evaluation_of
 from smolcluster.training.workload import OfLoss
-from smolcluster.transport.messages import StageEvaluated
+from smolcluster.wire.messages import StageEvaluated
 
 
 class Evaluating:

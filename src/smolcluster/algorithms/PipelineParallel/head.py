@@ -45,7 +45,6 @@ from smolcluster.algorithms.PipelineParallel.part_copy import (
 )
 from smolcluster.algorithms.spreading import GatheredChange, check_can_be_spread, parts_of
 from smolcluster.algorithms.supervision import is_started_again
-from smolcluster.cluster.joining import RunOver
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import (
     GradientClipping,
@@ -64,10 +63,10 @@ from smolcluster.errors import (
     RunFailed,
     SmolclusterError,
 )
-from smolcluster.net.inbox import Call, Event
 from smolcluster.observability.metrics import Metrics
-from smolcluster.ps.assignment import assignment_of
 from smolcluster.runs.events import EventLog
+from smolcluster.server.assignment import assignment_of
+from smolcluster.server.joining import RunOver
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.hooks import NO_HOOKS
@@ -76,7 +75,9 @@ from smolcluster.training.local_copy import Fragments, LocalCopy, Values
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.places import meeting, pieces
 from smolcluster.training.replica import DIVERGENCE_REMEDY
-from smolcluster.transport.messages import (
+from smolcluster.utils.meter import Meter
+from smolcluster.wire.inbox import Call, Event
+from smolcluster.wire.messages import (
     CopyOrder,
     CopyPiece,
     LeaseKey,
@@ -86,8 +87,7 @@ from smolcluster.transport.messages import (
     StageReady,
     Welcome,
 )
-from smolcluster.transport.security import Secret
-from smolcluster.utils.meter import Meter
+from smolcluster.wire.security import Secret
 
 TICK_S = 0.1
 POLL_S = 1.0

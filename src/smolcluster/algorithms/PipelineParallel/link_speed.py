@@ -16,9 +16,9 @@ from torch import Tensor
 
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.planning.layers import Link
-from smolcluster.net.session import Session
 from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.wire.session import Session
 
 NUM_ROUND_TRIPS = 3
 LEAST_NBYTES, MOST_NBYTES = 64 * 1024, 1024 * 1024

@@ -46,17 +46,17 @@ from smolcluster.errors import (
     Rejected,
     SmolclusterError,
 )
-from smolcluster.net.acceptor import Acceptor, SessionOpened
-from smolcluster.net.dialling import Address, dial
-from smolcluster.net.inbox import Event, Inbox, SessionClosed
-from smolcluster.net.membership import Refused
-from smolcluster.net.session import Receiver, Session
 from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.training.stages.execution import Transport
-from smolcluster.transport.connection import listen
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.handshake import Door
-from smolcluster.transport.messages import (
+from smolcluster.utils.retry import Deadline
+from smolcluster.wire.acceptor import Acceptor, SessionOpened
+from smolcluster.wire.connection import listen
+from smolcluster.wire.dialling import Address, dial
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.handshake import Door
+from smolcluster.wire.inbox import Event, Inbox, SessionClosed
+from smolcluster.wire.membership import Refused
+from smolcluster.wire.messages import (
     LINKS,
     MAX_BATCH_NBYTES,
     SESSION,
@@ -70,10 +70,10 @@ from smolcluster.transport.messages import (
     TransferPiece,
     from_listener,
 )
-from smolcluster.transport.security import Secret
-from smolcluster.transport.streams import Assembler, Piece, byte_frames, bytes_piece
-from smolcluster.transport.tls import new_identity
-from smolcluster.utils.retry import Deadline
+from smolcluster.wire.security import Secret
+from smolcluster.wire.session import Receiver, Session
+from smolcluster.wire.streams import Assembler, Piece, byte_frames, bytes_piece
+from smolcluster.wire.tls import new_identity
 
 DIAL_TIMEOUT_S = 5.0
 """How long each address of a neighbour is tried."""

@@ -20,8 +20,8 @@ from smolcluster.training.kept import is_like
 from smolcluster.training.local_copy import Followed
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.training.places import meeting, pieces
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import CopyOrder, CopyPiece, TensorSpec, frame_of
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.messages import CopyOrder, CopyPiece, TensorSpec, frame_of
 
 MOST_COPIES = 3
 """Of the weights besides θ: θ_start, θ at the send, and new values that arrive."""

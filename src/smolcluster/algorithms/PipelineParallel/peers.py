@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smolcluster.algorithms.PipelineParallel.automatic import Reported
-from smolcluster.cluster.worker import Worker
-from smolcluster.transport.messages import LayersMeasured, Listening, StageNeighbour
+from smolcluster.server.worker import Worker
+from smolcluster.wire.messages import LayersMeasured, Listening, StageNeighbour
 
 
 @dataclass

@@ -33,16 +33,17 @@ from smolcluster.algorithms.PipelineParallel.evaluating import Evaluating
 from smolcluster.algorithms.PipelineParallel.moving import Decision, seconds_computed
 from smolcluster.algorithms.PipelineParallel.peers import Peer, named
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
-from smolcluster.cluster.report import StepTaken
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.net.inbox import Event
-from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.runs.summary import Summary
+from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
+from smolcluster.server.report import StepTaken
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.schedule import learning_rate
-from smolcluster.transport.messages import (
+from smolcluster.utils.stopping import Interrupted
+from smolcluster.wire.inbox import Event
+from smolcluster.wire.messages import (
     Commit,
     EvaluateStages,
     KeepStages,
@@ -55,7 +56,6 @@ from smolcluster.transport.messages import (
     WantState,
     frame_of,
 )
-from smolcluster.utils.stopping import Interrupted
 
 TICK_S = 0.1
 STOP_TIMEOUT_S = 20.0

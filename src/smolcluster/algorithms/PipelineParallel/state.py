@@ -27,14 +27,14 @@ from smolcluster.training.checkpoint import CheckpointStore, TrainingState
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.training.pieces import WEIGHTS, Layout, PieceReader, PieceWriter
 from smolcluster.training.replica import Replica
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.messages import (
     MAX_WANTED,
     Planned,
     StageState,
     WantState,
 )
-from smolcluster.transport.streams import Assembler, Piece, byte_frames, bytes_piece
+from smolcluster.wire.streams import Assembler, Piece, byte_frames, bytes_piece
 
 # stages
 

@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import PeerLost, ProtocolError, SmolclusterError
-from smolcluster.transport.messages import HostPort, TransferPiece
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.wire.messages import HostPort, TransferPiece
 
 TICK_S = 0.5
 """How soon whoever waits looks whether bytes still move."""

@@ -32,16 +32,17 @@ from smolcluster.algorithms.PipelineParallel.part_copy import PartCopy, piece_fr
 from smolcluster.algorithms.PipelineParallel.plan import schedule_of
 from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
-from smolcluster.cluster.link import Link, WorkerSetup
 from smolcluster.data.dataset import Elsewhere, Place, Sent
 from smolcluster.errors import ConnectTimeout, OutOfMemory, PeerLost, SmolclusterError
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import Receiver
-from smolcluster.ps.assignment import Assigned, AssignmentReceiver, HeldOut
+from smolcluster.server.assignment import Assigned, AssignmentReceiver, HeldOut
+from smolcluster.server.link import Link, WorkerSetup
 from smolcluster.training.build import TrainingContext, stage_replica
 from smolcluster.training.compute import Microbatch
 from smolcluster.training.evaluate import LOSS
-from smolcluster.transport.messages import (
+from smolcluster.utils.device import pick_device
+from smolcluster.utils.device_errors import empty_cache, first_line, is_out_of_memory
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     Assignment,
     Commit,
     CopyOrder,
@@ -64,8 +65,7 @@ from smolcluster.transport.messages import (
     StageState,
     Welcome,
 )
-from smolcluster.utils.device import pick_device
-from smolcluster.utils.device_errors import empty_cache, first_line, is_out_of_memory
+from smolcluster.wire.session import Receiver
 
 WAIT_S = 1.0
 EVERY_ATTEMPT = 2**62

@@ -26,13 +26,12 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
     with_probes,
 )
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
-from smolcluster.cluster.worker import Worker
 from smolcluster.codec.registry import get_codec, lossless_for
-from smolcluster.net.session import Session
-from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
-from smolcluster.ps.store import Stores
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
+from smolcluster.server.store import Stores
+from smolcluster.server.worker import Worker
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.messages import (
     WEIGHTS,
     Cancel,
     LeaseKey,
@@ -42,7 +41,8 @@ from smolcluster.transport.messages import (
     Skip,
     State,
 )
-from smolcluster.transport.streams import bucket_pieces, stream_frames
+from smolcluster.wire.session import Session
+from smolcluster.wire.streams import bucket_pieces, stream_frames
 
 FRAMES_AHEAD = 2
 """A joiner is sent another bucket of the state while fewer frames wait in its session. That bounds memory,

@@ -10,10 +10,10 @@ from torch import Tensor
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.errors import ProtocolError
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.ps.store_links import RemoteStore, StoreLinks
+from smolcluster.server.store_links import RemoteStore, StoreLinks
 from smolcluster.training.replica import Replica
-from smolcluster.transport.messages import Commit, Message, OpenStep, Reduced, SendMeans
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import Commit, Message, OpenStep, Reduced, SendMeans
 
 
 class MeanArrived(Event):

@@ -29,12 +29,11 @@ from smolcluster.algorithms.SynchronousPS.reduction import (
 from smolcluster.codec.registry import get_codec
 from smolcluster.data.permutation import Range
 from smolcluster.errors import NonFiniteLoss, PeerLost
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import Session
-from smolcluster.ps.slices import place_of
-from smolcluster.ps.store_host import TICK_S, HeldSlice
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.server.slices import place_of
+from smolcluster.server.store_host import TICK_S, HeldSlice
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     Commit,
     Counted,
     Fault,
@@ -45,6 +44,7 @@ from smolcluster.transport.messages import (
     SendMeans,
     Skip,
 )
+from smolcluster.wire.session import Session
 
 
 @dataclass(frozen=True)

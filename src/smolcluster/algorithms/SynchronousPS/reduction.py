@@ -21,15 +21,14 @@ from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.data.permutation import Range
 from smolcluster.errors import NonFiniteLoss, ProtocolError
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import Receiver
-from smolcluster.ps.buffers import BufferCollector
-from smolcluster.ps.push import digests_spec, push_assembler
+from smolcluster.server.buffers import BufferCollector
+from smolcluster.server.push import digests_spec, push_assembler
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import DIVERGENCE_REMEDY
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     Buffers,
     Commit,
     LeaseKey,
@@ -39,7 +38,8 @@ from smolcluster.transport.messages import (
     Skip,
     frame_of,
 )
-from smolcluster.transport.streams import bucket_length, bucket_spec
+from smolcluster.wire.session import Receiver
+from smolcluster.wire.streams import bucket_length, bucket_spec
 
 RESIDUAL = "residual"
 SPARE_BYTES = 16 * 1024 * 1024

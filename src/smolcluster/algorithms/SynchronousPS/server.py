@@ -37,24 +37,24 @@ from smolcluster.algorithms.SynchronousPS.reduction import (
 )
 from smolcluster.algorithms.SynchronousPS.sharing import patience_s, rest_after, sizes_by_share
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
-from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.saver import CheckpointSource
-from smolcluster.cluster.worker import Worker
-from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import HEARTBEATS_PER_TIMEOUT
-from smolcluster.ps.assignment import ServedBatch
-from smolcluster.ps.buffers import BufferCollector, buffer_frames
 from smolcluster.runs.summary import Summary
+from smolcluster.server.assignment import ServedBatch
+from smolcluster.server.buffers import BufferCollector, buffer_frames
+from smolcluster.server.report import StepTaken
+from smolcluster.server.saver import CheckpointSource
+from smolcluster.server.worker import Worker
+from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.schedule import learning_rate
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Counted, Fault, Pull, Push, Ready, Skip
 from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.units import format_bytes, format_duration
 from smolcluster.utils.words import a_few
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import Counted, Fault, Pull, Push, Ready, Skip
+from smolcluster.wire.session import HEARTBEATS_PER_TIMEOUT
 
 TICK_S = 0.02
 

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
+from smolcluster.server.worker import Worker
 from smolcluster.training.buffers import BufferValues, mean_buffers
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.messages import LeaseKey, Push, Skip
+from smolcluster.wire.messages import LeaseKey, Push, Skip
 
 NO_LOSS = BatchLoss(0.0, 0)
 MAX_HOLDERS = 2

@@ -13,15 +13,14 @@ from torch import Tensor
 from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import PeerLost, ProtocolError
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import Receiver
-from smolcluster.ps.assignment import AssignmentReceiver
-from smolcluster.ps.buffers import BufferCollector
-from smolcluster.ps.push import DIGEST_NBYTES, digests_spec
+from smolcluster.server.assignment import AssignmentReceiver
+from smolcluster.server.buffers import BufferCollector
+from smolcluster.server.push import DIGEST_NBYTES, digests_spec
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.replica import Replica
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     WEIGHTS,
     Assignment,
     Buffers,
@@ -37,7 +36,8 @@ from smolcluster.transport.messages import (
     TensorSpec,
     frame_of,
 )
-from smolcluster.transport.streams import bucket_spec
+from smolcluster.wire.session import Receiver
+from smolcluster.wire.streams import bucket_spec
 
 PACE = 3
 """Buckets by which a push may be ahead of the mean that comes back."""

@@ -33,21 +33,20 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import (
     StateArrived,
     StepReceiver,
 )
-from smolcluster.cluster.link import Link
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.errors import NonFiniteLoss, PeerLost
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import HEARTBEATS_PER_TIMEOUT, Session
-from smolcluster.ps.assignment import Assigned
-from smolcluster.ps.buffers import buffer_frames
-from smolcluster.ps.push import GradientSender
-from smolcluster.ps.store import Stores
-from smolcluster.ps.store_client import StoreClient
+from smolcluster.server.assignment import Assigned
+from smolcluster.server.buffers import buffer_frames
+from smolcluster.server.link import Link
+from smolcluster.server.push import GradientSender
+from smolcluster.server.store import Stores
+from smolcluster.server.store_client import StoreClient
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.optimizer import STEP_COUNT
-from smolcluster.transport.messages import (
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     MAX_PULLED_BUCKETS,
     WEIGHTS,
     Cancel,
@@ -60,6 +59,7 @@ from smolcluster.transport.messages import (
     StoreList,
     Welcome,
 )
+from smolcluster.wire.session import HEARTBEATS_PER_TIMEOUT, Session
 
 WAIT_S = 1.0
 FLUSH_S = 0.1

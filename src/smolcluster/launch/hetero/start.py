@@ -36,7 +36,7 @@ from smolcluster.runs.files import write_whole
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.runs.paths import LATEST, find_run
 from smolcluster.runs.summary import read_summary
-from smolcluster.transport.security import default_secret_path, ensure_secret
+from smolcluster.wire.security import default_secret_path, ensure_secret
 
 STOP_S = 60.0
 """What processes have to save and to end."""

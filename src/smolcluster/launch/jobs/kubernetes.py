@@ -19,8 +19,8 @@ from smolcluster.errors import ConfigError
 from smolcluster.launch.group_plan import PROGRAM
 from smolcluster.launch.jobs.scheduler import kubectl
 from smolcluster.runs.launched import LaunchedProcess
-from smolcluster.transport.security import GROUP_SECRET
 from smolcluster.utils.seed import with_hash_seed
+from smolcluster.wire.security import GROUP_SECRET
 
 Json = dict[str, Any]
 

@@ -40,7 +40,7 @@ from smolcluster.launch.run import Run
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import create_run, new_run_id
-from smolcluster.transport.security import default_secret_path, ensure_secret
+from smolcluster.wire.security import default_secret_path, ensure_secret
 
 
 def launch_job(request: Request, how: LaunchOptions, *, run_id: str | None = None) -> int:

@@ -18,7 +18,7 @@ import httpx
 from smolcluster.errors import LaunchError, TryAgain
 from smolcluster.launch.host import Done, run_here
 from smolcluster.observability.exporter import LOOPBACK
-from smolcluster.transport.security import default_secret_path, ensure_secret
+from smolcluster.wire.security import default_secret_path, ensure_secret
 
 FOLDER = "logging"
 COMPOSE_FILE = "docker-compose.yml"

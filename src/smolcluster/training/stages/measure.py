@@ -26,8 +26,8 @@ from smolcluster.training.stages.compute import leaves_of
 from smolcluster.training.stages.deferred import backward_input
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload, count_terms
-from smolcluster.transport.messages import MeasuredLayer
 from smolcluster.utils.device import describe
+from smolcluster.wire.messages import MeasuredLayer
 
 LEAST_REPEATS, MOST_REPEATS, MEASURE_S = 3, 50, 0.3
 """Of a layer, after one that is not counted: so often, or for so long."""

@@ -6,11 +6,11 @@ import torch
 
 from harness import local_settings
 from smolcluster.algorithms.DiLoCo.worker import Worker
-from smolcluster.cluster.link import Link
+from smolcluster.server.link import Link
 from smolcluster.training.build import build
 from smolcluster.training.workload import Workload
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Message, Welcome
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.messages import Message, Welcome
 
 AnyWorker = TypeVar("AnyWorker", bound=Worker)
 

@@ -28,17 +28,16 @@ from smolcluster.algorithms.DiLoCo.outer_links import (
     WholeChange,
 )
 from smolcluster.algorithms.DiLoCo.outer_slice import OuterSlice
-from smolcluster.net.acceptor import SessionOpened
-from smolcluster.net.dialling import Address
-from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
-from smolcluster.net.session import Session
-from smolcluster.ps.buffers import BufferCollector
-from smolcluster.ps.slices import by_name, slice_pieces
-from smolcluster.ps.store_host import COORDINATOR, StoreSetup, buckets_of
-from smolcluster.ps.store_links import Patience
-from smolcluster.transport.frames import Buffer, Frame
-from smolcluster.transport.handshake import Authenticated, introduce
-from smolcluster.transport.messages import (
+from smolcluster.server.buffers import BufferCollector
+from smolcluster.server.slices import by_name, slice_pieces
+from smolcluster.server.store_host import COORDINATOR, StoreSetup, buckets_of
+from smolcluster.server.store_links import Patience
+from smolcluster.wire.acceptor import SessionOpened
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.frames import Buffer, Frame
+from smolcluster.wire.handshake import Authenticated, introduce
+from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
+from smolcluster.wire.messages import (
     SESSION,
     STORE,
     Accepted,
@@ -50,8 +49,9 @@ from smolcluster.transport.messages import (
     Slice,
     State,
 )
-from smolcluster.transport.streams import Assembler
-from unit.ps.test_store_links import Client
+from smolcluster.wire.session import Session
+from smolcluster.wire.streams import Assembler
+from unit.server.test_store_links import Client
 
 RUN = local_settings(algorithm="diloco").run_config("test-run", "diloco")
 NODES = ("mini1", "win", "pi5")

@@ -16,13 +16,13 @@ from smolcluster.algorithms.DiLoCo.exchange import (
 )
 from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.hosts import Hosts
-from smolcluster.cluster.link import Link
 from smolcluster.errors import PeerLost
-from smolcluster.net.dialling import Address
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.ps.weights import WeightsArrived
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.server.link import Link
+from smolcluster.server.weights import WeightsArrived
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     Collect,
     Delta,
     DeltaSent,

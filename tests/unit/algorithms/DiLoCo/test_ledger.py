@@ -8,7 +8,7 @@ import pytest
 from smolcluster.algorithms.DiLoCo.ledger import Ledger, Request
 from smolcluster.data.permutation import Range
 from smolcluster.errors import CheckpointError
-from smolcluster.transport.messages import LeaseKey, Stepped
+from smolcluster.wire.messages import LeaseKey, Stepped
 
 NUM_HOLDERS = 3
 

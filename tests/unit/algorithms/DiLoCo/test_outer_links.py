@@ -17,9 +17,9 @@ from smolcluster.algorithms.DiLoCo.exchange import (
 from smolcluster.algorithms.DiLoCo.outer_links import Change, ChangeKey, NormArrived
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ProtocolError
-from smolcluster.ps import store_host
+from smolcluster.server import store_host
 from smolcluster.training.optimizer import FlatOptimizer
-from smolcluster.transport.messages import MAX_CHANGES, BucketNorm, Collect, OuterStep
+from smolcluster.wire.messages import MAX_CHANGES, BucketNorm, Collect, OuterStep
 from unit.algorithms.DiLoCo.hosting import Hosting, StoreHost
 
 FAST, SLOW = "a" * 8, "b" * 8

@@ -12,8 +12,8 @@ from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.algorithms.DiLoCo.outer_store import OuterStore
 from smolcluster.training.replica import Replica
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import OuterStep
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.messages import OuterStep
 from unit.algorithms.SynchronousPS.actors import small_replica
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from smolcluster.algorithms.DiLoCo.worker import Worker
-from smolcluster.ps.assignment import Assigned, assignment_of
+from smolcluster.server.assignment import Assigned, assignment_of
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.messages import Collect, LeaseKey
+from smolcluster.wire.messages import Collect, LeaseKey
 from unit.algorithms.DiLoCo.actors import worker_of
 
 

@@ -7,7 +7,7 @@ import pytest
 from smolcluster.algorithms.DiLoCo.pacing import MOST_STEP_S
 from smolcluster.algorithms.DiLoCo.peers import LEAST_PATIENCE_S, Peer, share_of
 from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round
-from smolcluster.transport.messages import LeaseKey
+from smolcluster.wire.messages import LeaseKey
 
 STEP_S = 1.0
 

@@ -4,8 +4,8 @@ import torch
 
 from own_workloads import buffers_of, normed
 from smolcluster.algorithms.DiLoCo.worker import Worker
-from smolcluster.ps.assignment import Assigned, assignment_of
-from smolcluster.transport.messages import LeaseKey
+from smolcluster.server.assignment import Assigned, assignment_of
+from smolcluster.wire.messages import LeaseKey
 from unit.algorithms.DiLoCo.actors import worker_of
 
 

@@ -11,12 +11,12 @@ from own_workloads import normed
 from smolcluster.algorithms.DiLoCo.exchange import Encoder, FragmentArrived, Layout
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.schema import GradientClipping
-from smolcluster.ps.assignment import Assigned, assignment_of
-from smolcluster.ps.weights import WeightsArrived
+from smolcluster.server.assignment import Assigned, assignment_of
+from smolcluster.server.weights import WeightsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.kept import KeptSteps
 from smolcluster.training.local_copy import Followed, Fragments, LocalCopy, Values
-from smolcluster.transport.messages import Collect, LeaseKey, Welcome
+from smolcluster.wire.messages import Collect, LeaseKey, Welcome
 from unit.algorithms.DiLoCo.actors import worker_of
 
 NUM_RANKS = 3

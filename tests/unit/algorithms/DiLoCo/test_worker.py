@@ -13,8 +13,8 @@ from smolcluster.algorithms.DiLoCo.exchange import Encoder, FragmentArrived, Lay
 from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.errors import NonFiniteLoss, ProtocolError
-from smolcluster.ps.weights import WeightsArrived
-from smolcluster.transport.messages import Collect
+from smolcluster.server.weights import WeightsArrived
+from smolcluster.wire.messages import Collect
 
 
 def test_who_is_refused_twice_says_so_once() -> None:

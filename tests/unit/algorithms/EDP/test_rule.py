@@ -9,8 +9,8 @@ from harness import local_settings
 from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.config import StalenessConfig
 from smolcluster.configs.schema import GradientClipping
-from smolcluster.ps.plausible import Norms, PushRefused
-from smolcluster.ps.store import Stores
+from smolcluster.server.plausible import Norms, PushRefused
+from smolcluster.server.store import Stores
 from smolcluster.training.build import build
 from smolcluster.training.replica import Replica
 

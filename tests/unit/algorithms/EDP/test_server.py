@@ -20,15 +20,15 @@ from peers import (
     set_gradient,
 )
 from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, Server
-from smolcluster.cluster.worker_pool import Departed
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.ps.plausible import MAX_FAILURES
-from smolcluster.ps.push import GradientSender, Pushed
-from smolcluster.ps.weights import StateReceiver, WeightsArrived
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost, WorkerStalled
+from smolcluster.server.plausible import MAX_FAILURES
+from smolcluster.server.push import GradientSender, Pushed
+from smolcluster.server.weights import StateReceiver, WeightsArrived
+from smolcluster.server.worker_pool import Departed
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.frames import Frame, build_frame, check_head
-from smolcluster.transport.messages import Ack, Assignment, LeaseKey, Pull, Skip, State
+from smolcluster.wire.frames import Frame, build_frame, check_head
+from smolcluster.wire.messages import Ack, Assignment, LeaseKey, Pull, Skip, State
 
 INSTANCE = "0123456789abcdef"
 pytestmark = pytest.mark.usefixtures("short_farewell")

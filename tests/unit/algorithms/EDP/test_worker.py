@@ -11,15 +11,15 @@ from torch import Tensor
 from harness import local_settings
 from peers import opened
 from smolcluster.algorithms.EDP.worker import Worker
-from smolcluster.cluster.link import Link
 from smolcluster.errors import NonFiniteLoss, PeerLost
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.ps.assignment import Assigned, assignment_of
-from smolcluster.ps.weights import WeightsArrived
+from smolcluster.server.assignment import Assigned, assignment_of
+from smolcluster.server.link import Link
+from smolcluster.server.weights import WeightsArrived
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     Ack,
     LeaseKey,
     Message,

@@ -14,8 +14,8 @@ from smolcluster.algorithms.Mesh import local_ranks
 from smolcluster.algorithms.Mesh.meeting import own_addresses
 from smolcluster.algorithms.Mesh.ranks import Ranks
 from smolcluster.configs.resolve import load_settings
-from smolcluster.transport.security import GROUP_SECRET
 from smolcluster.utils.addresses import is_loopback_name
+from smolcluster.wire.security import GROUP_SECRET
 
 
 def test_they_meet_on_the_loopback_by_a_secret_of_their_own(

@@ -33,7 +33,7 @@ from smolcluster.algorithms.Mesh.store import GroupStore
 from smolcluster.algorithms.Mesh.watch import FAILED
 from smolcluster.configs.resolve import check_unencrypted
 from smolcluster.errors import AuthError, ConfigError, ConnectTimeout, PortBusy
-from smolcluster.transport.security import Secret
+from smolcluster.wire.security import Secret
 from waiting import DEADLINE_S
 
 HERE = "127.0.0.1"

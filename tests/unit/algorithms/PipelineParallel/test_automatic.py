@@ -19,7 +19,7 @@ from smolcluster.configs.schema import DatasetConfig, SimpleNNConfig, TrainConfi
 from smolcluster.data.dataset import Elsewhere
 from smolcluster.errors import ConfigError
 from smolcluster.training.stages.measure import LayerSpeeds
-from smolcluster.transport.messages import MAX_LAYER_KINDS, MeasuredLayer
+from smolcluster.wire.messages import MAX_LAYER_KINDS, MeasuredLayer
 
 TRAIN = TrainConfig(
     batch_size=64, model=SimpleNNConfig(hidden=4), dataset=DatasetConfig(name="digits")

@@ -10,7 +10,7 @@ from smolcluster.algorithms.PipelineParallel.link_speed import UNMEASURED
 from smolcluster.algorithms.PipelineParallel.plan import StageMap
 from smolcluster.algorithms.planning.layers import Link
 from smolcluster.observability.view.stages import StageView
-from smolcluster.transport.messages import LeaseKey, StageDone
+from smolcluster.wire.messages import LeaseKey, StageDone
 
 
 def test_a_stage_is_shown_with_its_layers_times_and_what_it_sends_to_whom() -> None:

@@ -32,17 +32,17 @@ from smolcluster.algorithms.PipelineParallel.head import (
 )
 from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.plan import StageMap
-from smolcluster.cluster.joining import RunOver
-from smolcluster.cluster.report import why_ended
-from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import StagesConfig
 from smolcluster.errors import DeviceFailed, OutOfMemory, PeerLost, PortBusy, RunFailed
-from smolcluster.net.membership import Member
+from smolcluster.server.joining import RunOver
+from smolcluster.server.report import why_ended
+from smolcluster.server.worker import Worker
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.recipe import Training
 from smolcluster.training.workload import Workload
-from smolcluster.transport.messages import (
+from smolcluster.wire.membership import Member
+from smolcluster.wire.messages import (
     CopyOrder,
     CopyPiece,
     LeaseKey,

@@ -13,7 +13,7 @@ from smolcluster.algorithms.PipelineParallel.link_speed import UNMEASURED, Surve
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.algorithms.planning.layers import Link
-from smolcluster.transport.handshake import introduce
+from smolcluster.wire.handshake import introduce
 
 FAST = Link(1e8, 1e-3)
 

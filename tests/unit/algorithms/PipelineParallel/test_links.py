@@ -19,11 +19,11 @@ from smolcluster.algorithms.PipelineParallel import links as links_module
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.errors import AuthError, ConnectTimeout, DataError, PeerLost, RunFailed
-from smolcluster.net import dialling
 from smolcluster.training.schedules.instructions import Instruction, Op
-from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import HostPort
-from smolcluster.transport.security import Secret
+from smolcluster.wire import dialling
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import HostPort
+from smolcluster.wire.security import Secret
 from waiting import eventually
 
 HOST = "127.0.0.1"

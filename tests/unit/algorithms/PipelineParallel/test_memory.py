@@ -16,7 +16,7 @@ from smolcluster.algorithms.PipelineParallel.plan import StageMap
 from smolcluster.configs.schema import DatasetConfig, SimpleNNConfig, TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.stages.measure import LayerSpeeds
-from smolcluster.transport.messages import HostPort, Listening, MeasuredLayer
+from smolcluster.wire.messages import HostPort, Listening, MeasuredLayer
 
 TRAIN = TrainConfig(
     batch_size=64, model=SimpleNNConfig(hidden=4), dataset=DatasetConfig(name="digits")

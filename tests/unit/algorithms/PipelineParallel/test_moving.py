@@ -16,7 +16,7 @@ from smolcluster.algorithms.PipelineParallel.moving import (
 )
 from smolcluster.algorithms.planning.layers import Layer, Machine, Problem, plan_layers
 from smolcluster.training.schedules.simulation import Costs
-from smolcluster.transport.messages import LayersMeasured, MeasuredLayer
+from smolcluster.wire.messages import LayersMeasured, MeasuredLayer
 
 NUM_LAYERS = 12
 LAYER_S = 3e-3

@@ -16,7 +16,7 @@ from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.local_copy import OwnCopy
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
-from smolcluster.transport.messages import CopyPiece, TensorSpec
+from smolcluster.wire.messages import CopyPiece, TensorSpec
 
 SIZES = GPTConfig(
     type="GPT", model_dim=8, num_layers=4, num_heads=2, ff_dim=16, max_seq_len=8, dropout=0.0

@@ -14,11 +14,11 @@ from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.plan import even_cut
 from smolcluster.algorithms.PipelineParallel.server import Server
-from smolcluster.cluster.worker import Worker
-from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.errors import ClusterEmpty
-from smolcluster.net.membership import Member
-from smolcluster.transport.messages import HostPort, Listening, StageReady
+from smolcluster.server.worker import Worker
+from smolcluster.server.worker_pool import Departed, Joined
+from smolcluster.wire.membership import Member
+from smolcluster.wire.messages import HostPort, Listening, StageReady
 
 LISTENING = Listening(places=(HostPort(host="127.0.0.1", port=7777),))
 

@@ -12,7 +12,7 @@ from smolcluster.errors import ProtocolError
 from smolcluster.models.gpt import GPT
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.workload import Workload
-from smolcluster.transport.messages import Planned, StageState
+from smolcluster.wire.messages import Planned, StageState
 
 SIZES = GPTConfig(
     type="GPT", model_dim=8, num_layers=2, num_heads=2, ff_dim=16, max_seq_len=8, dropout=0.0

@@ -11,17 +11,16 @@ from peers import opened
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step import PartAssignment, Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StepReceiver
-from smolcluster.cluster.worker import Worker
 from smolcluster.codec.base import absmax
 from smolcluster.codec.int4 import Int4BlockCodec
 from smolcluster.codec.registry import CODECS, get_codec, lossless_for
 from smolcluster.data.permutation import Range
-from smolcluster.net import membership
-from smolcluster.net.inbox import Event
-from smolcluster.net.session import Receiver, Session
+from smolcluster.server.worker import Worker
 from smolcluster.training.replica import Replica
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.wire import membership
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event
+from smolcluster.wire.messages import (
     Commit,
     LeaseKey,
     Message,
@@ -29,6 +28,7 @@ from smolcluster.transport.messages import (
     TensorSpec,
     frame_of,
 )
+from smolcluster.wire.session import Receiver, Session
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
 DENSE = {"bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 254, "int4": 1 / 14}

@@ -17,15 +17,15 @@ from peers import DEADLINE_S, server_parts
 from smolcluster.algorithms.SynchronousPS.members import FRAMES_AHEAD, StepMember
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.cluster.worker_pool import Joined
 from smolcluster.configs.schema import DatasetPlace
-from smolcluster.ps.buffers import VALUE_NBYTES
-from smolcluster.ps.push import GradientSender
+from smolcluster.server.buffers import VALUE_NBYTES
+from smolcluster.server.push import GradientSender
+from smolcluster.server.worker_pool import Joined
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
-from smolcluster.transport.messages import Assignment, Buffers, Ready, Welcome
+from smolcluster.wire.messages import Assignment, Buffers, Ready, Welcome
 from unit.algorithms.SynchronousPS.actors import (
     deliver,
     post_of,

@@ -18,10 +18,10 @@ from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.sharing import FIRST_PROBE
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.data.permutation import Range
-from smolcluster.ps.store import Stores
+from smolcluster.server.store import Stores
 from smolcluster.training.replica import Replica
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.messages import (
     Assignment,
     Cancel,
     LeaseKey,

@@ -13,14 +13,13 @@ from smolcluster.algorithms.SynchronousPS.reducing_slice import ReducingSlice, S
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
-from smolcluster.net.acceptor import SessionOpened
-from smolcluster.net.dialling import Address
-from smolcluster.net.inbox import Inbox, MessageReceived, SessionClosed
-from smolcluster.net.session import Session
-from smolcluster.ps.store_host import COORDINATOR, StoreSetup
-from smolcluster.ps.store_links import Patience
-from smolcluster.transport.handshake import Authenticated, introduce
-from smolcluster.transport.messages import (
+from smolcluster.server.store_host import COORDINATOR, StoreSetup
+from smolcluster.server.store_links import Patience
+from smolcluster.wire.acceptor import SessionOpened
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.handshake import Authenticated, introduce
+from smolcluster.wire.inbox import Inbox, MessageReceived, SessionClosed
+from smolcluster.wire.messages import (
     SESSION,
     STORE,
     Accepted,
@@ -32,9 +31,10 @@ from smolcluster.transport.messages import (
     Slice,
     TensorSpec,
 )
-from smolcluster.transport.streams import bucket_spec
+from smolcluster.wire.session import Session
+from smolcluster.wire.streams import bucket_spec
 from unit.algorithms.SynchronousPS.actors import commit_of, opened_step
-from unit.ps.test_store_links import (
+from unit.server.test_store_links import (
     LISTENING,
     NODES,
     Client,

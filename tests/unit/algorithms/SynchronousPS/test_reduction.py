@@ -19,12 +19,12 @@ from smolcluster.algorithms.SynchronousPS.reduction import (
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import StepReceiver
 from smolcluster.errors import NonFiniteLoss, ProtocolError
-from smolcluster.net.inbox import MessageReceived
-from smolcluster.ps.push import GradientSender
+from smolcluster.server.push import GradientSender
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import LeaseKey, Pull, Reduced, Skip
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import MessageReceived
+from smolcluster.wire.messages import LeaseKey, Pull, Reduced, Skip
 from unit.algorithms.SynchronousPS.actors import (
     DENSE,
     DTYPES,

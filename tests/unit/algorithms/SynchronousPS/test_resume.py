@@ -15,11 +15,11 @@ from harness import local_settings
 from peers import Parts, logger, server_parts
 from smolcluster.algorithms.SynchronousPS.reduction import RESIDUAL, Reduction
 from smolcluster.algorithms.SynchronousPS.server import Server
-from smolcluster.cluster.report import StepTaken
 from smolcluster.data.permutation import Range, global_batches
 from smolcluster.errors import CheckpointError
-from smolcluster.ps.store import Stores
 from smolcluster.runs.events import RunResumed
+from smolcluster.server.report import StepTaken
+from smolcluster.server.store import Stores
 from smolcluster.training.checkpoint import (
     Checkpoint,
     CheckpointStore,

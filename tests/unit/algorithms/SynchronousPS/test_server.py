@@ -20,11 +20,7 @@ from smolcluster.algorithms.SynchronousPS.reducing_links import ReducingLinks
 from smolcluster.algorithms.SynchronousPS.reduction import PartArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import epoch_permutation
-from smolcluster.net.session import HEARTBEATS_PER_TIMEOUT
-from smolcluster.ps.push import GradientSender
-from smolcluster.ps.store import Stores
 from smolcluster.runs.events import (
     LeaseReturned,
     PushDropped,
@@ -32,10 +28,13 @@ from smolcluster.runs.events import (
     WorkerLost,
     WorkerParked,
 )
+from smolcluster.server.push import GradientSender
+from smolcluster.server.store import Stores
+from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.optimizer import clip_coefficient
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.messages import (
     Assignment,
     Cancel,
     Commit,
@@ -47,6 +46,7 @@ from smolcluster.transport.messages import (
     Skip,
     State,
 )
+from smolcluster.wire.session import HEARTBEATS_PER_TIMEOUT
 from unit.algorithms.SynchronousPS.actors import deliver, random_gradient
 
 pytestmark = pytest.mark.usefixtures("short_farewell")

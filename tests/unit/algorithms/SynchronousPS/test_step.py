@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from smolcluster.algorithms.SynchronousPS.step import MAX_HOLDERS, Part, PartAssignment, Step
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
-from smolcluster.transport.messages import LeaseKey
+from smolcluster.wire.messages import LeaseKey
 from unit.algorithms.SynchronousPS.actors import push_of, worker_at
 
 ONE, OTHER = worker_at(1), worker_at(2)

@@ -22,15 +22,15 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import (
     StepReceiver,
 )
 from smolcluster.errors import PeerLost, ProtocolError
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import Receiver
-from smolcluster.ps.assignment import Assigned, assignment_of
-from smolcluster.ps.push import digests_spec
-from smolcluster.ps.store import Stores
-from smolcluster.ps.weights import state_frames
+from smolcluster.server.assignment import Assigned, assignment_of
+from smolcluster.server.push import digests_spec
+from smolcluster.server.store import Stores
+from smolcluster.server.weights import state_frames
 from smolcluster.training.replica import Replica
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.utils.retry import Deadline
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     Cancel,
     LeaseKey,
     Message,
@@ -39,7 +39,7 @@ from smolcluster.transport.messages import (
     Reduced,
     TensorSpec,
 )
-from smolcluster.utils.retry import Deadline
+from smolcluster.wire.session import Receiver
 from unit.algorithms.SynchronousPS.actors import (
     DTYPES,
     MeetingCodec,

@@ -14,21 +14,20 @@ from peers import opened
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, FellBehind, StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.cluster.link import Link
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import NonFiniteLoss, PeerLost
-from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import Later
-from smolcluster.ps.assignment import Assigned, assignment_of
-from smolcluster.ps.push import GradientSender
-from smolcluster.ps.store import Stores
+from smolcluster.server.assignment import Assigned, assignment_of
+from smolcluster.server.link import Link
+from smolcluster.server.push import GradientSender
+from smolcluster.server.store import Stores
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.recipe import Training
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import (
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import (
     MAX_PULLED_BUCKETS,
     Cancel,
     LeaseKey,
@@ -40,7 +39,8 @@ from smolcluster.transport.messages import (
     State,
     Welcome,
 )
-from smolcluster.transport.streams import bucket_spec
+from smolcluster.wire.session import Later
+from smolcluster.wire.streams import bucket_spec
 from unit.algorithms.SynchronousPS.actors import (
     commit_of,
     committed,

@@ -1,1 +1,0 @@
-"""What every distributed algorithm needs: leases, membership, sessions and the inbox."""

@@ -1,1 +1,0 @@
-"""Peers: authenticated sessions between any two processes, and the events that come from them."""

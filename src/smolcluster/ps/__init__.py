@@ -1,1 +1,0 @@
-"""What parameter servers share, whatever their algorithm."""

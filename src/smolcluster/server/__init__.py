@@ -1,0 +1,1 @@
+"""A server and its workers: who takes part, leases, weights and their slices, evaluation, reports."""

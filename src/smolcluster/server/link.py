@@ -1,0 +1,523 @@
+"""The worker's side of a run: joins, builds what is trained, takes part, and comes back when it was cut off.
+
+`follow` is the life of a worker process. What it does in a run is the algorithm's `Participant`, which lives
+as long as the run does; a `Link` is one session of it.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from smolcluster.configs.schema import Encryption, NodeConfig, RunConfig
+from smolcluster.configs.spec import has_local_steps, has_whole_model
+from smolcluster.errors import (
+    ConfigError,
+    NonFiniteLoss,
+    PeerLost,
+    Rejected,
+    RunFailed,
+    SmolclusterError,
+    UserCodeError,
+)
+from smolcluster.server.joining import RunOver, join
+from smolcluster.server.process_stats import ProcessStats
+from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.builtin import served_workload
+from smolcluster.training.first_loss import first_losses
+from smolcluster.training.kept import KeptSteps
+from smolcluster.training.named import load_named
+from smolcluster.training.workload import Workload
+from smolcluster.utils.device import describe, pick_device
+from smolcluster.utils.device_errors import device_error
+from smolcluster.utils.meter import Meter
+from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_duration
+from smolcluster.wire.connection import Connection
+from smolcluster.wire.dialling import Address, Pauses, dial
+from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
+from smolcluster.wire.messages import (
+    FROM_SERVER,
+    SESSION,
+    Accepted,
+    End,
+    Fault,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    LeaseKey,
+    Message,
+    MessageSet,
+    Ready,
+    Reject,
+    Telemetry,
+    Welcome,
+    from_listener,
+)
+from smolcluster.wire.security import Secret
+from smolcluster.wire.session import Receiver, Session
+
+MAX_QUEUED = 100_000
+"""A worker waits for answers, so its queue is as long as its largest push; this only bounds mistakes."""
+SHUTDOWN_TIMEOUT_S = 5.0
+WAIT_S = 1.0
+"""How long a worker waits for the next event before it looks up."""
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """A worker process: its machine, who it is, and the way to the server."""
+
+    node: NodeConfig
+    hello: Hello
+    address: Address
+    secret: Secret
+    start_timeout_s: float
+    log: logging.Logger
+    whom: str = "the server"
+    """Whom it follows, for people."""
+    encryption: Encryption = "auto"
+    workload: Workload | str | None = None
+    """What is trained, or the name of the function that makes it, which only this process's user knows; None:
+    what the server's configuration names."""
+    build: Callable[[Welcome], TrainingContext] | None = None
+    """Makes what is trained instead of this module; None: a model and data of this process."""
+    spread: Callable[[Welcome, TrainingContext], TrainingContext] | None = None
+    """Spreads what is trained, of which there is an outline, over other processes, which may still have to
+    come."""
+    meter: Meter = field(default_factory=Meter)
+    own_folder: Callable[[str], Path] | None = None
+    """Where the worker keeps what is its own of the run of that id; None: nowhere."""
+    on_run_known: Callable[[RunConfig], object] = lambda _: None
+    on_ready: Callable[[], object] = lambda: None
+    """Called when what is trained is built and the server is told so."""
+    on_stats: Callable[[Telemetry], None] = lambda _: None
+    """Hears of every report that goes to the server, in the session's thread; must not block."""
+
+
+class Participant(Protocol):
+    """What an algorithm does with a worker, over all sessions of a run."""
+
+    @property
+    def unacknowledged(self) -> LeaseKey | None:
+        """The push whose outcome is unknown, if any."""
+
+    def new_receiver(self) -> Receiver:
+        """What takes the messages of a new session."""
+
+    def take_part(self, link: "Link") -> None:
+        """Work until the link raises."""
+
+
+class Link(Session, Receiver):
+    """A session with the server, and its receiver until the algorithm's is there.
+
+    Memory that a queued frame refers to must not change before the server has answered or the link is left.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        heartbeat_timeout_s: float,
+        report: Callable[["Link"], Message | None] = lambda _: None,
+        place: WorkerSetup | None = None,
+        kept: KeptSteps | None = None,
+    ) -> None:
+        """`report`: what to tell the server of this worker with each heartbeat. `place`: for `dial`."""
+        self.kept = kept
+        """Where the worker keeps what is its own of this run; None: nowhere."""
+        self.place = place
+        """Of this worker's process; None: it needs no peers but the server."""
+        self._whom = place.whom if place else "the server"
+        self._told_trouble = ""
+        self._others: list[Session] = []
+        """Sessions with other peers, which last as long as this one."""
+        self.heard = False
+        """Whether the server has answered this worker's Ready."""
+        self._inner: Receiver | None = None
+        super().__init__(
+            connection,
+            session_id=0,
+            receiver=self,
+            inbox=Inbox(),
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            max_queued=MAX_QUEUED,
+            kinds=FROM_SERVER,
+            report=lambda: report(self),
+        )
+        self.start()
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Bytes (sent, received) by this session and those with other peers."""
+        connections = [each.connection for each in (self, *self._others)]
+        return (
+            sum(each.bytes_sent for each in connections),
+            sum(each.bytes_received for each in connections),
+        )
+
+    def place_for(self, message: Message) -> memoryview | None:
+        return self._inner.place_for(message) if self._inner else None
+
+    def close(self) -> None:
+        if self._inner:
+            self._inner.close()
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        if self._inner is None:
+            return MessageReceived(0, message)
+        return self._inner(message, payload)
+
+    def begin(self, receiver: Receiver, ready: Ready) -> None:
+        """Say that this worker is ready; the server's answers go to `receiver`."""
+        self._inner = receiver
+        self.send(ready)
+
+    def dial(
+        self, address: Address, sets: Sequence[MessageSet], receiver: Receiver, timeout_s: float
+    ) -> Session:
+        """A session with another process of the run, whose events come with the server's.
+
+        When it ends, so does this one. Of this worker's place in the run only the server decides: what
+        ends or rejects is not understood there.
+
+        Raises:
+            ConnectTimeout: nobody answered in time.
+            Rejected, VersionDiffers, AuthError: it does not let this worker in.
+        """
+        place = self.place
+        assert place is not None  # noqa: S101 - only a worker's process has peers
+        digests = {each.name: each.digest for each in (SESSION, *sets)}
+        connection, answer = dial(
+            address,
+            place.hello.model_copy(update={"sets": digests}),
+            place.secret,
+            Accepted,
+            timeout_s=timeout_s,
+            log=place.log,
+            encryption=place.encryption,
+            whom="the store",
+        )
+        session = Session(
+            connection,
+            session_id=1 + len(self._others),
+            receiver=receiver,
+            inbox=self._inbox,
+            heartbeat_timeout_s=answer.heartbeat_timeout_s,
+            max_queued=MAX_QUEUED,
+            kinds=from_listener(sets) | {Heartbeat},
+        )
+        self._others.append(session)
+        session.start()
+        return session
+
+    def hear_trouble(self, trouble: str) -> None:
+        """Log what the server cannot do, once each time that it changes."""
+        before, self._told_trouble = self._told_trouble, trouble
+        if self.place is None or trouble == before:
+            return
+        said = f"{self._whom} says: {trouble}" if trouble else f"{self._whom} can save again"
+        self.place.log.log(logging.WARNING if trouble else logging.INFO, "%s", said)
+
+    def next_event(self, timeout_s: float) -> Event | None:
+        """The next event, or None when there is none within `timeout_s` seconds.
+
+        Raises:
+            RunOver: the run has ended well.
+            RunFailed: it has ended badly.
+            Rejected: the server does not want this worker.
+            PeerLost: the session has ended, or the server has said that it ends it.
+        """
+        event = self._inbox.get(timeout_s)
+        self.heard |= event is not None and not isinstance(event, SessionClosed)
+        match event:
+            case MessageReceived(message=End() as end):
+                raise RunOver(end.sentence) if end.ok else RunFailed(end.sentence)
+            case MessageReceived(message=Reject() as reject):
+                raise Rejected(reject.sentence, reject.code, reject.retry_after_s)
+            case MessageReceived(session_id=0, message=Goodbye() as goodbye):
+                raise PeerLost(f"{self._whom} has left: {goodbye.reason}")
+            case SessionClosed(session_id=session_id, reason=reason):
+                whom = "a store" if session_id else self._whom
+                raise PeerLost(f"{whom} is lost: {reason}")
+        return event
+
+    def check(self) -> None:
+        """Hear of the server's end while this worker prepares: before it is ready nothing else is said.
+
+        Raises:
+            SmolclusterError: as `next_event`.
+        """
+        if self._inner is None:
+            self.next_event(0.0)
+
+    def leave(self, close_message: Message | None) -> None:
+        """Say goodbye if there is somebody to hear it, and wait until the session's memory is free."""
+        if close_message is not None:
+            self.end_with(close_message)
+        else:
+            self.finish()
+        if not self.join(SHUTDOWN_TIMEOUT_S):
+            self.cut(f"{self._whom} did not close the connection")
+            self.join(None)
+        for other in self._others:
+            other.cut("the session with the server has ended")
+            other.join(None)
+
+
+def wait_until(
+    link: Link, condition: Callable[[], bool], handle: Callable[[Event], None], meter: Meter
+) -> None:
+    """Have `handle` take all that has arrived, and wait until `condition` holds.
+
+    Raises:
+        SmolclusterError: as `next_event`.
+    """
+    while True:
+        with meter("wait"):
+            event = link.next_event(0.0 if condition() else WAIT_S)
+        if event is not None:
+            handle(event)
+        elif condition():
+            return
+
+
+def follow(
+    place: WorkerSetup, make_participant: Callable[[Welcome, TrainingContext], Participant]
+) -> None:
+    """Join the server, take part, and come back after every lost connection, until the run is over.
+
+    Raises:
+        ConnectTimeout: no server in time, at the start or after a loss.
+        RunFailed: the run ended badly.
+        Rejected, AuthError, DataError, ConfigError, NonFiniteLoss, UserCodeError: this worker cannot go on.
+    """
+    patience, pauses = Deadline(place.start_timeout_s), Pauses()
+    try:
+        with closing(_Life(place, make_participant)) as life:
+            while True:
+                connection, welcome = join(
+                    place.address,
+                    place.hello,
+                    place.secret,
+                    timeout_s=patience.remaining(),
+                    log=place.log,
+                    encryption=place.encryption,
+                    whom=place.whom,
+                )
+                pauses.session_begins()
+                try:
+                    life.spend_session(connection, welcome)
+                except PeerLost as error:
+                    if life.made_progress:
+                        patience = Deadline(welcome.run.reconnect_timeout_s)
+                    elif patience.expired:
+                        raise
+                    left = format_duration(patience.remaining())
+                    place.log.warning("%s; trying to reconnect for %s", error, left)
+                    time.sleep(pauses.next_s())
+    except RunOver as news:
+        place.log.info("the run is over: %s", news)
+
+
+class _Life:
+    """What a worker keeps from one session to the next."""
+
+    def __init__(
+        self,
+        place: WorkerSetup,
+        make_participant: Callable[[Welcome, TrainingContext], Participant],
+    ) -> None:
+        self._place = place
+        self._make_participant = make_participant
+        self._welcome: Welcome | None = None
+        """By which what is trained was built."""
+        self._training: TrainingContext
+        self._participant: Participant | None = None
+        self._open = ExitStack()
+        self._samples_per_s: float | None = None
+        self._process_stats = ProcessStats(place.meter)
+        self.made_progress = False
+        """Whether the last session was answered after Ready, or was the first to build what is trained."""
+
+    def close(self) -> None:
+        """Close what is trained, which learns from the exception that is on its way how the run has ended."""
+        self._open.close()
+
+    def spend_session(self, connection: Connection, welcome: Welcome) -> None:
+        """Take part over one connection; it ends with an exception, and is closed then."""
+        link = Link(
+            connection,
+            welcome.heartbeat_timeout_s,
+            self._report,
+            self._place,
+            self._kept(welcome.run_id),
+        )
+        self.made_progress = False
+        close_message: Message | None = Goodbye(reason="it was stopped")
+        try:
+            self._place.on_run_known(welcome.run)
+            participant = self._prepare(welcome, link.check)
+            link.begin(participant.new_receiver(), self._ready(participant, welcome.run))
+            self._place.on_ready()
+            participant.take_part(link)
+        except (RunOver, RunFailed):
+            close_message = Goodbye(reason="the run is over")
+            raise
+        except (Rejected, PeerLost):
+            close_message = None
+            raise
+        except Exception as error:
+            close_message = _close_message(error)
+            raise
+        finally:
+            self.made_progress |= link.heard
+            link.leave(close_message)
+
+    def _report(self, link: Link) -> Telemetry:
+        """What this worker has done so far."""
+        meter, clocks = self._place.meter, link.clocks.best
+        if clocks is not None:
+            meter.clock_offset_s = -clocks.offset_s
+        is_dated = clocks is not None  # or the server could not say when its spans were
+        report = self._process_stats.report(link.bytes_moved(), link.backlog, with_spans=is_dated)
+        self._place.on_stats(report)
+        return report
+
+    def _kept(self, run_id: str) -> KeptSteps | None:
+        folder = self._place.own_folder
+        return KeptSteps(folder(run_id), self._place.log) if folder else None
+
+    def _prepare(self, welcome: Welcome, check: Callable[[], None]) -> Participant:
+        """Build what is trained, unless it is there from the last session with this same server.
+
+        `check`: see `TrainingContext.wait_until_ready`.
+        """
+        before, place = self._welcome, self._place
+        if before is None or not _same_bench(before, welcome):
+            self._build(welcome)
+        elif not _same_server(before, welcome):
+            place.log.info("%s was started again; starting afresh with it", place.whom)
+            self._training.replica.optimizer.reset()  # the server sends the weights
+            self._participant = None
+        self._welcome = welcome
+        self._training.wait_until_ready(check)
+        if self._participant is not None:
+            place.log.info("back in run %s", welcome.run_id)
+            return self._participant
+        if self._samples_per_s is None:
+            self._samples_per_s = measure_speed(self._training, welcome.run.train.batch_size)
+            place.log.info(
+                "joined run %s at %s: %s on %s, %s",
+                welcome.run_id,
+                place.address,
+                type(self._training.replica.model).__name__,
+                self._training.workload.name,
+                describe(pick_device(place.node.device)),
+            )
+        self._participant = self._make_participant(welcome, self._training)
+        self.made_progress = True
+        return self._participant
+
+    def _build(self, welcome: Welcome) -> None:
+        self._open.close()  # of a run before
+        self._welcome = self._participant = self._samples_per_s = None
+        made = (self._place.build or self._built)(welcome)
+        self._training = self._open.enter_context(closing(made))
+        self.made_progress = True
+
+    def _workload(self, run: RunConfig) -> Workload | None:
+        """What this process was told to train; None: what the server's configuration names.
+
+        Raises:
+            ConfigError: the server trains a workload of which nothing was told, or trains none.
+        """
+        stated = self._place.workload
+        if run.workload is not None and stated is None:
+            raise ConfigError(
+                f"run {run.run_id} trains the workload {run.workload}, whose code this machine's user has to "
+                "name: start this worker with --workload FILE.py:FUNCTION"
+            )
+        if not isinstance(stated, str):
+            return stated
+        if run.workload is None:
+            raise ConfigError(
+                f"run {run.run_id} trains {run.train.dataset.name}, not a workload: start this worker "
+                f"without --workload {stated}"
+            )
+        return load_named(stated, run.train.workload_args, run.seed)
+
+    def _built(self, welcome: Welcome) -> TrainingContext:
+        """What is trained, of a model and data of this process."""
+        run, place = welcome.run, self._place
+        workload = self._workload(run)
+        if welcome.data is not None:
+            workload = served_workload(run.train, welcome.data, workload)
+        built = build(
+            run.train,
+            run.seed,
+            place.node.dataset,
+            pick_device(place.node.device),
+            bucket_bytes=welcome.bucket_bytes,
+            microbatch=place.node.microbatch,
+            workload=workload,
+            meter=place.meter,
+            log=place.log,
+            is_outline=place.spread is not None or not has_whole_model(run.algorithm),
+        )
+        if place.spread is not None:
+            return place.spread(welcome, built)
+        return replace(built, first_losses=first_losses(built.workload, built.replica))
+
+    def _ready(self, participant: Participant, run: RunConfig) -> Ready:
+        replica = self._training.replica
+        has_own_optimizer = self._training.optimizer is not replica.optimizer
+        says_weights = has_local_steps(run.algorithm) and not replica.params.is_meta
+        return Ready(
+            source=self._training.workload.source,
+            dataset_fingerprint=self._training.workload.fingerprint,
+            model_fingerprint=replica.fingerprint,
+            samples=self._training.workload.sample_marks,
+            order=self._training.workload.order_mark(run.seed),
+            first_weights=self._training.first_losses.weights,
+            first_losses=self._training.first_losses.losses,
+            device=describe(pick_device(self._place.node.device)),
+            samples_per_s=self._samples_per_s or 0.0,
+            unacknowledged=participant.unacknowledged,
+            weights=replica.digest() if says_weights else None,
+            steps_alone=self._place.spread is not None or has_own_optimizer,
+        )
+
+
+def _same_server(before: Welcome, now: Welcome) -> bool:
+    """A server that has started anew knows nothing of what it was owed."""
+    return (before.run, before.incarnation) == (now.run, now.incarnation)
+
+
+def _same_bench(before: Welcome, now: Welcome) -> bool:
+    """Whether dataset and model would be built just as they were."""
+    built_from = (before.run, before.bucket_bytes, before.data)
+    return built_from == (now.run, now.bucket_bytes, now.data)
+
+
+def measure_speed(training: TrainingContext, batch_size: int) -> float:
+    """Samples a second that this machine computes, from one batch after a warm-up; 0: nobody knows yet."""
+    num_samples = min(batch_size, training.num_samples)
+    if not training.rehearse(num_samples):
+        return 0.0
+    started = time.perf_counter()
+    training.rehearse(num_samples)
+    return num_samples / max(time.perf_counter() - started, 1e-9)
+
+
+def _close_message(error: Exception) -> Message:
+    """What the server is told; from a Fault it concludes whether the run has failed."""
+    error = device_error(error) or error
+    if isinstance(error, NonFiniteLoss):
+        return Fault(code="non-finite", sentence=str(error))
+    if isinstance(error, UserCodeError):
+        return Fault(code="user-code", sentence=str(error))
+    what = error if isinstance(error, SmolclusterError) else f"internal error: {error!r}"
+    return Goodbye(reason=f"it cannot go on: {what}", has_failed=True)

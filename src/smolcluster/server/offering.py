@@ -1,0 +1,578 @@
+"""How a server learns what is trained from the first process that attaches, before the run begins.
+
+    attached process -> Offer, OfferedWeights …  -> server waits for them -> OfferTaken -> the run begins
+
+The server needs no code of the model: parameters of these names and shapes, with nothing to compute, are its
+model. Whoever else wants to join meanwhile is refused with the code `NO_MODEL`.
+"""
+
+import base64
+import hashlib
+import json
+import logging
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import psutil
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from smolcluster.codec.registry import get_codec, lossless_for
+from smolcluster.configs.schema import ClusterConfig, Encryption, OptimizerArgs
+from smolcluster.data.dataset import Batch, Elsewhere, Place
+from smolcluster.data.marks import SAME_DATA, Mark, chosen, first_difference
+from smolcluster.errors import (
+    ClusterEmpty,
+    ConfigError,
+    DataError,
+    PeerLost,
+    ProtocolError,
+    Rejected,
+    VersionDiffers,
+)
+from smolcluster.server.listening import listening_addresses
+from smolcluster.training.buffers import plain_name
+from smolcluster.training.fingerprint import frozen_digest
+from smolcluster.training.lazy import check_shapes
+from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, cut
+from smolcluster.training.workload import Workload
+from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.wire.acceptor import Acceptor, SessionOpened
+from smolcluster.wire.connection import listen
+from smolcluster.wire.dialling import Address, dial
+from smolcluster.wire.handshake import VERSION, Door, introduce
+from smolcluster.wire.inbox import Event, Inbox, SessionClosed
+from smolcluster.wire.membership import Refused
+from smolcluster.wire.messages import (
+    MAX_SAMPLE_MARKS,
+    MOST_MARKED_VALUES,
+    SESSION,
+    Accepted,
+    Count,
+    Hello,
+    Message,
+    MessageSet,
+    Positive,
+    Reject,
+    Sentence,
+    TensorSpec,
+    frame_of,
+)
+from smolcluster.wire.security import Secret
+from smolcluster.wire.session import Receiver, Session
+from smolcluster.wire.streams import Assembler, Piece, bucket_pieces, stream_frames
+from smolcluster.wire.tls import new_identity
+
+ATTACHED_DATA = "attached"
+"""What a run of attached processes calls its workload and its dataset."""
+NO_MODEL = "no-model"
+"""A Reject's code: the server waits for an offer."""
+NO_OPTIMIZER = "optimizer"
+"""A Reject's code: the server has no such optimizer."""
+BAD_OFFER = "offer"
+"""A Reject's code: the server cannot train as it is offered."""
+MAX_MARK_CHARS = 128
+MAX_LAYOUT_NBYTES = 16 * 1024 * 1024
+MAX_VALUES = 2**37
+"""How many numbers may be offered."""
+MAX_SCRATCH_NBYTES = 2**33
+"""How much memory buffers may take whose values are not offered."""
+TICK_S = 0.2
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+OptimizerName = Literal["adam", "adamw", "sgd"]
+
+
+class Offer(Message):
+    """Client: what is trained (`plan`), and how; null: as the server is configured."""
+
+    KIND = 28
+    plan: str
+    batch_size: Positive | None = None
+    num_epochs: Positive | None = None
+    optimizer: OptimizerName | None = None
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    weight_decay: float | None = None
+    optimizer_args: OptimizerArgs | None = None
+    obstacle: Sentence = ""
+    """Why there is no optimizer here, where the server needs one of its own."""
+
+
+class OfferedWeights(Message):
+    """Client: the weights that the run begins with, a bucket a message, in the plan's order."""
+
+    KIND = 29
+    bucket: Count
+    num_buckets: Positive
+    tensor: TensorSpec
+
+
+class OfferTaken(Message):
+    """Server: the run begins with these weights; join it."""
+
+    KIND = 30
+
+
+OFFER = MessageSet(
+    "offer",
+    from_dialler=frozenset({Offer, OfferedWeights}),
+    from_listener=frozenset({OfferTaken}),
+)
+
+
+class Layer(NamedTuple):
+    """A trainable parameter, or a buffer: of the model's state, or scratch, whose values are not offered."""
+
+    kind: Literal["parameter", "buffer", "scratch"]
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.shape} {self.dtype}"
+
+    @property
+    def numel(self) -> int:
+        return 0 if self.kind == "scratch" else math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
+
+
+def state_of(model: nn.Module) -> Iterator[tuple[Layer, Tensor]]:
+    """A model's trainable parameters and its buffers, module by module."""
+    known = set()
+    for prefix, module in model.named_modules():
+        scratch = module._non_persistent_buffers_set
+        own = [
+            *(("parameter", *each) for each in module.named_parameters(recurse=False)),
+            *(
+                ("scratch" if name in scratch or tensor.is_complex() else "buffer", name, tensor)
+                for name, tensor in module.named_buffers(recurse=False)
+            ),
+        ]
+        for kind, name, tensor in own:
+            if id(tensor) in known or (kind == "parameter" and not tensor.requires_grad):
+                continue
+            known.add(id(tensor))
+            full = plain_name(f"{prefix}.{name}" if prefix else name)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield Layer(kind, full, tuple(tensor.shape), dtype), tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained in a run of attached processes.
+
+    Attributes:
+        layers: the trainable parameters and the buffers, module by module.
+        num_samples: samples of an epoch.
+        is_counted: whether each process draws its samples itself, and the run counts how many.
+        frozen: SHA-256 over the frozen parameters, which every process has of its own; empty: none.
+        samples: what some samples are known by (`data/marks.py`); empty: each process draws its own.
+    """
+
+    layers: tuple[Layer, ...]
+    num_samples: int
+    is_counted: bool
+    frozen: str = ""
+    samples: tuple[Mark, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        num_samples: int,
+        *,
+        is_counted: bool,
+        samples: tuple[Mark, ...] = (),
+    ) -> Self:
+        check_shapes(model)
+        layers = tuple(layer for layer, _ in state_of(model))
+        return cls(layers, num_samples, is_counted, frozen_digest(model), samples)
+
+    @property
+    def text(self) -> str:
+        """The plan as it travels: compressed, because a header has little room."""
+        content = json.dumps([*self._compared, self.samples]).encode()
+        return base64.b64encode(zlib.compress(content)).decode()
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all but the samples, which are compared one by one."""
+        return hashlib.sha256(json.dumps(self._compared).encode()).hexdigest()
+
+    @property
+    def _compared(self) -> list[Any]:
+        return [self.layers, self.num_samples, self.is_counted, self.frozen]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what `text` gives.
+
+        Raises:
+            ProtocolError: it is no plan.
+        """
+        try:
+            inflate = zlib.decompressobj()
+            content = inflate.decompress(base64.b64decode(text, validate=True), MAX_LAYOUT_NBYTES)
+            layers, num_samples, is_counted, frozen, samples = json.loads(content)
+            parsed = tuple(_layer(*layer) for layer in layers)
+            marks = tuple(_mark(each) for each in samples[:MAX_SAMPLE_MARKS])
+        except (ValueError, TypeError, zlib.error, RecursionError) as error:
+            raise ProtocolError(f"the plan of what is trained cannot be read: {error}") from None
+        is_trained = any(layer.kind == "parameter" and layer.numel for layer in parsed)
+        if not (is_trained and isinstance(num_samples, int) and 0 < num_samples < 2**31):
+            raise ProtocolError("the plan of what is trained has no parameters or no samples")
+        plan = cls(parsed, num_samples, bool(is_counted), str(frozen), marks)
+        scratch_nbytes = sum(layer.nbytes for layer in parsed if layer.kind == "scratch")
+        if plan.num_values > MAX_VALUES or scratch_nbytes > MAX_SCRATCH_NBYTES:
+            raise ProtocolError(
+                f"the plan of what is trained has {plan.num_values} values (at most {MAX_VALUES}) and "
+                f"{scratch_nbytes} bytes of non-persistent buffers (at most {MAX_SCRATCH_NBYTES})"
+            )
+        return plan
+
+    @property
+    def num_values(self) -> int:
+        """How many numbers are offered."""
+        return sum(layer.numel for layer in self.layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' type, in which all is offered.
+
+        Raises:
+            ConfigError: they have several, or one that is not trained.
+        """
+        names = {layer.dtype for layer in self.layers if layer.kind == "parameter"}
+        if len(names) > 1 or not names <= DTYPES.keys():
+            raise ConfigError(
+                f"model: its parameters are {', '.join(sorted(names))}, must all be one of "
+                f"{', '.join(DTYPES)}: write model.float(), and compute under torch.autocast"
+            )
+        return DTYPES[names.pop()]
+
+    def memory(self, numel: int, **_: object) -> Tensor:
+        """For the values (numel,) of an offer.
+
+        Raises:
+            ProtocolError: this machine has none.
+        """
+        nbytes, free_nbytes = numel * self.dtype.itemsize, psutil.virtual_memory().available
+        if nbytes > free_nbytes:
+            raise ProtocolError(
+                f"its weights take {format_bytes(nbytes)} of memory, and this machine has "
+                f"{format_bytes(free_nbytes)} free"
+            )
+        return torch.empty(numel, dtype=self.dtype)
+
+    def sample_difference(self, other: "Plan") -> str | None:
+        """The first sample that is another one than the run's, in words; None: none is seen."""
+        place = first_difference(self.samples, other.samples)
+        if place is None:
+            return None
+        number = chosen(self.num_samples)[place]
+        return f"sample {number} of this process's training data is not the run's: {SAME_DATA}"
+
+    def difference(self, other: "Plan") -> str | None:
+        """The first difference to the run's plan, `other`, in words; None: there is none."""
+        for own, theirs in zip(self.layers, other.layers, strict=False):
+            if own != theirs:
+                return f"model: {own.kind} {own} is {theirs} in the run"
+        if len(self.layers) != len(other.layers):
+            longer, here = max((self.layers, True), (other.layers, False), key=lambda e: len(e[0]))
+            extra = longer[min(len(self.layers), len(other.layers))]
+            return f"model: {extra.kind} {extra} is only {'here' if here else 'in the run'}"
+        if self.frozen != other.frozen:
+            return (
+                "model: its frozen weights are not those of the run; load them from the same file"
+            )
+        if self.is_counted != other.is_counted:
+            how = "are counted (num_samples)" if other.is_counted else "come from cluster.sampler"
+            return f"samples: in the run they {how}; do the same in all of its processes"
+        if self.num_samples != other.num_samples:
+            return f"samples: an epoch has {self.num_samples}, in the run {other.num_samples}"
+        return None
+
+
+def _mark(values: list[str]) -> Mark:
+    if not (
+        values and all(isinstance(each, str) and len(each) <= MAX_MARK_CHARS for each in values)
+    ):
+        raise ValueError("a sample's mark is no list of texts")
+    return tuple(values[: 1 + MOST_MARKED_VALUES])
+
+
+def _layer(kind: Any, name: str, shape: list[int], dtype: str) -> Layer:
+    sizes = tuple(shape)
+    is_known = kind in ("parameter", "buffer", "scratch") and isinstance(
+        getattr(torch, dtype, None), torch.dtype
+    )
+    is_named = isinstance(name, str) and all(name.split("."))
+    is_sized = all(isinstance(size, int) and 0 <= size < 2**40 for size in sizes)
+    if not (is_known and is_named and is_sized):
+        raise ValueError(f"{kind!r} {name!r} of {shape!r} is no part of a model")
+    return Layer(kind, name, sizes, dtype)
+
+
+@dataclass(frozen=True)
+class Drawn(Elsewhere):
+    """Training samples that the server has not: attached processes draw them."""
+
+    def batch(self, indices: Tensor, place: Place | None = None) -> Batch:  # noqa: ARG002
+        raise DataError(f"the {len(indices)} samples are only where the model is computed")
+
+
+class PlannedWorkload(Workload):
+    """What a run of attached processes trains: parameters that the server keeps, and cannot compute with."""
+
+    def __init__(self, plan: Plan, model: Callable[[], nn.Module]) -> None:
+        super().__init__(
+            model,
+            _computed_elsewhere,
+            Drawn(plan.num_samples),
+            name=ATTACHED_DATA,
+            fingerprint=plan.fingerprint,
+        )
+        self.plan = plan
+        self.is_scaled_elsewhere = True
+
+
+def _computed_elsewhere(_model: nn.Module, _batch: Batch) -> Tensor:
+    raise DataError("a server of attached processes computes no loss")
+
+
+def values_of(model: nn.Module, plan: Plan) -> Tensor:
+    """What is offered of a model, flat (num_values,), on the CPU."""
+    state = [tensor for layer, tensor in state_of(model) if layer.kind != "scratch"]
+    return torch.cat([tensor.detach().reshape(-1).to("cpu", plan.dtype) for tensor in state])
+
+
+def module_of(plan: Plan, values: Tensor) -> nn.Module:
+    """A module of the plan's parameters and buffers, with these `values` (num_values,): it cannot compute.
+
+    Raises:
+        ProtocolError: two of the names cannot be in one module.
+    """
+    root, start = nn.Module(), 0
+    for layer in plan.layers:
+        *above, last = layer.name.split(".")
+        place, stop = root, start + layer.numel
+        try:
+            for part in above:
+                if part not in dict(place.named_children()):
+                    place.add_module(part, nn.Module())
+                place = place.get_submodule(part)
+            _register(place, last, layer, values[start:stop])
+        except (KeyError, AttributeError, TypeError) as error:
+            raise ProtocolError(f"the plan of what is trained: {layer.name}: {error}") from None
+        start = stop
+    return root
+
+
+def _register(module: nn.Module, name: str, layer: Layer, values: Tensor) -> None:
+    dtype = getattr(torch, layer.dtype)
+    if layer.kind == "scratch":
+        module.register_buffer(name, torch.zeros(layer.shape, dtype=dtype), persistent=False)
+        return
+    tensor = values.to(dtype, copy=True).view(layer.shape)
+    if layer.kind == "buffer":
+        module.register_buffer(name, tensor)
+    else:
+        module.register_parameter(name, nn.Parameter(tensor))
+
+
+@dataclass(frozen=True)
+class Offered(Event):
+    """A whole offer: the plan, the values (num_values,) in its order, and the rest."""
+
+    session_id: int
+    offer: Offer
+    plan: Plan
+    weights: Tensor
+
+    @property
+    def workload(self) -> PlannedWorkload:
+        return PlannedWorkload(self.plan, lambda: module_of(self.plan, self.weights))
+
+
+@dataclass(frozen=True)
+class OfferArriving(Event):
+    """A bucket of an offer is here, and more of them are to come."""
+
+
+def _pieces(num_values: int, dtype: torch.dtype) -> list[Piece]:
+    """What is offered, on the wire: as it is, for buffers may hold infinity."""
+    codec, most = get_codec(lossless_for(dtype)), max(1, DEFAULT_BUCKET_BYTES // dtype.itemsize)
+    return [each._replace(codec=None) for each in bucket_pieces(codec, cut(num_values, most))]
+
+
+class _OfferReceiver(Receiver):
+    """Puts an offer together."""
+
+    def __init__(self, session_id: int) -> None:
+        self._session_id = session_id
+        self._offer: tuple[Offer, Plan, Assembler[OfferedWeights]] | None = None
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        match message:
+            case Offer():
+                plan = Plan.parse(message.plan)
+                pieces = _pieces(plan.num_values, plan.dtype)
+                self._offer = message, plan, Assembler("offer", lambda _: pieces, plan.memory)
+            case OfferedWeights() if self._offer is not None:
+                offer, plan, assembler = self._offer
+                _, weights = assembler.take(message, payload)
+                if weights is None:
+                    return OfferArriving()
+                return Offered(self._session_id, offer, plan, weights)
+        return None
+
+
+def wait_for_offer(
+    cluster: ClusterConfig,
+    secret: Secret,
+    *,
+    log: logging.Logger,
+    needs_optimizer: bool = False,
+    check: Callable[[Offer], object] = lambda _: None,
+    check_stop: Callable[[], None] = lambda: None,
+) -> Offered:
+    """Listen on the server's port until a process has offered what it trains; then the port is free.
+
+    With `needs_optimizer` an offer without one is refused, as is one for which `check` raises ConfigError.
+
+    Raises:
+        ClusterEmpty: nothing of an offer has come for `start_timeout_s`.
+        PortBusy, ConfigError: it cannot listen.
+    """
+
+    def admit(_session_id: int, hello: Hello) -> Accepted | Refused:
+        if OFFER.name not in hello.sets:
+            return Refused(
+                "no-model", "the server waits for a process that attaches and offers it a model"
+            )
+        return Accepted(
+            node=cluster.server,
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            heartbeat_timeout_s=cluster.heartbeat_timeout_s,
+        )
+
+    inbox = Inbox()
+    addresses = listening_addresses(cluster)
+    acceptor = Acceptor(
+        listen(addresses, cluster.port),
+        door=Door(secret, new_identity(), cluster.encryption, (SESSION, OFFER)),
+        inbox=inbox,
+        admit=admit,
+        receiver_for=_OfferReceiver,
+        max_queued=64,
+        log=log,
+    )
+    acceptor.open()
+    log.info(
+        "listening on %s, port %d, for the first process that attaches",
+        *(", ".join(addresses), cluster.port),
+    )
+    sessions: dict[int, Session] = {}
+    deadline = Deadline(cluster.start_timeout_s)
+    try:
+        while not deadline.expired:
+            check_stop()
+            match inbox.get(TICK_S):
+                case SessionOpened() as opened:
+                    sessions[opened.session_id] = opened.session
+                case SessionClosed(session_id):
+                    sessions.pop(session_id, None)
+                    acceptor.forget(session_id)
+                case OfferArriving():
+                    deadline = Deadline(cluster.start_timeout_s)
+                case Offered() as offered:
+                    session = sessions[offered.session_id]
+                    if refusal := _refusal(offered.offer, needs_optimizer, check):
+                        session.end_with(refusal)
+                        log.warning("an offer is refused: %s", refusal.sentence)
+                        continue
+                    session.send(OfferTaken())
+                    session.finish()
+                    session.join(cluster.heartbeat_timeout_s)
+                    return offered
+    finally:
+        acceptor.close()
+    raise ClusterEmpty(
+        f"no process has attached within {format_duration(cluster.start_timeout_s)} (start_timeout_s); "
+        "start a script that does, then the server again"
+    )
+
+
+def _refusal(
+    offer: Offer, needs_optimizer: bool, check: Callable[[Offer], object]
+) -> Reject | None:
+    if needs_optimizer and offer.optimizer is None:
+        return Reject(code=NO_OPTIMIZER, sentence=offer.obstacle)
+    try:
+        check(offer)
+    except ConfigError as error:
+        return Reject(code=BAD_OFFER, sentence=str(error))
+    return None
+
+
+def make_offer(
+    address: Address,
+    node: str,
+    secret: Secret,
+    offer: Offer,
+    weights: Tensor,
+    *,
+    timeout_s: float,
+    log: logging.Logger,
+    encryption: Encryption = "auto",
+) -> None:
+    """Offer a server what it shall train; `weights` (num_values,) in the plan's order, on the CPU.
+
+    Whether this offer or another one's was taken is unknown: join in either case.
+
+    Raises:
+        Rejected: the server cannot take it.
+        ConnectTimeout, AuthError: see `dial`.
+    """
+    hello = introduce(node, sets=(SESSION, OFFER))
+    try:
+        connection, _ = dial(
+            address, hello, secret, Accepted, timeout_s=timeout_s, log=log, encryption=encryption
+        )
+    except (Rejected, VersionDiffers) as error:
+        if isinstance(error, Rejected) and error.code != VERSION:
+            raise
+        return  # it has a model already
+    pieces = _pieces(weights.numel(), weights.dtype)
+    try:
+        connection.send_frame(frame_of(offer))
+        for frame in stream_frames(
+            OfferedWeights, pieces, (weights[each.place] for each in pieces)
+        ):
+            connection.send_frame(frame)
+        kinds = SESSION.from_listener | OFFER.from_listener
+        while not isinstance(answer := connection.receive(kinds)[0], OfferTaken):
+            if isinstance(answer, Reject):
+                raise Rejected(answer.sentence, answer.code)
+    except PeerLost as error:
+        log.debug("an offer was not taken: %s", error)
+    finally:
+        connection.close()
+
+
+def optimizer_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of an offer's fields that are the training configuration's and stated."""
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and name not in ("plan", "obstacle")
+    }

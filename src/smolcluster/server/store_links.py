@@ -1,0 +1,485 @@
+"""The coordinator's side of stores on other machines: who they are, what they hold, and how to reach them.
+
+A run's buckets are cut into as many slices as there are hosts. The first belongs to the server's own process
+(with one host that is all of them), each other one to the process of a store (`store_host.py`), which has
+dialled this server. What is said to a store is in one order, and obeyed in that order.
+
+What lies elsewhere is here as it was when it was gathered last, for an evaluation or a checkpoint. From that
+copy a store that was lost gets its slice back, while the others keep theirs (partial recovery: Maeng et al.,
+2011.02999).
+"""
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from smolcluster.configs.schema import RunConfig
+from smolcluster.errors import ClusterEmpty, ProtocolError
+from smolcluster.server.report import why_ended
+from smolcluster.server.slices import by_name, place_of, slice_frames, slice_pieces, spans
+from smolcluster.training.replica import Replica
+from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_duration
+from smolcluster.wire.acceptor import SessionOpened
+from smolcluster.wire.inbox import Event, MessageReceived, SessionClosed
+from smolcluster.wire.membership import Refused
+from smolcluster.wire.messages import (
+    Accepted,
+    End,
+    Gather,
+    Goodbye,
+    Hello,
+    Listening,
+    Message,
+    OuterRule,
+    Reject,
+    Slice,
+    SliceRule,
+    State,
+    StoreList,
+    StorePlace,
+    WorkerGone,
+)
+from smolcluster.wire.session import Receiver, Session
+from smolcluster.wire.streams import Assembler, Piece
+
+BUSY_RETRY_AFTER_S = 2.0
+GATHER_TICK_S = 0.1
+COPY_EVERY_S, COPY_RATIO = 60.0, 50.0
+"""Slices are gathered every so many seconds, and not before so many times as long as it took last."""
+GATHER_SLOWER = 20.0
+"""Times as slow as the way to a store may the way back be."""
+CLOSING_TIMEOUT_S = 3.0
+
+
+class StoreReceiver(Receiver):
+    """Takes what a store says, in its session's reader: the slices that were asked for, and all else."""
+
+    def __init__(self, hear: Callable[[Message, memoryview], Event | None]) -> None:
+        self._hear = hear
+        self._lock = threading.Lock()
+        self._asked: deque[tuple[Assembler[State], Tensor, threading.Event]] = deque()
+        """What was asked for and is not whole yet: the store sends one after the other."""
+        self.num_frames = 0
+        """Of slices, that have arrived."""
+
+    def expect(self, pieces: Sequence[Piece], dtype: torch.dtype) -> tuple[Tensor, threading.Event]:
+        """The store is about to be asked for its slice; returns its memory, and what is set when it is whole.
+
+        Where one that was asked for before still arrives, this one is written over it.
+        """
+        whole = threading.Event()
+        with self._lock:
+            old = self._asked[-1][1] if self._asked else None
+            values = torch.empty(pieces[-1].place.stop, dtype=dtype) if old is None else old
+            self._asked.append(
+                (Assembler("slice", lambda _: pieces, lambda *_, **__: values), values, whole)
+            )
+        return values, whole
+
+    def _take(self, state: State, payload: memoryview) -> None:
+        with self._lock:
+            if not self._asked:
+                raise ProtocolError("it sent its slice unasked")
+            incoming, _, whole = self._asked[0]
+        self.num_frames += 1
+        if incoming.take(state, payload)[1] is not None:
+            with self._lock:
+                self._asked.popleft()
+            whole.set()
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        if isinstance(message, State):
+            self._take(message, payload)
+            return None
+        return self._hear(message, payload)
+
+
+@dataclass
+class RemoteStore:
+    """A store on another machine: its name, its buckets, and the session with it if there is one."""
+
+    node: str
+    span: range
+    session: Session | None = None
+    instance: str = ""
+    listens: Listening | None = None
+    """Where workers are let in; None: it has not got its slice yet."""
+    waiting_since: float = field(default_factory=time.monotonic)
+    """Of one without its slice: when it was lost, or when the last frame of the slice left for it."""
+    num_sent: int = 0
+    """The most frames that have left for it in one session since it was lost."""
+    opened_at: float = 0.0
+    """When its session began."""
+    took_s: float = 0.0
+    """How long it took from then until it had its slice."""
+    num_steps: int = 0
+    """Steps that it has taken since its slice was last gathered, or given to it."""
+    heard_at: float = 0.0
+    """When it last said anything."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long stores are waited for, in seconds: at the start, and when one is lost."""
+
+    start_s: float
+    lost_s: float
+
+
+class StoreLinks(ABC):
+    """The stores of a run that are on other hosts. Only the deciding thread calls it.
+
+    What a slice holds, and how it changes, is a subclass's matter.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        nodes: Sequence[str],
+        *,
+        run: RunConfig,
+        codec: str,
+        incarnation: str,
+        patience: Patience,
+        log: logging.Logger,
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        """Cut the replica's buckets among `nodes`, in these `shares`; the first is this process."""
+        self._replica = replica
+        self._run, self._codec, self._incarnation = run, codec, incarnation
+        self._own_node, self._patience, self._log = nodes[0], patience, log
+        self.own_span, *others = spans(len(replica.buckets), shares or [1] * len(nodes))
+        self._stores = [
+            RemoteStore(node, span) for node, span in zip(nodes[1:], others, strict=False)
+        ]
+        for node in nodes[1 + len(others) :]:
+            log.warning("the model has %d buckets: %s holds none", len(replica.buckets), node)
+        self._receivers: dict[int, StoreReceiver] = {}
+        self._copied_version = 0
+        self._copied_at = time.monotonic()
+        self._copying_took_s = 0.0
+        self._has_been_ready = False
+
+    @abstractmethod
+    def _contents(self, place: slice) -> dict[str, Tensor]:
+        """What a slice of the flat weights holds, by name: views of what was gathered last."""
+
+    def _rule(self, _place: slice) -> SliceRule | OuterRule | None:
+        """How a slice steps; None: it takes no steps."""
+        return None
+
+    def _owes_residual(self) -> bool:
+        """Whether the residual among a slice's contents is still owed."""
+        return False
+
+    @abstractmethod
+    def _hear(
+        self, store: RemoteStore, session_id: int, message: Message, payload: memoryview
+    ) -> Event | None:
+        """Take what a store says of its slice, in its session's reader."""
+
+    def _on_lost(self, store: RemoteStore) -> None:  # noqa: B027 - some need do nothing
+        """A store has lost its slice."""
+
+    def _remember_copy(self, version: int) -> None:
+        """The slices are now here as they are at `version`."""
+        self._copied_at = time.monotonic()
+        self._copied_version = version
+
+    # who is there
+
+    def admit(self, session_id: int, hello: Hello) -> Accepted | Refused:
+        """Decide on a store that has proved itself. Any thread."""
+        known = {store.node: store for store in self._stores}
+        if hello.node not in known:
+            names = ", ".join(known) or "none"
+            return Refused(
+                "node",
+                f"{hello.node!r} is no store of this run (servers has {names}); mend servers in the server's "
+                "cluster file",
+            )
+        self._receivers[session_id] = StoreReceiver(
+            partial(self._hear, known[hello.node], session_id)
+        )
+        return Accepted(
+            node=self._own_node,
+            bucket_bytes=self._replica.bucket_bytes,
+            heartbeat_timeout_s=self._run.heartbeat_timeout_s,
+        )
+
+    def receiver_for(self, session_id: int) -> StoreReceiver | None:
+        """What takes the messages of a session, if it is a store's. Any thread."""
+        return self._receivers.get(session_id)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all stores have their slices."""
+        return all(store.listens for store in self._stores)
+
+    def check_patience(self, now: float) -> None:
+        """Give up when a store has been missing for too long, or has its slice sent and gets no further.
+
+        Raises:
+            ClusterEmpty: it has.
+        """
+        key, limit_s = "start_timeout_s", self._patience.start_s
+        if self._has_been_ready:
+            key, limit_s = "empty_cluster_timeout_s", self._patience.lost_s
+        for store in self._stores:
+            if store.listens is not None:
+                continue
+            session = store.session
+            if session is not None and session.num_sent > store.num_sent:
+                store.num_sent, store.waiting_since = session.num_sent, now
+            if now - store.waiting_since > limit_s:
+                missing, remedy = "did not come within", "start it"
+                if session is not None:
+                    missing, remedy = (
+                        "has not got on with its slice for",
+                        "look at its log file, start it",
+                    )
+                raise ClusterEmpty(
+                    f"the store {store.node} {missing} {format_duration(limit_s)} ({key}); {remedy}, then "
+                    "the server again"
+                )
+
+    def are_silent(self, now: float) -> bool:
+        """Whether a store that has its slice has said nothing for as long as a lost one is waited for.
+
+        It may have nothing to say. Whoever wants to know gathers: that cuts a store that does not answer.
+        """
+        limit_s = self._patience.lost_s
+        return any(store.listens and now - store.heard_at > limit_s for store in self._stores)
+
+    def is_copy_due(self, now: float) -> bool:
+        """Whether what would be lost with a store is older than gathering it costs."""
+        has_changed = any(store.num_steps for store in self._stores)
+        wait_s = max(COPY_EVERY_S, COPY_RATIO * self._copying_took_s)
+        return self.is_ready and has_changed and now - self._copied_at > wait_s
+
+    @property
+    def list(self) -> StoreList:
+        """What workers are told of the stores, when all are ready."""
+        places = []
+        for store in self._stores:
+            assert store.listens is not None  # noqa: S101 - they are ready
+            places.append(
+                StorePlace(
+                    node=store.node,
+                    places=store.listens.places,
+                    first=store.span.start,
+                    stop=store.span.stop,
+                )
+            )
+        return StoreList(stores=tuple(places))
+
+    def introduce(self, session: Session) -> bool:
+        """Tell a worker of the stores on other hosts, when all are ready; returns whether there are none.
+
+        It asks for weights when it has reached them.
+        """
+        if self._stores and self.is_ready:
+            session.send(self.list)
+        return not self._stores
+
+    def handle(self, event: Event) -> bool:
+        """Take what concerns stores; returns whether they are ready now, and were not before."""
+        match event:
+            case SessionOpened():
+                self._opened(event)
+            case SessionClosed(session_id=session_id, reason=reason):
+                self._closed(session_id, reason)
+            case MessageReceived(session_id=session_id, message=Listening() as listens):
+                return self._listens(session_id, listens)
+            case MessageReceived(session_id=session_id, message=Goodbye() as goodbye):
+                self._closed(session_id, goodbye.reason)
+        return False
+
+    def session_of(self, node: str) -> Session | None:
+        return next((store.session for store in self._stores if store.node == node), None)
+
+    def cut(self, node: str, reason: str) -> None:
+        if (session := self.session_of(node)) is not None:
+            session.cut(reason)
+
+    def _of_session(self, session_id: int) -> RemoteStore | None:
+        sessions = ((store, store.session) for store in self._stores)
+        return next((s for s, own in sessions if own and own.session_id == session_id), None)
+
+    def _opened(self, opened: SessionOpened) -> None:
+        """Give a store its slice, as it was gathered last."""
+        hello, session = opened.client.hello, opened.session
+        store = next(each for each in self._stores if each.node == hello.node)
+        if store.session is not None:
+            if store.instance != hello.instance:
+                sentence = f"the store {store.node} is another live process; stop that one"
+                reject = Reject(code="busy", sentence=sentence, retry_after_s=BUSY_RETRY_AFTER_S)
+                session.end_with(reject)
+                return
+            store.session.cut("the same process has connected again")
+            self._lost(store, "the same process has connected again")
+        store.session, store.instance = session, hello.instance
+        store.opened_at = time.monotonic()
+        session.send(self._slice_of(store))
+        place = place_of(self._replica.buckets, store.span)
+        what = (self._contents(place), self._replica.buckets, store.span)
+        for frame in slice_frames(
+            *what, incarnation=self._incarnation, version=self._copied_version
+        ):
+            session.send_frame(frame)
+
+    def _slice_of(self, store: RemoteStore) -> Slice:
+        replica = self._replica
+        place = place_of(replica.buckets, store.span)
+        return Slice(
+            run_id=self._run.run_id,
+            reconnect_timeout_s=self._run.reconnect_timeout_s,
+            incarnation=self._incarnation,
+            num_params=replica.num_params,
+            bucket_length=replica.buckets[0].stop,
+            first=store.span.start,
+            stop=store.span.stop,
+            contents=tuple(self._contents(place)),
+            codec=self._codec,
+            has_loss_scale=replica.scaler is not None,
+            rule=self._rule(place),
+            owes_residual=self._owes_residual(),
+        )
+
+    def _listens(self, session_id: int, listens: Listening) -> bool:
+        store = self._of_session(session_id)
+        if store is None or store.listens is not None:
+            return False
+        store.listens, store.heard_at = listens, time.monotonic()
+        store.took_s = store.heard_at - store.opened_at
+        first, stop, total = store.span.start + 1, store.span.stop, len(self._replica.buckets)
+        self._log.info(
+            "the store %s holds buckets %d to %d of %d, as they were at step %d",
+            *(store.node, first, stop, total, self._copied_version),
+        )
+        if self.is_ready:
+            self._has_been_ready = True
+        return self.is_ready
+
+    def _closed(self, session_id: int, reason: str) -> None:
+        self._receivers.pop(session_id, None)
+        if (store := self._of_session(session_id)) is not None:
+            self._lost(store, reason)
+
+    def _lost(self, store: RemoteStore, reason: str) -> None:
+        if store.listens is not None:  # else it is waited for already
+            store.waiting_since, store.num_sent = time.monotonic(), 0
+        store.session, store.listens = None, None
+        self._on_lost(store)
+        self._log.warning(
+            "the store %s is lost: %s; training pauses, for up to %s, until it is back",
+            *(store.node, reason, format_duration(self._patience.lost_s)),
+        )
+
+    def _tell(self, nodes: Collection[str], message: Message) -> None:
+        for store in self._stores:
+            if store.session is not None and store.node in nodes:
+                store.session.send(message)
+
+    # weights
+
+    def worker_gone(self, instance: str) -> None:
+        """Let no store keep anything for a worker that may not come."""
+        self._tell([store.node for store in self._stores], WorkerGone(instance=instance))
+
+    def gather(self, version: int, check_stop: Callable[[], None] = lambda: None) -> bool:
+        """Bring all slices into the replica, as they are now; returns False if a store is missing.
+
+        Nothing else is decided meanwhile. A store of which nothing comes for as long as a lost one is waited
+        for is cut, and so is one that takes `GATHER_SLOWER` times as long as for getting its slice, and so
+        long besides. The weights must not be read by others until this returns. `check_stop` may raise.
+        """
+        if not self._contents(slice(0, 0)):
+            return True
+        if not self.is_ready:
+            return False
+        began = time.monotonic()
+        asked = [(store, *self._ask(store, version)) for store in self._stores]
+        for store, _, whole in asked:
+            if not self._wait_for(store, whole, check_stop):
+                return False
+        for store, gathered, _ in asked:
+            contents = self._contents(place_of(self._replica.buckets, store.span))
+            for name, values in by_name(tuple(contents), gathered).items():
+                contents[name].copy_(values)
+        self._remember_copy(version)
+        self._copying_took_s = self._copied_at - began
+        return True
+
+    def _ask(self, store: RemoteStore, version: int) -> tuple[Tensor, threading.Event]:
+        replica, session = self._replica, store.session
+        assert session is not None  # noqa: S101 - it is ready
+        place = place_of(replica.buckets, store.span)
+        dtype = replica.params.dtype
+        pieces = slice_pieces(replica.buckets, store.span, tuple(self._contents(place)), dtype)
+        asked = self._receivers[session.session_id].expect(pieces, dtype)
+        session.send(Gather(version=version))
+        return asked
+
+    def _wait_for(
+        self,
+        store: RemoteStore,
+        whole: threading.Event,
+        check_stop: Callable[[], None],
+    ) -> bool:
+        session, progress = store.session, -1
+        assert session is not None  # noqa: S101 - it is ready
+        receiver = self._receivers[session.session_id]
+        patience_s = self._patience.lost_s
+        deadline = Deadline(patience_s)
+        total_s = patience_s + GATHER_SLOWER * store.took_s
+        total = Deadline(total_s)
+        while not whole.wait(GATHER_TICK_S):
+            check_stop()
+            if receiver.num_frames != progress:
+                progress, deadline = receiver.num_frames, Deadline(patience_s)
+            if deadline.expired:
+                session.cut("it does not send its slice")
+            if total.expired:
+                session.cut(f"it has not sent its slice within {format_duration(total_s)}")
+            if session.is_cut:
+                return False
+        store.heard_at = time.monotonic()
+        return True
+
+    # the end
+
+    @contextmanager
+    def told(self, ending: Callable[[], str]) -> Iterator[None]:
+        """Let stores hear how the run has ended; not of a signal: it may go on."""
+        end: End | None = None
+        try:
+            yield
+            end = End(ok=True, sentence=ending())
+        except Exception as error:
+            end = End(ok=False, sentence=why_ended(error))
+            raise
+        finally:
+            self.close(end)
+
+    def close(self, end: End | None) -> None:
+        """Tell the stores that the run is over; None: nobody is told, for the server may be started again."""
+        sessions = [store.session for store in self._stores if store.session is not None]
+        for session in sessions:
+            if end is not None:
+                session.send_at_once(end)
+                session.finish()
+        deadline = Deadline(CLOSING_TIMEOUT_S if end is not None else 0.0)
+        for session in sessions:
+            if not session.join(deadline.remaining()):
+                session.cut("it did not close in time")

@@ -1,1 +1,0 @@
-"""The wire: frames, messages, connections and the handshake's cryptography."""

@@ -1,0 +1,1 @@
+"""The wire: frames, messages, streams of tensors, connections, and peers: sessions and who may come in."""

@@ -1,0 +1,1347 @@
+"""The messages of protocol version 2: one frozen model a kind, JSON in a frame's header.
+
+They come in sets, one a protocol: `SESSION`, which every two peers speak, `PS`, what a worker and its server
+say, `ROUNDS`, what they say besides where workers take steps of their own, `STORE` and `SLICES`, what a
+store on another machine says to the server and to workers, and `LINKS`, what neighbouring stages of a
+pipeline say. Two peers say to each other what is in the sets that their handshake agreed on, nothing else.
+
+What arrives is validated strictly: unknown kinds and fields, wrong types, duplicate keys, NaN,
+infinities, numbers and texts out of bounds, and deeply nested JSON are refused. A message with a
+`tensor` field announces a payload of exactly `tensor.nbytes` bytes; all others have none.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    StringConstraints,
+    ValidationError,
+)
+
+from smolcluster.configs.schema import HeartbeatTimeout, RunConfig
+from smolcluster.configs.spec import get_algorithm
+from smolcluster.errors import ProtocolError
+from smolcluster.utils.gpu import GpuQuantity
+from smolcluster.utils.meter import MAX_SPANS, PHASES
+from smolcluster.wire.frames import Buffer, Frame, build_frame
+
+MAX_SENTENCE_CHARS = 1000
+MAX_BUCKET_BYTES = 64 * 1024 * 1024
+MAX_BATCH_NBYTES = 4 * 1024 * 1024 * 1024
+MAX_SETS = 16
+MOST_MARKED_VALUES = 64
+UNSUMMED = "payloads without checksums over TLS and Unix sockets"
+
+
+def one_line(text: object) -> object:
+    """Make a text fit for a sentence field: printable, on one line, cut to `MAX_SENTENCE_CHARS`."""
+    if not isinstance(text, str):
+        return text
+    printable = "".join(char if char.isprintable() else " " for char in text)
+    line = " ".join(printable.split())
+    return line if len(line) <= MAX_SENTENCE_CHARS else line[: MAX_SENTENCE_CHARS - 1] + "…"
+
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Terms = Annotated[float, Field(ge=0, le=2**53)]
+"""Loss terms: a weighted mean has the sum of its weights, which is no whole number."""
+Positive = Annotated[int, Field(ge=1, le=2**53)]
+Byte32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Instance = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f]{1,64}$")]
+Identifier = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
+Sentence = Annotated[
+    str, BeforeValidator(one_line), StringConstraints(max_length=MAX_SENTENCE_CHARS)
+]
+Outcome = Literal["applied", "stale", "late", "duplicate", "non_finite"]
+Shape = Annotated[tuple[Count, ...], Strict(False), Field(max_length=8)]
+MAX_PULLED_BUCKETS = 4096
+Buckets = Annotated[
+    tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_PULLED_BUCKETS)
+]
+MAX_FRAGMENTS = 4096
+Fragments = Annotated[
+    tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_FRAGMENTS)
+]
+MAX_CHANGING_BUFFERS = 8192
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Speed = Annotated[float, Field(ge=0, le=1e15)]
+MAX_LOSS = 1e30
+Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]
+Amount = Annotated[float, Field(ge=0, le=2**53)]
+Scale = Annotated[float, Field(gt=0, le=1e30)]
+Moment = Annotated[float, Field(ge=0, le=1e11)]
+"""Seconds since 1970 on the sender's clock."""
+NUM_PHASES = len(PHASES)
+SpanEntry = Annotated[
+    tuple[
+        Annotated[int, Field(ge=0, le=NUM_PHASES)],
+        Annotated[int, Field(ge=-(2**53), le=2**53)],
+        Annotated[int, Field(ge=0, le=2**53)],
+    ],
+    Strict(False),
+]
+"""A phase, its start and its length, in microseconds."""
+Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:%_-]{1,253}$")]
+MAX_STORES, MAX_ADDRESSES, MAX_CONTENTS = 256, 8, 16
+MAX_PARTS = 4096
+MAX_LAYERS, MAX_CHANGES = 4096, 512
+MAX_STAGES, MAX_WANTED, MAX_LAYER_KINDS = 4096, 64, 200
+MAX_PLACES = 4096
+FlatPlace = Annotated[tuple[Count, Count], Strict(False)]
+"""Start and stop in flat weights."""
+Total = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], Terms], Strict(False)]
+"""A sum over loss terms, or over those of a metric, and their number."""
+OptimizerArgument = bool | int | float | Annotated[tuple[float, ...], Strict(False)]
+WEIGHTS = "weights"
+"""The content of a State that holds weights."""
+
+
+class HeaderModel(BaseModel):
+    """Base of everything in a header: immutable, strictly typed, finite, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class LeaseKey(HeaderModel):
+    """Names a lease: positions `start` to `stop` - 1 of an epoch's permutation, granted once."""
+
+    incarnation: Identifier
+    epoch: Count
+    start: Count
+    stop: Positive
+    grant: Count
+
+
+class TensorSpec(HeaderModel):
+    """Describes a payload: its codec, the decoded type and shape, and its size on the wire."""
+
+    codec: Identifier
+    dtype: Identifier
+    shape: Shape
+    nbytes: Count
+
+
+class Message(HeaderModel):
+    """Base of all messages; `KIND` is the number in a frame's prefix."""
+
+    KIND: ClassVar[int]
+
+
+class Hello(Message):
+    """Who dials: who it is, and which sets of messages it knows. The first message of a connection."""
+
+    KIND: ClassVar[int] = 1
+    version: Name
+    sets: Annotated[dict[Identifier, Byte32], Field(max_length=MAX_SETS)]
+    """The digest of each set, by name."""
+    node: Name
+    worker_id: Annotated[int, Field(ge=0, le=2**31)]
+    """0: it has none; of a server it asks what the run is and which number is free, and gets no session."""
+    instance: Instance
+
+
+class Challenge(Message):
+    """Either side: 32 random bytes that the other one's proof must cover."""
+
+    KIND: ClassVar[int] = 2
+    nonce: Byte32
+
+
+class Proof(Message):
+    """Either side: proves that it knows the secret, and what was said before."""
+
+    KIND: ClassVar[int] = 3
+    mac: Byte32
+
+
+class DataSizes(HeaderModel):
+    """What a model of ours is made for: features a sample and classes; of text tokens, and the vocabulary."""
+
+    input_dim: Positive
+    num_classes: Positive
+    measure: Literal["accuracy", "perplexity"]
+
+
+class ServedData(HeaderModel):
+    """Training data that the server sends along with the work, so that no worker needs to have them.
+
+    `sizes` are there where no worker has a workload of its own.
+    """
+
+    name: Name
+    fingerprint: Identifier
+    num_samples: Positive
+    sizes: DataSizes | None = None
+
+
+class Accepted(Message):
+    """Who was dialled: the other side is let in; by whom, which `sets` both know, the session's limits."""
+
+    KIND: ClassVar[int] = 22
+    node: Name
+    """The name of the process that was dialled; the dialling side compares it with the one it meant."""
+    sets: Annotated[tuple[Identifier, ...], Strict(False), Field(max_length=MAX_SETS)] = ()
+    bucket_bytes: Annotated[int, Field(ge=4, le=MAX_BUCKET_BYTES)]
+    heartbeat_timeout_s: HeartbeatTimeout
+
+
+class Welcome(Accepted):
+    """Server: a worker is let in; says what is trained."""
+
+    KIND: ClassVar[int] = 4
+    run_id: Identifier
+    incarnation: Identifier
+    run: RunConfig
+    model_fingerprint: Identifier
+    codec: Identifier
+    data: ServedData | None = None
+    worker_id: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    """To who asked for one: a number that is free."""
+    plan: str | None = None
+    """To processes that attach: the parameters and samples of the run (`server/offering.py`)."""
+
+
+MAX_SAMPLE_MARKS = 3
+SampleMark = Annotated[
+    tuple[Identifier, ...], Strict(False), Field(min_length=1, max_length=1 + MOST_MARKED_VALUES)
+]
+
+
+class Ready(Message):
+    """Client: has built model and data, and these are their fingerprints."""
+
+    KIND: ClassVar[int] = 5
+    dataset_fingerprint: Identifier
+    model_fingerprint: Identifier
+    source: Identifier | None = None
+    """SHA-256 of the code of a workload that was named."""
+    device: Name
+    samples_per_s: Speed
+    unacknowledged: LeaseKey | None = None
+    samples: Annotated[
+        tuple[SampleMark, ...], Strict(False), Field(max_length=MAX_SAMPLE_MARKS)
+    ] = ()
+    """What its first, middle and last training sample are known by (`data/marks.py`); empty: it has none."""
+    order: Identifier | None = None
+    """XXH3-64 of how its own sampler begins the first epoch; null: it has none."""
+    first_weights: Identifier | None = None
+    """A sketch of the trained weights that its model was built with (`data/marks.py`); null: no losses."""
+    first_losses: Annotated[
+        tuple[Loss | None, ...], Strict(False), Field(max_length=MAX_SAMPLE_MARKS)
+    ] = ()
+    """What that model made of its first, middle and last training sample; null: it is not compared."""
+    weights: Identifier | None = None
+    """XXH3-128 of the weights and buffers that it has; null: it gets them in any case."""
+    steps_alone: bool = False
+    """Whether its steps are its own: others compute for it, or its loop has an optimizer of its own."""
+
+
+class Reject(Message):
+    """Server: the client may not take part, why, and when to ask again (seconds; null: never)."""
+
+    KIND: ClassVar[int] = 6
+    code: Identifier
+    sentence: Sentence
+    retry_after_s: Annotated[float, Field(ge=0)] | None = None
+
+
+class Assignment(Message):
+    """Server: compute the gradient of these samples (payload: their indices).
+
+    With `batch_nbytes` the samples themselves came just before, in `Served` messages of so many bytes in all.
+    `version` is the server's. SyncPS: they are of a batch of `batch_samples`; only the buckets from
+    `first_bucket` on are wanted; a `backup` of somebody else's part is pushed lossless. DiLoCo: only these
+    `fragments` take a step; null: all. In its synchronous beginning what is collected next `is_gradient`.
+    """
+
+    KIND: ClassVar[int] = 7
+    lease: LeaseKey
+    version: Count
+    learning_rate: Annotated[float, Field(ge=0)]
+    loss_scale: Scale = 1.0
+    batch_samples: Count = 0
+    first_bucket: Count = 0
+    backup: bool = False
+    tensor: TensorSpec
+    batch_nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)] | None = None
+    fragments: Fragments | None = None
+    is_gradient: bool = False
+
+
+class Served(Message):
+    """Server: a piece of the batch that a worker will be assigned: from byte `offset` on of `nbytes` in all.
+
+    The pieces come in order; what the batch's bytes mean is said in `data/pytree.py`.
+    """
+
+    KIND: ClassVar[int] = 25
+    lease: LeaseKey
+    offset: Count
+    nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)]
+    tensor: TensorSpec
+
+
+class Push(Message):
+    """Client: one bucket of a gradient, computed on the weights of `base_version` in `compute_s` seconds.
+
+    Gradient and `loss` are means over `num_terms` loss terms, of `num_samples` samples; `loss` is null where
+    nobody has told it. `learning_rate` is what the worker's own schedule has come to; null: the run's.
+    `overflow` is the loss scale with which the gradient overflowed, which is 0 then; the step is skipped.
+    For `held_s` seconds in all the push has waited for others' up to this bucket.
+    """
+
+    KIND: ClassVar[int] = 8
+    lease: LeaseKey
+    base_version: Count
+    bucket: Count
+    num_buckets: Positive
+    num_samples: Positive
+    num_terms: Terms
+    loss: Loss | None
+    learning_rate: Annotated[float, Field(ge=0)] | None = None
+    overflow: Scale | None = None
+    compute_s: Seconds
+    held_s: Seconds = 0.0
+    tensor: TensorSpec
+
+    @property
+    def mean_loss(self) -> float:
+        """`loss`; NaN where nobody has told it."""
+        return math.nan if self.loss is None else self.loss
+
+
+class Ack(Message):
+    """Server: what became of a push, and the version of the weights after it."""
+
+    KIND: ClassVar[int] = 9
+    lease: LeaseKey
+    outcome: Outcome
+    version: Count
+
+
+class Pull(Message):
+    """Client: asks for the weights, or for some buckets of them only.
+
+    SyncPS: without buckets it has fallen behind, or has been parked, and asks for the whole state.
+    """
+
+    KIND: ClassVar[int] = 10
+    buckets: Buckets | None = None
+
+
+class State(Message):
+    """Server: one bucket of the weights, or of a tensor of the optimizer that `content` names.
+
+    Of `version` steps `num_skipped` were skipped: the optimizer has taken all others.
+    """
+
+    KIND: ClassVar[int] = 11
+    incarnation: Identifier
+    version: Count
+    content: Identifier = WEIGHTS
+    num_skipped: Count = 0
+    bucket: Count
+    num_buckets: Positive
+    tensor: TensorSpec
+
+
+class Buffers(Message):
+    """Either side: a piece of the model's buffers of these `numbers`, which change as it computes.
+
+    Client: what computing `lease` has added to them, before its push. Server: their values at `version`,
+    before its State or the Commit that makes that version.
+    """
+
+    KIND: ClassVar[int] = 23
+    lease: LeaseKey | None = None
+    version: Count
+    numbers: Annotated[
+        tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_CHANGING_BUFFERS)
+    ]
+    piece: Count
+    num_pieces: Positive
+    tensor: TensorSpec
+
+
+class Heartbeat(Message):
+    """Either side: still alive, at `sent_at`; and when the peer's last heartbeat was sent and came.
+
+    The four moments of a pair of heartbeats give the round trip and the difference of the clocks (NTP,
+    RFC 5905). Server: `trouble` is what it cannot do at the moment, because its disk is full.
+    """
+
+    KIND: ClassVar[int] = 12
+    sent_at: Moment
+    heard_sent_at: Moment | None = None
+    heard_at: Moment | None = None
+    trouble: Sentence = ""
+
+
+class Goodbye(Message):
+    """Leaves on purpose, or because it `has_failed` and cannot go on. The server: it was stopped."""
+
+    KIND: ClassVar[int] = 13
+    reason: Sentence
+    has_failed: bool = False
+
+
+class Fault(Message):
+    """Client: leaves, because what it computes is not finite, or because the user's code raised an exception.
+
+    If nobody else takes part, the run has failed; also if the exception came after its Ready.
+    """
+
+    KIND: ClassVar[int] = 14
+    code: Literal["non-finite", "user-code"]
+    sentence: Sentence
+
+
+class End(Message):
+    """Server: the run is over, well or badly."""
+
+    KIND: ClassVar[int] = 15
+    ok: bool
+    sentence: Sentence
+
+
+class Reduced(Message):
+    """Server, store: one bucket of the mean gradient of the step that makes `version`.
+
+    `attempt` is that of a store's OpenStep.
+    """
+
+    KIND: ClassVar[int] = 16
+    attempt: Count = 0
+    version: Count
+    bucket: Count
+    num_buckets: Positive
+    tensor: TensorSpec
+
+
+class Commit(Message):
+    """Server: every bucket of the step that makes `version` has been sent; take it.
+
+    If it `is_skipped`, because a gradient has overflowed, the weights and the optimizer stay as they are.
+    The gradient, a mean over `num_terms` loss terms of `num_samples` samples, counts `clip` times. Now
+    and then the payload holds a digest of each bucket of the weights before the step: xxh3-64 of their bytes.
+    """
+
+    KIND: ClassVar[int] = 17
+    version: Count
+    num_samples: Positive
+    num_terms: Terms = 0.0
+    clip: Annotated[float, Field(ge=0, le=1)]
+    is_skipped: bool = False
+    learning_rate: Annotated[float, Field(ge=0)]
+    tensor: TensorSpec | None = None
+
+
+class Cancel(Message):
+    """Server: a push is wanted no more; its first `num_buckets` buckets have counted."""
+
+    KIND: ClassVar[int] = 18
+    lease: LeaseKey
+    num_buckets: Count
+
+
+class Skip(Message):
+    """Client: will not push what it was assigned, or no more of it, after having computed for `compute_s` s.
+
+    For `held_s` seconds what it did push has waited for others'.
+    EDP: because of a loss, gradient or weights that are NaN or infinite, which `reason` describes.
+    """
+
+    KIND: ClassVar[int] = 19
+    lease: LeaseKey
+    compute_s: Seconds
+    held_s: Seconds = 0.0
+    reason: Sentence = ""
+
+
+class Telemetry(Message):
+    """Client: what its process has counted since it started, in sums that only grow (`utils/meter.py`).
+
+    `phase_s` are the seconds by phase, `queued` the frames that wait to be sent now, `spans` those of its
+    newest steps, counted from `spans_at`; `gpu` is what its GPU does now; `peak_bytes` is the most memory by
+    phase, nothing where that is not measured.
+    """
+
+    KIND: ClassVar[int] = 20
+    uptime_s: Seconds
+    steps: Count
+    samples: Count
+    phase_s: Annotated[
+        tuple[Seconds, ...], Strict(False), Field(min_length=NUM_PHASES, max_length=NUM_PHASES)
+    ]
+    raw_bytes: Count
+    encoded_bytes: Count
+    cpu_s: Seconds
+    memory_bytes: Count
+    sent_bytes: Count
+    received_bytes: Count
+    queued: Count
+    peak_bytes: Annotated[tuple[Count, ...], Strict(False), Field(max_length=NUM_PHASES)] = ()
+    gpu: dict[GpuQuantity, Amount] = {}
+    spans_at: Moment = 0.0
+    spans: Annotated[tuple[SpanEntry, ...], Strict(False), Field(max_length=MAX_SPANS)] = ()
+
+
+class Park(Message):
+    """Server: the client does not keep up, and hears of no further step until it is sent the state anew.
+
+    What was queued for it is dropped: the open step, and its parts. Of the push `lease` the first
+    `num_buckets` buckets have counted, of a later one nothing. It answers with a Pull.
+    """
+
+    KIND: ClassVar[int] = 21
+    lease: LeaseKey | None
+    num_buckets: Count
+
+
+class Logged(Message):
+    """Client: values that its user's loop has measured, by name, such as `val_loss`."""
+
+    KIND: ClassVar[int] = 24
+    values: Annotated[
+        dict[Identifier, Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]],
+        Field(min_length=1, max_length=64),
+    ]
+
+
+class Stepped(Message):
+    """Client: has taken a local step with these samples, of mean `loss` over `num_terms` loss terms.
+
+    `loss` is null where nobody has told it; `learning_rate` is what the worker's own schedule has come to;
+    null: the run's. `overflow` is the loss scale with which the gradient overflowed; the step is skipped.
+    """
+
+    KIND: ClassVar[int] = 32
+    lease: LeaseKey
+    loss: Loss | None
+    num_terms: Terms
+    grad_norm: Annotated[float, Field(ge=0)]
+    learning_rate: Annotated[float, Field(ge=0)] | None = None
+    overflow: Scale | None = None
+    compute_s: Seconds
+
+    @property
+    def mean_loss(self) -> float:
+        """`loss`; NaN where nobody has told it."""
+        return math.nan if self.loss is None else self.loss
+
+
+class Collect(Message):
+    """Server: send what a fragment has changed by since its last weights; `wait`: until the next ones come.
+
+    It is about all Assignments before it: where these say so, send their mean gradient. `request` names it in
+    the Delta.
+    """
+
+    KIND: ClassVar[int] = 33
+    request: Count
+    fragment: Count
+    wait: bool
+
+
+class Delta(Message):
+    """Client: one bucket of what a fragment has changed by: the weights it began with, less those of now."""
+
+    KIND: ClassVar[int] = 34
+    request: Count
+    fragment: Count
+    bucket: Count
+    num_buckets: Positive
+    tensor: TensorSpec
+
+
+class DeltaSent(Message):
+    """Client: it has sent what a fragment has changed by to stores; the server holds no bucket of it."""
+
+    KIND: ClassVar[int] = 39
+    request: Count
+    fragment: Count
+
+
+class OuterStep(Message):
+    """Server, store: one bucket of a fragment's weights of `version`.
+
+    With `base_version` it is what is to be taken from those of that version; null: the weights themselves.
+    """
+
+    KIND: ClassVar[int] = 35
+    fragment: Count
+    base_version: Count | None
+    version: Count
+    bucket: Count
+    num_buckets: Positive
+    tensor: TensorSpec
+
+
+class Saved(Message):
+    """Server: saves the run as `step`; the worker shall keep its part of the last `keep_last` such steps."""
+
+    KIND: ClassVar[int] = 36
+    step: Count
+    keep_last: Positive
+
+
+class SameWeights(Message):
+    """Server: the weights are those that the worker has, of which it told the digest."""
+
+    KIND: ClassVar[int] = 64
+
+
+class Resumed(Message):
+    """Server: the weights before it are those that were saved as `step`, from which the run goes on."""
+
+    KIND: ClassVar[int] = 37
+    step: Count
+
+
+class HostPort(HeaderModel):
+    """An address at which a process listens."""
+
+    host: Host
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+
+HostPorts = Annotated[
+    tuple[HostPort, ...], Strict(False), Field(min_length=1, max_length=MAX_ADDRESSES)
+]
+
+
+class StorePlace(HeaderModel):
+    """Where a store lets workers in, and which buckets of the weights it holds: `first` to `stop` - 1."""
+
+    node: Name
+    places: HostPorts
+    first: Count
+    stop: Positive
+
+
+class StoreList(Message):
+    """Server: these stores hold the buckets that it does not hold itself.
+
+    Of a push each store gets its own buckets, and so does the server. A worker asks for weights when it has
+    reached all; from each comes its own slice, of one version. One who is told of them once more has to come
+    back: a store was lost, and with it what was on its way.
+    """
+
+    KIND: ClassVar[int] = 40
+    stores: Annotated[
+        tuple[StorePlace, ...], Strict(False), Field(min_length=1, max_length=MAX_STORES)
+    ]
+
+
+class SliceRule(HeaderModel):
+    """An optimizer of a slice, of which the first `num_decayed` elements decay; `num_steps` were taken."""
+
+    optimizer: Identifier
+    optimizer_args: Annotated[dict[Identifier, OptimizerArgument], Field(max_length=MAX_CONTENTS)]
+    weight_decay: Annotated[float, Field(ge=0)]
+    num_decayed: Count
+    num_steps: Count
+
+
+class OuterRule(HeaderModel):
+    """Nesterov's momentum over what workers have changed in a slice.
+
+    The flat weights are those of tensors with as many elements as `layers` says, which are cut into
+    `num_fragments`. Outer steps are sent encoded with `codec_down`; null: weights are. `is_async`: after some
+    steps changes are applied one by one.
+    """
+
+    learning_rate: Annotated[float, Field(gt=0)]
+    momentum: Annotated[float, Field(ge=0, lt=1)]
+    is_async: bool
+    codec_down: Identifier | None
+    layers: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_LAYERS)]
+    num_fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
+
+
+class Slice(Message):
+    """Server: what a store holds, and how it steps; followed by the State of its buckets.
+
+    The flat weights of `num_params` elements are cut into buckets of `bucket_length`, of which it holds
+    `first` to `stop` - 1, and of each of the `contents` as much. Gradients come encoded with `codec`.
+    Without a `rule` it takes no steps, and sends back the mean of what is pushed; a residual among its
+    contents is still owed if it `owes_residual`.
+    """
+
+    KIND: ClassVar[int] = 41
+    run_id: Identifier
+    incarnation: Identifier
+    reconnect_timeout_s: Seconds
+    num_params: Positive
+    bucket_length: Positive
+    first: Count
+    stop: Positive
+    contents: Annotated[tuple[Identifier, ...], Strict(False), Field(max_length=MAX_CONTENTS)]
+    codec: Identifier
+    has_loss_scale: bool
+    rule: SliceRule | OuterRule | None
+    owes_residual: bool = False
+
+
+class Listening(Message):
+    """Store or stage: workers are let in at each of these addresses; a store's slice is in its place."""
+
+    KIND: ClassVar[int] = 42
+    places: HostPorts
+
+
+class Arrived(Message):
+    """Store: its part of a push of the worker `instance` is whole (payload: the L2 norm of each bucket)."""
+
+    KIND: ClassVar[int] = 43
+    instance: Instance
+    lease: LeaseKey
+    tensor: TensorSpec
+
+
+class Apply(Message):
+    """Server: take one optimizer step with `clip` times a push of the worker `instance`.
+
+    No element of that may be above `bound`.
+    """
+
+    KIND: ClassVar[int] = 44
+    instance: Instance
+    lease: LeaseKey
+    clip: Annotated[float, Field(ge=0, le=1)]
+    learning_rate: Annotated[float, Field(ge=0)]
+    bound: Annotated[float, Field(gt=0)] | None = None
+
+
+class Discard(Message):
+    """Server: a push of the worker `instance` is not to be applied."""
+
+    KIND: ClassVar[int] = 45
+    instance: Instance
+    lease: LeaseKey
+
+
+class SendWeights(Message):
+    """Server: send the weights of now, which are those of `version`, to the worker `instance`.
+
+    With a `fragment` only what is held of that, which the worker has in `base_version`.
+    """
+
+    KIND: ClassVar[int] = 46
+    instance: Instance
+    version: Count
+    fragment: Count | None = None
+    base_version: Count = 0
+
+
+class WorkerGone(Message):
+    """Server: the worker `instance` has gone; what it has not fetched is not wanted any more."""
+
+    KIND: ClassVar[int] = 48
+    instance: Instance
+
+
+class Gather(Message):
+    """Server: send it everything of now, which is that of `version`."""
+
+    KIND: ClassVar[int] = 47
+    version: Count
+
+
+class OpenStep(Message):
+    """Server: the step that makes `version` opens; add up what is pushed for its parts.
+
+    These are samples `start` on of `epoch`, cut into `sizes`. `attempt` is never used again: a step that was
+    open until now, and for which no Commit has come, is void.
+    """
+
+    KIND: ClassVar[int] = 49
+    attempt: Positive
+    version: Positive
+    epoch: Count
+    start: Count
+    sizes: Annotated[tuple[Positive, ...], Strict(False), Field(min_length=1, max_length=MAX_PARTS)]
+
+
+class Counted(Message):
+    """Store: a push of the worker `instance` has ended here; `num_buckets` of it have counted.
+
+    `is_finished`: of its part all of the store's buckets have, whoever brought them.
+    """
+
+    KIND: ClassVar[int] = 50
+    instance: Instance
+    lease: LeaseKey
+    num_buckets: Count
+    is_finished: bool
+
+
+class SendMeans(Message):
+    """Server: send the worker `instance` what the open step has of its mean, and all that comes after."""
+
+    KIND: ClassVar[int] = 51
+    instance: Instance
+
+
+class BucketNorm(Message):
+    """Store: a bucket has come of what a fragment has changed by on the worker `instance`.
+
+    Its L2 norm, and that of the weights; null: it is not finite.
+    """
+
+    KIND: ClassVar[int] = 26
+    instance: Instance
+    request: Count
+    fragment: Count
+    bucket: Count
+    norm: Annotated[float, Field(ge=0)] | None
+    weights_norm: Annotated[float, Field(ge=0)] | None
+
+
+class CountedChange(HeaderModel):
+    """A change that a step takes: of the worker `instance`, `weight` times."""
+
+    instance: Instance
+    request: Count
+    weight: Annotated[float, Field(ge=0)]
+
+
+class TakeOuterStep(Message):
+    """Server: step a fragment from `base_version` to `version`, along the mean of these changes.
+
+    With a `share` there is one, which is applied by that; and momentum moves if `moves_by`, the sum of the
+    shares since it has moved last, is not null.
+    """
+
+    KIND: ClassVar[int] = 27
+    fragment: Count
+    base_version: Count
+    version: Count
+    changes: Annotated[
+        tuple[CountedChange, ...], Strict(False), Field(min_length=1, max_length=MAX_CHANGES)
+    ]
+    share: Annotated[float, Field(ge=0, le=1)] | None = None
+    moves_by: Annotated[float, Field(ge=0)] | None = None
+
+
+class DropChange(Message):
+    """Server: what a fragment has changed by on the worker `instance` is not to be applied."""
+
+    KIND: ClassVar[int] = 38
+    instance: Instance
+    request: Count
+
+
+class TransferPiece(HeaderModel):
+    """Where a piece of tensors of a pipeline belongs: from byte `offset` on of `nbytes` in all.
+
+    `forward`: the input of virtual stage `stage`; `backward`: the gradient of its output; `exchange`: what
+    two ranks add up, `stage` is the receiver's rank and `microbatch` the sender's. An `attempt` is the time
+    from a plan, or from a step that is done again, until the next one.
+    """
+
+    attempt: Count
+    step: Count
+    direction: Literal["forward", "backward", "exchange"]
+    stage: Count
+    microbatch: Count
+    offset: Count
+    nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)]
+
+
+class Transfer(Message):
+    """Stage: a piece of what its neighbour computes with; the bytes are those of `data/pytree.py`."""
+
+    KIND: ClassVar[int] = 60
+    piece: TransferPiece
+    tensor: TensorSpec
+
+
+class Relayed(Message):
+    """Stage: a Transfer for the process `instance`, which it cannot reach. Server: one that this has sent.
+
+    Without a `piece`: from now on what the two say to each other goes through the server.
+    """
+
+    KIND: ClassVar[int] = 61
+    instance: Instance
+    piece: TransferPiece | None = None
+    tensor: TensorSpec | None = None
+
+
+class StageNeighbour(HeaderModel):
+    """A process of the pipeline that another one talks to: its rank, and where it lets others in."""
+
+    rank: Count
+    node: Name
+    instance: Instance
+    places: HostPorts
+
+
+class Planned(Message):
+    """Server: which layers are whose from now on; what was begun before is void.
+
+    Stage s has layers `cuts[s]` to `cuts[s + 1]` - 1 and is on rank `ranks[s]`; the receiver's is `rank`. Its
+    weights are the initial ones, or with a `step` those of that step, which come then.
+    """
+
+    KIND: ClassVar[int] = 52
+    attempt: Count
+    rank: Count
+    cuts: Annotated[
+        tuple[Count, ...], Strict(False), Field(min_length=2, max_length=MAX_STAGES + 1)
+    ]
+    ranks: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_STAGES)]
+    neighbours: Annotated[tuple[StageNeighbour, ...], Strict(False), Field(max_length=MAX_STAGES)]
+    turn: Count
+    step: Count | None = None
+
+
+class MeasuredLayer(HeaderModel):
+    """One layer on one machine, for one microbatch; the first has the embedding, the last head and loss.
+
+    Attributes:
+        forward_s, input_s, weight_s: seconds of forward, and of the gradients of input and weights.
+        trained_bytes: weights that have gradients.
+        frozen_bytes: other weights, and buffers.
+        activation_bytes: held from forward to backward, `input_bytes` of them what the layer takes.
+        output_bytes: sent to the next layer; of the last one 0.
+    """
+
+    forward_s: Seconds
+    input_s: Seconds
+    weight_s: Seconds
+    trained_bytes: Count
+    frozen_bytes: Count
+    activation_bytes: Count
+    output_bytes: Count
+    input_bytes: Count = 0
+
+
+class LayersMeasured(Message):
+    """Stage: what each layer of the model would cost here; layer i is one of `kinds[layers[i]]`.
+
+    `memory_bytes` are free on the device.
+    """
+
+    KIND: ClassVar[int] = 57
+    kinds: Annotated[
+        tuple[MeasuredLayer, ...], Strict(False), Field(min_length=1, max_length=MAX_LAYER_KINDS)
+    ]
+    layers: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_STAGES)]
+    memory_bytes: Count
+    device: Name
+
+
+class MeasureLink(Message):
+    """Server: measure what you send this process, which does the same; you are `rank` 0 or 1 of the two."""
+
+    KIND: ClassVar[int] = 62
+    attempt: Count
+    rank: Count
+    neighbour: StageNeighbour
+
+
+class LinkMeasured(Message):
+    """Stage: what it sends the other one that a MeasureLink named; or the `reason` why it cannot."""
+
+    KIND: ClassVar[int] = 63
+    attempt: Count
+    bytes_s: Speed = 0.0
+    latency_s: Seconds = 0.0
+    reason: Sentence = ""
+
+
+class StageReady(Message):
+    """Stage: it has its layers and reaches its neighbours. Or, with a `reason`: it does not, or no more.
+
+    `out_of_memory`: they are too much for its device. `places`: what of the whole model's flat weights, those
+    that are trained, is here: from an element to before another one, in order.
+    """
+
+    KIND: ClassVar[int] = 53
+    attempt: Count
+    reason: Sentence = ""
+    out_of_memory: bool = False
+    places: Annotated[tuple[FlatPlace, ...], Strict(False), Field(max_length=MAX_PLACES)] = ()
+
+
+class StageDone(Message):
+    """Stage: what it has come to in a step: its gradients wait for the Commit.
+
+    `loss` is the sum of `num_terms` loss terms, on the last stage; `squared_norm` that of the gradient of
+    the sum, null: not finite. `sent_bytes`: to each rank, for this step.
+    """
+
+    KIND: ClassVar[int] = 54
+    attempt: Count
+    lease: LeaseKey
+    loss: Annotated[float, Field(allow_inf_nan=False)] | None
+    num_terms: Terms
+    squared_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    seconds: Annotated[dict[Identifier, Seconds], Field(max_length=8)]
+    peak_bytes: Count = 0
+    sent_bytes: Annotated[tuple[Count, ...], Strict(False), Field(max_length=MAX_STAGES)] = ()
+
+
+class KeepStages(Message):
+    """Server: send all that you have of the state after this step."""
+
+    KIND: ClassVar[int] = 28
+    attempt: Count
+    step: Count
+
+
+class WantState(Message):
+    """Stage: send these tensors, as they were after the step of the plan."""
+
+    KIND: ClassVar[int] = 29
+    attempt: Count
+    content: Identifier
+    names: Annotated[
+        tuple[Identifier, ...], Strict(False), Field(min_length=1, max_length=MAX_WANTED)
+    ]
+
+
+class StageState(Message):
+    """Either side: a piece of a tensor, from byte `offset` on.
+
+    `content`: of the model itself, or of what the optimizer keeps of its parameter `name`.
+    """
+
+    KIND: ClassVar[int] = 30
+    attempt: Count
+    step: Count
+    content: Identifier
+    name: Identifier
+    offset: Count
+    tensor: TensorSpec
+
+
+class StageKept(Message):
+    """Stage: it has sent all. Or it has done what a CopyOrder has told it, whose `turn` is `step`.
+
+    `found`: the step of the moments that it goes on with, as it was told to; null: it has none.
+    """
+
+    KIND: ClassVar[int] = 31
+    attempt: Count
+    step: Count
+    found: Count | None = None
+
+
+class CopyOrder(Message):
+    """Server: what to do with the copy of the weights that the stages' own steps change, θ, all together.
+
+    `begin`: follow these `fragments`, each some places in the whole model's flat weights, with θ of now as
+    θ_start and fresh moments. `step`: step along the gradient, which counts `clip` times; the fragments
+    `held` stay as they are. `change`: send from element `start` to before `stop` of a fragment's θ_start - θ
+    what is here. `mark_sent`: a fragment's change is on its way. `follow`: new values of a fragment come, or
+    what is to be taken from θ_start where it `is_difference`. `load`: whole weights come. `reset`: forget the
+    moments. `save`: keep the moments under `step`. `take_up`: go on with those that were kept under `step`.
+    """
+
+    KIND: ClassVar[int] = 58
+    attempt: Count
+    turn: Count
+    order: Literal[
+        "begin", "step", "change", "mark_sent", "follow", "load", "reset", "save", "take_up"
+    ]
+    fragments: Annotated[
+        tuple[
+            Annotated[tuple[FlatPlace, ...], Strict(False), Field(max_length=MAX_PLACES)],
+            ...,
+        ],
+        Strict(False),
+        Field(max_length=MAX_FRAGMENTS),
+    ] = ()
+    fragment: Count = 0
+    clip: Annotated[float, Field(ge=0, le=1)] = 1.0
+    learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    held: Annotated[tuple[Count, ...], Strict(False), Field(max_length=MAX_FRAGMENTS)] = ()
+    start: Count = 0
+    stop: Count = 0
+    is_difference: bool = False
+    step: Count = 0
+    keep_last: Count = 1
+
+
+class CopyPiece(Message):
+    """Either side: values of the whole model's flat weights from element `start` on, as a CopyOrder wants."""
+
+    KIND: ClassVar[int] = 59
+    attempt: Count
+    turn: Count
+    start: Count
+    tensor: TensorSpec
+
+
+class EvaluateStages(Message):
+    """Server: compute all samples that are held out, together, as the `turn` of that number.
+
+    With a `lease` it is so many of them as that has places, `batch_size` at once. First and last stage get
+    them just before: a list of batches, in `Served` messages of `batch_nbytes` bytes in all.
+    """
+
+    KIND: ClassVar[int] = 55
+    attempt: Count
+    turn: Count
+    lease: LeaseKey | None = None
+    batch_size: Positive = 1
+    batch_nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)] | None = None
+
+
+class StageEvaluated(Message):
+    """Stage: it has; on the last one with sum and number of terms of loss and metrics."""
+
+    KIND: ClassVar[int] = 56
+    attempt: Count
+    turn: Count
+    totals: Annotated[dict[Name, Total], Field(max_length=64)]
+    is_finite: bool = True
+
+
+Kinds = frozenset[type[Message]]
+"""Messages that a connection accepts at some moment; no two have the same number."""
+
+
+@dataclass(frozen=True)
+class MessageSet:
+    """A protocol: its name, and what may be said in and after a handshake that has agreed on it.
+
+    Two sets that are agreed on together must not share a number; this project's have those below 64.
+    """
+
+    name: str
+    from_dialler: Kinds
+    """What the side that dialled may say after the handshake."""
+    from_listener: Kinds
+    """What the side that was dialled may say."""
+    in_handshake: Kinds = frozenset()
+
+    @property
+    def kinds(self) -> Kinds:
+        return self.from_dialler | self.from_listener | self.in_handshake
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of who may say what, of what it may hold, and how: what two versions must agree on."""
+        schemas = {kind.__name__: [kind.KIND, kind.model_json_schema()] for kind in self.kinds}
+        sides = (self.from_dialler, self.from_listener, self.in_handshake)
+        names = [sorted(kind.__name__ for kind in side) for side in sides]
+        agreed = [names, schemas, UNSUMMED]
+        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
+
+
+SESSION = MessageSet(
+    "session",
+    from_dialler=frozenset({Heartbeat, Goodbye}),
+    from_listener=frozenset({Heartbeat, Goodbye, Reject}),
+    in_handshake=frozenset({Hello, Challenge, Proof, Accepted, Reject}),
+)
+"""What every two peers say to each other."""
+PS = MessageSet(
+    "ps",
+    from_dialler=frozenset({Ready, Push, Buffers, Pull, Skip, Telemetry, Fault, Logged}),
+    from_listener=frozenset(
+        {Assignment, Served, Ack, State, Buffers, Reduced, Commit, Cancel, Park, StoreList, End}
+    ),
+    in_handshake=frozenset({Welcome}),
+)
+"""What a worker, which dials, and its server say to each other."""
+ROUNDS = MessageSet(
+    "rounds",
+    from_dialler=frozenset({Stepped, Delta, DeltaSent}),
+    from_listener=frozenset({Collect, OuterStep, Resumed, SameWeights, Saved}),
+)
+"""What they say besides where a worker takes many steps of its own between two exchanges."""
+STORE = MessageSet(
+    "store",
+    from_dialler=frozenset({Listening, Arrived, State, Reduced, Counted, BucketNorm, Fault}),
+    from_listener=frozenset(
+        {
+            Slice,
+            State,
+            Apply,
+            Discard,
+            SendWeights,
+            WorkerGone,
+            Gather,
+            OpenStep,
+            Commit,
+            SendMeans,
+            TakeOuterStep,
+            DropChange,
+            End,
+        }
+    ),
+)
+"""What a store on another machine, which dials, and the server say to each other."""
+SLICES = MessageSet(
+    "slices",
+    from_dialler=frozenset({Push, Skip, Delta}),
+    from_listener=frozenset({State, Reduced, OuterStep}),
+)
+"""What a worker, which dials, and such a store say to each other."""
+LINKS = MessageSet("links", from_dialler=frozenset({Transfer}), from_listener=frozenset({Transfer}))
+"""What neighbouring stages of a pipeline say to each other."""
+STAGES = MessageSet(
+    "stages",
+    from_dialler=frozenset(
+        {
+            LayersMeasured,
+            Listening,
+            LinkMeasured,
+            StageReady,
+            StageDone,
+            StageEvaluated,
+            WantState,
+            StageState,
+            StageKept,
+            CopyPiece,
+            Relayed,
+        }
+    ),
+    from_listener=frozenset(
+        {
+            MeasureLink,
+            Planned,
+            EvaluateStages,
+            KeepStages,
+            StageState,
+            CopyOrder,
+            CopyPiece,
+            Relayed,
+        }
+    ),
+)
+"""What a worker that has some of the layers, and its server say to each other besides."""
+SETS = (SESSION, PS, ROUNDS, STAGES)
+
+
+def sets_of(algorithm: str) -> tuple[MessageSet, ...]:
+    """What the processes of an algorithm speak."""
+    named = get_algorithm(algorithm).messages
+    return tuple(each for each in SETS if each is SESSION or each.name in named)
+
+
+ALL_KINDS: Kinds = frozenset().union(
+    *(each.kinds for each in (SESSION, PS, ROUNDS, STORE, SLICES, LINKS, STAGES))
+)
+MESSAGES = MappingProxyType(dict(sorted((kind.KIND, kind) for kind in ALL_KINDS)))
+
+
+def from_dialler(sets: Iterable[MessageSet]) -> Kinds:
+    """What the side that dialled may say after a handshake that agreed on these sets."""
+    return frozenset().union(*(each.from_dialler for each in sets))
+
+
+def from_listener(sets: Iterable[MessageSet]) -> Kinds:
+    """What the side that was dialled may say."""
+    return frozenset().union(*(each.from_listener for each in sets))
+
+
+FROM_WORKER: Kinds = from_dialler(SETS)
+"""What a server accepts once a worker has proved itself."""
+FROM_SERVER: Kinds = from_listener(SETS)
+"""What a worker accepts once it was welcomed."""
+
+
+@cache
+def numbered(kinds: Kinds) -> Mapping[int, type[Message]]:
+    """The messages by their numbers.
+
+    Raises:
+        ValueError: two have the same one.
+    """
+    by_number = {kind.KIND: kind for kind in kinds}
+    if len(by_number) != len(kinds):
+        raise ValueError("two messages of the sets that are spoken have the same number")
+    return MappingProxyType(by_number)
+
+
+def check_kind(kind: int, kinds: Kinds) -> type[Message]:
+    """The message that a prefix announces.
+
+    Raises:
+        ProtocolError: it is none of `kinds`.
+    """
+    model = numbered(kinds).get(kind)
+    if model is None:
+        if kind not in MESSAGES:
+            raise ProtocolError(f"unknown message kind {kind}")
+        expected = ", ".join(sorted(each.__name__ for each in kinds))
+        raise ProtocolError(f"unexpected {MESSAGES[kind].__name__}, expected {expected}")
+    return model
+
+
+def payload_nbytes(message: Message) -> int:
+    tensor = getattr(message, "tensor", None)
+    return tensor.nbytes if isinstance(tensor, TensorSpec) else 0
+
+
+def frame_of(message: Message, payload: Buffer = b"") -> Frame:
+    """Encode a message and the payload it announces; the payload is referred to, not copied.
+
+    Raises:
+        ValueError: the payload's size is not what the message says.
+    """
+    frame = build_frame(message.KIND, encode(message), payload)
+    if frame.payload.nbytes != payload_nbytes(message):
+        raise ValueError(
+            f"{type(message).__name__} announces {payload_nbytes(message)} bytes of payload, "
+            f"got {frame.payload.nbytes}"
+        )
+    return frame
+
+
+def encode(message: Message) -> bytes:
+    """The message as a frame's header."""
+    return message.model_dump_json().encode()
+
+
+def decode(kind: int, header: bytes, kinds: Kinds = ALL_KINDS) -> Message:
+    """Validate a header that came from the network.
+
+    Raises:
+        ProtocolError: a kind that is none of `kinds`, or a header that is not exactly one valid message of
+            that kind.
+    """
+    model = check_kind(kind, kinds)
+    try:
+        message = model.model_validate_json(header)
+        # Only our own spelling is free of repeated fields for certain; others are looked at twice.
+        if encode(message) != header:
+            json.loads(header, object_pairs_hook=_unique)
+    except ValidationError as error:
+        raise ProtocolError(f"{model.__name__}: {_first_problem(error)}") from None
+    except ValueError as error:
+        raise ProtocolError(f"{model.__name__}: {error}") from None
+    return message
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a field is given twice")
+    return fields
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Field and problem; a field's name may be the peer's invention: shortened and escaped."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(str(part) for part in problem["loc"])[:64]
+    where = f"field {place!a}" if place else "header"
+    return f"{where}: {problem['msg'][:200]}"

@@ -1,0 +1,305 @@
+"""A session: one proved connection with a thread that reads and a thread that writes.
+
+The reader hands every message to a receiver and puts what that returns into the inbox; it never sends. The
+writer sends what is queued, and a heartbeat now and then; nobody else touches the socket, so two peers that
+both send a lot can never wait for each other. A full queue means that the peer does not keep up:
+the session is cut, and the peer may come back.
+"""
+
+import math
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+
+from smolcluster.errors import SmolclusterError
+from smolcluster.utils.retry import Deadline
+from smolcluster.wire.clocks import Clocks
+from smolcluster.wire.connection import Connection
+from smolcluster.wire.frames import Buffer, Frame
+from smolcluster.wire.inbox import Event, Inbox, SessionClosed
+from smolcluster.wire.messages import Heartbeat, Kinds, Message, frame_of
+
+
+class Receiver(ABC):
+    """Takes a session's messages, in its reader's thread."""
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a transfer of several frames has begun and not ended."""
+        return False
+
+    def place_for(self, _message: Message) -> memoryview | None:
+        """Where the payload of a message shall be written: memory of exactly its size, or None.
+
+        What is written there is unverified, and of no meaning, until the message is handed over.
+        """
+        return None
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """The session has ended: nobody may wait any more. Any thread."""
+
+    @abstractmethod
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        """Take a message and its payload, which is valid during the call only unless it has a place of
+        its own; return what happened.
+        """
+
+
+Later = Callable[[float], Frame | None]
+"""Returns a frame when it may be sent, after so many seconds at most; None: it is wanted no more."""
+
+Frames = Sequence[Frame]
+"""Frames that are sent one after another, and count as one."""
+Outbound = Frame | Frames | Later | threading.Event | None
+"""What a writer gets: frames, now or later, somebody who waits until it is here, or the end."""
+
+HEARTBEATS_PER_TIMEOUT = 4
+LONGEST_PULSE_S = 1.0
+"""Heartbeats also tell the round trip and what the worker does, and are followed by people."""
+MOST_UNREAD = 65_536
+"""Events of one session that may wait in the inbox: more than any step has, and little memory."""
+FLUSH_TICK_S = 0.5
+"""How soon a wait for the writer sees that the session has ended."""
+
+
+class Session:
+    """Runs `connection` until either side ends it, then puts one `SessionClosed` into the inbox."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        session_id: int,
+        receiver: Receiver,
+        inbox: Inbox,
+        heartbeat_timeout_s: float,
+        max_queued: int,
+        kinds: Kinds,
+        report: Callable[[], Message | None] = lambda: None,
+        trouble: Callable[[], str] = str,
+    ) -> None:
+        """`report`: what to send along with each heartbeat, `trouble`: what it says; the writer asks."""
+        self.session_id = session_id
+        self.clocks = Clocks()
+        self._report, self._trouble = report, trouble
+        self.connection = connection
+        self.receiver = receiver
+        self._kinds = kinds
+        self._inbox = inbox
+        self._longest_hold_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+        self._heartbeat_every_s = min(self._longest_hold_s, LONGEST_PULSE_S)
+        self.num_queued = 0
+        """Frames that were ever queued; only the thread that queues counts them."""
+        self.num_sent = 0
+        """Frames of these that the system has taken over: their memory is free."""
+        self.num_dropped = 0
+        """Frames of these that were taken back; counted by the thread that queues."""
+        self._max_queued = max_queued
+        self._outbound: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
+        self._urgent: deque[Frame] = deque()
+        self._rest: deque[Frame] = deque()
+        """What follows of the frames that belong together; only the writer touches it."""
+        self._rest_since = self._num_drops = 0
+        """How often what was queued had been taken back when they were begun, and until now."""
+        self._reason: str | None = None
+        self._room = threading.Semaphore(MOST_UNREAD)
+        """For what has come and was not taken up yet."""
+        self._started = threading.Event()
+        """Others may know of the session just before it is started."""
+        self._lock = threading.Lock()
+        self._reader = threading.Thread(target=self._read, name=f"reader-{session_id}", daemon=True)
+        self._writer = threading.Thread(
+            target=self._write, name=f"writer-{session_id}", daemon=True
+        )
+
+    def start(self) -> None:
+        self._writer.start()
+        self._reader.start()  # last, because it waits for the writer when it ends
+        self._started.set()
+
+    def send(self, message: Message, payload: Buffer = b"") -> None:
+        """Queue a message. `payload` must not change until it has been sent. Never blocks."""
+        self.send_frame(frame_of(message, payload))
+
+    def send_urgent(self, message: Message) -> None:
+        """Send a small message after the frame that is being sent, before all others. Never blocks."""
+        self._urgent.append(frame_of(message))
+        self._outbound.put(threading.Event())  # lets the writer look
+
+    def send_frame(self, frame: Frame) -> None:
+        """Queue a ready frame, which may be shared with other sessions. Never blocks."""
+        self._queue(frame)
+
+    def send_frames(self, frames: Frames) -> None:
+        """Queue frames that belong together: between them come heartbeats and what is urgent."""
+        self._queue(frames)
+
+    def send_later(self, later: Later) -> None:
+        """Queue what the writer asks for a frame when its turn has come; all behind it wait for that."""
+        self._queue(later)
+
+    def _queue(self, item: Frame | Frames | Later) -> None:
+        if self.is_cut:
+            return
+        if self.backlog >= self._max_queued:
+            self.cut(f"it does not keep up: {self._max_queued} frames are waiting for it")
+            return
+        self.num_queued += 1
+        self._outbound.put(item)
+
+    @property
+    def backlog(self) -> int:
+        """Frames that wait, with the one that is being sent."""
+        return self.num_queued - self.num_sent - self.num_dropped
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many frames wait that another step's might be too many."""
+        return self.backlog > self._max_queued // 2
+
+    def flush(self, timeout_s: float = math.inf) -> bool:
+        """Wait until what is queued has been sent. Returns whether it was, or the session has ended."""
+        done = threading.Event()
+        self._outbound.put(done)
+        deadline = Deadline(min(timeout_s, threading.TIMEOUT_MAX))
+        if not self._started.wait(deadline.remaining()):
+            return False
+        while self._writer.is_alive() and not deadline.expired:
+            if done.wait(min(deadline.remaining(), FLUSH_TICK_S)):
+                return True
+        return not self._writer.is_alive()
+
+    def end_with(self, close_message: Message) -> None:
+        """Drop what is still queued, send a last report and a last message, then close this side."""
+        self.drop_queued()
+        if report := self._report():
+            self.send(report)
+        self.send(close_message)
+        self.finish()
+
+    def send_at_once(self, message: Message) -> None:
+        """Drop what is still queued, and send a message in its place."""
+        self.drop_queued()
+        self.send(message)
+
+    def drop_queued(self) -> None:
+        """Take back what has not begun to be sent. Only the thread that queues may, unless nobody does."""
+        self._num_drops += 1
+        with suppress(queue.Empty):
+            while True:
+                item = self._outbound.get_nowait()
+                if isinstance(item, threading.Event):
+                    item.set()
+                elif item is not None:
+                    self.num_dropped += 1
+
+    def finish(self) -> None:
+        """Send what is queued, then close this side; the peer's closing ends the session."""
+        self._outbound.put(None)
+
+    def cut(self, reason: str) -> None:
+        """End the session at once. Whether queued messages arrived is unknown. The first reason counts."""
+        with self._lock:
+            if self._reason is None:
+                self._reason = reason
+        self.connection.abort()
+
+    @property
+    def is_cut(self) -> bool:
+        return self._reason is not None
+
+    def join(self, timeout_s: float | None) -> bool:
+        """Wait until the session has ended and its memory is free. Returns whether it has."""
+        deadline = Deadline(threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
+        if not self._started.wait(deadline.remaining()):
+            return False
+        self._reader.join(deadline.remaining())
+        return not self._reader.is_alive()
+
+    def hear_trouble(self, trouble: str) -> None:
+        """What the peer's newest heartbeat says that it cannot do; empty: nothing. The reader's thread."""
+
+    def _read(self) -> None:
+        torch.set_num_threads(1)
+        try:
+            while True:
+                message, payload = self.connection.receive(
+                    self._kinds, place_for=self.receiver.place_for
+                )
+                if isinstance(message, Heartbeat):
+                    self.clocks.hear(message)
+                    self.hear_trouble(message.trouble)
+                else:
+                    event = self.receiver(message, payload)
+                    if event is not None and not self._inbox.put(event, self._room):
+                        self.cut(f"{MOST_UNREAD} of its messages are waiting to be taken")
+        except SmolclusterError as error:
+            self.cut(str(error))
+        finally:
+            self.cut("an internal error in its reader, see the log file")
+            self.receiver.close()
+            self._outbound.put(None)
+            self._writer.join()
+            self.drop_queued()
+            self.connection.close()
+            self._inbox.put(SessionClosed(self.session_id, self._reason or ""))
+
+    def _write(self) -> None:
+        beat_at = time.monotonic() + self._heartbeat_every_s
+        try:
+            while True:
+                if time.monotonic() >= beat_at:  # however much is queued
+                    self._beat()
+                    beat_at = time.monotonic() + self._heartbeat_every_s
+                if not self._send_next(max(0.0, beat_at - time.monotonic())):
+                    break
+            self.connection.end_sending()
+        except SmolclusterError as error:
+            self.cut(str(error))
+        except BaseException:
+            self.cut("an internal error in its writer, see the log file")
+            raise
+
+    def _send_next(self, timeout_s: float) -> bool:
+        """Send what comes next, if anything does in time, and keep no hold of it; False: that was all."""
+        try:
+            item = self._next_of_rest() or self._outbound.get(timeout=timeout_s)
+        except queue.Empty:
+            return True
+        while self._urgent:
+            self.connection.send_frame(self._urgent.popleft())
+        if isinstance(item, Sequence):
+            self._rest.extend(item)
+            self._rest_since = self._num_drops
+            if not self._rest:  # there were none
+                self.num_sent += 1
+        elif isinstance(item, threading.Event):
+            item.set()
+        elif item is not None:
+            frame = item if isinstance(item, Frame) else item(self._longest_hold_s)
+            if frame is not None:
+                self.connection.send_frame(frame)
+            if not self._rest:
+                self.num_sent += 1
+        return item is not None
+
+    def _next_of_rest(self) -> Frame | None:
+        """The next of frames that belong together, unless they have been taken back."""
+        if not self._rest:
+            return None
+        if self._rest_since != self._num_drops:
+            self._rest.clear()
+            self.num_sent += 1
+            return None
+        return self._rest.popleft()
+
+    def _beat(self) -> None:
+        self.connection.send_frame(frame_of(self.clocks.beat(self._trouble())))
+        if report := self._report():
+            self.connection.send_frame(frame_of(report))

@@ -1,0 +1,302 @@
+"""A worker's way to the server: patient, quiet, bounded, and final where asking again is of no use."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from connection_pairs import RUN
+from harness import SECRET, free_port
+from peers import DEADLINE_S, Hand, HandledDoor, hello, logger
+from smolcluster.errors import AuthError, ConnectTimeout, Rejected, RunFailed
+from smolcluster.server.joining import RunOver, ask, join
+from smolcluster.wire import dialling
+from smolcluster.wire.connection import Connection
+from smolcluster.wire.dialling import Address
+from smolcluster.wire.handshake import refuse, reject
+from smolcluster.wire.messages import Reject, Welcome
+from smolcluster.wire.security import Secret
+
+Joining = Callable[..., "Future[tuple[Connection, Welcome]]"]
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def start_joining(door: HandledDoor, lines: list[str]) -> Iterator[Joining]:
+    """Begins to join in a thread."""
+    with ThreadPoolExecutor(1) as pool:
+
+        def start(
+            timeout_s: float = DEADLINE_S,
+            secret: Secret = SECRET,
+            node: str | None = None,
+        ) -> "Future[tuple[Connection, Welcome]]":
+            address = Address("127.0.0.1", door.port, node)
+            log = logger(lines)
+            return pool.submit(
+                join,
+                address,
+                hello(),
+                secret,
+                timeout_s=timeout_s,
+                log=log,
+                say_after_s=0.0,
+            )
+
+        yield start
+
+
+@pytest.fixture
+def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits between attempts, which take no time."""
+    waits: list[float] = []
+    monkeypatch.setattr(dialling, "time", SimpleNamespace(sleep=waits.append))
+    return waits
+
+
+def test_a_name_that_stays_taken_is_a_refusal(
+    delays: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Connection:
+        raise Rejected("the name pi5 is taken", "busy", 2.0, is_proved=True)
+
+    monkeypatch.setattr(dialling, "connect", refuse)
+    with pytest.raises(Rejected, match="taken"):
+        ask(Address("h", 1), "pi5", SECRET, timeout_s=0.05, log=logger([]))
+    assert delays
+
+
+def test_a_server_that_is_there_welcomes_at_once_and_in_silence(
+    door: HandledDoor, start_joining: Joining, lines: list[str]
+) -> None:
+    future = start_joining()
+    door.admit(RUN)
+    connection, welcome = future.result(DEADLINE_S)
+    assert welcome.run == RUN
+    assert lines == []
+    connection.close()
+
+
+def test_another_server_than_the_one_that_is_wanted_is_doubted(
+    door: HandledDoor, start_joining: Joining, lines: list[str], delays: list[float]
+) -> None:
+    """Somebody on the way, who does not know the secret, may have led this worker to it."""
+    future = start_joining(node="mini1")
+    door.admit(RUN, node="pi5").hear_the_end()
+    door.admit(RUN)
+    connection, welcome = future.result(DEADLINE_S)
+    assert welcome.node == "mini1"
+    assert len(lines) == 1
+    assert f"'pi5' answers at 127.0.0.1:{door.port}, not 'mini1'" in lines[0]
+    assert delays == [dialling.WRONG_PEER_RETRY_S]
+    connection.close()
+
+
+def test_a_server_that_is_not_there_is_waited_for_with_one_line_and_a_deadline(
+    lines: list[str],
+) -> None:
+    port = free_port()
+    with pytest.raises(ConnectTimeout) as caught:
+        join(
+            Address("127.0.0.1", port),
+            hello(),
+            SECRET,
+            timeout_s=0.5,
+            log=logger(lines),
+            say_after_s=0.0,
+        )
+    assert len(lines) == 1, "however many attempts"
+    assert "waiting for the server" in lines[0]
+    assert str(port) in lines[0]
+    for part in (str(port), "refused", "--server", "start the server"):
+        assert part in str(caught.value)
+    assert caught.value.exit_code == 75
+
+
+@pytest.mark.parametrize(("timeout_s", "is_said"), [(60.0, True), (86400.0, False)])
+def test_only_a_wait_with_an_end_in_sight_says_how_long_it_is(
+    delays: list[float], monkeypatch: pytest.MonkeyPatch, timeout_s: float, *, is_said: bool
+) -> None:
+    causes = [ConnectTimeout("nobody there"), Rejected("enough", "node")]
+
+    def refuse(*_: object) -> Connection:
+        raise causes.pop(0)
+
+    monkeypatch.setattr(dialling, "connect", refuse)
+    lines: list[str] = []
+    with pytest.raises(Rejected, match="enough"):
+        join(
+            Address("h", 1),
+            hello(),
+            SECRET,
+            timeout_s=timeout_s,
+            log=logger(lines),
+            say_after_s=0.0,
+        )
+    assert ["up to" in line for line in lines] == [is_said]
+
+
+def test_attempts_become_rarer_up_to_a_limit_and_are_spread(
+    delays: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = 0
+
+    def refuse(*_: object) -> Connection:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 12:
+            raise Rejected("enough", "node")
+        raise ConnectTimeout("nobody there")
+
+    monkeypatch.setattr(dialling, "connect", refuse)
+    lines: list[str] = []
+    with pytest.raises(Rejected, match="enough"):
+        join(
+            Address("h", 1),
+            hello(),
+            SECRET,
+            timeout_s=60.0,
+            log=logger(lines),
+            say_after_s=0.0,
+        )
+    assert len(delays) == 11
+    for attempt, delay_s in enumerate(delays):
+        whole = min(0.1 * 2**attempt, 0.5)
+        assert whole / 2 <= delay_s <= whole
+    assert len(lines) == 1
+
+
+def test_another_obstacle_is_said_too(
+    door: HandledDoor, start_joining: Joining, lines: list[str], delays: list[float]
+) -> None:
+    future = start_joining()
+    for reason in ("worker id 1 is in use", "worker id 1 is in use", "something else"):
+        client = door.open()
+        refuse(client, "busy", reason, retry_after_s=0.01)
+    door.admit(RUN)
+    connection, _ = future.result(DEADLINE_S)
+    assert len(lines) == 2
+    assert "in use" in lines[0]
+    assert "something else" in lines[1]
+    connection.close()
+
+
+def test_a_busy_worker_id_is_asked_for_again_when_the_server_says(
+    door: HandledDoor, start_joining: Joining, delays: list[float]
+) -> None:
+    future = start_joining()
+    client = door.open()
+    refuse(client, "busy", "worker id 1 is in use", retry_after_s=7.0)
+    door.admit(RUN)
+    connection, _ = future.result(DEADLINE_S)
+    assert delays == [7.0]
+    connection.close()
+
+
+def test_a_worker_id_that_stays_busy_is_given_up_with_the_reason(
+    door: HandledDoor, start_joining: Joining
+) -> None:
+    future = start_joining(timeout_s=0.0)
+    client = door.open()
+    refuse(client, "busy", "worker id 1 is in use", retry_after_s=2.0)
+    with pytest.raises(ConnectTimeout, match="worker id 1 is in use"):
+        future.result(DEADLINE_S)
+
+
+def test_another_secret_is_what_ended_the_patience(
+    door: HandledDoor, start_joining: Joining, lines: list[str]
+) -> None:
+    future = start_joining(timeout_s=0.0, secret=Secret(Path("my-secret"), b"x" * 64))
+    with pytest.raises(AuthError):
+        door.open()
+    with pytest.raises(AuthError, match="my-secret"):
+        future.result(DEADLINE_S)
+    assert lines == []
+
+
+def test_a_refusal_without_another_time_is_final(door: HandledDoor, start_joining: Joining) -> None:
+    future = start_joining()
+    client = door.open()
+    refuse(client, "node", "node 'x' is not in host_ip")
+    with pytest.raises(Rejected, match="host_ip") as caught:
+        future.result(DEADLINE_S)
+    assert caught.value.exit_code == 78
+
+
+@pytest.mark.parametrize("code", ["over", "failed", "node", "auth", "protocol"])
+def test_a_refusal_that_anybody_may_have_said_is_doubted(
+    door: HandledDoor, start_joining: Joining, delays: list[float], code: str
+) -> None:
+    future = start_joining()
+    reject(door.accept(), code, "every sample has been applied")
+    door.admit(RUN)
+    connection, welcome = future.result(DEADLINE_S)
+    assert welcome.run == RUN
+    connection.close()
+
+
+@pytest.mark.parametrize("code", ["over", "failed"])
+def test_nobody_without_the_secret_can_say_that_the_run_is_over(
+    door: HandledDoor, start_joining: Joining, code: str
+) -> None:
+    future = start_joining(timeout_s=0.0)
+    reject(door.accept(), code, "every sample has been applied")
+    with pytest.raises(Rejected) as caught:
+        future.result(DEADLINE_S)
+    assert not caught.value.is_proved
+
+
+@pytest.mark.parametrize(("code", "error"), [("over", RunOver), ("failed", RunFailed)])
+def test_a_returning_worker_hears_how_the_run_ended(
+    door: HandledDoor, start_joining: Joining, code: str, error: type[Exception]
+) -> None:
+    future = start_joining()
+    client = door.open()
+    refuse(client, code, "every sample has been applied")
+    with pytest.raises(error, match="every sample"):
+        future.result(DEADLINE_S)
+
+
+def test_a_server_that_breaks_off_is_asked_again(
+    door: HandledDoor, start_joining: Joining, delays: list[float]
+) -> None:
+    future = start_joining()
+    door.open().talk.connection.close()
+    door.admit(RUN)
+    connection, welcome = future.result(DEADLINE_S)
+    assert welcome.run == RUN
+    assert len(delays) == 1, "after a pause"
+    connection.close()
+
+
+def test_a_server_that_accepts_and_says_nothing_is_given_up_in_time(
+    door: HandledDoor, start_joining: Joining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody opens the door: the system accepts, and the handshake waits for an answer."""
+    monkeypatch.setattr(dialling, "LAST_TRY_S", 0.1)
+    monkeypatch.setattr(dialling, "HANDSHAKE_TIMEOUT_S", 10 * DEADLINE_S)
+    future = start_joining(timeout_s=0.2)
+    with pytest.raises(ConnectTimeout, match=r"did not finish in time"):
+        future.result(DEADLINE_S)
+
+
+def test_an_ipv6_address_is_written_so_that_it_can_be_typed() -> None:
+    assert str(Address("fd00::1", 65432)) == "[fd00::1]:65432"
+    assert str(Address("10.0.0.1", 65432)) == "10.0.0.1:65432"
+
+
+def test_a_failed_attempt_leaves_no_connection_open(
+    door: HandledDoor, start_joining: Joining
+) -> None:
+    future = start_joining(timeout_s=0.0)
+    connection = door.open().talk.connection
+    connection.send(Reject(code="node", sentence="no"))
+    Hand(connection).hear_the_end()
+    with pytest.raises(Rejected):
+        future.result(DEADLINE_S)

@@ -1,0 +1,190 @@
+"""Stores of slices: whatever their number, they take the same steps as one."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smolcluster.configs.schema import GradientClipping
+from smolcluster.server.store import Store, Stores
+from smolcluster.training.optimizer import CLASSES, FlatOptimizer, clip_factor
+from smolcluster.training.replica import Replica
+
+CLIPPING = GradientClipping(enabled=True, max_norm=0.5)
+DECAY = 0.1
+
+
+def new_replica(optimizer: str = "adamw", dtype: torch.dtype = torch.float32) -> Replica:
+    """610 weights in ten buckets, the last one shorter; the weight decay ends within one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)).to(dtype)
+    return Replica(model, optimizer, weight_decay=DECAY, bucket_bytes=64 * dtype.itemsize)
+
+
+def gradients(replica: Replica, count: int = 5) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for scale in range(count):
+        raw = torch.randn(replica.num_params, generator=generator, dtype=replica.params.dtype)
+        yield raw * 0.1 * scale
+
+
+def train(stores: Stores, gradient: Tensor) -> float:
+    stores.take(gradient)
+    norm = stores.norm()
+    stores.step(clip_factor(norm, CLIPPING), 0.01)
+    return norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_stores", [2, 3, 10])
+@pytest.mark.parametrize("optimizer", CLASSES)
+def test_several_take_the_steps_of_one_bit_for_bit(
+    optimizer: str, num_stores: int, dtype: torch.dtype
+) -> None:
+    one, cut = new_replica(optimizer, dtype), new_replica(optimizer, dtype)
+    alone, several = Stores(one), Stores(cut, num_stores)
+    assert len(several.stores) == num_stores
+    for gradient in gradients(one):
+        before = gradient.clone()
+        assert train(alone, gradient) == train(several, gradient), "the same norm"
+        assert torch.equal(gradient, before), "what was taken is not changed"
+        assert torch.equal(one.params, cut.params)
+    for name, tensor in one.optimizer.state.items():
+        assert torch.equal(tensor, cut.optimizer.state[name]), name
+    assert alone.digests() == several.digests()
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_they_take_the_steps_of_a_single_process(clipped: bool) -> None:
+    clipping = GradientClipping(enabled=clipped, max_norm=0.5)
+    ours, reference = new_replica(), new_replica()
+    stores = Stores(ours, 3)
+    for gradient in gradients(ours):
+        stores.take(gradient)
+        norm = stores.norm()
+        stores.step(clip_factor(norm, clipping), 0.01)
+        reference.grads.copy_(gradient)
+        assert reference.clip(clipping) == norm
+        reference.step(0.01)
+    torch.testing.assert_close(ours.params, reference.params, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("num_stores", [1, 2, 3])
+def test_they_move_towards_a_workers_weights(num_stores: int) -> None:
+    replica = new_replica()
+    before, theirs = replica.snapshot(), torch.randn(replica.num_params)
+    stores = Stores(replica, num_stores)
+    stores.take_difference(theirs)
+    assert stores.norm() == pytest.approx((theirs - before).norm().item(), rel=1e-5)
+    assert torch.equal(replica.params, before), "taking alone changes nothing"
+    stores.mix(0.25)
+    torch.testing.assert_close(replica.params, 0.75 * before + 0.25 * theirs)
+
+
+@pytest.mark.parametrize(
+    ("num_stores", "sizes"), [(1, [10]), (2, [5, 5]), (3, [3, 3, 4]), (99, [1] * 10)]
+)
+def test_slices_are_contiguous_and_of_about_the_same_size(
+    num_stores: int, sizes: list[int]
+) -> None:
+    replica = new_replica()
+    stores = Stores(replica, num_stores).stores
+    assert [len(store.buckets) for store in stores] == sizes
+    assert [bucket for store in stores for bucket in store.buckets] == replica.buckets
+
+
+@pytest.mark.parametrize("optimizer", CLASSES)
+@pytest.mark.parametrize("num_stores", [1, 3])
+def test_a_bucket_s_contents_are_the_replica_s(num_stores: int, optimizer: str) -> None:
+    replica = new_replica(optimizer)
+    stores = Stores(replica, num_stores)
+    for gradient in gradients(replica):
+        train(stores, gradient)
+    whole = {"weights": replica.params, **replica.optimizer.moments}
+    for number, bucket in enumerate(replica.buckets):
+        contents = stores.contents(number)
+        assert list(contents) == list(whole)
+        assert all(torch.equal(contents[name], whole[name][bucket]) for name in whole)
+    stores.contents(4)["weights"].fill_(3.0)
+    assert set(replica.params[replica.buckets[4]].tolist()) == {3.0}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])
+def test_other_stores_go_on_where_some_have_stopped(before: int, after: int) -> None:
+    ours, reference = new_replica(), new_replica()
+    for gradient in gradients(ours):
+        train(Stores(reference), gradient)
+    stores = Stores(ours, before)
+    for number, gradient in enumerate(gradients(ours)):
+        if number == 2:
+            resumed = new_replica()
+            resumed.load(ours.params)
+            for name, tensor in ours.optimizer.state.items():
+                resumed.optimizer.state[name].copy_(tensor)
+            ours, stores = resumed, Stores(resumed, after)
+        train(stores, gradient)
+    assert torch.equal(ours.params, reference.params)
+
+
+def test_a_store_needs_nothing_but_its_own_slice() -> None:
+    """As on a machine of its own: memory, optimizer and counts are nobody else's."""
+    whole = new_replica()
+    stores = Stores(whole, 3)
+    middle = stores.stores[1]
+    place = middle.place
+    num_decayed = sum(each.numel() for each in whole.model.parameters() if each.ndim > 1)
+    weights, buffer = whole.params[place].clone(), torch.empty(place.stop - place.start)
+    decayed = min(max(0, num_decayed - place.start), weights.numel())
+    alone = Store(
+        middle.buckets, weights, buffer, FlatOptimizer("adamw", weights, buffer, DECAY, decayed)
+    )
+    for gradient in gradients(whole):
+        stores.take(gradient)
+        alone.take(gradient[place])
+        assert alone.norms() == middle.norms()
+        clip = clip_factor(stores.norm(), CLIPPING)
+        stores.step(clip, 0.01)
+        alone.step(clip, 0.01)
+    assert torch.equal(alone.weights, whole.params[place])
+
+
+def test_a_step_with_the_first_buckets_alone_changes_no_others() -> None:
+    replica = new_replica()
+    before, stop = replica.snapshot(), replica.buckets[3].stop
+    stores = Stores(replica)
+    stores.take(torch.ones(stop))
+    stores.step(0.5, 0.1)
+    assert torch.equal(replica.params[stop:], before[stop:])
+    assert not torch.any(replica.params[:stop] == before[:stop])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_has_such_a_norm(value: float) -> None:
+    replica = new_replica()
+    gradient = torch.ones(replica.num_params)
+    gradient[300] = value
+    stores = Stores(replica, 2)
+    stores.take(gradient)
+    assert not math.isfinite(stores.norm())
+
+
+def test_squares_that_overflow_have_a_finite_norm() -> None:
+    replica = new_replica()
+    stores = Stores(replica, 2)
+    stores.take(torch.full((610,), 1e30))
+    assert stores.norm() == pytest.approx(1e30 * math.sqrt(610))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("number", [0, 4, 9])
+def test_the_least_difference_changes_the_digest_of_its_bucket_only(
+    number: int, dtype: torch.dtype
+) -> None:
+    replica, other = new_replica("sgd", dtype), new_replica("sgd", dtype)
+    assert Stores(replica).digests() == Stores(other).digests()
+    last = other.params[other.buckets[number].stop - 1]
+    last.copy_(torch.nextafter(last, torch.ones_like(last)))
+    pairs = zip(Stores(replica).digests(), Stores(other).digests(), strict=True)
+    assert [one != changed for one, changed in pairs] == [each == number for each in range(10)]

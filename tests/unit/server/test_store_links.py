@@ -1,0 +1,275 @@
+"""The coordinator's side of stores on other machines, with sessions that only remember what was sent."""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+from harness import local_settings
+from smolcluster.errors import ClusterEmpty
+from smolcluster.server.hosted_stores import HostedStores, NormsArrived, StepsUndone
+from smolcluster.server.push import Pushed
+from smolcluster.server.slices import PushKey, place_of, slice_frames
+from smolcluster.server.store_links import (
+    GATHER_SLOWER,
+    Patience,
+    StoreLinks,
+)
+from smolcluster.training.replica import Replica
+from smolcluster.wire.acceptor import SessionOpened
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.handshake import Authenticated, introduce
+from smolcluster.wire.inbox import MessageReceived, SessionClosed
+from smolcluster.wire.messages import (
+    ALL_KINDS,
+    SESSION,
+    STORE,
+    Accepted,
+    Discard,
+    HostPort,
+    LeaseKey,
+    Listening,
+    Message,
+    Reject,
+    State,
+    decode,
+)
+from smolcluster.wire.session import Session
+
+NODES = ("mini1", "win", "pi5")
+LISTENING = Listening(places=(HostPort(host="127.0.0.1", port=1),))
+
+
+@dataclass
+class FakeSession:
+    """What was sent, as messages and frames; `num_sent` is said by the test."""
+
+    session_id: int
+    num_sent: int = 0
+    reason: str = ""
+    sent: list[Message] = field(default_factory=list)
+    frames: list[Frame] = field(default_factory=list)
+
+    @property
+    def is_cut(self) -> bool:
+        return bool(self.reason)
+
+    def cut(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def end_with(self, message: Message) -> None:
+        self.sent = [message]
+
+    def send_frame(self, frame: Frame) -> None:
+        self.frames.append(frame)
+
+
+def parsed(frame: Frame) -> tuple[State, memoryview]:
+    message = decode(State.KIND, bytes(frame.head[20:-4]), ALL_KINDS)
+    assert isinstance(message, State)
+    return message, memoryview(bytearray(frame.payload))
+
+
+@dataclass
+class Client:
+    """Who has proved itself, as much of it as is asked for."""
+
+    hello: object
+
+
+def new_replica() -> Replica:
+    """610 weights in ten buckets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+    return Replica(model, "adamw", weight_decay=0.1, bucket_bytes=64 * 4)
+
+
+def ignore(node: str, num_steps: int, share: float) -> None:
+    """Nobody wants to know."""
+
+
+def spread(lost_s: float = 60.0, on_undone: StepsUndone = ignore) -> HostedStores:
+    stores = HostedStores(
+        new_replica(),
+        NODES,
+        run=local_settings().run_config("test-run", "edp"),
+        codec="fp32",
+        incarnation="here",
+        patience=Patience(start_s=600.0, lost_s=lost_s),
+        log=logging.getLogger("test"),
+    )
+    stores.begin(0, on_undone)
+    return stores
+
+
+def open_session(stores: StoreLinks, node: str, session_id: int) -> FakeSession:
+    hello = introduce(node, sets=(SESSION, STORE))
+    answer = stores.admit(session_id, hello)
+    assert isinstance(answer, Accepted)
+    assert answer.node == NODES[0], "the server says who it is"
+    session = FakeSession(session_id)
+    client = cast("Authenticated", Client(hello))
+    stores.handle(SessionOpened(cast("Session", session), client))
+    return session
+
+
+def ready(stores: HostedStores) -> list[FakeSession]:
+    sessions = [open_session(stores, node, 1 + n) for n, node in enumerate(NODES[1:])]
+    told = [stores.handle(MessageReceived(each.session_id, LISTENING)) for each in sessions]
+    assert told == [False, True]
+    return sessions
+
+
+def test_a_store_that_gets_no_further_with_its_slice_ends_the_run() -> None:
+    stores, began = spread(), time.monotonic()
+    win = open_session(stores, "win", 1)
+    pi5 = open_session(stores, "pi5", 2)
+    stores.handle(MessageReceived(pi5.session_id, LISTENING))
+    win.num_sent = 3
+    stores.check_patience(began + 540)
+    win.num_sent = 4
+    stores.check_patience(began + 1080)  # from the last frame on
+    stores.check_patience(began + 1620)
+    with pytest.raises(ClusterEmpty, match="win has not got on with its slice for 10 min"):
+        stores.check_patience(began + 1740)
+
+
+def test_a_store_that_comes_and_goes_without_taking_its_slice_ends_the_run() -> None:
+    stores, began = spread(), time.monotonic()
+    for session_id, after_s in enumerate((0, 360), 1):
+        win = open_session(stores, "win", session_id)
+        win.num_sent = 3
+        stores.check_patience(began + after_s)
+        stores.handle(SessionClosed(session_id, "it has crashed"))
+    with pytest.raises(ClusterEmpty, match="win did not come within 10 min"):
+        stores.check_patience(began + 660)
+
+
+def test_a_store_that_is_ready_and_says_nothing_is_silent_until_it_speaks() -> None:
+    stores = spread(lost_s=600.0)
+    assert not stores.are_silent(time.monotonic() + 1000), "none has its slice yet"
+    ready(stores)
+    assert not stores.are_silent(time.monotonic() + 500)
+    assert stores.are_silent(time.monotonic() + 700)
+
+
+def test_a_part_counts_only_in_the_name_of_who_sent_it() -> None:
+    stores = spread()
+    win, pi5 = ready(stores)
+    lease = LeaseKey(incarnation="here", epoch=0, start=0, stop=10, grant=1)
+    honest, liar = PushKey("a" * 8, lease), PushKey("b" * 8, lease)
+    own = object.__new__(Pushed)
+    assert stores.whole(honest, own, is_awaited=True) is None
+    lie = NormsArrived(win.session_id, liar, (9.0, 9.0, 9.0))
+    assert stores.whole(liar, lie, is_awaited=False) is None
+    assert win.sent[-1] == Discard(instance=liar.instance, lease=lease)
+    parts = [NormsArrived(each.session_id, honest, (1.0, 1.0, 1.0)) for each in (win, pi5)]
+    assert [stores.whole(honest, part, is_awaited=True) for part in parts] == [None, own]
+
+
+def slice_of(stores: HostedStores, span: range, version: int) -> list[tuple[State, memoryview]]:
+    """The frames in which a store sends its slice, all of whose values are `version`."""
+    replica = stores._replica
+    values = stores._contents(place_of(replica.buckets, span))
+    values = {name: torch.full_like(each, version) for name, each in values.items()}
+    frames = slice_frames(values, replica.buckets, span, incarnation="here", version=version)
+    return [parsed(frame) for frame in frames]
+
+
+def test_what_an_aborted_gathering_has_asked_for_is_taken_before_what_the_next_one_asks() -> None:
+    stores = spread()
+    receivers = [stores._receivers[each.session_id] for each in ready(stores)]
+    spans = [store.span for store in stores._stores]
+
+    def send(version: int, frames: slice) -> None:
+        for receiver, span in zip(receivers, spans, strict=True):
+            for frame in slice_of(stores, span, version)[frames]:
+                receiver(*frame)
+
+    def send_some_and_stop() -> None:
+        send(1, slice(0, 5))
+        raise KeyboardInterrupt
+
+    def send_the_rest_and_all() -> None:
+        send(1, slice(5, None))
+        send(2, slice(None))
+
+    with pytest.raises(KeyboardInterrupt):
+        stores.gather(1, send_some_and_stop)
+    assert stores.gather(2, send_the_rest_and_all)
+    params = stores._replica.params
+    assert (params[place_of(stores._replica.buckets, range(spans[0].start, 10))] == 2.0).all()
+
+
+def test_a_store_that_trickles_is_cut() -> None:
+    stores = spread()
+    win, _ = ready(stores)
+    win_store = stores._stores[0]
+    win_store.took_s = -61.0 / GATHER_SLOWER  # its time is over from the beginning
+    receiver, frames = stores._receivers[win.session_id], iter(slice_of(stores, win_store.span, 0))
+
+    def trickle() -> None:
+        receiver(*next(frames))
+
+    assert not stores.gather(0, trickle)
+    assert "has not sent its slice within" in win.reason
+
+
+def test_a_second_process_of_one_store_is_told_that_it_is_busy() -> None:
+    stores = spread()
+    win, _ = ready(stores)
+    second = open_session(stores, "win", 9)
+    assert isinstance(second.sent[-1], Reject)
+    assert second.sent[-1].code == "busy"
+    assert stores.session_of("win") is cast("Session", win)
+    assert stores.is_ready
+
+
+def step(stores: HostedStores, sessions: list[FakeSession]) -> None:
+    key = PushKey("a" * 8, LeaseKey(incarnation="here", epoch=0, start=0, stop=10, grant=1))
+    for session in sessions:
+        arrived = NormsArrived(session.session_id, key, (0.0, 0.0, 0.0))
+        stores.whole(key, arrived, is_awaited=True)
+    place = place_of(stores._replica.buckets, stores.own_span)
+    push = stores.of(key)
+    push.take(torch.zeros_like(stores._replica.params[place]))
+    push.step(1.0, 0.1)
+
+
+def test_the_steps_that_a_lost_store_had_taken_since_it_was_gathered_are_told_once() -> None:
+    told: list[tuple[str, int, float]] = []
+    stores = spread(on_undone=lambda *what: told.append(what))
+    sessions = ready(stores)
+    step(stores, sessions)
+    step(stores, sessions)
+    stores.handle(SessionClosed(1, "its power is gone"))
+    assert told == [("win", 2, 192 / 610)]
+    open_session(stores, "win", 3)
+    stores.handle(MessageReceived(3, LISTENING))
+    stores.handle(SessionClosed(3, "its power is gone"))
+    assert len(told) == 1, "it had taken none since"
+
+
+def test_slices_are_gathered_now_and_then_when_they_have_changed() -> None:
+    stores = spread()
+    sessions, later = ready(stores), time.monotonic() + 1000
+    assert not stores.is_copy_due(later)
+    step(stores, sessions)
+    assert stores.is_copy_due(later)
+    assert not stores.is_copy_due(time.monotonic())
+    stores._copying_took_s = 100.0
+    assert not stores.is_copy_due(later)
+
+
+def test_a_store_that_does_not_send_its_slice_is_cut() -> None:
+    stores = spread(lost_s=0.0)
+    win, _ = ready(stores)
+    assert not stores.gather(version=0)
+    assert win.reason == "it does not send its slice"

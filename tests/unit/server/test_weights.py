@@ -1,0 +1,110 @@
+"""The server's weights on their way: what is sent arrives whole, and what must not be sent is refused."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from peers import opened, small_replica
+from smolcluster.errors import ProtocolError
+from smolcluster.server.assignment import Assigned, assignment_of
+from smolcluster.server.weights import StateReceiver, WeightsArrived, state_frames
+from smolcluster.training.replica import Replica
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.messages import Ack, LeaseKey, State
+
+LEASE = LeaseKey(incarnation="here", epoch=0, start=4, stop=7, grant=1)
+
+
+@pytest.fixture
+def replica() -> Replica:
+    return small_replica()
+
+
+@pytest.fixture
+def receiver(replica: Replica) -> StateReceiver:
+    return receiver_of(replica)
+
+
+def receiver_of(replica: Replica) -> StateReceiver:
+    return StateReceiver(replica.buckets, replica.params.dtype)
+
+
+def weights_of(replica: Replica, version: int) -> tuple[Tensor, list[Frame]]:
+    generator = torch.Generator().manual_seed(version)
+    weights = torch.randn(replica.num_params, generator=generator, dtype=replica.params.dtype)
+    return weights, state_frames("here", version, weights, replica.buckets)
+
+
+def deliver(frames: list[Frame], receiver: StateReceiver) -> list[Event]:
+    events = [receiver(*opened(frame)) for frame in frames]
+    return [event for event in events if event is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_arrive_bit_for_bit_one_version_after_another(dtype: torch.dtype) -> None:
+    replica = small_replica(dtype)
+    receiver = receiver_of(replica)
+    for version in (4, 5):
+        weights, frames = weights_of(replica, version)
+        assert deliver(frames[:1], receiver) == []
+        (event,) = deliver(frames[1:], receiver)
+        assert isinstance(event, WeightsArrived)
+        assert event.version == version
+        assert torch.equal(torch.cat(event.weights), weights)
+
+
+def test_weights_are_sent_from_one_copy_however_many_ask(replica: Replica) -> None:
+    weights, frames = weights_of(replica, 4)
+    start = weights.data_ptr()
+    for frame, bucket in zip(frames, replica.buckets, strict=True):
+        address = torch.frombuffer(frame.payload, dtype=torch.uint8).data_ptr()
+        assert address == start + 4 * bucket.start
+        state = opened(frame)[0]
+        assert isinstance(state, State)
+        assert state.incarnation == "here"
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_weights_come_in_order(replica: Replica, receiver: StateReceiver, first: int) -> None:
+    _, frames = weights_of(replica, 4)
+    with pytest.raises(ProtocolError, match=f"bucket {first} of 3 .*, expected 0 of 3"):
+        deliver(frames[first:], receiver)
+
+
+def test_weights_of_two_versions_are_not_mixed(replica: Replica, receiver: StateReceiver) -> None:
+    (_, old), (_, new) = weights_of(replica, 4), weights_of(replica, 5)
+    with pytest.raises(ProtocolError, match=r"bucket 1 .* of another copy of the weights"):
+        deliver([old[0], new[1]], receiver)
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "sentence"),
+    [(16, "not the fp32 tensor agreed on"), (1 << 20, "bucket 0 of 1 .*, expected 0 of 3")],
+)
+def test_weights_of_another_model_are_refused(
+    receiver: StateReceiver, bucket_bytes: int, sentence: str
+) -> None:
+    other = Replica(nn.Linear(3, 3), "sgd", bucket_bytes=bucket_bytes)
+    with pytest.raises(ProtocolError, match=sentence):
+        deliver(weights_of(other, 4)[1], receiver)
+
+
+def test_weights_are_not_mistaken_for_what_else_a_state_may_hold(
+    replica: Replica, receiver: StateReceiver
+) -> None:
+    message, payload = opened(weights_of(replica, 4)[1][0])
+    with pytest.raises(
+        ProtocolError, match=r"bucket 0 of 3 \('exp_avg'\), expected 0 of 3 \('weights'\)"
+    ):
+        receiver(message.model_copy(update={"content": "exp_avg"}), payload)
+
+
+def test_an_assignment_is_unpacked_and_all_else_passed_on(receiver: StateReceiver) -> None:
+    indices = torch.tensor([5, 3, 8], dtype=torch.int32)
+    message, payload = assignment_of(LEASE, indices, version=2, learning_rate=1e-3)
+    event = receiver(message, memoryview(bytearray(payload)))
+    assert isinstance(event, Assigned)
+    assert (event.assignment, event.indices.tolist()) == (message, [5, 3, 8])
+    ack = Ack(lease=LEASE, outcome="applied", version=4)
+    assert receiver(ack, memoryview(b"")) == MessageReceived(0, ack)
