@@ -68,7 +68,7 @@ def handshake_and_steps() -> list[m.Message]:
             node="mini1",
             run_id="edp-1",
             incarnation="0123abcd",
-            run=RUN,
+            settings=RUN.model_dump(mode="json"),
             model_fingerprint=mac,
             bucket_bytes=BUCKET_BYTES,
             codec="int8",

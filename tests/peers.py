@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -196,6 +196,7 @@ class HandledDoor:
         model: str = "m",
         incarnation: str = "0123abcd",
         bucket_bytes: int = 1 << 20,
+        settings: dict[str, Any] | None = None,
     ) -> Hand:
         client = self.open()
         accept(
@@ -204,7 +205,7 @@ class HandledDoor:
                 node=node,
                 run_id=run.run_id,
                 incarnation=incarnation,
-                run=run,
+                settings=settings or run.model_dump(mode="json"),
                 model_fingerprint=model,
                 bucket_bytes=bucket_bytes,
                 codec="fp32",

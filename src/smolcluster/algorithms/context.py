@@ -306,7 +306,7 @@ class ServerContext:
             Welcome(
                 node=self.node,
                 run_id=self.run.run_id,
-                run=self.run,
+                settings=self.run.model_dump(mode="json"),
                 incarnation=self.incarnation,
                 model_fingerprint=replica.fingerprint,
                 bucket_bytes=replica.bucket_bytes,

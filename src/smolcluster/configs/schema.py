@@ -1015,7 +1015,7 @@ class RunConfig(Section):
     reconnect_timeout_s: Wait
     workload: Annotated[str, StringConstraints(pattern=r"^[\w.]{1,200}$")] | None = None
     """What the server calls the workload; None: what `train` names. No machine looks for code by it."""
-    own: dict[str, Any] = Field({}, json_schema_extra=lambda schema: schema.update(_own_schemas()))
+    own: dict[str, Any] = {}
     """What the algorithm alone understands, as plain values."""
     train: TrainConfig
 
@@ -1065,14 +1065,6 @@ def own_keys(name: str) -> frozenset[str]:
     """The keys that the algorithm of that name alone understands; none where there is no such algorithm."""
     spec = algorithms().get(name)
     return frozenset(config_of(spec).model_fields) if spec else frozenset()
-
-
-def _own_schemas() -> dict[str, Any]:
-    """What the algorithms of this package understand, as text: two versions that differ there do not fit."""
-    ours = [spec for spec in algorithms().values() if spec.package.startswith("smolcluster.")]
-    return {
-        "algorithms": {spec.name: json.dumps(config_of(spec).model_json_schema()) for spec in ours}
-    }
 
 
 def _with_algorithms(shared: type[F], *, of_training: bool) -> type[F]:

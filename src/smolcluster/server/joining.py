@@ -3,7 +3,7 @@
 import logging
 
 from smolcluster.configs.schema import Encryption
-from smolcluster.errors import ConnectTimeout, Rejected, RunFailed
+from smolcluster.errors import ConnectTimeout, Rejected, RunFailed, VersionDiffers
 from smolcluster.wire.connection import Connection
 from smolcluster.wire.dialling import SAY_AFTER_S, Address, dial
 from smolcluster.wire.handshake import introduce
@@ -31,10 +31,11 @@ def join(
     Raises:
         RunOver: the run has ended well in the meantime.
         RunFailed: it has ended badly.
-        ConnectTimeout, Rejected, VersionDiffers, AuthError: see `dial`.
+        VersionDiffers: this version does not understand the run's settings, or see `dial`.
+        ConnectTimeout, Rejected, AuthError: see `dial`.
     """
     try:
-        return dial(
+        connection, welcome = dial(
             address,
             hello,
             secret,
@@ -51,6 +52,12 @@ def join(
         if error.is_proved and error.code == "failed":
             raise RunFailed(str(error)) from None
         raise
+    try:
+        welcome.run  # noqa: B018 - says what this version does not understand
+    except VersionDiffers:
+        connection.close()
+        raise
+    return connection, welcome
 
 
 def ask(

@@ -90,7 +90,7 @@ OptimizerName = Literal["adam", "adamw", "sgd"]
 class Offer(Message):
     """Client: what is trained (`plan`), and how; null: as the server is configured."""
 
-    KIND = 28
+    KIND = 67
     plan: str
     batch_size: Positive | None = None
     num_epochs: Positive | None = None
@@ -105,7 +105,7 @@ class Offer(Message):
 class OfferedWeights(Message):
     """Client: the weights that the run begins with, a bucket a message, in the plan's order."""
 
-    KIND = 29
+    KIND = 68
     bucket: Count
     num_buckets: Positive
     tensor: TensorSpec
@@ -114,7 +114,7 @@ class OfferedWeights(Message):
 class OfferTaken(Message):
     """Server: the run begins with these weights; join it."""
 
-    KIND = 30
+    KIND = 69
 
 
 OFFER = MessageSet(

@@ -29,9 +29,10 @@ from pydantic import (
     ValidationError,
 )
 
+from smolcluster import __version__
 from smolcluster.configs.schema import HeartbeatTimeout, RunConfig
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.errors import ProtocolError
+from smolcluster.errors import ProtocolError, VersionDiffers
 from smolcluster.utils.gpu import GpuQuantity
 from smolcluster.utils.meter import MAX_SPANS, PHASES
 from smolcluster.wire.frames import Buffer, Frame, build_frame
@@ -203,7 +204,8 @@ class Welcome(Accepted):
     KIND: ClassVar[int] = 4
     run_id: Identifier
     incarnation: Identifier
-    run: RunConfig
+    settings: dict[str, Any]
+    """A `RunConfig` as JSON: who hears it validates it against the schema of its own version."""
     model_fingerprint: Identifier
     codec: Identifier
     data: ServedData | None = None
@@ -211,6 +213,21 @@ class Welcome(Accepted):
     """To who asked for one: a number that is free."""
     plan: str | None = None
     """To processes that attach: the parameters and samples of the run (`server/offering.py`)."""
+
+    @cached_property
+    def run(self) -> RunConfig:
+        """What is trained, and how.
+
+        Raises:
+            VersionDiffers: this version does not understand a setting.
+        """
+        try:
+            return RunConfig.model_validate_json(json.dumps(self.settings))
+        except ValidationError as error:
+            raise VersionDiffers(
+                f"this smolcluster {__version__} does not understand the run's settings: "
+                f"{_first_problem(error)}: install the server's version (git pull, then uv sync)"
+            ) from None
 
 
 MAX_SAMPLE_MARKS = 3
@@ -1121,7 +1138,7 @@ Kinds = frozenset[type[Message]]
 class MessageSet:
     """A protocol: its name, and what may be said in and after a handshake that has agreed on it.
 
-    Two sets that are agreed on together must not share a number; this project's have those below 64.
+    Two sets that are agreed on together must not share a number; this project's have those below 70.
     """
 
     name: str

@@ -10,7 +10,7 @@ import pytest
 from connection_pairs import RUN
 from harness import SECRET, free_port
 from peers import DEADLINE_S, Hand, HandledDoor, hello, logger
-from smolcluster.errors import AuthError, ConnectTimeout, Rejected, RunFailed
+from smolcluster.errors import AuthError, ConnectTimeout, Rejected, RunFailed, VersionDiffers
 from smolcluster.server.joining import RunOver, ask, join
 from smolcluster.wire import dialling
 from smolcluster.wire.connection import Connection
@@ -81,6 +81,18 @@ def test_a_server_that_is_there_welcomes_at_once_and_in_silence(
     assert welcome.run == RUN
     assert lines == []
     connection.close()
+
+
+def test_a_setting_that_this_version_does_not_know_is_named(
+    door: HandledDoor, start_joining: Joining
+) -> None:
+    settings = RUN.model_dump(mode="json")
+    settings["train"]["of_tomorrow"] = 1
+    future = start_joining()
+    hand = door.admit(RUN, settings=settings)
+    with pytest.raises(VersionDiffers, match=r"train\.of_tomorrow.*install the server's version"):
+        future.result(DEADLINE_S)
+    hand.hear_the_end()
 
 
 def test_another_server_than_the_one_that_is_wanted_is_doubted(

@@ -42,7 +42,7 @@ OFFER = Welcome(
     node="mini1",
     run_id="edp-1",
     incarnation="0123abcd",
-    run=RUN,
+    settings=RUN.model_dump(mode="json"),
     model_fingerprint="ab" * 32,
     bucket_bytes=4096,
     codec="int8",

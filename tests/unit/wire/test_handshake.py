@@ -4,9 +4,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -20,7 +18,7 @@ from connection_pairs import (
     push,
     raw_and_connection,
 )
-from smolcluster.configs.schema import Encryption, RunConfig
+from smolcluster.configs.schema import Encryption
 from smolcluster.errors import (
     AuthError,
     PeerLost,
@@ -46,7 +44,6 @@ from smolcluster.wire.handshake import (
     server_authenticate,
 )
 from smolcluster.wire.messages import (
-    PS,
     SESSION,
     SETS,
     Accepted,
@@ -83,7 +80,7 @@ OFFER = Welcome(
     node="mini1",
     run_id="edp-1",
     incarnation="0123abcd",
-    run=RUN,
+    settings=RUN.model_dump(mode="json"),
     model_fingerprint="ab" * 32,
     bucket_bytes=BUCKET_BYTES,
     codec="int8",
@@ -266,7 +263,7 @@ REWRITES: list[tuple[type[Message], dict[str, object]]] = [
     (Hello, {"instance": "f" * 16}),
     (Hello, {"version": "9"}),
     (Challenge, {"nonce": "00" * 32}),
-    (Welcome, {"run": RUN.model_copy(update={"worker_update_interval": 1000})}),
+    (Welcome, {"settings": RUN.model_dump(mode="json") | {"worker_update_interval": 1000}}),
     (Welcome, {"codec": "fp16"}),
     (Welcome, {"node": "mini2"}),
     (Welcome, {"heartbeat_timeout_s": 1e6}),
@@ -388,27 +385,6 @@ def test_another_version_is_named_on_both_sides(
         error = error_of(served)
         assert isinstance(error, VersionDiffers)
         assert "0.9" in str(error)
-
-
-def test_a_peer_that_does_not_know_a_codec_is_refused_in_one_line(pool: ThreadPoolExecutor) -> None:
-    """Which codecs a run may name is part of what two versions agree on."""
-
-    class OlderConfig(RunConfig):
-        codec: Literal["fp32", "int8"] | None = None
-
-    class OlderWelcome(Welcome):
-        run: OlderConfig
-
-    OlderWelcome.__name__ = "Welcome"
-    older = replace(PS, in_handshake=frozenset({OlderWelcome}))
-    with connection_pair(proved=False) as (client, server):
-        served = pool.submit(serve, server)
-        hello = introduce("mini1", 1, (SESSION, older))
-        with pytest.raises(Rejected, match="install the same on both") as caught:
-            client_handshake(client, hello, SECRET, Deadline(DEADLINE_S), answer=Accepted)
-        assert caught.value.code == "version"
-        assert "\n" not in str(caught.value)
-        assert isinstance(error_of(served), VersionDiffers)
 
 
 def test_another_protocol_is_named_on_both_sides(pool: ThreadPoolExecutor) -> None:

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from connection_pairs import LEASE, one_of_each, push, tensor
+from smolcluster.algorithms.Mesh import store
 from smolcluster.errors import ProtocolError
+from smolcluster.server import offering
 from smolcluster.wire.frames import MAX_HEADER_NBYTES
 from smolcluster.wire.messages import (
     FROM_SERVER,
@@ -31,6 +33,7 @@ from smolcluster.wire.messages import (
     decode,
     encode,
     frame_of,
+    numbered,
     payload_nbytes,
 )
 
@@ -99,6 +102,12 @@ def test_the_numbers_of_the_kinds_are_fixed() -> None:
     names = {number: model.__name__ for number, model in MESSAGES.items()}
     numbers = range(1, 65)
     assert names == dict(zip(numbers, (type(each).__name__ for each in one_of_each()), strict=True))
+
+
+def test_a_number_has_one_meaning() -> None:
+    of_others = offering.OFFER.kinds | {store.Ask, store.Answer}
+    numbered(frozenset(MESSAGES.values()) | of_others)
+    assert len(of_others) == 5
 
 
 @given(st.sampled_from(sorted(MESSAGES)), st.binary(max_size=100))

@@ -36,7 +36,7 @@ def worker_of(
         node="mini1",
         run_id="test-run",
         incarnation="here",
-        run=settings.run_config("test-run", "diloco"),
+        settings=settings.run_config("test-run", "diloco").model_dump(mode="json"),
         model_fingerprint="m",
         bucket_bytes=training.replica.bucket_bytes,
         codec=codec,

@@ -75,7 +75,7 @@ class Desk:
             node="mini1",
             run_id="test-run",
             incarnation="here",
-            run=settings.run_config("test-run", "edp"),
+            settings=settings.run_config("test-run", "edp").model_dump(mode="json"),
             model_fingerprint="m",
             bucket_bytes=self.training.replica.bucket_bytes,
             codec=codec,

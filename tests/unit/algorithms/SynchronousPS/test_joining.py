@@ -124,7 +124,7 @@ def welcome(server: Server) -> Welcome:
         node="mini1",
         run_id="run",
         incarnation=server.context.incarnation,
-        run=server.context.run,
+        settings=server.context.run.model_dump(mode="json"),
         model_fingerprint=server.replica.fingerprint,
         bucket_bytes=BUCKET_BYTES,
         codec=server.context.codec,

@@ -126,7 +126,7 @@ class Shop:
             node="mini1",
             run_id="run",
             incarnation="here",
-            run=run,
+            settings=run.model_dump(mode="json"),
             model_fingerprint=self.replica.fingerprint,
             bucket_bytes=1024,
             codec=codec,
