@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from connection_pairs import push, tensor
-from harness import local_settings
+from harness import SECRET, local_settings
 from lives import LEASE, Life, end, run_config
-from peers import DEADLINE_S, Echo, HandledDoor, hello, knock
+from peers import DEADLINE_S, Echo, HandledDoor, hello, logger
 from smolcluster.configs.schema import DatasetPlace, NodeConfig
 from smolcluster.errors import (
     ConfigError,
@@ -24,17 +24,19 @@ from smolcluster.errors import (
     DataError,
     NonFiniteLoss,
     PeerLost,
-    ProtocolError,
     Rejected,
     RunFailed,
     SmolclusterError,
     TryAgain,
     UserCodeError,
+    VersionDiffers,
 )
 from smolcluster.server import link as room
+from smolcluster.server.joining import join
 from smolcluster.server.link import Link, measure_speed
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.first_loss import first_losses
+from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import refuse
 from smolcluster.wire.inbox import MessageReceived
 from smolcluster.wire.messages import (
@@ -275,20 +277,10 @@ def test_a_welcome_that_names_a_path_is_refused_and_nothing_is_looked_at(
     dataset = run.train.dataset.model_copy(update={"name": "text", "tokenizer": tokenizer})
     train = run.train.model_copy(update={"dataset": dataset})
     with ThreadPoolExecutor(1) as pool:
-        worker = pool.submit(knock, door.port, hello())
-        door.open().talk.say(
-            Welcome.model_construct(
-                node="mini1",
-                run_id="run-1",
-                incarnation="0123abcd",
-                run=run.model_copy(update={"train": train}),
-                model_fingerprint="m",
-                bucket_bytes=1024,
-                codec="fp32",
-                heartbeat_timeout_s=DEADLINE_S,
-            )
-        )
-        with pytest.raises(ProtocolError, match="cannot travel") as refused:
+        address = Address("127.0.0.1", door.port)
+        worker = pool.submit(join, address, hello(), SECRET, timeout_s=DEADLINE_S, log=logger([]))
+        door.admit(run, settings=run.model_copy(update={"train": train}).model_dump(mode="json"))
+        with pytest.raises(VersionDiffers, match="cannot travel") as refused:
             worker.result(DEADLINE_S)
     assert tokenizer not in str(refused.value)
     assert [path for path in asked if tokenizer.strip("./") in path] == []
