@@ -12,8 +12,12 @@ from statistics import harmonic_mean
 from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.algorithms.DiLoCo.pacing import Timing
 
-MOST_WAITING = 0.1
-"""So large a share of the time that all computing takes workers may wait for the beginning's exchanges."""
+MOST_WAITING = 0.03
+"""So large a share of the time that all computing takes workers may wait for the beginning's exchanges.
+
+Where links are slow it costs more than it gains: with a tenth, four machines on 50 Mbit/s came to one
+machine's loss in 223 s instead of 166 s, after as many tokens (`benchmarks/results/time_to_loss.md`).
+"""
 
 
 def why_none(config: DiLoCoConfig, num_hosts: int) -> str:
