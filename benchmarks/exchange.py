@@ -67,6 +67,7 @@ from smolcluster.data.dataset import Split
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog
 from smolcluster.server.link import WorkerSetup, follow
+from smolcluster.server.records import Records
 from smolcluster.server.store_host import StoreSetup, hold
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import cross_entropy
@@ -277,7 +278,7 @@ class OnDemand(Server):
         if self.wanted == 0 and complete and self.pipe.poll():
             self.wanted = self.pipe.recv()
             if self.wanted == 0:
-                self.report.samples_applied = self.total_samples  # as if there were no more
+                self.report.counts.samples_applied = self.total_samples  # as if there were no more
         if self.wanted:
             super().open_step(now)
 
@@ -302,10 +303,12 @@ def context_of(
         training=training,
         node=case.settings.cluster.server,
         secret=case.secret,
-        metrics=Metrics(),
-        events=EventLog(case.folder / "events.jsonl", "benchmark", warn=log.warning),
+        records=Records(
+            Metrics(),
+            EventLog(case.folder / "events.jsonl", "benchmark", warn=log.warning),
+            secrets.token_hex(4),
+        ),
         log=log,
-        incarnation=secrets.token_hex(4),
         num_stores=num_stores,
     )
 

@@ -27,7 +27,7 @@ import torch
 from common import free_port, report
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.observed import metrics_served
-from smolcluster.algorithms.records import open_records
+from smolcluster.server.records import Records, open_records
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.data.permutation import Range
 from smolcluster.observability.exporter import ProcessLabels
@@ -69,7 +69,8 @@ def observed(
     paths = create_run(folder, run.run_id)
     if not on:
         events = EventLog(paths.events, "off", warn=print)
-        yield _context(settings, training, Metrics([]), events, log.logger).new_report()
+        records = Records(Metrics(), events, "off")
+        yield _context(settings, training, records, log.logger).new_report()
         events.close()
         return
     with (
@@ -80,34 +81,15 @@ def observed(
             training.replica.meter,
             log.logger,
             run_id=lambda: RUN_ID,
-            status=lambda: records.status.newest,
+            status=lambda: records.status and records.status.newest,
         ),
         scraped(settings.cluster.metrics_port),
     ):
-        context = _context(settings, training, records.metrics, records.events, log.logger)
-        made = Report(
-            run=run,
-            server_node="here",
-            num_workers=1,
-            codec="none",
-            incarnation="on",
-            training=training,
-            metrics=context.metrics,
-            events=context.events,
-            log=log.logger,
-            bytes_moved=lambda: (0, 0),
-            status=records.status,
-            spans=records.spans,
-        )
-        yield made
+        yield _context(settings, training, records, log.logger).new_report()
 
 
 def _context(
-    settings: Settings,
-    training: TrainingContext,
-    metrics: Metrics,
-    events: EventLog,
-    log: logging.Logger,
+    settings: Settings, training: TrainingContext, records: Records, log: logging.Logger
 ) -> ServerContext:
     return ServerContext(
         settings=settings,
@@ -115,10 +97,8 @@ def _context(
         training=training,
         node="here",
         secret=None,
-        metrics=metrics,
-        events=events,
+        records=records,
         log=log,
-        incarnation="here",
     )
 
 

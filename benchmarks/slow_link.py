@@ -80,7 +80,7 @@ class Timed(Server):
         self.taken.append((time.monotonic(), dict(sizes)))
         super().commit(step)
         if self.taken[-1][0] - self.taken[0][0] > self.seconds:
-            self.report.samples_applied = self.total_samples
+            self.report.counts.samples_applied = self.total_samples
 
 
 def serve(pipe: Pipe, case: Slowed, seconds: float) -> None:
@@ -89,7 +89,7 @@ def serve(pipe: Pipe, case: Slowed, seconds: float) -> None:
     context = context_of(case, make_bench(case, 0))
     server = Timed(context, seconds)
     server.run()
-    context.events.close()
+    context.records.events.close()
     pipe.send(server.taken)
 
 

@@ -40,6 +40,7 @@ from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
 from smolcluster.server.leases import Dispatcher, Lease
 from smolcluster.server.link import Participant, WorkerSetup, follow
 from smolcluster.server.push import Pushed
+from smolcluster.server.records import Records
 from smolcluster.server.store_host import StoreSetup, hold
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.checkpoint import CheckpointStore
@@ -254,11 +255,8 @@ class Cluster:
             training=self.training,
             node=cluster.server,
             secret=secret,
-            metrics=Metrics([self.metrics]),
-            events=events,
+            records=Records(Metrics([self.metrics]), events, incarnation, folder=folder),
             log=self.log,
-            incarnation=incarnation,
-            folder=folder,
             store=self.store,
             checkpoint=self.store.newest_good() if resume else None,
             check_stop=self.stop.check,

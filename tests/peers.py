@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from smolcluster.errors import PeerLost
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import EventLog, read_events
+from smolcluster.server.records import Records
 from smolcluster.server.report import Report
 from smolcluster.server.worker_pool import Joined, WorkerPool
 from smolcluster.training.build import build
@@ -316,7 +317,7 @@ class Parts:
         return self.context.training.workload.fingerprint
 
     def happened(self, kind: type[RunEvent]) -> list[RunEvent]:
-        self.context.events.flush()
+        self.context.records.events.flush()
         return [r.event for r in read_events(self.events_path) if isinstance(r.event, kind)]
 
 
@@ -345,10 +346,8 @@ def server_parts(
         ),
         node=settings.cluster.server,
         secret=SECRET,
-        metrics=Metrics([metrics]),
-        events=events,
+        records=Records(Metrics([metrics]), events, secrets.token_hex(4)),
         log=log,
-        incarnation=secrets.token_hex(4),
     )
     try:
         yield Parts(context, metrics, lines, path)
@@ -365,13 +364,11 @@ def report_of(
     context = parts.context
     return Report(
         run=run or context.run,
-        server_node="mini1",
+        node="mini1",
         num_workers=3,
-        incarnation=incarnation,
         codec="fp32",
         training=context.training,
-        metrics=context.metrics,
-        events=context.events,
+        records=replace(context.records, incarnation=incarnation),
         log=context.log,
         bytes_moved=lambda: moved,
     )

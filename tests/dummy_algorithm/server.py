@@ -40,7 +40,7 @@ class Server:
 
     def serve(self) -> Summary:
         with self.pool, self.evaluator:
-            while not (self.dispatcher.done or self.pool.report.is_over):
+            while not (self.dispatcher.done or self.pool.report.counts.is_over):
                 for event in self.pool.next_events(0.1):
                     self.handle(event)
                 self.dispatcher.expire(time.monotonic())

@@ -234,7 +234,7 @@ def test_a_worker_that_comes_later_takes_layers(tmp_path: Path) -> None:
     cluster.server.finish()
     for each in (*workers, *late):
         each.finish()
-    assert cluster.core.report.tally.workers[3].samples
+    assert cluster.core.report.counts.tally.workers[3].samples
     expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
     assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
 

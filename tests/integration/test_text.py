@@ -22,6 +22,7 @@ from smolcluster.runs.events import Evaluated, EventLog, RunEnded
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.server.evaluator import EvaluationFinished, Evaluator
+from smolcluster.server.records import Records
 from smolcluster.training.build import build
 from smolcluster.wire.inbox import Inbox
 from texts import FROZEN, TINY, tiny_settings, write_text
@@ -97,10 +98,8 @@ def run_single(settings: Settings, folder: Path, **train: object) -> Finished:
         training=training,
         node="me",
         secret=None,
-        metrics=Metrics([metrics]),
-        events=events,
+        records=Records(Metrics([metrics]), events, "here"),
         log=logger([]),
-        incarnation="here",
     )
     try:
         summary = single.train(context)

@@ -18,16 +18,13 @@ from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import MeshSizes, RunConfig, config_of
 from smolcluster.configs.spec import algorithms
 from smolcluster.errors import CheckpointError, ConfigError
-from smolcluster.observability.metrics import Metrics
-from smolcluster.observability.spans import SpanLog
-from smolcluster.runs.events import EventLog
-from smolcluster.runs.status import StatusFile
 from smolcluster.server.buffers import most_buffer_frames
 from smolcluster.server.evaluator import Evaluator
 from smolcluster.server.feed import Feed, HeldOutFeed, NoFeed
 from smolcluster.server.hosted_stores import HostedStores
 from smolcluster.server.listening import listening_addresses
 from smolcluster.server.offering import PlannedWorkload
+from smolcluster.server.records import Records
 from smolcluster.server.report import Report
 from smolcluster.server.saver import CheckpointSource, Saver
 from smolcluster.server.store import Stores
@@ -72,7 +69,7 @@ EXTRA_QUEUED = 64
 
 @dataclass(frozen=True)
 class ServerContext:
-    """A run, on the server's side. `incarnation` names this start of the server."""
+    """A run, on the server's side."""
 
     settings: Settings
     run: RunConfig
@@ -80,16 +77,8 @@ class ServerContext:
     node: str
     secret: Secret | None
     """What workers prove themselves by; None: there are none."""
-    metrics: Metrics
-    events: EventLog
+    records: Records
     log: logging.Logger
-    incarnation: str
-    status: StatusFile | None = None
-    """Where it is kept up to date how the run stands; None: nowhere."""
-    spans: SpanLog | None = None
-    """Where spans of all processes are kept; None: nowhere."""
-    folder: Path | None = None
-    """The run's own; None: it has none."""
     store: CheckpointStore | None = None
     """Where checkpoints are saved; None: nowhere."""
     checkpoint: Checkpoint | None = None
@@ -105,6 +94,11 @@ class ServerContext:
     """What people read of those that join."""
     worker_command: str | None = None
     """Starts a worker, for a person who has to; None: workers are started by others."""
+
+    @property
+    def incarnation(self) -> str:
+        """Names this start of the server."""
+        return self.records.incarnation
 
     @property
     def codec(self) -> str:
@@ -239,23 +233,17 @@ class ServerContext:
             check_stop: is called before each batch of the last evaluation, and each hook; None: `self`'s.
             mesh: of which this process is rank 0.
         """
-        cluster = self.settings.cluster
         return Report(
             run=self.run,
-            server_node=self.node,
-            num_workers=cluster.num_workers,
+            node=self.node,
+            num_workers=self.settings.cluster.num_workers,
             codec=codec,
-            incarnation=self.incarnation,
             training=self.training,
-            metrics=self.metrics,
-            events=self.events,
+            records=self.records,
             log=self.log,
             bytes_moved=bytes_moved,
-            status=self.status,
-            spans=self.spans,
-            mesh=mesh,
             check_stop=check_stop or self.check_stop,
-            folder=self.folder,
+            mesh=mesh,
         )
 
     def resume(self, source: CheckpointSource, report: Report) -> CheckpointState | None:
@@ -351,7 +339,7 @@ class ServerContext:
             acceptor=acceptor,
             training=self.training,
             report=report,
-            events=self.events,
+            events=self.records.events,
             log=self.log,
             check_stop=check_stop or self.check_stop,
             role=self.role_of_workers,

@@ -17,7 +17,7 @@ from smolcluster.algorithms.artifacts import report_of_failure, write_artifacts
 from smolcluster.algorithms.claim import Claimed, claim_run
 from smolcluster.algorithms.context import ServerContext, check_resumable
 from smolcluster.algorithms.observed import metrics_served
-from smolcluster.algorithms.records import open_records, open_run
+from smolcluster.server.records import open_records, open_run
 from smolcluster.configs.begun import remember_workload
 from smolcluster.configs.keys import show
 from smolcluster.configs.nested import saying
@@ -115,7 +115,7 @@ def own_run(
                     training.replica.meter,
                     log.logger,
                     run_id=lambda: run.run_id,
-                    status=lambda: records.status.newest,
+                    status=lambda: records.status and records.status.newest,
                 ),
             ):
                 _remember_workload(paths, training.workload, log.logger)
@@ -125,13 +125,8 @@ def own_run(
                     training=training,
                     node=owner.node,
                     secret=owner.secret,
-                    metrics=records.metrics,
-                    events=records.events,
+                    records=records,
                     log=log.logger,
-                    incarnation=records.incarnation,
-                    status=records.status,
-                    spans=records.spans,
-                    folder=paths.root,
                     store=claimed.store,
                     checkpoint=claimed.checkpoint,
                     check_stop=stop.check,

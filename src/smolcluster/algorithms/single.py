@@ -35,16 +35,16 @@ def train(context: ServerContext) -> Summary:
     steps = training_steps(
         training,
         config,
-        samples_applied=report.samples_applied,
-        step=report.version,
+        samples_applied=report.counts.samples_applied,
+        step=report.counts.version,
         before_step=saver.wait_for_copy,
         layer_norms=report.layer_norms,
     )
     with closing(training), report.until_its_end(), saver:
-        while not report.is_over:
+        while not report.counts.is_over:
             context.check_stop()
             step = next(steps)
-            version = report.version + 1
+            version = report.counts.version + 1
             report.step_taken(
                 StepTaken(
                     version=version,
@@ -57,7 +57,7 @@ def train(context: ServerContext) -> Summary:
                     is_skipped=step.is_skipped,
                 )
             )
-            is_evaluated = version % config.eval_steps == 0 and not report.is_over
+            is_evaluated = version % config.eval_steps == 0 and not report.counts.is_over
             saver.after_step(is_evaluated=is_evaluated)  # first: an evaluation may fail
             if is_evaluated:
                 saver.wait_for_copy()  # the evaluation is of the same buffers

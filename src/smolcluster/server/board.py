@@ -6,47 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from smolcluster.runs.status import Presence, WorkerStatus, instant
+from smolcluster.server.rates import SteadyRate
 from smolcluster.server.tally import Tally
 from smolcluster.server.worker import Worker
 from smolcluster.wire.messages import Telemetry
-
-PACE_WINDOW_S = 10.0
-
-
-class SteadyRate:
-    """How fast a counter grows, a second, as a person wants to read it.
-
-    It is steady where the counter grows rarely: a window of at least `window_s` seconds ends only when it
-    has grown, and when the next one lasts longer than that the pace fades.
-    """
-
-    def __init__(
-        self,
-        count: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        window_s: float = PACE_WINDOW_S,
-    ) -> None:
-        self._count = count
-        self._clock = clock
-        self._window_s = window_s
-        self._since = clock()
-        self._base = count()
-        self._last: tuple[int, float] | None = None
-        """By how much it grew in the last window, and how many seconds that took."""
-
-    def __call__(self) -> float:
-        """The pace of the last window, or of the first one so far."""
-        now, count = self._clock(), self._count()
-        grown, elapsed = count - self._base, now - self._since
-        if grown and elapsed >= self._window_s:
-            self._last = (grown, elapsed)
-            self._since, self._base = now, count
-            return grown / elapsed
-        if self._last is None:
-            return grown / elapsed if elapsed > 0 else 0.0
-        last_grown, last_elapsed = self._last
-        return last_grown / max(last_elapsed, elapsed)
 
 
 @dataclass
@@ -100,6 +63,8 @@ class StatusBoard:
         self._now = now
         self._clock = clock
         self._entries: dict[int, WorkerRow] = {}
+        self._evaluator_id = 0
+        """The worker whose own loop evaluates for the run; 0: none does."""
 
     def joined(self, worker: Worker, device: str) -> None:
         """A worker takes part from now on, in the place of whoever had its id."""
@@ -127,9 +92,12 @@ class StatusBoard:
         entry.last_seen, entry.traffic = entry.seen_at, entry.moved
         entry.state, entry.worker, entry.process_stats, entry.measured = state, None, {}, {}
 
-    def is_present(self, worker_id: int) -> bool:
-        entry = self._entries.get(worker_id)
-        return entry is not None and entry.worker is not None
+    def is_evaluator(self, worker: Worker) -> bool:
+        """Whether this worker's evaluations are the run's: the first that makes one, while it is there."""
+        entry = self._entries.get(self._evaluator_id)
+        if entry is None or entry.worker is None:
+            self._evaluator_id = worker.member.worker_id
+        return worker.member.worker_id == self._evaluator_id
 
     def heard(self, worker: Worker, telemetry: Telemetry) -> dict[str, float] | None:
         """A worker reports of itself; returns what is to be kept of that, if it is time."""

@@ -1,10 +1,13 @@
-"""What the server tells the world: metrics, events, counts, its status, and the summary at the end."""
+"""What the server tells the world: metrics, events, log lines, hooks, its status, and the summary at the end.
+
+What is counted is in `tally.py`, what is timed in `rates.py`, how each worker does in `board.py`.
+"""
 
 import logging
 import math
-import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,15 +21,13 @@ from smolcluster.configs.schema import MeshSizes, RunConfig, config_of
 from smolcluster.configs.spec import algorithms
 from smolcluster.data.permutation import Range
 from smolcluster.errors import SmolclusterError
-from smolcluster.observability.metrics import MetricRecord, Metrics
-from smolcluster.observability.spans import SpanLog
+from smolcluster.observability.metrics import MetricKind, MetricRecord
 from smolcluster.runs.asked import why_asked
 from smolcluster.runs.events import (
     BeginningEnded,
     CheckpointSaved,
     EpochFinished,
     Evaluated,
-    EventLog,
     LayersMoved,
     LeaseReturned,
     PushDropped,
@@ -47,35 +48,33 @@ from smolcluster.runs.status import (
     RankStatus,
     RunState,
     RunStatus,
-    StatusFile,
     failed,
     instant,
     no_space_on,
     unbegun,
 )
-from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
-from smolcluster.server.board import StatusBoard, SteadyRate
+from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
+from smolcluster.server.board import StatusBoard
 from smolcluster.server.process_stats import Gauge, ProcessStats
-from smolcluster.server.tally import Dropped, Tally
+from smolcluster.server.rates import Rates
+from smolcluster.server.records import Records
+from smolcluster.server.tally import COUNTS, Counts, Dropped
 from smolcluster.server.worker import Worker
 from smolcluster.training import hooks
 from smolcluster.training.build import TrainingContext
-from smolcluster.training.checkpoint import Progress, TrainingState, parse_progress
+from smolcluster.training.checkpoint import Progress, TrainingState
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.units import format_duration
 from smolcluster.wire.messages import LeaseKey, Telemetry
 
-WINDOW_S = 1.0
-VITALS_EVERY_S = 1.0
+OWN_STATS_EVERY_S = 1.0
 NUM_LAYERED_FIRST, LAYERED_EVERY_S = 1000, 60.0
 """Of so many steps the norms of all layers are kept, later those of one step in so many seconds."""
 DISK_S = 5.0
 """How long the end of a run waits for a disk that hangs."""
 HOOKS_S = 5.0
 """How long the end of a run that failed waits for hooks."""
-COUNTS = "counts"
-"""Where a checkpoint's progress has them."""
 DROP_REASONS: Mapping[Dropped, str] = MappingProxyType(
     {
         "stale": "its weights were older than staleness.bound allows",
@@ -105,7 +104,7 @@ class StepTaken:
     """The same by parameter, where that is tracked."""
     num_terms: float
     worker: Worker | None = None
-    """Whose push it was; None: everybody's."""
+    """The worker whose push this was; None: the step is all workers'."""
     staleness: int | None = None
     """τ; None where nothing is stale."""
     outer_step: int | None = None
@@ -117,81 +116,65 @@ class StepTaken:
 
 
 class Report:
-    """Writes down what the deciding thread tells it."""
+    """Tells what the deciding thread says to everybody who wants to know."""
 
     def __init__(
         self,
         *,
         run: RunConfig,
-        server_node: str,
+        node: str,
         num_workers: int,
         codec: str,
-        incarnation: str,
         training: TrainingContext,
-        metrics: Metrics,
-        events: EventLog,
+        records: Records,
         log: logging.Logger,
         bytes_moved: Callable[[], tuple[int, int]],
-        status: StatusFile | None = None,
-        spans: SpanLog | None = None,
         check_stop: Callable[[], None] = lambda: None,
         mesh: MeshSizes | None = None,
-        folder: Path | None = None,
     ) -> None:
-        """`status`: where it is kept up to date how the run stands; `spans`: where those of all processes go;
-        `check_stop`: raises when a signal has asked this process to stop; `mesh`: of which this process is
-        rank 0; `folder`: the run's.
+        """Begin with a run that has not taken a step.
+
+        Args:
+            node: this machine's name.
+            bytes_moved: counts bytes sent and received.
+            check_stop: raises when a signal has asked this process to stop.
+            mesh: the mesh of which this process is rank 0; None: it is on none.
         """
-        self._own_kind: Literal["rank", "server"] = "server" if mesh is None else "rank"
-        self._own_rank = None if mesh is None else 0
-        self.tally = Tally.empty()
-        self.board = StatusBoard(self.tally)
+        self._run = run
+        self._node = node
+        self._codec = codec
+        self._training = training
+        self._records = records
+        self._log = log
+        self._check_stop = check_stop
+        self._rank = None if mesh is None else 0
+        self.counts = Counts(run.train, training.num_samples)
+        self.rates = Rates(self.counts, bytes_moved)
+        self.board = StatusBoard(self.counts.tally)
         self.is_waiting = False
         """Whether nobody trains, for lack of workers."""
         self.meter = training.replica.meter
-        self._server_node = server_node
-        self._process_stats, self._gauge = ProcessStats(self.meter), Gauge()
-        self._rank_gauges: dict[int, Gauge] = {}
+        self._process_stats = ProcessStats(self.meter)
+        self._own_stats_due = Cadence(0, OWN_STATS_EVERY_S)
+        self._gauges = defaultdict[int | None, Gauge](Gauge)
+        """Of the run's owner and of the other ranks of a mesh, by rank."""
         self._ranks: dict[int, RankStatus] = {}
-        """What each rank of a mesh has reported last."""
-        self._looked_at = -math.inf
         self._layers = Cadence(NUM_LAYERED_FIRST, LAYERED_EVERY_S)
-        self._status_file = status
-        self._spans = spans
-        self._check_stop = check_stop
-        self._folder = folder
         self._unsaved = ""
         self._begun_at = instant(time.time())
         self._newest: StepTaken | None = None
-        self._run = run
-        spec = algorithms().get(run.algorithm)
-        self._own_fields = run.of(config_of(spec)).status_fields if spec else {}
-        self._codec = codec
-        self._training = training
-        self._metrics = metrics
         self._hooks = hooks.HookCalls(training.workload.training.hooks, log, check_stop)
-        self._events = events
-        self._log = log
-        self._bytes_moved = bytes_moved
-        self._epoch_size = training.num_samples
-        self.samples_applied = 0
-        self._incarnation = incarnation
-        self.version = 0
         self.evaluated_version = 0
         self._evaluation: Evaluation | None = None
         """Of the weights of `evaluated_version`."""
-        self._evaluator_id: int | None = None
-        """The worker whose loop evaluates."""
-        self._epoch = 0
-        self.started()
-        events.write(
+        records.events.write(
             RunStarted(
                 run_id=run.run_id,
                 algorithm=run.algorithm,
-                node=server_node,
+                node=node,
                 num_workers=num_workers,
                 num_epochs=run.train.num_epochs,
-                train_samples=self._epoch_size,
+                train_samples=training.num_samples,
                 batch_size=run.train.samples_per_step,
                 codec=codec,
                 dataset=training.workload.name,
@@ -206,45 +189,28 @@ class Report:
             )
         )
 
-    def started(self) -> None:
-        """Training begins now: rates and times count from here."""
-        self._total_steps = self.version + self.steps_left
-        self._started = time.monotonic()
-        self._samples_rate = SteadyRate(lambda: self.samples_applied, window_s=WINDOW_S)
-        self._samples_pace = SteadyRate(lambda: self.samples_applied)
-        self._bytes_rate = SteadyRate(lambda: sum(self._bytes_moved()), window_s=WINDOW_S)
-
     def contributed(
         self, worker: Worker, num_samples: int, loss: float, staleness: int = 0
     ) -> None:
         """A push of this worker, of mean `loss`, has been applied, or will be with the step it belongs to."""
-        self.tally.applied(worker.member.worker_id, worker.member.node, num_samples, staleness)
-        self.board.contributed(worker, self.version + 1, loss)
+        worker_id, node = worker.member.worker_id, worker.member.node
+        self.counts.tally.applied(worker_id, node, num_samples, staleness)
+        self.board.contributed(worker, self.counts.version + 1, loss)
 
     def step_taken(self, step: StepTaken) -> None:
-        self.version, self._newest = step.version, step
+        self._newest = step
         num_samples = step.samples.num_samples
-        self.samples_applied += num_samples
-        epoch = self._epoch = step.samples.epoch
-        tally = self.tally
-        tally.epoch_samples[epoch] += num_samples
-        if not math.isnan(step.loss):
-            tally.epoch_terms[epoch] += step.num_terms
-            tally.epoch_loss[epoch] = _finite(tally.epoch_loss[epoch] + step.loss * step.num_terms)
-        worker = step.worker
-        self._metrics.log(
-            MetricRecord(
-                "step",
-                step.version,
-                epoch,
-                self._values(step),
-                rank=worker.rank if worker else None,
-                node=worker.member.node if worker else None,
-            )
-        )
-        if tally.epoch_samples[epoch] == self._epoch_size:
-            self._events.write(
-                EpochFinished(epoch=epoch, step=step.version, samples_applied=self.samples_applied)
+        is_last = self.counts.step_taken(step.version, step.samples, step.loss, step.num_terms)
+        rank = step.worker.rank if step.worker else None
+        node = step.worker.member.node if step.worker else None
+        self._measured("step", self._values(step), rank, node)
+        if is_last:
+            self._records.events.write(
+                EpochFinished(
+                    epoch=step.samples.epoch,
+                    step=step.version,
+                    samples_applied=self.counts.samples_applied,
+                )
             )
         if step.is_skipped:
             now = "" if self._scale is None else f"; the loss scale is {self._scale:g} now"
@@ -255,18 +221,27 @@ class Report:
         self._hooks.step(
             hooks.StepDone(
                 step=step.version,
-                epoch=epoch,
+                epoch=step.samples.epoch,
                 num_samples=num_samples,
-                samples_applied=self.samples_applied,
-                total_samples=self._run.train.num_epochs * self._epoch_size,
+                samples_applied=self.counts.samples_applied,
+                total_samples=self.counts.total_samples,
                 loss=step.loss,
                 num_terms=step.num_terms,
                 learning_rate=step.learning_rate,
                 grad_norm=step.grad_norm,
-                rank=worker.rank if worker else None,
-                node=worker.member.node if worker else None,
+                rank=rank,
+                node=node,
                 staleness=step.staleness,
             )
+        )
+
+    def _measured(
+        self, kind: MetricKind, values: Mapping[str, float], rank: int | None, node: str | None
+    ) -> None:
+        """Report values that were measured at the newest step."""
+        counts = self.counts
+        self._records.metrics.log(
+            MetricRecord(kind, counts.version, counts.epoch, values, rank=rank, node=node)
         )
 
     def layer_norms(self, gradient: Tensor | None = None) -> dict[str, float]:
@@ -280,64 +255,49 @@ class Report:
     def heard(self, worker: Worker, telemetry: Telemetry) -> None:
         kept = self.board.heard(worker, telemetry)
         if kept is not None:
-            self._metrics.log(MetricRecord("worker", self.version, self._epoch, kept, **worker.who))
+            self._measured("worker", kept, **worker.who)
         best = worker.live_session.clocks.best
-        if self._spans and best:
-            self._spans.write("worker", telemetry, ahead_s=best.offset_s, **worker.who)
+        if self._records.spans and best:
+            self._records.spans.write("worker", telemetry, ahead_s=best.offset_s, **worker.who)
 
-    def rank_heard(self, rank: int, node: str, telemetry: Telemetry) -> None:
-        """A rank of a mesh, other than the run's owner, has told what it has done."""
-        gauge = self._rank_gauges.setdefault(rank, Gauge())
+    def process_heard(self, rank: int | None, node: str, telemetry: Telemetry) -> None:
+        """A rank of a mesh has told what it has done; None: the run's owner, which is on no mesh."""
+        kind: Literal["rank", "server"] = "server" if rank is None else "rank"
+        gauge = self._gauges[rank]
         kept = gauge.take(telemetry)
-        self._note_rank(rank, node, gauge)
-        if kept is not None:
-            self._metrics.log(
-                MetricRecord("rank", self.version, self._epoch, kept, rank=rank, node=node)
+        if rank is not None:
+            self._ranks[rank] = RankStatus(
+                rank=rank,
+                node=node,
+                process_stats=gauge.values,
+                last_seen=instant(time.time()),
             )
-
-    def _note_rank(self, rank: int, node: str, gauge: Gauge) -> None:
-        self._ranks[rank] = RankStatus(
-            rank=rank, node=node, process_stats=gauge.values, last_seen=instant(time.time())
-        )
-
-    def _look_at_oneself(self) -> None:
-        if time.monotonic() - self._looked_at < VITALS_EVERY_S:
-            return
-        self._looked_at = time.monotonic()
-        report = self._process_stats.report()
-        kept = self._gauge.take(report)
-        if self._own_rank is not None:
-            self._note_rank(self._own_rank, self._server_node, self._gauge)
-        rank, node = self._own_rank, self._server_node
         if kept is not None:
-            self._metrics.log(
-                MetricRecord(self._own_kind, self.version, self._epoch, kept, rank=rank, node=node)
-            )
-        if self._spans:
-            self._spans.write(self._own_kind, report, rank=rank, node=node)
+            self._measured(kind, kept, rank, node)
+        if self._records.spans:
+            self._records.spans.write(kind, telemetry, rank=rank, node=node)
 
     def saved(self, step: int, folder: Path) -> None:
         """A checkpoint of this step is on the disk, in `folder`. Any thread."""
         self._unsaved = ""
-        self._events.write(CheckpointSaved(step=step))
+        self._records.events.write(CheckpointSaved(step=step))
         self._hooks.checkpoint(hooks.CheckpointSaved(step, folder))
 
     def has_no_space(self, step: int) -> None:
         """The disk was too full for the checkpoint of this step. Any thread."""
-        self._unsaved = (
-            f"step {step} is not saved: no space is left on the disk of {self._server_node}"
-        )
+        self._unsaved = f"step {step} is not saved: no space is left on the disk of {self._node}"
 
     @property
     def trouble(self) -> str:
         """What cannot be saved for lack of space; empty: nothing. Any thread."""
-        if self._status_file is not None and self._status_file.has_full_disk:
-            return no_space_on(self._server_node)
+        status = self._records.status
+        if status is not None and status.has_full_disk:
+            return no_space_on(self._node)
         return self._unsaved
 
     def worker_changed(self, event: WorkerJoined | WorkerLeft | WorkerLost) -> None:
         """A worker joined, left, or was lost."""
-        self._events.write(event)
+        self._records.events.write(event)
         change, reason = _CHANGES[type(event)], getattr(event, "reason", "")
         self._hooks.worker(hooks.WorkerChanged(event.rank, event.node, change, reason))
 
@@ -350,12 +310,12 @@ class Report:
         reason: str = "",
     ) -> None:
         """A push was not applied, or not sent at all; an empty `reason` stands for the usual one."""
-        self.tally.pushes[outcome] += 1
+        self.counts.tally.pushes[outcome] += 1
         reason = reason or DROP_REASONS[outcome]
         level = logging.WARNING if outcome == "non_finite" else logging.INFO
         name = outcome.replace("_", "-")
         self._log.log(level, "%s: a push was dropped as %s: %s", worker.name, name, reason)
-        self._events.write(
+        self._records.events.write(
             PushDropped(
                 **worker.who,
                 outcome=outcome,
@@ -369,13 +329,13 @@ class Report:
 
     def lost_push(self, whose: str, reason: str) -> None:
         """A push came to nothing because its session had ended."""
-        self.tally.pushes["lost"] += 1
+        self.counts.tally.pushes["lost"] += 1
         self._log.info("%s: a push was lost: %s", whose, reason)
 
     def lease_returned(self, worker: Worker, samples: Range, reason: str) -> None:
         """Samples that were handed out to `worker` will be handed out again."""
-        self.tally.leases_returned += 1
-        self._events.write(
+        self.counts.tally.leases_returned += 1
+        self._records.events.write(
             LeaseReturned(
                 **worker.who,
                 epoch=samples.epoch,
@@ -387,32 +347,32 @@ class Report:
 
     def overdue(self, worker: Worker, step: int, reason: str) -> None:
         """A worker has had a part of the open `step` for far longer than expected."""
-        self._events.write(StepOverdue(**worker.who, step=step, reason=reason))
+        self._records.events.write(StepOverdue(**worker.who, step=step, reason=reason))
 
     def parked(self, worker: Worker, step: int, reason: str) -> None:
         """A worker does not keep up, and hears of no step after `step` for a while."""
-        self._events.write(WorkerParked(**worker.who, step=step, reason=reason))
+        self._records.events.write(WorkerParked(**worker.who, step=step, reason=reason))
 
     def stalled(self, worker: Worker, silent_s: float, reason: str) -> None:
         self._log.warning(
             "%s has not answered for %s: %s", worker.name, format_duration(silent_s), reason
         )
-        self._events.write(WorkerStalled(**worker.who, silent_s=silent_s, reason=reason))
+        self._records.events.write(WorkerStalled(**worker.who, silent_s=silent_s, reason=reason))
 
     def layers_moved(self, reason: str) -> None:
         """The layers of a pipeline are dealt out again, though none of its stages was lost."""
         self._log.info("the layers are dealt out again: %s", reason)
-        self._events.write(LayersMoved(step=self.version, reason=reason))
+        self._records.events.write(LayersMoved(step=self.counts.version, reason=reason))
 
     def beginning_ended(self, reason: str) -> None:
         """A run's synchronous beginning is over; `reason` says how far it went, and why."""
         self._log.info("the synchronous beginning is over: %s", reason)
-        self._events.write(BeginningEnded(step=self.version, reason=reason))
+        self._records.events.write(BeginningEnded(step=self.counts.version, reason=reason))
 
     def steps_undone(self, node: str, num_steps: int, share: float) -> None:
         """The store on `node` is lost; its slice is `share` of the weights, 0 to 1."""
-        self.tally.steps_undone += num_steps * share
-        self._events.write(StepsUndone(node=node, num_steps=num_steps, share=share))
+        self.counts.tally.steps_undone += num_steps * share
+        self._records.events.write(StepsUndone(node=node, num_steps=num_steps, share=share))
 
     def evaluate(self) -> None:
         """Evaluate the weights of now, if anything is held out, and tell of it.
@@ -423,18 +383,13 @@ class Report:
         """
         evaluation = self._training.evaluate(before_batch=self._check_stop)
         if evaluation is not None:
-            self.evaluated(self.version, self._epoch, evaluation)
+            self.evaluated(self.counts.version, self.counts.epoch, evaluation)
 
     def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
-        tally = self.tally
-        if not self._has_given_up:
-            if tally.lowest_val_loss is None or evaluation.loss < tally.lowest_val_loss:
-                tally.lowest_val_loss, tally.num_worse = evaluation.loss, 0
-            else:
-                tally.num_worse += 1
+        self.counts.evaluated(evaluation.loss)
         self.evaluated_version, self._evaluation = version, evaluation
-        self._metrics.log(MetricRecord("eval", version, epoch, evaluation.values))
-        self._events.write(Evaluated(epoch=epoch, step=version, **evaluation.values))
+        self._records.metrics.log(MetricRecord("eval", version, epoch, evaluation.values))
+        self._records.events.write(Evaluated(epoch=epoch, step=version, **evaluation.values))
         self._log.info("epoch %d, step %d: %s", epoch + 1, version, evaluation)
         metrics = dict(evaluation.metrics)
         self._hooks.evaluation(hooks.EvaluationDone(version, epoch, evaluation.loss, metrics))
@@ -445,39 +400,12 @@ class Report:
         Those of one worker are the run's, so that patience counts each once; another's are kept as its own.
         """
         measured = dict(values)
-        if "val_loss" in measured and self._is_evaluator(worker):
+        if "val_loss" in measured and self.board.is_evaluator(worker):
             loss = measured.pop("val_loss")
             metrics = {name.removeprefix("val_"): measured[name] for name in measured}
-            self.evaluated(self.version, self._epoch, Evaluation(loss, metrics))
+            self.evaluated(self.counts.version, self.counts.epoch, Evaluation(loss, metrics))
         else:
-            self._metrics.log(
-                MetricRecord("worker", self.version, self._epoch, measured, **worker.who)
-            )
-
-    def _is_evaluator(self, worker: Worker) -> bool:
-        """Whether this worker's evaluations are the run's: the first that makes one, while it is there."""
-        if self._evaluator_id is None or not self.board.is_present(self._evaluator_id):
-            self._evaluator_id = worker.member.worker_id
-        return worker.member.worker_id == self._evaluator_id
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the run ends here: all is applied, or it has not got better for too long."""
-        return self.is_complete or self._has_given_up
-
-    @property
-    def ending(self) -> str:
-        if not self._has_given_up:
-            return "every sample of every epoch has been applied"
-        times = f"{self.tally.num_worse} evaluations in a row have"
-        if self.tally.num_worse == 1:
-            times = "an evaluation has"
-        return f"{times} not lowered the validation loss"
-
-    @property
-    def _has_given_up(self) -> bool:
-        patience = self._run.train.patience
-        return patience is not None and self.tally.num_worse >= patience and not self.is_complete
+            self._measured("worker", measured, **worker.who)
 
     @property
     def _num_overflows(self) -> int | None:
@@ -495,45 +423,46 @@ class Report:
 
     def status(self, state: RunState, reason: str | None = None) -> RunStatus:
         """How the run stands, for whoever looks; `reason`: why it is over."""
+        counts, newest = self.counts, self._newest
         values = self._evaluation.values if self._evaluation else {}
-        newest = self._newest
         measured: dict[str, Any] = {
             **dict.fromkeys(("val_loss", "val_accuracy", "val_perplexity")),
             **values,
         }
+        spec = algorithms().get(self._run.algorithm)
         return RunStatus(
             run_id=self._run.run_id,
             algorithm=self._run.algorithm,
-            incarnation=self._incarnation,
+            incarnation=self._records.incarnation,
             state=state,
             reason=reason,
             updated_at=instant(time.time()),
             started_at=self._begun_at,
-            wall_s=self._wall_s,
-            step=self.version,
-            total_steps=self._total_steps,
-            epoch=self._epoch,
+            wall_s=self.rates.wall_s,
+            step=counts.version,
+            total_steps=self.rates.total_steps,
+            epoch=counts.epoch,
             num_epochs=self._run.train.num_epochs,
-            samples_applied=self.samples_applied,
-            total_samples=self._run.train.num_epochs * self._epoch_size,
+            samples_applied=counts.samples_applied,
+            total_samples=counts.total_samples,
             loss=newest.loss if newest and not math.isnan(newest.loss) else None,
             learning_rate=newest.learning_rate if newest else None,
             grad_norm=newest.grad_norm if newest else None,
             overflows=self._num_overflows,
-            pushes=dict(self.tally.pushes),
-            leases_returned=self.tally.leases_returned,
-            process_stats=self._gauge.values,
+            pushes=dict(counts.tally.pushes),
+            leases_returned=counts.tally.leases_returned,
+            process_stats=self._gauges[self._rank].values,
             **measured,
-            samples_per_s=self._samples_pace(),
+            samples_per_s=self.rates.samples(),
             trouble=self.trouble or None,
             workers=self.board.workers(),
             ranks=[self._ranks[rank] for rank in sorted(self._ranks)],
-            **self._own_fields,
+            **(self._run.of(config_of(spec)).status_fields if spec else {}),
         )
 
     def flush(self) -> None:
-        self._metrics.flush()
-        self._events.flush()
+        self._records.metrics.flush()
+        self._records.events.flush()
 
     def tick(self) -> None:
         """Say what is due; others write it.
@@ -542,9 +471,11 @@ class Report:
             UserCodeError: a hook of the user's raised an exception, or hangs.
         """
         self._hooks.check()
-        self._look_at_oneself()
-        if self._status_file:
-            self._status_file.ask(lambda: self.status("waiting" if self.is_waiting else "training"))
+        if self._own_stats_due.take():
+            self.process_heard(self._rank, self._node, self._process_stats.report())
+        if self._records.status:
+            state: RunState = "waiting" if self.is_waiting else "training"
+            self._records.status.ask(lambda: self.status(state))
 
     def summary(self) -> Summary:
         """Evaluate the final weights, if they are not yet, and sum up the run.
@@ -553,40 +484,32 @@ class Report:
             Interrupted: a signal asked this process to stop meanwhile.
             UserCodeError: a metric or a hook of the user's raised an exception.
         """
-        if self._has_given_up:
-            self._log.info("the run ends early: %s", self.ending)
-        if self._evaluation is None or self.evaluated_version != self.version:
+        counts, tally = self.counts, self.counts.tally
+        if counts.has_given_up:
+            self._log.info("the run ends early: %s", counts.ending)
+        if self._evaluation is None or self.evaluated_version != counts.version:
             self.evaluate()
         final = self._evaluation  # with nothing held out, the last that a user's loop has told
         self._hooks.finish()
-        sent, received = self._traffic
+        sent, received = self.rates.traffic
         return Summary(
             algorithm=self._run.algorithm,
             run_id=self._run.run_id,
-            wall_s=self._wall_s,
-            epochs=self._epoch + 1 if self._has_given_up else self._run.train.num_epochs,
-            num_bad_evals=self.tally.num_worse if self._has_given_up else None,
-            steps=self.version,
-            train_samples=self._epoch_size,
-            samples_applied=self.samples_applied,
+            wall_s=self.rates.wall_s,
+            epochs=counts.epoch + 1 if counts.has_given_up else self._run.train.num_epochs,
+            num_bad_evals=tally.num_worse if counts.has_given_up else None,
+            steps=counts.version,
+            train_samples=counts.epoch_size,
+            samples_applied=counts.samples_applied,
             tokens_per_sample=self._training.workload.tokens_per_sample,
             codec=self._codec,
-            pushes=Pushes(**self.tally.pushes),
-            leases_returned=self.tally.leases_returned,
-            steps_undone=self.tally.steps_undone,
-            final=Final(train_loss=self._train_loss, **(final.values if final else {})),
-            lowest_val_loss=self.tally.lowest_val_loss,
+            pushes=Pushes(**tally.pushes),
+            leases_returned=tally.leases_returned,
+            steps_undone=tally.steps_undone,
+            final=Final(train_loss=counts.train_loss, **(final.values if final else {})),
+            lowest_val_loss=tally.lowest_val_loss,
             bytes=Traffic(sent=sent, received=received),
-            workers=[
-                WorkerShare(
-                    rank=worker.rank,
-                    node=worker.node,
-                    samples=worker.samples,
-                    mean_staleness=worker.mean_staleness,
-                    share=worker.samples / max(self.samples_applied, 1),
-                )
-                for _, worker in sorted(self.tally.workers.items())
-            ],
+            workers=counts.shares(),
         )
 
     @contextmanager
@@ -601,15 +524,19 @@ class Report:
 
     def ended(self, error: BaseException | None = None) -> None:
         """The run is over; `error`: what has ended it before its time."""
-        self._finish_hooks(patience_s=HOOKS_S if error else hooks.PATIENCE_S)
-        reason = self.ending if error is None else why_ended(error, self._folder)
-        self._events.write(
+        try:  # they hear of the end, too, which does not depend on them any more
+            self._hooks.finish(HOOKS_S if error else hooks.PATIENCE_S)
+        except SmolclusterError as failure:
+            self._log.log(logging.ERROR, "%s", failure, exc_info=failure)
+        records = self._records
+        reason = self.counts.ending if error is None else why_ended(error, records.folder)
+        records.events.write(
             RunEnded(
                 ok=error is None,
                 reason=reason,
-                wall_s=self._wall_s,
-                steps=self.version,
-                samples_applied=self.samples_applied,
+                wall_s=self.rates.wall_s,
+                steps=self.counts.version,
+                samples_applied=self.counts.samples_applied,
             )
         )
         is_failure = error is not None and reason != STOPPED
@@ -617,35 +544,29 @@ class Report:
 
         def write() -> None:
             self.flush()  # who reads that the run is over finds all of it
-            if self._status_file:
-                self._status_file.write(status)
+            if records.status:
+                records.status.write(status)
 
         writing = threading.Thread(target=write, name="end", daemon=True)
         writing.start()
         writing.join(DISK_S)
 
-    def _finish_hooks(self, patience_s: float) -> None:
-        """Let the hooks hear of the end, too; the run's own end does not depend on them any more."""
-        try:
-            self._hooks.finish(patience_s)
-        except SmolclusterError as error:
-            self._log.log(logging.ERROR, "%s", error, exc_info=error)
-
     def training_state(self, progress: Progress) -> TrainingState:
         """Where the run stands, for a checkpoint; `progress` is what the algorithm adds."""
-        counts = self.tally.model_copy(update={"wall_s": self._wall_s, "traffic": self._traffic})
+        counts, rates = self.counts, self.rates
+        tally = counts.tally.model_copy(update={"wall_s": rates.wall_s, "traffic": rates.traffic})
         return TrainingState(
             run_id=self._run.run_id,
             algorithm=self._run.algorithm,
-            incarnation=self._incarnation,
-            step=self.version,
-            samples_applied=self.samples_applied,
-            epoch=self._epoch,
+            incarnation=self._records.incarnation,
+            step=counts.version,
+            samples_applied=counts.samples_applied,
+            epoch=counts.epoch,
             dataset_fingerprint=self._training.workload.fingerprint,
             seed=self._run.seed,
             codec=self._codec,
-            train_loss=self._train_loss,
-            progress={**progress, COUNTS: counts.model_dump(mode="json")},
+            train_loss=counts.train_loss,
+            progress={**progress, COUNTS: tally.model_dump(mode="json")},
         )
 
     def with_evaluation(self, state: TrainingState) -> TrainingState:
@@ -655,15 +576,11 @@ class Report:
         counts = state.progress[COUNTS]
         assert isinstance(counts, dict)  # noqa: S101 - `training_state` has put it there
         counts = counts | {
-            "lowest_val_loss": self.tally.lowest_val_loss,
-            "num_worse": self.tally.num_worse,
+            "lowest_val_loss": self.counts.tally.lowest_val_loss,
+            "num_worse": self.counts.tally.num_worse,
         }
         known = {"val_loss": self._evaluation.loss, "progress": state.progress | {COUNTS: counts}}
         return state.model_copy(update=known)
-
-    @property
-    def is_complete(self) -> bool:
-        return self.samples_applied == self._run.train.num_epochs * self._epoch_size
 
     def resume(self, state: TrainingState) -> None:
         """Count on from where a checkpoint stood; workers that are there stay.
@@ -671,48 +588,22 @@ class Report:
         Raises:
             CheckpointError: it does not say what was counted.
         """
-        self.tally = parse_progress(Tally, state.progress.get(COUNTS), state.step)
-        self.board.count_on(self.tally)
-        self.version, self.samples_applied = state.step, state.samples_applied
-        self._epoch = state.epoch
-        self.started()
-        self._events.write(RunResumed(step=self.version, samples_applied=self.samples_applied))
-
-    @property
-    def steps_left(self) -> int:
-        """Steps to come; one more or less where a resumed run of EDP had begun two epochs."""
-        left = self._run.train.num_epochs * self._epoch_size - self.samples_applied
-        epochs, samples = divmod(left, self._epoch_size)
-        size = self._run.train.samples_per_step
-        return epochs * math.ceil(self._epoch_size / size) + math.ceil(samples / size)
-
-    @property
-    def _wall_s(self) -> float:
-        return self.tally.wall_s + time.monotonic() - self._started
-
-    @property
-    def _traffic(self) -> tuple[int, int]:
-        sent, received = self._bytes_moved()
-        before_sent, before_received = self.tally.traffic
-        return before_sent + sent, before_received + received
-
-    @property
-    def _train_loss(self) -> float | None:
-        """Mean loss of the newest epoch so far; None before the first step that tells one."""
-        last = max(self.tally.epoch_samples, default=0)
-        if last not in self.tally.epoch_loss:
-            return None
-        return self.tally.epoch_loss[last] / (self.tally.epoch_terms[last] or 1.0)
+        self.counts.resume(state)
+        self.board.count_on(self.counts.tally)
+        self.rates.begin()
+        self._records.events.write(
+            RunResumed(step=state.step, samples_applied=state.samples_applied)
+        )
 
     def _values(self, step: StepTaken) -> dict[str, float]:
         values = {} if math.isnan(step.loss) else {"loss": step.loss}
         values |= {
             "lr": step.learning_rate,
-            "samples_applied": self.samples_applied,
-            "total_samples": self._run.train.num_epochs * self._epoch_size,
-            "total_steps": self._total_steps,
-            "samples_per_s": self._samples_rate(),
-            "mb_per_s": self._bytes_rate() / 1e6,
+            "samples_applied": self.counts.samples_applied,
+            "total_samples": self.counts.total_samples,
+            "total_steps": self.rates.total_steps,
+            "samples_per_s": self.rates.samples_of_step(),
+            "mb_per_s": self.rates.bytes_of_step() / 1e6,
             "grad_norm": step.grad_norm,
             "start": step.samples.start,
             "stop": step.samples.stop,
@@ -744,8 +635,3 @@ def why_ended(error: BaseException, folder: Path | None = None) -> str:
     kind = "" if isinstance(error, SmolclusterError) else f"{type(error).__name__}: "
     reason = failed(f"{kind}{error}")
     return reason.encode(errors="backslashreplace").decode()  # it may name any file
-
-
-def _finite(total: float) -> float:
-    """JSON has no infinity, which a sum of finite losses may reach."""
-    return max(-sys.float_info.max, min(total, sys.float_info.max))

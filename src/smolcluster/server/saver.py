@@ -81,7 +81,7 @@ class Saver:
         self._copying: Future[Snapshot] | None = None
         self._copied: Snapshot | None = None
         self._is_evaluated = False
-        self._newest_step = report.version
+        self._newest_step = report.counts.version
         self._skips_end = False
         self._open = ExitStack()
 
@@ -108,10 +108,10 @@ class Saver:
 
         `is_evaluated`: a validation loss of its weights is to come.
         """
-        is_saved = self.is_due(self._report.version, num_steps)
+        is_saved = self.is_due(self._report.counts.version, num_steps)
         if is_saved:
             self._take()
-            self._is_evaluated = is_evaluated or self._report.is_over
+            self._is_evaluated = is_evaluated or self._report.counts.is_over
         return is_saved
 
     def is_due(self, version: int, num_steps: int = 1) -> bool:
@@ -122,7 +122,7 @@ class Saver:
 
     def saves_end(self, error: BaseException | None = None) -> bool:
         """Whether the end is saved if the run ends now, or so: it is not yet, and may be."""
-        is_news = self._report.version != self._newest_step
+        is_news = self._report.counts.version != self._newest_step
         is_wanted = is_news and not self._skips_end
         return self._writer is not None and is_wanted and _is_orderly(error)
 
@@ -181,7 +181,7 @@ class Saver:
         self.wait_for_copy()
         self._submit()
         self._is_evaluated = False
-        self._newest_step = self._report.version
+        self._newest_step = self._report.counts.version
         state = self._report.training_state(self._source.progress())
         self._copying = self._copier.submit(
             _copy, self._source, state, self._source.extra(), self._writer.take_spare()

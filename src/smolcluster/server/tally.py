@@ -1,5 +1,7 @@
-"""What a run counts: samples and losses by epoch, pushes by outcome, lost leases, each worker's part."""
+"""What a run counts: steps, samples and losses by epoch, pushes by outcome, each worker's part; pure."""
 
+import math
+import sys
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -7,9 +9,14 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from smolcluster.configs.schema import TrainConfig
+from smolcluster.data.permutation import Range
 from smolcluster.runs.status import STALENESS_EDGES
-from smolcluster.runs.summary import Pushes
+from smolcluster.runs.summary import Pushes, WorkerShare
+from smolcluster.training.checkpoint import TrainingState, parse_progress
 
+COUNTS = "counts"
+"""Where a checkpoint's progress has the tally."""
 Dropped = Literal["stale", "late", "duplicate", "non_finite"]
 
 
@@ -85,3 +92,103 @@ class Tally(BaseModel):
         worker.pushes += 1
         worker.staleness_sum += staleness
         worker.staleness_counts[bisect_left(STALENESS_EDGES, staleness)] += 1
+
+
+class Counts:
+    """How far a run has come, and whether it is over."""
+
+    def __init__(self, train: TrainConfig, epoch_size: int) -> None:
+        """`epoch_size`: the training samples of an epoch."""
+        self._train = train
+        self.epoch_size = epoch_size
+        self.total_samples = train.num_epochs * epoch_size
+        self.tally = Tally.empty()
+        self.version = self.samples_applied = self.epoch = 0
+
+    def resume(self, state: TrainingState) -> None:
+        """Count on from where a checkpoint stood.
+
+        Raises:
+            CheckpointError: it does not say what was counted.
+        """
+        self.tally = parse_progress(Tally, state.progress.get(COUNTS), state.step)
+        self.version, self.samples_applied = state.step, state.samples_applied
+        self.epoch = state.epoch
+
+    def step_taken(self, version: int, samples: Range, loss: float, num_terms: float) -> bool:
+        """Count a step, of mean loss `loss`; returns whether its epoch is complete with it."""
+        self.version, self.epoch = version, samples.epoch
+        self.samples_applied += samples.num_samples
+        tally, epoch = self.tally, samples.epoch
+        tally.epoch_samples[epoch] += samples.num_samples
+        if not math.isnan(loss):
+            tally.epoch_terms[epoch] += num_terms
+            tally.epoch_loss[epoch] = _finite(tally.epoch_loss[epoch] + loss * num_terms)
+        return tally.epoch_samples[epoch] == self.epoch_size
+
+    def evaluated(self, loss: float) -> None:
+        """Count an evaluation for `patience`, unless that has ended the run already."""
+        tally = self.tally
+        if self.has_given_up:
+            return
+        if tally.lowest_val_loss is None or loss < tally.lowest_val_loss:
+            tally.lowest_val_loss, tally.num_worse = loss, 0
+        else:
+            tally.num_worse += 1
+
+    @property
+    def is_complete(self) -> bool:
+        return self.samples_applied == self.total_samples
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the run has not got better for too long."""
+        patience = self._train.patience
+        return patience is not None and self.tally.num_worse >= patience and not self.is_complete
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_complete or self.has_given_up
+
+    @property
+    def ending(self) -> str:
+        """Why it is over."""
+        if not self.has_given_up:
+            return "every sample of every epoch has been applied"
+        times = f"{self.tally.num_worse} evaluations in a row have"
+        if self.tally.num_worse == 1:
+            times = "an evaluation has"
+        return f"{times} not lowered the validation loss"
+
+    @property
+    def steps_left(self) -> int:
+        """Steps to come; one more or less where a resumed run of EDP had begun two epochs."""
+        epochs, samples = divmod(self.total_samples - self.samples_applied, self.epoch_size)
+        size = self._train.samples_per_step
+        return epochs * math.ceil(self.epoch_size / size) + math.ceil(samples / size)
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean loss of the newest epoch so far; None before the first step that tells one."""
+        last = max(self.tally.epoch_samples, default=0)
+        if last not in self.tally.epoch_loss:
+            return None
+        return self.tally.epoch_loss[last] / (self.tally.epoch_terms[last] or 1.0)
+
+    def shares(self) -> list[WorkerShare]:
+        """What each worker did, by its number."""
+        return [
+            WorkerShare(
+                rank=worker.rank,
+                node=worker.node,
+                samples=worker.samples,
+                mean_staleness=worker.mean_staleness,
+                share=worker.samples / max(self.samples_applied, 1),
+            )
+            for _, worker in sorted(self.tally.workers.items())
+        ]
+
+
+def _finite(total: float) -> float:
+    """JSON has no infinity, which a sum of finite losses may reach."""
+    return max(-sys.float_info.max, min(total, sys.float_info.max))

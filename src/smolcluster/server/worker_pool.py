@@ -132,7 +132,7 @@ class WorkerPool:
 
         After a signal the run is not over for workers: the server may be started again, and they look for it.
         """
-        sentence = self.report.ending if error is None else why_ended(error)
+        sentence = self.report.counts.ending if error is None else why_ended(error)
         try:
             if isinstance(error, KeyboardInterrupt):
                 self.say_goodbye(sentence)
@@ -238,7 +238,7 @@ class WorkerPool:
         """
         end = End(ok=ok, sentence=sentence)
         if ok and not self._known:
-            self._missing.update(self.report.tally.workers)
+            self._missing.update(self.report.counts.tally.workers)
         for worker in self._workers.values():
             if worker.session:
                 worker.session.send_at_once(end)
@@ -325,7 +325,7 @@ class WorkerPool:
             begins = "training starts: " if self._role == "worker" else ""
             self._log.info("%s%s", begins, decision.reason)
             self.started = True
-            self.report.started()
+            self.report.rates.begin()
         if decision.verdict == "wait" and not self.started:
             self._tell_waiting(decision.reason)
         self.report.is_waiting = not (present and self.started)
@@ -383,7 +383,7 @@ class WorkerPool:
             number: promise for number, promise in self._promised.items() if not promise[1].expired
         }
         promised = {number: name for number, (name, _) in self._promised.items()}
-        known = {number: each.node for number, each in self.report.tally.workers.items()}
+        known = {number: each.node for number, each in self.report.counts.tally.workers.items()}
         decision = assign(members, node, {**promised, **known}, self._cluster)
         if isinstance(decision, NumberAssigned):
             until = Deadline(self._cluster.prepare_timeout_s, self._clock)
@@ -427,7 +427,7 @@ class WorkerPool:
         self._missing.discard(worker.member.worker_id)
         rejoined = worker.member.instance in self._known
         self._known.add(worker.member.instance)
-        self.report.tally.worker(worker.member.worker_id, worker.member.node)
+        self.report.counts.tally.worker(worker.member.worker_id, worker.member.node)
         self.report.board.joined(worker, ready.device)
         self._log.info(
             "%s %s, on %s", worker.name, "is back" if rejoined else "joined", ready.device

@@ -166,7 +166,7 @@ def test_a_known_error_is_one_line_its_exit_code_and_a_traceback_in_the_file(
     code: int,
 ) -> None:
     def body(context: ServerContext) -> Summary:
-        context.events.write(EpochFinished(epoch=0, step=1, samples_applied=32))
+        context.records.events.write(EpochFinished(epoch=0, step=1, samples_applied=32))
         raise error
 
     assert serve(body) == code

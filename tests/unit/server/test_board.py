@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from smolcluster.runs.status import instant
-from smolcluster.server.board import PACE_WINDOW_S, StatusBoard, SteadyRate
+from smolcluster.server.board import StatusBoard
+from smolcluster.server.rates import PACE_WINDOW_S, SteadyRate
 from smolcluster.server.tally import Tally
 from smolcluster.server.worker import Worker
 from smolcluster.wire.membership import Member

@@ -139,9 +139,9 @@ def test_who_contributed_is_counted_apart_from_the_steps(parts: Parts, report: R
     report.step_taken(step(0, 96, worker=None, staleness=None))
     report.contributed(WORKER, 50, 0.5)
     assert len(parts.metrics.steps) == 1
-    assert report.tally.pushes == {"applied": 3}
+    assert report.counts.tally.pushes == {"applied": 3}
     shares = {
-        worker.node: (worker.samples, worker.pushes) for worker in report.tally.workers.values()
+        worker.node: (worker.samples, worker.pushes) for worker in report.counts.tally.workers.values()
     }
     assert shares == {"pi5": (114, 2), "win": (32, 1)}
 
@@ -167,7 +167,7 @@ def test_a_dropped_push_is_counted_and_written_down_with_its_reason(
     parts: Parts, report: Report, outcome: str, words: str
 ) -> None:
     report.dropped(WORKER, lease(0, 32), outcome, staleness=4)  # type: ignore[arg-type]
-    assert report.tally.pushes == {outcome: 1}
+    assert report.counts.tally.pushes == {outcome: 1}
     (event,) = parts.happened(PushDropped)
     assert isinstance(event, PushDropped)
     assert (event.outcome, event.rank, event.node, event.staleness) == (outcome, 1, "pi5", 4)
@@ -179,7 +179,7 @@ def test_a_lease_that_comes_back_names_its_last_holder_though_it_has_gone(
     parts: Parts, report: Report
 ) -> None:
     report.lease_returned(WORKER, Range(1, 32, 64), "its worker has gone")
-    assert report.tally.leases_returned == 1
+    assert report.counts.tally.leases_returned == 1
     assert parts.happened(LeaseReturned) == [
         LeaseReturned(rank=1, node="pi5", epoch=1, start=32, stop=64, reason="its worker has gone")
     ]
@@ -240,8 +240,8 @@ def test_patience_that_ends_with_the_last_sample_has_not_ended_the_run(
         if version == 2:
             report.step_taken(step(0, parts.context.training.num_samples))
         report.evaluated(version, 0, Evaluation(loss, {"accuracy": 0.5}))
-    assert report.is_over
-    assert report.ending == "every sample of every epoch has been applied"
+    assert report.counts.is_over
+    assert report.counts.ending == "every sample of every epoch has been applied"
     summary = report.summary()
     assert (summary.epochs, summary.num_bad_evals) == (1, None)
 
@@ -258,10 +258,10 @@ def test_a_run_out_of_patience_says_so(parts: Parts, report: Report, reason: str
     patience = parts.context.run.train.patience
     assert patience is not None
     for version in range(patience + 1):
-        assert not report.is_over
+        assert not report.counts.is_over
         report.evaluated(version, 0, Evaluation(1.0, {"accuracy": 0.5}))
-    assert report.is_over
-    assert report.ending == reason
+    assert report.counts.is_over
+    assert report.counts.ending == reason
 
 
 @pytest.mark.parametrize("parts", [("patience=2",)], indirect=["parts"])
@@ -276,10 +276,10 @@ def test_patience_counts_the_evaluations_of_one_worker(parts: Parts, report: Rep
         report.logged(worker, {"val_loss": 1.0})
     for _ in range(2):
         report.logged(second, {"val_loss": 2.0})
-    assert not report.is_over
+    assert not report.counts.is_over
     report.flush()
     assert len(parts.happened(Evaluated)) == 1
     report.board.departed(first, "left")
     for _ in range(2):
         report.logged(second, {"val_loss": 2.0})
-    assert report.is_over, "the next worker's evaluations count when the first has gone"
+    assert report.counts.is_over, "the next worker's evaluations count when the first has gone"

@@ -16,9 +16,10 @@ from peers import Parts, report_of, server_parts
 from smolcluster.data.permutation import Range
 from smolcluster.errors import CheckpointError
 from smolcluster.runs.events import EpochFinished, RunResumed, RunStarted
-from smolcluster.server import report as room
-from smolcluster.server.board import SteadyRate
-from smolcluster.server.report import COUNTS, Report, StepTaken
+from smolcluster.server import rates as room
+from smolcluster.server.rates import SteadyRate
+from smolcluster.server.report import Report, StepTaken
+from smolcluster.server.tally import COUNTS
 from smolcluster.server.worker import Worker
 from smolcluster.training.checkpoint import TrainingState
 from smolcluster.training.evaluate import Evaluation
@@ -55,9 +56,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(
-            room, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
-        )
+        monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def step(
 ) -> None:
     report.step_taken(
         StepTaken(
-            version=report.version + 1,
+            version=report.counts.version + 1,
             samples=Range(epoch, start, start + num_samples),
             loss=loss,
             learning_rate=1e-3,
@@ -200,7 +199,7 @@ def test_time_and_traffic_are_those_of_all_starts(
     step(first, 30)
     second = resumed(parts, first.training_state({}), moved=(20, 1))
     clock.now += 500.0
-    second.started()
+    second.rates.begin()
     clock.now += 5.0
     third = resumed(parts, second.training_state({}), moved=(3, 4))
     clock.now += 1.0
@@ -311,7 +310,7 @@ def test_counts_that_cannot_be_read_are_a_checkpoint_error(
     report = report_of(parts, "there")
     with pytest.raises(CheckpointError, match="the progress of step 1 cannot be read"):
         report.resume(state_with(parts, **{name: value}))
-    assert (report.version, report.samples_applied) == (0, 0)
+    assert (report.counts.version, report.counts.samples_applied) == (0, 0)
     assert parts.happened(RunResumed) == []
 
 

@@ -36,7 +36,8 @@ class Board:
         self.path = path
         self.parts = parts
         self._file = StatusFile(path, warn=parts.context.log.warning, clock=self._leap)
-        self.context: ServerContext = replace(parts.context, status=self._file)
+        records = replace(parts.context.records, status=self._file)
+        self.context: ServerContext = replace(parts.context, records=records)
         self._leaps = 0.0
 
     def _leap(self) -> float:
@@ -76,8 +77,8 @@ def take_step(report: Report, num_samples: int, loss: float, worker: Worker | No
         report.contributed(worker, num_samples, loss)
     report.step_taken(
         StepTaken(
-            version=report.version + 1,
-            samples=Range(0, report.samples_applied, report.samples_applied + num_samples),
+            version=report.counts.version + 1,
+            samples=Range(0, report.counts.samples_applied, report.counts.samples_applied + num_samples),
             loss=loss,
             learning_rate=1e-3,
             grad_norm=2.5,
@@ -123,8 +124,8 @@ def test_a_status_tells_the_newest_step_and_evaluation(board: Board) -> None:
 
 def test_the_status_of_a_mesh_tells_what_each_rank_has_reported(board: Board) -> None:
     report = board.context.new_report(mesh=MeshSizes(dp=2))
-    report.rank_heard(1, "win", telemetry(1.0, samples=10))
-    report.rank_heard(1, "win", telemetry(2.0, samples=30))
+    report.process_heard(1, "win", telemetry(1.0, samples=10))
+    report.process_heard(1, "win", telemetry(2.0, samples=30))
     own, other = board.read(report).ranks
     assert (own.rank, other.rank, other.node) == (0, 1, "win")
     assert other.process_stats["samples_per_s"] == 20.0
@@ -193,7 +194,8 @@ def test_a_resumed_run_counts_on_and_knows_who_came_back_by_rank(
     house.join(hello(1, "macbook"))
     take_step(house.pool.report, 64, 0.5, member(house, 0))
     state = house.pool.report.training_state({})
-    report = replace(board.context, incarnation="there").new_report()
+    records = replace(board.context.records, incarnation="there")
+    report = replace(board.context, records=records).new_report()
     report.resume(state.model_copy())
     status = board.read(report)
     assert status.incarnation == "there"

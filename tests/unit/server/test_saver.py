@@ -94,14 +94,14 @@ class Training:
         self.replica: Replica = parts.context.training.replica
         self.owed = torch.zeros(5)
         self.report = report_of(parts, moved=(0, 0))
-        self.report.version = first
+        self.report.counts.version = first
         self._set(first)
         subject = CheckpointSource(self.replica, self.progress, self.extra, fill)
         self.saver = Saver(store, every, subject, self.report, logger(self.lines))
 
     def progress(self) -> Progress:
         """Where the algorithm stands."""
-        return {"place": [self.report.version]}
+        return {"place": [self.report.counts.version]}
 
     def extra(self) -> Mapping[str, Tensor]:
         """What the algorithm keeps besides."""
@@ -110,7 +110,7 @@ class Training:
     def step(self, *, is_evaluated: bool = False) -> None:
         """Take a step as a server does."""
         self.saver.wait_for_copy()
-        version = self.report.version + 1
+        version = self.report.counts.version + 1
         self._set(version)
         self.report.step_taken(
             StepTaken(
@@ -195,7 +195,7 @@ def test_every_so_many_steps_and_the_end_are_saved_once(
     with training.saver:
         for _ in range(num_steps):
             training.step()
-            if every and training.report.version % every == 0:
+            if every and training.report.counts.version % every == 0:
                 saved.append(training.tick_until_saved(shelf).state.step)
             assert shelf.saved.empty()
     last = first + num_steps

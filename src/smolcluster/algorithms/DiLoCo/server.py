@@ -198,14 +198,14 @@ class Server:
         Raises:
             NonFiniteLoss: the weights are ruined; the message names the change that may have done it.
         """
-        told = self.stores.told(lambda: self.report.ending)
+        told = self.stores.told(lambda: self.report.counts.ending)
         at_the_end = self.hosts.at_the_end(self.norms)
         with closing(self.feed), self.pool, told, self.evaluator, self.saver, at_the_end:
             return self.serve()
 
     def serve(self) -> Summary:
         self.begin_round()
-        while not (self.dispatcher.done or self.report.is_over):
+        while not (self.dispatcher.done or self.report.counts.is_over):
             self.serve_next()
         while not self.hosts.gather():
             self.serve_next()

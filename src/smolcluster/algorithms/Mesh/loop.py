@@ -82,7 +82,7 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
         *(trainer.num_samples, context.run.train.num_epochs),
     )
     eval_steps = context.run.train.eval_steps
-    profiler = _profiler(config, groups, context.folder, context.log)
+    profiler = _profiler(config, groups, context.records.folder, context.log)
     with (
         closing(training),
         logged(config.instruction_log, 0, groups["pp"], context.log.warning) as instructions,
@@ -92,22 +92,22 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
         saver,
         whole.saved_only_if_newest(saver),
     ):
-        while not report.is_over:
+        while not report.counts.is_over:
             try:
                 context.check_stop()
             except Interrupted as stopped:
                 if stopped.is_orderly:
                     whole.gather(saver)
                 raise
-            applied, version = report.samples_applied, report.version + 1
+            applied, version = report.counts.samples_applied, report.counts.version + 1
             _tell(groups, Order.STEP, applied, version)
             step = _step(trainer, applied, version, instructions, profiler)
             num = trainer.num_samples_at(applied)
             report.step_taken(_taken(step, version, applied, num, trainer.num_samples))
             for rank, host, telemetry in groups.take_reports():
-                report.rank_heard(rank, host, telemetry)
-            is_evaluated = version % eval_steps == 0 and not report.is_over
-            if is_evaluated or report.is_over:
+                report.process_heard(rank, host, telemetry)
+            is_evaluated = version % eval_steps == 0 and not report.counts.is_over
+            if is_evaluated or report.counts.is_over:
                 whole.gather(saver)
             elif saver.is_due(version):
                 whole.begin(saver)
@@ -127,11 +127,11 @@ class _Whole:
     def __init__(self, trainer: MeshTrainer, replica: Replica, report: Report) -> None:
         self._trainer, self._replica, self._report = trainer, replica, report
         self._gathering = StateGathering(trainer, replica.layers)
-        self._version = report.version
+        self._version = report.counts.version
 
     def begin(self, saver: Saver) -> None:
         """Let all ranks send the newest step, if it is not here or on its way."""
-        if self._version == self._report.version:
+        if self._version == self._report.counts.version:
             return
         self._wait_noted()
         saver.wait_for_copy()
@@ -140,7 +140,7 @@ class _Whole:
         if STEP_COUNT in state:
             state[STEP_COUNT].fill_(self._trainer.num_steps)
         self._gathering.begin({WEIGHTS: self._replica.params, **state})
-        self._version = self._report.version
+        self._version = self._report.counts.version
 
     def wait(self) -> None:
         """Return when it is here."""
@@ -169,7 +169,7 @@ class _Whole:
                 self._gathering.abandon()
             raise
         finally:
-            if self._version != self._report.version or self._gathering.has_failed:
+            if self._version != self._report.counts.version or self._gathering.has_failed:
                 saver.skip_end()
 
     def _wait_noted(self) -> None:

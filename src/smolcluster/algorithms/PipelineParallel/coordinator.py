@@ -177,8 +177,8 @@ class Coordinator(ABC):
             each.building_attempt = None
             if each not in peers:  # the layers that it had are not its own any more
                 self.report.board.measured(each.worker)
-        if self.context.folder is not None:
-            PLAN.write(self.context.folder / PLAN_NAME, cut.document)
+        if self.context.records.folder is not None:
+            PLAN.write(self.context.records.folder / PLAN_NAME, cut.document)
         self.ask(crew, (StageReady,), self.planned, partial(self.dealt, crew))
 
     def dealt(self, crew: Crew, _answers: list[StageReady]) -> None:

@@ -67,6 +67,7 @@ from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog
 from smolcluster.server.assignment import assignment_of
 from smolcluster.server.joining import RunOver
+from smolcluster.server.records import Records
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.hooks import NO_HOOKS
@@ -571,10 +572,8 @@ def spread(
             training=without_servers_part(training),
             node=name,
             secret=secret,
-            metrics=Metrics(),
-            events=events,
+            records=Records(Metrics(), events, incarnation),
             log=log,
-            incarnation=incarnation,
             role_of_workers="stage",
         )
         with naming(f"nodes.{name}.stages"):

@@ -111,7 +111,7 @@ class Server(Coordinator):
 
     @property
     def version(self) -> int:
-        return self.report.version
+        return self.report.counts.version
 
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied.
@@ -120,7 +120,7 @@ class Server(Coordinator):
             NonFiniteLoss: a loss or a gradient is NaN or infinite; the message names the stage.
         """
         with closing(self.feed), closing(self.evaluating), self.pool, closing(self.keeper):
-            while not (self.report.is_over and self.is_evaluated and self.is_kept):
+            while not (self.report.counts.is_over and self.is_evaluated and self.is_kept):
                 self.heed_stop()
                 for event in self.pool.next_events(TICK_S):
                     self.handle(event)
@@ -159,13 +159,13 @@ class Server(Coordinator):
     def next_turn(self, crew: Crew) -> None:
         """Have the stages take a step, or evaluate or send what the last one has come to."""
         self.turn += 1
-        is_end_kept = self.is_kept or not self.report.is_over  # first: an evaluation may fail
+        is_end_kept = self.is_kept or not self.report.counts.is_over  # first: an evaluation may fail
         if not self.is_evaluated and is_end_kept:
             subject, patience_s = (StageEvaluated, self.turn), self.evaluation_patience_s
             self.ask(crew, subject, self.evaluate, self.evaluated, patience_s)
         elif not self.is_kept or self.stop_by:
             self.keep(crew)
-        elif not self.report.is_over:
+        elif not self.report.counts.is_over:
             self.begin_step(crew)
 
     def evaluate(self, crew: Crew, rank: int) -> None:
@@ -196,7 +196,7 @@ class Server(Coordinator):
 
     def is_time(self, every: int | None) -> bool:
         """Whether the last step was one of those, or the last one of all."""
-        return self.report.is_over or bool(every and self.version % every == 0)
+        return self.report.counts.is_over or bool(every and self.version % every == 0)
 
     def keep(self, crew: Crew) -> None:
         """Have all stages send what they have."""
@@ -214,7 +214,7 @@ class Server(Coordinator):
         self.is_kept = True
         crew, newcomers = self.crew, self.newcomers()
         moving = crew.moving if crew else None
-        if not (newcomers or moving) or self.report.is_over:
+        if not (newcomers or moving) or self.report.counts.is_over:
             return
         self.keeper.settle(wait=True)
         if self.keeper.kept.state.step == self.version:
@@ -241,7 +241,7 @@ class Server(Coordinator):
             self.context.training.num_samples,
             self.train.num_epochs,
             self.train.samples_per_step,
-            first=self.report.samples_applied,
+            first=self.report.counts.samples_applied,
         )
         samples = next(batches)
         self.num_grants += 1
@@ -336,7 +336,7 @@ class Server(Coordinator):
             took_s,
         )
         move_s = self.keeping_s + self.dealing_s
-        decision = crew.times.decide(self.report.steps_left, move_s)
+        decision = crew.times.decide(self.report.counts.steps_left, move_s)
         crew.moving = decision if decision.moves and self.keeper.can_keep else None
 
     def not_finite(self, crew: Crew, rank: int, answer: StageDone) -> str:
@@ -362,16 +362,16 @@ class Server(Coordinator):
         if not self.is_evaluated:
             return
         if evaluation is not None:
-            epoch = max(0, self.report.samples_applied - 1) // self.context.training.num_samples
+            epoch = max(0, self.report.counts.samples_applied - 1) // self.context.training.num_samples
             self.report.evaluated(self.version, epoch, evaluation)
-        if self.report.is_over and self.keeper.can_keep:
+        if self.report.counts.is_over and self.keeper.can_keep:
             known = self.report.with_evaluation(self.report.training_state({}))
             self.is_kept = self.keeper.tell(known)
 
     def learning_rate(self) -> float:
         total = self.train.num_epochs * self.context.training.num_samples
         schedule = self.context.training.recipe.schedule
-        return learning_rate(self.train, self.report.samples_applied, total, schedule)
+        return learning_rate(self.train, self.report.counts.samples_applied, total, schedule)
 
     def hear(self, peer: Peer, message: Message) -> None:
         if isinstance(message, WantState):

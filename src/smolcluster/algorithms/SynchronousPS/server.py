@@ -127,7 +127,7 @@ class Server:
         )
 
     def run(self) -> Summary:
-        told = self.links.told(lambda: self.report.ending)
+        told = self.links.told(lambda: self.report.counts.ending)
         with closing(self.feed), self.pool, told, self.evaluator, self.saver:
             try:
                 self.serve()
@@ -138,7 +138,7 @@ class Server:
             return self.saver.summary()
 
     def serve(self) -> None:
-        while not self.report.is_over:
+        while not self.report.counts.is_over:
             for event in self.pool.next_events(TICK_S):
                 self.handle(event)
             self.links.check_patience(time.monotonic())

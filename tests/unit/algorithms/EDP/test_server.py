@@ -155,7 +155,7 @@ def test_a_push_is_one_step_and_is_counted_once(stage: Stage) -> None:
     assert (record.step, record.epoch, record.rank, record.node) == (1, 0, 0, "macbook")
     assert (record.values["start"], record.values["stop"]) == (lease.start, lease.stop)
     assert record.values["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    share = stage.server.report.tally.workers[1]
+    share = stage.server.report.counts.tally.workers[1]
     assert (share.samples, share.pushes) == (32, 1)
 
 
@@ -177,7 +177,7 @@ def test_a_push_that_comes_twice_is_applied_once(stage: Stage) -> None:
     ack = puppet.push(lease, seed=1)
     assert (ack.outcome, ack.version) == ("duplicate", 1)
     assert torch.equal(stage.weights, after)
-    assert stage.server.report.tally.pushes == {"applied": 1, "duplicate": 1}
+    assert stage.server.report.counts.tally.pushes == {"applied": 1, "duplicate": 1}
     assert stage.server.dispatcher.samples_applied == 32
     (dropped,) = stage.parts.happened(PushDropped)
     assert isinstance(dropped, PushDropped)
@@ -190,7 +190,7 @@ def test_a_push_that_comes_too_late_is_counted_and_not_applied(stage: Stage) -> 
     stage.server.take_back_expired(1e12)
     assert puppet.push(lease).outcome == "late"
     assert torch.equal(stage.weights, before)
-    assert stage.server.report.tally.pushes == {"late": 1}
+    assert stage.server.report.counts.tally.pushes == {"late": 1}
     assert len(stage.parts.happened(LeaseReturned)) == 2
     assert stage.server.dispatcher.samples_applied == 0
 
@@ -308,7 +308,7 @@ def test_a_push_with_nan_costs_its_connection_and_nothing_else(stage: Stage) -> 
     assert isinstance(lost, WorkerLost)
     assert "NaN or infinity" in lost.reason
     assert len(stage.parts.happened(LeaseReturned)) == 2
-    assert stage.server.report.tally.pushes["lost"] == 1
+    assert stage.server.report.counts.tally.pushes["lost"] == 1
     assert honest.push(honest_lease).outcome == "applied"
 
 
@@ -329,7 +329,7 @@ def test_half_a_push_is_lost_and_its_samples_go_to_another(stage: Stage) -> None
     first.hand.connection.send_frame(first.frames(lease)[0])
     first.hand.leave()
     stage.house.until(lambda: stage.count(Departed) == 1)
-    assert stage.server.report.tally.pushes == {"lost": 1}
+    assert stage.server.report.counts.tally.pushes == {"lost": 1}
     _, again = working(stage, 2)
     assert (again.start, again.grant != lease.grant) == (lease.start, True)
 
@@ -377,7 +377,7 @@ def test_what_a_fenced_session_still_pushes_is_ignored(stage: Stage) -> None:
     stage.parts.context.inbox.put(event)
     stage.house.until(lambda: stage.count(Pushed) == 1)
     assert torch.equal(stage.weights, before)
-    assert stage.server.report.tally.pushes == {"lost": 1}
+    assert stage.server.report.counts.tally.pushes == {"lost": 1}
 
 
 def test_pulls_of_one_version_share_one_copy(stage: Stage) -> None:

@@ -262,7 +262,7 @@ def test_a_server_stands_where_its_checkpoint_stood(parts: Parts, tmp_path: Path
     count = checkpoint.state.samples_applied
     assert count == 4 * 30
     assert (server.version, server.samples_applied) == (4, count)
-    assert (server.report.version, server.report.samples_applied) == (4, count)
+    assert (server.report.counts.version, server.report.counts.samples_applied) == (4, count)
     assert server.next_batch(1) == fresh[4]
     replica = parts.context.training.replica
     assert torch.equal(replica.params, torch.full_like(replica.params, 0.25))

@@ -69,7 +69,7 @@ class Stage(stages.Stage[Server]):
     @property
     def pushes(self) -> dict[str, int]:
         """What became of the pushes that were counted."""
-        return dict(self.server.report.tally.pushes)
+        return dict(self.server.report.counts.tally.pushes)
 
     def answers(self) -> int:
         """How many pushes have come to their end."""

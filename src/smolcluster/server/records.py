@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
@@ -43,9 +44,13 @@ class Records:
 
     metrics: Metrics
     events: EventLog
-    status: StatusFile
-    spans: SpanLog
     incarnation: str
+    status: StatusFile | None = None
+    """Where it is kept up to date how the run stands; None: nowhere."""
+    spans: SpanLog | None = None
+    """Where spans of all processes are kept; None: nowhere."""
+    folder: Path | None = None
+    """The run's own; None: it has none."""
 
 
 def open_run(settings: Settings, run: RunConfig, *, role: str, node: str, log: NodeLog) -> RunPaths:
@@ -107,7 +112,7 @@ def open_records(
         closing.callback(metrics.close)
         writers = (lines.writer, events.writer, spans.writer)
         closing.enter_context(_written_beside(writers, status, series, log.logger))
-        yield Records(metrics, events, status, spans, incarnation)
+        yield Records(metrics, events, incarnation, status, spans, paths.root)
 
 
 @contextmanager

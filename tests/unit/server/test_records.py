@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from harness import local_settings
-from smolcluster.algorithms import records as records_module
-from smolcluster.algorithms.records import Records, open_records
+from smolcluster.server import records as records_module
+from smolcluster.server.records import Records, open_records
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks import console as console_sink
