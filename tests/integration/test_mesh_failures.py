@@ -14,7 +14,7 @@ import pytest
 from harness import free_port
 from processes import Child, Processes
 from smolcluster.observability.view.curves import read_series
-from smolcluster.observability.view.process_stats import title_of
+from smolcluster.observability.report.page import title_of
 from smolcluster.runs.paths import find_run
 from waiting import DEADLINE_S
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from smolcluster.algorithms import artifacts
+from smolcluster.algorithms import owner
 from smolcluster.cli import main
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.runs.paths import find_run
@@ -37,7 +37,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_a_process: None) -
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The options of `train` for a tiny GPT on a tiny text."""
-    monkeypatch.setattr(artifacts, "draw_curves", lambda _paths: None)
+    monkeypatch.setattr(owner, "draw_curves", lambda _paths: None)
     text = write_text(tmp_path / "text.txt", 150)
     return ["--config", "stdlib", "--override", *TINY, f"data.root={text}"]
 

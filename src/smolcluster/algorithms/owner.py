@@ -2,18 +2,14 @@
 
 That is the server of a cluster, or the one process of `train`.
 """
-
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-
 import torch
 from rich.console import Console
-
-from smolcluster.algorithms.artifacts import report_of_failure, write_artifacts
 from smolcluster.algorithms.claim import Claimed, claim_run
 from smolcluster.algorithms.context import ServerContext, check_resumable
 from smolcluster.algorithms.observed import metrics_served
@@ -45,6 +41,11 @@ from smolcluster.utils.device import pick_device, use_threads
 from smolcluster.utils.folders import user_state
 from smolcluster.utils.stopping import StopRequest
 from smolcluster.wire.security import Secret
+from collections.abc import Iterator
+from smolcluster.observability.curves import draw_curves
+from smolcluster.observability.report.page import write_report
+from smolcluster.runs.files import write_whole
+from smolcluster.training.build import TrainingContext
 
 LOCAL_BUCKET_BYTES = 4 << 20
 """Took a third less CPU a step than 1 MiB: `benchmarks/results/exchange.md`."""
@@ -311,3 +312,43 @@ def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContex
         first = first_losses(training.workload, training.replica)
         training = replace(training, first_losses=first)
     return replace(training, eval_device=device)
+
+
+def write_artifacts(paths: RunPaths, training: TrainingContext, log: logging.Logger) -> None:
+    """Draw the curves, write a sample and the report; what cannot be had is a warning: the run is over."""
+    with _or_a_warning(log):
+        draw_curves(paths)
+    sample_text, model = training.workload.sample_text, training.replica.model
+    if sample_text is not None and training.replica.device.type != "meta":
+        with _or_a_warning(log):
+            write_whole(paths.sample, sample_text(model, training.seed) + "\n")
+    with _or_a_warning(log):
+        write_report(paths)
+
+
+@contextmanager
+def report_of_failure(paths: RunPaths, log: logging.Logger) -> Iterator[None]:
+    """Write the run's report if the block is ended by an error, or because it was asked to.
+
+    A run that does not go on, because the checkpoint is of another one, stays as it is.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except BaseException as error:
+        with _or_a_warning(log):
+            write_report(paths, error)
+        raise
+
+
+@contextmanager
+def _or_a_warning(log: logging.Logger) -> Iterator[None]:
+    try:
+        yield
+    except SmolclusterError as error:
+        log.warning("%s", error)
+    except Exception as error:  # the run has ended, whatever becomes of this
+        log.warning(
+            "the run's report, picture or sample could not be made: %r", error, exc_info=error
+        )

@@ -4,7 +4,6 @@ An algorithm's `server.py` has a function `serve` for a `ServerContext`, its `wo
 which is a `Participant`; nothing else differs between their processes. The launcher starts the same files
 with the same arguments as a person does.
 """
-
 import argparse
 import logging
 import os
@@ -18,9 +17,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
-
 from rich.console import Console
-
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import Ended, module_of, server_overrides
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
@@ -53,7 +50,6 @@ from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.device import use_threads
 from smolcluster.utils.device_errors import device_error
 from smolcluster.utils.folders import checkout
-from smolcluster.utils.machine import machine_facts
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.dialling import Address
@@ -65,6 +61,10 @@ from smolcluster.wire.security import (
     ensure_secret,
     load_secret,
 )
+import platform
+from importlib.metadata import PackageNotFoundError, version
+import psutil
+import smolcluster
 
 MAX_WORKER_ID = 2**31
 SHARED_KEYS = ("server", "port", "encryption")
@@ -406,3 +406,20 @@ def _address_of_server(args: argparse.Namespace, cluster: ClusterConfig) -> Addr
 def _secret(local: bool, file: Path | None) -> Secret:
     """A worker never makes a secret, but for one that shares its machine with the server."""
     return (ensure_secret if local else load_secret)(file or default_secret_path())
+
+
+def machine_facts() -> dict[str, str | int]:
+    """Versions, system, processor, cores and memory; imports nothing for it."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "none"
+    return {
+        "smolcluster": smolcluster.__version__,
+        "python": platform.python_version(),
+        "torch": torch,
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": platform.machine(),
+        "cores": os.cpu_count() or 0,
+        "memory_bytes": psutil.virtual_memory().total,
+    }

@@ -25,7 +25,7 @@ from smolcluster.configs.resolve import (
 from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, NodeConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch.doctor.packets import check_packets
+from smolcluster.launch.doctor.checks_links import check_packets
 from smolcluster.launch.find import all_runs, find
 from smolcluster.launch.group_plan import check_systems, plan_group, portable_request
 from smolcluster.launch.host import HERE, Host

@@ -1,5 +1,4 @@
-"""Saved runs as commands: list their checkpoints, take a model out of one, let one go on."""
-
+"""The baseline, and saved runs, as commands: train, list checkpoints, export a model, let a run go on."""
 import json
 import os
 import shlex
@@ -7,11 +6,9 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-
 from pydantic import BaseModel
 from rich.table import Table
 from rich.text import Text
-
 from smolcluster.algorithms.claim import AUTO, run_name
 from smolcluster.configs.begun import check_workload
 from smolcluster.configs.function_name import known_here
@@ -31,7 +28,6 @@ from smolcluster.launch.remote import (
     request_again,
 )
 from smolcluster.launch.requests import known_script, settings_of
-from smolcluster.launch.single import train
 from smolcluster.launch.take_in import script_of
 from smolcluster.launch.watch.fetch import brought
 from smolcluster.models.gpt import GPT
@@ -58,6 +54,15 @@ from smolcluster.training.named import load_named
 from smolcluster.training.pretrained import Pretrained
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import as_command, write_json
+import platform
+from collections.abc import Sequence
+from smolcluster.algorithms import single
+from smolcluster.algorithms.entry import guarded
+from smolcluster.algorithms.owner import Owner, own_run
+from smolcluster.algorithms.process import process_log
+from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.spec import SINGLE, default_algorithm
+from smolcluster.observability.terminal import SteadyConsole
 
 EMBEDDING = "wte.weight"
 """Its rows are the vocabulary."""
@@ -424,3 +429,41 @@ def _row(info: CheckpointInfo, names: list[str]) -> list[str | Text]:
     written = (info.written_at or "").replace("T", " ")[:19]
     size = format_bytes(info.nbytes)
     return [f"{info.step:,}", loss(info.train_loss), loss(info.val_loss), size, written, state]
+
+
+def train(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    run_id: str | None = None,
+    resume: str | None = None,
+    cluster: str | None = None,
+) -> int:
+    """Train what the training file `config` says, all in this process; returns the exit code.
+
+    Args:
+        config: a path or a shipped name.
+        overrides: `key=value` texts.
+        run_id: name of the run; None: made from the time.
+        resume: a run that it goes on with, latest, or auto; None: a new run.
+        cluster: the file whose seed is taken, so that the baseline begins as the cluster does, and how often
+            checkpoints are; None: the default algorithm's.
+    """
+    settings = load_settings(
+        cluster or default_algorithm().name, config, None, overrides, local=True, local_workers=1
+    )
+    return guarded(lambda: _train(settings, run_id, resume))
+
+
+def _train(settings: Settings, run_id: str | None, resume: str | None) -> None:
+    console, host = SteadyConsole(stderr=True), platform.node()
+    with process_log("trainer", host, console=console) as log:
+        own_run(
+            Owner(SINGLE, "trainer", host, settings),
+            log,
+            single.train,
+            run_id=run_id,
+            resume=resume,
+            progress=console,
+            output=SteadyConsole(),
+        )

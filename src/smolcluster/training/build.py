@@ -1,13 +1,10 @@
 """From a configuration and a workload to what a process trains with."""
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-
 import torch
 from torch import Tensor, nn
-
 from smolcluster.configs.schema import DatasetPlace, TrainConfig
 from smolcluster.data.dataset import Batch, Elsewhere, Place
 from smolcluster.data.loading import StreamSamples
@@ -29,7 +26,6 @@ from smolcluster.training.optimizer import LocalOptimizer
 from smolcluster.training.recipe import Training
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.stages.build import build_stage, model_layers, outline
-from smolcluster.training.unused import UnusedParameters
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
 from smolcluster.utils.gpu import no_gpu, watched
@@ -37,6 +33,48 @@ from smolcluster.utils.meter import Meter
 from smolcluster.utils.peak_memory import PeakMemory
 from smolcluster.utils.seed import derive_seed
 from smolcluster.utils.words import a_few
+from functools import partial
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from smolcluster.training.replica import Replica
+
+NUM_BATCHES = 5
+"""After so many batches, of which some may leave out a branch, a parameter is called unused."""
+
+
+class UnusedParameters:
+    """Names once the parameters that the loss does not depend on: those to which no first batch gave a gradient."""
+
+    def __init__(self, replica: Replica, log: logging.Logger | None) -> None:
+        self._log = log
+        self._num_left = NUM_BATCHES
+        self._without = dict.fromkeys(name for name, _ in replica.layers)
+        self._hooks = [self._watch(name, replica.parameters[name]) for name in self._without]
+
+    def _watch(self, name: str, parameter: Tensor) -> RemovableHandle:
+        when_used = partial(self._used, name)
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(when_used)  # type: ignore[no-untyped-call]
+        return handle
+
+    def _used(self, name: str, _parameter: Tensor) -> None:
+        self._without.pop(name, None)
+
+    def batch_done(self) -> None:
+        """A batch has been computed; after the last one that is watched, say what was never used."""
+        if self._num_left == 0:
+            return
+        self._num_left -= 1
+        if self._num_left > 0:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        names = list(self._without)
+        if names and self._log is not None:
+            self._log.warning(
+                "%d batches gave no gradient to %s: the loss does not depend on them, and they are trained "
+                "with a gradient of zero; leave them out of the model, or set requires_grad=False",
+                *(NUM_BATCHES, a_few(names)),
+            )
 
 
 @dataclass(frozen=True)

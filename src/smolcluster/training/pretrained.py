@@ -5,19 +5,19 @@ tensors of its own stage. What the folder does not have, such as rotary frequenc
 (Hu et al., 2106.09685), is made as for the whole model, so that adapters have the names and initial values
 that peft gives them there.
 """
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
 import torch
 from torch import Tensor, nn
-
 from smolcluster.errors import ConfigError
-from smolcluster.training.four_bit import can_quantize, quantize
 from smolcluster.training.stages.recording import alone
 from smolcluster.training.weight_files import WeightFiles
+import importlib
+import importlib.util
+import logging
+from torch import nn
 
 _PEFT_PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer."
@@ -31,6 +31,7 @@ _DEFAULTS_ONLY = (
     "layer_replication",
 )
 """Settings of LoRA that need the base's values, or train parts of the base itself."""
+_LOG = logging.getLogger(__name__)
 
 
 class Pretrained:
@@ -298,3 +299,49 @@ def _dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ConfigError(f"dtype is {dtype}, must be float32, bfloat16 or float16")
     return found
+
+
+def can_quantize(device: torch.device) -> bool:
+    """Whether this machine has weights of 4 bits on `device`; where it has not, a warning says why."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        missing = "a CUDA device"
+    elif importlib.util.find_spec("bitsandbytes") is None:
+        missing = "bitsandbytes (uv pip install bitsandbytes)"
+    else:
+        return True
+    _LOG.warning(
+        "4-bit weights need %s: on this machine the frozen weights stay as they are", missing
+    )
+    return False
+
+
+def quantize(root: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    """Replace the frozen matrices in lists of blocks by ones of 4 bits that compute in `dtype`.
+
+    NF4 (QLoRA, Dettmers et al., 2305.14314), by bitsandbytes on CUDA.
+    They are of 4 bits once they are on a CUDA device, which `device` puts all of `root` on. Embedding, norms
+    and head stay as they are.
+    """
+    bitsandbytes = importlib.import_module("bitsandbytes")
+    lists = (each for each in root.modules() if isinstance(each, nn.ModuleList))
+    parents = dict.fromkeys(module for each in lists for module in each.modules())
+    for parent in parents:
+        for name, child in list(parent.named_children()):
+            if (
+                type(child) is nn.Linear
+                and not child.weight.requires_grad
+                and not child.weight.is_meta
+            ):
+                new = bitsandbytes.nn.Linear4bit(
+                    child.in_features,
+                    child.out_features,
+                    bias=False,
+                    compute_dtype=dtype,
+                    quant_type="nf4",
+                    device="meta",
+                )
+                new.weight = bitsandbytes.nn.Params4bit(
+                    child.weight.data, requires_grad=False, quant_type="nf4"
+                )
+                new.bias = child.bias
+                parent.register_module(name, new if device is None else new.to(device))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from smolcluster.algorithms import artifacts, owner
+from smolcluster.algorithms import owner
 from smolcluster.algorithms.owner import LOCAL_BUCKET_BYTES, bucket_bytes_for
 from smolcluster.configs.resolve import load_settings
-from smolcluster.launch.single import train
+from smolcluster.launch.saved import train
 from smolcluster.runs.paths import find_run
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
 
@@ -29,7 +29,7 @@ def test_a_signal_after_the_last_step_costs_a_run_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_signals: int
 ) -> None:
     """A second one ends what is still written."""
-    write = artifacts.write_artifacts
+    write = owner.write_artifacts
 
     def interrupted(*args: Any) -> None:
         for _ in range(num_signals):

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from smolcluster.algorithms import artifacts, single
+from smolcluster.algorithms import owner, single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.errors import CheckpointError
@@ -49,7 +49,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_flushing: None) -> 
     """A text of its own, a cache of its own, and nobody outside is told."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(artifacts, "draw_curves", lambda _paths: None)  # a second each
+    monkeypatch.setattr(owner, "draw_curves", lambda _paths: None)  # a second each
     return write_text(tmp_path / "text.txt")
 
 
@@ -147,7 +147,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def test_a_run_leaves_all_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(artifacts, "draw_curves", draw_curves)
+    monkeypatch.setattr(owner, "draw_curves", draw_curves)
     run = Run(tmp_path, "mine")
     summary = run.train()
     paths = run.paths

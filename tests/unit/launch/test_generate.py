@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness import local_settings
-from smolcluster.algorithms import artifacts, single
+from smolcluster.algorithms import owner, single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cli import main
 from smolcluster.configs.load import dump_yaml, read_yaml
@@ -62,7 +62,7 @@ def be_alone(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv("WANDB_MODE", "disabled")
     patch.setenv("HF_HUB_OFFLINE", "1")
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    patch.setattr(artifacts, "draw_curves", lambda _paths: None)
+    patch.setattr(owner, "draw_curves", lambda _paths: None)
 
 
 def written(paths: RunPaths, capsys: pytest.CaptureFixture[str], **changes: object) -> str:

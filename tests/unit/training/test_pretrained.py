@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pretrained_models import WORKLOAD, adapters, saved, text_arguments
 from smolcluster.errors import ConfigError, DataError
-from smolcluster.training import four_bit
+from smolcluster.training import pretrained
 from smolcluster.training.finetune import next_token_loss
 from smolcluster.training.named import load_named
 from smolcluster.training.pretrained import Pretrained, is_adapter
@@ -193,7 +193,7 @@ def test_frozen_matrices_of_blocks_become_4_bits(monkeypatch: pytest.MonkeyPatch
     model.blocks = nn.ModuleList(
         [nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))]
     )
-    four_bit.quantize(model, torch.bfloat16)
+    pretrained.quantize(model, torch.bfloat16)
     kinds = {name: each.dtype for name, each in model.named_parameters() if "weight" in name}
     assert kinds.pop("blocks.0.0.weight") == torch.uint8
     assert set(kinds.values()) == {torch.float32}

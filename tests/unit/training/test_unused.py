@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from peers import logger
 from smolcluster.training.compute import Microbatch, forward_backward
 from smolcluster.training.replica import Replica
-from smolcluster.training.unused import NUM_BATCHES, UnusedParameters
+from smolcluster.training.build import NUM_BATCHES, UnusedParameters
 
 
 class Branches(nn.Module):

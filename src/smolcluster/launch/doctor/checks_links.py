@@ -6,11 +6,9 @@ since 15 cuts programs off from the local network until the user has granted it,
 them; a tmux server keeps the standing that it was born with. So the session is one of the user's tmux server,
 where that runs: a run's sessions will be there too.
 """
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.launch.doctor.findings import (
     Answer,
@@ -32,6 +30,13 @@ from smolcluster.launch.probing import (
 )
 from smolcluster.utils.units import format_address, format_rate
 from smolcluster.utils.words import as_command
+import secrets
+from contextlib import ExitStack, suppress
+from smolcluster.errors import LaunchError
+from smolcluster.launch.host import Host
+from smolcluster.launch.plan import PathsByNode
+from smolcluster.launch.prepare import run_on_all
+from smolcluster.launch.probing import ask, listening
 
 LISTEN_S = 15.0
 REACH_S = 20.0
@@ -274,3 +279,39 @@ def link_checks(cluster: ClusterConfig) -> Sequence[Check]:
         Check("server", reach_script, judge_reach, REACH_S, needs_server, probe_stdin),
         Check("link", link_script, judge_link, limit_s, needs_address, probe_stdin),
     )
+
+
+def check_packets(cluster: ClusterConfig, places: PathsByNode) -> None:
+    """See that packets of full size pass before a run; what cannot be measured is left to the run to tell.
+
+    Where an MTU on the way is smaller than those of both ends, connections are made and large frames never
+    arrive: a run would begin, and train nothing.
+
+    Raises:
+        LaunchError: they are lost on the way of at least one worker.
+    """
+    token = secrets.token_hex(8)
+
+    def node_at(host: Host) -> NodeChecks:
+        place = places[host.node]
+        of_node = place.python.startswith("/")
+        python = place.python if of_node else f"{place.project_dir}/{place.python}"
+        return NodeChecks(host, cluster, python=python, token=token, listener=listener)
+
+    def look(host: Host) -> None:
+        node, told = node_at(host), {}
+        with suppress(LaunchError):
+            told = ask(host, link_script(node, "large"), REACH_S)
+        if told.get("error") == "large":
+            what, fix = lost_packets(told, node)
+            raise LaunchError(f"{host.node}: {what}: {fix}")
+
+    server, *others = (Host(node, places[node].ssh) for node in cluster.machines)
+    listener = None
+    with ExitStack() as stack:
+        try:
+            listen = listening(server, listen_script(node_at(server)), LISTEN_S)
+            listener = stack.enter_context(listen)
+        except LaunchError:
+            return
+        run_on_all(others, look)

@@ -1,5 +1,4 @@
 """Serves the page on this machine until it is interrupted."""
-
 import errno
 import secrets
 import socket
@@ -10,15 +9,15 @@ from html import escape
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
-
 import uvicorn
 from starlette.types import ASGIApp
-
 from smolcluster.errors import ConfigError, PortBusy
 from smolcluster.observability.dashboard.app import Views, make_app
-from smolcluster.observability.dashboard.connections import CutWhenStalled
 from smolcluster.observability.dashboard.guard import Guard, access_for
 from smolcluster.utils.units import format_address
+import asyncio
+from typing import Any
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 if TYPE_CHECKING:
     from tempfile import _TemporaryFileWrapper
@@ -27,6 +26,10 @@ PORT = 8265
 SHUTDOWN_S = 1
 SEND_NBYTES = 1 << 17
 """What the system keeps of an answer that is not read: little, so that it is noticed."""
+MAX_CONNECTIONS = 200
+STALL_S = 10.0
+"""After at most twice this, seconds, half a request or an answer that nobody reads is cut."""
+Standing = tuple[Any, int]
 
 
 def serve(
@@ -154,3 +157,47 @@ def _is_plainly_at_home(folder: Path) -> bool:
     return folder.is_relative_to(home) and not any(
         part.startswith(".") for part in folder.relative_to(home).parts
     )
+
+
+class CutWhenStalled(H11Protocol):
+    """A browser's connection, which is cut when nothing moves on it; `uvicorn.Config(http=...)` takes it.
+
+    uvicorn waits without end for the rest of a request, and for a client that does not read its answer.
+    """
+
+    since = 0.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Make room for it, and look at it now and then."""
+        super().connection_made(transport)
+        self.since = self.loop.time()
+        if len(self.connections) > MAX_CONNECTIONS:
+            own = (each for each in self.connections if isinstance(each, CutWhenStalled))
+            idle = [each for each in own if not each.is_answering]
+            min(idle, key=lambda each: each.since).transport.abort()
+        self._look(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Look no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request has come whole and its answer has not gone whole."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _look(self, before: Standing | None) -> None:
+        """Cut the connection if it stands as it did at the last look."""
+        now = self._standing()
+        if now is not None and now == before:
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(STALL_S, self._look, now)
+
+    def _standing(self) -> Standing | None:
+        """What changes when something moves; None: an answer is being computed, which may take long."""
+        unsent = self.transport.get_write_buffer_size()
+        return None if self.is_answering and not unsent else (self.cycle, unsent)

@@ -2,20 +2,17 @@
 
 The template takes from `ReportData` what is there as it is; here are the texts and tables made of it.
 """
-
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
-
 import smolcluster
 from smolcluster.configs.spec import STALENESS, has_pushes, shows
 from smolcluster.observability.report.outcome import outcome_of, state_of
 from smolcluster.observability.report.render import UNKNOWN, drawn, loss, or_unknown, write_page
 from smolcluster.observability.report.settings import changed_settings
 from smolcluster.observability.view.facts import ReportData, Worker, read_facts, workers_of
-from smolcluster.observability.view.process_stats import SHARES, shares_of, step_s_of, title_of
 from smolcluster.observability.view.stages import WORDS, StageView
 from smolcluster.observability.view.story import Happening, told
 from smolcluster.runs.advice import Prediction
@@ -39,6 +36,10 @@ from smolcluster.runs.status import STALENESS_EDGES, STOPPED
 from smolcluster.utils.meter import PEAK, PHASES
 from smolcluster.utils.units import format_bytes, format_count, format_duration, format_megabytes
 from smolcluster.utils.words import as_command
+import math
+from collections.abc import Mapping
+from smolcluster.runs.paths import process_title
+from smolcluster.runs.series import ProcessSeries
 
 SKEW_S = 0.05
 """A clock that is off by less is right."""
@@ -48,6 +49,8 @@ TAUS = (
     "more",
 )
 """What the numbers of `WorkerStatus.staleness` count."""
+SHARES = ("data", "forward", "backward", "encode", "send", "wait", "apply")
+"""Of the time of a process, as `share/…`; the rest is other."""
 
 
 class Table(NamedTuple):
@@ -402,3 +405,26 @@ def _machine_row(title: str, said: Any) -> list[str]:
     versions = [str(said.get(name, UNKNOWN))[:40] for name in ("python", "torch", "smolcluster")]
     shown = format_bytes(memory) if isinstance(memory, int | float) else UNKNOWN
     return [title, *texts, shown, *versions]
+
+
+def title_of(process: ProcessSeries) -> str:
+    return process_title(process.role, process.node, process.rank).strip()
+
+
+def step_s_of(process: ProcessSeries) -> float | None:
+    """Mean time of a step: a report of a second cannot tell it, where a step takes longer than that."""
+    steps_per_s, step_s = process.totals.get("steps_per_s"), process.totals.get("step_s")
+    if steps_per_s is not None and steps_per_s.mean:
+        return 1.0 / steps_per_s.mean
+    return step_s.mean if step_s else None
+
+
+def shares_of(process: ProcessSeries) -> Mapping[str, float]:
+    """Parts of its time by phase, which make a whole; none when it reported none."""
+    known = {name: process.totals.get(f"share/{name}") for name in SHARES}
+    shares = {name: max(0.0, share.mean) for name, share in known.items() if share is not None}
+    if not shares:
+        return {}
+    total = max(1.0, math.fsum(shares.values()))
+    shares = {name: share / total for name, share in shares.items()}
+    return shares | {"other": max(0.0, 1.0 - math.fsum(shares.values()))}
