@@ -27,7 +27,6 @@ import torch
 from common import free_port, report
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.observed import metrics_served
-from smolcluster.server.records import Records, open_records
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.data.permutation import Range
 from smolcluster.observability.exporter import ProcessLabels
@@ -39,6 +38,7 @@ from smolcluster.runs.events import EventLog
 from smolcluster.runs.files import NUM_OLD_FILES
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.server.process_stats import KEPT_EVERY_S, ProcessStats
+from smolcluster.server.records import Records, open_records
 from smolcluster.server.report import LAYERED_EVERY_S, NUM_LAYERED_FIRST, Report, StepTaken
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.loop import TrainingStep, training_steps
@@ -81,7 +81,7 @@ def observed(
             training.replica.meter,
             log.logger,
             run_id=lambda: RUN_ID,
-            status=lambda: records.status and records.status.newest,
+            status=lambda: None if records.status is None else records.status.newest,
         ),
         scraped(settings.cluster.metrics_port),
     ):

@@ -21,7 +21,7 @@ from unittest.mock import patch
 from common import free_port
 from exchange import Host
 from smolcluster.algorithms import process
-from smolcluster.algorithms.entry import guarded, module_of, server_parser, worker_parser
+from smolcluster.algorithms.entry import guarded, server_parser, worker_parser
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss, Microbatch
@@ -163,7 +163,7 @@ def serve(
     machine.enter(folder)
     spec = get_algorithm(algorithm)
     args = server_parser(spec).parse_args(["--no-progress", *arguments])
-    serve_run = module_of(spec, "server").serve
+    serve_run = spec.module("server").serve
     sys.exit(guarded(lambda: process.serve(algorithm, args, serve_run)))
 
 
@@ -179,7 +179,7 @@ def work(
     machine.enter(folder)
     spec = get_algorithm(algorithm)
     args = worker_parser(spec).parse_args(arguments)
-    participant = module_of(spec, "worker").Worker
+    participant = spec.module("worker").Worker
     pace = machine.pace(batch_size, folder)
 
     def build_paced(*given: object, **options: object) -> TrainingContext:

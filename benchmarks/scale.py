@@ -31,7 +31,6 @@ import psutil
 
 from common import cpu_seconds, report, say
 from exchange import BATCH_SIZE, Case, Children, Host, context_of, make_bench, setup_of
-from smolcluster.algorithms.entry import module_of
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.server.link import Link, follow
 from smolcluster.server.push import GradientSender
@@ -69,7 +68,7 @@ def serve(pipe: Pipe, case: Case, algorithm: str, num_stores: int) -> None:
     """The server's process; it answers each question with its CPU seconds, bytes and applied pushes."""
     case.hosts[0].enter()
     context = context_of(case, make_bench(case, 0), algorithm, num_stores)
-    server = module_of(get_algorithm(algorithm), "server").Server(context)
+    server = get_algorithm(algorithm).module("server").Server(context)
 
     def answer() -> None:
         while pipe.recv():

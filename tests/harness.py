@@ -23,7 +23,6 @@ from smolcluster.algorithms.DiLoCo.ledger import Applied
 from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
-from smolcluster.algorithms.entry import module_of
 from smolcluster.algorithms.PipelineParallel import server as pipeline
 from smolcluster.algorithms.PipelineParallel.crew import Crew
 from smolcluster.algorithms.PipelineParallel.worker import Worker as PipelineWorker
@@ -32,7 +31,7 @@ from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import AlgorithmName, DatasetConfig, SimpleNNConfig, TrainConfig
-from smolcluster.configs.spec import get_algorithm, has_whole_model
+from smolcluster.configs.spec import get_algorithm, spec_of
 from smolcluster.data.permutation import Range
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.runs.events import EventLog, EventRecord, read_events
@@ -243,7 +242,7 @@ class Cluster:
         self.training = build(
             *(train, cluster.seed, settings.node.dataset, torch.device("cpu")),
             workload=workload,
-            is_outline=not has_whole_model(algorithm),
+            is_outline=not spec_of(algorithm).has_whole_model,
         )
         incarnation = secrets.token_hex(4)
         events = self._events = EventLog(self.events_path, incarnation, warn=self.log.warning)
@@ -368,7 +367,7 @@ class Cluster:
             start_timeout_s=START_TIMEOUT_S,
             encryption=cluster.encryption,
             log=self.log,
-            held=module_of(get_algorithm(self.algorithm), "store").Held,
+            held=get_algorithm(self.algorithm).module("store").Held,
         )
         return Outcome(f"store {node}", lambda: hold(setup))
 

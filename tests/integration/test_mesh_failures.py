@@ -13,8 +13,8 @@ import pytest
 
 from harness import free_port
 from processes import Child, Processes
-from smolcluster.observability.view.curves import read_series
 from smolcluster.observability.report.page import title_of
+from smolcluster.observability.view.curves import read_series
 from smolcluster.runs.paths import find_run
 from waiting import DEADLINE_S
 

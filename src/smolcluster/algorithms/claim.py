@@ -8,7 +8,7 @@ from datetime import datetime
 
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName, TrainConfig
-from smolcluster.configs.spec import has_whole_model
+from smolcluster.configs.spec import spec_of
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.lock import run_lock
@@ -61,7 +61,7 @@ def claim_run(
         store = CheckpointStore(paths.checkpoints, settings.cluster.keep_last, log)
         if resume is not None:
             _check_algorithm(paths, algorithm)
-        is_loaded = has_whole_model(algorithm)
+        is_loaded = spec_of(algorithm).has_whole_model
         found = _checkpoint(paths, store, resume, settings.train, log, is_loaded=is_loaded)
         yield Claimed(paths, store, found)
 

@@ -16,7 +16,7 @@ import torch
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import MeshSizes, RunConfig, config_of
-from smolcluster.configs.spec import algorithms
+from smolcluster.configs.spec import spec_of
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.server.buffers import most_buffer_frames
 from smolcluster.server.evaluator import Evaluator
@@ -387,9 +387,10 @@ def codec_for(run: RunConfig, dtype: torch.dtype) -> str:
     Raises:
         ConfigError: the codec that is asked for cannot hold them.
     """
-    spec = algorithms().get(run.algorithm)
-    name = run.of(config_of(spec)).uplink_codec if spec else None
-    name = name or run.codec or ("int8" if run.use_quantization else lossless_for(dtype))
+    own = run.of(config_of(spec_of(run.algorithm)))
+    name = (
+        own.uplink_codec or run.codec or ("int8" if run.use_quantization else lossless_for(dtype))
+    )
     check_codec("codec", name, dtype)
     return name
 

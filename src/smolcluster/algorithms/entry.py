@@ -12,13 +12,11 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import import_module
-from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Literal
 
 from smolcluster.configs.spec import AlgorithmSpec, get_algorithm
-from smolcluster.errors import DEVICE_FAILED, RANK_LOST, ConfigError, SmolclusterError
+from smolcluster.errors import DEVICE_FAILED, RANK_LOST, SmolclusterError
 from smolcluster.observability.terminal import HANGING
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
@@ -26,6 +24,7 @@ from smolcluster.utils.replaced import say_what_replaces
 from smolcluster.utils.stopping import (
     SIGNALS,
     STOP_ON_STDIN_EOF,
+    Ended,
     Interrupted,
     heeded,
     interrupt,
@@ -36,14 +35,6 @@ Role = Literal["server", "worker", "store", "stage"]
 
 SWITCH_INTERVAL_S = 0.0005
 """A busy interpreter otherwise keeps the threads that send waiting 5 ms at a time."""
-
-
-class Ended(BaseException):
-    """The process is over, and its log has said why."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
 
 
 def main(name: str, role: Role) -> int:
@@ -62,7 +53,7 @@ def main(name: str, role: Role) -> int:
         if role == "stage":
             process.be_stage(name, args)
             return
-        module = module_of(algorithm, role)
+        module = algorithm.module(role)
         if role == "server":
             process.serve(name, args, module.serve)
         elif role == "store":
@@ -73,11 +64,6 @@ def main(name: str, role: Role) -> int:
     return guarded(
         body, stop_on_stdin_eof=args.stop_on_stdin_eof or supervised, supervised=supervised
     )
-
-
-def module_of(algorithm: AlgorithmSpec, role: Role) -> ModuleType:
-    """The module of a role's process: `serve` of a server's, `Worker` of a worker's, `Held` of a store's."""
-    return import_module(f"{algorithm.package}.{Path(algorithm.roles[role]).stem}")
 
 
 def supervise_process(role: Role, args: argparse.Namespace) -> int:
@@ -218,20 +204,6 @@ def _parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(STOP_ON_STDIN_EOF, action="store_true", help=argparse.SUPPRESS)
     return parser
-
-
-def server_overrides(stated: str | None, node: str) -> list[str]:
-    """`--server HOST:PORT` as the keys that it stands for.
-
-    Raises:
-        ConfigError: it is malformed.
-    """
-    if stated is None:
-        return []
-    host, colon, port = stated.rpartition(":")
-    if not (colon and host and port.isdigit()):
-        raise ConfigError(f"--server is {stated!r}, must be HOST:PORT such as 10.10.0.1:65432")
-    return [f"host_ip.{node}={host.strip('[]')}", f"port={port}"]
 
 
 def _fail(sentence: str, exit_code: int) -> int:

@@ -2,35 +2,41 @@
 
 That is the server of a cluster, or the one process of `train`.
 """
+
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+
 import torch
 from rich.console import Console
+
 from smolcluster.algorithms.claim import Claimed, claim_run
 from smolcluster.algorithms.context import ServerContext, check_resumable
 from smolcluster.algorithms.observed import metrics_served
-from smolcluster.server.records import open_records, open_run
 from smolcluster.configs.begun import remember_workload
 from smolcluster.configs.keys import show
 from smolcluster.configs.nested import saying
 from smolcluster.configs.resolve import Settings, load_resolved
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, RunConfig
-from smolcluster.configs.spec import has_whole_model
+from smolcluster.configs.spec import spec_of
 from smolcluster.data.marks import SAME_DATA, SAME_ORDER, first_difference
 from smolcluster.errors import CheckpointError, SmolclusterError
+from smolcluster.observability.curves import draw_curves
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
+from smolcluster.observability.report.page import write_report
 from smolcluster.observability.terminal import SteadyConsole, shown_text
 from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.asked import ASKED
 from smolcluster.runs.events import RunStarted
+from smolcluster.runs.files import write_whole
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import StatusFile
 from smolcluster.runs.summary import Summary, sample_shown, table, write_summary
+from smolcluster.server.records import open_records, open_run
 from smolcluster.server.report import never_begun
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.first_loss import first_losses
@@ -41,11 +47,6 @@ from smolcluster.utils.device import pick_device, use_threads
 from smolcluster.utils.folders import user_state
 from smolcluster.utils.stopping import StopRequest
 from smolcluster.wire.security import Secret
-from collections.abc import Iterator
-from smolcluster.observability.curves import draw_curves
-from smolcluster.observability.report.page import write_report
-from smolcluster.runs.files import write_whole
-from smolcluster.training.build import TrainingContext
 
 LOCAL_BUCKET_BYTES = 4 << 20
 """Took a third less CPU a step than 1 MiB: `benchmarks/results/exchange.md`."""
@@ -116,7 +117,7 @@ def own_run(
                     training.replica.meter,
                     log.logger,
                     run_id=lambda: run.run_id,
-                    status=lambda: records.status and records.status.newest,
+                    status=lambda: None if records.status is None else records.status.newest,
                 ),
             ):
                 _remember_workload(paths, training.workload, log.logger)
@@ -300,7 +301,7 @@ def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContex
         microbatch=settings.node.microbatch,
         workload=owner.workload,
         log=log,
-        is_outline=not has_whole_model(owner.algorithm),
+        is_outline=not spec_of(owner.algorithm).has_whole_model,
     )
     if num_workers := training.workload.num_idle_processes:
         log.info(

@@ -4,9 +4,11 @@ An algorithm's `server.py` has a function `serve` for a `ServerContext`, its `wo
 which is a `Participant`; nothing else differs between their processes. The launcher starts the same files
 with the same arguments as a person does.
 """
+
 import argparse
 import logging
 import os
+import platform
 import shlex
 import sys
 import threading
@@ -15,11 +17,15 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
+
+import psutil
 from rich.console import Console
+
+import smolcluster
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.entry import Ended, module_of, server_overrides
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.supervision import TOOK_PART
@@ -31,6 +37,7 @@ from smolcluster.configs.resolve import (
     check_has_local_steps,
     check_node_overrides,
     load_settings,
+    server_overrides,
     workload_overrides,
 )
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, RunConfig
@@ -51,7 +58,7 @@ from smolcluster.utils.device import use_threads
 from smolcluster.utils.device_errors import device_error
 from smolcluster.utils.folders import checkout
 from smolcluster.utils.meter import Meter
-from smolcluster.utils.stopping import Interrupted
+from smolcluster.utils.stopping import Ended, Interrupted
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.messages import SESSION, STORE, Welcome, sets_of
@@ -61,10 +68,6 @@ from smolcluster.wire.security import (
     ensure_secret,
     load_secret,
 )
-import platform
-from importlib.metadata import PackageNotFoundError, version
-import psutil
-import smolcluster
 
 MAX_WORKER_ID = 2**31
 SHARED_KEYS = ("server", "port", "encryption")
@@ -233,7 +236,7 @@ def be_stage(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
             )
             address = Address(stages.host_ip[args.node], stages.port, worker)
             place = replace(place, address=address)
-        follow(place, module_of(pipeline, "worker").Worker)
+        follow(place, pipeline.module("worker").Worker)
 
 
 @contextmanager

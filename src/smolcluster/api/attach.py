@@ -32,7 +32,6 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from smolcluster.algorithms.entry import module_of
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.serving import ATTACHED
 from smolcluster.api.attached_optimizer import (
@@ -404,7 +403,7 @@ class Cluster:
             follow(place, self._make_participant)
 
     def _make_participant(self, welcome: Welcome, training: TrainingContext) -> Participant:
-        make = module_of(get_algorithm(welcome.run.algorithm), "worker").Worker
+        make = get_algorithm(welcome.run.algorithm).module("worker").Worker
         participant: Participant = make(welcome, training)
         self._participant = participant
         return participant

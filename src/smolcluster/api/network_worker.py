@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from smolcluster.algorithms.entry import guarded, module_of
+from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.observed import WorkerRun
 from smolcluster.algorithms.supervision import decide
 from smolcluster.api.config import DistributedConfig
 from smolcluster.api.losses import LOSS, OutputLoss, code_digest, loss_of, named_loss
 from smolcluster.api.settings import library_log, secret_of, worker_settings
 from smolcluster.configs.schema import RunConfig
-from smolcluster.configs.spec import get_algorithm, has_whole_model
+from smolcluster.configs.spec import get_algorithm, spec_of
 from smolcluster.data.dataset import Elsewhere
 from smolcluster.errors import ConfigError
 from smolcluster.observability.logs import console_logger
@@ -139,7 +139,7 @@ class NetworkWorker:
         rank = welcome.worker_id - 1
         spec = get_algorithm(welcome.run.algorithm)
         make_participant: Callable[[Welcome, TrainingContext], Participant]
-        make_participant = module_of(spec, "worker").Worker
+        make_participant = spec.module("worker").Worker
         root = runs_root(self.settings.node.runs_dir)
         with (
             library_log("worker", self.name, rank) as node_log,
@@ -167,7 +167,7 @@ class NetworkWorker:
 
         loss = self._loss or named_loss(run.train.workload_args.get(LOSS))
         built: list[nn.Module] = []
-        if has_whole_model(run.algorithm):
+        if spec_of(run.algorithm).has_whole_model:
             with user_code("model_ctor"):
                 built = [self._model_ctor()]
             digest = code_digest(built[0], loss)

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.entry import SWITCH_INTERVAL_S, module_of
+from smolcluster.algorithms.entry import SWITCH_INTERVAL_S
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.api.arrivals import Arrivals
 from smolcluster.api.config import DistributedConfig
@@ -191,7 +191,7 @@ class Orchestrator:
             secret_of(settings, makes=True),
             workload,
         )
-        serve = module_of(get_algorithm(self.config.runs_algorithm), "server").serve
+        serve = get_algorithm(self.config.runs_algorithm).module("server").serve
 
         def body(context: ServerContext) -> Summary:
             if not self.config.spreads_layers:

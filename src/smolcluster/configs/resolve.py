@@ -52,7 +52,7 @@ from smolcluster.configs.schema import (
     config_of,
     train_section,
 )
-from smolcluster.configs.spec import AlgorithmSpec, algorithms
+from smolcluster.configs.spec import AlgorithmSpec, algorithms, spec_of
 from smolcluster.configs.without import check_server, without_nodes
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.utils.addresses import is_loopback_name
@@ -123,8 +123,7 @@ class Settings:
         """What travels to the workers: nothing of any one machine."""
         cluster = self.cluster
         train: dict[str, object] = {"dataset": self.train.dataset.anywhere, "workload": None}
-        spec = algorithms().get(algorithm)
-        own = self.of(config_of(spec) if spec else AlgorithmConfig)
+        own = self.of(config_of(spec_of(algorithm)))
         train |= own.pinned(self)
         trained = self.train.without_weights()
         shared = {name: getattr(trained, name) for name in TrainConfig.model_fields}
@@ -502,6 +501,20 @@ def workload_overrides(stated: str | None) -> list[str]:
         ConfigError: it is no name of a function, or its file is not here.
     """
     return [] if stated is None else [f"{WORKLOAD}={known_here(stated).text}"]
+
+
+def server_overrides(stated: str | None, node: str) -> list[str]:
+    """What `--server HOST:PORT` stands for.
+
+    Raises:
+        ConfigError: it is malformed.
+    """
+    if stated is None:
+        return []
+    host, colon, port = stated.rpartition(":")
+    if not (colon and host and port.isdigit()):
+        raise ConfigError(f"--server is {stated!r}, must be HOST:PORT such as 10.10.0.1:65432")
+    return [f"host_ip.{node}={host.strip('[]')}", f"port={port}"]
 
 
 def without_workload(overrides: Iterable[str]) -> list[str]:

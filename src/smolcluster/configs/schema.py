@@ -44,7 +44,7 @@ from pydantic import (
 )
 
 from smolcluster.configs.function_name import FunctionName, check_name
-from smolcluster.configs.spec import AlgorithmSpec, algorithms
+from smolcluster.configs.spec import AlgorithmSpec, algorithms, spec_of
 from smolcluster.errors import ConfigError
 from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.words import hint_at
@@ -1063,8 +1063,7 @@ def train_section() -> type[TrainConfig]:
 
 def own_keys(name: str) -> frozenset[str]:
     """The keys that the algorithm of that name alone understands; none where there is no such algorithm."""
-    spec = algorithms().get(name)
-    return frozenset(config_of(spec).model_fields) if spec else frozenset()
+    return frozenset(config_of(spec_of(name)).model_fields)
 
 
 def _with_algorithms(shared: type[F], *, of_training: bool) -> type[F]:

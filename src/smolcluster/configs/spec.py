@@ -9,9 +9,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 from smolcluster.errors import ConfigError
 
@@ -92,6 +93,18 @@ class AlgorithmSpec:
     def worker(self) -> Path:
         return self.folder / self.roles["worker"]
 
+    def module(self, role: str) -> ModuleType:
+        """The module of a role's process: with `serve` (server), `Worker` (worker) or `Held` (store)."""
+        return import_module(f"{self.package}.{Path(self.roles[role]).stem}")
+
+    @property
+    def has_pushes(self) -> bool:
+        """Whether workers push, each for itself: those of stages and of groups do not."""
+        return self.has_whole_model and not self.is_group
+
+
+_USUAL = AlgorithmSpec(name="", title="", package="", folder=Path(), commands=())
+
 
 @cache
 def algorithms() -> Mapping[str, AlgorithmSpec]:
@@ -141,16 +154,12 @@ def get_algorithm(name: str) -> AlgorithmSpec:
     return known[name]
 
 
-def has_whole_model(name: str) -> bool:
-    """Whether the processes of an algorithm have the whole model each; those of no known one do."""
-    spec = algorithms().get(name)
-    return spec is None or spec.has_whole_model
+def spec_of(name: str | None) -> AlgorithmSpec:
+    """What is known of an algorithm; one that is not installed here, or None, passes for the usual kind.
 
-
-def has_local_steps(name: str) -> bool:
-    """Whether the workers of an algorithm step copies of their own; those of no known one do not."""
-    spec = algorithms().get(name)
-    return spec is not None and spec.has_local_steps
+    That is a server, and workers that have the whole model each.
+    """
+    return algorithms().get(name or "", _USUAL)
 
 
 def algorithm_of_stages() -> AlgorithmSpec:
@@ -177,17 +186,6 @@ def algorithm_of_groups() -> AlgorithmSpec:
     return found
 
 
-def is_group(name: str) -> bool:
-    """Whether the processes of the algorithm of that name, which need not be known here, are one group."""
-    spec = algorithms().get(name)
-    return spec is not None and spec.is_group
-
-
-def has_pushes(name: str | None) -> bool:
-    """Whether workers of that algorithm push, each for itself: those of stages and of groups do not."""
-    return name is None or (has_whole_model(name) and not is_group(name))
-
-
 def default_algorithm() -> AlgorithmSpec:
     return next(iter(algorithms().values()))
 
@@ -195,9 +193,3 @@ def default_algorithm() -> AlgorithmSpec:
 def title_of(name: str) -> str:
     """The algorithm's name as people read it; training in a single process has one too."""
     return "Single" if name == SINGLE else get_algorithm(name).title
-
-
-def shows(name: str | None, column: str) -> bool:
-    """Whether a column is worth showing of a run of that algorithm, which need not be installed here."""
-    spec = algorithms().get(name or "")
-    return spec is not None and column in spec.columns

@@ -1,21 +1,29 @@
 """The baseline, and saved runs, as commands: train, list checkpoints, export a model, let a run go on."""
+
 import json
 import os
+import platform
 import shlex
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+
 from pydantic import BaseModel
 from rich.table import Table
 from rich.text import Text
+
+from smolcluster.algorithms import single
 from smolcluster.algorithms.claim import AUTO, run_name
+from smolcluster.algorithms.entry import guarded
+from smolcluster.algorithms.owner import Owner, own_run
+from smolcluster.algorithms.process import process_log
 from smolcluster.configs.begun import check_workload
 from smolcluster.configs.function_name import known_here
 from smolcluster.configs.layers import Draft, from_environment, from_overrides
-from smolcluster.configs.resolve import LOOPBACK, Settings, load_resolved
+from smolcluster.configs.resolve import LOOPBACK, Settings, load_resolved, load_settings
 from smolcluster.configs.schema import GPTConfig, NodeConfig, config_of
-from smolcluster.configs.spec import SINGLE, algorithms, get_algorithm
+from smolcluster.configs.spec import SINGLE, default_algorithm, get_algorithm, spec_of
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find, in_folder
 from smolcluster.launch.jobs.launch import launch_job
@@ -54,15 +62,6 @@ from smolcluster.training.named import load_named
 from smolcluster.training.pretrained import Pretrained
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import as_command, write_json
-import platform
-from collections.abc import Sequence
-from smolcluster.algorithms import single
-from smolcluster.algorithms.entry import guarded
-from smolcluster.algorithms.owner import Owner, own_run
-from smolcluster.algorithms.process import process_log
-from smolcluster.configs.resolve import Settings, load_settings
-from smolcluster.configs.spec import SINGLE, default_algorithm
-from smolcluster.observability.terminal import SteadyConsole
 
 EMBEDDING = "wte.weight"
 """Its rows are the vocabulary."""
@@ -390,9 +389,8 @@ def _kept(settings: Settings, paths: RunPaths, algorithm: str) -> Iterator[str]:
     yield from _assignments(node.dataset, "dataset.")
     own = ("device", "microbatch", *(["threads"] if algorithm == SINGLE else []))
     yield from _assignments(node, f"nodes.{server}.", only=own)
-    if spec := algorithms().get(algorithm):
-        for key, value in settings.of(config_of(spec)).pinned(settings).items():
-            yield f"{key}={json.dumps(value)}"
+    for key, value in settings.of(config_of(spec_of(algorithm))).pinned(settings).items():
+        yield f"{key}={json.dumps(value)}"
 
 
 def _assignments(

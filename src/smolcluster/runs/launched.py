@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, StringConstraints
 
 from smolcluster.configs.begun import remember
-from smolcluster.configs.spec import is_group
+from smolcluster.configs.spec import spec_of
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.runs.paths import RunPaths, log_stem, process_title
 
@@ -122,7 +122,7 @@ class Launched(BaseModel):
     @property
     def is_group(self) -> bool:
         """Whether its processes begin together, as a group of `torch.distributed`; the first owns the run."""
-        return is_group(self.algorithm)
+        return spec_of(self.algorithm).is_group
 
     @property
     def has_script(self) -> bool:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from smolcluster.configs.schema import TrainConfig
-from smolcluster.configs.spec import STALENESS, has_pushes, shows
+from smolcluster.configs.spec import STALENESS, spec_of
 from smolcluster.errors import CheckpointError
 from smolcluster.runs.evaluated import metrics_in
 from smolcluster.runs.model_file import Measured, ModelFile, Strict, WithMetrics
@@ -99,7 +99,7 @@ def table(summary: Summary) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     for name, value in _facts(summary):
         facts.add_row(name, Text(value))
-    is_stale = shows(summary.algorithm, STALENESS)
+    is_stale = STALENESS in spec_of(summary.algorithm).columns
     workers = Table("worker", "samples", "share", *(["mean staleness"] if is_stale else []))
     for worker in summary.workers:
         staleness = [f"{worker.mean_staleness:.2f}"] if is_stale else []
@@ -141,7 +141,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         return own
     return [
         *own,
-        *([("pushes", ", ".join(outcomes))] if has_pushes(summary.algorithm) else []),
+        *([("pushes", ", ".join(outcomes))] if spec_of(summary.algorithm).has_pushes else []),
         ("leases returned", f"{summary.leases_returned:,}"),
         ("codec", summary.codec),
         ("received", format_bytes(traffic.received)),

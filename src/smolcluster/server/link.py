@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from smolcluster.configs.schema import Encryption, NodeConfig, RunConfig
-from smolcluster.configs.spec import has_local_steps, has_whole_model
+from smolcluster.configs.spec import spec_of
 from smolcluster.errors import (
     ConfigError,
     NonFiniteLoss,
@@ -465,7 +465,7 @@ class _Life:
             workload=workload,
             meter=place.meter,
             log=place.log,
-            is_outline=place.spread is not None or not has_whole_model(run.algorithm),
+            is_outline=place.spread is not None or not spec_of(run.algorithm).has_whole_model,
         )
         if place.spread is not None:
             return place.spread(welcome, built)
@@ -474,7 +474,7 @@ class _Life:
     def _ready(self, participant: Participant, run: RunConfig) -> Ready:
         replica = self._training.replica
         has_own_optimizer = self._training.optimizer is not replica.optimizer
-        says_weights = has_local_steps(run.algorithm) and not replica.params.is_meta
+        says_weights = spec_of(run.algorithm).has_local_steps and not replica.params.is_meta
         return Ready(
             source=self._training.workload.source,
             dataset_fingerprint=self._training.workload.fingerprint,

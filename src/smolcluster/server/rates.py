@@ -62,9 +62,7 @@ class Rates:
         self.total_steps = counts.version + counts.steps_left
         self.samples = SteadyRate(lambda: counts.samples_applied)
         """Applied a second, as the status says."""
-        self.samples_of_step = SteadyRate(
-            lambda: counts.samples_applied, window_s=STEP_WINDOW_S
-        )
+        self.samples_of_step = SteadyRate(lambda: counts.samples_applied, window_s=STEP_WINDOW_S)
         self.bytes_of_step = SteadyRate(lambda: sum(self._bytes_moved()), window_s=STEP_WINDOW_S)
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from smolcluster.configs.schema import MeshSizes, RunConfig, config_of
-from smolcluster.configs.spec import algorithms
+from smolcluster.configs.spec import spec_of
 from smolcluster.data.permutation import Range
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import MetricKind, MetricRecord
@@ -429,7 +429,7 @@ class Report:
             **dict.fromkeys(("val_loss", "val_accuracy", "val_perplexity")),
             **values,
         }
-        spec = algorithms().get(self._run.algorithm)
+        own = self._run.of(config_of(spec_of(self._run.algorithm)))
         return RunStatus(
             run_id=self._run.run_id,
             algorithm=self._run.algorithm,
@@ -457,7 +457,7 @@ class Report:
             trouble=self.trouble or None,
             workers=self.board.workers(),
             ranks=[self._ranks[rank] for rank in sorted(self._ranks)],
-            **(self._run.of(config_of(spec)).status_fields if spec else {}),
+            **own.status_fields,
         )
 
     def flush(self) -> None:

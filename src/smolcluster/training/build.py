@@ -1,10 +1,14 @@
 """From a configuration and a workload to what a process trains with."""
+
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
 from smolcluster.configs.schema import DatasetPlace, TrainConfig
 from smolcluster.data.dataset import Batch, Elsewhere, Place
 from smolcluster.data.loading import StreamSamples
@@ -33,17 +37,13 @@ from smolcluster.utils.meter import Meter
 from smolcluster.utils.peak_memory import PeakMemory
 from smolcluster.utils.seed import derive_seed
 from smolcluster.utils.words import a_few
-from functools import partial
-from torch import Tensor
-from torch.utils.hooks import RemovableHandle
-from smolcluster.training.replica import Replica
 
 NUM_BATCHES = 5
 """After so many batches, of which some may leave out a branch, a parameter is called unused."""
 
 
 class UnusedParameters:
-    """Names once the parameters that the loss does not depend on: those to which no first batch gave a gradient."""
+    """Names once the parameters that the loss does not depend on: no first batch gave them a gradient."""
 
     def __init__(self, replica: Replica, log: logging.Logger | None) -> None:
         self._log = log

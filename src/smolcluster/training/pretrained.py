@@ -5,19 +5,21 @@ tensors of its own stage. What the folder does not have, such as rotary frequenc
 (Hu et al., 2106.09685), is made as for the whole model, so that adapters have the names and initial values
 that peft gives them there.
 """
+
+import importlib
+import importlib.util
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
 import torch
 from torch import Tensor, nn
+
 from smolcluster.errors import ConfigError
 from smolcluster.training.stages.recording import alone
 from smolcluster.training.weight_files import WeightFiles
-import importlib
-import importlib.util
-import logging
-from torch import nn
 
 _PEFT_PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer."

@@ -26,6 +26,14 @@ class Interrupted(KeyboardInterrupt):
         self.is_orderly = is_orderly
 
 
+class Ended(BaseException):
+    """The process is over, and its log has said why."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
 def interrupt(signum: int, _frame: FrameType | None) -> None:
     """A signal handler that stops the process at once."""
     raise Interrupted(signum)

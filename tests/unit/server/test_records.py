@@ -12,8 +12,6 @@ import pytest
 from rich.console import Console
 
 from harness import local_settings
-from smolcluster.server import records as records_module
-from smolcluster.server.records import Records, open_records
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks import console as console_sink
@@ -22,6 +20,8 @@ from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.events import EpochFinished, read_events
 from smolcluster.runs.files import LineWriter
 from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.server import records as records_module
+from smolcluster.server.records import Records, open_records
 from waiting import DEADLINE_S, eventually
 
 STEP = MetricRecord("step", 1, 0, {"loss": 0.5})

@@ -141,7 +141,8 @@ def test_who_contributed_is_counted_apart_from_the_steps(parts: Parts, report: R
     assert len(parts.metrics.steps) == 1
     assert report.counts.tally.pushes == {"applied": 3}
     shares = {
-        worker.node: (worker.samples, worker.pushes) for worker in report.counts.tally.workers.values()
+        worker.node: (worker.samples, worker.pushes)
+        for worker in report.counts.tally.workers.values()
     }
     assert shares == {"pi5": (114, 2), "win": (32, 1)}
 

@@ -160,7 +160,7 @@ def test_a_standing_says_whose_it_is_and_where(parts: Parts) -> None:
 def test_before_the_first_step_there_is_no_loss(parts: Parts) -> None:
     state = report_of(parts).training_state({})
     assert (state.step, state.samples_applied, state.train_loss) == (0, 0, None)
-    assert resumed(parts, state).version == 0
+    assert resumed(parts, state).counts.version == 0
 
 
 def test_a_standing_does_not_change_when_the_run_goes_on(parts: Parts) -> None:

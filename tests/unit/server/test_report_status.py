@@ -78,7 +78,9 @@ def take_step(report: Report, num_samples: int, loss: float, worker: Worker | No
     report.step_taken(
         StepTaken(
             version=report.counts.version + 1,
-            samples=Range(0, report.counts.samples_applied, report.counts.samples_applied + num_samples),
+            samples=Range(
+                0, report.counts.samples_applied, report.counts.samples_applied + num_samples
+            ),
             loss=loss,
             learning_rate=1e-3,
             grad_norm=2.5,

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from peers import logger
+from smolcluster.training.build import NUM_BATCHES, UnusedParameters
 from smolcluster.training.compute import Microbatch, forward_backward
 from smolcluster.training.replica import Replica
-from smolcluster.training.build import NUM_BATCHES, UnusedParameters
 
 
 class Branches(nn.Module):

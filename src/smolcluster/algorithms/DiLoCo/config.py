@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from smolcluster.algorithms.DiLoCo.fragments import cut, filled, too_many_fragments
 from smolcluster.configs.schema import AlgorithmConfig, CodecName, Wait
 from smolcluster.errors import ConfigError
 
@@ -17,13 +18,6 @@ Mode = Literal["sync", "streaming", "async"]
 
 ChangeCodecName = Literal[CodecName, "topk"]
 """What a worker has gathered over many steps may be sent sparsely, too."""
-
-
-def too_many_fragments(num_fragments: int, num_tensors: int) -> ConfigError:
-    return ConfigError(
-        f"fragments is {num_fragments}, but the model has {num_tensors} trainable tensors, which stay "
-        f"whole; set fragments to {num_tensors} or less"
-    )
 
 
 class DiLoCoConfig(AlgorithmConfig):
@@ -126,11 +120,6 @@ class DiLoCoConfig(AlgorithmConfig):
         Raises:
             ConfigError: one line with the key, its value and what to change.
         """
-        from smolcluster.algorithms.DiLoCo.fragments import (  # noqa: PLC0415 - it needs this module
-            cut,
-            filled,
-        )
-
         num_fragments = self.num_fragments(len(filled(layers)))
         num_pieces = sum(len(each.places) for each in cut(layers, num_fragments))
         if num_pieces > most:

@@ -9,10 +9,12 @@ largest first, each into the lightest bin. No bin is then larger than 4/3 of the
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from smolcluster.errors import ConfigError
 
-from smolcluster.algorithms.DiLoCo.config import too_many_fragments
+if TYPE_CHECKING:
+    from torch import Tensor  # not imported by whoever only reads a configuration
 
 
 @dataclass(frozen=True)
@@ -55,24 +57,24 @@ class Fragment:
             )
         )
 
-    def view(self, flat: Tensor) -> Tensor:
+    def view(self, flat: "Tensor") -> "Tensor":
         """The fragment's values of `flat`: a view if they are in one place, else a copy."""
         if len(self.places) == 1:
             return flat[self.places[0]]
         return self.gather(flat, flat.new_empty(self.numel))
 
-    def gather(self, flat: Tensor, out: Tensor) -> Tensor:
+    def gather(self, flat: "Tensor", out: "Tensor") -> "Tensor":
         """Copy the fragment's values of `flat` (num_params,) into `out` (numel,), and return that."""
         for place, part in self._parts(out):
             part.copy_(flat[place])
         return out
 
-    def scatter(self, values: Tensor, flat: Tensor) -> None:
+    def scatter(self, values: "Tensor", flat: "Tensor") -> None:
         """Copy `values` (numel,) to the fragment's places in `flat` (num_params,)."""
         for place, part in self._parts(values):
             flat[place] = part
 
-    def _parts(self, values: Tensor) -> list[tuple[slice, Tensor]]:
+    def _parts(self, values: "Tensor") -> "list[tuple[slice, Tensor]]":
         if values.shape != (self.numel,):
             raise ValueError(f"a fragment of {self.numel} values and a tensor of {values.shape}")
         stops = itertools.accumulate(place.stop - place.start for place in self.places)
@@ -108,6 +110,13 @@ def cut(layers: Sequence[tuple[str, slice]], num_fragments: int) -> list[Fragmen
         sizes[lightest] += place.stop - place.start
     fragments = [Fragment(_joined(places)) for places in bins]
     return sorted(fragments, key=lambda fragment: fragment.places[0].start)
+
+
+def too_many_fragments(num_fragments: int, num_tensors: int) -> ConfigError:
+    return ConfigError(
+        f"fragments is {num_fragments}, but the model has {num_tensors} trainable tensors, which stay "
+        f"whole; set fragments to {num_tensors} or less"
+    )
 
 
 def _joined(places: Sequence[slice]) -> tuple[slice, ...]:

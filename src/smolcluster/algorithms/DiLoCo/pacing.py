@@ -44,9 +44,7 @@ class Timing:
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     """How long its newest steps took."""
     num_idle_rounds: int = 0
-    """In so many rounds in a row it has been given nothing to compute."""
-    has_had: bool = False
-    """Whether it has been given something in this round."""
+    """Rounds that have begun since it was given a batch last."""
     is_measured_anew: bool = False
     """Whether its next step alone says how fast it is."""
     unanswered: set[Hashable] = field(default_factory=set)
@@ -57,8 +55,6 @@ class Timing:
     """When it was last seen to go on with what it is to do, or to be sent something, or had nothing to do."""
     began_at: float = 0.0
     """When it was given a batch after it had had none."""
-    is_computing: bool = False
-    """Whether it held more batches when it was heard to have taken its last step."""
     stepped_at: float = field(default_factory=time.monotonic)
     """When it joined, or was heard to have taken its last step."""
     upload_s: float = 0.0
@@ -101,14 +97,15 @@ class Timing:
             self.began_at = now
         self.unanswered.add(lease)
         self.num_since_asked += 1
-        self.is_measured_anew |= self.is_tried_again
-        self.has_had = True
+        self.is_measured_anew = self.is_measured_anew or self.is_tried_again
+        self.num_idle_rounds = 0
 
     def stepped(self, compute_s: float, now: float) -> None:
         """Learn from a step how fast it is: as it says, or as its steps come, if that is slower."""
         if self.waited_s is None:
             self.waited_s = max(0.0, now - self.stepped_at - compute_s)
-        took_s = max(compute_s, now - self.stepped_at if self.is_computing else 0.0)
+        went_on = self.began_at < self.stepped_at  # it held more batches at its last step
+        took_s = max(compute_s, now - self.stepped_at if went_on else 0.0)
         if self.is_measured_anew:
             self.is_measured_anew, self.step_s = False, took_s
             self.recent_s.clear()
@@ -116,7 +113,6 @@ class Timing:
         smoothed_s = 0.7 * self.step_s + 0.3 * median(self.recent_s)
         self.step_s = min(MOST_STEP_S, max(LEAST_STEP_S, smoothed_s))
         self.stepped_at = self.progressed_at = now
-        self.is_computing = bool(self.unanswered)
         for fragment in self.num_before:
             self.num_before[fragment] -= 1
             if self.num_before[fragment] == 0:
@@ -140,13 +136,12 @@ class Timing:
     def begin(self) -> None:
         """A round begins with new weights, or it is to begin again."""
         self.is_asked, self.waited_s, self.num_since_asked = False, None, 0
-        self.num_idle_rounds = 0 if self.has_had else self.num_idle_rounds + 1
-        self.has_had = False
+        self.num_idle_rounds += 1
 
     @property
     def is_tried_again(self) -> bool:
         """Whether it should be given a batch because it was too slow for so long: it may not be any more."""
-        return not self.has_had and is_retried(self.num_idle_rounds)
+        return is_retried(self.num_idle_rounds - 1)  # the round of now may still give it one
 
 
 def shared_out(

@@ -159,7 +159,9 @@ class Server(Coordinator):
     def next_turn(self, crew: Crew) -> None:
         """Have the stages take a step, or evaluate or send what the last one has come to."""
         self.turn += 1
-        is_end_kept = self.is_kept or not self.report.counts.is_over  # first: an evaluation may fail
+        is_end_kept = (
+            self.is_kept or not self.report.counts.is_over
+        )  # first: an evaluation may fail
         if not self.is_evaluated and is_end_kept:
             subject, patience_s = (StageEvaluated, self.turn), self.evaluation_patience_s
             self.ask(crew, subject, self.evaluate, self.evaluated, patience_s)
@@ -362,7 +364,9 @@ class Server(Coordinator):
         if not self.is_evaluated:
             return
         if evaluation is not None:
-            epoch = max(0, self.report.counts.samples_applied - 1) // self.context.training.num_samples
+            epoch = (
+                max(0, self.report.counts.samples_applied - 1) // self.context.training.num_samples
+            )
             self.report.evaluated(self.version, epoch, evaluation)
         if self.report.counts.is_over and self.keeper.can_keep:
             known = self.report.with_evaluation(self.report.training_state({}))

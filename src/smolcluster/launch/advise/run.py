@@ -1,22 +1,27 @@
-"""The command `advise`, `launch --auto`, which does what it says, and `stores: auto`: hosts chosen by links."""
+"""The command `advise`, `launch --auto`, which does what it says, and `stores: auto`: hosts by links."""
+
 import sys
 from dataclasses import replace
 from functools import partial
-from smolcluster.configs.resolve import check_algorithm
-from smolcluster.launch.advise.command import Found, find_advice
+from typing import Any
+
+from smolcluster.algorithms.planning.costs import Job, Site, Worker, costs_of
+from smolcluster.configs.resolve import Settings, check_algorithm
+from smolcluster.launch.advise.command import (
+    Found,
+    as_overrides,
+    find_advice,
+    interfaces_of,
+    with_way,
+)
+from smolcluster.launch.advise.measuring import Say, Way, measure_ways
 from smolcluster.launch.advise.show import advice_line, as_json, show
+from smolcluster.launch.host import host_of
 from smolcluster.launch.local import launch
 from smolcluster.launch.plan import Request
 from smolcluster.launch.remote import LaunchOptions
 from smolcluster.launch.requests import check_model, settings_of, training_line
 from smolcluster.observability.terminal import SteadyConsole, print_line
-from typing import Any
-from smolcluster.algorithms.planning.costs import Job, Site, Worker, costs_of
-from smolcluster.configs.resolve import Settings
-from smolcluster.launch.advise.command import as_overrides, interfaces_of, with_way
-from smolcluster.launch.advise.measuring import Say, Way, measure_ways
-from smolcluster.launch.host import host_of
-from smolcluster.launch.requests import settings_of
 
 DO_NOT_DISTRIBUTE = 4
 """Exit code: one machine alone is about as fast, or faster."""

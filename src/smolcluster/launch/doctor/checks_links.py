@@ -6,10 +6,15 @@ since 15 cuts programs off from the local network until the user has granted it,
 them; a tmux server keeps the standing that it was born with. So the session is one of the user's tmux server,
 where that runs: a run's sessions will be there too.
 """
+
 import json
+import secrets
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+
 from smolcluster.configs.schema import ClusterConfig
+from smolcluster.errors import LaunchError
 from smolcluster.launch.doctor.findings import (
     Answer,
     Check,
@@ -21,8 +26,13 @@ from smolcluster.launch.doctor.findings import (
     skipped,
     warn,
 )
+from smolcluster.launch.host import Host
+from smolcluster.launch.plan import PathsByNode
+from smolcluster.launch.prepare import run_on_all
 from smolcluster.launch.probing import (
     Listener,
+    ask,
+    listening,
     probe_script,
     probe_source,
     python_lines,
@@ -30,13 +40,6 @@ from smolcluster.launch.probing import (
 )
 from smolcluster.utils.units import format_address, format_rate
 from smolcluster.utils.words import as_command
-import secrets
-from contextlib import ExitStack, suppress
-from smolcluster.errors import LaunchError
-from smolcluster.launch.host import Host
-from smolcluster.launch.plan import PathsByNode
-from smolcluster.launch.prepare import run_on_all
-from smolcluster.launch.probing import ask, listening
 
 LISTEN_S = 15.0
 REACH_S = 20.0

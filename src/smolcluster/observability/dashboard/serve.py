@@ -1,4 +1,6 @@
 """Serves the page on this machine until it is interrupted."""
+
+import asyncio
 import errno
 import secrets
 import socket
@@ -8,16 +10,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from html import escape
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
 from smolcluster.errors import ConfigError, PortBusy
 from smolcluster.observability.dashboard.app import Views, make_app
 from smolcluster.observability.dashboard.guard import Guard, access_for
 from smolcluster.utils.units import format_address
-import asyncio
-from typing import Any
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 if TYPE_CHECKING:
     from tempfile import _TemporaryFileWrapper

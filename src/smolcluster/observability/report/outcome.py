@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from smolcluster.configs.spec import STALENESS, shows
+from smolcluster.configs.spec import STALENESS, spec_of
 from smolcluster.observability.view import snapshot as view
 from smolcluster.observability.view.facts import ReportData, Worker, workers_of
 from smolcluster.runs.evaluated import PREFIX
@@ -65,7 +65,7 @@ def _of_cluster(facts: ReportData, workers: Sequence[Worker]) -> dict[str, objec
     if facts.summary is not None:
         traffic = facts.summary.bytes
         values |= {"received_bytes": traffic.received, "sent_bytes": traffic.sent}
-    if shows(facts.algorithm, STALENESS):
+    if STALENESS in spec_of(facts.algorithm).columns:
         stale = [(w.samples or 0, w.mean_staleness) for w in workers]
         known = [(samples, tau) for samples, tau in stale if tau is not None]
         total = sum(samples for samples, _ in known)

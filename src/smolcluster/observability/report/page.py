@@ -2,13 +2,16 @@
 
 The template takes from `ReportData` what is there as it is; here are the texts and tables made of it.
 """
+
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+
 import smolcluster
-from smolcluster.configs.spec import STALENESS, has_pushes, shows
+from smolcluster.configs.spec import STALENESS, spec_of
 from smolcluster.observability.report.outcome import outcome_of, state_of
 from smolcluster.observability.report.render import UNKNOWN, drawn, loss, or_unknown, write_page
 from smolcluster.observability.report.settings import changed_settings
@@ -36,10 +39,6 @@ from smolcluster.runs.status import STALENESS_EDGES, STOPPED
 from smolcluster.utils.meter import PEAK, PHASES
 from smolcluster.utils.units import format_bytes, format_count, format_duration, format_megabytes
 from smolcluster.utils.words import as_command
-import math
-from collections.abc import Mapping
-from smolcluster.runs.paths import process_title
-from smolcluster.runs.series import ProcessSeries
 
 SKEW_S = 0.05
 """A clock that is off by less is right."""
@@ -153,7 +152,7 @@ def _tiles(facts: ReportData) -> Iterator[tuple[str, str, str]]:
         yield "Received by the server", format_bytes(summary.bytes.received), sent
     pushes = summary.pushes.model_dump() if summary else status.pushes if status else {}
     dropped = {name: count for name, count in pushes.items() if name != "applied" and count}
-    if has_pushes(facts.algorithm) and (pushes.get("applied") or dropped):
+    if spec_of(facts.algorithm).has_pushes and (pushes.get("applied") or dropped):
         more = ", ".join(f"{count:,} {name.replace('_', '-')}" for name, count in dropped.items())
         yield "Pushes", f"{pushes.get('applied', 0):,}", more or "all applied"
 
@@ -203,7 +202,7 @@ def _process_of(facts: ReportData, worker: Worker) -> ProcessSeries | None:
 
 
 def _workers(facts: ReportData, workers: Sequence[Worker]) -> Table:
-    is_stale = shows(facts.algorithm, STALENESS)
+    is_stale = STALENESS in spec_of(facts.algorithm).columns
     stale = ["mean staleness"] if is_stale else []
     numbers = ["samples", "share", *stale, "mean step", "joined", "lost"]
     head = ["worker", "at the end", *numbers, "device", "address"]

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smolcluster.configs.spec import SINGLE, STALENESS, algorithms, has_pushes, shows
+from smolcluster.configs.spec import SINGLE, STALENESS, spec_of
 from smolcluster.observability.view.snapshot import LAST_STEP, RunSnapshot, state_of, summed_up
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.status import OLD_S, STALENESS_EDGES, RunStatus, WorkerStatus
@@ -63,16 +63,16 @@ def standing(
 def _setup(read: RunSnapshot, started: RunStarted | None) -> dict[str, Any]:
     """What does not change while it runs."""
     algorithm = started.shown_algorithm if started else read.algorithm
-    spec = algorithms().get(algorithm or "")
+    spec = spec_of(algorithm)
     names = (
         *("num_workers", "num_ranks", "batch_size", "codec", "dataset", "model", "num_params"),
         "tokens_per_sample",
     )
     return {
         "algorithm": algorithm,
-        "is_synchronous": spec is not None and spec.is_synchronous,
-        "has_pushes": algorithm != SINGLE and has_pushes(algorithm),
-        "has_staleness": shows(algorithm, STALENESS),
+        "is_synchronous": spec.is_synchronous,
+        "has_pushes": algorithm != SINGLE and spec.has_pushes,
+        "has_staleness": STALENESS in spec.columns,
         **{name: getattr(started, name, None) for name in names},
         "grid": started.mesh if started else None,
     }

@@ -28,7 +28,8 @@ class Hand(Server):
 
     def __init__(self, config: PipelineConfig) -> None:
         self.config, self.builders = config, Builders()
-        self.context: Any = SimpleNamespace(log=logging.getLogger("test"), folder=None)
+        records = SimpleNamespace(folder=None)
+        self.context: Any = SimpleNamespace(log=logging.getLogger("test"), records=records)
         self.dealt: Any = Mock()
         self.keeper, self.dealer, self.evaluating = Mock(), self.dealt, Mock()
         self.keeper.kept.folder, self.keeper.kept.state.step = None, 0

@@ -14,7 +14,7 @@ from smolcluster.algorithms.planning.costs import (
     up_rates,
 )
 from smolcluster.codec.registry import get_codec
-from smolcluster.configs.spec import algorithms, has_whole_model
+from smolcluster.configs.spec import algorithms
 
 
 def site(*up: float, limit: float = 100.0) -> Site:
@@ -75,11 +75,7 @@ def test_an_encoded_value_takes_what_its_codec_makes(name: str, numel: int) -> N
     assert Job(numel).encoded_nbytes(name) == pytest.approx(made, rel=5e-3)
 
 
-PREDICTED = [
-    name
-    for name, spec in algorithms().items()
-    if name != "dummy" and has_whole_model(name) and not spec.is_group
-]
+PREDICTED = [name for name, spec in algorithms().items() if name != "dummy" and spec.has_pushes]
 """Costs of stages are what their plans say; a group's machines are alike."""
 
 

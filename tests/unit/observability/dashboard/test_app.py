@@ -20,7 +20,7 @@ from fastapi.testclient import TestClient
 
 from made_runs import MadeRun, killed_run, worker_status
 from smolcluster.observability.dashboard import app as app_module
-from smolcluster.observability.dashboard import connections
+from smolcluster.observability.dashboard import serve as serving
 from smolcluster.observability.dashboard.app import (
     MAX_SEARCHES,
     MAX_STREAMS,
@@ -377,7 +377,7 @@ def connected(served: str) -> socket.socket:
 
 
 def test_half_a_request_is_cut(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "STALL_S", 0.1)
+    monkeypatch.setattr(serving, "STALL_S", 0.1)
     with ExitStack() as stack:
         for said in (b"", b"GET /api/runs HTTP/1.1\r\nHost: x", b"GET / HTTP/1.1\r\n"):
             half = stack.enter_context(connected(served))
@@ -389,7 +389,7 @@ def test_half_a_request_is_cut(served: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_many_connections_that_say_nothing_keep_nobody_out(
     served: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 5)
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 5)
     with ExitStack() as stack:
         silent = [stack.enter_context(connected(served)) for _ in range(20)]
         assert httpx.get(f"{served}/api/runs", timeout=DEADLINE_S).status_code == 200
@@ -407,7 +407,7 @@ def test_a_stream_that_nobody_reads_is_cut(
         return state(view)
 
     monkeypatch.setattr(app_module, "EVERY_S", 0.001)
-    monkeypatch.setattr(connections, "STALL_S", 0.5)
+    monkeypatch.setattr(serving, "STALL_S", 0.5)
     monkeypatch.setattr(RunView, "state", note_state)
     with socket.socket() as unread:
         unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
