@@ -1,6 +1,7 @@
 """DiLoCo's synchronous beginning, between real sessions over TCP in one process."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,18 +50,24 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).double()
 
 
-def workload() -> Workload:
+def workload(make: Callable[[], nn.Module] = model) -> Workload:
     """Without statistics of batches, which depend on how a step is cut."""
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(160, 8, generator=generator)
     rows = Rows(inputs, torch.randint(0, 4, (160,), generator=generator))
-    return Workload(model, own_workloads.loss, rows, name="plain")
+    return Workload(make, own_workloads.loss, rows, name="plain")
 
 
 def run(
-    settings: Settings, folder: Path, core: type[Server] = Server, make: type[Worker] = Worker
+    settings: Settings,
+    folder: Path,
+    core: type[Server] = Server,
+    make: type[Worker] = Worker,
+    *,
+    trained: Workload | None = None,
 ) -> Cluster:
-    cluster = Cluster(settings, folder, core, algorithm="diloco", workload=workload())
+    what = trained or workload()
+    cluster = Cluster(settings, folder, core, algorithm="diloco", workload=what)
     num_workers = settings.cluster.num_workers
     makers = [make, *[Worker] * (num_workers - 1)]
     cluster.finish(*(cluster.worker(rank + 1, make=maker) for rank, maker in enumerate(makers)))
@@ -95,6 +102,23 @@ def test_a_run_that_is_all_beginning_is_training_with_larger_batches(
     _, alone = own_workloads.alone(whole, workload())
     ours, theirs = cluster.training.replica.params, alone.replica.params
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_where_changes_go_as_topk_gradients_go_as_int4(tmp_path: Path) -> None:
+    """In the beginning both runs are the same, bit for bit; the sentence of its end names the codec."""
+
+    def ran(codec_up: str, sync_fraction: float) -> Cluster:
+        own = f"codec_up={codec_up}", f"sync_fraction={sync_fraction}", "codec_down=int8"
+        folder = tmp_path / f"{codec_up}-{sync_fraction}"
+        trained = workload(lambda: model().float())
+        return run(settings_for(*own, *STREAMING, workers=1), folder, trained=trained)
+
+    sparse, dense = (ran(codec, 1.0).training.replica.params for codec in ("topk", "int4"))
+    assert torch.equal(sparse, dense)
+    [event] = [
+        each.event for each in ran("topk", 0.25).events() if isinstance(each.event, BeginningEnded)
+    ]
+    assert event.reason == "4 steps, 25.0% of the samples, gradients sent as int4"
 
 
 def test_every_sample_counts_once_when_a_worker_is_lost_in_the_beginning(tmp_path: Path) -> None:

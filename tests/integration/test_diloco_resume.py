@@ -28,11 +28,19 @@ KEPT = Path("test-run") / "worker-1"
 def settings_for(
     codec: str, workers: int = 1, optimizer: str = "adam", sync_fraction: float = 0.0
 ) -> Settings:
+    is_sparse = codec == "topk"
+    momentum, codec_down = (0.0, "int8") if is_sparse else (0.9, codec)
     return local_settings(
         *(f"optimizer={optimizer}", f"sync_fraction={sync_fraction}"),
-        *("mode=sync", f"codec_up={codec}", f"codec_down={codec}", "local_steps=5", "num_epochs=4"),
+        *(
+            "mode=sync",
+            f"codec_up={codec}",
+            f"codec_down={codec_down}",
+            "local_steps=5",
+            "num_epochs=4",
+        ),
         *("checkpoint_steps=30", "keep_last=100", f"min_workers={workers}"),
-        *("outer_lr=0.7", "outer_momentum=0.9", "eval_steps=1000"),
+        *("outer_lr=0.7", f"outer_momentum={momentum}", "eval_steps=1000"),
         *("lr_schedule.warmup_iters=20", "lr_schedule.min_lr=0.0001"),
         workers=workers,
         algorithm="diloco",
@@ -83,6 +91,8 @@ def losses_after(records: list[MetricRecord], step: int) -> list[float]:
         ("int8", "adam", 0.5),
         ("int8", "muon", 0.5),
         ("int4", "adam", 0.167),  # of 180 batches the first 30
+        ("topk", "adam", 0.5),
+        ("topk", "adam", 0.167),
     ],
 )
 def test_one_worker_goes_on_bit_for_bit(

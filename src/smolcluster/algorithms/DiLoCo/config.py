@@ -20,6 +20,11 @@ ChangeCodecName = Literal[CodecName, "topk"]
 """What a worker has gathered over many steps may be sent sparsely, too."""
 
 
+def gradient_codec(codec_up: str) -> str:
+    """How gradients of a synchronous beginning are sent, where changes over many steps are sent so."""
+    return "int4" if codec_up == "topk" else codec_up  # of a gradient topk leaves out too much
+
+
 class DiLoCoConfig(AlgorithmConfig):
     """DiLoCo's own keys, all of the cluster file."""
 

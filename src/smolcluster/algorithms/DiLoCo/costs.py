@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import harmonic_mean
 from typing import Any
 
-from smolcluster.algorithms.DiLoCo.config import DEFAULT_FRAGMENTS, DiLoCoConfig
+from smolcluster.algorithms.DiLoCo.config import DEFAULT_FRAGMENTS, DiLoCoConfig, gradient_codec
 from smolcluster.algorithms.DiLoCo.fast_motion import FastMotion, Found, Run
 from smolcluster.algorithms.DiLoCo.rounds import (
     choose_local_steps,
@@ -59,9 +59,16 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
         down_nbytes=down,
     )
     found = FastMotion(site, run).find() or _of_long_rounds(site, run)
-    has_none = why_none(config, len(settings.cluster.store_nodes))
+    has_none = why_none(len(settings.cluster.store_nodes))
     fraction = 0.0 if has_none else config.sync_fraction
-    batches_s = _with_beginning(site, run, found.batches_s, fraction)
+    in_steps = replace(
+        run,
+        mode="sync",
+        num_fragments=1,
+        local_steps=1,
+        up_nbytes=job.encoded_nbytes(gradient_codec(_codec_up(settings))),
+    )
+    batches_s = _with_beginning(site, in_steps, found.batches_s, fraction)
     samples_per_s = settings.train.samples_per_push * batches_s
     exchanges_s = len(site.workers) * found.exchanges_s
     return Forecast(
@@ -82,14 +89,13 @@ def candidates(site: Site, job: Job, settings: Settings) -> Iterator[dict[str, A
     return with_stores(site, settings, choices, Traffic(*_round_nbytes(job, settings)))
 
 
-def _with_beginning(site: Site, run: Run, batches_s: float, sync_fraction: float) -> float:
-    """Batches a second of a run that begins synchronously, and has so many a second afterwards.
+def _with_beginning(site: Site, in_steps: Run, batches_s: float, sync_fraction: float) -> float:
+    """Batches a second of a run that begins `in_steps`, and has so many a second afterwards.
 
     The beginning ends when workers have waited for its exchanges for their share of the computing time.
     """
     if not sync_fraction:
         return batches_s
-    in_steps = replace(run, mode="sync", num_fragments=1, local_steps=1)
     computing_batches_s = sum(1 / worker.step_s for worker in site.workers)
     synchronous = FastMotion(site, in_steps).find() or _of_long_rounds(site, in_steps)
     waited = computing_batches_s / synchronous.batches_s - 1
@@ -134,9 +140,12 @@ def _round_s(num_batches: int, steps_s: list[float], away_s: list[float]) -> flo
 
 
 def _round_nbytes(job: Job, settings: Settings) -> tuple[int, int]:
-    config = settings.of(DiLoCoConfig)
-    up = config.codec_up or codec_of(settings)
-    return job.encoded_nbytes(up), job.encoded_nbytes(config.codec_down or "fp32")
+    down = settings.of(DiLoCoConfig).codec_down or "fp32"
+    return job.encoded_nbytes(_codec_up(settings)), job.encoded_nbytes(down)
+
+
+def _codec_up(settings: Settings) -> str:
+    return settings.of(DiLoCoConfig).codec_up or codec_of(settings)
 
 
 def _total_batches(job: Job, settings: Settings) -> int:

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from smolcluster.algorithms.DiLoCo.config import gradient_codec
 from smolcluster.algorithms.DiLoCo.fragments import Fragment
 from smolcluster.codec.base import Codec, NonFiniteValue
 from smolcluster.codec.feedback import ErrorFeedback
@@ -234,6 +235,17 @@ class FragmentArrived(Event):
     first: int = 0
 
 
+def change_assembler(codec_up: str, layout: Layout) -> Assembler[Delta]:
+    """Puts a worker's changes or gradients together, as far as `layout` says that they come here."""
+    changes, gradients = get_codec(codec_up), get_codec(gradient_codec(codec_up))
+
+    def pieces_of(first: Delta) -> list[Piece]:
+        is_gradient = first.tensor.codec == gradients.name
+        return layout.pieces(first.fragment, gradients if is_gradient else changes)
+
+    return Assembler("change", pieces_of)
+
+
 def step_assembler(codec_name: str, layout: Layout) -> Assembler[OuterStep]:
     """Puts outer steps, or fragments' weights, together, as far as `layout` says that one host sends them."""
     steps, lossless = get_codec(codec_name), layout.lossless
@@ -251,8 +263,7 @@ class DeltaReceiver(Receiver):
     ) -> None:
         self._session_id = session_id
         self._layout = layout
-        codec = get_codec(codec_name)
-        self._deltas = Assembler[Delta]("change", lambda each: layout.pieces(each.fragment, codec))
+        self._deltas = change_assembler(codec_name, layout)
         self._collector = collector
         self._buffers: BufferValues = {}
         self._taken: set[int] = set()

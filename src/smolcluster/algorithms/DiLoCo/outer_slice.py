@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smolcluster.algorithms.DiLoCo.exchange import Layout
+from smolcluster.algorithms.DiLoCo.exchange import Layout, change_assembler
 from smolcluster.algorithms.DiLoCo.fragments import Fragment, cut
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.algorithms.DiLoCo.outer_links import RESIDUAL, ChangeKey
@@ -40,7 +40,6 @@ from smolcluster.wire.messages import (
     TakeOuterStep,
 )
 from smolcluster.wire.session import Receiver, Session
-from smolcluster.wire.streams import Assembler
 
 CHANGES_HELD = 2
 """Of a worker and a fragment: one that is void, as the coordinator has still to say, and the next."""
@@ -245,8 +244,7 @@ class DeltaSliceReceiver(Receiver):
 
     def __init__(self, session_id: int, codec_name: str, layout: Layout) -> None:
         self._session_id = session_id
-        codec = get_codec(codec_name)
-        self._deltas = Assembler[Delta]("change", lambda each: layout.pieces(each.fragment, codec))
+        self._deltas = change_assembler(codec_name, layout)
         self._held = Counter[int]()
         """By fragment: changes that the coordinator has not decided on."""
 

@@ -34,7 +34,7 @@ from smolcluster.algorithms.DiLoCo.beginning import (
     new_stores,
     warn_of_long_rounds,
 )
-from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, Mode
+from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, Mode, gradient_codec
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver
 from smolcluster.algorithms.DiLoCo.fragments import filled
 from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
@@ -251,7 +251,9 @@ class Server:
         steps = format_count(self.beginning.num_steps, "step")
         share = self.dispatcher.samples_applied / self.dispatcher.total_samples
         why = f", because {self.beginning.reason}" if self.beginning.reason else ""
-        self.report.beginning_ended(f"{steps}, {share:.1%} of the samples{why}")
+        codec = gradient_codec(self.context.codec)
+        way = f", gradients sent as {codec}" if codec != self.context.codec else ""
+        self.report.beginning_ended(f"{steps}, {share:.1%} of the samples{way}{why}")
 
     def choose_steps(self) -> None:
         """Ask the rule how many batches a worker takes on average until its next exchange."""

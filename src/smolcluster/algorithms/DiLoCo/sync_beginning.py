@@ -9,7 +9,6 @@ its optimizer and leaves its weights; it keeps these moments for the rounds. Aft
 from collections.abc import Collection
 from statistics import harmonic_mean
 
-from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.algorithms.DiLoCo.pacing import Timing
 
 MOST_WAITING = 0.03
@@ -20,12 +19,10 @@ machine's loss in 223 s instead of 166 s, after as many tokens (`benchmarks/resu
 """
 
 
-def why_none(config: DiLoCoConfig, num_hosts: int) -> str:
+def why_none(num_hosts: int) -> str:
     """Why a run whose weights lie on so many hosts has no synchronous beginning; empty: it may have one."""
     if num_hosts > 1:
         return "the weights lie on several hosts"  # and none has all of them
-    if config.codec_up == "topk":
-        return "codec_up is topk, which is for changes over many steps"
     return ""
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import torch
 
-from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
+from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, gradient_codec
 from smolcluster.algorithms.DiLoCo.exchange import (
     Encoder,
     FragmentArrived,
@@ -89,7 +89,8 @@ class Worker:
         self.replica = training.replica
         num_fragments = config.num_fragments(len(filled(self.replica.layers)))
         self.layout = Layout.of(self.replica, cut(self.replica.layers, num_fragments))
-        self.encoder = Encoder(welcome.codec, self.layout)
+        self.codec_up = welcome.codec
+        self.encoder = Encoder(self.codec_up, self.layout)
         self.codec_down = config.codec_down or lossless_for(self.replica.params.dtype)
         self.hosts = Hosts(
             self.layout,
@@ -257,8 +258,8 @@ class Worker:
     def begin_to_send(self, *, gradients: bool) -> None:
         """What is sent is of another kind from now on: debts of the old kind are given up."""
         self.sends_gradients = gradients
-        for number in range(len(self.versions)):
-            self.encoder.forget(number)
+        codec = gradient_codec(self.codec_up) if gradients else self.codec_up
+        self.encoder = Encoder(codec, self.layout)
 
     def give_up(self, error: NonFiniteLoss) -> None:
         """Its own copy is not to be trusted any more: begin again from the server's weights.
@@ -289,9 +290,10 @@ class Worker:
         if found is None:
             return
         step, tensors = found
-        if step == resumed.step and is_like(self.encoder.tensors, tensors):
-            self.encoder.resume(tensors)
-            self.sends_gradients = bool(tensors.get(OWES_GRADIENTS, False))
+        if step == resumed.step:
+            self.begin_to_send(gradients=bool(tensors.get(OWES_GRADIENTS, False)))
+            if is_like(self.encoder.tensors, tensors):
+                self.encoder.resume(tensors)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Take in all that has arrived, and go on until `condition` holds."""

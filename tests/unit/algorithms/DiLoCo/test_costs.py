@@ -1,7 +1,10 @@
 """What DiLoCo predicts of itself."""
 
+import math
+
 import pytest
 
+from smolcluster.algorithms.DiLoCo import costs
 from smolcluster.algorithms.DiLoCo.costs import candidates, predict, step_nbytes
 from smolcluster.algorithms.DiLoCo.sync_beginning import MOST_WAITING
 from smolcluster.algorithms.planning.costs import Job, Site, Worker
@@ -63,6 +66,20 @@ def test_a_synchronous_beginning_costs_what_its_exchanges_do_up_to_a_share() -> 
         )
         batch_s = share * (0.1 + away_s) / 2 + (1 - share) * 10 / plain
         assert begun == pytest.approx(10 / batch_s, rel=2e-2)
+
+
+def test_gradients_of_the_beginning_are_no_sparser_than_int4(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Links carry four batches' gradients in the time of one batch; the whole run is the beginning."""
+    monkeypatch.setattr(costs, "MOST_WAITING", math.inf)
+    rate = 4 * JOB.encoded_nbytes("int4") / 0.1
+    site = Site(tuple(Worker(name, 0.1, 0.0, rate, rate) for name in "ab"), {})
+    sparse, dense = (
+        predict(site, JOB, settings_of(f"codec_up={codec}", "sync_fraction=1")).samples_per_s
+        for codec in ("topk", "int4")
+    )
+    assert sparse == pytest.approx(dense, rel=1e-6)
 
 
 def far_away(mode: str) -> float:
