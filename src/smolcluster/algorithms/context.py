@@ -162,22 +162,8 @@ class ServerContext:
         Raises:
             ConfigError: there are several hosts, and this run needs all weights in one place.
         """
-        self.check_average()
+        self.settings.cluster.check_average(self.training.replica.ema_decay)
         return self.store_links(partial(HostedStores, num_own=self.num_stores))
-
-    def check_average(self) -> None:
-        """Where weights lie on several hosts there is no average of them.
-
-        Raises:
-            ConfigError: one is asked for.
-        """
-        is_spread = len(self.settings.cluster.store_nodes) > 1
-        ema_decay = self.training.replica.ema_decay
-        if is_spread and ema_decay is not None:
-            raise ConfigError(
-                f"ema_decay is {ema_decay} and servers lists several, but the weights are averaged where all "
-                "of them lie; set ema_decay or servers to null"
-            )
 
     def store_links(self, make: Callable[..., Links]) -> Links:
         """The links to the stores on other hosts that `servers` names, if there are any.

@@ -754,6 +754,18 @@ class ClusterConfig(Section):
             )
         return self
 
+    def check_average(self, ema_decay: float | None) -> None:
+        """Where weights lie on several hosts there is no average of them.
+
+        Raises:
+            ConfigError: one is asked for.
+        """
+        if len(self.store_nodes) > 1 and ema_decay is not None:
+            raise ConfigError(
+                f"ema_decay is {ema_decay} and servers lists several, but the weights are averaged where all "
+                "of them lie; set ema_decay or servers to null"
+            )
+
     def check_known(self, place: str, name: str) -> None:
         """Refuse a name that is no node's, as a sentence that begins with `place`.
 

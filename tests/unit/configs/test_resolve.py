@@ -575,6 +575,26 @@ SHARES = "batch_share={pi5: 0.25, win: 0.25, macbook: 0.5}"
             "update_rule is mixing and codec is fp16, but weights must travel whole; "
             "set codec to fp32 and use_quantization to false, or update_rule to gradient",
         ),
+        (
+            "edp",
+            ["optimizer=muon", "servers=[mini1, pi5]"],
+            "optimizer is muon and servers lists mini1, pi5, but each host steps a part of the weights, "
+            "which only adam, adamw, sgd can; set servers to null, take algorithm diloco, or set "
+            "optimizer to adamw",
+        ),
+        *(
+            (
+                algorithm,
+                ["ema_decay=0.9", "servers=[mini1, pi5]"],
+                "ema_decay is 0.9 and servers lists several, but the weights are averaged where all of them "
+                "lie; set ema_decay or servers to null",
+            )
+            for algorithm in ("edp", "diloco")
+        ),
+        ("edp", ["optimizer=muon"], None),
+        ("edp", ["optimizer=adamw", "servers=[mini1, pi5]"], None),
+        ("diloco", ["optimizer=muon", "servers=[mini1, pi5]"], None),
+        ("syncps", ["optimizer=muon", "ema_decay=0.9", "servers=[mini1, pi5]"], None),
         ("syncps", [], None),
         ("syncps", ["global_batch_size=3"], None),
         ("syncps", ["batch_size=1"], None),

@@ -4,18 +4,22 @@ import io
 import json
 import tarfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from smolcluster.algorithms.planning.costs import Job
+from smolcluster.algorithms.planning.costs import Interface, Job, Site, Worker, costs_of
 from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError
 from smolcluster.launch.advise import command
 from smolcluster.launch.advise import speed as speeds
 from smolcluster.launch.advise.command import (
     Found,
     as_overrides,
+    can_follow,
     find_advice,
     options_of,
     site_of,
@@ -27,7 +31,7 @@ from smolcluster.launch.advise.speed import ASKED_FILE, Asked, Speed, meet
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.plan import Request
 from smolcluster.launch.remote import keep_prediction
-from smolcluster.launch.requests import plain_request
+from smolcluster.launch.requests import plain_request, settings_of
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.advice import ADVICE, LinkSpeed
 from smolcluster.runs.launched import LaunchedProcess
@@ -89,6 +93,23 @@ def found(
     return make
 
 
+@pytest.fixture
+def tried(request_of: Callable[..., Request]) -> Callable[..., list[Mapping[str, Any]]]:
+    """What else an algorithm tries where all hosts' links are as fast as the server's."""
+    workers = tuple(Worker(name, 0.1, 0.0, 1e6, 1e6, 1e-3, "eth0") for name in ("pi5", "win"))
+    site = Site(workers, {"eth0": Interface(1e6, 1e6)})
+
+    def make(algorithm: str, *overrides: str) -> list[Mapping[str, Any]]:
+        spec = get_algorithm(algorithm)
+        request = replace(request_of(*overrides), algorithm=spec)
+        settings, model = settings_of(request, local=False), costs_of(spec)
+        assert model is not None
+        candidates = model.candidates(site, Job(1_000_000), settings)
+        return [keys for keys, _ in can_follow(request, candidates, local=False)]
+
+    return make
+
+
 FAST = {"mini1": speed(0.35), "pi5": speed(0.9), "win": speed(0.35)}
 
 
@@ -130,6 +151,25 @@ def test_candidates_that_contradict_what_is_stated_are_no_option(
     """Only int8 agrees with use_quantization."""
     advice = found(FAST, {"pi5": way(5, 3), "win": way(5, 3)}, "use_quantization=true").advice
     assert {each.algorithm for each in advice.options} >= {"edp", "syncps"}
+
+
+@pytest.mark.parametrize("override", ["update_rule=mixing", "optimizer=muon", "ema_decay=0.9"])
+def test_hosts_and_codecs_that_a_run_would_refuse_are_not_tried(
+    tried: Callable[..., list[Mapping[str, Any]]], override: str
+) -> None:
+    assert any("servers" in keys for keys in tried("edp"))
+    assert not any("servers" in keys for keys in tried("edp", override))
+    if override == "update_rule=mixing":  # which travel whole
+        assert {keys.get("codec", "fp32") for keys in tried("edp", override)} == {"fp32"}
+
+
+def test_on_several_hosts_the_optimizer_that_auto_has_chosen_stays(
+    tried: Callable[..., list[Mapping[str, Any]]],
+) -> None:
+    spread = [keys for keys in tried("syncps", "optimizer=auto") if "servers" in keys]
+    assert spread
+    assert all(keys["optimizer"] == "muon" for keys in spread)
+    assert not any("servers" in keys for keys in tried("edp", "optimizer=auto"))
 
 
 def test_where_no_algorithm_can_follow_it_is_one_line(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,16 +31,18 @@ Chosen = Callable[..., tuple[Request, list[str]]]
 def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chosen:
     """The request when each worker's link carries so many MB/s, the server's 10, and what was said."""
 
-    def choose(rates: Mapping[str, float], algorithm: str = "syncps") -> tuple[Request, list[str]]:
+    def choose(
+        rates: Mapping[str, float], algorithm: str = "syncps", *overrides: str, **more: Any
+    ) -> tuple[Request, list[str]]:
         (tmp_path / "cluster.yaml").write_text(CLUSTER)
         request = plain_request(
             local=False,
             num_workers=None,
             config=str(tmp_path / "cluster.yaml"),
             train_config="stdlib",
-            overrides=(),
+            overrides=overrides,
         )
-        request = replace(request, algorithm=get_algorithm(algorithm))
+        request = replace(request, algorithm=get_algorithm(algorithm), **more)
         share = 10 / len(rates)
         ways = {
             node: Way("10.0.0.1", "eth0", 1e-3, rate, rate, "fast", share, share)
@@ -78,4 +81,25 @@ def test_where_other_hosts_do_not_help_the_server_has_all(
 ) -> None:
     request, said = chosen(rates, algorithm)
     assert not request.overrides
-    assert said == ["stores: all on mini1; other hosts would make it no faster on these links"]
+    assert said == [
+        "stores: all on mini1; other hosts would make it no faster on these links, or cannot hold parts of "
+        "what is trained so"
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ["auto", "muon"])
+def test_hosts_that_a_run_would_refuse_are_not_chosen(chosen: Chosen, optimizer: str) -> None:
+    rates = {"pi5": 0.1, "win": 10, "mac": 10}
+    assert settings_of(chosen(rates, "edp")[0], local=False).cluster.servers
+    request, _ = chosen(rates, "edp", f"optimizer={optimizer}")
+    assert not settings_of(request, local=False).cluster.servers
+    request, _ = chosen(rates, "syncps", f"optimizer={optimizer}")
+    settings = settings_of(request, local=False)
+    assert settings.cluster.servers
+    assert settings.train.optimizer == "muon"
+
+
+def test_loops_of_ones_own_have_one_server(chosen: Chosen) -> None:
+    request, said = chosen({"pi5": 10, "win": 10, "mac": 10}, script="train.py")
+    assert not request.overrides
+    assert not said

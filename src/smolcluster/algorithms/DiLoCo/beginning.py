@@ -140,8 +140,8 @@ def new_stores(context: ServerContext, outer: OuterOptimizer, num_fragments: int
         ConfigError: there are several, and this run needs all weights in one place, or has more workers
             than stores can be told of; or `codec_down` cannot hold the weights.
     """
-    context.check_average()
     cluster, replica = context.settings.cluster, context.training.replica
+    cluster.check_average(replica.ema_decay)
     if len(cluster.store_nodes) > 1 and cluster.num_workers > MAX_CHANGES:
         raise ConfigError(
             f"servers lists several, but num_workers is {cluster.num_workers}, more than the "

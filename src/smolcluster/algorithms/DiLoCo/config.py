@@ -82,7 +82,7 @@ class DiLoCoConfig(AlgorithmConfig):
             return 1
         return self.fragments or min(DEFAULT_FRAGMENTS, num_tensors)
 
-    def check(self, settings: "Settings") -> None:  # noqa: ARG002 - that of all algorithms
+    def check(self, settings: "Settings") -> None:
         """Refuse keys that mean nothing to `mode`, and momentum beside that of `codec_up: topk`.
 
         What topk leaves out and sends later is momentum already (SparseLoCo, 2508.15706).
@@ -90,6 +90,7 @@ class DiLoCoConfig(AlgorithmConfig):
         Raises:
             ConfigError: one line with the key, its value and what to change.
         """
+        settings.cluster.check_average(settings.train.ema_decay)
         if self.codec_up == "topk" and self.outer_momentum:
             raise ConfigError(
                 f"outer_momentum is {self.outer_momentum:g}, but codec_up is topk, which has momentum of its "

@@ -11,6 +11,9 @@ from smolcluster.errors import ConfigError
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
 
+SPREAD = ("adam", "adamw", "sgd")
+"""Optimizers whose step of a part of the weights is that of the whole."""
+
 
 def _below_one(rate: float) -> float:
     if rate >= 1:
@@ -54,8 +57,15 @@ class EDPConfig(AlgorithmConfig):
         return {"staleness_bound": self.staleness.bound}
 
     def check(self, settings: "Settings") -> None:
-        """Weights must travel whole, and be mixed where all of them lie."""
-        cluster = settings.cluster
+        """Weights must travel whole, and be mixed where all of them lie; on several hosts any may be cut."""
+        cluster, optimizer = settings.cluster, settings.train.optimizer
+        cluster.check_average(settings.train.ema_decay)
+        if len(cluster.store_nodes) > 1 and optimizer not in SPREAD:
+            raise ConfigError(
+                f"optimizer is {optimizer} and servers lists {', '.join(cluster.store_nodes)}, but each host "
+                f"steps a part of the weights, which only {', '.join(SPREAD)} can; set servers to null, take "
+                "algorithm diloco, or set optimizer to adamw"
+            )
         if self.update_rule == "mixing" and len(cluster.store_nodes) > 1:
             raise ConfigError(
                 f"update_rule is mixing and servers lists {', '.join(cluster.store_nodes)}, but weights are "

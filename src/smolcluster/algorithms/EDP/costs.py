@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from smolcluster.algorithms.EDP.config import EDPConfig
 from smolcluster.algorithms.planning.costs import (
     HANDLING_S,
     Forecast,
@@ -112,8 +111,6 @@ def _after(first: Done, flow: Flow) -> Process:
 
 
 def candidates(site: Site, job: Job, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Stores and codecs; weights that are mixed must travel whole, and lie in one place."""
-    if settings.of(EDPConfig).update_rule == "mixing":
-        return codec_choices(settings, "fp32")
+    """Stores and codecs."""
     choices = codec_choices(settings, "fp32", "int8", "int4")
     return with_stores(site, settings, choices, Traffic(*step_nbytes(job, settings)))

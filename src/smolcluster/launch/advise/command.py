@@ -6,7 +6,8 @@ machines prepared -> real steps on each -> ways to the server -> what each algor
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -319,11 +320,11 @@ def options_of(
     """
     options, reasons = list[Option](), list[str]()
     for spec in algorithms().values():
-        tried, refused = _tried(spec, request, site, job, batch_size, local=local)
-        if tried:
-            options.append(best_settings(tried))
-        elif refused:
-            reasons.append(f"{spec.title} is left out: {refused}")
+        try:
+            if tried := _tried(spec, request, site, job, batch_size, local=local):
+                options.append(best_settings(tried))
+        except ConfigError as error:
+            reasons.append(f"{spec.title} is left out: {error}")
     if not options:
         raise ConfigError("; ".join(reasons) or "no algorithm is installed that predicts anything")
     for reason in reasons:
@@ -333,35 +334,53 @@ def options_of(
 
 def _tried(
     spec: AlgorithmSpec, request: Request, site: Site, job: Job, batch_size: int, *, local: bool
-) -> tuple[list[Option], str]:
+) -> list[Option]:
     """What an algorithm predicts: first as the files say, then with what else may be worth it.
 
-    Settings that contradict others are no option. Where there is none, also why.
+    Raises:
+        ConfigError: it cannot follow what the files say.
     """
-    model, refused = costs_of(spec), ""
-    if model is None:
-        return [], ""
+    if (model := costs_of(spec)) is None:
+        return []
+
+    def with_batch_size(settings: Settings) -> Settings:
+        return settings.with_batch_size(batch_size // settings.train.gradient_accumulation)
+
     of_it = replace(request, algorithm=spec, config=_one_config(request))
-    options: list[Option] = []
-    try:
-        own = _settings(of_it, spec, batch_size, local=local)
-    except ConfigError as error:
-        return [], str(error)
-    told, fixed = {**dict(own.train), **dict(own.cluster)}, stated(request, os.environ)
-    for candidate in ({}, *model.candidates(site, job, own)):
+    own = with_batch_size(checked(of_it, local=local))
+    candidates = model.candidates(site, job, own)
+    followed = can_follow(of_it, candidates, stated(request, os.environ), local=local)
+    return [
+        Option(spec.name, keys, model.predict(site, job, with_batch_size(settings)))
+        for keys, settings in (({}, own), *followed)
+    ]
+
+
+def can_follow(
+    request: Request,
+    candidates: Iterable[Mapping[str, Any]],
+    fixed: Collection[str] = (),
+    *,
+    local: bool,
+) -> Iterator[tuple[dict[str, Any], Settings]]:
+    """The candidates, each some keys with other values, that a run would not refuse, with their settings.
+
+    `fixed` keys stay as they are, and so does the optimizer, which `auto` might choose anew.
+    """
+    own = settings_of(request, local=local)
+    told = {**dict(own.train), **dict(own.cluster)}
+    for candidate in candidates:
         keys = {
             name: value
             for name, value in candidate.items()
             if name not in fixed and value != told[name]
         }
-        asked = replace(of_it, overrides=(*of_it.overrides, *as_overrides(keys)))
-        try:
-            settings = _settings(asked, spec, batch_size, local=local)
-        except ConfigError as error:
-            refused = refused or str(error)
-            continue
-        options.append(Option(spec.name, keys, model.predict(site, job, settings)))
-    return options, refused
+        with suppress(ConfigError):
+            settings = checked(with_keys(request, keys), local=local)
+            if settings.train.optimizer != own.train.optimizer:
+                keys["optimizer"] = own.train.optimizer
+                settings = checked(with_keys(request, keys), local=local)
+            yield keys, settings
 
 
 def _one_config(request: Request) -> str:
@@ -369,10 +388,15 @@ def _one_config(request: Request) -> str:
     return cluster_source(request.config, request.algorithm.name)
 
 
-def _settings(request: Request, spec: AlgorithmSpec, batch_size: int, *, local: bool) -> Settings:
+def checked(request: Request, *, local: bool) -> Settings:
+    """The settings of a request that its algorithm can follow.
+
+    Raises:
+        ConfigError: it cannot, or a file or an override is wrong.
+    """
     settings = settings_of(request, local=local)
-    check_algorithm(settings, spec.name)
-    return settings.with_batch_size(batch_size // settings.train.gradient_accumulation)
+    check_algorithm(settings, request.algorithm.name)
+    return settings
 
 
 def stated(request: Request, environ: Mapping[str, str]) -> set[str]:
@@ -390,11 +414,11 @@ def as_overrides(keys: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def with_keys(request: Request, keys: Mapping[str, Any]) -> Request:
+    return replace(request, overrides=(*request.overrides, *as_overrides(keys)))
+
+
 def _following(request: Request, chosen: Option) -> Request:
     """What is launched if the advice is followed."""
-    return replace(
-        request,
-        algorithm=get_algorithm(chosen.algorithm),
-        config=_one_config(request),
-        overrides=(*request.overrides, *as_overrides(chosen.settings)),
-    )
+    of_it = replace(request, algorithm=get_algorithm(chosen.algorithm), config=_one_config(request))
+    return with_keys(of_it, chosen.settings)

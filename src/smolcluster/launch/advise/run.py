@@ -6,12 +6,14 @@ from functools import partial
 from typing import Any
 
 from smolcluster.algorithms.planning.costs import Job, Site, Worker, costs_of
-from smolcluster.configs.resolve import Settings, check_algorithm
+from smolcluster.configs.resolve import Settings
 from smolcluster.launch.advise.command import (
     Found,
-    as_overrides,
+    can_follow,
+    checked,
     find_advice,
     interfaces_of,
+    with_keys,
     with_way,
 )
 from smolcluster.launch.advise.measuring import Say, Way, measure_ways
@@ -27,7 +29,7 @@ DO_NOT_DISTRIBUTE = 4
 """Exit code: one machine alone is about as fast, or faster."""
 ANY_SIZE = Job(1_000_000)
 """Which hosts are best does not depend on how large a model is."""
-KEYS = ("stores", "servers", "store_shares")
+KEYS = ("stores", "servers", "store_shares", "optimizer")
 
 
 def advise_command(
@@ -54,8 +56,7 @@ def launch_as_stated(request: Request, how: LaunchOptions, *, local: bool) -> in
         SmolclusterError: what prevents it, in one line.
     """
     say = partial(print_line, SteadyConsole())
-    settings = settings_of(request, local)
-    check_algorithm(settings, request.algorithm.name)
+    settings = checked(request, local=local)
     check_model(request, settings)
     if how.on == "ssh" or not how.dry_run:  # a file for a scheduler says it itself
         say(training_line(request, settings))
@@ -91,7 +92,7 @@ def with_stores_chosen(request: Request, say: Say, *, local: bool) -> Request:
         LaunchError: the server's links cannot be measured.
     """
     settings = settings_of(request, local=local)
-    if settings.cluster.stores is None or local:
+    if settings.cluster.stores is None or local or request.script is not None:
         return request
     cluster = settings.cluster
     server = host_of(cluster, cluster.server)
@@ -101,12 +102,15 @@ def with_stores_chosen(request: Request, say: Say, *, local: bool) -> Request:
     site = site_of_links(settings, ways, {each.node for each in apart})
     keys = chosen_keys(request, settings, site)
     if "servers" not in keys:
-        say(f"stores: all on {cluster.server}; other hosts would make it no faster on these links")
+        say(
+            f"stores: all on {cluster.server}; other hosts would make it no faster on these links, or cannot "
+            "hold parts of what is trained so"
+        )
         return request
     total = sum(keys["store_shares"])
     told = zip(keys["servers"], keys["store_shares"], strict=True)
     say(f"stores: {', '.join(f'{node} {share / total:.0%}' for node, share in told)}")
-    return replace(request, overrides=(*request.overrides, *as_overrides(keys)))
+    return with_keys(request, keys)
 
 
 def site_of_links(settings: Settings, ways: dict[str, Way], apart: set[str]) -> Site:
@@ -117,8 +121,10 @@ def site_of_links(settings: Settings, ways: dict[str, Way], apart: set[str]) -> 
 
 
 def chosen_keys(request: Request, settings: Settings, site: Site) -> dict[str, Any]:
-    """What the algorithm would write into the cluster file about stores; nothing: it needs no others."""
+    """What a run would be told about stores; nothing: others do not help, or the algorithm refuses them."""
     model = costs_of(request.algorithm)
     candidates = () if model is None else model.candidates(site, ANY_SIZE, settings)
-    first = next(iter(candidates), {})
-    return {name: first[name] for name in KEYS if name in first} if "servers" in first else {}
+    for keys, _ in can_follow(request, candidates, local=False):
+        if "servers" in keys:
+            return {name: keys[name] for name in KEYS if name in keys}
+    return {}

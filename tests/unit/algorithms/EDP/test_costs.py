@@ -2,7 +2,7 @@
 
 import pytest
 
-from smolcluster.algorithms.EDP.costs import candidates, predict
+from smolcluster.algorithms.EDP.costs import predict
 from smolcluster.algorithms.planning.costs import Interface, Job, Site, Worker
 from smolcluster.configs.resolve import Settings, load_settings
 
@@ -80,9 +80,3 @@ def test_a_server_takes_one_push_after_the_other() -> None:
     site = Site((Worker("a", 0.01), Worker("b", 0.01)), {}, apply_s=0.02)
     forecast = predict(site, Job(1_000_000), settings_of("batch_size=4", num_workers=2))
     assert forecast.samples_per_s == pytest.approx(4 / 0.02, rel=0.02)
-
-
-def test_weights_that_are_mixed_travel_whole() -> None:
-    site = Site((Worker("a", 0.5),), {})
-    settings = settings_of("update_rule=mixing", num_workers=1)
-    assert [each["codec"] for each in candidates(site, Job(10), settings)] == ["fp32"]
