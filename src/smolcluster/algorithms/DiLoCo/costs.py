@@ -92,7 +92,7 @@ def candidates(site: Site, job: Job, settings: Settings) -> Iterator[dict[str, A
 def _with_beginning(site: Site, in_steps: Run, batches_s: float, sync_fraction: float) -> float:
     """Batches a second of a run that begins `in_steps`, and has so many a second afterwards.
 
-    The beginning ends when workers have waited for its exchanges for their share of the computing time.
+    The beginning ends when workers have waited for that share of the computing time.
     """
     if not sync_fraction:
         return batches_s

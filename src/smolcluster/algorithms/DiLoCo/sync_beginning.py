@@ -12,7 +12,7 @@ from statistics import harmonic_mean
 from smolcluster.algorithms.DiLoCo.pacing import Timing
 
 MOST_WAITING = 0.03
-"""So large a share of the time that all computing takes workers may wait for the beginning's exchanges.
+"""So large a share of the time that all computing takes workers may wait in the beginning.
 
 Where links are slow it costs more than it gains: with a tenth, four machines on 50 Mbit/s came to one
 machine's loss in 223 s instead of 166 s, after as many tokens (`benchmarks/results/time_to_loss.md`).
@@ -34,7 +34,7 @@ class SyncBeginning:
         self._num_samples, self._total_batches = num_samples, total_batches
         self.num_steps = 0
         self.waited_s = 0.0
-        """How long the worker that waits least has waited for the exchanges between its steps."""
+        """How long workers have waited between their steps, a mean weighted by their speeds."""
         self.is_over = not num_samples
         self.reason = ""
         """Why it ends before its time."""
@@ -50,11 +50,12 @@ class SyncBeginning:
 
         Before the first step workers have waited for each other to come, which says nothing of exchanges.
         """
-        waits = [each.waited_s for each in workers if each.waited_s is not None]
+        waits = [(each.waited_s, 1 / each.step_s) for each in workers if each.waited_s is not None]
         if self._is_measured and waits:
-            self.waited_s += min(waits)
+            speed = sum(speed for _, speed in waits)
+            self.waited_s += sum(waited_s * speed for waited_s, speed in waits) / speed
         if workers and self.waited_s > MOST_WAITING * self.computing_s(workers):
-            self.end(f"workers have waited {self.waited_s:.3g} s for its exchanges")
+            self.end(f"workers have waited {self.waited_s:.3g} s for each other and its exchanges")
         self.is_over = bool(self.reason) or samples_applied >= self._num_samples
 
     def computing_s(self, workers: Collection[Timing]) -> float:
