@@ -1,8 +1,10 @@
 """A loop of one's own in a cluster: attached processes as threads, with the real server beside them."""
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from harness import SECRET, Cluster, Outcome, free_port
 from peers import logger
+from smolcluster.algorithms.DiLoCo import sync_beginning
 from smolcluster.algorithms.serving import ATTACHED, settings_for
 from smolcluster.api import attach as attaching
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ClusterEmpty, ConfigError, ConnectTimeout, Rejected
+from smolcluster.runs.events import BeginningEnded
 from smolcluster.runs.summary import Summary
 from smolcluster.server import offering
 from smolcluster.server.offering import BAD_OFFER, wait_for_offer
@@ -240,6 +244,43 @@ def test_two_loops_share_the_samples_and_each_counts_once(tmp_path: Path, algori
         assert served.cluster.training.replica.optimizer.state, (
             "the server has the loops' optimizer"
         )
+
+
+def test_loops_begin_diloco_with_the_steps_of_one_with_their_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is all beginning: two loops' batches of 10 are one's of 20."""
+    monkeypatch.setattr(sync_beginning, "MOST_WAITING", math.inf)
+    own = "min_workers=2", "batch_size=10", "sync_fraction=1", "codec=null"
+    served = Served(tmp_path, "diloco", *own)
+
+    def loop(name: str) -> None:
+        train(served, name)
+
+    workers = [Outcome(name, partial(loop, name)) for name in ("ann", "bob")]
+    for worker in workers:
+        worker.finish()
+    served.finish()
+    order = torch.cat([served.cluster.training.order(epoch) for epoch in range(2)])
+    batches = [batch.tolist() for batch in torch.split(order, 20)]
+    assert_close(served.weights, train_alone(batches, adam), atol=1e-6)
+    assert {step.values["lr"] for step in served.cluster.metrics.steps} == {0.01}
+
+
+def test_a_loop_whose_optimizer_the_server_has_not_begins_with_rounds(tmp_path: Path) -> None:
+    served = Served(tmp_path, "diloco", *EXACT["diloco"], "sync_fraction=1")
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), lr=0.01)
+
+    _, batches = train(served, "ann", make)
+    served.finish()
+    assert_close(served.weights, train_alone(batches, make), atol=1e-6)
+    [event] = [
+        each.event for each in served.cluster.events() if isinstance(each.event, BeginningEnded)
+    ]
+    assert "0 steps" in event.reason
+    assert "is several processes, or a loop whose optimizer" in event.reason
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -48,19 +48,21 @@ class Serving:
 def settings_for(settings: Settings, algorithm: AlgorithmSpec, offer: Offer) -> Settings:
     """The server's settings with what an offer says.
 
-    Where workers do not wait for each other, the server applies the difference that a loop has made.
+    Where workers do not wait for each other, the server applies the difference that a loop has made. Where
+    they take local steps, it has the loop's optimizer for the time in which they do, if it has that kind.
 
     Raises:
         ConfigError: what it says cannot be trained with.
     """
     told = optimizer_fields(offer.model_dump())
     if not algorithm.is_synchronous:
+        told["lr_schedule"] = None
+    if not (algorithm.is_synchronous or (algorithm.has_local_steps and offer.optimizer)):
         told |= {
             "optimizer": "sgd",
             "optimizer_args": {},
             "learning_rate": 1.0,
             "weight_decay": 0.0,
-            "lr_schedule": None,
         }
     try:
         train = type(settings.train).model_validate(dict(settings.train) | told)

@@ -13,7 +13,8 @@ SyncPS: the gradients are pushed, and server and workers alike take the optimize
 server has an optimizer of the same kind, so it takes adam, adamw and sgd, without amsgrad; the
 learning rate is the one that the loop's schedule has come to.
 DiLoCo: the optimizer steps this process's own copy of the weights, and the worker sends what that has changed
-by when the server asks for it, which is between two steps.
+by when the server asks for it, which is between two steps. In a synchronous beginning the optimizer's steps
+move its state alone, the gradients are pushed, and the server steps as in SyncPS, where it can.
 """
 
 import logging
@@ -466,12 +467,13 @@ class Cluster:
             raise Rejected(difference, "dataset")
         run = welcome.run
         spec = get_algorithm(run.algorithm)
-        if spec.is_synchronous:
-            check_rule(describe_optimizer(self._model, self._optimizer), run)
+        differs = self._difference_of_optimizers(run)
+        if spec.is_synchronous and differs:
+            raise differs
         self._detach()
         replica = Replica(
             self._model,
-            Training().optimizer_for(run.train),
+            Training().optimizer_for(run.train) if spec.is_synchronous else "sgd",
             weight_decay=run.train.weight_decay,
             device=next(self._model.parameters()).device,
             bucket_bytes=welcome.bucket_bytes,
@@ -496,6 +498,7 @@ class Cluster:
             lend=partial(self._lend, replica, take, run.train.batch_size),
             is_synchronous=spec.is_synchronous,
             own_optimizer=self._own_optimizer(replica) if spec.has_local_steps else None,
+            steps_alone=differs is not None,
         )
         if self._wanted.is_counted:
             self._log.info(
@@ -504,6 +507,14 @@ class Cluster:
                 run.train.samples_per_push,
             )
         return self._training
+
+    def _difference_of_optimizers(self, run: RunConfig) -> ConfigError | None:
+        """Why the run's optimizer is not one of the loop's kind; None: it is."""
+        try:
+            check_rule(describe_optimizer(self._model, self._optimizer), run)
+        except ConfigError as error:
+            return error
+        return None
 
     def _lend(
         self,

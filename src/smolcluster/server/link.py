@@ -473,7 +473,6 @@ class _Life:
 
     def _ready(self, participant: Participant, run: RunConfig) -> Ready:
         replica = self._training.replica
-        has_own_optimizer = self._training.optimizer is not replica.optimizer
         says_weights = spec_of(run.algorithm).has_local_steps and not replica.params.is_meta
         return Ready(
             source=self._training.workload.source,
@@ -487,7 +486,7 @@ class _Life:
             samples_per_s=self._samples_per_s or 0.0,
             unacknowledged=participant.unacknowledged,
             weights=replica.digest() if says_weights else None,
-            steps_alone=self._place.spread is not None or has_own_optimizer,
+            steps_alone=self._place.spread is not None or self._training.steps_alone,
         )
 
 

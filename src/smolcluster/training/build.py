@@ -89,6 +89,7 @@ class TrainingContext:
         eval_device: where the model is evaluated, there a copy; None: where the replica lies.
         first_look: at what the loss makes of batches that are cut; None: nobody looks.
         first_losses: what the model was built with, where it is compared with that of others.
+        steps_alone: whether its local steps are not those that the run's own optimizer would take.
     """
 
     workload: Workload
@@ -101,6 +102,7 @@ class TrainingContext:
     eval_device: torch.device | None = None
     first_look: FirstLook | None = None
     first_losses: FirstLosses = NO_LOSSES
+    steps_alone: bool = False
 
     @property
     def num_samples(self) -> int:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
+from statistics import fmean
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.DiLoCo.beginning import (
@@ -420,7 +421,14 @@ class Server:
         if not any(arrived.values()):
             return
         changes = [[each.change for each in arrived[number]] for number in self.numbers]
-        rate = self.rate_after(self.dispatcher.samples_applied)
+        steps = [
+            step
+            for contributions in arrived.values()
+            for each in contributions
+            for step in self.ledger.steps_of(each.request)
+        ]
+        rates = [step.learning_rate for step in steps if step.learning_rate is not None]
+        rate = fmean(rates) if rates else self.rate_after(self.dispatcher.samples_applied)
         self.stores.step_together(changes, rate, self.train.gradient_clipping)
         self.replica.check_weights(f"after synchronous step {self.beginning.num_steps + 1}")
         self.beginning.stepped()
@@ -501,7 +509,9 @@ class Server:
         peer.is_joining = True
         peer.steps_alone = ready.steps_alone
         if peer.steps_alone and self.is_synchronous:
-            self.beginning.end(f"{worker.name} is a loop of its own, or several processes")
+            self.beginning.end(
+                f"{worker.name} is several processes, or a loop whose optimizer the server has not"
+            )
         if self.stores.introduce(worker.live_session):
             self.welcome(peer, has_weights=self.sender.has_first_weights(ready))
 
