@@ -101,7 +101,7 @@ def be_rank(pipe: Pipe, case: Case, rank: int) -> None:
     trainer = MeshTrainer(case.workload(), case.train, case.config, groups, seed=SEED)
     ours = Ours(trainer, case) if rank == 0 else None
     gathering = StateGathering(trainer, ours.layers if ours else None)
-    trainer.step(0)
+    trainer.step(0, 1)
     while pipe.recv() >= 0:
         dist.barrier()
         began = time.perf_counter()

@@ -19,6 +19,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,7 +29,6 @@ from common import free_port, report
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.observed import metrics_served
 from smolcluster.configs.resolve import Settings, load_settings
-from smolcluster.data.permutation import Range
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import Metrics
@@ -39,9 +39,9 @@ from smolcluster.runs.files import NUM_OLD_FILES
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.server.process_stats import KEPT_EVERY_S, ProcessStats
 from smolcluster.server.records import Records, open_records
-from smolcluster.server.report import LAYERED_EVERY_S, NUM_LAYERED_FIRST, Report, StepTaken
+from smolcluster.server.report import LAYERED_EVERY_S, NUM_LAYERED_FIRST, Report
 from smolcluster.training.build import TrainingContext, build
-from smolcluster.training.loop import TrainingStep, training_steps
+from smolcluster.training.loop import training_steps
 from smolcluster.utils.meter import PHASES, Meter
 
 RUN_ID = "observed"
@@ -158,19 +158,6 @@ def bench_of(settings: Settings) -> TrainingContext:
     return build(settings.train, settings.cluster.seed, place, torch.device("cpu"))
 
 
-def taken(step: TrainingStep, version: int) -> StepTaken:
-    """A step as it is reported."""
-    return StepTaken(
-        version=version,
-        samples=Range(step.epoch, step.start, step.start + step.num_samples),
-        loss=step.loss,
-        learning_rate=step.learning_rate,
-        grad_norm=step.grad_norm,
-        layer_norms=step.layer_norms,
-        num_terms=step.num_terms,
-    )
-
-
 def server_us(num_steps: int, folder: Path) -> float:
     """Microseconds that a server's step takes to be reported, the mean of so many."""
     settings = settings_for("digits", folder, "num_epochs=1000000", *SMALL)
@@ -178,8 +165,7 @@ def server_us(num_steps: int, folder: Path) -> float:
     costs = []
     with observed(settings, training, folder, on=True) as made:
         steps = training_steps(training, settings.train, layer_norms=made.layer_norms)
-        for version in range(1, num_steps + 1):
-            step = taken(next(steps), version)
+        for step in islice(steps, num_steps):
             began = time.perf_counter()
             made.step_taken(step)
             made.tick()
@@ -218,9 +204,9 @@ def step_s(num_steps: int, *, on: bool) -> float:
         costs = []
         with observed(settings, training, Path(folder), on=on) as made:
             steps = training_steps(training, settings.train, layer_norms=made.layer_norms)
-            for version in range(1, num_steps + 1):
+            for _ in range(num_steps):
                 began = time.perf_counter()
-                made.step_taken(taken(next(steps), version))
+                made.step_taken(next(steps))
                 made.tick()
                 costs.append(time.perf_counter() - began)
     return statistics.median(costs[len(costs) // 2 :])  # by then all that is loaded for it has been

@@ -319,8 +319,8 @@ def train_case(name: str, case: Case, folder: Path) -> None:
     applied, steps = 0, []
     with lengths_of_norms() as lengths:
         for number in range(NUM_STEPS):
-            step = trainer.step(applied)
-            applied += trainer.num_samples_at(applied)
+            step = trainer.step(applied, number + 1)
+            applied += step.samples.num_samples
             steps.append([step.loss, step.num_terms, step.grad_norm])
             if number + 1 == NUM_GATHERED:
                 gathered.begin()

@@ -18,7 +18,8 @@ from torch import Tensor
 from mesh_rank import Gathered
 from smolcluster import distributed_training
 from smolcluster.algorithms.Mesh import loop
-from smolcluster.algorithms.Mesh.trainer import Computed, MeshStep, MeshTrainer
+from smolcluster.algorithms.Mesh.trainer import Computed, MeshTrainer
+from smolcluster.training.loop import StepTaken
 
 LOADED, SAMPLES = "loaded.safetensors", "samples.jsonl"
 
@@ -48,8 +49,8 @@ class Recorded(MeshTrainer):
                 file.write(json.dumps([epoch, start, indices.tolist()]) + "\n")
         return super().compute(indices, epoch, start, *more)
 
-    def step(self, samples_applied: int, *more: Any) -> MeshStep:
-        step = super().step(samples_applied, *more)
+    def step(self, samples_applied: int, version: int, *more: Any) -> StepTaken:
+        step = super().step(samples_applied, version, *more)
         self.num_taken += 1
         if self.num_taken == self.num_steps_here and self.groups.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)

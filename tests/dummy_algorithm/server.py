@@ -13,10 +13,10 @@ from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import assignment_of
 from smolcluster.server.leases import Dispatcher
 from smolcluster.server.push import GradientReceiver, Pushed
-from smolcluster.server.report import StepTaken
 from smolcluster.server.weights import state_frames
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
+from smolcluster.training.loop import StepTaken
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import Ack
 
@@ -77,7 +77,8 @@ class Server:
         self.dispatcher.commit(push.lease, pushed.session_id, time.monotonic())
         report.contributed(worker, push.num_samples, push.mean_loss)
         loss, terms, rate = push.mean_loss, push.num_terms, self.rate
-        report.step_taken(StepTaken(self.version, samples, loss, rate, norm, {}, terms, worker))
+        step = StepTaken(self.version, samples, loss, rate, norm, {}, terms, **worker.who)
+        report.step_taken(step)
         self.evaluator.after_step(self.version, samples.epoch)
 
     def hand_out(self, session_id: int, worker: Worker) -> None:

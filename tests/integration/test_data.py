@@ -22,12 +22,11 @@ from smolcluster.data.loading import Data
 from smolcluster.errors import DataError, RunFailed
 from smolcluster.server import feed
 from smolcluster.server.link import Participant
-from smolcluster.server.report import StepTaken
 from smolcluster.training import first_loss
 from smolcluster.training import workload as workload_module
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
-from smolcluster.training.loop import training_steps
+from smolcluster.training.loop import StepTaken, training_steps
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.stopping import Interrupted

@@ -6,9 +6,7 @@ batch -> forward, backward -> clip -> optimizer step -> evaluate and save now an
 from contextlib import closing
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.data.permutation import Range
 from smolcluster.runs.summary import Summary
-from smolcluster.server.report import StepTaken
 from smolcluster.server.saver import CheckpointSource
 from smolcluster.training.loop import training_steps
 from smolcluster.utils.device import describe
@@ -44,20 +42,8 @@ def train(context: ServerContext) -> Summary:
         while not report.counts.is_over:
             context.check_stop()
             step = next(steps)
-            version = report.counts.version + 1
-            report.step_taken(
-                StepTaken(
-                    version=version,
-                    samples=Range(step.epoch, step.start, step.start + step.num_samples),
-                    loss=step.loss,
-                    learning_rate=step.learning_rate,
-                    grad_norm=step.grad_norm,
-                    layer_norms=step.layer_norms,
-                    num_terms=step.num_terms,
-                    is_skipped=step.is_skipped,
-                )
-            )
-            is_evaluated = version % config.eval_steps == 0 and not report.counts.is_over
+            report.step_taken(step)
+            is_evaluated = step.version % config.eval_steps == 0 and not report.counts.is_over
             saver.after_step(is_evaluated=is_evaluated)  # first: an evaluation may fail
             if is_evaluated:
                 saver.wait_for_copy()  # the evaluation is of the same buffers

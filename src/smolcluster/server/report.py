@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -64,6 +63,7 @@ from smolcluster.training import hooks
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.checkpoint import Progress, TrainingState
 from smolcluster.training.evaluate import Evaluation
+from smolcluster.training.loop import StepTaken
 from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.units import format_duration
 from smolcluster.wire.messages import LeaseKey, Telemetry
@@ -86,33 +86,6 @@ DROP_REASONS: Mapping[Dropped, str] = MappingProxyType(
 _CHANGES: Mapping[type[WorkerEvent], Literal["joined", "left", "lost"]] = MappingProxyType(
     {WorkerJoined: "joined", WorkerLeft: "left", WorkerLost: "lost"}
 )
-
-
-@dataclass(frozen=True)
-class StepTaken:
-    """One optimizer step of the server, which made the weights of `version`."""
-
-    version: int
-    samples: Range
-    loss: float
-    """Their mean, over `num_terms` loss terms; NaN where nobody has told it."""
-    learning_rate: float
-    """With EDP's staleness factor."""
-    grad_norm: float
-    """L2, before clipping."""
-    layer_norms: Mapping[str, float]
-    """The same by parameter, where that is tracked."""
-    num_terms: float
-    worker: Worker | None = None
-    """The worker whose push this was; None: the step is all workers'."""
-    staleness: int | None = None
-    """τ; None where nothing is stale."""
-    outer_step: int | None = None
-    """DiLoCo: the number of the outer step that has applied it."""
-    drift: float | None = None
-    """DiLoCo: how far the worker's change went that it came with, as a share of the weights' norm."""
-    is_skipped: bool = False
-    """Whether a gradient overflowed in float16: the samples count, the weights are as before."""
 
 
 class Report:
@@ -201,9 +174,7 @@ class Report:
         self._newest = step
         num_samples = step.samples.num_samples
         is_last = self.counts.step_taken(step.version, step.samples, step.loss, step.num_terms)
-        rank = step.worker.rank if step.worker else None
-        node = step.worker.member.node if step.worker else None
-        self._measured("step", self._values(step), rank, node)
+        self._measured("step", self._values(step), step.rank, step.node)
         if is_last:
             self._records.events.write(
                 EpochFinished(
@@ -229,8 +200,8 @@ class Report:
                 num_terms=step.num_terms,
                 learning_rate=step.learning_rate,
                 grad_norm=step.grad_norm,
-                rank=rank,
-                node=node,
+                rank=step.rank,
+                node=step.node,
                 staleness=step.staleness,
             )
         )

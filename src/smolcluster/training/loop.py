@@ -7,33 +7,39 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from smolcluster.configs.schema import TrainConfig
-from smolcluster.data.permutation import EpochOrders
+from smolcluster.data.permutation import EpochOrders, Range
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.schedule import learning_rate
 
 
 @dataclass(frozen=True)
-class TrainingStep:
-    """One optimizer step that has been taken.
+class StepTaken:
+    """One optimizer step of a run, which made the weights of `version`."""
 
-    Attributes:
-        start: place of the batch's first sample in the epoch's order.
-        loss: mean over the batch's loss terms, before the step.
-        grad_norm: L2 norm of the gradient before it was clipped.
-        layer_norms: the same by parameter, where it was measured.
-    """
-
-    epoch: int
-    start: int
-    num_samples: int
+    version: int
+    samples: Range
     loss: float
-    num_terms: float
+    """Their mean before the step, over `num_terms` loss terms; NaN where nobody has told it."""
     learning_rate: float
+    """With EDP's staleness factor."""
     grad_norm: float
+    """L2 norm of the whole gradient before it was clipped."""
     layer_norms: Mapping[str, float]
+    """The same by parameter, where it was measured."""
+    num_terms: float
     is_skipped: bool = False
-    """Whether its gradient overflowed in float16: the samples count, the weights are as before."""
+    """Whether a gradient overflowed in float16: the samples count, the weights are as before."""
+    rank: int | None = None
+    """The worker whose push this was; None: the step is all workers', or there are none."""
+    node: str | None = None
+    """That worker's machine."""
+    staleness: int | None = None
+    """τ; None where nothing is stale."""
+    outer_step: int | None = None
+    """DiLoCo: the number of the outer step that has applied it."""
+    drift: float | None = None
+    """DiLoCo: how far the worker's change went that it came with, as a share of the weights' norm."""
 
 
 def training_steps(
@@ -44,7 +50,7 @@ def training_steps(
     step: int = 0,
     before_step: Callable[[], None] = lambda: None,
     layer_norms: Callable[[], Mapping[str, float]] = dict,
-) -> Iterator[TrainingStep]:
+) -> Iterator[StepTaken]:
     """Train on every sample of every epoch that is not yet applied, yielding after each step.
 
     A step takes `train.samples_per_step` samples. `samples_applied` and `step` are what was done before.
@@ -83,8 +89,14 @@ def training_steps(
             replica.update_average()
         replica.note_step(overflow=loss.overflow)
         samples_applied += len(indices)
-        yield TrainingStep(
-            *(epoch, start, len(indices), loss.mean, loss.num_terms, rate, grad_norm, norms),
+        yield StepTaken(
+            version=step,
+            samples=Range(epoch, start, start + len(indices)),
+            loss=loss.mean,
+            learning_rate=rate,
+            grad_norm=grad_norm,
+            layer_norms=norms,
+            num_terms=loss.num_terms,
             is_skipped=loss.overflow is not None,
         )
 

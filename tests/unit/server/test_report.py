@@ -20,9 +20,10 @@ from smolcluster.runs.events import (
     RunEnded,
     RunStarted,
 )
-from smolcluster.server.report import Report, StepTaken
+from smolcluster.server.report import Report
 from smolcluster.server.worker import Worker
 from smolcluster.training.evaluate import Evaluation
+from smolcluster.training.loop import StepTaken
 from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import LeaseKey
 from smolcluster.wire.session import Session
@@ -62,7 +63,8 @@ def step(
         grad_norm=2.5,
         layer_norms=layer_norms,
         num_terms=stop - start,
-        worker=worker,
+        rank=worker.rank if worker else None,
+        node=worker.member.node if worker else None,
         staleness=staleness,
     )
 

@@ -18,11 +18,12 @@ from smolcluster.errors import CheckpointError
 from smolcluster.runs.events import EpochFinished, RunResumed, RunStarted
 from smolcluster.server import rates as room
 from smolcluster.server.rates import SteadyRate
-from smolcluster.server.report import Report, StepTaken
+from smolcluster.server.report import Report
 from smolcluster.server.tally import COUNTS
 from smolcluster.server.worker import Worker
 from smolcluster.training.checkpoint import TrainingState
 from smolcluster.training.evaluate import Evaluation
+from smolcluster.training.loop import StepTaken
 from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import LeaseKey
 
@@ -84,7 +85,7 @@ def step(
             grad_norm=2.5,
             layer_norms={},
             num_terms=num_samples,
-            worker=WORKERS[0],
+            **WORKERS[0].who,
             staleness=0,
         )
     )

@@ -19,10 +19,11 @@ from smolcluster.errors import NonFiniteLoss, SmolclusterError
 from smolcluster.runs import status as status_module
 from smolcluster.runs.events import RunStarted, read_events
 from smolcluster.runs.status import RunStatus, StatusFile, read_status
-from smolcluster.server.report import Report, StepTaken
+from smolcluster.server.report import Report
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.evaluate import Evaluation
+from smolcluster.training.loop import StepTaken
 from smolcluster.wire.messages import Goodbye, Heartbeat
 
 pytestmark = pytest.mark.usefixtures("short_farewell")
@@ -86,7 +87,8 @@ def take_step(report: Report, num_samples: int, loss: float, worker: Worker | No
             grad_norm=2.5,
             layer_norms={},
             num_terms=num_samples,
-            worker=worker,
+            rank=worker.rank if worker else None,
+            node=worker.member.node if worker else None,
         )
     )
 

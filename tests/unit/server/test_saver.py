@@ -26,7 +26,6 @@ from smolcluster.errors import (
     RunFailed,
     SmolclusterError,
 )
-from smolcluster.server.report import StepTaken
 from smolcluster.server.saver import CheckpointSource, Saver
 from smolcluster.training.checkpoint import (
     Checkpoint,
@@ -35,6 +34,7 @@ from smolcluster.training.checkpoint import (
     Snapshot,
 )
 from smolcluster.training.evaluate import Evaluation
+from smolcluster.training.loop import StepTaken
 from smolcluster.training.replica import Replica
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.stopping import Interrupted

@@ -155,11 +155,7 @@ def test_n_small_batches_make_the_step_of_one_big_one(microbatch: int | None) ->
     assert len(steps) == len(expected) == 6, "30 samples, 12 a step, 2 epochs"
     assert max(sizes) == (microbatch or 4)
     for step, other in zip(steps, expected, strict=True):
-        assert (step.epoch, step.start, step.num_samples) == (
-            other.epoch,
-            other.start,
-            other.num_samples,
-        )
+        assert step.samples == other.samples
         assert step.learning_rate == other.learning_rate
         assert step.loss == pytest.approx(other.loss, rel=1e-9)
     torch.testing.assert_close(
@@ -192,8 +188,8 @@ def test_a_run_equals_pytorchs_own_loop() -> None:
     optimizer = torch.optim.AdamW(groups, lr=1.0)
     applied, total, num_clipped = 0, 60, 0
     for step in training_steps(training, train):
-        order = epoch_permutation(42, step.epoch, 30)
-        inputs, targets = training.workload.train.batch(order[step.start : step.start + 6])
+        order, start = epoch_permutation(42, step.samples.epoch, 30), step.samples.start
+        inputs, targets = training.workload.train.batch(order[start : start + 6])
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
@@ -324,7 +320,7 @@ def test_a_run_that_goes_on_repeats_what_would_have_been(num_before: int) -> Non
     expected = [step.loss for step in training_steps(whole, train)]
     steps = training_steps(broken, train)
     before = [next(steps) for _ in range(num_before)]
-    applied = sum(step.num_samples for step in before)
+    applied = sum(step.samples.num_samples for step in before)
     torch.manual_seed(0)
     rest = training_steps(broken, train, samples_applied=applied, step=num_before)
     assert [step.loss for step in [*before, *rest]] == expected

@@ -19,7 +19,7 @@ from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.builtin import builtin_workload
-from smolcluster.training.loop import TrainingStep, training_steps
+from smolcluster.training.loop import StepTaken, training_steps
 from smolcluster.training.replica import Replica
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def bench_for(train: TrainConfig, digits: Dataset) -> TrainingContext:
     return build(train, SEED, DatasetPlace(), CPU, workload=builtin_workload(train, digits))
 
 
-def take_all(train: TrainConfig, digits: Dataset) -> tuple[Replica, list[TrainingStep]]:
+def take_all(train: TrainConfig, digits: Dataset) -> tuple[Replica, list[StepTaken]]:
     training = bench_for(train, digits)
     return training.replica, list(training_steps(training, train))
 
@@ -56,11 +56,11 @@ def test_every_sample_of_every_epoch_is_applied_once_in_the_seeded_order(
 
     orders = [epoch_permutation(SEED, epoch, SAMPLES) for epoch in range(2)]
     assert torch.equal(torch.cat(asked), torch.cat(orders))
-    assert [step.num_samples for step in steps] == ([100] * 14 + [38]) * 2
+    assert [step.samples.num_samples for step in steps] == ([100] * 14 + [38]) * 2
     assert len(steps) == 30
-    assert [step.epoch for step in steps] == [0] * 15 + [1] * 15
-    assert [step.start for step in steps] == list(range(0, SAMPLES, 100)) * 2
-    assert sum(step.num_samples for step in steps) == 2 * SAMPLES
+    assert [step.samples.epoch for step in steps] == [0] * 15 + [1] * 15
+    assert [step.samples.start for step in steps] == list(range(0, SAMPLES, 100)) * 2
+    assert sum(step.samples.num_samples for step in steps) == 2 * SAMPLES
 
 
 def test_a_step_takes_the_global_batch_when_there_is_one(digits: Dataset) -> None:
@@ -75,7 +75,7 @@ def test_it_goes_on_after_what_has_been_applied(digits: Dataset) -> None:
     training = bench_for(train, digits)
     steps = training_steps(training, train)
     first = [next(steps) for _ in range(17)]
-    applied = sum(step.num_samples for step in first)
+    applied = sum(step.samples.num_samples for step in first)
     rest = list(training_steps(training, train, samples_applied=applied, step=17))
     assert [*first, *rest] == whole
 

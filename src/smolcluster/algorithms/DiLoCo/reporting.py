@@ -2,8 +2,8 @@
 
 from smolcluster.algorithms.DiLoCo.ledger import Applied
 from smolcluster.data.permutation import Range
-from smolcluster.server.report import StepTaken
 from smolcluster.server.worker import Worker
+from smolcluster.training.loop import StepTaken
 
 
 def local_step(
@@ -20,7 +20,7 @@ def local_step(
         grad_norm=stepped.grad_norm,
         layer_norms={},
         num_terms=stepped.num_terms,
-        worker=worker,
+        **worker.who,
         outer_step=outer_step,
         drift=drift,
         is_skipped=stepped.overflow is not None,

@@ -38,13 +38,13 @@ from smolcluster.server.hosted_stores import NormsArrived
 from smolcluster.server.leases import Dispatcher, DispatcherState, Lease
 from smolcluster.server.plausible import Failures, Norms, PushRefused
 from smolcluster.server.push import GradientBuffers, GradientReceiver, Pushed
-from smolcluster.server.report import StepTaken
 from smolcluster.server.saver import CheckpointSource
 from smolcluster.server.slices import PushKey
 from smolcluster.server.weights import state_frames
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.checkpoint import Progress, parse_progress
+from smolcluster.training.loop import StepTaken
 from smolcluster.training.schedule import SCHEDULE, ScheduleState, learning_rate
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
@@ -364,7 +364,7 @@ class Server:
                 grad_norm=norm,
                 layer_norms=layer_norms,
                 num_terms=push.num_terms,
-                worker=peer.worker,
+                **peer.worker.who,
                 staleness=tau,
                 is_skipped=push.overflow is not None,
             )

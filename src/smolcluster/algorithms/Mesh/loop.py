@@ -23,13 +23,13 @@ from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.gathering import StateGathering
 from smolcluster.algorithms.Mesh.groups import Groups, lost_named
 from smolcluster.algorithms.Mesh.profiling import StepProfiler
-from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshStep, MeshTrainer
+from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshTrainer
 from smolcluster.configs.schema import TrainConfig
-from smolcluster.data.permutation import Range
 from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.runs.summary import Summary
-from smolcluster.server.report import Report, StepTaken
+from smolcluster.server.report import Report
 from smolcluster.server.saver import CheckpointSource, Saver
+from smolcluster.training.loop import StepTaken
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import LOSS_SCALE, Replica
 from smolcluster.training.workload import Workload
@@ -102,8 +102,7 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
             applied, version = report.counts.samples_applied, report.counts.version + 1
             _tell(groups, Order.STEP, applied, version)
             step = _step(trainer, applied, version, instructions, profiler)
-            num = trainer.num_samples_at(applied)
-            report.step_taken(_taken(step, version, applied, num, trainer.num_samples))
+            report.step_taken(step)
             for rank, host, telemetry in groups.take_reports():
                 report.process_heard(rank, host, telemetry)
             is_evaluated = version % eval_steps == 0 and not report.counts.is_over
@@ -230,12 +229,12 @@ def _step(
     version: int,
     log: InstructionLog | None,
     profiler: StepProfiler | None,
-) -> MeshStep:
+) -> StepTaken:
     note = None
     if log is not None:
         log.tick()
         note = log.of_step(version)
-    step = trainer.step(applied, note)
+    step = trainer.step(applied, version, note)
     if profiler is not None:
         profiler.stepped()
     return step
@@ -272,20 +271,6 @@ def _trainer(
             f"ema_decay is {train.ema_decay:g}, but on a mesh nobody averages weights: set it to null"
         )
     return MeshTrainer(workload, train, config, groups, seed=seed, meter=meter)
-
-
-def _taken(step: MeshStep, version: int, applied: int, num: int, num_samples: int) -> StepTaken:
-    epoch, start = divmod(applied, num_samples)
-    return StepTaken(
-        version=version,
-        samples=Range(epoch, start, start + num),
-        loss=step.loss,
-        learning_rate=step.learning_rate,
-        grad_norm=step.grad_norm,
-        layer_norms={},
-        num_terms=step.num_terms,
-        is_skipped=step.is_skipped,
-    )
 
 
 def _share_state(trainer: MeshTrainer, replica: Replica | None) -> None:

@@ -18,11 +18,12 @@ from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, TiedWeights, su
 from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, Style, seed_parts, spread
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Place
-from smolcluster.data.permutation import EpochOrders
+from smolcluster.data.permutation import EpochOrders, Range
 from smolcluster.errors import NonFiniteLoss, OutOfMemory, UserCodeError
 from smolcluster.training.buffers import plain_name
 from smolcluster.training.compute import Microbatch
 from smolcluster.training.layer_seeds import LayerSeeds
+from smolcluster.training.loop import StepTaken
 from smolcluster.training.modes import begin_training
 from smolcluster.training.muon import choose
 from smolcluster.training.optimizer import MUON
@@ -42,23 +43,6 @@ from smolcluster.utils.meter import Meter
 
 WEIGHTS = ""
 """Names a parameter itself among its moments."""
-
-
-@dataclass(frozen=True)
-class MeshStep:
-    """One optimizer step that all ranks have taken.
-
-    Attributes:
-        loss: mean over the loss terms of all ranks, before the step.
-        grad_norm: L2 norm of the whole gradient, before it was clipped.
-        is_skipped: whether the gradient overflowed in float16, so that no weight has changed.
-    """
-
-    loss: float
-    num_terms: float
-    learning_rate: float
-    grad_norm: float
-    is_skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,8 +145,10 @@ class MeshTrainer:
         dtype = next((each for each in groups.all_told(own) if each), "float32")
         self.dtype: torch.dtype = getattr(torch, dtype)
 
-    def step(self, samples_applied: int, note: Callable[[Span], None] | None = None) -> MeshStep:
-        """Take the step after so many samples; every rank must.
+    def step(
+        self, samples_applied: int, version: int, note: Callable[[Span], None] | None = None
+    ) -> StepTaken:
+        """Take the step after so many samples, which makes the weights of `version`; every rank must.
 
         Raises:
             NonFiniteLoss: on all ranks alike; the weights are as before.
@@ -176,8 +162,15 @@ class MeshTrainer:
         skipped = self._overflows(computed.loss, computed.grad_norm, scale)
         if not skipped:
             self.apply(computed, rate)
-        return MeshStep(
-            computed.loss, computed.num_terms, rate, computed.grad_norm, is_skipped=skipped
+        return StepTaken(
+            version=version,
+            samples=Range(epoch, start, start + len(indices)),
+            loss=computed.loss,
+            learning_rate=rate,
+            grad_norm=computed.grad_norm,
+            layer_norms={},
+            num_terms=computed.num_terms,
+            is_skipped=skipped,
         )
 
     def compute(
@@ -242,11 +235,6 @@ class MeshTrainer:
                 f"{self.groups.device} of rank {self.groups.rank} is out of memory: "
                 f"{first_line(raised).partition('. ')[0]}; {what_takes_less(self._config, share)}"
             ) from error
-
-    def num_samples_at(self, samples_applied: int) -> int:
-        """Samples of the step after so many: fewer at the end of an epoch."""
-        left = self.num_samples - samples_applied % self.num_samples
-        return min(left, self._train.samples_per_step)
 
     @property
     def optimizer(self) -> MeshOptimizer:

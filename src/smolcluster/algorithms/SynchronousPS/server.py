@@ -42,10 +42,10 @@ from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import ServedBatch
 from smolcluster.server.buffers import BufferCollector, buffer_frames
-from smolcluster.server.report import StepTaken
 from smolcluster.server.saver import CheckpointSource
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
+from smolcluster.training.loop import StepTaken
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.schedule import learning_rate
 from smolcluster.utils.cadence import is_power_of_two

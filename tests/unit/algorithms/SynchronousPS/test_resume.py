@@ -18,7 +18,6 @@ from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.data.permutation import Range, global_batches
 from smolcluster.errors import CheckpointError
 from smolcluster.runs.events import RunResumed
-from smolcluster.server.report import StepTaken
 from smolcluster.server.store import Stores
 from smolcluster.training.checkpoint import (
     Checkpoint,
@@ -27,6 +26,7 @@ from smolcluster.training.checkpoint import (
     TrainingState,
     restore,
 )
+from smolcluster.training.loop import StepTaken
 from smolcluster.training.replica import Replica
 from unit.algorithms.SynchronousPS.actors import (
     DTYPES,
