@@ -2,6 +2,7 @@
 
 * `loop`: tokens/s of our training in one process, and of a bare PyTorch loop over `transformers`'
   GPT2LMHeadModel of the same shape, with the same optimizer and clipping, in paired rounds.
+* `optimizer`: processor time of a whole step with Muon and with AdamW, one thread, a GPT of 10.8 M weights.
 * `cluster`: tokens/s of EDP and SyncPS with 2 workers of 1 thread each, and of one process with 2.
 * `memory`: by how many copies of the parameters a worker's peak memory exceeds that of one process.
 * `context`: train the small GPT on the standard library's text as `launch_edp_gpt.sh --local` does, then
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
@@ -27,7 +29,7 @@ from torch.nn import functional
 from common import DEADLINE_S, DEFAULT_DATA, paired_ratios, report, seconds_of, steps_of
 from processes import Processes
 from smolcluster.configs.resolve import load_settings
-from smolcluster.configs.schema import DatasetPlace, GPTConfig, TrainConfig
+from smolcluster.configs.schema import DatasetPlace, GPTConfig, GradientClipping, TrainConfig
 from smolcluster.data.dataset import Batch, Dataset
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.launch.saved import gpt_of, store_of
@@ -37,9 +39,11 @@ from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.training.build import build
 from smolcluster.training.builtin import builtin_workload
 from smolcluster.training.loop import training_steps
+from smolcluster.training.replica import Replica
 
 GPT2_VOCAB = 50257
 CUT_CONTEXTS = (3, 8, 32)
+OPTIMIZER_BATCHES = (4, 128), (8, 256), (16, 256)
 ANSWERS_AT_ONCE = 8192
 SMALL = ["model.model_dim=128", "model.num_layers=4", "model.num_heads=4", "model.ff_dim=512"]
 QUIET = ["track_gradients=false", "checkpoint_steps=null", "eval_steps=1000000"]
@@ -84,6 +88,34 @@ def commands(overrides: Sequence[str], config: str = "stdlib") -> dict[str, list
         "EDP": ["launch", "edp", *launch],
         "SyncPS": ["launch", "syncps", *launch],
     }
+
+
+def optimizer(rounds: int) -> list[list[str]]:
+    """A whole step with Muon and with AdamW, in turn. Processor time: other programs do not count."""
+    torch.set_num_threads(1)
+    config = GPTConfig(
+        model_dim=384, num_layers=6, num_heads=6, ff_dim=1536, max_seq_len=256, dropout=0.0
+    )
+    names = "adamw", "muon"
+    replicas = [Replica(GPT(config, 256), name, weight_decay=0.1) for name in names]
+    rows = [["batch", "AdamW, ms", "Muon, ms", "of it the optimizer's, ms", "times as long"]]
+    for shape in OPTIMIZER_BATCHES:
+        tokens = torch.randint(256, shape)
+        whole, updates = ([list[float](), list[float]()] for _ in range(2))
+        for _ in range(rounds + 1):
+            for number, replica in enumerate(replicas):
+                began = time.process_time()
+                replica.grads.zero_()
+                (replica.model.loss(tokens, tokens.roll(-1, 1)) / tokens.numel()).backward()
+                computed = time.process_time()
+                replica.clip(GradientClipping(max_norm=1.0))
+                replica.step(1e-3)
+                whole[number].append(time.process_time() - began)
+                updates[number].append(time.process_time() - computed)
+        ms = [1e3 * median(each[1:]) for each in (*whole, updates[1])]
+        ratio = median(muon / adamw for adamw, muon in zip(*whole, strict=True))
+        rows.append([" x ".join(map(str, shape)), *(f"{each:.0f}" for each in ms), f"{ratio:.2f}"])
+    return rows
 
 
 def stream(num_tokens: int, vocab_size: int, length: int) -> Dataset:
@@ -314,7 +346,7 @@ def shakespeare(folder: Path, text: list[str], epochs: int) -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Language models.")
-    parts = ("loop", "cluster", "memory", "context", "shakespeare")
+    parts = ("loop", "optimizer", "cluster", "memory", "context", "shakespeare")
     parser.add_argument("--part", choices=("all", *parts), default="all")
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
     parser.add_argument("--rounds", type=int, default=5)
@@ -329,6 +361,7 @@ def main() -> None:
         folder = options.keep or Path(scratch)
         measure: dict[str, tuple[str, Callable[[], list[list[str]]]]] = {
             "loop": ("One process, beside transformers", lambda: loop(options.rounds)),
+            "optimizer": ("Muon beside AdamW", lambda: optimizer(options.rounds)),
             "cluster": ("Clusters of 2 workers", lambda: cluster(text, options.rounds)),
             "memory": ("A worker's memory", lambda: memory(text)),
             "context": ("What the small GPT has learnt", lambda: context(Path(scratch))),

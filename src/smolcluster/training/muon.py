@@ -168,7 +168,7 @@ def orthogonalized(matrix: Tensor, num_steps: int) -> Tensor:
         gram = found @ found.T
         gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         found = torch.addmm(found, gram, found, beta=a)
-    return found.T if is_tall else found
+    return found.T.contiguous() if is_tall else found  # weights take a transposed one in slowly
 
 
 @cache
