@@ -92,14 +92,14 @@ def candidates(site: Site, job: Job, settings: Settings) -> Iterator[dict[str, A
 def _with_beginning(site: Site, in_steps: Run, batches_s: float, sync_fraction: float) -> float:
     """Batches a second of a run that begins `in_steps`, and has so many a second afterwards.
 
-    The beginning ends when workers have waited for that share of the computing time.
+    There is none where workers would wait in it for more than their share of the computing time.
     """
     if not sync_fraction:
         return batches_s
     computing_batches_s = sum(1 / worker.step_s for worker in site.workers)
     synchronous = FastMotion(site, in_steps).find() or _of_long_rounds(site, in_steps)
     waited = computing_batches_s / synchronous.batches_s - 1
-    share = min(sync_fraction, MOST_WAITING / waited) if waited > 0 else sync_fraction
+    share = sync_fraction if sync_fraction * waited <= MOST_WAITING else 0.0
     return 1 / (share / synchronous.batches_s + (1 - share) / batches_s)
 
 

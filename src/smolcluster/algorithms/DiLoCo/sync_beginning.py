@@ -1,4 +1,4 @@
-"""How long a run begins synchronously: its first share of samples, or less where links are too slow for that.
+"""How long a run begins synchronously: its first share of samples, or hardly where that would take too long.
 
 Early on the workers' ways part fastest. So in the beginning each exchange is one step of the inner optimizer
 along the mean gradient of all workers, as in synchronous training. A worker's own step updates the moments of
@@ -11,12 +11,14 @@ from statistics import harmonic_mean
 
 from smolcluster.algorithms.DiLoCo.pacing import Timing
 
-MOST_WAITING = 0.03
-"""So large a share of the time that all computing takes workers may wait in the beginning.
+MOST_WAITING = 0.15
+"""So large a share of the time that all computing takes workers may wait in the beginning, or there is none.
 
-Where links are slow it costs more than it gains: with a tenth, four machines on 50 Mbit/s came to one
-machine's loss in 223 s instead of 166 s, after as many tokens (`benchmarks/results/time_to_loss.md`).
+After 1,500 steps a whole beginning was worth 0.02 nats, a fifth more steps, and a quarter of one next to
+nothing (`benchmarks/results/diloco.md`).
 """
+NUM_TRIED = 3
+"""Steps after which it is known how long workers wait."""
 
 
 def why_none(num_hosts: int) -> str:
@@ -54,8 +56,10 @@ class SyncBeginning:
         if self._is_measured and waits:
             speed = sum(speed for _, speed in waits)
             self.waited_s += sum(waited_s * speed for waited_s, speed in waits) / speed
-        if workers and self.waited_s > MOST_WAITING * self.computing_s(workers):
-            self.end(f"workers have waited {self.waited_s:.3g} s for each other and its exchanges")
+        if workers and self.num_steps >= NUM_TRIED and samples_applied:
+            whole_s = self.waited_s * self._num_samples / samples_applied
+            if whole_s > MOST_WAITING * self.computing_s(workers):
+                self.end(f"workers would wait {whole_s:.3g} s for each other and its exchanges")
         self.is_over = bool(self.reason) or samples_applied >= self._num_samples
 
     def computing_s(self, workers: Collection[Timing]) -> float:
