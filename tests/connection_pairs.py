@@ -257,7 +257,7 @@ def links() -> list[m.Message]:
             fragments=(((0, 6),), ((6, 8), (9, 12))),
             held=(1,),
         ),
-        m.CopyPiece(attempt=1, turn=4, start=6, tensor=tensor(16)),
+        m.CopyPiece(attempt=1, turn=4, offset=6, tensor=tensor(16)),
         m.Transfer(piece=piece, tensor=tensor(16)),
         m.Relayed(instance="0123456789abcdef", piece=piece, tensor=tensor(16)),
         m.MeasureLink(

@@ -22,8 +22,7 @@ from mesh_rank import Case
 from own_workloads import Rows
 from smolcluster.configs.schema import DatasetPlace
 from smolcluster.data.dataset import Batch
-from smolcluster.training.build import build
-from smolcluster.training.replica import Replica
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.workload import Terms, Workload
 
 WORLD_SIZE, BUCKET_BYTES, NUM_FRAGMENTS = 4, 400, 3
@@ -37,11 +36,10 @@ CASES = {
 }
 
 
-def replica_of(case: Case) -> Replica:
+def alone(case: Case) -> TrainingContext:
     """The whole model in one process."""
     workload = mesh_rank.workload(case)
-    place = DatasetPlace()
-    return build(case.training, mesh_rank.SEED, place, mesh_rank.CPU, workload=workload).replica
+    return build(case.training, mesh_rank.SEED, DatasetPlace(), mesh_rank.CPU, workload=workload)
 
 
 def go_through(name: str, case: Case, folder: Path) -> None:
@@ -54,7 +52,7 @@ def go_through(name: str, case: Case, folder: Path) -> None:
     trainer = MeshTrainer(
         mesh_rank.workload(case), case.training, case.config, groups, seed=mesh_rank.SEED
     )
-    outline = replica_of(case)
+    outline = alone(case).replica
     own = GroupRank(trainer, outline.layers, BUCKET_BYTES, logging.getLogger("test"))
     fragments = [each.places for each in cut(outline.layers, NUM_FRAGMENTS)]
     said: dict[str, Any] = {}
@@ -69,35 +67,53 @@ def go_through(name: str, case: Case, folder: Path) -> None:
             flat[places[each]] = values
         return flat
 
-    def step(number: int) -> None:
+    def step(number: int, *held: int) -> None:
         own.compute(list(range(16)), 0, 16 * number, 1.0)
-        own.step(0.1, [])
+        told = {"held": held, "clip": 1.0, "bound": None}
+        own.obey("step", {"learning_rate": 0.1, **told})
+
+    def read(places: list[tuple[int, int]], *, is_gradient: bool = False) -> Tensor:
+        told = {"fragment": 1, "is_gradient": is_gradient}
+        return torch.cat([own.obey("read", {"places": [place], **told}) for place in places])
+
+    def take(places: list[tuple[int, int]], values: Tensor, **told: Any) -> None:
+        sizes = [stop - start for start, stop in places]
+        parts = zip(places, torch.split(values, sizes), strict=True)
+        given = [(slice(*place), part) for place, part in parts]
+        own.obey("take", {"places": places, **told}, *([given] if is_first else []))
 
     own.begin([[(place.start, place.stop) for place in places] for places in fragments])
     torch.manual_seed(5)
     given = torch.randn(outline.num_params) / 4
-    length = BUCKET_BYTES // 4
-    own.load(list(torch.split(given, length)) if is_first else None)
+
+    def load() -> None:
+        take([(0, 100), (100, len(given))], given, fragment=None, is_difference=False)
+
+    load()
     said["loaded"] = given, weights()
     step(0)
     said["stepped"] = weights()
-    numel = sum(place.stop - place.start for place in fragments[1])
-    cuts = [(at, min(at + length, numel)) for at in range(0, numel, length)]
-    said["change"] = torch.cat([own.change(1, place) for place in cuts])
-    own.mark_sent(1)
+    places = [(place.start, place.stop) for place in fragments[1]]
+    said["change"] = read(places)
+    own.obey("mark_sent", {"fragment": 1})
     step(1)
     said["before"] = weights()
-    new = torch.randn(numel)
-    own.follow(1, is_difference=False, values=new if is_first else None)
+    new = torch.randn(len(said["change"]))
+    take(places, new, fragment=1, is_difference=False)
     said["followed"] = new, weights()
-    taken = torch.randn(numel)
-    own.follow(1, is_difference=True, values=taken if is_first else None)
+    taken = torch.randn(len(said["change"]))
+    take(places, taken, fragment=1, is_difference=True)
     said["taken"] = taken, weights()
-    own.compute(list(range(16)), 0, 0, 1.0)
-    own.step(0.1, [1])
+    step(0, 1)
     said["held"] = weights()
+    load()
+    own.compute(list(range(16)), 0, 0, 1.0)
+    own.obey("add_gradient", {"weight": 2.0, "held": [0]})
+    said["gradient"] = read(places, is_gradient=True), read(places)
     own.save(str(folder / name), 7, 2)
-    assert own.take_up(str(folder / name), 7) is not None
+    moments = own.moments if is_first else None
+    assert own.take_up(moments, folder=str(folder / name), step=7)
+    assert not own.take_up({} if is_first else None, folder=str(folder / name), step=8)
     said["places"] = fragments[1]
     if is_first:
         torch.save(said, folder / f"{name}.pt")

@@ -19,6 +19,7 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     step_assembler,
 )
 from smolcluster.algorithms.DiLoCo.fragments import Fragment
+from smolcluster.algorithms.PipelineParallel.part_copy import CopyStream, copy_frames
 from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
@@ -43,6 +44,7 @@ from smolcluster.wire.messages import (
     ALL_KINDS,
     Buffers,
     Collect,
+    CopyPiece,
     Kinds,
     LeaseKey,
     Message,
@@ -242,6 +244,25 @@ def transfers(number: int) -> list[Frame]:
     return list(byte_frames(make, (encoded[:7], encoded[7:30], encoded[30:])))
 
 
+def copies(number: int) -> list[Frame]:
+    """Values of a worker's copy, which lie in two places."""
+    return list(copy_frames(1, number, (values_of(number)[:3], values_of(number)[3:]), 16))
+
+
+def copy_taker() -> Taker:
+    streams: list[CopyStream] = []
+
+    def take(message: Message, payload: memoryview) -> Tensor | None:
+        assert isinstance(message, CopyPiece)
+        if not streams or streams[-1].is_whole:
+            streams.append(CopyStream([slice(5, 9), slice(20, 26)], torch.float32))
+        streams[-1].take(message, bytearray(payload))
+        given = [values for _, values in streams[-1].given] if streams[-1].is_whole else None
+        return None if given is None else torch.cat(given)
+
+    return take
+
+
 def transfer_taker() -> Taker:
     def bytes_of_all(first: Transfer) -> list[Piece]:
         at = first.piece
@@ -272,6 +293,7 @@ KINDS = {
     "buffers": Kind(buffers, buffer_taker),
     "an offer": Kind(offers, offer_receiver, OFFER.from_dialler, is_named=False),
     "bytes": Kind(transfers, transfer_taker),
+    "a copy's values": Kind(copies, copy_taker),
     "a slice": Kind(slices, lambda: whole_of(slice_assembler())),
     "DiLoCo's change": Kind(changes, change_receiver),
     "DiLoCo's step": Kind(outer_steps, lambda: whole_of(step_assembler("fp32", fragments()))),
@@ -294,7 +316,7 @@ def wrong(message: Message) -> Iterator[Message]:
         {"dtype": "int64"},
     ):
         yield message.model_copy(update={"tensor": tensor.model_copy(update=change)})
-    for name in ("bucket", "num_buckets", "piece", "num_pieces"):
+    for name in ("bucket", "num_buckets", "piece", "num_pieces", "offset"):
         for other in (0, 1, 2**40):
             if isinstance(said := getattr(message, name, None), int) and said != other:
                 yield message.model_copy(update={name: other})

@@ -30,7 +30,7 @@ from smolcluster.server.assignment import Assigned
 from smolcluster.server.weights import WeightsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
-from smolcluster.training.local_copy import OwnCopy
+from smolcluster.training.local_copy import InProcess
 from smolcluster.training.schedule import learning_rate
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.utils.stopping import Interrupted
@@ -176,8 +176,8 @@ def test_three_workers_learn_and_apply_every_sample_once(
     class Watched(Worker):
         def send_change(self, collect: Collect) -> None:
             number = collect.fragment
-            assert isinstance(self.copy, OwnCopy)
-            weights = self.copy.start(number)
+            assert isinstance(self.copy.executor, InProcess)
+            weights = torch.cat(list(self.copy.executor.start[number].values()))
             held[number, self.versions[number]].append(weights)
             super().send_change(collect)
 

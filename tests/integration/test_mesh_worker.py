@@ -58,6 +58,13 @@ def test_a_mesh_reads_and_writes_any_part_of_the_weights(processes: Processes) -
         assert torch.equal(after[others], before[others]), name
         assert torch.equal(part(said["held"]), part(after)), name
         assert not torch.equal(said["held"][others], after[others]), name
+        alone = mesh_group.alone(CASES[name])
+        alone.replica.load(given)
+        alone.compute(torch.arange(16, dtype=torch.int32))
+        gradient, change = said["gradient"]
+        expected = 2 * part(alone.replica.grads)
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+        assert not change.any()
 
 
 def started(

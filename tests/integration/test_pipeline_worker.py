@@ -22,7 +22,7 @@ from processes import Processes
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.algorithms.PipelineParallel import worker
 from smolcluster.algorithms.PipelineParallel.automatic import measure
-from smolcluster.algorithms.PipelineParallel.head import PipelineContext, spread
+from smolcluster.algorithms.PipelineParallel.head import Head, spread
 from smolcluster.algorithms.PipelineParallel.worker import Worker as StageWorker
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig, NodeConfig, StagesConfig
@@ -68,10 +68,10 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "build", locked(build))
 
 
-def gpt(dtype: torch.dtype = torch.float32) -> Workload:
+def gpt(dtype: torch.dtype = torch.float32, num_samples: int = 52) -> Workload:
     """Its embedding is its head as well."""
     generator = torch.Generator().manual_seed(3)
-    rows = torch.randint(0, 11, (52, 9), generator=generator)
+    rows = torch.randint(0, 11, (num_samples, 9), generator=generator)
     text = [(each[:-1], each[1:]) for each in rows]
     return Workload(lambda: GPT(SIZES, 11).to(dtype), cross_entropy, text, text[:10])
 
@@ -83,13 +83,19 @@ class Pipeline:
         """`told`: further keys of `stages`."""
         self._cluster, self._workload = cluster, workload
         self.port = free_port()
-        self.contexts: list[PipelineContext] = []
+        self.contexts: list[TrainingContext] = []
         """What it trains with, once its stages are there."""
         places = dict.fromkeys(NODES, "127.0.0.1")
         stages = StagesConfig(host_ip=places, port=self.port, **{"shard_plan": "even"} | told)
         node = NodeConfig(stages=stages)
         settings = cluster.settings
         self.settings = Settings(settings.cluster, settings.train, node)
+
+    @property
+    def head_of_stages(self) -> Head:
+        executor = self.contexts[0].executor
+        assert isinstance(executor, Head)
+        return executor
 
     def head(self, worker_id: int, make: type[Worker] = Worker) -> Outcome:
         def spread_here(welcome: Welcome, training: TrainingContext) -> TrainingContext:
@@ -216,7 +222,7 @@ def test_a_stage_that_is_back_takes_layers_again(tmp_path: Path) -> None:
         def compute(self, step: Assigned) -> None:
             if len(self.plan.ranks) == 1 and not again:
                 again.append(pipeline.stage(2))
-                eventually(lambda: len(pipeline.contexts[0].head.ready) == 2)
+                eventually(lambda: len(pipeline.head_of_stages.ready) == 2)
             super().compute(step)
 
     head, first = pipeline.head(1), pipeline.stage(1, Patient)

@@ -139,7 +139,6 @@ READ_PAYLOADS = {
     "server/hosted_stores.py": "norms, of one frame",
     "algorithms/SynchronousPS/reduction.py": "buckets that are added up without memory of their own",
     "algorithms/SynchronousPS/step_receiver.py": "means and states, of which each bucket stands for itself",
-    "algorithms/PipelineParallel/part_copy.py": "values by their places in the flat weights",
     "algorithms/Mesh/groups.py": "nothing that comes in frames",
     "algorithms/Mesh/profiling.py": "nothing that comes in frames",
 }

@@ -23,7 +23,7 @@ from smolcluster.training.first_loss import NO_LOSSES, FirstLosses
 from smolcluster.training.labels import lacks_labels
 from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
 from smolcluster.training.lazy import give_shapes
-from smolcluster.training.local_copy import Fragments, LocalCopy, OwnCopy
+from smolcluster.training.local_copy import Executor, InProcess
 from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.muon import MuonOptimizer
 from smolcluster.training.optimizer import LocalOptimizer
@@ -117,9 +117,10 @@ class TrainingContext:
         """What steps this process's copy of the weights."""
         return self.replica.optimizer
 
-    def local_copy(self, fragments: Fragments) -> LocalCopy:
-        """What takes a worker's own steps, with the weights of now as θ_start."""
-        return OwnCopy(self.replica, self.optimizer, fragments)
+    @property
+    def executor(self) -> Executor:
+        """What takes the steps of a `LocalCopy`, after `compute`."""
+        return InProcess(self.replica, self.optimizer)
 
     def wait_until_ready(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until all that computes here is there; a process that computes alone is at once.

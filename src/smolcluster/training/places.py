@@ -1,6 +1,11 @@
 """Places in a model's flat weights: ranges of elements, and what of one lies in another. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+
+def total(places: Iterable[slice]) -> int:
+    """Elements of all these places."""
+    return sum(place.stop - place.start for place in places)
 
 
 def pieces(places: Sequence[slice], part: slice) -> list[tuple[slice, slice]]:
@@ -25,6 +30,31 @@ def meeting(one: slice, other: slice) -> tuple[slice, slice]:
     if first == stop:
         return slice(0, 0), slice(0, 0)
     return shifted(slice(first, stop), -one.start), shifted(slice(first, stop), -other.start)
+
+
+def common(places: Iterable[slice], others: Sequence[slice]) -> list[slice]:
+    """What of `places` lies in `others`, in the order of both."""
+    return [
+        slice(max(one.start, other.start), min(one.stop, other.stop))
+        for one in places
+        for other in others
+        if one.start < other.stop and other.start < one.stop
+    ]
+
+
+def without(places: Sequence[slice], others: Iterable[slice]) -> list[slice]:
+    """What of `places` lies in none of `others`, in order."""
+    left = list(places)
+    for other in others:
+        cut = [
+            (
+                slice(each.start, min(each.stop, other.start)),
+                slice(max(each.start, other.stop), each.stop),
+            )
+            for each in left
+        ]
+        left = [each for both in cut for each in both if each.start < each.stop]
+    return left
 
 
 def shifted(place: slice, by: int) -> slice:

@@ -102,6 +102,7 @@ MAX_STAGES, MAX_WANTED, MAX_LAYER_KINDS = 4096, 64, 200
 MAX_PLACES = 4096
 FlatPlace = Annotated[tuple[Count, Count], Strict(False)]
 """Start and stop in flat weights."""
+FlatPlaces = Annotated[tuple[FlatPlace, ...], Strict(False), Field(max_length=MAX_PLACES)]
 Total = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], Terms], Strict(False)]
 """A sum over loss terms, or over those of a metric, and their number."""
 OptimizerArgument = bool | int | float | Annotated[tuple[float, ...], Strict(False)]
@@ -992,7 +993,7 @@ class StageReady(Message):
     attempt: Count
     reason: Sentence = ""
     out_of_memory: bool = False
-    places: Annotated[tuple[FlatPlace, ...], Strict(False), Field(max_length=MAX_PLACES)] = ()
+    places: FlatPlaces = ()
 
 
 class StageDone(Message):
@@ -1063,45 +1064,56 @@ class CopyOrder(Message):
     """Server: what to do with the copy of the weights that the stages' own steps change, θ, all together.
 
     `begin`: follow these `fragments`, each some places in the whole model's flat weights, with θ of now as
-    θ_start and fresh moments. `step`: step along the gradient, which counts `clip` times; the fragments
-    `held` stay as they are. `change`: send from element `start` to before `stop` of a fragment's θ_start - θ
-    what is here. `mark_sent`: a fragment's change is on its way. `follow`: new values of a fragment come, or
-    what is to be taken from θ_start where it `is_difference`. `load`: whole weights come. `reset`: forget the
-    moments. `save`: keep the moments under `step`. `take_up`: go on with those that were kept under `step`.
+    θ_start and fresh moments. `add_gradient`: add the gradient, times `weight`, to the sums of all fragments
+    but those `held`. `step`: step along the gradient, which counts `clip` times and within ±`bound`; the
+    fragments `held` stay as they are. `change`: send these `places` of a fragment's θ_start - θ, or where it
+    `is_gradient` of its sum of gradients. `mark_sent`: a fragment's change is on its way. `follow`: new
+    values of a fragment come, or what is to be taken from θ_start where it `is_difference`. `load`: whole
+    weights come. `reset`: forget the moments. `save`: keep the moments under `step`. `take_up`: go on with
+    those that were kept under `step`.
     """
 
     KIND: ClassVar[int] = 58
     attempt: Count
     turn: Count
     order: Literal[
-        "begin", "step", "change", "mark_sent", "follow", "load", "reset", "save", "take_up"
+        "begin",
+        "add_gradient",
+        "step",
+        "change",
+        "mark_sent",
+        "follow",
+        "load",
+        "reset",
+        "save",
+        "take_up",
     ]
     fragments: Annotated[
-        tuple[
-            Annotated[tuple[FlatPlace, ...], Strict(False), Field(max_length=MAX_PLACES)],
-            ...,
-        ],
-        Strict(False),
-        Field(max_length=MAX_FRAGMENTS),
+        tuple[FlatPlaces, ...], Strict(False), Field(max_length=MAX_FRAGMENTS)
     ] = ()
     fragment: Count = 0
-    clip: Annotated[float, Field(ge=0, le=1)] = 1.0
+    weight: Terms = 0.0
+    clip: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    bound: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     learning_rate: Annotated[float, Field(ge=0)] = 0.0
     held: Annotated[tuple[Count, ...], Strict(False), Field(max_length=MAX_FRAGMENTS)] = ()
-    start: Count = 0
-    stop: Count = 0
+    places: FlatPlaces = ()
+    is_gradient: bool = False
     is_difference: bool = False
     step: Count = 0
     keep_last: Count = 1
 
 
 class CopyPiece(Message):
-    """Either side: values of the whole model's flat weights from element `start` on, as a CopyOrder wants."""
+    """Either side: from byte `offset` on what a CopyOrder wants that is here, or that belongs to this stage.
+
+    The values stand in the order of the wanted places in the whole model's flat weights.
+    """
 
     KIND: ClassVar[int] = 59
     attempt: Count
     turn: Count
-    start: Count
+    offset: Count
     tensor: TensorSpec
 
 

@@ -115,6 +115,12 @@ def byte_frames(make: Callable[..., Message], parts: Iterable[memoryview]) -> It
         offset += part.nbytes
 
 
+def byte_parts(values: Tensor, most_nbytes: int) -> Iterator[memoryview]:
+    """The bytes of `values`, cut; they must not change before they have been sent."""
+    data = bytes_of(values.to("cpu").contiguous().reshape(-1).view(torch.uint8))
+    return (data[at : at + most_nbytes] for at in range(0, data.nbytes, most_nbytes))
+
+
 class Assembler(Generic[M]):
     """Puts the streams of one kind together that a peer sends one after another, each piece in its order.
 

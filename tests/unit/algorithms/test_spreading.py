@@ -1,11 +1,11 @@
 """A worker that others compute for, in processes of their own."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harness import local_settings
 from own_workloads import CPU, Rows
-from smolcluster.algorithms.spreading import GatheredChange, parts_of
+from smolcluster.algorithms.spreading import parts_of
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.workload import Workload
@@ -22,15 +22,3 @@ def test_who_does_not_compute_loads_no_samples() -> None:
     spread.want(spread.order(0), 0, 0)
     assert spread.prefetch is None
     assert spread.num_samples == 8
-
-
-def test_a_change_is_gathered_a_place_at_a_time() -> None:
-    asked: list[slice] = []
-
-    def gather(place: slice) -> Tensor:
-        asked.append(place)
-        return torch.arange(10.0)[place]
-
-    change = GatheredChange(gather)
-    assert change[slice(2, 4)].tolist() == [2, 3]
-    assert asked == [slice(2, 4)]

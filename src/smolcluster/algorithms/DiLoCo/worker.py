@@ -37,7 +37,6 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     delta_frames,
 )
 from smolcluster.algorithms.DiLoCo.fragments import cut, filled
-from smolcluster.algorithms.DiLoCo.gradient_sums import GradientSums
 from smolcluster.algorithms.DiLoCo.hosts import Hosts
 from smolcluster.codec.base import NonFiniteValue
 from smolcluster.codec.registry import lossless_for
@@ -50,6 +49,7 @@ from smolcluster.server.weights import WeightsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.kept import is_like
+from smolcluster.training.local_copy import LocalCopy
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.scaler import ScaleFollower
 from smolcluster.wire.inbox import Event, MessageReceived
@@ -100,7 +100,7 @@ class Worker:
         self.scale = ScaleFollower()
         self.stream: deque[Assigned | Collect | Saved | Resumed] = deque()
         """What the server wants next, in order."""
-        self.copy = training.local_copy([each.places for each in self.layout.fragments])
+        self.copy = LocalCopy(training.executor, [each.places for each in self.layout.fragments])
         """The weights: θ, which local steps change, and θ_start, that changes are counted from."""
         self.versions = [0] * len(self.layout.fragments)
         self.num_terms = [0.0] * len(self.layout.fragments)
@@ -114,7 +114,6 @@ class Worker:
         """Whether its copy has failed, and nothing that it computed since has been applied."""
         self.sends_gradients = False
         """Whether it is in the run's synchronous beginning."""
-        self.gradients = GradientSums(self.layout)
         self.newest_lease: LeaseKey | None = None
         self.newest_request: int | None = None
         """Requests count up."""
@@ -129,7 +128,7 @@ class Worker:
         self.hosts.begin(link)
         for number in self.copy.sent:  # over the session before
             self.encoder.forget(number)
-        self.copy.forget_sent()
+        self.copy.sent.clear()
         while True:
             try:
                 self.wait_until(lambda: self.can_go_on)
@@ -191,16 +190,16 @@ class Worker:
         is_gradient = lease.assignment.is_gradient
         if is_gradient != self.sends_gradients:
             self.begin_to_send(gradients=is_gradient)
+        # in the others, what another worker has done with these samples is applied
+        others = set(range(len(self.versions))).difference(fragments)
         if is_gradient and loss.overflow is None:
-            self.gradients.add(self.replica.grads, loss.num_terms, fragments)
+            self.copy.add_gradient(loss.num_terms, others)
         grad_norm = self.copy.clip(self.train.gradient_clipping)
         if not self.train.gradient_clipping.enabled:
             check_norm(grad_norm)
         if loss.overflow is None:
-            # in the others, what another worker has done with these samples is applied
-            stepped = () if is_gradient else fragments
-            others = set(range(len(self.versions))).difference(stepped)
-            self.copy.step(lease.assignment.learning_rate, others)
+            held = range(len(self.versions)) if is_gradient else others
+            self.copy.step(lease.assignment.learning_rate, held)
             for number in fragments:
                 self.num_terms[number] += loss.num_terms
         self.link.send(
@@ -232,8 +231,7 @@ class Worker:
         self.newest_request = collect.request
         with replica.meter("encode"):
             try:
-                wanted = self.gradients.take if self.sends_gradients else self.copy.change
-                change = wanted(number)
+                change = self.copy.change(number, is_gradient=self.sends_gradients)
                 counts = self.num_terms[number] > 0
                 encoded = self.encoder.encode(number, change, counts=counts)
             except NonFiniteValue as error:
@@ -335,7 +333,6 @@ class Worker:
         self.stream.clear()
         self.versions = [arrived.version] * len(self.versions)
         self.num_terms = [0.0] * len(self.num_terms)
-        self.gradients.clear()
         self.is_void = False
 
     def take_fragment(self, arrived: FragmentArrived) -> None:

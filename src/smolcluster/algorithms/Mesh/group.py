@@ -5,31 +5,32 @@ large goes by the mesh's own collectives, a bucket at a time.
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smolcluster.algorithms.Mesh.shards import Shards
-from smolcluster.algorithms.Mesh.trainer import Computed, MeshTrainer
+from smolcluster.algorithms.Mesh.trainer import MeshTrainer
+from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import UserCodeError
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.kept import KeptSteps
-from smolcluster.training.local_copy import Followed
-from smolcluster.training.places import pieces
+from smolcluster.training.local_copy import Given, Part, Place
 from smolcluster.training.replica import cut
 
 ORDERS = frozenset(
     {
         "begin",
         "compute",
+        "add_gradient",
         "step",
-        "change",
+        "read",
         "mark_sent",
-        "follow",
-        "load",
-        "forget_sent",
+        "take",
         "reset",
         "save",
         "take_up",
@@ -39,8 +40,8 @@ ORDERS = frozenset(
 NUM_STEPS = "num_steps"
 LOST = "gloo", "connection closed"
 """What backends say when another rank has gone."""
-Place = tuple[int, int]
-"""Start and stop."""
+UNCLIPPED = GradientClipping(enabled=False)
+"""`Part.step` has clipped already."""
 
 
 def is_of_another(error: BaseException) -> bool:
@@ -51,8 +52,8 @@ def is_of_another(error: BaseException) -> bool:
     return isinstance(cause, RuntimeError) and any(word in str(cause).lower() for word in LOST)
 
 
-class GroupRank:
-    """What this rank has of the weights θ and θ_start, and of the optimizer; see `LocalCopy`."""
+class GroupRank(Shards, Part):
+    """The `Part` of a rank: its shards, stepped by the mesh's optimizer."""
 
     def __init__(
         self,
@@ -62,135 +63,99 @@ class GroupRank:
         log: logging.Logger,
     ) -> None:
         """`layers`: each parameter's place in the flat weights; `bucket_bytes`: of what goes at a time."""
-        self._trainer, self._log = trainer, log
-        self._shards = Shards(trainer.slots, layers, trainer.groups)
-        self._locals = dict(enumerate(slot.local for slot in trainer.slots))
+        Shards.__init__(self, trainer.slots, layers, trainer.groups)
+        theta = [slot.local for slot in trainer.slots]
+        Part.__init__(self, theta, trainer.dtype, trainer.groups.device)
+        self._trainer, self._optimizer, self._log = trainer, trainer.optimizer, log
         self._length = max(1, bucket_bytes // trainer.dtype.itemsize)
-        self._num_params = max(place.stop for _, place in layers)
-        self._computed: Computed | None = None
-        self._fragments: list[list[slice]] = []
-        self._slots: list[list[int]] = []
-        """Of each fragment."""
-        self._followed = Followed([])
+        self.grad_norm = 0.0
 
-    @property
-    def sent(self) -> Collection[int]:
-        """The fragments whose change is on its way."""
-        return self._followed.sent.keys()
+    def obey(self, order: str, told: Mapping[str, Any], *given: Any) -> Any:
+        """Do one of `ORDERS`; see `Executor.order`, whose `given` rank 0 alone has.
 
-    def begin(self, fragments: Sequence[Sequence[Place]]) -> None:
-        """Follow these fragments, each of some places in the flat weights, with fresh moments."""
-        self._fragments = [[slice(*place) for place in places] for places in fragments]
-        self._slots = [self._shards.of(places) for places in self._fragments]
-        self._followed = Followed([[self._locals[i] for i in slots] for slots in self._slots])
-        self.reset()
-
-    def compute(self, indices: Sequence[int], epoch: int, start: int, scale: float) -> Computed:
-        """Loss and gradient of these samples, which `step` uses."""
-        chosen = torch.tensor(indices, dtype=torch.int32)
-        self._computed = self._trainer.compute(chosen, epoch, start, scale)
-        return self._computed
-
-    def step(self, learning_rate: float, held: Sequence[int]) -> None:
-        if self._computed is None:
-            raise RuntimeError("a step without a gradient")
-        computed, self._computed = self._computed, None
-        with self._followed.holding(held):
-            self._trainer.apply(computed, learning_rate)
-
-    def change(self, fragment: int, place: Place) -> Tensor:
-        """A place in a fragment's values of θ_start - θ, on rank 0, and on the CPU there."""
-        part = slice(*place)
-        start, now = self._empty(part).zero_(), self._empty(part).zero_()
-        slots = self._slots[fragment]
-        starts = dict(zip(slots, self._followed.start[fragment], strict=True))
-        nows = dict(zip(slots, self._followed.now[fragment], strict=True))
-        for flat, within in pieces(self._fragments[fragment], part):
-            self._shards.fill(flat, starts, start[within])
-            self._shards.fill(flat, nows, now[within])
-        dist.reduce(start.sub_(now), dst=0)
-        return start.cpu()
-
-    def mark_sent(self, fragment: int) -> None:
-        self._followed.mark_sent(fragment)
-
-    def follow(self, fragment: int, is_difference: bool, values: Tensor | None = None) -> None:
-        """`values` (numel,), on the CPU, are given to rank 0 alone."""
-        slots, places = self._slots[fragment], self._fragments[fragment]
-        new = {i: torch.empty_like(self._locals[i]) for i in slots}
-        numel = sum(place.stop - place.start for place in places)
-        for bucket in cut(numel, self._length):
-            told = self._told(bucket, None if values is None else values[bucket])
-            for flat, within in pieces(places, bucket):
-                self._shards.put(flat, told[within], new)
-        self._followed.follow(fragment, [new[i] for i in slots], is_difference=is_difference)
-
-    def load(self, weights: Sequence[Tensor] | None = None) -> None:
-        """`weights`, on the CPU, flat in buckets, are given to rank 0 alone."""
-        for number, bucket in enumerate(cut(self._num_params, self._length)):
-            told = self._told(bucket, None if weights is None else weights[number])
-            self._shards.put(bucket, told, self._locals)
-        self._followed.restart()
-
-    def forget_sent(self) -> None:
-        self._followed.sent.clear()
-
-    def reset(self) -> None:
-        self._trainer.optimizer.resume([{} for _ in self._locals], 0)
-
-    def save(
-        self, folder: str, step: int, keep_last: int, more: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """Each rank keeps its own moments, in a folder of its own."""
-        moments = {
-            f"{number}.{name}": tensor
-            for number in self._locals
-            for name, tensor in self._trainer.optimizer.moments(number).items()
-        }
-        count = torch.tensor(self._trainer.num_steps)
-        self._kept(folder).save(step, {**moments, NUM_STEPS: count, **(more or {})}, keep_last)
-
-    def take_up(self, folder: str, step: int) -> tuple[int, dict[str, Tensor]] | None:
-        """Go on with the moments of the newest step up to this one, if all ranks have theirs of it."""
-        found = self._kept(folder).load(step)
-        moments = None if found is None else self._moments_in(found[1])
-        usable = -1 if found is None or moments is None else found[0]
-        everyone = self._trainer.groups.all_told(usable)
-        if found is None or moments is None or any(each != usable for each in everyone):
-            return None
-        self._trainer.optimizer.resume(moments, int(found[1][NUM_STEPS]))
+        Values go from rank 0 to all ranks, and what these read is summed there.
+        """
+        arguments = dict(told)
+        if order == "take":
+            given = (self._shared(arguments.pop("places"), *given),)
+        found = getattr(self, order)(*given, **arguments)
+        if order == "read":
+            dist.reduce(found, dst=0)
         return found
 
-    def _moments_in(self, kept: Mapping[str, Tensor]) -> list[dict[str, Tensor]] | None:
-        """The moments of each slot; None: they are of other parts, as of another mesh."""
-        if NUM_STEPS not in kept:
-            return None
-        names = self._trainer.optimizer.moment_names if int(kept[NUM_STEPS]) else ()
-        moments = [
-            {name: kept[key] for name in names if (key := f"{number}.{name}") in kept}
-            for number in self._locals
+    def _shared(
+        self, places: Sequence[Place], given: Given | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """What rank 0 is given of these places, a bucket at a time, on every rank."""
+        values = [None] * len(places) if given is None else [each for _, each in given]
+        for (start, stop), each in zip(places, values, strict=True):
+            for bucket in cut(stop - start, self._length):
+                numel = bucket.stop - bucket.start
+                told = torch.empty(numel, dtype=self.dtype, device=self.device)
+                if each is not None:
+                    told.copy_(each[bucket])
+                dist.broadcast(told, src=0)
+                yield slice(start + bucket.start, start + bucket.stop), told
+
+    def begin(self, fragments: Sequence[Sequence[Place]]) -> None:
+        """As any `Part`, with fresh moments."""
+        super().begin(fragments)
+        self.reset()
+
+    def compute(self, indices: Sequence[int], epoch: int, start: int, scale: float) -> BatchLoss:
+        """The loss of these samples, whose gradient is here then."""
+        chosen = torch.tensor(indices, dtype=torch.int32)
+        found = self._trainer.compute(chosen, epoch, start, scale)
+        self.gradients, self.grad_norm = found.gradients, found.grad_norm
+        return BatchLoss(found.loss, found.num_terms)
+
+    def step_along(self, learning_rate: float) -> None:
+        self._optimizer.step(self.gradients, self.grad_norm, UNCLIPPED, learning_rate)
+
+    def reset(self) -> None:
+        self._optimizer.resume([{} for _ in self.theta], 0)
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """What of the optimizer's state lies here, and the steps that it has taken."""
+        found = {
+            f"{number}.{name}": tensor
+            for number in range(len(self.theta))
+            for name, tensor in self._optimizer.moments(number).items()
+        }
+        return {**found, NUM_STEPS: torch.tensor(self._optimizer.num_steps)}
+
+    def save(self, folder: str, step: int, keep_last: int) -> None:
+        """Keep this rank's moments in a folder of its own; rank 0's are kept with the `LocalCopy`."""
+        if self._trainer.groups.rank:
+            self._kept(folder).save(step, self.moments, keep_last)
+
+    def take_up(
+        self, moments: Mapping[str, Tensor] | None = None, *, folder: str, step: int
+    ) -> bool:
+        """Go on with the moments of a step, of which rank 0 is given its own; whether all ranks have them."""
+        if moments is None:
+            found = self._kept(folder).load(step)
+            moments = found[1] if found is not None and found[0] == step else {}
+        return all(self._trainer.groups.all_told(self._resumed(moments)))
+
+    def _resumed(self, moments: Mapping[str, Tensor]) -> bool:
+        """Go on with such `moments`; False: they are of other parts, as of another mesh."""
+        if NUM_STEPS not in moments:
+            return False
+        num_steps = int(moments[NUM_STEPS])
+        names = self._optimizer.moment_names if num_steps else ()
+        kept = [
+            {name: moments[key] for name in names if (key := f"{number}.{name}") in moments}
+            for number in range(len(self.theta))
         ]
         is_ours = all(
-            each.keys() == set(names)
-            and all(tensor.shape == self._locals[number].shape for tensor in each.values())
-            for number, each in enumerate(moments)
+            each.keys() == set(names) and all(tensor.shape == own.shape for tensor in each.values())
+            for each, own in zip(kept, self.theta, strict=True)
         )
-        return moments if is_ours else None
+        if is_ours:
+            self._optimizer.resume(kept, num_steps)
+        return is_ours
 
     def _kept(self, folder: str) -> KeptSteps:
-        rank = self._trainer.groups.rank
-        own = Path(folder) / f"rank-{rank}" if rank else Path(folder)
-        return KeptSteps(own, self._log)
-
-    def _told(self, place: slice, values: Tensor | None) -> Tensor:
-        """What rank 0 has of a place, on every rank."""
-        told = self._empty(place)
-        if values is not None:
-            told.copy_(values)
-        dist.broadcast(told, src=0)
-        return told
-
-    def _empty(self, place: slice) -> Tensor:
-        trainer = self._trainer
-        device = trainer.groups.device
-        return torch.empty(place.stop - place.start, dtype=trainer.dtype, device=device)
+        return KeptSteps(Path(folder) / f"rank-{self._trainer.groups.rank}", self._log)

@@ -105,7 +105,7 @@ def _be_rank() -> None:
             if name not in ORDERS:
                 raise ConfigError(f"rank 0 says {name!r}, which no rank understands")
             try:
-                getattr(own, name)(**arguments)
+                own.obey(name, arguments)
             except Exception as error:
                 if is_of_another(error):
                     time.sleep(QUIET_S)  # rank 0 names the other one, and ends this one

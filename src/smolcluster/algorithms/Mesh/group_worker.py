@@ -1,9 +1,8 @@
 """A mesh as one worker: this process is rank 0, holds the session, and starts the other ranks here.
 
-An algorithm whose workers take local steps finds in `GroupContext` what it finds in any process: what
-computes a batch, and a `LocalCopy`. Orders go to the other ranks as lines on their standard input, so that
-they may wait for ever; when it ends, so do they. A rank that ends or hangs ends this process, which names it:
-whoever supervises it starts it again, and it begins with the server's weights.
+Orders go to the other ranks as lines on their standard input, so that they may wait for ever; when it ends,
+so do they. A rank that ends or hangs ends this process, which names it: whoever supervises it starts it
+again, and it begins with the server's weights.
 """
 
 import json
@@ -16,9 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +28,12 @@ from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.group import GroupRank, is_of_another
 from smolcluster.algorithms.Mesh.group_rank import END, Setup, join_group
 from smolcluster.algorithms.Mesh.groups import check_torch
-from smolcluster.algorithms.Mesh.trainer import Computed
-from smolcluster.algorithms.spreading import GatheredChange, check_can_be_spread, parts_of
-from smolcluster.configs.schema import GradientClipping, MeshSizes, NodeConfig
-from smolcluster.errors import (
-    DEVICE_FAILED,
-    ConfigError,
-    NonFiniteLoss,
-    RankLost,
-    UserCodeError,
-)
+from smolcluster.algorithms.spreading import SpreadContext, check_can_be_spread, parts_of
+from smolcluster.configs.schema import MeshSizes, NodeConfig
+from smolcluster.errors import DEVICE_FAILED, ConfigError, RankLost, UserCodeError
 from smolcluster.training.build import TrainingContext, most_at_once
 from smolcluster.training.compute import BatchLoss
-from smolcluster.training.kept import KeptSteps
-from smolcluster.training.local_copy import Fragments, LocalCopy, Values
-from smolcluster.training.replica import DIVERGENCE_REMEDY
+from smolcluster.training.local_copy import ends
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.device import pick_device
 from smolcluster.utils.units import format_duration
@@ -58,94 +47,14 @@ PATIENCE_S, LEAST_PATIENCE_S, PATIENCE = 600.0, 30.0, 10.0
 """How long an order may take before any was done; at least; and times the longest so far."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupContext(TrainingContext):
-    """What a mesh trains with; `replica` is an outline."""
-
-    group: "Group"
-
-    def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:
-        computed = self.group.compute(indices, epoch, start, self.replica.loss_scale)
-        mean, norm = computed.loss, computed.grad_norm
-        if math.isfinite(mean) and math.isfinite(norm):
-            return BatchLoss(mean, computed.num_terms)
-        if math.isfinite(mean) and self.replica.may_overflow:
-            return BatchLoss(mean, computed.num_terms, overflow=self.replica.loss_scale)
-        what = f"gradient's norm is {norm}" if math.isfinite(mean) else f"loss is {mean}"
-        raise NonFiniteLoss(f"the {what}; {DIVERGENCE_REMEDY}")
-
-    def rehearse(self, num_samples: int) -> bool:
-        self.group.compute(self.order(0)[:num_samples], 0, 0)
-        return True
-
-    def local_copy(self, fragments: Fragments) -> LocalCopy:
-        return GroupCopy(self.group, fragments)
-
-    def close(self) -> None:
-        self.group.close()
-        super().close()
-
-
-class GroupCopy:
-    """A `LocalCopy` of which each rank has a part."""
-
-    def __init__(self, group: "Group", fragments: Fragments) -> None:
-        self._group = group
-        places = [[(place.start, place.stop) for place in each] for each in fragments]
-        group.order("begin", fragments=places)
-
-    @property
-    def sent(self) -> Collection[int]:
-        return self._group.own.sent
-
-    def clip(self, clipping: GradientClipping) -> float:  # noqa: ARG002 - `step` clips: all ranks know how
-        return self._group.grad_norm
-
-    def step(self, learning_rate: float, held: Collection[int] = ()) -> None:
-        self._group.order("step", learning_rate=learning_rate, held=sorted(held))
-
-    def change(self, fragment: int) -> Values:
-        def gather(place: slice) -> Tensor:
-            part = place.start, place.stop
-            found: Tensor = self._group.order("change", fragment=fragment, place=part)
-            return found
-
-        return GatheredChange(gather)
-
-    def mark_sent(self, fragment: int) -> None:
-        self._group.order("mark_sent", fragment=fragment)
-
-    def follow(self, fragment: int, values: Tensor, *, is_difference: bool) -> None:
-        told = {"fragment": fragment, "is_difference": is_difference}
-        self._group.order("follow", given={"values": values}, **told)
-
-    def load(self, weights: Sequence[Tensor]) -> None:
-        self._group.order("load", given={"weights": weights})
-
-    def forget_sent(self) -> None:
-        self._group.order("forget_sent")
-
-    def reset(self) -> None:
-        self._group.order("reset")
-
-    def save(self, kept: KeptSteps, step: int, more: Mapping[str, Tensor], keep_last: int) -> None:
-        told = {"folder": str(kept.folder), "step": step, "keep_last": keep_last}
-        self._group.order("save", given={"more": more}, **told)
-
-    def take_up(self, kept: KeptSteps, step: int) -> tuple[int, Mapping[str, Tensor]] | None:
-        found: tuple[int, Mapping[str, Tensor]] | None = self._group.order(
-            "take_up", folder=str(kept.folder), step=step
-        )
-        return found
-
-
 class Group:
-    """All ranks, of which this process is rank 0.
+    """All ranks, of which this process is rank 0: what computes for a worker.
 
     Attributes:
         own: rank 0's part.
-        grad_norm: of the newest gradient.
     """
+
+    divisor = 1.0
 
     def __init__(
         self,
@@ -165,7 +74,6 @@ class Group:
         self._closed = threading.Event()
         self._is_within = False
         """Whether an order was begun, and has not come to a good end."""
-        self.grad_norm = 0.0
         self.children = {setup.rank: _started(setup) for setup in setups[1:]}
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         try:
@@ -175,23 +83,34 @@ class Group:
             self._kill()
             raise
 
-    def order(self, name: str, *, given: Mapping[str, Any] | None = None, **told: Any) -> Any:
-        """Have all ranks do this; returns what comes of it on rank 0, to whom alone `given` is told.
+    def order(self, name: str, *given: Any, **told: Any) -> Any:
+        """See `Executor.order`; what comes of it on this rank.
 
         Raises:
             RankLost: one has ended; names it.
         """
+        if name == "take":
+            told["places"] = ends(place for place, _ in given[0])
         with self._doing(name):
             for child in self.children.values():
                 _say(child, name, told)
-            return getattr(self.own, name)(**told, **(given or {}))
+            return self.own.obey(name, told, *given)
 
-    def compute(self, indices: Tensor, epoch: int, start: int, scale: float = 1.0) -> Computed:
-        computed: Computed = self.order(
-            "compute", indices=indices.tolist(), epoch=epoch, start=start, scale=scale
-        )
-        self.grad_norm = computed.grad_norm
-        return computed
+    def compute(self, indices: Tensor, epoch: int, start: int, scale: float) -> BatchLoss:
+        told = {"epoch": epoch, "start": start, "scale": scale}
+        loss: BatchLoss = self.order("compute", indices=indices.tolist(), **told)
+        return loss
+
+    @property
+    def grad_norm(self) -> float:
+        return self.own.grad_norm
+
+    @property
+    def moments(self) -> Mapping[str, Tensor]:
+        return self.own.moments
+
+    def wait_until_ready(self, check: Callable[[], None] | None = None) -> None:
+        """All ranks are here from the beginning on."""
 
     def close(self) -> None:
         """Let the ranks end."""
@@ -291,7 +210,7 @@ def spread(
     name: str,
     workload: str | None,
     log: logging.Logger,
-) -> GroupContext:
+) -> SpreadContext:
     """Spread what is trained over the ranks that node `name` is to have; `training` is its outline.
 
     Args:
@@ -328,7 +247,7 @@ def spread(
     ]
     log.info("this worker has %d ranks, %s", size, node.ranks)
     group = Group(setups, folder, training, log)
-    return GroupContext(**parts_of(training), group=group)
+    return SpreadContext(**parts_of(training), others=group)
 
 
 def mesh_for(sizes: MeshSizes, batch_size: int, at_once: int | None, name: str) -> MeshConfig:

@@ -1,9 +1,8 @@
 """A pipeline as one worker of another algorithm: layers on several machines, one session with its server.
 
-This process, the head, has no weights. An algorithm whose workers take local steps finds in `PipelineContext`
-what it finds in any process: what computes a batch, and a `LocalCopy`. What it wants goes as an order to all
-stages, which are this process's workers as they are a pipeline's server's; weights go to and from those that
-have them, a bucket at a time.
+This process, the head, has no weights. What the algorithm wants goes as an order to all stages, which are
+this process's workers as they are a pipeline's server's; weights go to and from those that have them, a
+bucket at a time.
 
 When a stage is lost, what was computed since the server's weights were taken last is lost with it. Whoever
 waits hears `PeerLost`: the session with the algorithm's server ends, which hands its samples out again. When
@@ -13,18 +12,20 @@ the layers have been dealt out anew the worker is back, and begins with the serv
 import copy
 import logging
 import math
+import os
 import secrets
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,27 +40,20 @@ from smolcluster.algorithms.PipelineParallel.coordinator import (
 from smolcluster.algorithms.PipelineParallel.crew import Crew
 from smolcluster.algorithms.PipelineParallel.part_copy import (
     MOST_COPIES,
-    Place,
-    piece_frame,
-    values_of,
+    CopyStream,
+    copy_frames,
 )
-from smolcluster.algorithms.spreading import GatheredChange, check_can_be_spread, parts_of
+from smolcluster.algorithms.spreading import SpreadContext, check_can_be_spread, parts_of
 from smolcluster.algorithms.supervision import is_started_again
 from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import (
-    GradientClipping,
-    RunConfig,
-    StagesConfig,
-    TrainConfig,
-    config_of,
-)
+from smolcluster.configs.schema import RunConfig, StagesConfig, TrainConfig, config_of
 from smolcluster.configs.spec import algorithm_of_stages, get_algorithm
 from smolcluster.errors import (
     ClusterEmpty,
     ConfigError,
-    NonFiniteLoss,
     PeerLost,
     PortBusy,
+    ProtocolError,
     RunFailed,
     SmolclusterError,
 )
@@ -71,11 +65,8 @@ from smolcluster.server.records import Records
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.hooks import NO_HOOKS
-from smolcluster.training.kept import KeptSteps
-from smolcluster.training.local_copy import Fragments, LocalCopy, Values
-from smolcluster.training.optimizer import clip_factor
-from smolcluster.training.places import meeting, pieces
-from smolcluster.training.replica import DIVERGENCE_REMEDY
+from smolcluster.training.local_copy import Given, Place, ends
+from smolcluster.training.places import common, meeting, pieces, total, without
 from smolcluster.utils.meter import Meter
 from smolcluster.wire.inbox import Call, Event
 from smolcluster.wire.messages import (
@@ -96,17 +87,6 @@ FAILED = "the run failed: "
 """What the server's sentence about a failed run begins with, and that of a worker to its stages."""
 MOST_PIECES = 2000
 """Places of fragments in the flat weights, which are told in one message."""
-
-
-class Computed(NamedTuple):
-    """Of a batch: the mean of its loss terms, how many these are, and the norm of the mean's gradient.
-
-    Loss and norm are NaN where a stage's are not finite.
-    """
-
-    loss: float
-    num_terms: float
-    grad_norm: float
 
 
 @dataclass
@@ -130,10 +110,11 @@ class Order:
 
 @dataclass(frozen=True)
 class PieceArrived(Event):
-    """A piece of a change."""
+    """A piece of what a stage has been asked for."""
 
+    session_id: int
     piece: CopyPiece
-    values: Tensor
+    payload: bytearray
 
 
 class HeadReceiver(StageReceiver):
@@ -141,15 +122,24 @@ class HeadReceiver(StageReceiver):
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         if isinstance(message, CopyPiece):
-            return PieceArrived(message, values_of(message, payload))
+            return PieceArrived(self._session_id, message, bytearray(payload))
         return super().__call__(message, payload)
 
 
 class Head(Coordinator):
-    """The stages of one worker. Its own thread decides; another one gives orders, one after the other."""
+    """The stages of one worker, which compute for it.
+
+    Its own thread decides; another one gives orders, one after the other.
+
+    Attributes:
+        grad_norm: of the newest batch's mean gradient; NaN where a stage's is not finite.
+        divisor: loss terms of that batch, whose gradients the stages have added up.
+    """
 
     num_copies = MOST_COPIES
     num_pieces = 0
+    moments: Mapping[str, Tensor] = MappingProxyType({})
+    grad_norm, divisor = math.nan, 1.0
 
     def __init__(self, context: ServerContext) -> None:
         replica = context.training.replica
@@ -163,15 +153,14 @@ class Head(Coordinator):
         self.has_begun = False
         """Whether the stages of this plan know them."""
         self.places: list[list[slice]] = []
-        """What of the flat weights each rank has."""
+        self.told_places: list[list[slice]] = []
+        """By rank: what of the flat weights it has, and what of that none before it has."""
         self.lost: str | None = None
         """Why the worker's weights are gone, until whole ones come."""
         self.waiting: Order | None = None
         self.running: Order | None = None
-        self.arrived: list[PieceArrived] = []
-        """Of the change that was asked for."""
-        self.newest = Computed(math.nan, 1, math.nan)
-        """Whose gradient the stages have."""
+        self.streams: dict[int, CopyStream] = {}
+        """By session: what each stage sends of the change that was asked for."""
         self.num_grants = 0
         self.is_over = False
         self.failure: BaseException | None = None
@@ -203,10 +192,103 @@ class Head(Coordinator):
             wait([order.outcome], POLL_S)
         return order.outcome.result()
 
-    def end(self, error: BaseException | None) -> None:
-        """Let the stages go, for which `error` says why this worker leaves them."""
-        self.context.inbox.put(Call(partial(self._end, error)))
+    def close(self) -> None:
+        """Let the stages go, and hear of the exception that is being handled why this worker leaves them."""
+        self.context.inbox.put(Call(partial(self._end, sys.exc_info()[1])))
         self._thread.join()
+        self.context.records.events.close()
+
+    def compute(self, indices: Tensor, epoch: int, start: int, scale: float) -> BatchLoss:  # noqa: ARG002
+        self.num_grants += 1
+        lease = LeaseKey(
+            incarnation=self.context.incarnation,
+            epoch=epoch,
+            start=start,
+            stop=start + len(indices),
+            grant=self.num_grants,
+        )
+
+        def tell(turn: int, crew: Crew, rank: int) -> None:
+            told, payload = assignment_of(lease, indices, version=turn, learning_rate=0.0)
+            crew.peers[rank].worker.live_session.send(told, payload)
+
+        began_at = time.monotonic()
+
+        def then(answers: list[StageDone]) -> BatchLoss:
+            self.step_s = max(self.step_s, time.monotonic() - began_at)
+            loss, self.grad_norm = computed(answers)
+            self.divisor = loss.num_terms or 1.0
+            return loss
+
+        subject = StageDone, lease
+        patience_s = self.step_patience_s
+        found: BatchLoss = self.do(Order(tell, lambda _: subject, then, patience_s=patience_s))
+        return found
+
+    def wait_until_ready(self, check: Callable[[], None] | None = None) -> None:
+        self.check_session = check or self.check_session
+        self.do(Order(needs_weights=False))
+
+    def order(self, name: str, *given: Any, **told: Any) -> Any:
+        told.pop("folder", None)  # each stage keeps its moments on its own machine
+        match name:
+            case "take":
+                return self.do(self.giving(*given, **told))
+            case "read":
+                return self.do(self.reading(**told))
+        return self.do(self.ordered(name, **told))
+
+    def ordered(self, name: str, **told: Any) -> Order:
+        """What stages do without values; its outcome is whether all have found the step that is told."""
+
+        def then(answers: list[StageKept]) -> bool:
+            if name == "begin":
+                self.fragments, self.has_begun = told["fragments"], True
+            return all(each.found == told.get("step") for each in answers)
+
+        tell = partial(self._tell_order, {"order": name, **told})
+        return Order(tell, then=then, needs_weights=name != "begin")
+
+    def giving(self, given: Given, fragment: int | None, *, is_difference: bool) -> Order:
+        values, is_whole = list(given), fragment is None
+        order = "load" if is_whole else "follow"
+        told = {"order": order, "fragment": fragment or 0, "is_difference": is_difference}
+
+        def tell(turn: int, crew: Crew, rank: int) -> None:
+            self._tell_order(told, turn, crew, rank)
+            own = (
+                each[meeting(place, here)[0]]
+                for place, each in values
+                for here in self.places[rank]
+            )
+            nbytes = self.context.training.replica.bucket_bytes
+            for frame in copy_frames(crew.attempt, turn, own, nbytes):
+                crew.peers[rank].worker.live_session.send_frame(frame)
+
+        def then(_answers: list[StageKept]) -> None:
+            if is_whole:  # what was lost before does not matter any more
+                self.lost = None
+
+        return Order(tell, then=then, needs_weights=not is_whole)
+
+    def reading(self, fragment: int, places: Sequence[Place], *, is_gradient: bool) -> Order:
+        flat = [slice(*place) for place in places]
+        dtype = self.context.training.replica.params.dtype
+        told = {"order": "change", "fragment": fragment, "is_gradient": is_gradient}
+
+        def tell(turn: int, crew: Crew, rank: int) -> None:
+            wanted = common(flat, self.told_places[rank])
+            self.streams[crew.peers[rank].id] = CopyStream(wanted, dtype)
+            self._tell_order({**told, "places": ends(wanted)}, turn, crew, rank)
+
+        def then(_answers: list[StageKept]) -> Tensor:
+            return assembled(flat, list(self.streams.values()), dtype)
+
+        return Order(tell, then=then)
+
+    def _tell_order(self, told: Mapping[str, Any], turn: int, crew: Crew, rank: int) -> None:
+        message = CopyOrder.model_validate({"attempt": crew.attempt, "turn": turn, **told})
+        self.tell(message, crew, rank)
 
     # the deciding thread
 
@@ -244,8 +326,11 @@ class Head(Coordinator):
     def handle(self, event: Event) -> None:
         if isinstance(event, PieceArrived):
             self.num_pieces += 1
-            if self.is_running(event.piece):
-                self.arrived.append(event)
+            if self.is_running(event.piece) and (stream := self.streams.get(event.session_id)):
+                try:
+                    stream.take(event.piece, event.payload)
+                except ProtocolError as error:
+                    self.peers[event.session_id].worker.live_session.cut(str(error))
         else:
             super().handle(event)
 
@@ -265,17 +350,21 @@ class Head(Coordinator):
         super().dealt(crew, answers)
         self.has_begun = False
         self.places = [[slice(*place) for place in each.places] for each in answers]
+        self.told_places = [
+            without(places, chain.from_iterable(self.places[:rank]))
+            for rank, places in enumerate(self.places)
+        ]
 
     def next_turn(self, crew: Crew) -> None:
         if self.fragments is not None and not self.has_begun:
-            self.carry_out(crew, self.beginning(self.fragments))
+            self.carry_out(crew, self.ordered("begin", fragments=self.fragments))
         elif self.waiting is not None:
             order, self.waiting = self.waiting, None
             self.carry_out(crew, order)
 
     def carry_out(self, crew: Crew, order: Order) -> None:
         self.turn += 1
-        self.running, self.arrived = order, []
+        self.running, self.streams = order, {}
         if order.tell is None:
             self.finish(order, [])
             return
@@ -300,128 +389,23 @@ class Head(Coordinator):
             order, self.waiting = self.waiting, None
             self.take(order)
 
-    # orders
 
-    def beginning(self, fragments: tuple[tuple[Place, ...], ...]) -> Order:
-        """Have the stages follow these fragments, with fresh moments."""
+def assembled(places: Sequence[slice], streams: Sequence[CopyStream], dtype: torch.dtype) -> Tensor:
+    """What the stages have sent of these places, (numel,).
 
-        def then(_answers: list[StageKept]) -> None:
-            self.fragments, self.has_begun = fragments, True
-
-        tell = partial(self._tell_order, {"order": "begin", "fragments": fragments})
-        return Order(tell, then=then, needs_weights=False)
-
-    def ordered(self, order: str, **told: Any) -> Order:
-        return Order(partial(self._tell_order, {"order": order, **told}))
-
-    def batch(self, indices: Tensor, epoch: int, start: int) -> Order:
-        """Have the stages compute a batch: the outcome is `Computed`."""
-        self.num_grants += 1
-        lease = LeaseKey(
-            incarnation=self.context.incarnation,
-            epoch=epoch,
-            start=start,
-            stop=start + len(indices),
-            grant=self.num_grants,
-        )
-
-        def tell(turn: int, crew: Crew, rank: int) -> None:
-            told, payload = assignment_of(lease, indices, version=turn, learning_rate=0.0)
-            crew.peers[rank].worker.live_session.send(told, payload)
-
-        began_at = time.monotonic()
-
-        def then(answers: list[StageDone]) -> Computed:
-            self.step_s = max(self.step_s, time.monotonic() - began_at)
-            self.newest = computed(answers)
-            return self.newest
-
-        return Order(tell, lambda _: (StageDone, lease), then, patience_s=self.step_patience_s)
-
-    def change(self, fragment: int, place: slice) -> Order:
-        """Fetch a place in a fragment's values of θ_start - θ: the outcome is those (n,)."""
-        part = {"start": place.start, "stop": place.stop}
-        tell = partial(self._tell_order, {"order": "change", "fragment": fragment, **part})
-        return Order(tell, then=lambda _: self.assembled(fragment, place))
-
-    def assembled(self, fragment: int, place: slice) -> Tensor:
-        """What the stages have sent of a place in a fragment's change.
-
-        Raises:
-            PeerLost: they have not sent all of it.
-        """
-        dtype = self.context.training.replica.params.dtype
-        values = torch.empty(place.stop - place.start, dtype=dtype)
-        has_come = torch.zeros(len(values), dtype=torch.bool)
-        for flat, within in pieces(self.flat_places(fragment), place):
-            for each in self.arrived:
-                given = slice(each.piece.start, each.piece.start + len(each.values))
-                there, own = meeting(flat, given)
-                values[within][there] = each.values[own]
-                has_come[within][there] = True
-        if (num := int(has_come.sum())) != len(values):
-            raise PeerLost(f"the stages have sent {num} of {len(values)} values of a change")
-        return values
-
-    def flat_places(self, fragment: int) -> list[slice]:
-        assert self.fragments is not None  # noqa: S101 - `LocalCopy` begins with them
-        return [slice(*place) for place in self.fragments[fragment]]
-
-    def taking_up(self, step: int) -> Order:
-        """Have the stages go on with the moments of a step: the outcome is whether all have them."""
-
-        def then(answers: list[StageKept]) -> bool:
-            return all(each.found == step for each in answers)
-
-        return Order(partial(self._tell_order, {"order": "take_up", "step": step}), then=then)
-
-    def following(self, fragment: int, values: Tensor, *, is_difference: bool) -> Order:
-        """Give the stages a fragment's new values (numel,)."""
-        places = self.flat_places(fragment)
-        found = pieces(places, slice(0, len(values)))
-        sources = [(flat.start, values[within]) for flat, within in found]
-        told = {"order": "follow", "fragment": fragment, "is_difference": is_difference}
-        return Order(partial(self._tell_values, told, sources))
-
-    def loading(self, weights: Sequence[Tensor]) -> Order:
-        """Give the stages flat weights, in pieces: what was lost before does not matter any more."""
-        sources, start = [], 0
-        for each in weights:
-            sources.append((start, each))
-            start += len(each)
-
-        def then(_answers: list[StageKept]) -> None:
-            self.lost = None
-
-        tell = partial(self._tell_values, {"order": "load"}, sources)
-        return Order(tell, then=then, needs_weights=False)
-
-    def _tell_order(self, told: Mapping[str, Any], turn: int, crew: Crew, rank: int) -> None:
-        message = CopyOrder.model_validate({"attempt": crew.attempt, "turn": turn, **told})
-        self.tell(message, crew, rank)
-
-    def _tell_values(
-        self,
-        told: Mapping[str, Any],
-        sources: Sequence[tuple[int, Tensor]],
-        turn: int,
-        crew: Crew,
-        rank: int,
-    ) -> None:
-        """An order, and behind it what of `sources`, values from an element on, this rank has."""
-        self._tell_order(told, turn, crew, rank)
-        session, most = crew.peers[rank].worker.live_session, self._piece_length
-        for start, values in sources:
-            for place in self.places[rank]:
-                own, _ = meeting(slice(start, start + len(values)), place)
-                for first in range(own.start, own.stop, most):
-                    part = values[first : min(first + most, own.stop)]
-                    session.send_frame(piece_frame(crew.attempt, turn, start + first, part))
-
-    @property
-    def _piece_length(self) -> int:
-        replica = self.context.training.replica
-        return max(1, replica.bucket_bytes // replica.params.dtype.itemsize)
+    Raises:
+        PeerLost: they have not sent all of it.
+    """
+    values = torch.empty(total(places), dtype=dtype)
+    num_sent = 0
+    for place, sent in chain.from_iterable(each.given for each in streams if each.is_whole):
+        for flat, within in pieces(places, slice(0, len(values))):
+            there, own = meeting(flat, place)
+            values[within][there] = sent[own]
+        num_sent += len(sent)
+    if num_sent != len(values):
+        raise PeerLost(f"the stages have sent {num_sent} of {len(values)} values of a change")
+    return values
 
 
 def what_stages_hear(error: BaseException | None) -> BaseException | None:
@@ -439,103 +423,17 @@ def what_stages_hear(error: BaseException | None) -> BaseException | None:
     return KeyboardInterrupt()
 
 
-def computed(answers: Sequence[StageDone]) -> Computed:
-    """What stages have come to, all together."""
+def computed(answers: Sequence[StageDone]) -> tuple[BatchLoss, float]:
+    """What stages have come to, all together: the loss, and the norm of the mean gradient.
+
+    Both are NaN where a stage's are not finite.
+    """
     num_terms = sum(each.num_terms for each in answers)
     divisor = num_terms or 1.0
     losses = [math.nan if each.loss is None else each.loss for each in answers]
     squares = [math.nan if each.squared_norm is None else each.squared_norm for each in answers]
-    return Computed(sum(losses) / divisor, num_terms, math.sqrt(math.fsum(squares)) / divisor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineContext(TrainingContext):
-    """What a pipeline trains with; `replica` is an outline."""
-
-    head: Head
-    rooms: ExitStack
-    """What ends with it."""
-
-    def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:
-        found: Computed = self.head.do(self.head.batch(indices, epoch, start))
-        if math.isfinite(found.loss) and math.isfinite(found.grad_norm):
-            return BatchLoss(found.loss, found.num_terms)
-        what = "gradient" if math.isfinite(found.loss) else "loss"
-        raise NonFiniteLoss(f"the {what} is not finite; {DIVERGENCE_REMEDY}")
-
-    def rehearse(self, num_samples: int) -> bool:
-        try:
-            self.head.do(self.head.batch(self.order(0)[:num_samples], 0, 0))
-        except PeerLost:
-            self.wait_until_ready()
-            return False
-        return True
-
-    def wait_until_ready(self, check: Callable[[], None] | None = None) -> None:
-        self.head.check_session = check or self.head.check_session
-        self.head.do(Order(needs_weights=False))
-
-    def local_copy(self, fragments: Fragments) -> LocalCopy:
-        return PipelineCopy(self, fragments)
-
-    def close(self) -> None:
-        self.rooms.__exit__(*sys.exc_info())
-        super().close()
-
-
-class PipelineCopy:
-    """A `LocalCopy` of which each stage has a part."""
-
-    def __init__(self, context: PipelineContext, fragments: Fragments) -> None:
-        self._head, self._clip = context.head, 1.0
-        self.sent: set[int] = set()
-        places = tuple(tuple((place.start, place.stop) for place in each) for each in fragments)
-        self._head.do(self._head.beginning(places))
-
-    def clip(self, clipping: GradientClipping) -> float:
-        newest = self._head.newest
-        self._clip = clip_factor(newest.grad_norm, clipping) / (newest.num_terms or 1.0)
-        return newest.grad_norm
-
-    def step(self, learning_rate: float, held: Collection[int] = ()) -> None:
-        told = {"clip": self._clip, "learning_rate": learning_rate, "held": tuple(sorted(held))}
-        self._head.do(self._head.ordered("step", **told))
-
-    def change(self, fragment: int) -> Values:
-        return GatheredChange(lambda place: self._head.do(self._head.change(fragment, place)))
-
-    def mark_sent(self, fragment: int) -> None:
-        self._head.do(self._head.ordered("mark_sent", fragment=fragment))
-        self.sent.add(fragment)
-
-    def follow(self, fragment: int, values: Tensor, *, is_difference: bool) -> None:
-        self._head.do(self._head.following(fragment, values, is_difference=is_difference))
-        self.sent.discard(fragment)
-
-    def load(self, weights: Sequence[Tensor]) -> None:
-        self.sent.clear()
-        self._head.do(self._head.loading(weights))
-
-    def forget_sent(self) -> None:
-        """Whole weights come next, with which the stages forget it as well."""
-        self.sent.clear()
-
-    def reset(self) -> None:
-        self._head.do(self._head.ordered("reset"))
-
-    def save(self, kept: KeptSteps, step: int, more: Mapping[str, Tensor], keep_last: int) -> None:
-        """Each stage keeps its moments on its own machine."""
-        kept.save(step, more, keep_last)
-        self._head.do(self._head.ordered("save", step=step, keep_last=keep_last))
-
-    def take_up(self, kept: KeptSteps, step: int) -> tuple[int, Mapping[str, Tensor]] | None:
-        found = kept.load(step)
-        if found is None:
-            return None
-        if not self._head.do(self._head.taking_up(found[0])):
-            self.reset()
-            return None
-        return found
+    norm = math.sqrt(math.fsum(squares)) / divisor
+    return BatchLoss(sum(losses) / divisor, num_terms), norm
 
 
 def spread(
@@ -546,7 +444,7 @@ def spread(
     name: str,
     secret: Secret,
     log: logging.Logger,
-) -> PipelineContext:
+) -> SpreadContext:
     """Spread what is trained over the stages of node `name`; `training` is its outline.
 
     From now on they may come; `wait_until_ready` waits for them.
@@ -562,27 +460,23 @@ def spread(
     welcome.run.of(own).check_pieces(training.replica.layers, MOST_PIECES)
     run = pipeline_run(welcome.run, stages)
     incarnation = secrets.token_hex(4)
-    with ExitStack() as rooms:
-        folder = rooms.enter_context(tempfile.TemporaryDirectory(prefix="smolcluster-stages-"))
-        events = EventLog(Path(folder) / "events.jsonl", incarnation, warn=log.debug)
-        rooms.callback(events.close)
-        context = ServerContext(
-            settings=settings_of(settings, run.train, stages, name),
-            run=run,
-            training=without_servers_part(training),
-            node=name,
-            secret=secret,
-            records=Records(Metrics(), events, incarnation),
-            log=log,
-            role_of_workers="stage",
-        )
-        with naming(f"nodes.{name}.stages"):
-            run.of(PipelineConfig).check(context.settings)
-            head = Head(context)
-        log.info("this worker has %d stages: %s", len(stages.host_ip), stages)
-        head.start()
-        rooms.push(lambda _kind, error, _trace: head.end(error))
-        return PipelineContext(**parts_of(training), head=head, rooms=rooms.pop_all())
+    events = EventLog(Path(os.devnull), incarnation, warn=log.debug)
+    context = ServerContext(
+        settings=settings_of(settings, run.train, stages, name),
+        run=run,
+        training=without_servers_part(training),
+        node=name,
+        secret=secret,
+        records=Records(Metrics(), events, incarnation),
+        log=log,
+        role_of_workers="stage",
+    )
+    with naming(f"nodes.{name}.stages"):
+        run.of(PipelineConfig).check(context.settings)
+        head = Head(context)
+    log.info("this worker has %d stages: %s", len(stages.host_ip), stages)
+    head.start()
+    return SpreadContext(**parts_of(training), others=head)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from smolcluster.algorithms.PipelineParallel.execution import OwnStage
-from smolcluster.codec.base import bytes_of
 from smolcluster.errors import CheckpointError, ProtocolError, SmolclusterError
 from smolcluster.training.checkpoint import CheckpointStore, TrainingState
 from smolcluster.training.optimizer import STEP_COUNT
@@ -34,7 +33,7 @@ from smolcluster.wire.messages import (
     StageState,
     WantState,
 )
-from smolcluster.wire.streams import Assembler, Piece, byte_frames, bytes_piece
+from smolcluster.wire.streams import Assembler, Piece, byte_frames, byte_parts, bytes_piece
 
 # stages
 
@@ -58,10 +57,8 @@ def state_frames(stage: OwnStage, attempt: int, step: int, piece_nbytes: int) ->
     for content, name, tensor in tensors_of(stage):
         if is_other and name in stage.module.tied:
             continue
-        data = bytes_of(tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8))
         make = partial(StageState, attempt=attempt, step=step, content=content, name=name)
-        parts = (data[at : at + piece_nbytes] for at in range(0, data.nbytes, piece_nbytes))
-        yield from byte_frames(make, parts)
+        yield from byte_frames(make, byte_parts(tensor, piece_nbytes))
 
 
 class StateLoader:

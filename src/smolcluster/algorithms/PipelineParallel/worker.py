@@ -16,19 +16,18 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import gc
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, evaluate_stages
 from smolcluster.algorithms.PipelineParallel.link_speed import measure_link
 from smolcluster.algorithms.PipelineParallel.links import PATIENCE_S, Links, Route
-from smolcluster.algorithms.PipelineParallel.part_copy import PartCopy, piece_frame, values_of
+from smolcluster.algorithms.PipelineParallel.part_copy import StagePart, copy_frames
 from smolcluster.algorithms.PipelineParallel.plan import schedule_of
 from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
@@ -76,19 +75,11 @@ class PlanChanged(SmolclusterError):
 
 
 @dataclass(frozen=True)
-class StateArrived(Event):
-    """A piece of what this worker's layers were."""
+class PieceArrived(Event):
+    """A piece of what this worker's layers were, or shall be."""
 
-    piece: StageState
+    piece: StageState | CopyPiece
     payload: bytearray
-
-
-@dataclass(frozen=True)
-class ValuesArrived(Event):
-    """Weights that this worker's layers shall have: `values` (n,)."""
-
-    piece: CopyPiece
-    values: Tensor
 
 
 class StageReceiver(Receiver):
@@ -120,10 +111,8 @@ class StageReceiver(Receiver):
                 event = self._samples.assigned(message, payload)
             case EvaluateStages():
                 event = self._samples.held_out(message)
-            case StageState():
-                event = StateArrived(message, bytearray(payload))
-            case CopyPiece():
-                event = ValuesArrived(message, values_of(message, payload))
+            case StageState() | CopyPiece():
+                event = PieceArrived(message, bytearray(payload))
             case Planned() | MeasureLink() if self.links:
                 self.links.interrupt(PlanChanged("the plan has changed"), message.attempt - 1)
         return event
@@ -152,7 +141,7 @@ class Worker:
         self.plan: Planned
         self.stages: dict[int, OwnStage] = {}
         """By their numbers; the layers of the newest plan."""
-        self.copy = PartCopy((), ())
+        self.copy = StagePart((), ())
         """What of the weights lies here, where they are those of a worker with local steps."""
         self.execution: Execution
         self.newest: Event | None = None
@@ -220,7 +209,7 @@ class Worker:
     def free(self) -> None:
         """Give back what the layers of the newest plan take."""
         self.stages.clear()  # the execution has the same dict
-        self.copy = PartCopy((), ())
+        self.copy = StagePart((), ())
         gc.collect()  # a stage and what computes with it refer to each other
         empty_cache()
 
@@ -244,8 +233,8 @@ class Worker:
                 self.send_state(wanted)
             case MessageReceived(message=CopyOrder() as order) if self.is_planned(order.attempt):
                 self.obey(order)
-            case ValuesArrived(piece, values) if self.is_planned(piece.attempt):
-                if self.copy.take(piece.start, values):
+            case PieceArrived(CopyPiece() as piece, payload) if self.is_planned(piece.attempt):
+                if self.copy.arrive(piece, payload):
                     self.link.send(StageKept(attempt=piece.attempt, step=piece.turn))
 
     def measure_link(self, wanted: MeasureLink) -> None:
@@ -299,7 +288,7 @@ class Worker:
             codec=self.config.activation_codec,
         )
         self.links.connect(route, self.link, PATIENCE_S)
-        self.copy = PartCopy(list(self.stages.values()), training.replica.layers)
+        self.copy = StagePart(list(self.stages.values()), training.replica.layers)
         meter = training.replica.meter
         self.execution = Execution(self.stages, plan.ranks, self.links, meter)
         self.link.send(StageReady(attempt=plan.attempt, places=self.copy.places))
@@ -319,7 +308,7 @@ class Worker:
             self.link.send(wanted)
         while not loader.is_whole:
             match self.next_event():
-                case StateArrived(piece, payload):
+                case PieceArrived(StageState() as piece, payload):
                     loader.take(piece, payload)
                 case MessageReceived(message=Planned()) as newest:
                     self.newest = newest
@@ -372,34 +361,29 @@ class Worker:
             step.batch, step.num_samples, lease.epoch, lease.start, size
         )
 
-    def step(self, commit: Commit) -> None:
-        self.step_by(commit.clip, commit.learning_rate)
-
     @torch.no_grad()
-    def step_by(self, clip: float, learning_rate: float, held: Collection[int] = ()) -> None:
-        """Step all one's layers: their gradients are multiplied by a factor that is the same everywhere.
-
-        Fragments `held` of a worker's copy stay as they are.
-        """
-        clipping = self.train.gradient_clipping
-        with self.copy.holding(held):
-            for each in self.stages.values():
-                each.replica.grads.mul_(clip)
-                if clipping.bound is not None:
-                    each.replica.grads.clamp_(-clipping.bound, clipping.bound)
-                each.replica.step(learning_rate)
+    def step(self, commit: Commit) -> None:
+        """Step all one's layers: their gradients are multiplied by a factor that is the same everywhere."""
+        bound = self.train.gradient_clipping.bound
+        for each in self.stages.values():
+            each.replica.grads.mul_(commit.clip)
+            if bound is not None:
+                each.replica.grads.clamp_(-bound, bound)
+            each.replica.step(commit.learning_rate)
 
     @torch.no_grad()
     def obey(self, order: CopyOrder) -> None:
         """Do to one's part of a worker's copy what all stages do."""
         is_done, found = True, None
         match order.order:
-            case "step":
-                self.step_by(order.clip, order.learning_rate, order.held)
             case "change":
-                self.send_change(order)
+                values, nbytes = self.copy.change(order), self.welcome.bucket_bytes
+                for frame in copy_frames(order.attempt, order.turn, [values], nbytes):
+                    self.link.send_frame(frame)
             case "save":
-                self.save(order)
+                if self.link.kept is not None:
+                    moments = self.copy.moments
+                    self.link.kept.save(order.step, moments, max(1, order.keep_last))
             case "take_up":
                 found = self.take_up(order.step)
             case _:
@@ -407,18 +391,10 @@ class Worker:
         if is_done:
             self.link.send(StageKept(attempt=order.attempt, step=order.turn, found=found))
 
-    def save(self, order: CopyOrder) -> None:
-        if self.link.kept is not None:
-            self.link.kept.save(order.step, self.copy.moments, max(1, order.keep_last))
-
-    def send_change(self, order: CopyOrder) -> None:
-        for start, values in self.copy.change(order.fragment, slice(order.start, order.stop)):
-            self.link.send_frame(piece_frame(order.attempt, order.turn, start, values))
-
     def take_up(self, step: int) -> int | None:
         """Go on with the moments that were kept under a step; returns it, or None: there are none."""
         found = None if self.link.kept is None else self.link.kept.load(step)
-        is_ours = found is not None and found[0] == step and self.copy.take_up(found[1])
+        is_ours = found is not None and found[0] == step and self.copy.resume(found[1])
         return step if is_ours else None
 
     def evaluate(self, wanted: EvaluateStages, sent: Sent | OutOfMemory | None) -> None:

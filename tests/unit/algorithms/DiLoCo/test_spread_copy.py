@@ -1,127 +1,105 @@
 """A worker whose weights lie in parts, which it reads and writes a bucket at a time, is any other worker."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from own_workloads import normed
+from own_workloads import CPU, normed
 from smolcluster.algorithms.DiLoCo.exchange import Encoder, FragmentArrived, Layout
 from smolcluster.algorithms.DiLoCo.worker import Worker
-from smolcluster.configs.schema import GradientClipping
+from smolcluster.configs.schema import DatasetPlace
 from smolcluster.server.assignment import Assigned, assignment_of
 from smolcluster.server.weights import WeightsArrived
-from smolcluster.training.build import TrainingContext
-from smolcluster.training.kept import KeptSteps
-from smolcluster.training.local_copy import Followed, Fragments, LocalCopy, Values
+from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.local_copy import InProcess, Values
+from smolcluster.training.replica import Replica
 from smolcluster.wire.messages import Collect, LeaseKey, Welcome
 from unit.algorithms.DiLoCo.actors import worker_of
 
 NUM_RANKS = 3
 
 
-class Spread:
-    """A `LocalCopy` whose ranks are in this process: rank r has every third element from r on."""
+class Rank(InProcess):
+    """Of the whole model, of which every third element from `first` on counts."""
 
-    def __init__(self, training: TrainingContext, fragments: Fragments) -> None:
-        self.training, self.fragments = training, fragments
-        params = training.replica.params
-        self.ranks = [
-            Followed([[params[place][rank::NUM_RANKS] for place in each] for each in fragments])
-            for rank in range(NUM_RANKS)
-        ]
+    def __init__(self, replica: Replica, first: int) -> None:
+        super().__init__(replica, replica.optimizer)
+        self.replica, self.counts = replica, torch.arange(replica.num_params) % NUM_RANKS == first
+
+    def fill(self, place: slice, tensors: Mapping[int, Tensor], out: Tensor) -> None:
+        super().fill(place, tensors, out)
+        out.mul_(self.counts[place])
+
+
+class Spread:
+    """An `Executor` whose ranks are in this process."""
+
+    divisor = 1.0
+    moments: Mapping[str, Tensor] = MappingProxyType({})
+
+    def __init__(self, replica: Replica, others: Sequence[Replica]) -> None:
+        """`replica` computes with the weights that the others have."""
+        self.replica = replica
+        self.ranks = [Rank(other, first) for first, other in enumerate(others)]
         self.largest = 0
         """Values that were ever asked for at once."""
 
     @property
-    def sent(self) -> Collection[int]:
-        return self.ranks[0].sent.keys()
+    def grad_norm(self) -> float:
+        return self.replica.grad_norm()
 
-    def clip(self, clipping: GradientClipping) -> float:
-        return self.training.replica.clip(clipping)
-
-    def step(self, learning_rate: float, held: Collection[int] = ()) -> None:
-        kept = self.training.replica.params.clone()
-        self.training.optimizer.step(learning_rate)
-        for number in held:
-            for place in self.fragments[number]:
-                self.training.replica.params[place] = kept[place]
-
-    def change(self, fragment: int) -> Values:
-        return Change(self, fragment)
-
-    def mark_sent(self, fragment: int) -> None:
-        for each in self.ranks:
-            each.mark_sent(fragment)
-
-    def follow(self, fragment: int, values: Tensor, *, is_difference: bool) -> None:
-        sizes = [place.stop - place.start for place in self.fragments[fragment]]
-        for rank, each in enumerate(self.ranks):
-            own = [part[rank::NUM_RANKS] for part in torch.split(values, sizes)]
-            each.follow(fragment, own, is_difference=is_difference)
-
-    def load(self, weights: Sequence[Tensor]) -> None:
-        self.training.replica.load(*weights)
-        for each in self.ranks:
-            each.restart()
-
-    def forget_sent(self) -> None:
-        for each in self.ranks:
-            each.sent.clear()
-
-    def reset(self) -> None:
-        self.training.optimizer.reset()
-
-    def save(self, kept: KeptSteps, step: int, more: Mapping[str, Tensor], keep_last: int) -> None:
-        raise NotImplementedError
-
-    def take_up(self, kept: KeptSteps, step: int) -> tuple[int, Mapping[str, Tensor]] | None:
-        raise NotImplementedError
+    def order(self, name: str, *given: Any, **told: Any) -> Any:
+        for rank in self.ranks:
+            rank.replica.grads.copy_(self.replica.grads)
+        found = [rank.order(name, *given, **told) for rank in self.ranks]
+        if name == "read":
+            self.largest = max(self.largest, len(found[0]))
+            return torch.stack(found).sum(dim=0)
+        for rank in self.ranks:
+            self.replica.params[rank.counts] = rank.replica.params[rank.counts]
+        return None
 
 
-class Change:
-    """Put together from the ranks when it is asked for."""
-
-    def __init__(self, copy: Spread, fragment: int) -> None:
-        self.copy, self.fragment = copy, fragment
-
-    def __getitem__(self, place: slice, /) -> Tensor:
-        self.copy.largest = max(self.copy.largest, place.stop - place.start)
-        parts = []
-        for number, at in enumerate(self.copy.fragments[self.fragment]):
-            whole = torch.empty(at.stop - at.start)
-            for rank, each in enumerate(self.copy.ranks):
-                start, now = each.start[self.fragment][number], each.now[self.fragment][number]
-                whole[rank::NUM_RANKS] = start - now
-            parts.append(whole)
-        return torch.cat(parts)[place]
-
-
+@dataclass(frozen=True, kw_only=True)
 class SpreadContext(TrainingContext):
-    def local_copy(self, fragments: Fragments) -> LocalCopy:
-        return Spread(self, fragments)
+    spread: Spread
+
+    @property
+    def executor(self) -> Spread:
+        return self.spread
 
 
 class SpreadWorker(Worker):
     def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
         own = {each.name: getattr(training, each.name) for each in fields(training)}
-        super().__init__(welcome, SpreadContext(**own))
+        run, workload = welcome.run, training.workload
+        others = [
+            build(run.train, run.seed, DatasetPlace(), CPU, workload=workload).replica
+            for _ in range(NUM_RANKS)
+        ]
+        self.spread = Spread(training.replica, others)
+        super().__init__(welcome, SpreadContext(**own, spread=self.spread))
 
 
-def assigned(number: int, fragments: list[int] | None = None) -> Assigned:
+def assigned(
+    number: int, fragments: list[int] | None = None, *, is_gradient: bool = False
+) -> Assigned:
     start, stop = 8 * number, 8 * number + 8
     key = LeaseKey(incarnation="here", epoch=0, start=start, stop=stop, grant=number)
     indices = torch.arange(start, stop, dtype=torch.int32)
     message, payload = assignment_of(
-        key, indices, version=0, learning_rate=0.1, fragments=fragments
+        key, indices, version=0, learning_rate=0.1, fragments=fragments, is_gradient=is_gradient
     )
     return Assigned(message, payload)
 
 
 def go_through(worker: Worker) -> list[Tensor]:
-    """Steps, a change, steps behind it, new weights, a repeated batch, and whole weights."""
+    """A mean gradient, steps, a change, steps behind it, new weights, a repeated batch, and whole weights."""
     replica = worker.replica
     worker.begin_with(WeightsArrived(1, [replica.params.clone()], {}, 0))
     seen: list[Tensor] = []
@@ -133,15 +111,20 @@ def go_through(worker: Worker) -> list[Tensor]:
         return found
 
     worker.encoder.encode = watched  # type: ignore[method-assign]
+    torch.manual_seed(1)
+    numel = worker.layout.fragments[1].numel
+    worker.step(assigned(4, is_gradient=True))
+    worker.step(assigned(5, [1], is_gradient=True))
+    worker.send_change(Collect(request=0, fragment=1, wait=False))
+    worker.take_fragment(FragmentArrived(1, 1, 2, torch.randn(numel), {}))
+    seen.append(replica.params.clone())
     worker.step(assigned(0))
     worker.send_change(Collect(request=1, fragment=1, wait=False))
     worker.step(assigned(1))
-    torch.manual_seed(1)
-    numel = worker.layout.fragments[1].numel
-    worker.take_fragment(FragmentArrived(1, 1, 2, torch.randn(numel), {}))
+    worker.take_fragment(FragmentArrived(1, 2, 3, torch.randn(numel), {}))
     seen.append(replica.params.clone())
     worker.step(assigned(2, [0, 2]))
-    worker.take_fragment(FragmentArrived(1, None, 3, torch.randn(numel), {}))
+    worker.take_fragment(FragmentArrived(1, None, 4, torch.randn(numel), {}))
     seen.append(replica.params.clone())
     worker.send_change(Collect(request=2, fragment=0, wait=False))
     worker.begin_with(WeightsArrived(5, [torch.randn(replica.num_params)], {}, 0))
@@ -167,9 +150,8 @@ def test_a_change_is_gathered_no_more_than_a_bucket_at_a_time() -> None:
     )
     worker.step(assigned(0))
     copy = worker.copy
-    assert isinstance(copy, Spread)
     for number, fragment in enumerate(worker.layout.fragments):
         layout = Layout(worker.layout.fragments, 64, torch.float32)
         encoded = Encoder("int8", layout).encode(number, copy.change(number))
         assert len(encoded) == -(-fragment.numel // 16)
-    assert copy.largest == 16
+    assert worker.spread.largest == 16

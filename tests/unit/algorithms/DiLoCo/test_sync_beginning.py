@@ -1,14 +1,10 @@
-"""How long a run begins synchronously, and the gradients that workers send then."""
+"""How long a run begins synchronously."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from smolcluster.algorithms.DiLoCo.exchange import Layout
-from smolcluster.algorithms.DiLoCo.fragments import Fragment
-from smolcluster.algorithms.DiLoCo.gradient_sums import GradientSums
 from smolcluster.algorithms.DiLoCo.sync_beginning import SyncBeginning
 
 
@@ -65,20 +61,3 @@ def test_it_ends_for_another_reason_when_the_step_has_been_taken() -> None:
     assert not beginning.is_over
     beginning.begin_step(0, [])
     assert beginning.is_over
-
-
-def test_a_worker_sends_the_mean_over_its_loss_terms_fragment_by_fragment() -> None:
-    fragments = [Fragment((slice(0, 2), slice(4, 5))), Fragment((slice(2, 4),))]
-    sums = GradientSums(Layout(fragments, 1024, torch.float32))
-    first, second = torch.arange(5.0), torch.full((5,), 10.0)
-    sums.add(first, 1.0, [0, 1])
-    sums.add(second, 3.0, [0])  # of the other fragment these samples have been applied
-    assert sums.take(0).tolist() == [30 / 4, 31 / 4, 34 / 4]
-    assert sums.take(1).tolist() == [2.0, 3.0]
-    assert torch.equal(first, torch.arange(5.0))
-    assert sums.take(0).tolist() == [0.0, 0.0, 0.0]
-    sums.add(first, 0.0, [1])
-    assert sums.take(1).tolist() == [0.0, 0.0]
-    sums.add(first, 1.0, [1])
-    sums.clear()
-    assert sums.take(1).tolist() == [0.0, 0.0]

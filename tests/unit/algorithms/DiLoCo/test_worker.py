@@ -19,7 +19,7 @@ from smolcluster.wire.messages import Collect
 
 def test_who_is_refused_twice_says_so_once() -> None:
     worker: Any = Worker.__new__(Worker)
-    worker.is_fresh, worker.versions, worker.copy = True, [7], MagicMock(sent=())
+    worker.is_fresh, worker.versions, worker.copy = True, [7], MagicMock(sent=set())
     worker.hosts = Mock()
     worker.wait_until = lambda _: worker.was_refused()
     with pytest.raises(NonFiniteLoss) as caught:
@@ -44,7 +44,7 @@ def test_a_request_that_whole_weights_overtake_is_not_answered() -> None:
     worker: Any = Worker.__new__(Worker)
     worker.is_void, worker.hosts, worker.encoder = False, SimpleNamespace(is_several=True), Mock()
     worker.copy, worker.replica = MagicMock(sent={0}), MagicMock()
-    worker.versions, worker.num_terms, worker.gradients = [3], [32], Mock()
+    worker.versions, worker.num_terms = [3], [32]
     worker.stream = deque([Collect(request=7, fragment=0, wait=True)])
     assert not worker.can_go_on, "a part of the fragment is still on its way"
     worker.begin_with(WeightsArrived(4, []))
@@ -60,7 +60,7 @@ def test_whole_weights_end_what_a_change_of_unknown_fate_owes() -> None:
     worker: Any = Worker.__new__(Worker)
     worker.is_void, worker.encoder = False, Encoder("int4", layout)
     worker.copy, worker.replica = MagicMock(sent={0}), MagicMock()
-    worker.versions, worker.num_terms, worker.gradients = [3], [32.0], Mock()
+    worker.versions, worker.num_terms = [3], [32.0]
     worker.stream = deque()
     change = torch.linspace(-1, 1, layout.fragments[0].numel)
     first = worker.encoder.encode(0, change)

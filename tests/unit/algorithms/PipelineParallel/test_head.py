@@ -3,35 +3,37 @@
 import logging
 import math
 import threading
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
+from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harness import local_settings
-from peers import small_replica
+from peers import opened, small_replica
 from smolcluster.algorithms.PipelineParallel.builders import Builders
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.crew import Crew
 from smolcluster.algorithms.PipelineParallel.head import (
-    Computed,
     Head,
     Order,
     PieceArrived,
-    PipelineContext,
+    assembled,
     computed,
     naming,
     pipeline_run,
     settings_of,
-    what_stages_hear,
     without_servers_part,
 )
+from smolcluster.algorithms.PipelineParallel.part_copy import CopyStream, copy_frames
 from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.plan import StageMap
+from smolcluster.algorithms.spreading import SpreadContext
 from smolcluster.configs.schema import StagesConfig
 from smolcluster.errors import DeviceFailed, OutOfMemory, PeerLost, PortBusy, RunFailed
 from smolcluster.server.joining import RunOver
@@ -39,8 +41,11 @@ from smolcluster.server.report import why_ended
 from smolcluster.server.worker import Worker
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.compute import BatchLoss
+from smolcluster.training.local_copy import LocalCopy
 from smolcluster.training.recipe import Training
 from smolcluster.training.workload import Workload
+from smolcluster.wire.inbox import Call, Inbox
 from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import (
     CopyOrder,
@@ -50,12 +55,14 @@ from smolcluster.wire.messages import (
     StageDone,
     StageKept,
     StageReady,
-    TensorSpec,
 )
 
 NUM_WEIGHTS = 10
 PLACES = ((0, 6),), ((6, 10), (0, 2))
 """Of two stages; the first two weights are tied."""
+
+
+OF_ALL: dict[str, Any] = {"fragment": None, "is_difference": False}
 
 
 class Hand(Head):
@@ -75,7 +82,7 @@ class Hand(Head):
         self.fragments, self.lost, self.crew = None, None, None
         self.waiting = self.running = None
         self._ended = threading.Event()
-        self.arrived, self.places, self.has_begun = [], [], False
+        self.streams, self.places, self.has_begun = {}, [], False
         self.peers = {}
         for number in (1, 2):
             member = Member(number, number, f"node{number}", 8 * str(number))
@@ -96,11 +103,15 @@ class Hand(Head):
         session.send.reset_mock()
         return found
 
-    def give(self, order: Order) -> Order:
+    def do(self, order: Order) -> Any:
+        """Begin it, and do not wait: `given` is what has been ordered last."""
+        self.given = order
         self.take(order)
         if self.crew is not None and self.crew.question is None:
             self.next_turn(self.crew)
-        return order
+
+    def outcome(self) -> Any:
+        return self.given.outcome.result(0)
 
     def answer(self) -> None:
         """Both stages have done what they were told."""
@@ -108,53 +119,59 @@ class Hand(Head):
             self.hear(self.peers[number], StageKept(attempt=7, step=self.turn))
 
 
+def whole(*parts: Tensor) -> list[tuple[slice, Tensor]]:
+    """Flat weights in parts."""
+    stops = list(accumulate(len(each) for each in parts))
+    return [(slice(stop - len(each), stop), each) for stop, each in zip(stops, parts, strict=True)]
+
+
 def test_an_order_waits_for_the_layers_and_is_done_when_all_have_done_it() -> None:
     head = Hand()
-    order = head.give(head.ordered("reset"))
+    head.order("reset")
     assert head.told(1) == []
     head.deal()
     assert head.crew is not None
     head.next_turn(head.crew)
     assert head.told(1) == head.told(2) == [CopyOrder(attempt=7, turn=1, order="reset")]
     head.hear(head.peers[1], StageKept(attempt=7, step=1))
-    assert not order.outcome.done()
+    assert not head.given.outcome.done()
     head.hear(head.peers[2], StageKept(attempt=6, step=1))  # of layers that it had before
-    assert not order.outcome.done()
+    assert not head.given.outcome.done()
     head.hear(head.peers[2], StageKept(attempt=7, step=1))
-    assert order.outcome.done()
+    assert head.given.outcome.done()
 
 
 def test_what_goes_on_from_lost_weights_is_refused_until_whole_ones_have_come() -> None:
     head = Hand()
     head.deal()
-    running = head.give(head.ordered("reset"))
+    head.order("reset")
     head.begin_again("node1 is gone")
     with pytest.raises(PeerLost, match="node1 is gone"):
-        running.outcome.result(0)
-    later = head.give(head.ordered("step"))
+        head.outcome()
+    head.order("step")
     with pytest.raises(PeerLost):
-        later.outcome.result(0)
-    loading = head.give(head.loading([torch.zeros(6), torch.ones(4)]))
-    assert not loading.outcome.done()
+        head.outcome()
+    head.order("take", whole(torch.zeros(6), torch.ones(4)), **OF_ALL)
+    assert not head.given.outcome.done()
     head.deal()
     assert head.crew is not None
     head.next_turn(head.crew)
     head.answer()
-    assert loading.outcome.result(0) is None
-    later = head.give(head.ordered("step"))
+    assert head.outcome() is None
+    head.order("step")
     head.answer()
-    assert later.outcome.result(0) is None
+    head.outcome()
 
 
 def test_stages_of_a_new_plan_hear_of_the_fragments_first() -> None:
     head = Hand()
     head.deal()
     fragments = (((0, 4),), ((4, 10),))
-    head.give(head.beginning(fragments))
+    head.order("begin", fragments=fragments)
     head.answer()
     head.begin_again("node1 is gone")
     head.told(1)
-    head.take(head.loading([torch.zeros(10)]))
+    head.order("take", whole(torch.zeros(10)), **OF_ALL)
     head.deal()
     for expected in ("begin", "load"):
         assert head.crew is not None
@@ -169,7 +186,7 @@ def test_stages_of_a_new_plan_hear_of_the_fragments_first() -> None:
 def test_weights_go_to_those_that_have_them_in_pieces_no_larger_than_a_bucket() -> None:
     head = Hand()
     head.deal()
-    head.give(head.loading([torch.arange(7.0), torch.arange(7.0, 10.0)]))
+    head.order("take", whole(torch.arange(7.0), torch.arange(7.0, 10.0)), **OF_ALL)
     starts: dict[int, list[list[float]]] = {}
     for number, peer in head.peers.items():
         session: Any = peer.worker.session
@@ -178,7 +195,7 @@ def test_weights_go_to_those_that_have_them_in_pieces_no_larger_than_a_bucket() 
             torch.frombuffer(each.payload, dtype=torch.float32).tolist() for each in frames
         ]
     assert starts[1] == [[0, 1, 2, 3], [4, 5]]
-    assert sorted(starts[2]) == [[0, 1], [6], [7, 8, 9]]
+    assert starts[2] == [[6], [0, 1], [7, 8, 9]]
 
 
 def test_what_is_the_servers_is_not_asked_of_stages() -> None:
@@ -206,36 +223,47 @@ def test_an_error_of_a_pipeline_names_the_keys_that_it_is_about() -> None:
         raise PortBusy("port 7000 is taken")
 
 
-def piece(start: int, *values: float, attempt: int = 7, turn: int = 1) -> PieceArrived:
-    spec = TensorSpec(codec="raw", dtype="float32", shape=(len(values),), nbytes=4 * len(values))
-    said = CopyPiece(attempt=attempt, turn=turn, start=start, tensor=spec)
-    return PieceArrived(said, torch.tensor(values))
+def piece(session_id: int, *values: float, attempt: int = 7, turn: int = 1) -> PieceArrived:
+    [frame] = copy_frames(attempt, turn, [torch.tensor(values)], 1000)
+    said, payload = opened(frame)
+    assert isinstance(said, CopyPiece)
+    return PieceArrived(session_id, said, bytearray(payload))
 
 
-def test_a_change_is_put_together_and_a_hole_in_it_is_noticed() -> None:
-    head = Hand()
-    head.fragments = (((2, 5), (8, 10)),)
-    head.arrived = [piece(8, 8.0, 9.0), piece(3, 3.0, 4.0)]
-    assert head.assembled(0, slice(1, 5)).tolist() == [3, 4, 8, 9]
-    with pytest.raises(PeerLost, match="4 of 5 values"):
-        head.assembled(0, slice(0, 5))
-    head.arrived = [piece(2, 2.0, 3.0), piece(3, 3.0, 4.0), piece(8, 8.0)]
-    with pytest.raises(PeerLost, match="4 of 5 values"):  # one of them came twice
-        head.assembled(0, slice(0, 5))
-
-
-def test_pieces_of_a_change_that_nobody_waits_for_any_more_are_dropped() -> None:
+def test_a_change_is_put_together_from_those_that_have_it() -> None:
     head = Hand()
     head.deal()
-    head.fragments, head.has_begun = (((0, 4),),), True
-    head.handle(piece(0, 1.0))  # before anything was asked for
-    change = head.give(head.change(0, slice(0, 4)))
-    head.handle(piece(0, 2.0, 2.0, attempt=6, turn=head.turn))
-    head.handle(piece(0, 3.0, 3.0, turn=head.turn - 1))
-    head.handle(piece(0, *range(4), turn=head.turn))
-    assert [each.values.tolist() for each in head.arrived] == [[0, 1, 2, 3]]
+    head.handle(piece(1, 1.0))  # before anything was asked for
+    head.order("read", fragment=0, places=[(7, 9), (0, 3)], is_gradient=False)
+    orders = [head.told(number)[0] for number in (1, 2)]
+    assert [each.places for each in orders if isinstance(each, CopyOrder)] == [
+        ((0, 3),),  # both have the first two
+        ((7, 9),),
+    ]
+    head.handle(piece(2, 2.0, 2.0, attempt=6, turn=head.turn))
+    head.handle(piece(2, 3.0, 3.0, turn=head.turn - 1))
+    head.handle(piece(2, 7.0, 8.0, turn=head.turn))
+    head.handle(piece(1, 0.0, 1.0, 2.0, turn=head.turn))
     head.answer()
-    assert change.outcome.result(0).tolist() == [0, 1, 2, 3]
+    assert head.outcome().tolist() == [7, 8, 0, 1, 2]
+
+
+def test_a_stage_that_sends_another_change_than_was_asked_for_is_cut() -> None:
+    head = Hand()
+    head.deal()
+    head.order("read", fragment=0, places=[(0, 3)], is_gradient=False)
+    arrived = piece(1, 0.0, 1.0, 2.0, turn=head.turn)
+    session: Any = head.peers[1].worker.session
+    head.handle(arrived)
+    session.cut.assert_not_called()
+    head.handle(arrived)  # one that comes twice counts for no other
+    session.cut.assert_called_once()
+
+
+def test_a_hole_in_a_change_is_noticed() -> None:
+    stream = CopyStream([slice(0, 3)], torch.float32)
+    with pytest.raises(PeerLost, match="0 of 3 values"):
+        assembled([slice(0, 3)], [stream], torch.float32)
 
 
 def test_waiting_for_stages_ends_with_the_session_with_the_server() -> None:
@@ -245,24 +273,27 @@ def test_waiting_for_stages_ends_with_the_session_with_the_server() -> None:
     def check() -> None:
         raise PeerLost("the server is lost")
 
-    replica = small_replica()
-    context = PipelineContext(Mock(), replica, 1, head=head, rooms=ExitStack())
+    head.do = partial(Head.do, head)  # type: ignore[method-assign]
+    context = SpreadContext(Mock(), small_replica(), 1, others=head)
     with pytest.raises(PeerLost, match="the server is lost"):
         context.wait_until_ready(check)
     with pytest.raises(PeerLost, match="the server is lost"):
-        context.local_copy([[slice(0, NUM_WEIGHTS)]])
+        LocalCopy(context.executor, [[slice(0, NUM_WEIGHTS)]])
 
 
 def closed_by(error: BaseException | None) -> BaseException | None:
     """What the stages hear when `error` ends their worker; None: their run has ended well."""
-    told: list[BaseException | None] = []
-    rooms = ExitStack()
-    rooms.push(lambda _kind, error, _trace: told.append(what_stages_hear(error)))
-    context = PipelineContext(Mock(), small_replica(), 1, head=Mock(), rooms=rooms)
+    head = Hand()
+    head.context.inbox, head.context.records, head._thread = Inbox(), Mock(), Mock()
+    context = SpreadContext(Mock(), small_replica(), 1, others=head)
     with suppress(Exception, KeyboardInterrupt), closing(context):
         if error is not None:
             raise error
-    return told[0]
+    call = head.context.inbox.get(0)
+    assert isinstance(call, Call)
+    call.run()
+    assert head.is_over
+    return head.failure
 
 
 def test_stages_end_well_only_with_the_run() -> None:
@@ -282,23 +313,25 @@ def test_stages_hear_why_their_worker_cannot_go_on() -> None:
 @pytest.mark.parametrize(
     ("loss", "squared", "expected"),
     [
-        (6.0, 16.0, Computed(3.0, 2, 2.5)),
-        (None, 16.0, Computed(math.nan, 2, 2.5)),
-        (6.0, None, Computed(3.0, 2, math.nan)),
+        (6.0, 16.0, (3.0, 2.5)),
+        (None, 16.0, (math.nan, 2.5)),
+        (6.0, None, (3.0, math.nan)),
     ],
 )
 def test_losses_and_norms_of_stages_are_the_models(
-    loss: float | None, squared: float | None, expected: Computed
+    loss: float | None, squared: float | None, expected: tuple[float, float]
 ) -> None:
     lease = LeaseKey(incarnation="i", epoch=0, start=0, stop=2, grant=1)
     told: dict[str, Any] = {"attempt": 1, "lease": lease, "seconds": {}}
     first = StageDone(loss=0.0, num_terms=0, squared_norm=9.0, **told)
     last = StageDone(loss=loss, num_terms=2, squared_norm=squared, **told)
-    assert computed([first, last]) == pytest.approx(expected, nan_ok=True)
+    found, norm = computed([first, last])
+    assert found.num_terms == 2
+    assert (found.mean, norm) == pytest.approx(expected, nan_ok=True)
 
 
 def test_a_batch_without_loss_terms_counts_none() -> None:
     lease = LeaseKey(incarnation="i", epoch=0, start=0, stop=2, grant=1)
     told: dict[str, Any] = {"attempt": 1, "lease": lease, "seconds": {}}
     stage = StageDone(loss=0.0, num_terms=0, squared_norm=0.0, **told)
-    assert computed([stage, stage]) == Computed(0.0, 0, 0.0)
+    assert computed([stage, stage]) == (BatchLoss(0.0, 0), 0.0)
