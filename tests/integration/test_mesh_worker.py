@@ -17,6 +17,7 @@ from mesh_group import CASES, WORLD_SIZE
 from processes import Child, Processes
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import DatasetPlace
+from smolcluster.runs.events import BeginningEnded, parse_event
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.training.build import build
@@ -80,6 +81,7 @@ def started(
 
 
 def test_a_mesh_alone_trains_as_one_process_does(processes: Processes) -> None:
+    """In the synchronous beginning, and in rounds."""
     port = free_port()
     own = ["num_epochs=1", "batch_size=96", "mode=sync", "local_steps=4", *PLAIN]
     flags = ["--local", "--workers", "1", "--override", f"port={port}", *own]
@@ -88,6 +90,10 @@ def test_a_mesh_alone_trains_as_one_process_does(processes: Processes) -> None:
     assert server.wait() == 0, server.output
     assert worker.wait() == 0, worker.output
     assert "this worker has 2 ranks" in worker.output
+    lines = find_run(processes.runs).events.read_text().splitlines()
+    records = (parse_event(json.loads(line)) for line in lines)
+    [over] = [each.event for each in records if each and isinstance(each.event, BeginningEnded)]
+    assert not over.reason.startswith("0 steps"), over.reason
     settings = load_settings("diloco", "digits", None, own, environ={}, local=True)
     train = settings.run_config("alone", "diloco").train
     alone = build(train, settings.cluster.seed, DatasetPlace(), torch.device("cpu"))

@@ -1,6 +1,7 @@
 """Pipelines as workers of DiLoCo: alone as one process, beside others, and when a stage is lost."""
 
 import json
+import math
 import shutil
 import signal
 import threading
@@ -19,6 +20,7 @@ import mesh_group
 import own_workloads
 from harness import SECRET, START_TIMEOUT_S, Cluster, Outcome, free_port, local_settings
 from processes import Processes
+from smolcluster.algorithms.DiLoCo import sync_beginning
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.algorithms.PipelineParallel import worker
 from smolcluster.algorithms.PipelineParallel.automatic import measure
@@ -155,6 +157,25 @@ def test_a_pipeline_alone_trains_as_one_process_does(tmp_path: Path, mode: tuple
     torch.testing.assert_close(
         cluster.training.replica.params, alone.replica.params, rtol=1e-8, atol=1e-9
     )
+
+
+def test_a_pipeline_takes_part_in_the_synchronous_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batches and a single machine's, of 8 each, are one process's of 16, whoever computes them."""
+    monkeypatch.setattr(sync_beginning, "MOST_WAITING", math.inf)
+    own = "sync_fraction=1", "mode=streaming", "fragments=3", "gradient_clipping.max_norm=0.5"
+    settings = settings_for(*PLAIN, *own, workers=2)
+    made = partial(gpt, torch.float64, 48)
+    cluster = Cluster(settings, tmp_path, algorithm="diloco", workload=made())
+    pipeline = Pipeline(cluster, made)
+    single = cluster.worker(2, node="macbook")
+    summary = cluster.finish(pipeline.head(1), single, pipeline.stage(1), pipeline.stage(2))
+    assert all(each.samples for each in summary.workers)
+    whole = settings_for("gradient_clipping.max_norm=0.5", "batch_size=16")
+    _, alone = own_workloads.alone(whole, made())
+    ours, theirs = cluster.training.replica.params, alone.replica.params
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
 def test_a_pipeline_and_a_single_machine_apply_every_sample_once(tmp_path: Path) -> None:

@@ -486,7 +486,7 @@ class _Life:
             samples_per_s=self._samples_per_s or 0.0,
             unacknowledged=participant.unacknowledged,
             weights=replica.digest() if says_weights else None,
-            steps_alone=self._place.spread is not None or self._training.steps_alone,
+            steps_alone=self._training.steps_alone,
         )
 
 

@@ -263,7 +263,7 @@ class Ready(Message):
     weights: Identifier | None = None
     """XXH3-128 of the weights and buffers that it has; null: it gets them in any case."""
     steps_alone: bool = False
-    """Whether its steps are its own: others compute for it, or its loop's optimizer is not the run's."""
+    """Whether its steps are its own: its loop's optimizer is not the run's."""
 
 
 class Reject(Message):

@@ -509,9 +509,7 @@ class Server:
         peer.is_joining = True
         peer.steps_alone = ready.steps_alone
         if peer.steps_alone and self.is_synchronous:
-            self.beginning.end(
-                f"{worker.name} is several processes, or a loop whose optimizer the server has not"
-            )
+            self.beginning.end(f"{worker.name} is a loop whose optimizer the server has not")
         if self.stores.introduce(worker.live_session):
             self.welcome(peer, has_weights=self.sender.has_first_weights(ready))
 
