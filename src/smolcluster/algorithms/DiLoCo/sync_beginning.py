@@ -12,7 +12,7 @@ from statistics import harmonic_mean
 from smolcluster.algorithms.DiLoCo.pacing import Timing
 
 MOST_WAITING = 0.15
-"""So large a share of the time that all computing takes workers may wait in the beginning, or there is none.
+"""So large a share of the time that all computing takes workers may wait in what is left of the beginning.
 
 After 1,500 steps a whole beginning was worth 0.02 nats, a fifth more steps, and a quarter of one next to
 nothing (`benchmarks/results/diloco.md`).
@@ -57,9 +57,9 @@ class SyncBeginning:
             speed = sum(speed for _, speed in waits)
             self.waited_s += sum(waited_s * speed for waited_s, speed in waits) / speed
         if workers and self.num_steps >= NUM_TRIED and samples_applied:
-            whole_s = self.waited_s * self._num_samples / samples_applied
-            if whole_s > MOST_WAITING * self.computing_s(workers):
-                self.end(f"workers would wait {whole_s:.3g} s for each other and its exchanges")
+            left_s = self.waited_s * (self._num_samples / samples_applied - 1)
+            if left_s > MOST_WAITING * self.computing_s(workers):
+                self.end(f"workers would wait {left_s:.3g} s for each other and its exchanges")
         self.is_over = bool(self.reason) or samples_applied >= self._num_samples
 
     def computing_s(self, workers: Collection[Timing]) -> float:
