@@ -29,7 +29,7 @@ class LaunchCommand:
 
     Attributes:
         local_workers: number of workers with --local; None: as many as the cluster file lists.
-        local_overrides: `key=value` texts with --local, below the user's own.
+        local_overrides: `key=value` texts with --local, below the user's own and the environment's.
         train_overrides: the same wherever it runs, where the training file is this one.
         cluster_overrides: the same on the machines of a cluster, where the training file is this one.
     """

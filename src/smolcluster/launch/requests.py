@@ -1,5 +1,6 @@
 """What a user asks for, filled in where little is said, and the settings of each process that follow."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -137,6 +138,11 @@ def request_of(
         num_workers = command.local_workers if num_workers is None else num_workers
     elif is_commands:
         filled_in += command.cluster_overrides
+    names = {
+        f"SMOLCLUSTER_{text.partition('=')[0].replace('.', '__').upper()}": text
+        for text in filled_in
+    }
+    filled_in = tuple(text for name, text in names.items() if name not in os.environ)
     return Request(
         algorithm=spec,
         config=config,

@@ -82,6 +82,22 @@ def test_a_command_s_own_settings_are_not_put_on_a_file_of_the_user_s(
     assert "model.num_layers" not in planned(capsys, "mesh", "--local")[1]
 
 
+@pytest.mark.parametrize("launched", ["edp-gpt", "diloco"])
+def test_launches_train_with_what_is_best_unless_the_user_says_otherwise(
+    shipped: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    launched: str,
+) -> None:
+    own = "--override", "optimizer=sgd"
+    assert "optimizer=auto" in planned(capsys, launched, "--local")[1]
+    server = planned(capsys, launched, "--local", *own)[1]
+    assert "optimizer=sgd" in server.partition("optimizer=auto")[2], "the later one holds"
+    assert "optimizer=auto" not in planned(capsys, launched, "--local", "--train-config", "gpt")[1]
+    monkeypatch.setenv("SMOLCLUSTER_OPTIMIZER", "sgd")
+    assert "optimizer=auto" not in planned(capsys, launched, "--local")[1]
+
+
 def test_what_is_named_is_trained_whatever_is_edited(
     shipped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,8 @@ SPEC = AlgorithmSpec(
             "diloco",
             "Distributed Low-Communication training: workers take many steps of their own between two "
             "exchanges with the server.",
+            train_config="digits",
+            train_overrides=("optimizer=auto",),
         ),
     ),
     costs=f"{__package__}.costs",

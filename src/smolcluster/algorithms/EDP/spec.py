@@ -23,6 +23,7 @@ SPEC = AlgorithmSpec(
             train_config="stdlib",
             local_workers=2,
             local_overrides=("worker_update_interval=1",),
+            train_overrides=("optimizer=auto", "learning_rate=3e-3"),
             cluster_overrides=("dataset.source=server",),  # each Python has another library
         ),
     ),
