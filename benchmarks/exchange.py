@@ -68,11 +68,11 @@ from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog
 from smolcluster.server.link import WorkerSetup, follow
 from smolcluster.server.records import Records
-from smolcluster.server.report import StepTaken
 from smolcluster.server.store_host import StoreSetup, hold
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.compute import BatchLoss
+from smolcluster.training.loop import StepTaken
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.workload import Workload
 from smolcluster.wire.dialling import Address

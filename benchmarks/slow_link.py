@@ -32,8 +32,8 @@ from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.configs.resolve import Settings
 from smolcluster.runs.events import kind_of, read_events
-from smolcluster.server.report import StepTaken
 from smolcluster.training.compute import BatchLoss
+from smolcluster.training.loop import StepTaken
 
 COUNTED = ("worker_joined", "worker_lost", "worker_parked", "step_overdue")
 

@@ -40,10 +40,10 @@ from smolcluster.server.leases import Dispatcher, Lease
 from smolcluster.server.link import Participant, WorkerSetup, follow
 from smolcluster.server.push import Pushed
 from smolcluster.server.records import Records
-from smolcluster.server.report import StepTaken
 from smolcluster.server.store_host import StoreSetup, hold
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.checkpoint import CheckpointStore
+from smolcluster.training.loop import StepTaken
 from smolcluster.training.workload import Workload
 from smolcluster.utils.stopping import StopRequest
 from smolcluster.wire.dialling import Address

@@ -36,8 +36,8 @@ from smolcluster.data.permutation import Range
 from smolcluster.runs.events import Event, LeaseReturned, WorkerJoined, WorkerLost
 from smolcluster.runs.summary import Summary
 from smolcluster.server.push import Pushed
-from smolcluster.server.report import StepTaken
 from smolcluster.training.build import build
+from smolcluster.training.loop import StepTaken
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire import acceptor, dialling
 

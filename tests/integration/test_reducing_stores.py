@@ -17,7 +17,7 @@ from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ClusterEmpty, RunFailed
 from smolcluster.server.assignment import Assigned
-from smolcluster.server.report import StepTaken
+from smolcluster.training.loop import StepTaken
 from smolcluster.utils.stopping import Interrupted
 
 start = partial(several_hosts.start, algorithm="syncps")

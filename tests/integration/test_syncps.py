@@ -29,10 +29,9 @@ from smolcluster.runs.events import (
 )
 from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import Assigned
-from smolcluster.server.report import StepTaken
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
-from smolcluster.training.loop import training_steps
+from smolcluster.training.loop import StepTaken, training_steps
 from smolcluster.wire.messages import Welcome
 
 NODES = ("pi5", "win", "macbook", "mini1")
