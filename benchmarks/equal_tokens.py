@@ -59,7 +59,7 @@ ARMS = {
     "adamw-shipped": Arm("AdamW, H by measured times", "adamw", ("local_steps=null", *INT4), 0.03),
     "muon-shipped": Arm("Muon, H by measured times", "muon", ("local_steps=null", *INT4), 0.03),
     "adamw-int4": Arm("AdamW, streaming, int4", "adamw", INT4, 0.03),
-    "adamw-sync-fp32": Arm("AdamW, sync, fp32", "adamw", ("mode=sync", *FP32), 0.03),
+    "adamw-sync-int4": Arm("AdamW, sync, int4", "adamw", ("mode=sync", *INT4), 0.03),
     "adamw-no-beginning": Arm(
         "AdamW, streaming, int4, no beginning", "adamw", (NO_BEGINNING, *INT4)
     ),
@@ -69,6 +69,9 @@ ARMS = {
     "muon-no-beginning": Arm("Muon, streaming, int4, no beginning", "muon", (NO_BEGINNING, *INT4)),
     "muon-async-int4": Arm("Muon, async, int4", "muon", ("mode=async", *INT4), 0.05),
     "muon-30": Arm("Muon, streaming, int4, H = 30", "muon", ("local_steps=30", *INT4), 0.03),
+    "muon-sync-30": Arm(
+        "Muon, sync, int4, H = 30", "muon", ("mode=sync", "local_steps=30", *INT4), 0.03
+    ),
 }
 """H is 10, where nothing else is said; all but those that say so begin synchronously."""
 

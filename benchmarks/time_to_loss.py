@@ -143,6 +143,7 @@ class Conditions:
     limit: float
     mbit: float
     text: str
+    optimizer: str
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class Bench:
             "num_epochs": 1000,
             "learning_rate": order.learning_rate,
             "lr_schedule": {"warmup_iters": 50, "min_lr": order.learning_rate},
-            "optimizer": "adamw",
+            "optimizer": self.conditions.optimizer,
             "weight_decay": 0.1,
             "eval_steps": NEVER,
             "track_gradients": False,
@@ -560,8 +561,8 @@ def document(runs: Sequence[Run], asked: Conditions) -> str:
     return f"""# Time to loss
 
 Made by `benchmarks/time_to_loss.py`, which says what is measured and how:
-`--seconds {asked.seconds:g} --limit {asked.limit:g} --mbit {asked.mbit:g}`, on {asked.text}, with
-`--scale` {scales}, on {os.cpu_count()} cores; load average at the ends of the runs {loads}.
+`--optimizer {asked.optimizer} --seconds {asked.seconds:g} --limit {asked.limit:g} --mbit {asked.mbit:g}`, on {asked.text},
+with `--scale` {scales}, on {os.cpu_count()} cores; load average at the ends of the runs {loads}.
 
 {chr(10).join(table)}
 
@@ -619,6 +620,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--choose", type=float, default=180.0, help="seconds of a choosing run")
     parser.add_argument("--mbit", type=float, default=50.0, help="rate of the links")
     parser.add_argument("--scale", type=float, default=1.0, help="so many times as fast")
+    parser.add_argument("--optimizer", default="adamw", help="of all arms")
     parser.add_argument("--text", type=Path, default=DEFAULT_DATA / "tinyshakespeare.txt")
     parser.add_argument("--out", type=Path, default=RESULTS.with_suffix(".json"))
     return parser.parse_args()
@@ -633,6 +635,7 @@ def main() -> None:
         limit=arguments.limit,
         mbit=arguments.mbit,
         text=text.stem if text.is_file() else "stdlib",
+        optimizer=arguments.optimizer,
     )
     torch.set_num_threads(1)
     Children()  # says what is to be imported first
