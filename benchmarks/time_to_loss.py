@@ -561,8 +561,9 @@ def document(runs: Sequence[Run], asked: Conditions) -> str:
     return f"""# Time to loss
 
 Made by `benchmarks/time_to_loss.py`, which says what is measured and how:
-`--optimizer {asked.optimizer} --seconds {asked.seconds:g} --limit {asked.limit:g} --mbit {asked.mbit:g}`, on {asked.text},
-with `--scale` {scales}, on {os.cpu_count()} cores; load average at the ends of the runs {loads}.
+`--optimizer {asked.optimizer} --seconds {asked.seconds:g} --limit {asked.limit:g} --mbit {asked.mbit:g}`,
+on {asked.text}, with `--scale` {scales}, on {os.cpu_count()} cores; load average at the ends
+of the runs {loads}.
 
 {chr(10).join(table)}
 
