@@ -165,7 +165,7 @@ def main() -> None:
     os.setpriority(os.PRIO_PROCESS, 0, 19)
     with hosts_of("namespaces", NUM_WORKERS) as hosts:
         for mbit in arguments.mbit:
-            conditions = Conditions(arguments.seconds, 1.0, mbit, text.stem)
+            conditions = Conditions(arguments.seconds, 1.0, mbit, text.stem, "adamw")
             bench = Bench(conditions, hosts, arguments.scale, text)
             shape(bench)
             for arm in chosen:

@@ -97,7 +97,10 @@ def optimizer(rounds: int) -> list[list[str]]:
         model_dim=384, num_layers=6, num_heads=6, ff_dim=1536, max_seq_len=256, dropout=0.0
     )
     names = "adamw", "muon"
-    replicas = [Replica(GPT(config, 256), name, weight_decay=0.1) for name in names]
+    models = [GPT(config, 256) for _ in names]
+    replicas = [
+        Replica(model, name, weight_decay=0.1) for model, name in zip(models, names, strict=True)
+    ]
     rows = [["batch", "AdamW, ms", "Muon, ms", "of it the optimizer's, ms", "times as long"]]
     for shape in OPTIMIZER_BATCHES:
         tokens = torch.randint(256, shape)
@@ -106,7 +109,7 @@ def optimizer(rounds: int) -> list[list[str]]:
             for number, replica in enumerate(replicas):
                 began = time.process_time()
                 replica.grads.zero_()
-                (replica.model.loss(tokens, tokens.roll(-1, 1)) / tokens.numel()).backward()
+                (models[number].loss(tokens, tokens.roll(-1, 1)) / tokens.numel()).backward()
                 computed = time.process_time()
                 replica.clip(GradientClipping(max_norm=1.0))
                 replica.step(1e-3)
