@@ -109,7 +109,8 @@ def optimizer(rounds: int) -> list[list[str]]:
             for number, replica in enumerate(replicas):
                 began = time.process_time()
                 replica.grads.zero_()
-                (models[number].loss(tokens, tokens.roll(-1, 1)) / tokens.numel()).backward()
+                loss = models[number].loss(tokens, tokens.roll(-1, 1)) / tokens.numel()
+                torch.autograd.backward(loss)
                 computed = time.process_time()
                 replica.clip(GradientClipping(max_norm=1.0))
                 replica.step(1e-3)
