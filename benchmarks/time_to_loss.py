@@ -552,8 +552,8 @@ def shown(value: float, form: str, otherwise: str) -> str:
     return form.format(value) if value < math.inf else otherwise
 
 
-def document(runs: Sequence[Run], asked: Conditions) -> str:
-    """The results as a page."""
+def document(runs: Sequence[Run], asked: Conditions, picture: str) -> str:
+    """The results as a page, with the file name of their picture."""
     table = [f"| {' | '.join(each)} |" for each in rows(runs, asked)]
     table.insert(1, "|" + "---|" * len(rows(runs, asked)[0]))
     scales = ", ".join(sorted({f"{run.scale:g}" for run in runs}))
@@ -570,7 +570,7 @@ of the runs {loads}.
 A row marked with * was measured on a machine that was too busy for it: more than {MOST_BROKEN:.0%}
 of its batches took longer than the pace of their machine. Its times are too long then.
 
-![validation loss against time, tokens and bytes](time_to_loss.svg)
+![validation loss against time, tokens and bytes]({picture})
 """
 
 
@@ -604,8 +604,9 @@ def draw(runs: Sequence[Run], file: Path) -> None:
 def save(runs: Sequence[Run], conditions: Conditions, out: Path) -> None:
     content = {"conditions": asdict(conditions), "runs": [asdict(run) for run in runs]}
     out.write_text(json.dumps(content, indent=1) + "\n")
-    out.with_suffix(".md").write_text(document(runs, conditions))
-    draw(runs, out.with_suffix(".svg"))
+    picture = out.with_suffix(".svg")
+    out.with_suffix(".md").write_text(document(runs, conditions, picture.name))
+    draw(runs, picture)
 
 
 def parse_arguments() -> argparse.Namespace:

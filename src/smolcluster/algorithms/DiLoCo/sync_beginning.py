@@ -15,7 +15,7 @@ MOST_WAITING = 0.15
 """So large a share of the time that all computing takes workers may wait in what is left of the beginning.
 
 In a simulator a tenth of the steps was worth 0.02 to 0.03 nats after 1,500 steps, about as much as a fifth
-more steps. Where links are slow it costs more than that (`benchmarks/results/time_to_loss.md`).
+more steps. Where links are slow it costs more than that (`benchmarks/results/time_to_loss-muon.md`).
 """
 NUM_TRIED = 3
 """Steps after which it is known how long workers wait."""
