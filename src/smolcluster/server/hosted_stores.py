@@ -17,12 +17,13 @@ from torch import Tensor
 from smolcluster.errors import ProtocolError
 from smolcluster.server.push import Pushed
 from smolcluster.server.slices import PushKey, norms_spec, place_of
-from smolcluster.server.store import Store, Stores, state_of
+from smolcluster.server.store import Store, Stores
 from smolcluster.server.store_links import RemoteStore, StoreLinks
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import Replica
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
+    WEIGHTS,
     Apply,
     Arrived,
     Discard,
@@ -89,7 +90,8 @@ class HostedStores(StoreLinks):
     # what slices hold
 
     def _contents(self, place: slice) -> dict[str, Tensor]:
-        return {name: values[place] for name, values in state_of(self._replica).items()}
+        replica = self._replica
+        return {WEIGHTS: replica.params[place], **replica.optimizer.contents(place)}
 
     def _rule(self, place: slice) -> SliceRule:
         part = self._replica.optimizer.part(place)
