@@ -226,8 +226,10 @@ class Part(ABC):
     def add_gradient(self, weight: float, held: Collection[int]) -> None:
         """Add the gradient, times `weight`, to the sums of all fragments but those `held`."""
         for number in set(range(len(self.now))).difference(held):
-            zeros = {i: torch.zeros_like(each) for i, each in self.now[number].items()}
-            for i, sum_ in self._sums.setdefault(number, zeros).items():
+            if (sums := self._sums.get(number)) is None:
+                self._sums[number] = {i: self.gradients[i] * weight for i in self.now[number]}
+                continue
+            for i, sum_ in sums.items():
                 sum_.add_(self.gradients[i], alpha=weight)
 
     def step(

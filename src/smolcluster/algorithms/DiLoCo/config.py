@@ -46,7 +46,7 @@ class DiLoCoConfig(AlgorithmConfig):
         ge=0,
         le=1,
         description="DiLoCo: share of the run's samples with which it begins synchronously, exchanging "
-        "gradients; less where links are too slow for that. 0: rounds from the first sample on.",
+        "gradients; hardly any where that is too slow. 0: rounds from the first sample on.",
     )
     outer_lr: PositiveFloat | None = Field(
         None,
