@@ -129,6 +129,14 @@ def handshake_and_steps() -> list[m.Message]:
             share=0.25,
             moves_by=0.75,
         ),
+        m.TakeGradients(
+            fragment=1,
+            changes=(m.CountedChange(instance="0123456789abcdef", request=1, weight=32.0),),
+        ),
+        m.GradientNorms(
+            fragment=1, tensor=m.TensorSpec(codec="raw", dtype="float64", shape=(0,), nbytes=0)
+        ),
+        m.TakeInnerStep(version=4, base_versions=(2, 3), clip=0.5, learning_rate=0.01),
     ]
 
 
@@ -180,7 +188,7 @@ def stores() -> list[m.Message]:
         m.Apply(instance="0123456789abcdef", lease=LEASE, clip=0.5, learning_rate=0.1, bound=1.0),
         m.Discard(instance="0123456789abcdef", lease=LEASE),
         m.SendWeights(instance="0123456789abcdef", version=3),
-        m.Gather(version=3),
+        m.Gather(version=3, contents=("weights",)),
         m.WorkerGone(instance="0123456789abcdef"),
         m.OpenStep(attempt=3, version=2, epoch=0, start=64, sizes=(16, 16)),
         m.Counted(instance="0123456789abcdef", lease=LEASE, num_buckets=3, is_finished=True),

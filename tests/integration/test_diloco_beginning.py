@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import harness
 import own_workloads
+import several_hosts
 from harness import Cluster, local_settings
 from own_workloads import Rows
 from smolcluster.algorithms.DiLoCo import sync_beginning
@@ -18,6 +21,7 @@ from smolcluster.configs.resolve import Settings
 from smolcluster.errors import PeerLost
 from smolcluster.runs.events import BeginningEnded
 from smolcluster.server.assignment import Assigned
+from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.workload import Workload
 
@@ -98,6 +102,32 @@ def test_a_run_that_is_all_beginning_is_training_with_larger_batches(
     common = f"optimizer={optimizer}", "gradient_clipping.max_norm=0.5", "num_epochs=3"
     own = settings_for(*LOSSLESS, *common, "sync_fraction=1", *mode)
     cluster = run(own, tmp_path)
+    whole = settings_for(*common, "batch_size=40", workers=1)
+    _, alone = own_workloads.alone(whole, workload())
+    ours, theirs = cluster.training.replica.params, alone.replica.params
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_on_several_hosts_it_is_the_same_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buckets of 32 weights on three hosts; the mean is clipped by the norm of the whole."""
+    monkeypatch.setattr(harness, "build", partial(build, bucket_bytes=256))
+
+    class Together(Server):
+        """Hands out nothing before both workers have reached all hosts."""
+
+        def hand_out(self, now: float) -> None:
+            if len(self.active) == 2:
+                super().hand_out(now)
+
+    common = "optimizer=adamw", "gradient_clipping.max_norm=0.5", "num_epochs=3"
+    hosts = several_hosts.on_hosts(3)
+    own = settings_for(*LOSSLESS, *common, *STREAMING, "sync_fraction=1", hosts)
+    cluster, stores = several_hosts.start(
+        own, tmp_path, "diloco", server_class=Together, workload=workload()
+    )
+    cluster.finish(cluster.worker(1), cluster.worker(2), *stores)
     whole = settings_for(*common, "batch_size=40", workers=1)
     _, alone = own_workloads.alone(whole, workload())
     ours, theirs = cluster.training.replica.params, alone.replica.params

@@ -1,5 +1,6 @@
 """DiLoCo with weights that lie on several hosts: the server, and stores that have dialled it."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import several_hosts
 from harness import Cluster, local_settings
 from integration.test_diloco_resume import first_saved, killed_after
 from several_hosts import many_buckets, on_hosts  # noqa: F401 - a fixture
+from smolcluster.algorithms.DiLoCo import sync_beginning
 from smolcluster.algorithms.DiLoCo.exchange import delta_frames
 from smolcluster.algorithms.DiLoCo.ledger import Request
 from smolcluster.algorithms.DiLoCo.outer_links import WholeChange
@@ -19,6 +21,7 @@ from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ConfigError
+from smolcluster.runs.events import BeginningEnded
 from smolcluster.training.local_copy import InProcess
 from smolcluster.wire.messages import Collect
 
@@ -33,7 +36,7 @@ def settings_for(num_hosts: int, *overrides: str, workers: int = 1) -> Settings:
     return local_settings(
         on_hosts(num_hosts),
         *common,
-        *("outer_lr=0.7", "sync_fraction=0"),  # only one host begins synchronously
+        *("outer_lr=0.7", "sync_fraction=0"),
         *overrides,
         workers=workers,
         algorithm="diloco",
@@ -63,13 +66,18 @@ def when_changes_wait(cluster: Cluster, step: int, act: Callable[[], None]) -> N
         ("mode=sync",),
         ("mode=sync", "codec_up=int8", "codec_down=int4"),
         ("mode=sync", "optimizer=muon"),
+        ("mode=sync", "sync_fraction=0.5"),
+        (*STREAMING, "sync_fraction=1", "codec_up=topk", "codec_down=int4"),
+        (*STREAMING, "sync_fraction=1", "optimizer=sgd", "optimizer_args.momentum=0.9"),
     ],
-    ids=["lossless", "int8 and int4", "muon"],
+    ids=["lossless", "int8 and int4", "muon", "beginning", "topk in fragments", "sgd in fragments"],
 )
 def test_any_number_of_hosts_gives_the_same_bits(
-    tmp_path: Path, overrides: tuple[str, ...]
+    tmp_path: Path, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = (*overrides, "outer_momentum=0.5", "checkpoint_steps=30", "eval_steps=20")
+    monkeypatch.setattr(sync_beginning, "MOST_WAITING", math.inf)
+    momentum = "outer_momentum=0" if "codec_up=topk" in overrides else "outer_momentum=0.5"
+    own = (*overrides, momentum, "checkpoint_steps=30", "eval_steps=20")
     whole, *others = (run(settings_for(hosts, *own), tmp_path / str(hosts)) for hosts in (1, 2, 3))
     losses = [record.values["loss"] for record in whole.metrics.steps]
     for other in others:
@@ -79,6 +87,14 @@ def test_any_number_of_hosts_gives_the_same_bits(
         assert isinstance(other.core, Server) and isinstance(whole.core, Server)
         for name, tensor in whole.core.stores.tensors.items():
             assert torch.equal(other.core.stores.tensors[name], tensor), name
+        assert other.core.beginning.num_steps == whole.core.beginning.num_steps
+
+
+def test_muon_begins_with_rounds_where_its_matrices_are_cut(tmp_path: Path) -> None:
+    cluster = run(settings_for(2, "mode=sync", "optimizer=muon", "sync_fraction=0.5"), tmp_path)
+    [event] = [each.event for each in cluster.events() if isinstance(each.event, BeginningEnded)]
+    assert event.reason.startswith("0 steps")
+    assert "several hosts, and muon" in event.reason
 
 
 @pytest.mark.parametrize("mode", [STREAMING, ("mode=async",)], ids=["streaming", "async"])
@@ -107,21 +123,40 @@ def test_what_a_worker_says_it_has_received_came_from_all_hosts(tmp_path: Path) 
     assert from_all > 2 * from_server
 
 
+@pytest.mark.parametrize("sync_fraction", [0, 0.5])
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
-def test_a_run_goes_on_with_more_hosts_or_fewer(tmp_path: Path, before: int, after: int) -> None:
-    """From a checkpoint of an undisturbed run, and what the worker has kept for it."""
+def test_a_run_goes_on_with_more_hosts_or_fewer(
+    tmp_path: Path,
+    before: int,
+    after: int,
+    sync_fraction: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From a checkpoint of an undisturbed run, and what the worker has kept for it.
+
+    That lies between two rounds, or within the synchronous beginning.
+    """
+    monkeypatch.setattr(sync_beginning, "MOST_WAITING", math.inf)
+    begins = f"sync_fraction={sync_fraction}"
     own = "mode=sync", "codec_up=int8", "codec_down=int4", "outer_momentum=0.5", "local_steps=5"
     saved = "checkpoint_steps=30", "keep_last=100"
-    whole = run(settings_for(before, *own, *saved), tmp_path / "whole")
+    whole = run(settings_for(before, *own, *saved, begins), tmp_path / "whole")
     step = first_saved(whole)
+    assert sync_fraction == 0 or step < sync_fraction * len(whole.metrics.steps)
     folder = killed_after(whole.folder, tmp_path / "resumed", step)
-    resumed = run(settings_for(after, *own, *saved), folder, resume=True)
+    resumed = run(settings_for(after, *own, *saved, begins), folder, resume=True)
     assert len(resumed.metrics.steps) == len(whole.metrics.steps) - step >= 30
     assert torch.equal(resumed.training.replica.params, whole.training.replica.params)
 
 
-@pytest.mark.parametrize("mode", [("mode=sync",), STREAMING, ("mode=async",)])
-def test_a_store_that_is_lost_costs_no_sample(tmp_path: Path, mode: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "mode",
+    [("mode=sync",), STREAMING, ("mode=async",), (*STREAMING, "sync_fraction=0.5")],
+)
+def test_a_store_that_is_lost_costs_no_sample(
+    tmp_path: Path, mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync_beginning, "MOST_WAITING", math.inf)
     own = (*mode, "codec_up=int8", "codec_down=int8", "num_epochs=8", "eval_steps=20")
     settings = settings_for(3, *own, workers=2)
     cluster, stores = start(settings, tmp_path)

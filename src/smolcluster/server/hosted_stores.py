@@ -94,23 +94,13 @@ class HostedStores(StoreLinks):
         return {WEIGHTS: replica.params[place], **replica.optimizer.contents(place)}
 
     def _rule(self, place: slice) -> SliceRule:
-        part = self._replica.optimizer.part(place)
-        assert isinstance(part, FlatOptimizer)  # noqa: S101 - others have no parts
-        rule = part.rule
-        return SliceRule(
-            optimizer=rule.name,
-            optimizer_args=dict(rule.arguments),
-            weight_decay=rule.weight_decay,
-            num_decayed=rule.num_decayed,
-            num_steps=self._copied_steps,
-        )
+        return rule_of(self._replica, place, self._copied_steps)
 
     def _remember_copy(self, version: int) -> None:
         super()._remember_copy(version)
         for store in self._stores:
             store.num_steps = 0
-        state = self._replica.optimizer.state
-        self._copied_steps = int(state[STEP_COUNT]) if state else 0
+        self._copied_steps = num_steps_of(self._replica)
 
     def _on_lost(self, store: RemoteStore) -> None:
         if store.num_steps:
@@ -197,6 +187,30 @@ class HostedStores(StoreLinks):
         """Let all stores send their weights of now to a worker."""
         every = [store.node for store in self._stores]
         self._tell(every, SendWeights(instance=instance, version=version))
+
+
+def num_steps_of(replica: Replica) -> int:
+    """How many steps the optimizer has taken; 0 where it does not mind."""
+    state = replica.optimizer.state
+    return int(state[STEP_COUNT]) if state else 0
+
+
+def rule_of(replica: Replica, place: slice, num_steps: int) -> SliceRule:
+    """How a slice steps elsewhere, of which the optimizer has taken so many steps.
+
+    Raises:
+        ConfigError: the replica's optimizer needs all weights in one place.
+    """
+    part = replica.optimizer.part(place)
+    assert isinstance(part, FlatOptimizer)  # noqa: S101 - others have no parts
+    rule = part.rule
+    return SliceRule(
+        optimizer=rule.name,
+        optimizer_args=dict(rule.arguments),
+        weight_decay=rule.weight_decay,
+        num_decayed=rule.num_decayed,
+        num_steps=num_steps,
+    )
 
 
 class HostedPush:

@@ -29,8 +29,8 @@ from smolcluster.wire.messages import (
     Arrived,
     Discard,
     Message,
+    OuterRule,
     SendWeights,
-    Slice,
     SliceRule,
 )
 from smolcluster.wire.session import Session
@@ -49,7 +49,8 @@ class SteppingSlice(HeldSlice):
             ProtocolError: its contents do not fit its rule.
         """
         super().__init__(*session)
-        self._store = store_of(self._given, self._buckets, self._contents)
+        own = self._buckets[self._given.first : self._given.stop]
+        self._store = store_of(self._given.rule, own, self._contents)
         self._contents = {WEIGHTS: self._store.weights, **self._store.optimizer.moments}
         self._pushes: dict[PushKey, Pushed] = {}
         self._snapshot: list[Frame] | None = None
@@ -105,13 +106,15 @@ class SteppingSlice(HeldSlice):
         return pushed
 
 
-def store_of(given: Slice, buckets: Sequence[slice], values: Mapping[str, Tensor]) -> Store:
-    """The store of a slice; `values` (n,) by name become its memory.
+def store_of(
+    rule: SliceRule | OuterRule | None, buckets: Sequence[slice], values: Mapping[str, Tensor]
+) -> Store:
+    """The store of a slice of these buckets; `values` (n,) by name become its memory.
 
     Raises:
         ProtocolError: these are not what its rule needs.
     """
-    rule, weights = given.rule, values.get(WEIGHTS)
+    weights = values.get(WEIGHTS)
     if not isinstance(rule, SliceRule) or weights is None:
         raise ProtocolError("it gave a slice without weights or rule to a store that takes steps")
     buffer = torch.empty_like(weights)
@@ -123,13 +126,13 @@ def store_of(given: Slice, buckets: Sequence[slice], values: Mapping[str, Tensor
         rule.num_decayed,
         arguments=rule.optimizer_args,
     )
-    if set(optimizer.moments) != set(given.contents) - {WEIGHTS}:
+    if set(optimizer.moments) != set(values) - {WEIGHTS}:
         raise ProtocolError(f"{rule.optimizer} has other moments than were sent")
     for name in optimizer.moments:
         optimizer.state[name] = values[name]
     if STEP_COUNT in optimizer.state:
         optimizer.state[STEP_COUNT].fill_(rule.num_steps)
-    return Store(buckets[given.first : given.stop], weights, buffer, optimizer)
+    return Store(buckets, weights, buffer, optimizer)
 
 
 class PushReceiver(GradientReceiver):

@@ -52,7 +52,7 @@ class Store:
         self.buckets = buckets
         self.weights = weights
         self.optimizer = optimizer
-        self._buffer = buffer
+        self.buffer = buffer
         self._taken = self._scaled = buffer
         self._start = buckets[0].start
 
@@ -67,13 +67,13 @@ class Store:
         change it, and leaves the buffer alone.
         """
         self._taken = gradient
-        self._scaled = gradient if owned else self._buffer[: gradient.numel()]
+        self._scaled = gradient if owned else self.buffer[: gradient.numel()]
         if gradient.device != self.weights.device:
-            self._taken = self._scaled = self._buffer[: gradient.numel()].copy_(gradient)
+            self._taken = self._scaled = self.buffer[: gradient.numel()].copy_(gradient)
 
     def take_difference(self, weights: Tensor) -> None:
         """Take the way from these weights to a worker's, (n,), instead of a gradient."""
-        self._taken = self._buffer.copy_(weights).sub_(self.weights)
+        self._taken = self.buffer.copy_(weights).sub_(self.weights)
 
     def norms(self) -> list[float]:
         """The L2 norm of each bucket of what was taken."""

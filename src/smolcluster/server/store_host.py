@@ -333,7 +333,7 @@ class HeldSlice(ABC):
         """The coordinator has said something about the slice."""
 
     def _now(self) -> Mapping[str, Tensor]:
-        """What the coordinator is sent when it gathers, each (n,)."""
+        """What the coordinator may gather, each (n,)."""
         return self._contents
 
     def listen(self, addresses: Sequence[str]) -> tuple[HostPort, ...]:
@@ -381,15 +381,22 @@ class HeldSlice(ABC):
                 session_id == COORDINATOR
             ):
                 self._on_gone(instance)
-            case MessageReceived(session_id, message=Gather(version=version)) if (
+            case MessageReceived(session_id, message=Gather() as wanted) if (
                 session_id == COORDINATOR
             ):
-                for frame in self._frames(self._now(), version):
-                    coordinator.send_frame(frame)
+                self._gather(wanted, coordinator)
             case MessageReceived(session_id, message) if session_id == COORDINATOR:
                 self._obey(message, coordinator)
             case _:
                 self._on_event(event, coordinator)
+
+    def _gather(self, wanted: Gather, coordinator: Session) -> None:
+        now = self._now()
+        if not set(wanted.contents) <= now.keys():
+            raise ProtocolError("it wants contents that its slice has not")
+        contents = {name: now[name] for name in wanted.contents}
+        for frame in self._frames(contents, wanted.version):
+            coordinator.send_frame(frame)
 
     def _on_worker(self, opened: SessionOpened) -> None:
         instance = opened.client.hello.instance

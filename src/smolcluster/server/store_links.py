@@ -426,9 +426,10 @@ class StoreLinks(ABC):
         assert session is not None  # noqa: S101 - it is ready
         place = place_of(replica.buckets, store.span)
         dtype = replica.params.dtype
-        pieces = slice_pieces(replica.buckets, store.span, tuple(self._contents(place)), dtype)
+        contents = tuple(self._contents(place))
+        pieces = slice_pieces(replica.buckets, store.span, contents, dtype)
         asked = self._receivers[session.session_id].expect(pieces, dtype)
-        session.send(Gather(version=version))
+        session.send(Gather(version=version, contents=contents))
         return asked
 
     def _wait_for(
@@ -436,7 +437,9 @@ class StoreLinks(ABC):
         store: RemoteStore,
         whole: threading.Event,
         check_stop: Callable[[], None],
+        what: str = "its slice",
     ) -> bool:
+        """Wait for `what` a store was asked for; if it does not come, cut the store and return False."""
         session, progress = store.session, -1
         assert session is not None  # noqa: S101 - it is ready
         receiver = self._receivers[session.session_id]
@@ -449,9 +452,9 @@ class StoreLinks(ABC):
             if receiver.num_frames != progress:
                 progress, deadline = receiver.num_frames, Deadline(patience_s)
             if deadline.expired:
-                session.cut("it does not send its slice")
+                session.cut(f"it does not send {what}")
             if total.expired:
-                session.cut(f"it has not sent its slice within {format_duration(total_s)}")
+                session.cut(f"it has not sent {what} within {format_duration(total_s)}")
             if session.is_cut:
                 return False
         store.heard_at = time.monotonic()

@@ -166,6 +166,10 @@ class FlatOptimizer(FlatState):
         return part
 
     @property
+    def name(self) -> str:
+        return self._name
+
+    @property
     def rule(self) -> FlatRule:
         return FlatRule(self._name, self._arguments, self._weight_decay, self._num_decayed)
 

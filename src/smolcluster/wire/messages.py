@@ -678,7 +678,7 @@ class OuterRule(HeaderModel):
 
     The flat weights are those of tensors with as many elements as `layers` says, which are cut into
     `num_fragments`. Outer steps are sent encoded with `codec_down`; null: weights are. `is_async`: after some
-    steps changes are applied one by one.
+    steps changes are applied one by one. `inner`: takes steps along gradients, before the first outer step.
     """
 
     learning_rate: Annotated[float, Field(gt=0)]
@@ -687,6 +687,7 @@ class OuterRule(HeaderModel):
     codec_down: Identifier | None
     layers: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_LAYERS)]
     num_fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
+    inner: SliceRule | None = None
 
 
 class Slice(Message):
@@ -772,10 +773,13 @@ class WorkerGone(Message):
 
 
 class Gather(Message):
-    """Server: send it everything of now, which is that of `version`."""
+    """Server: send it these contents of the slice as they are now, which is at `version`."""
 
     KIND: ClassVar[int] = 47
     version: Count
+    contents: Annotated[
+        tuple[Identifier, ...], Strict(False), Field(min_length=1, max_length=MAX_CONTENTS)
+    ]
 
 
 class OpenStep(Message):
@@ -836,6 +840,44 @@ class CountedChange(HeaderModel):
     weight: Annotated[float, Field(ge=0)]
 
 
+Changes = Annotated[
+    tuple[CountedChange, ...], Strict(False), Field(min_length=1, max_length=MAX_CHANGES)
+]
+
+
+class TakeGradients(Message):
+    """Server: have the mean of these changes, which are gradients, ready for a step; tell its norms."""
+
+    KIND: ClassVar[int] = 70
+    fragment: Count
+    changes: Changes
+
+
+class GradientNorms(Message):
+    """Store: a fragment's mean gradient is ready (payload: the L2 norm of each of its buckets here)."""
+
+    KIND: ClassVar[int] = 71
+    fragment: Count
+    tensor: TensorSpec
+
+
+class TakeInnerStep(Message):
+    """Server: take one step of the inner optimizer with `clip` times the mean gradients that are ready.
+
+    A fragment without any stays as it is, and all do if `learning_rate` is null, because nothing counts. No
+    element may be above `bound`. Fragment i of `base_versions`[i] has `version` + i then.
+    """
+
+    KIND: ClassVar[int] = 72
+    version: Count
+    base_versions: Annotated[
+        tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_FRAGMENTS)
+    ]
+    clip: Annotated[float, Field(ge=0, le=1)]
+    learning_rate: Annotated[float, Field(ge=0)] | None
+    bound: Annotated[float, Field(gt=0)] | None = None
+
+
 class TakeOuterStep(Message):
     """Server: step a fragment from `base_version` to `version`, along the mean of these changes.
 
@@ -847,9 +889,7 @@ class TakeOuterStep(Message):
     fragment: Count
     base_version: Count
     version: Count
-    changes: Annotated[
-        tuple[CountedChange, ...], Strict(False), Field(min_length=1, max_length=MAX_CHANGES)
-    ]
+    changes: Changes
     share: Annotated[float, Field(ge=0, le=1)] | None = None
     moves_by: Annotated[float, Field(ge=0)] | None = None
 
@@ -1198,7 +1238,9 @@ ROUNDS = MessageSet(
 """What they say besides where a worker takes many steps of its own between two exchanges."""
 STORE = MessageSet(
     "store",
-    from_dialler=frozenset({Listening, Arrived, State, Reduced, Counted, BucketNorm, Fault}),
+    from_dialler=frozenset(
+        {Listening, Arrived, State, Reduced, Counted, BucketNorm, GradientNorms, Fault}
+    ),
     from_listener=frozenset(
         {
             Slice,
@@ -1212,6 +1254,8 @@ STORE = MessageSet(
             Commit,
             SendMeans,
             TakeOuterStep,
+            TakeGradients,
+            TakeInnerStep,
             DropChange,
             End,
         }

@@ -106,7 +106,8 @@ def new_beginning(context: ServerContext, total_batches: int) -> SyncBeginning:
     config, cluster = context.run.of(DiLoCoConfig), context.settings.cluster
     total = context.settings.train.num_epochs * context.training.num_samples
     beginning = SyncBeginning(round(config.sync_fraction * total), total_batches)
-    beginning.end(why_none(len(cluster.store_nodes)))
+    optimizer = context.training.replica.optimizer.name
+    beginning.end(why_none(len(cluster.store_nodes), optimizer))
     return beginning
 
 

@@ -59,7 +59,7 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
         down_nbytes=down,
     )
     found = FastMotion(site, run).find() or _of_long_rounds(site, run)
-    has_none = why_none(len(settings.cluster.store_nodes))
+    has_none = why_none(len(settings.cluster.store_nodes), settings.train.optimizer)
     fraction = 0.0 if has_none else config.sync_fraction
     in_steps = replace(
         run,

@@ -8,7 +8,9 @@ The other side is `outer_slice.py`.
 """
 
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,15 +20,17 @@ from torch import Tensor
 
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, Layout
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
-from smolcluster.algorithms.DiLoCo.outer_store import WHOLE, OuterStore, mean_change
+from smolcluster.algorithms.DiLoCo.outer_store import WHOLE, OuterStore
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError, ProtocolError
 from smolcluster.server.buffers import buffer_frames
-from smolcluster.server.slices import place_of
+from smolcluster.server.hosted_stores import num_steps_of, rule_of
+from smolcluster.server.slices import norms_spec, place_of
+from smolcluster.server.store import Stores
 from smolcluster.server.store_links import RemoteStore, StoreLinks
 from smolcluster.server.weights import state_frames
 from smolcluster.training.buffers import BufferValues, mean_buffers
-from smolcluster.training.optimizer import bucket_norms
+from smolcluster.training.optimizer import bucket_norms, clip_factor
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
@@ -36,9 +40,12 @@ from smolcluster.wire.messages import (
     BucketNorm,
     CountedChange,
     DropChange,
+    GradientNorms,
     Message,
     OuterRule,
     SendWeights,
+    TakeGradients,
+    TakeInnerStep,
     TakeOuterStep,
 )
 
@@ -103,10 +110,32 @@ class Change:
 
 @dataclass(frozen=True)
 class Listeners:
-    """Who hears of outer steps that a lost store has taken in vain (see `StepsUndone`), and of its loss."""
+    """Who hears of steps that a lost store has taken in vain (see `StepsUndone`), and of its loss."""
 
     on_undone: Callable[[str, int, float], None]
     on_lost: Callable[[], None]
+
+
+class AwaitedNorms:
+    """What a store is to tell of the mean gradient of a step: its norms, fragment by fragment."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        """`numbers`: of the fragments, in order; there is one at least."""
+        self._left = deque(numbers)
+        self.norms: dict[int, Sequence[float]] = {}
+        self.is_whole = threading.Event()
+
+    def take(self, number: int, norms: Sequence[float]) -> None:
+        """In the reader's thread.
+
+        Raises:
+            ProtocolError: these are not what comes next.
+        """
+        if self._left.popleft() != number:
+            raise ProtocolError(f"it told the norms of fragment {number} out of turn")
+        self.norms[number] = norms
+        if not self._left:
+            self.is_whole.set()
 
 
 class OuterLinks(StoreLinks):
@@ -158,6 +187,12 @@ class OuterLinks(StoreLinks):
         self.versions = [0] * len(layout.fragments)
         """Of each fragment: that of the last outer step that has changed it."""
         self._pending: dict[ChangeKey, PendingChange] = {}
+        self._awaited: dict[str, deque[AwaitedNorms]] = {}
+        """By store: what it was asked for and has not told, also of steps that came to nothing."""
+        self._keeps_inner = False
+        """Whether slices hold the state of the inner optimizer, which takes the run's first steps."""
+        self._copied_steps = 0
+        """How many steps that had taken when the slices were gathered last."""
         self._snapshot: tuple[int, list[Frame]] | None = None
         self._listeners: Listeners
 
@@ -180,22 +215,30 @@ class OuterLinks(StoreLinks):
         self.versions = [version] * len(self.versions)
         self._own.resume(self.versions)
 
-    def begin(self, version: int, listeners: Listeners) -> None:
-        """The replica is as the run begins, or goes on after so many batches."""
-        self._listeners = listeners
+    def begin(self, version: int, listeners: Listeners, *, begins_together: bool = False) -> None:
+        """The replica is as the run begins, or goes on after so many batches.
+
+        `begins_together`: steps of the inner optimizer come before the outer ones.
+        """
+        self._listeners, self._keeps_inner = listeners, begins_together
         if self._residual is not None:
             for fragment, feedback in zip(self._whole.fragments, self._own.residuals, strict=True):
                 fragment.scatter(feedback.committed, self._residual)
         super()._remember_copy(version)
+        self._copied_steps = num_steps_of(self._replica)
 
     # what slices hold
 
     def _contents(self, place: slice) -> dict[str, Tensor]:
         residual = {} if self._residual is None else {RESIDUAL: self._residual[place]}
         state = {name: values[place] for name, values in self._outer.vectors.items()}
+        if self._keeps_inner:
+            moments = self._replica.optimizer.moments
+            state |= {name: values[place] for name, values in moments.items()}
         return {WEIGHTS: self._replica.params[place], **state, **residual}
 
-    def _rule(self, _place: slice) -> OuterRule:
+    def _rule(self, place: slice) -> OuterRule:
+        inner = rule_of(self._replica, place, self._copied_steps) if self._keeps_inner else None
         return OuterRule(
             learning_rate=self._outer.learning_rate,
             momentum=self._outer.momentum,
@@ -203,10 +246,12 @@ class OuterLinks(StoreLinks):
             codec_down=self._codec_down,
             layers=tuple(place.stop - place.start for _, place in self._replica.layers),
             num_fragments=len(self._whole.fragments),
+            inner=inner,
         )
 
     def _remember_copy(self, version: int) -> None:
         super()._remember_copy(version)
+        self._copied_steps = num_steps_of(self._replica)
         for store in self._stores:
             store.num_steps = 0
         if self._residual is not None:
@@ -222,15 +267,19 @@ class OuterLinks(StoreLinks):
             self._listeners.on_undone(store.node, store.num_steps, share)
             store.num_steps = 0
         self._forget(self._pending)
+        self._awaited.pop(store.node, None)
         self._listeners.on_lost()
 
     def _hear(
-        self, store: RemoteStore, session_id: int, message: Message, _payload: memoryview
+        self, store: RemoteStore, session_id: int, message: Message, payload: memoryview
     ) -> Event | None:
-        if not isinstance(message, BucketNorm):
-            return MessageReceived(session_id, message)
         part = self._parts[self._stores.index(store)]
         numbers = part.numbers
+        if isinstance(message, GradientNorms):
+            self._hear_norms(store, message, payload, part)
+            return None
+        if not isinstance(message, BucketNorm):
+            return MessageReceived(session_id, message)
         if message.fragment >= len(numbers) or message.bucket not in numbers[message.fragment]:
             raise ProtocolError(
                 f"it has told of bucket {message.bucket} of fragment {message.fragment}, which it has not"
@@ -243,6 +292,19 @@ class OuterLinks(StoreLinks):
             message.bucket,
             *(math.nan if norm is None else norm for norm in norms),
         )
+
+    def _hear_norms(
+        self, store: RemoteStore, told: GradientNorms, payload: memoryview, part: Layout
+    ) -> None:
+        awaited = self._awaited.get(store.node)
+        if not awaited or told.fragment >= len(part.numbers):
+            raise ProtocolError("it told norms of a gradient unasked")
+        if told.tensor != norms_spec(len(part.numbers[told.fragment])):
+            raise ProtocolError("it did not send one norm a bucket")
+        norms = torch.frombuffer(bytearray(payload), dtype=torch.float64)
+        awaited[0].take(told.fragment, norms.tolist())
+        if awaited[0].is_whole.is_set():
+            awaited.popleft()
 
     # changes
 
@@ -316,40 +378,70 @@ class OuterLinks(StoreLinks):
             self._replica.buffers.add(mean_buffers(buffers))
 
     def step_together(
-        self, changes: Sequence[Sequence[Change]], learning_rate: float, clipping: GradientClipping
-    ) -> None:
-        """Step all weights by the replica's own optimizer along a mean gradient.
+        self,
+        changes: Sequence[Sequence[Change]],
+        learning_rate: float,
+        clipping: GradientClipping,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Step all weights by the inner optimizer along a mean gradient, here and on all other hosts.
 
         `changes`: by fragment, the workers' gradients. A fragment without any stays as it is, and all do
-        where nothing counts, as all gradients have overflowed. All weights lie on this host.
+        where nothing counts, as all gradients have overflowed. Nothing else is decided until all hosts have
+        told the norms of what they hold of the mean; False: one is missing, and nothing has stepped.
+        `check_stop` may raise.
         """
-        replica = self._replica
-        bases = [self._count_step(number) for number in range(len(changes))]
-        before = {
-            number: self._whole.gather(number, replica.params)
-            for number, of_fragment in enumerate(changes)
-            if self._own.residuals or not of_fragment
-        }
+        if not self.is_ready:
+            return False
+        replica, stepped = self._replica, [number for number, each in enumerate(changes) if each]
+        awaited = {store.node: self._ask_norms(store, stepped) for store in self._stores}
+        for number in stepped:
+            taken = TakeGradients(fragment=number, changes=_counted(changes[number]))
+            self._tell(self._holders(number), taken)
+        self._own.gradients.clear()
+        norms = []
         with replica.meter("apply"):
-            replica.grads.zero_()
-            for fragment, of_fragment in zip(self._whole.fragments, changes, strict=True):
-                if counted := [(each.weight, each.arrived.values) for each in of_fragment]:
-                    fragment.scatter(mean_change(counted).to(replica.device), replica.grads)
-        if any(each.weight for of_fragment in changes for each in of_fragment):
-            replica.clip(clipping)
-            replica.step(learning_rate)
+            for number in stepped:
+                counted = [(each.weight, each.arrived.values) for each in changes[number]]
+                norms.append(self._own.take_gradients(number, counted))
+        for store in self._stores:
+            told = awaited[store.node]
+            if told and not self._wait_for(
+                store, told.is_whole, check_stop, "its gradient's norms"
+            ):
+                return False
+            for number, own in zip(stepped, norms, strict=True):
+                own.extend(told.norms.get(number, ()) if told else ())
+        norm = math.hypot(*(each for of_fragment in norms for each in of_fragment))
+        does_count = any(each.weight for of_fragment in changes for each in of_fragment)
+        step = TakeInnerStep(
+            version=self.version + 1,
+            base_versions=tuple(self.versions),
+            clip=clip_factor(norm, clipping),
+            learning_rate=learning_rate if does_count else None,
+            bound=clipping.bound,
+        )
+        self._tell([store.node for store in self._stores], step)
+        for store in self._stores:
+            store.num_steps += 1
+        for number in range(len(changes)):
+            self._count_step(number)
         with replica.meter("apply"):
-            for number, base_version in enumerate(bases):
-                if not changes[number]:
-                    self._whole.fragments[number].scatter(before[number], replica.params)
-                self._own.follow_step(
-                    number,
-                    before.get(number),
-                    base_version=base_version,
-                    version=self.versions[number],
-                )
+            [inner] = Stores(replica, span=self.own_span).stores
+            self._own.step_together(inner, step)
             buffers = [(each.num_samples, each.arrived.buffers) for each in changes[0]]
             replica.buffers.add(mean_buffers(buffers))
+        return True
+
+    def _ask_norms(self, store: RemoteStore, stepped: Sequence[int]) -> AwaitedNorms | None:
+        """What a store will tell of these fragments' mean gradients; None: it holds nothing of them."""
+        held = self._parts[self._stores.index(store)].numbers
+        numbers = [number for number in stepped if held[number]]
+        if not numbers:
+            return None
+        awaited = AwaitedNorms(numbers)
+        self._awaited.setdefault(store.node, deque()).append(awaited)
+        return awaited
 
     def apply(self, change: Change, share: float) -> None:
         """Change all weights by one worker's change, of weight `share`, as soon as it has come.
@@ -382,24 +474,17 @@ class OuterLinks(StoreLinks):
         share: float | None = None,
         moves_by: float | None = None,
     ) -> None:
+        self._keeps_inner = False
         if not (holders := self._holders(number)):
             return
         for store in self._stores:
             if store.node in holders and store.listens is not None:
                 store.num_steps += 1
-        counted = (
-            CountedChange(
-                instance=each.arrived.key.instance,
-                request=each.arrived.key.request,
-                weight=each.weight,
-            )
-            for each in changes
-        )
         step = TakeOuterStep(
             fragment=number,
             base_version=base_version,
             version=self.version,
-            changes=tuple(counted),
+            changes=_counted(changes),
             share=share,
             moves_by=moves_by,
         )
@@ -457,6 +542,17 @@ class OuterLinks(StoreLinks):
         replica = self._replica
         values = replica.buffers.values()
         return buffer_frames(values, replica.bucket_bytes, version=self.version)
+
+
+def _counted(changes: Sequence[Change]) -> tuple[CountedChange, ...]:
+    return tuple(
+        CountedChange(
+            instance=each.arrived.key.instance,
+            request=each.arrived.key.request,
+            weight=each.weight,
+        )
+        for each in changes
+    )
 
 
 def _dropped(key: ChangeKey) -> DropChange:

@@ -2,6 +2,8 @@
 
     worker      -> Delta            decoded; BucketNorm with the norm of each bucket goes on
     coordinator -> TakeOuterStep    a step along the changes that it names
+    coordinator -> TakeGradients    their mean is wanted: GradientNorms goes back
+    coordinator -> TakeInnerStep    a step of the inner optimizer along such means
     coordinator -> DropChange       a change is not wanted any more
     coordinator -> SendWeights      all weights, or those of a fragment, to a worker
 
@@ -10,20 +12,24 @@ Of each fragment it has what lies in its buckets, which may be nothing.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from smolcluster.algorithms.DiLoCo.exchange import Layout, change_assembler
 from smolcluster.algorithms.DiLoCo.fragments import Fragment, cut
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.algorithms.DiLoCo.outer_links import RESIDUAL, ChangeKey
-from smolcluster.algorithms.DiLoCo.outer_store import OuterStore
+from smolcluster.algorithms.DiLoCo.outer_store import Counted, OuterStore
+from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ConfigError, ProtocolError
+from smolcluster.server.slices import norms_spec
+from smolcluster.server.stepping_slice import store_of
 from smolcluster.server.store_host import HeldSlice
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.wire.frames import Frame
@@ -31,12 +37,16 @@ from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
     WEIGHTS,
     BucketNorm,
+    CountedChange,
     Delta,
     DropChange,
+    GradientNorms,
     Message,
     OuterRule,
     SendWeights,
     Slice,
+    TakeGradients,
+    TakeInnerStep,
     TakeOuterStep,
 )
 from smolcluster.wire.session import Receiver, Session
@@ -86,16 +96,27 @@ class OuterSlice(HeldSlice):
         whole = Layout(_fragments(given, rule), bucket_bytes, codec.dtype)
         self._layout = whole.part(self._span)
         weights, self._outer = self._contents.get(WEIGHTS), _outer_of(rule, self._contents)
-        if weights is None or set(self._contents) != {WEIGHTS, *self._outer.vectors} | (
-            {RESIDUAL} & set(self._contents)
+        outer_names = {*self._outer.vectors, RESIDUAL}
+        others = {
+            name: values for name, values in self._contents.items() if name not in outer_names
+        }
+        if (
+            weights is None
+            or not self._outer.vectors.keys() <= self._contents.keys()
+            or (rule.inner is None and len(others) > 1)
         ):
             raise ProtocolError("it gave a slice of other contents than an outer optimizer has")
         self._weights = weights
+        own = self._buckets[given.first : given.stop]
+        self._inner = None if rule.inner is None else store_of(rule.inner, own, others)
+        """Steps the weights along gradients, before the first outer step."""
         self._store = OuterStore(
             weights, self._layout, self._outer, rule.codec_down, is_async=rule.is_async
         )
         self._take_residual()
         self._changes: dict[ChangeKey, HeldChange] = {}
+        self._stepping: dict[int, Sequence[ChangeKey]] = {}
+        """By fragment: the changes whose mean is ready for the next step of all."""
         self._snapshot: tuple[int, list[Frame]] | None = None
         """A version, and frames of the weights then."""
 
@@ -109,8 +130,9 @@ class OuterSlice(HeldSlice):
         self._store.resume(self._store.versions)
 
     def _now(self) -> dict[str, Tensor]:
-        """What the coordinator is sent when it gathers."""
-        contents = {WEIGHTS: self._weights, **self._outer.vectors}
+        """What the coordinator may gather."""
+        moments = {} if self._inner is None else self._inner.optimizer.moments
+        contents = {WEIGHTS: self._weights, **self._outer.vectors, **moments}
         if (residual := self._contents.get(RESIDUAL)) is not None:
             for fragment, feedback in zip(
                 self._layout.fragments, self._store.residuals, strict=True
@@ -154,12 +176,20 @@ class OuterSlice(HeldSlice):
             )
         )
 
-    def _obey(self, message: Message, _coordinator: Session) -> None:
+    def _obey(self, message: Message, coordinator: Session) -> None:
         match message:
             case TakeOuterStep():
                 self._step(message)
+            case TakeGradients():
+                self._take_gradients(message, coordinator)
+            case TakeInnerStep():
+                self._step_together(message)
             case DropChange(instance=instance, request=request):
-                self._taken(ChangeKey(instance, request)).free()
+                key = ChangeKey(instance, request)
+                fragment = self._held(key).fragment
+                self._free([key])
+                self._stepping.pop(fragment, None)  # with a change of it that step is void
+                self._store.gradients.pop(fragment, None)
             case SendWeights(instance=instance, fragment=None, version=version):
                 if self._snapshot is None or self._snapshot[0] != version:  # all share one copy
                     self._snapshot = version, self._frames({WEIGHTS: self._weights}, version)
@@ -170,36 +200,60 @@ class OuterSlice(HeldSlice):
                 self._send(instance, self._store.frames_for(instance, number, base_version))
 
     def _step(self, step: TakeOuterStep) -> None:
-        self._check(step.fragment)
-        keys = [ChangeKey(each.instance, each.request) for each in step.changes]
-        changes = [self._taken(key) for key in keys]
-        if any(each.fragment != step.fragment for each in changes):
-            raise ProtocolError("it took a step with changes of another fragment")
+        self._inner = None
+        keys, counted = self._named(step.fragment, step.changes)
         if step.share is not None:
-            if len(changes) != 1 or not isinstance(self._outer, DelayedNesterov):
+            if len(counted) != 1 or not isinstance(self._outer, DelayedNesterov):
                 raise ProtocolError("it applied changes one by one that are taken together")
-            worker = step.changes[0].instance
-            self._store.apply(worker, changes[0].values, step.share, step.moves_by, step.version)
+            [(_, values)] = counted
+            self._store.apply(keys[0].instance, values, step.share, step.moves_by, step.version)
         else:
-            counted = [
-                (each.weight, change.values)
-                for each, change in zip(step.changes, changes, strict=True)
-            ]
             self._store.step(
                 step.fragment, counted, base_version=step.base_version, version=step.version
             )
-        for change in changes:
-            change.free()
+        self._free(keys)
+
+    def _take_gradients(self, taken: TakeGradients, coordinator: Session) -> None:
+        keys, counted = self._named(taken.fragment, taken.changes)
+        norms = self._store.take_gradients(taken.fragment, counted)
+        self._stepping[taken.fragment] = keys
+        values = torch.tensor(norms, dtype=torch.float64)
+        told = GradientNorms(fragment=taken.fragment, tensor=norms_spec(len(norms)))
+        coordinator.send(told, bytes_of(values))
+
+    def _step_together(self, step: TakeInnerStep) -> None:
+        if self._inner is None or len(step.base_versions) != len(self._layout.fragments):
+            raise ProtocolError("it took a step of an inner optimizer that is not here")
+        self._store.step_together(self._inner, step)
+        for keys in self._stepping.values():
+            self._free(keys)
+        self._stepping.clear()
+
+    def _named(
+        self, fragment: int, changes: Sequence[CountedChange]
+    ) -> tuple[Sequence[ChangeKey], Sequence[Counted]]:
+        """The changes of a fragment that the coordinator has named, which stay here."""
+        self._check(fragment)
+        keys = [ChangeKey(each.instance, each.request) for each in changes]
+        held = [self._held(key) for key in keys]
+        if any(each.fragment != fragment for each in held):
+            raise ProtocolError("it took a step with changes of another fragment")
+        weights = [each.weight for each in changes]
+        return keys, list(zip(weights, (each.values for each in held), strict=True))
 
     def _check(self, fragment: int) -> None:
         numbers = self._layout.numbers
         if fragment >= len(numbers) or not numbers[fragment]:
             raise ProtocolError(f"it spoke of fragment {fragment}, of which nothing is here")
 
-    def _taken(self, key: ChangeKey) -> HeldChange:
-        if (change := self._changes.pop(key, None)) is None:
+    def _held(self, key: ChangeKey) -> HeldChange:
+        if (change := self._changes.get(key)) is None:
             raise ProtocolError("it decided on a change that has not arrived")
         return change
+
+    def _free(self, keys: Sequence[ChangeKey]) -> None:
+        for key in keys:
+            self._changes.pop(key).free()
 
     def _on_gone(self, instance: str) -> None:
         super()._on_gone(instance)

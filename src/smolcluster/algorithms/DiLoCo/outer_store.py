@@ -13,8 +13,10 @@ from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import lossless_for
 from smolcluster.server.history import Update, UpdateHistory
+from smolcluster.server.store import Store
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.wire.frames import Frame
+from smolcluster.wire.messages import TakeInnerStep
 
 WHOLE = 0
 """The one fragment, where all weights are exchanged at once."""
@@ -65,6 +67,8 @@ class OuterStore:
         """Fragments as they are, by number: their version, and frames that all share."""
         self._norms: dict[int, tuple[int, list[float]]] = {}
         """Of fragments, by number: their version, and the L2 norms of its weights by bucket."""
+        self.gradients: dict[int, Tensor] = {}
+        """By fragment: the mean gradient that the next step of all takes, (numel,) on the CPU."""
         self._theirs: dict[str, Tensor] = {}
         """Where changes are applied one by one: the weights that each worker has, on the CPU."""
 
@@ -98,9 +102,40 @@ class OuterStore:
         before = theta.clone() if self._steps else None
         self._outer.step(theta, mean_change(changes).to(theta.device), fragment)
         fragment.scatter(theta, self._weights)
-        self.follow_step(number, before, base_version=base_version, version=version)
+        self._follow_step(number, before, base_version=base_version, version=version)
 
-    def follow_step(
+    def take_gradients(self, number: int, gradients: Sequence[Counted]) -> list[float]:
+        """Have the mean of workers' gradients of a fragment ready; returns its L2 norms, by bucket."""
+        mean = self.gradients[number] = mean_change(gradients)
+        buckets = self._layout.buckets(number)
+        return bucket_norms(mean, buckets) if buckets else []
+
+    def step_together(self, inner: Store, step: TakeInnerStep) -> None:
+        """Step all weights by the workers' optimizer along the gradients that are ready.
+
+        `inner` has the same weights, and takes the step. A fragment without a gradient stays as it is.
+        """
+        gradients, self.gradients = self.gradients, {}
+        before = {
+            number: self._layout.gather(number, self._weights)
+            for number in range(len(self.versions))
+            if self._steps or number not in gradients
+        }
+        if step.learning_rate is not None:
+            buffer = inner.buffer.zero_()
+            for number, mean in gradients.items():
+                self._layout.fragments[number].scatter(mean.to(buffer.device), buffer)
+            inner.take(buffer, owned=True)
+            inner.step(step.clip, step.learning_rate, step.bound)
+        for number, base_version in enumerate(step.base_versions):
+            if number not in gradients:
+                self._layout.fragments[number].scatter(before[number], self._weights)
+            version = step.version + number
+            self._follow_step(
+                number, before.get(number), base_version=base_version, version=version
+            )
+
+    def _follow_step(
         self, number: int, before: Tensor | None, *, base_version: int, version: int
     ) -> None:
         """A fragment's weights have taken a step from `before` (numel,): it can be sent from now on.

@@ -147,7 +147,11 @@ class Server:
             rounds = parse_progress(RoundsState, state.progress.get(ROUNDS), state.step)
             self.go_on_from(rounds)
         listeners = Listeners(self.report.steps_undone, self.on_store_lost)
-        self.stores.begin(self.version, listeners)
+        self.stores.begin(
+            self.version,
+            listeners,
+            begins_together=self.is_synchronous and not self.beginning.reason,
+        )
         self.sender = Sender(context, self.stores)
         self.saver = context.new_saver(source, self.report)
         self.hosts = Gathering(self.stores, self.saver, lambda: self.version, context.check_stop)
@@ -373,10 +377,9 @@ class Server:
             return
         waiting = [each for each in self.round.gathering if self.ledger.is_waiting(each)]
         if self.is_synchronous:
-            if self.round.is_asked and not waiting:
+            if self.round.is_asked and not waiting and self.take_synchronous_step():
                 for number in self.numbers:
                     self.round.gathered(number, now)
-                self.take_synchronous_step()
                 self.begin_round()
             elif self.beginning.reason and not (
                 self.ledger.num_open_samples or any(self.contributions.values())
@@ -412,14 +415,17 @@ class Server:
             self.sender.send_fragment(peer, number)
         self.applied(number, contributions)
 
-    def take_synchronous_step(self) -> None:
-        """Take one step of the inner optimizer along the mean gradient of all workers, and send it to all."""
+    def take_synchronous_step(self) -> bool:
+        """Take one step of the inner optimizer along the mean gradient of all workers, and send it to all.
+
+        Returns False if a store is missing: of its loss is heard soon, and these gradients are lost with it.
+        """
         self.saver.wait_for_copy()
-        arrived, self.contributions = self.contributions, {each: [] for each in self.numbers}
+        arrived = self.contributions
         for contributions in arrived.values():  # a sum must not depend on who came first
             contributions.sort(key=lambda each: each.request.holder)
         if not any(arrived.values()):
-            return
+            return True
         changes = [[each.change for each in arrived[number]] for number in self.numbers]
         steps = [
             step
@@ -429,7 +435,10 @@ class Server:
         ]
         rates = [step.learning_rate for step in steps if step.learning_rate is not None]
         rate = fmean(rates) if rates else self.rate_after(self.dispatcher.samples_applied)
-        self.stores.step_together(changes, rate, self.train.gradient_clipping)
+        clipping, check_stop = self.train.gradient_clipping, self.context.check_stop
+        if not self.stores.step_together(changes, rate, clipping, check_stop):
+            return False
+        self.contributions = {each: [] for each in self.numbers}
         self.replica.check_weights(f"after synchronous step {self.beginning.num_steps + 1}")
         self.beginning.stepped()
         for peer in self.active:
@@ -437,6 +446,7 @@ class Server:
                 self.sender.send_fragment(peer, number)
         for number, contributions in arrived.items():
             self.applied(number, contributions)
+        return True
 
     def applied(self, number: int, contributions: Sequence[Contribution]) -> None:
         """An outer step has applied these changes of a fragment: their samples may count now."""

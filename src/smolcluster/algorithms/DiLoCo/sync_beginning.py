@@ -10,6 +10,7 @@ from collections.abc import Collection
 from statistics import harmonic_mean
 
 from smolcluster.algorithms.DiLoCo.pacing import Timing
+from smolcluster.training.optimizer import CLASSES
 
 MOST_WAITING = 0.15
 """So large a share of the time that all computing takes workers may wait in what is left of the beginning.
@@ -21,10 +22,10 @@ NUM_TRIED = 3
 """Steps after which it is known how long workers wait."""
 
 
-def why_none(num_hosts: int) -> str:
-    """Why a run whose weights lie on so many hosts has no synchronous beginning; empty: it may have one."""
-    if num_hosts > 1:
-        return "the weights lie on several hosts"  # and none has all of them
+def why_none(num_hosts: int, optimizer: str | None) -> str:
+    """Why a run with this optimizer has no synchronous beginning on so many hosts; empty: it may have one."""
+    if num_hosts > 1 and optimizer not in CLASSES:
+        return f"the weights lie on several hosts, and {optimizer} steps them in one place only"
     return ""
 
 

@@ -145,13 +145,20 @@ class Worker:
         """Whether something is wanted, and may be done now.
 
         Where several hosts hold the weights, some of a fragment's may still be on their way when it is asked
-        for again.
+        for again, or when a gradient of the new weights is wanted.
         """
         if self.is_void or not self.stream:
             return False
         wanted = self.stream[0]
         is_early = isinstance(wanted, Collect) and wanted.fragment in self.copy.sent
+        if isinstance(wanted, Assigned) and wanted.assignment.is_gradient:
+            is_early = not self.has_all(wanted.assignment.version)
         return not (self.hosts.is_several and is_early)
+
+    def has_all(self, version: int) -> bool:
+        """Whether all weights of a version are here, of which each fragment's step has made one."""
+        first = version - len(self.versions) + 1
+        return all(own >= first + number for number, own in enumerate(self.versions))
 
     def do(self, wanted: Assigned | Collect | Saved | Resumed) -> None:
         """Do what the server wants next.
@@ -251,7 +258,8 @@ class Worker:
         replica.meter.raw_bytes += self.layout.nbytes(number)
         replica.meter.encoded_bytes += sum(each.nbytes for each in encoded)
         if collect.wait:
-            self.wait_until(lambda: self.is_void or number not in self.copy.sent)
+            # of the fragments before it other hosts may have sent less yet
+            self.wait_until(lambda: self.is_void or not self.copy.sent)
 
     def begin_to_send(self, *, gradients: bool) -> None:
         """What is sent is of another kind from now on: debts of the old kind are given up."""

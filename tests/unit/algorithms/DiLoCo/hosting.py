@@ -28,10 +28,12 @@ from smolcluster.algorithms.DiLoCo.outer_links import (
     WholeChange,
 )
 from smolcluster.algorithms.DiLoCo.outer_slice import OuterSlice
+from smolcluster.configs.schema import GradientClipping
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.slices import by_name, slice_pieces
 from smolcluster.server.store_host import COORDINATOR, StoreSetup, buckets_of
 from smolcluster.server.store_links import Patience
+from smolcluster.training.optimizer import FlatOptimizer
 from smolcluster.wire.acceptor import SessionOpened
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.frames import Buffer, Frame
@@ -160,9 +162,13 @@ class Hosting:
         codec_up: str = "fp32",
         codec_down: str | None = None,
         is_async: bool = False,
+        optimizer: str | None = None,
     ) -> None:
+        """`optimizer`: takes the run's first steps; None: they are outer steps."""
         self.workers, self.events = workers, list[Event]()
-        self.replica = small_replica()
+        self.replica = replica = small_replica()
+        if optimizer is not None:
+            replica.optimizer = FlatOptimizer(optimizer, replica.params, replica.grads, 0.0)
         self.layout = Layout.of(self.replica, cut(self.replica.layers, num_fragments))
         self.outer: OuterOptimizer = OuterOptimizer(self.replica.num_params, 0.7, 0.5)
         if is_async:
@@ -183,7 +189,8 @@ class Hosting:
             patience=Patience(start_s=10.0, lost_s=60.0),
             log=logging.getLogger("test"),
         )
-        self.links.begin(0, Listeners(lambda *what: self.undone.append(what), self._lost))
+        listeners = Listeners(lambda *what: self.undone.append(what), self._lost)
+        self.links.begin(0, listeners, begins_together=optimizer is not None)
         collector = BufferCollector(self.replica.buffers, self.replica.bucket_bytes)
         self.receivers = {
             worker: DeltaReceiver(number, codec_up, self.links.layout, collector)
@@ -255,3 +262,14 @@ class Hosting:
             for worker, values, weight in changes
         ]
         self.links.step(fragment, brought)
+
+    def step_together(self, changes: Sequence[Sequence[tuple[str, Tensor, float]]]) -> bool:
+        """Workers bring these gradients, by fragment, and all weights step along them."""
+        brought = [
+            [
+                Change(self.bring(worker, number, values), weight, 8)
+                for worker, values, weight in each
+            ]
+            for number, each in enumerate(changes)
+        ]
+        return self.links.step_together(brought, 0.01, GradientClipping(max_norm=0.05))

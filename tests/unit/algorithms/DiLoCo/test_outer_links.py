@@ -1,6 +1,7 @@
 """Any number of hosts makes the same of the same changes, bit for bit, and sends workers the same."""
 
 import math
+from typing import cast
 from unittest.mock import Mock
 
 import pytest
@@ -20,7 +21,7 @@ from smolcluster.errors import ProtocolError
 from smolcluster.server import store_host
 from smolcluster.training.optimizer import FlatOptimizer
 from smolcluster.wire.messages import MAX_CHANGES, BucketNorm, Collect, OuterStep
-from unit.algorithms.DiLoCo.hosting import Hosting, StoreHost
+from unit.algorithms.DiLoCo.hosting import Hosting, Line, StoreHost
 
 FAST, SLOW = "a" * 8, "b" * 8
 WORKERS = (FAST, SLOW)
@@ -69,6 +70,80 @@ def test_steps_are_the_same_on_any_number_of_hosts(
             fragment = number % num_fragments
             each.step(fragment, *changes_of(each, fragment, number))
     assert_same(alone, spread)
+
+
+@pytest.mark.parametrize("num_fragments", [1, 3])
+@pytest.mark.parametrize(("codec_up", "codec_down"), CODECS[:3])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_steps_along_gradients_are_the_same_on_any_number_of_hosts(
+    num_fragments: int, codec_up: str, codec_down: str | None, optimizer: str
+) -> None:
+    """Also when the slices have been given anew, and with outer steps after them."""
+    alone, spread = (
+        Hosting(
+            hosts,
+            WORKERS,
+            num_fragments=num_fragments,
+            codec_up=codec_up,
+            codec_down=codec_down,
+            optimizer=optimizer,
+        )
+        for hosts in (1, 3)
+    )
+    for number in range(4):
+        for each in (alone, spread):
+            gradients = [changes_of(each, fragment, number) for fragment in range(num_fragments)]
+            assert each.step_together(gradients)
+        assert_same(alone, spread)
+        assert_same_moments(alone, spread)
+        if number == 1:
+            spread.lose(spread.stores[0])
+            spread.open("win", 9)
+    for each in (alone, spread):
+        each.step(0, *changes_of(each, 0, 9))
+    assert_same(alone, spread)
+
+
+def assert_same_moments(hosting: Hosting, other: Hosting) -> None:
+    ours, theirs = (each.replica.optimizer.state for each in (hosting, other))
+    for name, values in ours.items():
+        assert torch.equal(values, theirs[name]), name
+
+
+def test_gradients_of_a_step_that_comes_to_nothing_are_kept_nowhere() -> None:
+    """A store that was asked for them is lost before it tells: the others step along none of them."""
+    hosting = Hosting(3, WORKERS, num_fragments=3, optimizer="adamw")
+    gradients = [changes_of(hosting, number, number) for number in range(3)]
+    win, pi5 = hosting.stores
+    session = hosting.links.session_of("win")
+    assert session is not None
+    brought = [
+        [
+            Change(hosting.bring(worker, number, values), weight, 8)
+            for worker, values, weight in each
+        ]
+        for number, each in enumerate(gradients)
+    ]
+    session.cut("its power is gone")
+    cast(Line, session).hears = lambda _message, _payload: None
+    before = state_of_own(hosting)
+    assert not hosting.links.step_together(brought, 0.01, GradientClipping())
+    assert torch.equal(state_of_own(hosting), before)
+    hosting.lose(win)
+    for each in brought:
+        for change in each:
+            hosting.links.drop(change.arrived)
+    assert pi5.held is not None
+    assert not pi5.held._changes
+    hosting.open("win", 9)
+    assert hosting.step_together([[], gradients[1], []])
+    other = Hosting(3, WORKERS, num_fragments=3, optimizer="adamw")
+    assert other.step_together([[], gradients[1], []])
+    assert torch.equal(state_of(hosting)["weights"], state_of(other)["weights"])
+
+
+def state_of_own(hosting: Hosting) -> Tensor:
+    return hosting.replica.params.clone()
 
 
 @pytest.mark.parametrize("codec_down", [None, "int8", "int4"])
