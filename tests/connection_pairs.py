@@ -129,14 +129,6 @@ def handshake_and_steps() -> list[m.Message]:
             share=0.25,
             moves_by=0.75,
         ),
-        m.TakeGradients(
-            fragment=1,
-            changes=(m.CountedChange(instance="0123456789abcdef", request=1, weight=32.0),),
-        ),
-        m.GradientNorms(
-            fragment=1, tensor=m.TensorSpec(codec="raw", dtype="float64", shape=(0,), nbytes=0)
-        ),
-        m.TakeInnerStep(version=4, base_versions=(2, 3), clip=0.5, learning_rate=0.01),
     ]
 
 
@@ -280,6 +272,14 @@ def links() -> list[m.Message]:
         ),
         m.LinkMeasured(attempt=1, bytes_s=1e6, latency_s=0.1),
         m.SameWeights(),
+        m.TakeGradients(
+            fragment=1,
+            changes=(m.CountedChange(instance="0123456789abcdef", request=1, weight=32.0),),
+        ),
+        m.GradientNorms(
+            fragment=1, tensor=m.TensorSpec(codec="raw", dtype="float64", shape=(0,), nbytes=0)
+        ),
+        m.TakeInnerStep(version=4, base_versions=(2, 3), clip=0.5, learning_rate=0.01),
     ]
 
 

@@ -121,7 +121,7 @@ def test_on_several_hosts_it_is_the_same_training(
             if len(self.active) == 2:
                 super().hand_out(now)
 
-    common = "optimizer=adamw", "gradient_clipping.max_norm=0.5", "num_epochs=3"
+    common = "optimizer=adamw", "gradient_clipping.max_norm=0.05", "num_epochs=3"
     hosts = several_hosts.on_hosts(3)
     own = settings_for(*LOSSLESS, *common, *STREAMING, "sync_fraction=1", hosts)
     cluster, stores = several_hosts.start(

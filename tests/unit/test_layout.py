@@ -136,7 +136,7 @@ def test_algorithms_know_nothing_of_each_other() -> None:
 READ_PAYLOADS = {
     "wire/streams.py": "all that comes in several frames",
     "server/assignment.py": "indices, of one frame",
-    "server/hosted_stores.py": "norms, of one frame",
+    "server/slices.py": "norms, of one frame",
     "algorithms/SynchronousPS/reduction.py": "buckets that are added up without memory of their own",
     "algorithms/SynchronousPS/step_receiver.py": "means and states, of which each bucket stands for itself",
     "algorithms/Mesh/groups.py": "nothing that comes in frames",

@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from smolcluster.errors import ProtocolError
 from smolcluster.server.push import Pushed
-from smolcluster.server.slices import PushKey, norms_spec, place_of
+from smolcluster.server.slices import PushKey, place_of, read_norms
 from smolcluster.server.store import Store, Stores
 from smolcluster.server.store_links import RemoteStore, StoreLinks
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
@@ -116,12 +114,8 @@ class HostedStores(StoreLinks):
     ) -> Event | None:
         if not isinstance(message, Arrived):
             return MessageReceived(session_id, message)
-        if message.tensor != norms_spec(len(store.span)):
-            raise ProtocolError("it did not send one norm a bucket")
-        norms = torch.frombuffer(bytearray(payload), dtype=torch.float64)
-        return NormsArrived(
-            session_id, PushKey(message.instance, message.lease), tuple(norms.tolist())
-        )
+        norms = read_norms(message.tensor, payload, len(store.span))
+        return NormsArrived(session_id, PushKey(message.instance, message.lease), norms)
 
     # pushes
 

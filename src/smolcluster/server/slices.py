@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.codec.registry import get_codec, lossless_for
+from smolcluster.errors import ProtocolError
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import LeaseKey, State, TensorSpec
 from smolcluster.wire.streams import Piece, bucket_length, span_pieces, stream_frames
@@ -48,6 +49,17 @@ def norms_spec(num_buckets: int) -> TensorSpec:
     """Of the norms of a push: one a bucket, in float64."""
     nbytes = NORM_NBYTES * num_buckets
     return TensorSpec(codec="raw", dtype="float64", shape=(num_buckets,), nbytes=nbytes)
+
+
+def read_norms(tensor: TensorSpec, payload: memoryview, num_buckets: int) -> tuple[float, ...]:
+    """The norms that have come, one a bucket.
+
+    Raises:
+        ProtocolError: there are not so many.
+    """
+    if tensor != norms_spec(num_buckets):
+        raise ProtocolError("it did not send one norm a bucket")
+    return tuple(torch.frombuffer(bytearray(payload), dtype=torch.float64).tolist())
 
 
 def slice_pieces(

@@ -25,7 +25,7 @@ from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError, ProtocolError
 from smolcluster.server.buffers import buffer_frames
 from smolcluster.server.hosted_stores import num_steps_of, rule_of
-from smolcluster.server.slices import norms_spec, place_of
+from smolcluster.server.slices import place_of, read_norms
 from smolcluster.server.store import Stores
 from smolcluster.server.store_links import RemoteStore, StoreLinks
 from smolcluster.server.weights import state_frames
@@ -299,10 +299,8 @@ class OuterLinks(StoreLinks):
         awaited = self._awaited.get(store.node)
         if not awaited or told.fragment >= len(part.numbers):
             raise ProtocolError("it told norms of a gradient unasked")
-        if told.tensor != norms_spec(len(part.numbers[told.fragment])):
-            raise ProtocolError("it did not send one norm a bucket")
-        norms = torch.frombuffer(bytearray(payload), dtype=torch.float64)
-        awaited[0].take(told.fragment, norms.tolist())
+        norms = read_norms(told.tensor, payload, len(part.numbers[told.fragment]))
+        awaited[0].take(told.fragment, norms)
         if awaited[0].is_whole.is_set():
             awaited.popleft()
 

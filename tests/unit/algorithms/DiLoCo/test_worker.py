@@ -13,6 +13,7 @@ from smolcluster.algorithms.DiLoCo.exchange import Encoder, FragmentArrived, Lay
 from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.server.assignment import Assigned
 from smolcluster.server.weights import WeightsArrived
 from smolcluster.wire.messages import Collect
 
@@ -52,6 +53,18 @@ def test_a_request_that_whole_weights_overtake_is_not_answered() -> None:
     assert not worker.can_go_on
     worker.stream.append(Collect(request=8, fragment=0, wait=True))
     assert worker.can_go_on
+
+
+def test_a_gradient_waits_for_the_weights_of_all_fragments() -> None:
+    """Other hosts may send theirs later. Step 6 has made versions 4, 5 and 6 of three fragments."""
+    worker: Any = Worker.__new__(Worker)
+    worker.is_void, worker.hosts = False, SimpleNamespace(is_several=True)
+    worker.stream = deque([MagicMock(Assigned, assignment=Mock(is_gradient=True, version=6))])
+    for versions, is_ready in (([4, 2, 6], False), ([4, 5, 3], False), ([4, 5, 6], True)):
+        worker.versions = versions
+        assert worker.can_go_on == is_ready
+    worker.versions, worker.stream[0].assignment.is_gradient = [4, 2, 6], False
+    assert worker.can_go_on, "a local step begins with what is there"
 
 
 def test_whole_weights_end_what_a_change_of_unknown_fate_owes() -> None:
