@@ -1,6 +1,7 @@
 """The documents agree with the code and with each other: links, keys, messages, codecs, example bytes."""
 
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,17 @@ def test_the_wire_format_names_every_field(
     model: type[messages.Message | messages.HeaderModel | RunConfig],
 ) -> None:
     assert described_fields()[model.__name__] == set(model.model_fields)
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    written = runpy.run_path(str(PROJECT / "scripts" / "make_reference.py"))["reference"]()
+    told = "run `uv run scripts/make_reference.py`"
+    assert written == (DOCS / "reference.md").read_text(encoding="utf-8"), told
+
+
+def test_the_readme_is_short() -> None:
+    text = (PROJECT / "README.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"[\w'-]+", FENCE.sub("", text.replace("](", "] (")))) < 900
 
 
 def test_the_wire_format_numbers_every_message() -> None:

@@ -1,0 +1,156 @@
+"""Writes docs/reference.md (commands, keys, exit codes) from the code: `uv run scripts/make_reference.py`."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+from smolcluster.cli import app
+from smolcluster.cli.options import EXIT_CODES
+from smolcluster.configs.schema import cluster_section, own_keys, train_section
+from smolcluster.configs.spec import algorithms
+
+FILE = Path(__file__).resolve().parents[1] / "src" / "smolcluster" / "docs" / "reference.md"
+HEAD = """# Reference
+
+Commands, keys and exit codes, written by `uv run scripts/make_reference.py` from the code itself.
+What a run leaves behind: [runs](runs.md#what-a-run-leaves-behind).
+
+"""
+KEYS = """What wins, from the top: `--override key=value`; the environment (`SMOLCLUSTER_PORT=6000`,
+`SMOLCLUSTER_MODEL__HIDDEN=64`); `nodes.NAME` of the cluster file, for what belongs to one machine; the file;
+the default. A misspelt key or a wrong value ends in one line that says where it is and what is allowed.
+`smolcluster config check` reads both files, `config show` says what they mean, `config schema` helps editors.
+Workers get the run's configuration from the server, and set only what belongs to their machine.
+
+"""
+SET_BY_LOCAL = "local_names"
+OF_WHOM = re.compile(r"^(EDP|DiLoCo|PipelineParallel|Mesh|SyncPS)(, Mesh)?: ")
+"""What a description begins with says its table."""
+
+Json = dict[str, Any]
+
+
+def reference() -> str:
+    """The document."""
+    parts = (commands(), "## Keys\n\n" + KEYS + cluster_keys() + training_keys(), exit_codes())
+    return HEAD + "\n".join(parts)
+
+
+def commands() -> str:
+    """A row a command: its arguments, what it does, its flags."""
+    group: Any = get_command(app)
+    rows = list(_rows_of(group, "smolcluster"))
+    return "## Commands\n\nEach has `--help`.\n\n" + _table(("Command", "", "Flags"), rows)
+
+
+def _rows_of(command: Any, name: str) -> Iterator[tuple[str, str, str]]:
+    if hasattr(command, "commands"):
+        for sub in command.list_commands(None):
+            yield from _rows_of(command.get_command(None, sub), f"{name} {sub}")
+        return
+    shown = [each for each in command.params if not getattr(each, "hidden", False)]
+    arguments = [_argument(each) for each in shown if each.param_type_name == "argument"]
+    flags = [f"`{max(each.opts, key=len)}`" for each in shown if each.param_type_name == "option"]
+    usage = " ".join([name.removeprefix("smolcluster "), *arguments])
+    yield f"`{usage}`", _first_sentences(command.help), " ".join(flags)
+
+
+def _argument(argument: Any) -> str:
+    name = (argument.metavar or argument.name).strip("[]")
+    return name if argument.required else f"[{name}]"
+
+
+def _first_sentences(text: str) -> str:
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def cluster_keys() -> str:
+    """Those of the cluster file: of all algorithms, of each, of a machine, of schedulers."""
+    schema = cluster_section().model_json_schema()
+    properties, definitions = schema["properties"], schema["$defs"]
+    own = {each.package.rpartition(".")[2]: own_keys(each.name) for each in algorithms().values()}
+    shared = {
+        key: each
+        for key, each in properties.items()
+        if key != SET_BY_LOCAL and not any(key in keys for keys in own.values())
+    }
+    parts = ["### The cluster file\n\n" + _keys(shared, definitions)]
+    for title, keys in own.items():
+        if mine := {key: properties[key] for key in properties if key in keys}:
+            parts.append(f"### Keys of {title}\n\n{_keys(mine, definitions)}")
+    machine = definitions["NodeConfig"]["properties"]
+    below = _keys(machine, definitions, "nodes.NAME.")
+    parts.append(f"### Keys of one machine\n\n{below}")
+    return "\n".join(parts)
+
+
+def training_keys() -> str:
+    """Those of the training file; a nested one may also hold them below `training`, `data` and `dataset`."""
+    schema = train_section().model_json_schema()
+    definitions = schema["$defs"]
+    text = "\n### The training file\n\n" + _keys(schema["properties"], definitions)
+    for model in ("SimpleNNConfig", "GPTConfig"):
+        each = definitions[model]
+        text += f"\n### A model of type {each['properties']['type']['const']}\n\n"
+        text += _keys(each["properties"], definitions, "model.")
+    return text
+
+
+def _keys(properties: Mapping[str, Json], definitions: Mapping[str, Json], above: str = "") -> str:
+    rows = list(_key_rows(properties, definitions, above))
+    return _table(("Key", "Default", ""), rows)
+
+
+def _key_rows(
+    properties: Mapping[str, Json], definitions: Mapping[str, Json], above: str
+) -> Iterator[tuple[str, str, str]]:
+    for key, each in properties.items():
+        section = _section(each, definitions)
+        if section is not None:
+            yield from _key_rows(section, definitions, f"{above}{key}.")
+            continue
+        default = f"`{_yaml(each['default'])}`" if "default" in each else ""
+        told = OF_WHOM.sub("", " ".join(each.get("description", "").split()))
+        allowed = [name for name in _allowed(each) if not re.search(rf"\b{name}\b", told)]
+        if allowed:
+            told = f"{told} Allowed: {', '.join(f'`{name}`' for name in _allowed(each))}."
+        yield f"`{above}{key}`", default, told.strip()
+
+
+def _section(each: Json, definitions: Mapping[str, Json]) -> Mapping[str, Json] | None:
+    """The keys below a key that is a section, which has one schema, itself or beside null."""
+    kinds = [each, *each.get("anyOf", ())]
+    names = [kind["$ref"].rpartition("/")[2] for kind in kinds if "$ref" in kind]
+    found = [definitions[name].get("properties") for name in names]
+    return found[0] if len(found) == 1 and found[0] else None
+
+
+def _allowed(each: Json) -> list[str]:
+    """The words of which it is one."""
+    kinds = [each, *each.get("anyOf", ())]
+    return [str(name) for kind in kinds for name in kind.get("enum", ())]
+
+
+def _yaml(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def exit_codes() -> str:
+    """As each command's help tells them."""
+    found = re.findall(r"(\d+)  +(.+?)(?=;  \d+  |$)", EXIT_CODES, re.MULTILINE)
+    return "## Exit codes\n\n" + _table(("Code", "Meaning"), found)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(
+        f"| {' | '.join(each.replace('|', chr(92) + '|') for each in row)} |\n" for row in lines
+    )
+
+
+if __name__ == "__main__":
+    FILE.write_text(reference(), encoding="utf-8")
