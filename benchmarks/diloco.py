@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from common import DEFAULT_DATA, report
-from equal_tokens import ARMS, RESULTS, measure_loss
+from equal_tokens import ARMS, MODELS, measure_loss
 from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
 from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round, warmed_up
 from smolcluster.data.dataset import Split
@@ -268,9 +268,8 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS], help="of `loss`")
     parser.add_argument("--epochs", nargs="+", type=int, default=[1, 3], help="of `loss`")
     parser.add_argument("--text", type=Path, default=DEFAULT_DATA / "tinyshakespeare.txt")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="of `loss`, joined where it exists"
-    )
+    parser.add_argument("--model", choices=MODELS, default="0.12M", help="of `loss`, parameters")
+    parser.add_argument("--out", type=Path, help="of `loss`, joined where it exists")
     parser.add_argument("--json", action="store_true", help="print one JSON object of the others")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -278,7 +277,9 @@ def main() -> None:
     for part in arguments.part or parts:
         if part == "loss":
             asked = arguments
-            measure_loss(asked.arms, asked.epochs, asked.seeds, asked.text, asked.out)
+            measure_loss(
+                asked.arms, asked.epochs, asked.seeds, asked.text, model=asked.model, out=asked.out
+            )
         else:
             results[part] = PARTS[part](arguments.seeds)
     if arguments.json:

@@ -1,15 +1,15 @@
 """The loss of DiLoCo beside that of synchronous training with the same total batch, at equal tokens.
 
 What runs is what a user runs: `smolcluster train` with batches of 32, and `smolcluster launch diloco` with
-four workers of this machine and batches of 8 each, both on the workload of `shakespeare.py`; the loss is that
-of `summary.json`. An epoch is 500 steps. Warm-up over 100, then a cosine to a tenth of the rate, clipping at
-1, weight decay 0.01.
+four workers of this machine and batches of 8 each (two or eight workers in arms that say so), both on the
+workload of `shakespeare.py`; the loss is that of `summary.json`. An epoch is 500 steps. Warm-up over 100,
+then a cosine to a tenth of the rate, clipping at 1, weight decay 0.01.
 
 The rate is the best for synchronous training, on a grid of √2, chosen on the first seed; DiLoCo with the same
 optimizer has the same. Seeds are paired: what an arm loses is the mean of the differences seed by seed, with
 its standard error.
 
-Runs whose results are in the file are not repeated.
+Runs whose results are in the file are not repeated. Each size of model has a file of its own.
 """
 
 import json
@@ -27,15 +27,21 @@ from common import PROJECT, free_port, report, say
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
 
-NUM_WORKERS, BATCH_SIZE = 4, 8
+TOTAL_BATCH = 32
 STEPS_AN_EPOCH, WARM_UP = 500, 100
 WORKLOAD = Path(__file__).with_name("shakespeare.py")
-RESULTS = PROJECT / "benchmarks" / "results" / "diloco.json"
+RESULTS = PROJECT / "benchmarks" / "results"
+MODELS = {"0.12M": (64, 2), "1.84M": (192, 4)}
+"""Width and layers, by the number of parameters."""
+FILES = {"0.12M": RESULTS / "diloco.json", "1.84M": RESULTS / "diloco-1.84M.json"}
 DEADLINE_S = 3600.0
 INT4 = "codec_up=int4", "codec_down=int4"
 FP32 = "codec_up=null", "codec_down=null"
 NO_BEGINNING = "sync_fraction=0"
-RATES = {"adamw": (0.004, 0.0057, 0.008, 0.0113), "muon": (0.008, 0.0113, 0.016)}
+RATES = {
+    "0.12M": {"adamw": (0.004, 0.0057, 0.008, 0.0113), "muon": (0.008, 0.0113, 0.016)},
+    "1.84M": {"adamw": (0.002, 0.0028, 0.004), "muon": (0.0057, 0.008, 0.0113)},
+}
 
 
 @dataclass(frozen=True)
@@ -45,12 +51,14 @@ class Arm:
     Attributes:
         overrides: of DiLoCo; None: it is synchronous, in one process.
         wanted: so many nats it may lose.
+        num_workers: of DiLoCo; the total batch is the same for all.
     """
 
     title: str
     optimizer: str
     overrides: tuple[str, ...] | None = None
     wanted: float | None = None
+    num_workers: int = 4
 
 
 ARMS = {
@@ -72,8 +80,12 @@ ARMS = {
     "muon-sync-30": Arm(
         "Muon, sync, int4, H = 30", "muon", ("mode=sync", "local_steps=30", *INT4), 0.03
     ),
+    "muon-5": Arm("Muon, streaming, int4, H = 5", "muon", ("local_steps=5", *INT4), 0.03),
+    "muon-3": Arm("Muon, streaming, int4, H = 3", "muon", ("local_steps=3", *INT4), 0.03),
+    "muon-2": Arm("Muon, streaming, int4, 2 workers", "muon", INT4, num_workers=2),
+    "muon-8": Arm("Muon, streaming, int4, 8 workers", "muon", INT4, num_workers=8),
 }
-"""H is 10, where nothing else is said; all but those that say so begin synchronously."""
+"""Four workers and H = 10, where nothing else is said; all but those that say so begin synchronously."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +107,8 @@ class Result:
 class Results:
     """What has been measured, in a JSON file."""
 
-    def __init__(self, file: Path, text: Path) -> None:
-        self._file, self._text = file, text
+    def __init__(self, file: Path, text: Path, model: str) -> None:
+        self._file, self._text, self._model = file, text, model
         known = json.loads(file.read_text()) if file.is_file() else []
         self.all = {each.key: each for each in (Result(**one) for one in known)}
 
@@ -104,7 +116,7 @@ class Results:
         """Of this run, which is made if it has not been."""
         key = name, epochs, rate, seed
         if key not in self.all:
-            self.all[key] = trained(name, epochs, rate, seed, self._text)
+            self.all[key] = trained(name, epochs, rate, seed, self._text, model=self._model)
             ordered = sorted(self.all.values(), key=lambda each: each.key)
             self._file.write_text(json.dumps([asdict(each) for each in ordered], indent=1) + "\n")
         return self.all[key]
@@ -112,7 +124,9 @@ class Results:
     def rate(self, name: str, epochs: int) -> float:
         """The best for synchronous training with the arm's optimizer."""
         optimizer = ARMS[name].optimizer
-        return _best_rate([self.of(optimizer, epochs, rate, 0) for rate in RATES[optimizer]])
+        return _best_rate(
+            [self.of(optimizer, epochs, rate, 0) for rate in RATES[self._model][optimizer]]
+        )
 
     def seeds(self, name: str, epochs: int, num_seeds: int) -> list[Result]:
         """One a seed, with that rate."""
@@ -131,22 +145,24 @@ def _best_rate(tried: Sequence[Result]) -> float:
     return min(tried, key=lambda each: each.loss).rate
 
 
-def trained(name: str, epochs: int, rate: float, seed: int, text: Path) -> Result:
+def trained(name: str, epochs: int, rate: float, seed: int, text: Path, *, model: str) -> Result:
     """Train in a folder that is removed afterwards."""
     arm = ARMS[name]
     program: tuple[str, ...] = ("train",)
-    batch_size, num_workers = BATCH_SIZE * NUM_WORKERS, 1
+    num_workers = 1
     if arm.overrides is not None:
-        batch_size, num_workers = BATCH_SIZE, NUM_WORKERS
-        program = ("launch", "diloco", "--local", "--workers", str(NUM_WORKERS), "--no-tmux")
+        num_workers = arm.num_workers
+        program = ("launch", "diloco", "--local", "--workers", str(num_workers), "--no-tmux")
     with TemporaryDirectory() as folder:
         overrides = {
             "runs_dir": folder,
             "workload_args.text": text.resolve(),
+            "workload_args.model_dim": MODELS[model][0],
+            "workload_args.num_layers": MODELS[model][1],
             "threads": 1,
             "seed": seed,
             "num_epochs": epochs,
-            "batch_size": batch_size,
+            "batch_size": TOTAL_BATCH // num_workers,
             "optimizer": arm.optimizer,
             "weight_decay": 0.01,
             "learning_rate": rate,
@@ -210,13 +226,23 @@ def with_error(values: Sequence[float], sign: str) -> str:
 
 
 def measure_loss(
-    names: Sequence[str], epochs: Sequence[int], num_seeds: int, text: Path, out: Path
+    names: Sequence[str],
+    epochs: Sequence[int],
+    num_seeds: int,
+    text: Path,
+    *,
+    model: str,
+    out: Path | None = None,
 ) -> None:
     """Measure what is missing in `out`, print a table for each number of epochs, and draw them."""
-    results = Results(out, text)
+    out = out or FILES[model]
+    results = Results(out, text, model)
     for number in epochs:
-        steps = f"{number * STEPS_AN_EPOCH} steps of {NUM_WORKERS} x {BATCH_SIZE} samples"
-        report(f"Loss at equal tokens, {steps}", list(rows(results, number, names, num_seeds)))
+        steps = f"{number * STEPS_AN_EPOCH} steps of {TOTAL_BATCH} samples"
+        report(
+            f"Loss at equal tokens, {model} parameters, {steps}",
+            list(rows(results, number, names, num_seeds)),
+        )
     draw(results, out.with_suffix(".svg"))
 
 
