@@ -15,13 +15,12 @@ from torch import Tensor
 
 from smolcluster.server.push import Pushed
 from smolcluster.server.slices import PushKey, place_of, read_norms
-from smolcluster.server.store import Store, Stores
+from smolcluster.server.store import Store, Stores, state_of
 from smolcluster.server.store_links import RemoteStore, StoreLinks
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import Replica
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
-    WEIGHTS,
     Apply,
     Arrived,
     Discard,
@@ -88,8 +87,7 @@ class HostedStores(StoreLinks):
     # what slices hold
 
     def _contents(self, place: slice) -> dict[str, Tensor]:
-        replica = self._replica
-        return {WEIGHTS: replica.params[place], **replica.optimizer.contents(place)}
+        return {name: values[place] for name, values in state_of(self._replica).items()}
 
     def _rule(self, place: slice) -> SliceRule:
         return rule_of(self._replica, place, self._copied_steps)

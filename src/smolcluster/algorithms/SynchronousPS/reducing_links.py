@@ -2,18 +2,20 @@
 
 import time
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step import Step
+from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
+from smolcluster.server.slices import place_of
 from smolcluster.server.store_links import RemoteStore, StoreLinks
 from smolcluster.training.replica import Replica
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import Commit, Message, OpenStep, Reduced, SendMeans
+from smolcluster.wire.streams import Assembler, span_pieces
 
 
 class MeanArrived(Event):
@@ -41,6 +43,20 @@ class ReducingLinks(StoreLinks):
         """What the last commit made."""
         self._open_version = 0
         self._on_store_lost: Callable[[], None] = lambda: None
+        self._arrived: set[int] = set()
+        """Buckets of the open step whose mean has come."""
+        self._means = {store.node: self._stream_from(store) for store in self._stores}
+
+    def _stream_from(self, store: RemoteStore) -> Assembler[Reduced]:
+        """Puts the means that a store sends into their place of the open step's."""
+        buckets = self._replica.buckets
+        place = place_of(buckets, store.span)
+        pieces = span_pieces(get_codec(self._codec), buckets, store.span)
+        return Assembler(
+            "mean gradient",
+            lambda _: pieces,
+            lambda *_, **__: self._reduction.mean(self._open_version)[place],
+        )
 
     def begin(self, version: int, on_store_lost: Callable[[], None]) -> None:
         """The run stands at `version`; `on_store_lost` hears that the open step cannot be finished."""
@@ -59,6 +75,7 @@ class ReducingLinks(StoreLinks):
     def open_step(self, step: Step) -> None:
         self.attempt += 1
         self._open_version = step.version
+        self._arrived.clear()
         self._tell(
             self.others,
             OpenStep(
@@ -70,10 +87,25 @@ class ReducingLinks(StoreLinks):
             ),
         )
 
-    def cut_silent(self, arrived: AbstractSet[int], since: float, now: float) -> None:
-        """Cut stores that have had all their parts `since` then, and have sent nothing for too long."""
+    def take_mean(self, event: MeanArrived) -> None:
+        """A store has added up a bucket, and sent it to everybody.
+
+        Raises:
+            NonFiniteLoss: it is not finite.
+        """
+        if event.attempt == self.attempt:
+            self._reduction.check(self._open_version, event.bucket)
+            self._arrived.add(event.bucket)
+
+    @property
+    def has_all_means(self) -> bool:
+        """Whether all means that stores owe of the open step are here."""
+        return len(self._arrived) == sum(self.others.values())
+
+    def cut_silent(self, since: float, now: float) -> None:
+        """Cut stores that owe means, though they have all parts `since` then, and say nothing for long."""
         for store in self._stores:
-            is_owed = not arrived >= set(store.span)
+            is_owed = not self._arrived >= set(store.span)
             silent_s = now - max(since, store.heard_at)
             if store.session is not None and is_owed and silent_s > self._patience.lost_s:
                 store.session.cut("it does not send the means of its buckets")
@@ -101,12 +133,15 @@ class ReducingLinks(StoreLinks):
         store.heard_at = time.monotonic()
         if not isinstance(message, Reduced):
             return MessageReceived(session_id, message)
-        if message.bucket not in store.span:
-            raise ProtocolError(f"it sent the mean of bucket {message.bucket}, which it has not")
-        if message.attempt == self.attempt:
-            if message.version != self._open_version:
-                raise ProtocolError(
-                    f"it sent a mean of step {message.version}, open is {self._open_version}"
-                )
-            self._reduction.receive(message, payload)
+        if message.attempt != self.attempt:  # it is of a step that is done again
+            return None
+        if message.version != self._open_version:
+            raise ProtocolError(
+                f"it sent a mean of step {message.version}, open is {self._open_version}"
+            )
+        means = self._means[store.node]
+        if means.first is not None and means.first.attempt != message.attempt:
+            means.first = None
+        mean, _ = means.take(message, payload)
+        self._reduction.arrived(message.bucket, mean)
         return MeanArrived(message.bucket, message.attempt)

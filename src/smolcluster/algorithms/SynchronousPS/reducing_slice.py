@@ -140,8 +140,8 @@ class ReducingSlice(HeldSlice):
         self._contents = residual
         self._step: SliceStep | None = None
         self._opened = threading.Condition()
-        self._means: dict[int, Frame] = {}
-        """Of the open step, by bucket, as far as they are there."""
+        self._means: list[Frame] = []
+        """Of the open step, from the first bucket on, as far as they are there."""
         self._followers: set[str] = set()
         """Instances of the workers that are sent all means."""
 
@@ -169,8 +169,7 @@ class ReducingSlice(HeldSlice):
             case PartArrived(session_id=session_id, push=push):
                 if event.whole:
                     self._tell_counted(session_id, push.lease, coordinator)
-                if self._reduction.is_reduced(push.bucket):
-                    self._spread(push.bucket, coordinator)
+                self._spread(coordinator)
             case MessageReceived(session_id, Skip(lease=lease)):
                 self._tell_counted(session_id, lease, coordinator)
 
@@ -182,19 +181,21 @@ class ReducingSlice(HeldSlice):
         told = Counted(instance=instance, lease=lease, num_buckets=count, is_finished=is_finished)
         coordinator.send(told)
 
-    def _spread(self, number: int, coordinator: Session) -> None:
-        """Send the mean of a bucket to everybody, once."""
-        if self._step is None or number in self._means:
-            return
-        try:
-            frame = self._reduction.frame(self._step.version, number)
-        except NonFiniteLoss as error:
-            coordinator.send(Fault(code="non-finite", sentence=str(error)))
-            return
-        self._means[number] = frame
-        coordinator.send_frame(frame)
-        for instance in self._followers:
-            self._send(instance, [frame])
+    def _spread(self, coordinator: Session) -> None:
+        """Send means to everybody, once, in the order of their buckets."""
+        while (step := self._step) is not None and len(self._means) < len(self._span):
+            number = self._span.start + len(self._means)
+            if not self._reduction.is_reduced(number):
+                return
+            try:
+                frame = self._reduction.frame(step.version, number)
+            except NonFiniteLoss as error:
+                coordinator.send(Fault(code="non-finite", sentence=str(error)))
+                return
+            self._means.append(frame)
+            coordinator.send_frame(frame)
+            for instance in self._followers:
+                self._send(instance, [frame])
 
     def _obey(self, message: Message, _coordinator: Session) -> None:
         match message:
@@ -207,7 +208,7 @@ class ReducingSlice(HeldSlice):
                 self._contents = self._reduction.residual()
             case SendMeans(instance=instance):
                 self._followers.add(instance)
-                self._send(instance, list(self._means.values()))
+                self._send(instance, self._means)
 
     def _open(self, opened: OpenStep) -> None:
         self._reduction.abandon()  # if one is open, it is void

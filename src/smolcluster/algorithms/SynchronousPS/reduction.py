@@ -9,6 +9,7 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS.rule import ExpectedTerms
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.codec.base import NonFiniteValue, absmax, bytes_of
+from smolcluster.codec.base import NonFiniteValue, absmax
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.data.permutation import Range
@@ -39,7 +40,7 @@ from smolcluster.wire.messages import (
     frame_of,
 )
 from smolcluster.wire.session import Receiver
-from smolcluster.wire.streams import bucket_length, bucket_spec
+from smolcluster.wire.streams import bucket_length, bucket_pieces, stream_frames
 
 RESIDUAL = "residual"
 SPARE_BYTES = 16 * 1024 * 1024
@@ -111,12 +112,13 @@ class Reduction:
     ) -> None:
         """`first`: the number of the replica's first bucket, of `num_buckets` in all; None: it has all."""
         self._first = first
-        self._num_buckets = len(replica.buckets) if num_buckets is None else num_buckets
         self.attempt = 0
         """What a store's means say of the open step."""
         self._buckets = replica.buckets
         self._replica = replica
         self._codec = get_codec(codec_name)
+        span = range(first, first + len(replica.buckets))
+        self._pieces = bucket_pieces(self._codec, replica.buckets, span, num_buckets)
         self._lossy_lock = threading.Lock()
         self._locks = [threading.Lock() for _ in self._buckets]
         shape = (replica.num_params,)
@@ -248,20 +250,10 @@ class Reduction:
             NonFiniteLoss: the sum of the parts, of which each is finite, is not.
         """
         self.check(version, number)
-        global_number, number = number, number - self._first
-        bucket = self._buckets[number]
-        if self._codec.lossless:
-            payload = bytes_of(self._sum_of(version, number))
-        else:
-            payload = bytes_of(self._encoded_of(version, number))
-        reduced = Reduced(
-            attempt=self.attempt,
-            version=version,
-            bucket=global_number,
-            num_buckets=self._num_buckets,
-            tensor=bucket_spec(self._codec, bucket),
-        )
-        frame = frame_of(reduced, payload)
+        number -= self._first
+        payload_of = self._sum_of if self._codec.lossless else self._encoded_of
+        make = partial(Reduced, attempt=self.attempt, version=version)
+        [frame] = stream_frames(make, [self._pieces[number]], [payload_of(version, number)])
         self._frames[version % self.num_buffers].append(weakref.ref(frame))
         return frame
 
@@ -286,19 +278,9 @@ class Reduction:
     def mean(self, version: int) -> Tensor:
         return self._sums[version % len(self._sums)]
 
-    def receive(self, reduced: Reduced, payload: memoryview) -> None:
-        """Take the mean of a bucket that another host has added up. Any thread, one at a time for a bucket.
-
-        Raises:
-            ProtocolError: it is not of the agreed shape and codec.
-        """
-        bucket = self._buckets[reduced.bucket]
-        if reduced.tensor != bucket_spec(self._codec, bucket):
-            raise ProtocolError(f"its mean of bucket {reduced.bucket} is not of the agreed shape")
-        total = self._sum_of(reduced.version, reduced.bucket)
-        with self._lossy_lock:  # readers of several stores share the codec's scratch
-            self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), total)
-        [self._norms[reduced.bucket]] = bucket_norms(total, [slice(None)])
+    def arrived(self, number: int, mean: Tensor) -> None:
+        """The `mean` (n,) of a bucket, added up on another host, lies in its place. Any thread."""
+        [self._norms[number]] = bucket_norms(mean, [slice(None)])
 
     def _finish(self, step: OpenedStep, number: int, total: Tensor) -> None:
         """Take the norm of a bucket's mean; a lossy codec turns it into what everybody will decode."""
@@ -387,19 +369,20 @@ class PartReceiver(Receiver):
         return values, self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
 
 
-def commit_of(step: Step, clip: float, rate: float, num_digests: int = 0) -> Commit:
-    """What ends a step, taken or skipped."""
+def commit_of(step: Step, clip: float, rate: float, attempt: int = 0) -> Commit:
+    """What ends a step, taken or skipped; `attempt`: that of stores' means."""
     return Commit(
+        attempt=attempt,
         version=step.version,
         num_samples=step.batch.num_samples,
         num_terms=step.loss.num_terms,
         clip=clip,
         is_skipped=step.overflow is not None,
         learning_rate=rate,
-        tensor=digests_spec(num_digests) if num_digests else None,
     )
 
 
-def commit_frame(step: Step, clip: float, rate: float, digests: Sequence[bytes]) -> Frame:
-    """The frame that ends a step, taken or skipped, with digests of the weights before it or without any."""
-    return frame_of(commit_of(step, clip, rate, len(digests)), b"".join(digests))
+def commit_frame(commit: Commit, digests: Sequence[bytes]) -> Frame:
+    """The frame that ends a step, with digests of the weights before it or without any."""
+    spec = digests_spec(len(digests)) if digests else None
+    return frame_of(commit.model_copy(update={"tensor": spec}), b"".join(digests))

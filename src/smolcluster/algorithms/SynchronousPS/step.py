@@ -12,18 +12,66 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from types import MappingProxyType
 
+from smolcluster.algorithms.SynchronousPS.sharing import patience_s
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
 from smolcluster.server.worker import Worker
 from smolcluster.training.buffers import BufferValues, mean_buffers
 from smolcluster.training.compute import BatchLoss
+from smolcluster.utils.units import format_duration
 from smolcluster.wire.messages import LeaseKey, Push, Skip
 
 NO_LOSS = BatchLoss(0.0, 0)
 MAX_HOLDERS = 2
 """Members that work on one part at a time."""
+
+
+@dataclass
+class Term:
+    """How long a part may stay in a holder's hands, on the server's clock in seconds."""
+
+    since: float
+    """When it was granted, or its batch was sent if the server had to load that."""
+    expected_s: float = 0.0
+    due_at: float = math.inf
+    """From when on it is overdue, so that its holder counts no more; infinite: it has not been sent."""
+    say_at: float = math.inf
+    """When it is said next that it is overdue."""
+    is_told: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        return math.isfinite(self.due_at)
+
+    def expect(self, expected_s: float, least_s: float) -> None:
+        """It begins, or something else is expected of its holder; `least_s` are waited in any case."""
+        self.expected_s = expected_s
+        self.due_at = self.say_at = self.since + patience_s(expected_s, least_s)
+
+    def tell(self, now: float) -> bool:
+        """Note that it is said to be overdue, and again at twice the time; returns whether that is news."""
+        is_news, self.is_told = not self.is_told, True
+        self.say_at = now + (now - self.since)
+        return is_news
+
+
+@dataclass
+class PushState:
+    """What has become of a holder's push."""
+
+    awaited: set[str]
+    """The stores at which it has not ended; the server's own is ""."""
+    answer: Push | Skip | None = None
+    """How it has ended here."""
+    num_counted: int = 0
+    """Buckets of it."""
+    is_beaten: bool = False
+    """Whether another one was first with a bucket, so that no more of it counts."""
+    is_cancelled: bool = False
+    """Whether its holder knows that it is not wanted any more."""
 
 
 @dataclass(eq=False)
@@ -36,21 +84,8 @@ class PartAssignment:
     holder: Worker
     first_bucket: int
     backup: bool
-    granted_at: float
-    """Or when its batch was sent, if the server had to load that."""
-    awaited: set[str] = field(default_factory=set)
-    """The stores at which its push has not ended; the server's own is ""."""
-    answer: Push | Skip | None = None
-    is_sent: bool = False
-    expected_s: float = 0.0
-    due_at: float = math.inf
-    """From when on it does not count among those who work on the part."""
-    say_at: float = math.inf
-    """When it is said next that it is overdue."""
-    is_told: bool = False
-    num_counted: int = 0
-    superseded: bool = False
-    is_cancelled: bool = False
+    term: Term
+    push: PushState
 
     @property
     def session_id(self) -> int:
@@ -63,12 +98,12 @@ class PartAssignment:
         With stores on other hosts all or none, as those that have counted are not the first ones.
         """
         is_void = self.step.is_abandoned or self.step.overflow is not None
-        return 0 if self.backup or is_void or self.is_partial else self.num_counted
+        return 0 if self.backup or is_void or self.is_partial else self.push.num_counted
 
     @property
     def is_partial(self) -> bool:
         """Whether, with stores on other hosts, not all of its part's buckets have counted of its push."""
-        return bool(self.step.others) and self.num_counted < self.step.num_in_all
+        return bool(self.step.others) and self.push.num_counted < self.step.num_in_all
 
     @property
     def num_samples(self) -> int:
@@ -94,6 +129,8 @@ class Part:
     loss: BatchLoss = NO_LOSS
     buffers: BufferValues = field(default_factory=dict)
     """What computing it has added to the model's buffers, whoever has said it first."""
+    meant_for: int | None = None
+    """The session of the member for which it was cut, until it has been granted."""
     was_granted: bool = False
     waits_for: set[str] = field(default_factory=set)
     """Stores on other hosts at which buckets of it are missing."""
@@ -108,15 +145,42 @@ class Part:
         return self.stop - self.start
 
     @property
-    def num_hopeful(self) -> int:
-        """Holders that may still finish it."""
-        return sum(not assignment.superseded for assignment in self.assignments)
+    def hopeful(self) -> list[PartAssignment]:
+        """Of those who hold it, who may still finish it."""
+        return [assignment for assignment in self.assignments if not assignment.push.is_beaten]
 
-    def is_overdue(self, now: float) -> bool:
-        """Whether all who may still finish it should have done so long ago."""
-        return all(
-            assignment.superseded or now >= assignment.due_at for assignment in self.assignments
-        )
+
+class Need(StrEnum):
+    """Why a part needs one more holder."""
+
+    ORPHAN = "nobody works on it"
+    OVERDUE = "all who work on it should have finished it long ago"
+    LATE = "others have finished theirs, and few work on it"
+
+
+def needs_holder(part: Part, now: float, *, is_late: bool) -> Need | None:
+    """Why a part shall be given to one more member; None: it shall not.
+
+    `is_late`: whether one that is in one member's hands is given to a second one.
+    """
+    if part.finished_by is not None:
+        return None
+    if not part.hopeful:
+        return Need.ORPHAN
+    if all(now >= each.term.due_at for each in part.hopeful):
+        return Need.OVERDUE
+    return Need.LATE if is_late and len(part.hopeful) < MAX_HOLDERS else None
+
+
+def is_overdue(assignment: PartAssignment, now: float) -> str | None:
+    """Why it is to be said that a holder holds up the step; None: it does not, or that was said."""
+    term = assignment.term
+    if assignment.part.finished_by is not None or assignment.push.is_beaten or now < term.say_at:
+        return None
+    return (
+        f"it has had {assignment.num_samples} samples for {format_duration(now - term.since)}, "
+        f"expected were {format_duration(term.expected_s)}"
+    )
 
 
 class Step:
@@ -131,10 +195,14 @@ class Step:
         incarnation: str,
         *,
         others: Mapping[str, int] = MappingProxyType({}),
+        expected_s: float = math.inf,
+        opened_at: float = 0.0,
     ) -> None:
         """Cut `batch` into parts of these sizes, which are above 0 and add up to it.
 
-        `num_buckets` lie here, and on each of the `others`, by node, so many more.
+        Args:
+            num_buckets: that lie here; on each of the `others`, by node, so many more do.
+            expected_s: how long the longest part should take, as far as is known.
         """
         self.version = version
         self.batch = batch
@@ -143,8 +211,11 @@ class Step:
         self.num_in_all = num_buckets + sum(others.values())
         self.is_abandoned = False
         """Whether nothing of it counts, because it is done again."""
-        self.expected_s = math.inf
-        """How long its longest part should take, as far as is known."""
+        self.expected_s, self.opened_at = expected_s, opened_at
+        self.first_part_at: float | None = None
+        """When the first part was whole."""
+        self.heard_at = opened_at
+        """When a push last ended here, or a bucket of the mean last went out."""
         self.parts: list[Part] = []
         self._incarnation = incarnation
         self._lock = threading.Lock()
@@ -192,9 +263,10 @@ class Step:
                 grant=number,
             )
             first = 0 if self.others else part.num_counted  # elsewhere it may be another one
-            assignment = PartAssignment(self, part, key, holder, first, part.was_granted, now)
-            assignment.awaited = {"", *self.others}
-            part.was_granted = True
+            push = PushState({"", *self.others})
+            what = self, part, key, holder, first, part.was_granted
+            assignment = PartAssignment(*what, Term(now), push)
+            part.was_granted, part.meant_for = True, None
             part.assignments.append(assignment)
             self._grants[number] = assignment
             return assignment
@@ -212,16 +284,16 @@ class Step:
                 push.lease,
             ):
                 return None
-            part = assignment.part
-            if push.bucket > part.num_counted and not assignment.superseded:
+            part, own = assignment.part, assignment.push
+            if push.bucket > part.num_counted and not own.is_beaten:
                 raise ProtocolError(
                     f"its push leaves out bucket {part.num_counted} and goes on with {push.bucket}"
                 )
-            if assignment.superseded or push.bucket != part.num_counted:
-                assignment.superseded |= not assignment.backup
+            if own.is_beaten or push.bucket != part.num_counted:
+                own.is_beaten = own.is_beaten or not assignment.backup
                 return None
             part.num_counted += 1
-            assignment.num_counted += 1
+            own.num_counted += 1
             overflow = part.loss.overflow if push.overflow is None else push.overflow
             part.loss = BatchLoss(push.mean_loss, push.num_terms, push.learning_rate, overflow)
             if part.num_counted == self.num_buckets:
@@ -236,7 +308,7 @@ class Step:
         """Of its push so many buckets have counted on another host; perhaps the part is whole there."""
         with self._lock:
             part = assignment.part
-            assignment.num_counted += num_buckets
+            assignment.push.num_counted += num_buckets
             if is_finished:
                 part.waits_for.discard(node)
                 if not part.waits_for:
@@ -249,12 +321,8 @@ class Step:
     @property
     def has_ended_here(self) -> bool:
         """Whether every push that its parts need has come to its end here."""
-        return not self.orphans() and all(each.answer is not None for each in self.assignments)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all parts' buckets have counted, everywhere."""
-        return not self._unfinished()
+        is_orphaned = any(not part.hopeful for part in self.unfinished())
+        return not is_orphaned and all(each.push.answer for each in self.assignments)
 
     def note_buffers(self, session_id: int, lease: LeaseKey, added: BufferValues) -> None:
         """What computing a part has added to the buffers of the step's beginning."""
@@ -282,31 +350,8 @@ class Step:
             if self._grants.get(assignment.key.grant) is assignment:
                 self._remove(assignment)
 
-    def orphans(self) -> list[Part]:
-        return [part for part in self._unfinished() if part.num_hopeful == 0]
-
-    def late(self, now: float, *, is_late: bool) -> list[Part]:
-        """Unfinished parts that shall have one more holder: all who work on it are overdue, or too few do.
-
-        `is_late`: whether a part that is in one member's hands is to be given to a second one.
-        """
-        least = MAX_HOLDERS if is_late else 1
-        return [
-            part
-            for part in self._unfinished()
-            if part.num_hopeful and (part.num_hopeful < least or part.is_overdue(now))
-        ]
-
-    def overdue(self, now: float) -> list[PartAssignment]:
-        """Holdings of unfinished parts of which it is time to say that they are overdue."""
-        return [
-            assignment
-            for part in self._unfinished()
-            for assignment in part.assignments
-            if now >= assignment.say_at and not assignment.superseded
-        ]
-
-    def _unfinished(self) -> list[Part]:
+    def unfinished(self) -> list[Part]:
+        """Parts of which buckets are missing, wherever these belong."""
         with self._lock:
             return [part for part in self.parts if part.finished_by is None]
 

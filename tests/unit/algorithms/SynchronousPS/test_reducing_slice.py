@@ -106,14 +106,21 @@ def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
     win, pi5 = (open_session(links, node, 1 + n) for n, node in enumerate(NODES[1:]))
     for each in (win, pi5):
         links.handle(MessageReceived(each.session_id, LISTENING))
-    all_of_win = set(range(3, 6))
+    links.open_step(opened_step(6, [8], len(links.own_span)))
+    for bucket in range(3, 6):
+        links.take_mean(MeanArrived(bucket, links.attempt))
+    links.take_mean(MeanArrived(6, links.attempt - 1))
     assert links.others == {"win": 3, "pi5": 4}
     now = time.monotonic()
-    links.cut_silent(all_of_win, now, now + 59.0)
+    links.cut_silent(now, now + 59.0)
     assert not pi5.is_cut
-    links.cut_silent(all_of_win, now, now + 61.0)
+    links.cut_silent(now, now + 61.0)
     assert pi5.reason == "it does not send the means of its buckets"
     assert not win.is_cut
+    assert not links.has_all_means
+    for bucket in range(6, 10):
+        links.take_mean(MeanArrived(bucket, links.attempt))
+    assert links.has_all_means
 
 
 def owes_residual(links: ReducingLinks, session_id: int) -> bool:
@@ -140,7 +147,15 @@ def test_a_store_is_not_believed_a_mean_of_another_step() -> None:
     bucket = bucket_spec(get_codec("fp32"), slice(0, 64))
     own = Reduced(attempt=links.attempt, version=6, bucket=3, num_buckets=10, tensor=bucket)
     payload = memoryview(bytearray(bucket.nbytes))
+    assert receiver(own.model_copy(update={"attempt": 7}), payload) is None, (
+        "of a step that is void"
+    )
     assert isinstance(receiver(own, payload), MeanArrived)
+    with pytest.raises(ProtocolError, match="bucket 3 of 10, expected 4 of 10"):
+        receiver(own, payload)
+    links.open_step(opened_step(6, [8], len(links.own_span)))
+    own = own.model_copy(update={"attempt": links.attempt})
+    assert isinstance(receiver(own, payload), MeanArrived), "it begins anew"
     with pytest.raises(ProtocolError, match="a mean of step 7, open is 6"):
         receiver(own.model_copy(update={"version": 7}), payload)
 

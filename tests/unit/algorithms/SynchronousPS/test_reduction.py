@@ -24,12 +24,11 @@ from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import MessageReceived
-from smolcluster.wire.messages import LeaseKey, Pull, Reduced, Skip
+from smolcluster.wire.messages import LeaseKey, Pull, Skip
 from unit.algorithms.SynchronousPS.actors import (
     DENSE,
     DTYPES,
     LOSSY,
-    MeetingCodec,
     add_part,
     committed,
     decoded,
@@ -141,25 +140,6 @@ def test_what_does_not_count_changes_nothing() -> None:
     assert torch.equal(mean[: second.stop], gradient[: second.stop])
 
 
-def test_readers_of_several_stores_decode_one_after_the_other() -> None:
-    replica = replica_for("int4")
-    frames = reduce_step(Reduction(replica, "int4"), replica, 1, gradients_of(replica, 2))
-    reduction = Reduction(replica, "int4")
-    reduction._codec = codec = MeetingCodec()
-
-    def receive(frame: Frame) -> None:
-        message, payload = opened(frame)
-        assert isinstance(message, Reduced)
-        reduction.receive(message, payload)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(receive, frames[:2], timeout=DEADLINE_S))
-    assert not codec.have_met
-    number, bucket = 1, replica.buckets[1]
-    own = decoded(frames[number], "int4", torch.float32)
-    assert torch.equal(reduction.mean(1)[bucket], own)
-
-
 def test_a_large_model_has_two_sums_and_a_small_one_as_many_as_fit() -> None:
     replica = replica_for("fp32")
     assert Reduction(replica, "fp32").num_buffers == MAX_BUFFERS
@@ -234,14 +214,11 @@ def test_the_server_applies_exactly_what_its_workers_receive(codec: str) -> None
     for version in range(1, 8):
         gradients = gradients_of(replica, 3, version)
         frames = reduce_step(reduction, replica, version, gradients)
-        order = [2, 0, 1] if version % 2 else [0, 1, 2]
-        assert [deliver(frames[number], receiver) for number in order] == [None] * 3
-        event = committed(receiver, version)
-        assert (event.commit.version, event.num_reduced) == (version, 3)
-        assert event.gradient is not None
-        assert torch.equal(event.gradient, mean_of(reduction, version)), "bit for bit"
+        assert [deliver(frame, receiver) for frame in frames] == [None] * 3
+        mean = committed(receiver, version)
+        assert torch.equal(mean, mean_of(reduction, version)), "bit for bit"
         reduction.close()
-        receiver.give_back(event.gradient)
+        receiver.means.give_back(mean)
 
 
 @pytest.mark.parametrize("codec", DENSE)
