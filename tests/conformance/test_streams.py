@@ -291,7 +291,7 @@ def transfer_taker() -> Taker:
 def means(number: int) -> list[Frame]:
     """SyncPS's, in int8; the last bucket is shorter."""
     replica = small_replica()
-    reduction = Reduction(replica, "int8")
+    reduction = Reduction(replica.buckets, "int8", replica.grads, replica.parameter_at)
     return reduce_step(reduction, replica, number + 1, [random_gradient(610, number)])
 
 

@@ -344,7 +344,7 @@ class Members:
 
         One of which nothing counted is left out: its worker may yet ask about the one before.
         """
-        if assignment.push.num_counted and not assignment.backup:
+        if assignment.num_counted and not assignment.backup:
             self._last_pushes[assignment.holder.member.instance] = assignment
 
     def settle(self, step: Step) -> None:

@@ -27,7 +27,6 @@ from functools import partial
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.SynchronousPS.config import SyncPSConfig
 from smolcluster.algorithms.SynchronousPS.members import Members, StepMember
-from smolcluster.algorithms.SynchronousPS.reducing_links import MeanArrived, ReducingLinks
 from smolcluster.algorithms.SynchronousPS.reduction import (
     PartArrived,
     PartReceiver,
@@ -44,6 +43,7 @@ from smolcluster.algorithms.SynchronousPS.step import (
     is_overdue,
     needs_holder,
 )
+from smolcluster.algorithms.SynchronousPS.store import MeanArrived, ReducingLinks
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.summary import Summary
@@ -93,7 +93,10 @@ class Server:
         self.parked: set[int] = set()
         """Ids of the workers that were parked before."""
         self.has_told_of_buffers = False
-        self.reduction = Reduction(self.replica, context.codec)
+        replica = self.replica
+        self.reduction = Reduction(
+            replica.buckets, context.codec, replica.grads, replica.parameter_at
+        )
         self.links = context.store_links(partial(ReducingLinks, reduction=self.reduction))
         self.feed = context.open_feed()
         self.pool = context.open_pool(self.receiver_for, self.links)
@@ -336,7 +339,7 @@ class Server:
         digests = self.stores.digests() if compare else []
         self.members.broadcast(*self.commit_buffers(step), commit_frame(commit, digests))
         self.links.commit(commit)
-        self.reduction.close()
+        self.reduction.close(is_skipped=step.overflow is not None)
         layer_norms = self.report.layer_norms(mean)
         if step.overflow is None:
             self.stores.take(mean, owned=not self.reduction.is_lossless)

@@ -2,17 +2,20 @@
 
 A part's gradient arrives bucket by bucket and in order, perhaps from two members at once. The next missing
 bucket counts, from whoever brings it first, and never again; so what has counted of a part is always its
-first so many buckets. Of a first holder's push, too: once beaten to a bucket, nothing of it counts any more,
-so that its error feedback can be told with one number.
+first so many buckets: `SliceStep`, wherever gradients are added up. On the server (`Step`), of a first
+holder's push, too: once beaten to a bucket, nothing of it counts any more, so that its error feedback can be
+told with one number.
 
 The session's readers claim buckets while the server's loop grants parts: every method is atomic.
 """
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from smolcluster.algorithms.SynchronousPS.sharing import patience_s
@@ -66,8 +69,6 @@ class PushState:
     """The stores at which it has not ended; the server's own is ""."""
     answer: Push | Skip | None = None
     """How it has ended here."""
-    num_counted: int = 0
-    """Buckets of it."""
     is_beaten: bool = False
     """Whether another one was first with a bucket, so that no more of it counts."""
     is_cancelled: bool = False
@@ -92,18 +93,23 @@ class PartAssignment:
         return self.holder.member.session_id
 
     @property
+    def num_counted(self) -> int:
+        """Buckets of its push, wherever these belong."""
+        return self.step.num_counted[self.key]
+
+    @property
     def num_settled(self) -> int:
         """Buckets whose residual its worker keeps: none of a backup, nor in a step that is skipped.
 
         With stores on other hosts all or none, as those that have counted are not the first ones.
         """
         is_void = self.step.is_abandoned or self.step.overflow is not None
-        return 0 if self.backup or is_void or self.is_partial else self.push.num_counted
+        return 0 if self.backup or is_void or self.is_partial else self.num_counted
 
     @property
     def is_partial(self) -> bool:
         """Whether, with stores on other hosts, not all of its part's buckets have counted of its push."""
-        return bool(self.step.others) and self.push.num_counted < self.step.num_in_all
+        return bool(self.step.others) and self.num_counted < self.step.num_in_all
 
     @property
     def num_samples(self) -> int:
@@ -121,8 +127,9 @@ class PartAssignment:
 
 @dataclass(eq=False)
 class Part:
-    """A contiguous range of the batch, and how many of its buckets have counted."""
+    """A contiguous range of the batch, and how many of its buckets here have counted."""
 
+    epoch: int
     start: int
     stop: int
     num_counted: int = 0
@@ -136,13 +143,20 @@ class Part:
     """Stores on other hosts at which buckets of it are missing."""
     completed_by: PartAssignment | None = None
     """Who brought the last bucket that lies here."""
-    finished_by: PartAssignment | None = None
-    """The same, once no bucket is missing anywhere."""
     assignments: list[PartAssignment] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"samples {self.start} to {self.stop - 1} of epoch {self.epoch}"
 
     @property
     def num_samples(self) -> int:
         return self.stop - self.start
+
+    @property
+    def finished_by(self) -> PartAssignment | None:
+        """Who brought the last bucket that lies here, once none is missing anywhere."""
+        return None if self.waits_for else self.completed_by
 
     @property
     def hopeful(self) -> list[PartAssignment]:
@@ -183,8 +197,54 @@ def is_overdue(assignment: PartAssignment, now: float) -> str | None:
     )
 
 
-class Step:
-    """The step that makes `version`."""
+class SliceStep:
+    """An open step where a slice of the gradient is added up: which of its buckets have counted."""
+
+    def __init__(self, version: int, batch: Range, sizes: Sequence[int], span: range) -> None:
+        """Cut `batch` into parts of these sizes, which are above 0 and add up to it.
+
+        `span`: the numbers of the slice's buckets.
+        """
+        self.version, self.batch, self.span = version, batch, span
+        self.num_counted = Counter[LeaseKey]()
+        """Buckets that have counted of each push."""
+        cuts = pairwise(accumulate(sizes, initial=batch.start))
+        self.parts = [Part(batch.epoch, start, stop) for start, stop in cuts]
+        self._lock = threading.Lock()
+
+    def claim(self, _session_id: int, push: Push) -> "Part | PartAssignment | None":
+        """Whether this bucket counts: of whose push if so, and then it must be added to the sum."""
+        with self._lock:
+            part = self._part_of(push.lease)
+            is_current = push.base_version + 1 == self.version
+            if part is None or not is_current or not self._is_next(part, push.bucket):
+                return None
+            self._count(part, push)
+            return part
+
+    def counted_here(self, lease: LeaseKey) -> tuple[int, bool]:
+        """How many buckets of a push have counted, and whether of its part all have."""
+        with self._lock:
+            part = self._part_of(lease)
+            is_whole = part is not None and part.num_counted == len(self.span)
+            return self.num_counted[lease], is_whole
+
+    def _part_of(self, lease: LeaseKey) -> Part | None:
+        which = lease.epoch, lease.start, lease.stop
+        return next((p for p in self.parts if (p.epoch, p.start, p.stop) == which), None)
+
+    def _is_next(self, part: Part, bucket: int) -> bool:
+        return bucket == self.span.start + part.num_counted
+
+    def _count(self, part: Part, push: Push) -> None:
+        part.num_counted += 1
+        self.num_counted[push.lease] += 1
+        overflow = part.loss.overflow if push.overflow is None else push.overflow
+        part.loss = BatchLoss(push.mean_loss, push.num_terms, push.learning_rate, overflow)
+
+
+class Step(SliceStep):
+    """The step that makes `version`, as the server's loop deals it out. Its own slice is the first one."""
 
     def __init__(
         self,
@@ -198,14 +258,13 @@ class Step:
         expected_s: float = math.inf,
         opened_at: float = 0.0,
     ) -> None:
-        """Cut `batch` into parts of these sizes, which are above 0 and add up to it.
+        """Cut `batch` into parts: see `SliceStep`.
 
         Args:
             num_buckets: that lie here; on each of the `others`, by node, so many more do.
             expected_s: how long the longest part should take, as far as is known.
         """
-        self.version = version
-        self.batch = batch
+        super().__init__(version, batch, sizes, range(num_buckets))
         self.num_buckets = num_buckets
         self.others = frozenset(others)
         self.num_in_all = num_buckets + sum(others.values())
@@ -216,14 +275,10 @@ class Step:
         """When the first part was whole."""
         self.heard_at = opened_at
         """When a push last ended here, or a bucket of the mean last went out."""
-        self.parts: list[Part] = []
         self._incarnation = incarnation
-        self._lock = threading.Lock()
         self._grants: dict[int, PartAssignment] = {}
-        start = batch.start
-        for size in sizes:
-            self.parts.append(Part(start, start + size, waits_for=set(others)))
-            start += size
+        for part in self.parts:
+            part.waits_for = set(others)
 
     @property
     def loss(self) -> BatchLoss:
@@ -278,41 +333,35 @@ class Step:
             ProtocolError: the push leaves out buckets that are still missing.
         """
         with self._lock:
-            assignment = self._grants.get(push.lease.grant)
-            if assignment is None or (assignment.session_id, assignment.key) != (
-                session_id,
-                push.lease,
-            ):
+            assignment = self._granted(session_id, push.lease)
+            if assignment is None:
                 return None
             part, own = assignment.part, assignment.push
             if push.bucket > part.num_counted and not own.is_beaten:
                 raise ProtocolError(
                     f"its push leaves out bucket {part.num_counted} and goes on with {push.bucket}"
                 )
-            if own.is_beaten or push.bucket != part.num_counted:
+            if own.is_beaten or not self._is_next(part, push.bucket):
                 own.is_beaten = own.is_beaten or not assignment.backup
                 return None
-            part.num_counted += 1
-            own.num_counted += 1
-            overflow = part.loss.overflow if push.overflow is None else push.overflow
-            part.loss = BatchLoss(push.mean_loss, push.num_terms, push.learning_rate, overflow)
+            self._count(part, push)
             if part.num_counted == self.num_buckets:
                 part.completed_by = assignment
-                if not part.waits_for:
-                    part.finished_by = assignment
             return assignment
+
+    def _granted(self, session_id: int, lease: LeaseKey) -> PartAssignment | None:
+        """What a member holds by this lease."""
+        own = self._grants.get(lease.grant)
+        return own if own and (own.session_id, own.key) == (session_id, lease) else None
 
     def counted(
         self, assignment: PartAssignment, node: str, num_buckets: int, *, is_finished: bool
     ) -> None:
         """Of its push so many buckets have counted on another host; perhaps the part is whole there."""
         with self._lock:
-            part = assignment.part
-            assignment.push.num_counted += num_buckets
+            self.num_counted[assignment.key] += num_buckets
             if is_finished:
-                part.waits_for.discard(node)
-                if not part.waits_for:
-                    part.finished_by = part.completed_by
+                assignment.part.waits_for.discard(node)
 
     def abandon(self) -> None:
         """Nothing of it counts, also of pushes that have been answered for: it will be done again."""
@@ -327,10 +376,8 @@ class Step:
     def note_buffers(self, session_id: int, lease: LeaseKey, added: BufferValues) -> None:
         """What computing a part has added to the buffers of the step's beginning."""
         with self._lock:
-            assignment = self._grants.get(lease.grant)
-            if assignment is None or (assignment.session_id, assignment.key) != (session_id, lease):
-                return
-            assignment.part.buffers = assignment.part.buffers or added
+            if (assignment := self._granted(session_id, lease)) is not None:
+                assignment.part.buffers = assignment.part.buffers or added
 
     def drop(self, session_id: int) -> list[PartAssignment]:
         """Take everything out of the hands of a member that has gone; returns what it was."""

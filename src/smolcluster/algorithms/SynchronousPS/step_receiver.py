@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -46,20 +45,19 @@ PACE = 3
 """Buckets by which a push may be ahead of the mean that comes back."""
 
 
+@dataclass(eq=False)
 class StateArrived(Event):
     """A tensor of the server's state, or a bucket of its weights: `values` (n,) of what `state` names.
 
     `buffers`: those that came before it.
     """
 
-    def __init__(
-        self, state: State, values: Tensor, buffers: BufferValues = MappingProxyType({})
-    ) -> None:
-        self.state = state
-        self.values = values
-        self.buffers = buffers
+    state: State
+    values: Tensor
+    buffers: BufferValues = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Committed(Event):
     """A step to take, with the mean that `Means` has of its version.
 
@@ -67,15 +65,9 @@ class Committed(Event):
     step has changed any.
     """
 
-    def __init__(
-        self,
-        commit: Commit,
-        digests: Sequence[bytes] = (),
-        buffers: BufferValues = MappingProxyType({}),
-    ) -> None:
-        self.commit = commit
-        self.digests = digests
-        self.buffers = buffers
+    commit: Commit
+    digests: Sequence[bytes] = ()
+    buffers: BufferValues = field(default_factory=dict)
 
 
 class MeanWhole(Event):
@@ -394,39 +386,33 @@ class StepReceiver(Receiver):
         return content_pieces(WEIGHTS, self._contents[WEIGHTS], self._buckets, span)
 
 
+@dataclass
 class Outgoing:
     """A push on its way out: what its frames wait for, how long they did, and whether it is called off."""
 
-    def __init__(
-        self,
-        lease: LeaseKey,
-        compute_s: float,
-        hold: Callable[[int, float], None] | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`hold`: returns when a bucket may be sent, after so many seconds at most; None: at once."""
-        self.lease = lease
-        self.is_wanted = True
-        self._compute_s = compute_s
-        self._held_s = 0.0
-        self._hold = hold
-        self._clock = clock
-        self._is_cut_short = False
+    lease: LeaseKey
+    compute_s: float
+    hold: Callable[[int, float], None] | None
+    """Returns when a bucket may be sent, after so many seconds at most; None: at once."""
+    clock: Callable[[], float] = time.monotonic
+    is_wanted: bool = True
+    held_s: float = 0.0
+    is_cut_short: bool = False
 
     def frame(self, push: Push, payload: memoryview, longest_s: float) -> Frame | None:
         """The frame of its next bucket, when it may be sent; in the writer's thread."""
-        if self._hold is not None and self.is_wanted:
-            began = self._clock()
-            self._hold(push.bucket, longest_s)
-            self._held_s += self._clock() - began
+        if self.hold is not None and self.is_wanted:
+            began = self.clock()
+            self.hold(push.bucket, longest_s)
+            self.held_s += self.clock() - began
         if not self.is_wanted:
-            self._is_cut_short = True
-        if self._is_cut_short:
+            self.is_cut_short = True
+        if self.is_cut_short:
             return None
-        return frame_of(push.model_copy(update={"held_s": self._held_s}), payload)
+        return frame_of(push.model_copy(update={"held_s": self.held_s}), payload)
 
     def ending(self, _longest_s: float) -> Frame | None:
         """Behind its last bucket: that no more of it comes, if it does not."""
-        if not self._is_cut_short:
+        if not self.is_cut_short:
             return None
-        return frame_of(Skip(lease=self.lease, compute_s=self._compute_s, held_s=self._held_s))
+        return frame_of(Skip(lease=self.lease, compute_s=self.compute_s, held_s=self.held_s))

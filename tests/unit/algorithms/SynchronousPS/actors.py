@@ -140,6 +140,11 @@ def deliver(frame: Frame, receiver: Receiver) -> Event | None:
     return receiver(message, payload)
 
 
+def reduction_of(replica: Replica, codec_name: str) -> Reduction:
+    """The sums of a server that has this replica."""
+    return Reduction(replica.buckets, codec_name, replica.grads, replica.parameter_at)
+
+
 def opened_step(version: int, sizes: Sequence[int], num_buckets: int = 3) -> Step:
     """A step of the first samples of an epoch; seat i + 1 holds part i."""
     step = Step(version, Range(0, 0, sum(sizes)), sizes, num_buckets, "here")

@@ -16,10 +16,10 @@ from harness import local_settings
 from peers import DEADLINE_S, Hand, hello, server_parts
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.members import FIRST_PAUSE_S, StepMember
-from smolcluster.algorithms.SynchronousPS.reducing_links import ReducingLinks
 from smolcluster.algorithms.SynchronousPS.reduction import PartArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Need, Part, Step, needs_holder
+from smolcluster.algorithms.SynchronousPS.store import ReducingLinks
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.runs.events import (
     LeaseReturned,
@@ -181,7 +181,7 @@ class Puppet:
         frames = self.frames(part, seed)
         mine = next(each for each in self._stage.step.assignments if each.key == part.lease)
         self.send(frames[:count])
-        self._stage.house.until(lambda: mine.push.num_counted == count)
+        self._stage.house.until(lambda: mine.num_counted == count)
         return frames[count:]
 
     def skip(self, part: Assignment) -> None:

@@ -76,7 +76,7 @@ def test_every_bucket_of_a_push_counts_once() -> None:
     assert claim(step, assignment, 0, 1, 2) == [True, True, True]
     assert step.parts[0].finished_by is assignment
     assert claim(step, assignment, 0, 1, 2) == [False, False, False]
-    assert (step.parts[0].num_counted, assignment.push.num_counted) == (3, 3)
+    assert (step.parts[0].num_counted, assignment.num_counted) == (3, 3)
 
 
 def test_a_claim_tells_which_assignment_it_is_for() -> None:
@@ -132,7 +132,7 @@ def test_once_beaten_nothing_of_a_first_holders_push_counts() -> None:
     assert claim(step, first, 1, 2, 3) == [False, False, False]
     assert first.push.is_beaten
     assert claim(step, second, 2, 3) == [True, True]
-    assert (first.push.num_counted, second.push.num_counted) == (1, 3)
+    assert (first.num_counted, second.num_counted) == (1, 3)
     assert step.parts[0].finished_by is second
 
 
@@ -326,7 +326,7 @@ class Chaos:
     def check(self) -> None:
         assert all(count == 1 for count in self.counted.values())
         for each in self.sending:
-            assert each.assignment.push.num_counted == len(each.counted)
+            assert each.assignment.num_counted == len(each.counted)
             if not each.assignment.backup:
                 assert each.counted == list(range(len(each.counted))), "a prefix"
         for part in self.step.parts:
@@ -386,7 +386,7 @@ class Hesitant(Part):
 
 def test_readers_that_claim_at_the_same_time_never_both_count() -> None:
     step = step_of(4)
-    part = Hesitant(64, 68)
+    part = Hesitant(2, 64, 68)
     first, second = (step.grant(step.parts[0], who, who.rank, 0.0) for who in (ONE, OTHER))
     first.part = second.part = part
     part.hesitates = True
@@ -396,4 +396,4 @@ def test_readers_that_claim_at_the_same_time_never_both_count() -> None:
         other = pool.submit(claim, step, second, 0)
         other.add_done_callback(lambda _: part.go_on.set())
         assert one.result(DEADLINE_S) + other.result(DEADLINE_S) == [True, False]
-    assert (part.num_counted, first.push.num_counted, second.push.num_counted) == (1, 1, 0)
+    assert (part.num_counted, first.num_counted, second.num_counted) == (1, 1, 0)

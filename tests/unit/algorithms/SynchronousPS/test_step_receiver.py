@@ -55,6 +55,7 @@ from unit.algorithms.SynchronousPS.actors import (
     push_of,
     random_gradient,
     reduce_step,
+    reduction_of,
     small_replica,
     worker_at,
 )
@@ -86,7 +87,7 @@ def replica() -> Replica:
 
 @pytest.fixture
 def reduction(replica: Replica) -> Reduction:
-    return Reduction(replica, "fp32")
+    return reduction_of(replica, "fp32")
 
 
 @pytest.fixture
@@ -245,7 +246,7 @@ def test_what_a_store_has_sent_of_an_attempt_that_is_void_does_not_count(
     replica: Replica, num_sent: int
 ) -> None:
     """It was asked for means before it knew that the step is done again."""
-    reduction, span = Reduction(replica, "fp32"), range(1, 3)
+    reduction, span = reduction_of(replica, "fp32"), range(1, 3)
     receiver = StepReceiver(replica, "fp32")
     receiver.means.spans[0] = range(1)
     store = receiver.from_store(span)
@@ -356,7 +357,7 @@ def test_a_mean_of_another_shape_is_refused_before_anything_is_written(
     codec: str, change: dict[str, object]
 ) -> None:
     replica = replica_for(codec)
-    frames = reduce_step(Reduction(replica, codec), replica, 1, gradients_of(replica, 1))
+    frames = reduce_step(reduction_of(replica, codec), replica, 1, gradients_of(replica, 1))
     receiver = StepReceiver(replica, codec)
     message = opened(frames[0])[0].model_copy(update=change)
     for each in receiver.means._free:
@@ -368,7 +369,7 @@ def test_a_mean_of_another_shape_is_refused_before_anything_is_written(
 
 def test_only_a_lossless_mean_has_a_place_of_its_own(replica: Replica) -> None:
     """Encoded bytes are verified before they are decoded."""
-    frames = reduce_step(Reduction(replica, "int8"), replica, 1, gradients_of(replica, 1))
+    frames = reduce_step(reduction_of(replica, "int8"), replica, 1, gradients_of(replica, 1))
     assert StepReceiver(replica, "int8").place_for(opened(frames[0])[0]) is None
     assert StepReceiver(replica, "fp32").place_for(commit_of(1)) is None
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from harness import local_settings
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, FellBehind, StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.errors import NonFiniteLoss, PeerLost
@@ -47,6 +46,7 @@ from unit.algorithms.SynchronousPS.actors import (
     deliver,
     random_gradient,
     reduce_step,
+    reduction_of,
     small_replica,
 )
 
@@ -545,7 +545,7 @@ def test_a_new_session_begins_with_the_whole_state(shop: Shop) -> None:
 
 
 def test_the_end_of_a_session_lets_its_reader_go(shop: Shop) -> None:
-    reduction, first = Reduction(shop.replica, "fp32"), shop.worker.receiver
+    reduction, first = reduction_of(shop.replica, "fp32"), shop.worker.receiver
     for version in (1, 2):
         for frame in reduce_step(reduction, shop.replica, version, [random_gradient(610, 1)]):
             deliver(frame, first)
