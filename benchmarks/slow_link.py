@@ -33,7 +33,6 @@ from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.configs.resolve import Settings
 from smolcluster.runs.events import kind_of, read_events
 from smolcluster.training.compute import BatchLoss
-from smolcluster.training.loop import StepTaken
 
 COUNTED = ("worker_joined", "worker_lost", "worker_parked", "step_overdue")
 
@@ -75,14 +74,13 @@ class Timed(Server):
         self.seconds = seconds
         self.taken: list[tuple[float, dict[str, int]]] = []
 
-    def commit(self, step: Step) -> StepTaken:
+    def commit(self, step: Step) -> None:
         done = [(part.finished_by, part.num_samples) for part in step.parts]
         sizes = Counter({each.holder.name: size for each, size in done if each})
         self.taken.append((time.monotonic(), dict(sizes)))
-        taken = super().commit(step)
+        super().commit(step)
         if self.taken[-1][0] - self.taken[0][0] > self.seconds:
             self.report.counts.samples_applied = self.total_samples
-        return taken
 
 
 def serve(pipe: Pipe, case: Slowed, seconds: float) -> None:

@@ -17,6 +17,7 @@ from waiting import Clock
 BUCKET_BYTES = 64 * 1024
 DEADLINE_S = 60.0
 LEASE = m.LeaseKey(incarnation="0123abcd", epoch=0, start=0, stop=32, grant=1)
+PART = m.PartKey(instance="0123456789abcdef", of=1)
 RUN = RunConfig(
     run_id="edp-1",
     algorithm="edp",
@@ -113,22 +114,6 @@ def handshake_and_steps() -> list[m.Message]:
             nbytes=64,
             tensor=m.TensorSpec(codec="raw", dtype="uint8", shape=(0,), nbytes=0),
         ),
-        m.BucketNorm(
-            instance="0123456789abcdef",
-            request=1,
-            fragment=0,
-            bucket=2,
-            norm=0.5,
-            weights_norm=None,
-        ),
-        m.TakeOuterStep(
-            fragment=0,
-            base_version=3,
-            version=4,
-            changes=(m.CountedChange(instance="0123456789abcdef", request=1, weight=32.0),),
-            share=0.25,
-            moves_by=0.75,
-        ),
     ]
 
 
@@ -142,7 +127,7 @@ def rounds() -> list[m.Message]:
         ),
         m.Saved(step=30, keep_last=3),
         m.Resumed(step=30),
-        m.DropChange(instance="0123456789abcdef", request=1),
+        m.TakeMean(parts=(m.CountedPart(key=PART, weight=32.0),)),
         m.DeltaSent(request=1, fragment=2),
     ]
 
@@ -176,9 +161,17 @@ def stores() -> list[m.Message]:
             ),
         ),
         m.Listening(places=(m.HostPort(host="10.0.0.2", port=6000),)),
-        m.Arrived(instance="0123456789abcdef", lease=LEASE, tensor=tensor(8)),
-        m.Apply(instance="0123456789abcdef", lease=LEASE, clip=0.5, learning_rate=0.1, bound=1.0),
-        m.Discard(instance="0123456789abcdef", lease=LEASE),
+        m.Arrived(key=PART, fragment=0, bucket=2, tensor=tensor(8)),
+        m.TakeStep(
+            version=4,
+            parts=(m.CountedPart(key=PART, weight=0.25),),
+            clip=0.5,
+            learning_rate=0.1,
+            bound=1.0,
+            one_by_one=True,
+            moves_by=0.75,
+        ),
+        m.Drop(key=m.PartKey(instance="0123456789abcdef", of=LEASE)),
         m.SendWeights(instance="0123456789abcdef", version=3),
         m.Gather(version=3, contents=("weights",)),
         m.WorkerGone(instance="0123456789abcdef"),
@@ -272,14 +265,6 @@ def links() -> list[m.Message]:
         ),
         m.LinkMeasured(attempt=1, bytes_s=1e6, latency_s=0.1),
         m.SameWeights(),
-        m.TakeGradients(
-            fragment=1,
-            changes=(m.CountedChange(instance="0123456789abcdef", request=1, weight=32.0),),
-        ),
-        m.GradientNorms(
-            fragment=1, tensor=m.TensorSpec(codec="raw", dtype="float64", shape=(0,), nbytes=0)
-        ),
-        m.TakeInnerStep(version=4, base_versions=(2, 3), clip=0.5, learning_rate=0.01),
     ]
 
 

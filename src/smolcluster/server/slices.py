@@ -4,26 +4,19 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import ProtocolError
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.messages import LeaseKey, State, TensorSpec
+from smolcluster.wire.messages import Arrived, PartKey, State, TensorSpec
 from smolcluster.wire.streams import Piece, bucket_length, span_pieces, stream_frames
 
 NORM_NBYTES = 8
 ROUNDING = 1e-9
-
-
-class PushKey(NamedTuple):
-    """Which push: of which worker's process, for which lease. Nobody can send a part in another's name."""
-
-    instance: str
-    lease: LeaseKey
 
 
 def spans(num_buckets: int, shares: Sequence[float]) -> list[range]:
@@ -45,21 +38,37 @@ def place_of(buckets: Sequence[slice], span: range) -> slice:
     return slice(buckets[span.start].start, buckets[span.stop - 1].stop)
 
 
-def norms_spec(num_buckets: int) -> TensorSpec:
-    """Of the norms of a push: one a bucket, in float64."""
-    nbytes = NORM_NBYTES * num_buckets
-    return TensorSpec(codec="raw", dtype="float64", shape=(num_buckets,), nbytes=nbytes)
+def arrived(
+    key: PartKey | None, fragment: int, bucket: int, norms: Sequence[Sequence[float]]
+) -> tuple[Arrived, memoryview]:
+    """That buckets of a fragment have come, from `bucket` on; `norms` are rows of one a bucket."""
+    values = torch.tensor(norms, dtype=torch.float64)
+    tensor = _norms_spec(values.shape)
+    return Arrived(key=key, fragment=fragment, bucket=bucket, tensor=tensor), bytes_of(values)
 
 
-def read_norms(tensor: TensorSpec, payload: memoryview, num_buckets: int) -> tuple[float, ...]:
-    """The norms that have come, one a bucket.
+def read_norms(told: Arrived, payload: memoryview, held: range) -> list[list[float]]:
+    """The rows of norms that a store has told, which has the buckets `held` of the fragment.
 
     Raises:
-        ProtocolError: there are not so many.
+        ProtocolError: it told of others, or not as agreed.
     """
-    if tensor != norms_spec(num_buckets):
-        raise ProtocolError("it did not send one norm a bucket")
-    return tuple(torch.frombuffer(bytearray(payload), dtype=torch.float64).tolist())
+    num_rows, num_buckets = told.tensor.shape if len(told.tensor.shape) == 2 else (0, 0)
+    if told.tensor != _norms_spec((num_rows, num_buckets)) or num_rows not in {1, 2}:
+        raise ProtocolError("it did not send one norm a bucket, or two")
+    last = told.bucket + num_buckets - 1
+    if told.bucket not in held or last not in held:
+        raise ProtocolError(
+            f"it has told of bucket {told.bucket} of fragment {told.fragment}, which it has not"
+        )
+    norms = torch.frombuffer(bytearray(payload), dtype=torch.float64)
+    rows: list[list[float]] = norms.view(num_rows, num_buckets).tolist()
+    return rows
+
+
+def _norms_spec(shape: Sequence[int]) -> TensorSpec:
+    nbytes = NORM_NBYTES * math.prod(shape)
+    return TensorSpec(codec="raw", dtype="float64", shape=tuple(shape), nbytes=nbytes)
 
 
 def slice_pieces(
@@ -71,18 +80,6 @@ def slice_pieces(
         Piece({**fields, "content": content}, slice(start + place.start, start + place.stop), codec)
         for start, content in zip(itertools.count(0, own[-1].place.stop), contents, strict=False)
         for fields, place, codec, _ in own
-    ]
-
-
-def content_pieces(
-    content: str, values: Tensor, buckets: Sequence[slice], span: range | None = None
-) -> list[Piece]:
-    """A tensor (n,) of a replica's state on the wire; `span`: only the buckets of these numbers."""
-    codec, numel = get_codec(lossless_for(values.dtype)), values.numel()
-    places = [slice(each.start, min(each.stop, numel)) for each in buckets if each.start < numel]
-    return [
-        piece._replace(fields={**piece.fields, "content": content})
-        for piece in span_pieces(codec, places, span)
     ]
 
 

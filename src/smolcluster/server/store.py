@@ -24,10 +24,18 @@ from smolcluster.training.replica import Replica
 from smolcluster.training.torch_optimizer import Optimizer
 from smolcluster.wire.messages import WEIGHTS
 
+Counted = tuple[float, Tensor]
+"""What a worker has sent, (n,), and how many times it counts."""
 
-def state_of(replica: Replica) -> dict[str, Tensor]:
-    """What a copy of a replica needs, by name: its weights, and the moments of its optimizer. Views."""
-    return {WEIGHTS: replica.params, **replica.optimizer.moments}
+
+def mean_of(parts: Sequence[Counted]) -> Tensor:
+    """Σ n_i x_i / Σ n_i, (n,), in the memory of the first; 0 where nothing counts."""
+    total = sum(weight for weight, _ in parts) or 1.0
+    (weight, first), *others = parts
+    mean = first.mul_(weight / total)
+    for weight, values in others:
+        mean.add_(values, alpha=weight / total)
+    return mean
 
 
 class TakesSteps(Protocol):
@@ -66,15 +74,15 @@ class Store:
         return slice(self._start, self.buckets[-1].stop)
 
     def take(self, gradient: Tensor, *, owned: bool = False) -> None:
-        """Take the gradient of the next step, (n,).
+        """Take the gradient of the next step, (n,), or (m,) of only the first m weights.
 
         On the weights' device it is not copied, and must not change before the step. `owned`: the step may
         change it, and leaves the buffer alone.
         """
         self._taken = gradient
-        self._scaled = gradient if owned else self.buffer
+        self._scaled = gradient if owned else self.buffer[: gradient.numel()]
         if gradient.device != self.weights.device:
-            self._taken = self._scaled = self.buffer.copy_(gradient)
+            self._taken = self._scaled = self.buffer[: gradient.numel()].copy_(gradient)
 
     def take_difference(self, weights: Tensor) -> None:
         """Take the way from these weights to a worker's, (n,), instead of a gradient."""
@@ -96,6 +104,11 @@ class Store:
     def mix(self, share: float) -> None:
         self.weights.add_(self._taken, alpha=share)
 
+    def contents(self, bucket: slice) -> dict[str, Tensor]:
+        """What a copy of a bucket needs, by name: its weights, and the moments of its optimizer. Views."""
+        within = self._within(bucket)
+        return {WEIGHTS: self.weights[within], **self.optimizer.contents(within)}
+
     def _within(self, bucket: slice) -> slice:
         return slice(bucket.start - self._start, bucket.stop - self._start)
 
@@ -112,9 +125,10 @@ class Stores:
 
         `span`: the numbers of the first buckets, which are cut; None: all.
         """
-        self.replica = replica
+        self._replica = replica
         self.buckets = replica.buckets
         self.stores: list[Store] = []
+        self._store_of: list[Store] = []
         for each in spans(len(replica.buckets if span is None else span), [1] * num_stores):
             place = place_of(replica.buckets, each)
             store = Store(
@@ -124,9 +138,10 @@ class Stores:
                 replica.optimizer.part(place),
             )
             self.stores.append(store)
+            self._store_of += [store] * len(each)
 
     def take(self, gradient: Tensor, *, owned: bool = False) -> None:
-        """Take the gradient of the next step, (n,). See `Store.take`."""
+        """Take the gradient of the next step, (n,) of all buckets or of the first ones. See `Store.take`."""
         for store in self.stores:
             store.take(gradient[store.place], owned=owned)
 
@@ -141,26 +156,34 @@ class Stores:
 
     def norms(self) -> list[float]:
         """The L2 norm of each bucket of what was taken."""
-        with self.replica.meter("apply"):
+        with self._replica.meter("apply"):
             return [norm for store in self.stores for norm in store.norms()]
 
     def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None:
-        with self.replica.meter("apply"):
+        with self._replica.meter("apply"):
             for store in self.stores:
                 store.step(clip, learning_rate, bound)
 
     def mix(self, share: float) -> None:
-        with self.replica.meter("apply"):
+        with self._replica.meter("apply"):
             for store in self.stores:
                 store.mix(share)
 
     @property
     def num_skipped(self) -> int:
         """Steps of the run that no optimizer has taken."""
-        scaler = self.replica.scaler
+        scaler = self._replica.scaler
         return 0 if scaler is None else scaler.num_overflows
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether a copy can take steps as soon as it has the contents of the first buckets."""
+        return self._replica.optimizer.can_be_cut(self.buckets[0])
+
+    def contents(self, number: int) -> dict[str, Tensor]:
+        return self._store_of[number].contents(self._replica.buckets[number])
 
     def digests(self) -> list[bytes]:
         """xxh3-64 of the bytes of each bucket of the weights, 8 bytes each."""
-        weights = self.replica.params.to("cpu")
-        return [xxh3_64_digest(bytes_of(weights[bucket])) for bucket in self.replica.buckets]
+        weights = self._replica.params.to("cpu")
+        return [xxh3_64_digest(bytes_of(weights[bucket])) for bucket in self._replica.buckets]

@@ -437,9 +437,8 @@ class StoreLinks(ABC):
         store: RemoteStore,
         whole: threading.Event,
         check_stop: Callable[[], None],
-        what: str = "its slice",
     ) -> bool:
-        """Wait for `what` a store was asked for; if it does not come, cut the store and return False."""
+        """Wait for the slice that a store was asked for; if it does not come, cut it and return False."""
         session, progress = store.session, -1
         assert session is not None  # noqa: S101 - it is ready
         receiver = self._receivers[session.session_id]
@@ -452,9 +451,9 @@ class StoreLinks(ABC):
             if receiver.num_frames != progress:
                 progress, deadline = receiver.num_frames, Deadline(patience_s)
             if deadline.expired:
-                session.cut(f"it does not send {what}")
+                session.cut("it does not send its slice")
             if total.expired:
-                session.cut(f"it has not sent {what} within {format_duration(total_s)}")
+                session.cut(f"it has not sent its slice within {format_duration(total_s)}")
             if session.is_cut:
                 return False
         store.heard_at = time.monotonic()

@@ -454,11 +454,9 @@ class Commit(Message):
     If it `is_skipped`, because a gradient has overflowed, the weights and the optimizer stay as they are.
     The gradient, a mean over `num_terms` loss terms of `num_samples` samples, counts `clip` times. Now
     and then the payload holds a digest of each bucket of the weights before the step: xxh3-64 of their bytes.
-    `attempt` is that of the means of stores on other hosts.
     """
 
     KIND: ClassVar[int] = 17
-    attempt: Count = 0
     version: Count
     num_samples: Positive
     num_terms: Terms = 0.0
@@ -678,9 +676,10 @@ class SliceRule(HeaderModel):
 class OuterRule(HeaderModel):
     """Nesterov's momentum over what workers have changed in a slice.
 
-    The flat weights are those of tensors with as many elements as `layers` says, which are cut into
-    `num_fragments`. Outer steps are sent encoded with `codec_down`; null: weights are. `is_async`: after some
-    steps changes are applied one by one. `inner`: takes steps along gradients, before the first outer step.
+    The flat weights are those of tensors with as many elements as `layers` says. They are cut into fragments,
+    of which these are the `versions`. Outer steps are sent encoded with `codec_down`; null: weights are.
+    `is_async`: after some steps changes are applied one by one. `inner`: takes steps along gradients, before
+    the first outer step.
     """
 
     learning_rate: Annotated[float, Field(gt=0)]
@@ -688,7 +687,9 @@ class OuterRule(HeaderModel):
     is_async: bool
     codec_down: Identifier | None
     layers: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_LAYERS)]
-    num_fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
+    versions: Annotated[
+        tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_FRAGMENTS)
+    ]
     inner: SliceRule | None = None
 
 
@@ -723,35 +724,71 @@ class Listening(Message):
     places: HostPorts
 
 
+class PartKey(HeaderModel):
+    """Names what the worker `instance` has sent: for a lease, or as its answer to a request.
+
+    Each host that holds weights gets a part of it. Nobody can send one in another's name.
+    """
+
+    instance: Instance
+    of: LeaseKey | Count
+
+
+class CountedPart(HeaderModel):
+    """A part that a step takes, `weight` times."""
+
+    key: PartKey
+    weight: Annotated[float, Field(ge=0)]
+
+
 class Arrived(Message):
-    """Store: its part of a push of the worker `instance` is whole (payload: the L2 norm of each bucket)."""
+    """Store: of a fragment's part the buckets from `bucket` on have come; with the last one it is whole.
+
+    `key` null: the mean that was to be ready is. The payload are their L2 norms, (1, n), or (2, n) with those
+    of the weights that lie there.
+    """
 
     KIND: ClassVar[int] = 43
-    instance: Instance
-    lease: LeaseKey
+    key: PartKey | None
+    fragment: Count
+    bucket: Count
     tensor: TensorSpec
 
 
-class Apply(Message):
-    """Server: take one optimizer step with `clip` times a push of the worker `instance`.
+class TakeMean(Message):
+    """Server: have the mean of these parts of a fragment ready for a step, and tell its norms."""
 
-    No element of that may be above `bound`.
+    KIND: ClassVar[int] = 38
+    parts: Annotated[
+        tuple[CountedPart, ...], Strict(False), Field(min_length=1, max_length=MAX_CHANGES)
+    ]
+
+
+class TakeStep(Message):
+    """Server: take one step along these parts of a fragment, which is at `version` then.
+
+    Without parts: along `clip` times the means that are ready, of which no element may be above `bound`; the
+    fragments are at `version` and the next ones then, in order. A fragment without a mean stays as it is, and
+    all do where nothing counts. An optimizer of gradients steps with `learning_rate`, an outer one without.
+    `one_by_one`: the part is applied by its weight, and momentum moves if `moves_by`, the sum of the weights
+    since it has moved last, is not null.
     """
 
     KIND: ClassVar[int] = 44
-    instance: Instance
-    lease: LeaseKey
-    clip: Annotated[float, Field(ge=0, le=1)]
-    learning_rate: Annotated[float, Field(ge=0)]
+    version: Count = 0
+    parts: Annotated[tuple[CountedPart, ...], Strict(False), Field(max_length=MAX_CHANGES)]
+    clip: Annotated[float, Field(ge=0, le=1)] = 1.0
+    learning_rate: Annotated[float, Field(ge=0)] | None = None
     bound: Annotated[float, Field(gt=0)] | None = None
+    one_by_one: bool = False
+    moves_by: Annotated[float, Field(ge=0)] | None = None
 
 
-class Discard(Message):
-    """Server: a push of the worker `instance` is not to be applied."""
+class Drop(Message):
+    """Server: a part is not to be applied; nor is a mean with it."""
 
     KIND: ClassVar[int] = 45
-    instance: Instance
-    lease: LeaseKey
+    key: PartKey
 
 
 class SendWeights(Message):
@@ -817,91 +854,6 @@ class SendMeans(Message):
 
     KIND: ClassVar[int] = 51
     instance: Instance
-
-
-class BucketNorm(Message):
-    """Store: a bucket has come of what a fragment has changed by on the worker `instance`.
-
-    Its L2 norm, and that of the weights; null: it is not finite.
-    """
-
-    KIND: ClassVar[int] = 26
-    instance: Instance
-    request: Count
-    fragment: Count
-    bucket: Count
-    norm: Annotated[float, Field(ge=0)] | None
-    weights_norm: Annotated[float, Field(ge=0)] | None
-
-
-class CountedChange(HeaderModel):
-    """A change that a step takes: of the worker `instance`, `weight` times."""
-
-    instance: Instance
-    request: Count
-    weight: Annotated[float, Field(ge=0)]
-
-
-Changes = Annotated[
-    tuple[CountedChange, ...], Strict(False), Field(min_length=1, max_length=MAX_CHANGES)
-]
-
-
-class TakeGradients(Message):
-    """Server: have the mean of these changes, which are gradients, ready for a step; tell its norms."""
-
-    KIND: ClassVar[int] = 70
-    fragment: Count
-    changes: Changes
-
-
-class GradientNorms(Message):
-    """Store: a fragment's mean gradient is ready (payload: the L2 norm of each of its buckets here)."""
-
-    KIND: ClassVar[int] = 71
-    fragment: Count
-    tensor: TensorSpec
-
-
-class TakeInnerStep(Message):
-    """Server: take one step of the inner optimizer with `clip` times the mean gradients that are ready.
-
-    A fragment without any stays as it is, and all do if `learning_rate` is null, because nothing counts. No
-    element may be above `bound`. Fragment i of `base_versions`[i] has `version` + i then.
-    """
-
-    KIND: ClassVar[int] = 72
-    version: Count
-    base_versions: Annotated[
-        tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_FRAGMENTS)
-    ]
-    clip: Annotated[float, Field(ge=0, le=1)]
-    learning_rate: Annotated[float, Field(ge=0)] | None
-    bound: Annotated[float, Field(gt=0)] | None = None
-
-
-class TakeOuterStep(Message):
-    """Server: step a fragment from `base_version` to `version`, along the mean of these changes.
-
-    With a `share` there is one, which is applied by that; and momentum moves if `moves_by`, the sum of the
-    shares since it has moved last, is not null.
-    """
-
-    KIND: ClassVar[int] = 27
-    fragment: Count
-    base_version: Count
-    version: Count
-    changes: Changes
-    share: Annotated[float, Field(ge=0, le=1)] | None = None
-    moves_by: Annotated[float, Field(ge=0)] | None = None
-
-
-class DropChange(Message):
-    """Server: what a fragment has changed by on the worker `instance` is not to be applied."""
-
-    KIND: ClassVar[int] = 38
-    instance: Instance
-    request: Count
 
 
 class TransferPiece(HeaderModel):
@@ -1240,25 +1192,20 @@ ROUNDS = MessageSet(
 """What they say besides where a worker takes many steps of its own between two exchanges."""
 STORE = MessageSet(
     "store",
-    from_dialler=frozenset(
-        {Listening, Arrived, State, Reduced, Counted, BucketNorm, GradientNorms, Fault}
-    ),
+    from_dialler=frozenset({Listening, Arrived, State, Reduced, Counted, Fault}),
     from_listener=frozenset(
         {
             Slice,
             State,
-            Apply,
-            Discard,
+            TakeMean,
+            TakeStep,
+            Drop,
             SendWeights,
             WorkerGone,
             Gather,
             OpenStep,
             Commit,
             SendMeans,
-            TakeOuterStep,
-            TakeGradients,
-            TakeInnerStep,
-            DropChange,
             End,
         }
     ),

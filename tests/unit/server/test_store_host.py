@@ -9,9 +9,9 @@ import torch
 from connection_pairs import one_of_each
 from harness import SECRET
 from peers import DEADLINE_S, opened
+from smolcluster.algorithms.EDP.store import Held
 from smolcluster.errors import ProtocolError
 from smolcluster.server.slices import slice_frames
-from smolcluster.server.stepping_slice import SteppingSlice
 from smolcluster.server.store_host import (
     COORDINATOR,
     SliceArrived,
@@ -71,7 +71,7 @@ def test_a_slice_that_does_not_fit_is_refused() -> None:
 def test_a_slice_comes_whole_and_nothing_before_or_after_it() -> None:
     hello = introduce("win", sets=(SESSION, STORE))
     address, log = Address("127.0.0.1", 1), logging.getLogger("test")
-    setup = StoreSetup(hello, address, SECRET, 1.0, log, SteppingSlice, addresses=("127.0.0.1",))
+    setup = StoreSetup(hello, address, SECRET, 1.0, log, Held, addresses=("127.0.0.1",))
     answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     take = StoreSession(setup, cast("Connection", None), answer)
     span, buckets = range(ADAM.first, ADAM.stop), buckets_of(ADAM, BUCKET_BYTES)
@@ -91,10 +91,10 @@ def test_a_slice_comes_whole_and_nothing_before_or_after_it() -> None:
 def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:
     hello = introduce("win", sets=(SESSION, STORE))
     address, log = Address("127.0.0.1", 1), logging.getLogger("test")
-    setup = StoreSetup(hello, address, SECRET, 1.0, log, SteppingSlice)
+    setup = StoreSetup(hello, address, SECRET, 1.0, log, Held)
     answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     values = {name: torch.zeros(488) for name in ADAM.contents}
-    held = SteppingSlice(setup, answer, Inbox(), ADAM, values)
+    held = Held(setup, answer, Inbox(), ADAM, values)
     nobody = cast("Session", None)
     for instance in ("a" * 8, "b" * 8):
         held._obey(SendWeights(instance=instance, version=3), nobody)
@@ -105,10 +105,10 @@ def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:
 def test_a_store_tells_workers_its_name() -> None:
     hello = introduce("win", sets=(SESSION, STORE))
     address, log = Address("127.0.0.1", 1), logging.getLogger("test")
-    setup = StoreSetup(hello, address, SECRET, 1.0, log, SteppingSlice)
+    setup = StoreSetup(hello, address, SECRET, 1.0, log, Held)
     answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     values = {name: torch.zeros(488) for name in ADAM.contents}
-    held = SteppingSlice(setup, answer, Inbox(), ADAM, values)
+    held = Held(setup, answer, Inbox(), ADAM, values)
     [place] = held.listen(["127.0.0.1"])
     worker = introduce("pi5", 1, (SESSION, SLICES))
     way = Address(place.host, place.port, "win")

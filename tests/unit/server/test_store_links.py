@@ -13,7 +13,7 @@ from harness import local_settings
 from smolcluster.errors import ClusterEmpty
 from smolcluster.server.hosted_stores import HostedStores, NormsArrived, StepsUndone
 from smolcluster.server.push import Pushed
-from smolcluster.server.slices import PushKey, place_of, slice_frames
+from smolcluster.server.slices import place_of, slice_frames
 from smolcluster.server.store_links import (
     GATHER_SLOWER,
     Patience,
@@ -29,11 +29,12 @@ from smolcluster.wire.messages import (
     SESSION,
     STORE,
     Accepted,
-    Discard,
+    Drop,
     HostPort,
     LeaseKey,
     Listening,
     Message,
+    PartKey,
     Reject,
     State,
     decode,
@@ -160,18 +161,27 @@ def test_a_store_that_is_ready_and_says_nothing_is_silent_until_it_speaks() -> N
     assert stores.are_silent(time.monotonic() + 700)
 
 
+def norms_of(stores: HostedStores, session_id: int, key: PartKey) -> NormsArrived:
+    """All that the store of a session holds of a part has arrived."""
+    span = stores._stores[session_id - 1].span
+    return NormsArrived(session_id, key, 0, span.start, ((0.0,) * len(span),))
+
+
 def test_a_part_counts_only_in_the_name_of_who_sent_it() -> None:
     stores = spread()
     win, pi5 = ready(stores)
     lease = LeaseKey(incarnation="here", epoch=0, start=0, stop=10, grant=1)
-    honest, liar = PushKey("a" * 8, lease), PushKey("b" * 8, lease)
+    honest, liar = (PartKey(instance=each * 8, of=lease) for each in "ab")
     own = object.__new__(Pushed)
-    assert stores.whole(honest, own, is_awaited=True) is None
-    lie = NormsArrived(win.session_id, liar, (9.0, 9.0, 9.0))
-    assert stores.whole(liar, lie, is_awaited=False) is None
-    assert win.sent[-1] == Discard(instance=liar.instance, lease=lease)
-    parts = [NormsArrived(each.session_id, honest, (1.0, 1.0, 1.0)) for each in (win, pi5)]
-    assert [stores.whole(honest, part, is_awaited=True) for part in parts] == [None, own]
+    assert stores.collect(honest, own) is None
+    lie, *parts = (norms_of(stores, *told) for told in ((1, liar), (1, honest), (2, honest)))
+    stores.drop_part(lie)
+    assert win.sent[-1] == Drop(key=liar)
+    assert Drop(key=liar) not in pi5.sent
+    first, last = (stores.collect(honest, part) for part in parts)
+    assert first is None
+    assert last is not None
+    assert last.own is own
 
 
 def slice_of(stores: HostedStores, span: range, version: int) -> list[tuple[State, memoryview]]:
@@ -233,10 +243,10 @@ def test_a_second_process_of_one_store_is_told_that_it_is_busy() -> None:
 
 
 def step(stores: HostedStores, sessions: list[FakeSession]) -> None:
-    key = PushKey("a" * 8, LeaseKey(incarnation="here", epoch=0, start=0, stop=10, grant=1))
+    lease = LeaseKey(incarnation="here", epoch=0, start=0, stop=10, grant=1)
+    key = PartKey(instance="a" * 8, of=lease)
     for session in sessions:
-        arrived = NormsArrived(session.session_id, key, (0.0, 0.0, 0.0))
-        stores.whole(key, arrived, is_awaited=True)
+        stores.collect(key, norms_of(stores, session.session_id, key))
     place = place_of(stores._replica.buckets, stores.own_span)
     push = stores.of(key)
     push.take(torch.zeros_like(stores._replica.params[place]))

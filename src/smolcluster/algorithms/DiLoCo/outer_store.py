@@ -1,10 +1,10 @@
 """A host's part of the run's weights θ: takes outer steps, and says what workers are sent of them.
 
 It knows no leases and decides nothing: which changes count, and how much, is said by the server, which has
-one of these in its own process; stores on other hosts have others (`outer_slice.py`).
+one of these in its own process; stores on other hosts have others (`store.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -13,16 +13,13 @@ from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import lossless_for
 from smolcluster.server.history import Update, UpdateHistory
-from smolcluster.server.store import Store
+from smolcluster.server.store import Counted, Store, mean_of
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.messages import TakeInnerStep
+from smolcluster.wire.messages import TakeStep
 
 WHOLE = 0
 """The one fragment, where all weights are exchanged at once."""
-
-Counted = tuple[float, Tensor]
-"""What a worker has changed a fragment by, `(numel,)` on the CPU, and how many times it counts."""
 
 
 class OuterStore:
@@ -67,8 +64,6 @@ class OuterStore:
         """Fragments as they are, by number: their version, and frames that all share."""
         self._norms: dict[int, tuple[int, list[float]]] = {}
         """Of fragments, by number: their version, and the L2 norms of its weights by bucket."""
-        self.gradients: dict[int, Tensor] = {}
-        """By fragment: the mean gradient that the next step of all takes, (numel,) on the CPU."""
         self._theirs: dict[str, Tensor] = {}
         """Where changes are applied one by one: the weights that each worker has, on the CPU."""
 
@@ -90,9 +85,7 @@ class OuterStore:
         for number, feedback in enumerate(self.residuals):
             feedback.resume(self._layout.buckets(number))
 
-    def step(
-        self, number: int, changes: Sequence[Counted], *, base_version: int, version: int
-    ) -> None:
+    def step(self, number: int, changes: Sequence[Counted], version: int) -> None:
         """Step a fragment's weights along the mean of what workers have changed: Σ n_i Δ_i / Σ n_i.
 
         With a codec for the way back, θ takes the very step that workers decode.
@@ -100,49 +93,37 @@ class OuterStore:
         fragment = self._layout.fragments[number]
         theta = self._layout.gather(number, self._weights)
         before = theta.clone() if self._steps else None
-        self._outer.step(theta, mean_change(changes).to(theta.device), fragment)
+        self._outer.step(theta, mean_of(changes).to(theta.device), fragment)
         fragment.scatter(theta, self._weights)
-        self._follow_step(number, before, base_version=base_version, version=version)
+        self._follow_step(number, before, version)
 
-    def take_gradients(self, number: int, gradients: Sequence[Counted]) -> list[float]:
-        """Have the mean of workers' gradients of a fragment ready; returns its L2 norms, by bucket."""
-        mean = self.gradients[number] = mean_change(gradients)
-        buckets = self._layout.buckets(number)
-        return bucket_norms(mean, buckets) if buckets else []
-
-    def step_together(self, inner: Store, step: TakeInnerStep) -> None:
-        """Step all weights by the workers' optimizer along the gradients that are ready.
+    def step_along(self, inner: Store, means: Mapping[int, Tensor], step: TakeStep) -> None:
+        """Step all weights by the workers' optimizer along mean gradients (numel,), by fragment.
 
         `inner` has the same weights, and takes the step. A fragment without a gradient stays as it is.
         """
-        gradients, self.gradients = self.gradients, {}
         before = {
             number: self._layout.gather(number, self._weights)
             for number in range(len(self.versions))
-            if self._steps or number not in gradients
+            if self._steps or number not in means
         }
         if step.learning_rate is not None:
             buffer = inner.buffer.zero_()
-            for number, mean in gradients.items():
+            for number, mean in means.items():
                 self._layout.fragments[number].scatter(mean.to(buffer.device), buffer)
             inner.take(buffer, owned=True)
             inner.step(step.clip, step.learning_rate, step.bound)
-        for number, base_version in enumerate(step.base_versions):
-            if number not in gradients:
+        for number in range(len(self.versions)):
+            if number not in means:
                 self._layout.fragments[number].scatter(before[number], self._weights)
-            version = step.version + number
-            self._follow_step(
-                number, before.get(number), base_version=base_version, version=version
-            )
+            self._follow_step(number, before.get(number), step.version + number)
 
-    def _follow_step(
-        self, number: int, before: Tensor | None, *, base_version: int, version: int
-    ) -> None:
+    def _follow_step(self, number: int, before: Tensor | None, version: int) -> None:
         """A fragment's weights have taken a step from `before` (numel,): it can be sent from now on.
 
         Without a lossy codec `before` may be None, for the weights are sent as they are.
         """
-        self.versions[number] = version
+        base_version, self.versions[number] = self.versions[number], version
         if self._steps is None or before is None:
             return
         theta = self._layout.gather(number, self._weights)
@@ -243,13 +224,3 @@ class OuterStore:
         return outer_frames(
             self._layout, number, encoded, codec, base_version=base_version, version=version
         )
-
-
-def mean_change(changes: Sequence[Counted]) -> Tensor:
-    """Δ̄ = Σ n_i Δ_i / Σ n_i, (numel,), in the memory of the first; 0 where nothing counts."""
-    total = sum(weight for weight, _ in changes) or 1.0
-    (weight, first), *others = changes
-    mean = first.mul_(weight / total)
-    for weight, values in others:
-        mean.add_(values, alpha=weight / total)
-    return mean

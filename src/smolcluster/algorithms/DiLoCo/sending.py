@@ -16,7 +16,7 @@ class Sender:
     """Sends workers the weights, of which it notes the versions that each has, and their batches."""
 
     def __init__(self, context: ServerContext, stores: OuterLinks) -> None:
-        self._incarnation, self._stores = context.incarnation, stores
+        self._stores = stores
         self._replica = context.training.replica
 
     def send_lease(
@@ -73,10 +73,9 @@ class Sender:
         Raises:
             NonFiniteLoss: they are not finite.
         """
-        self._replica.check_weights(f"after outer step {self._stores.version}")
         peer.versions = list(self._stores.versions)
         instance = peer.worker.member.instance
-        _send(peer, self._stores.send_whole(instance, self._incarnation))
+        _send(peer, self._stores.send_whole(instance, self._stores.version))
 
     def send_fragment(self, peer: Peer, number: int) -> None:
         """Send a worker what has become of a fragment."""

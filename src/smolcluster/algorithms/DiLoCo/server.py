@@ -41,9 +41,6 @@ from smolcluster.algorithms.DiLoCo.fragments import filled
 from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
 from smolcluster.algorithms.DiLoCo.outer_links import (
     Change,
-    ChangeKey,
-    Listeners,
-    NormArrived,
     WholeChange,
 )
 from smolcluster.algorithms.DiLoCo.outer_store import WHOLE
@@ -66,6 +63,7 @@ from smolcluster.data.permutation import Range
 from smolcluster.runs.summary import Summary
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.gathering import Gathering
+from smolcluster.server.hosted_stores import NormsArrived
 from smolcluster.server.leases import Dispatcher, DispatcherState
 from smolcluster.server.plausible import Failures, Norms, PushRefused, check_norm
 from smolcluster.server.saver import CheckpointSource
@@ -79,6 +77,7 @@ from smolcluster.wire.messages import (
     Ack,
     Collect,
     LeaseKey,
+    PartKey,
     Pull,
     Ready,
     Resumed,
@@ -146,10 +145,10 @@ class Server:
             self.num_optimizers = schedule.num_optimizers
             rounds = parse_progress(RoundsState, state.progress.get(ROUNDS), state.step)
             self.go_on_from(rounds)
-        listeners = Listeners(self.report.steps_undone, self.on_store_lost)
         self.stores.begin(
             self.version,
-            listeners,
+            self.report.steps_undone,
+            self.on_store_lost,
             begins_together=self.is_synchronous and not self.beginning.reason,
         )
         self.sender = Sender(context, self.stores)
@@ -418,7 +417,7 @@ class Server:
     def take_synchronous_step(self) -> bool:
         """Take one step of the inner optimizer along the mean gradient of all workers, and send it to all.
 
-        Returns False if a store is missing: of its loss is heard soon, and these gradients are lost with it.
+        Returns False while hosts have not told all norms of that mean. If one is lost, so are the gradients.
         """
         self.saver.wait_for_copy()
         arrived = self.contributions
@@ -435,8 +434,7 @@ class Server:
         ]
         rates = [step.learning_rate for step in steps if step.learning_rate is not None]
         rate = fmean(rates) if rates else self.rate_after(self.dispatcher.samples_applied)
-        clipping, check_stop = self.train.gradient_clipping, self.context.check_stop
-        if not self.stores.step_together(changes, rate, clipping, check_stop):
+        if not self.stores.step_together(changes, rate, self.train.gradient_clipping):
             return False
         self.contributions = {each: [] for each in self.numbers}
         self.replica.check_weights(f"after synchronous step {self.beginning.num_steps + 1}")
@@ -495,9 +493,9 @@ class Server:
                 self.on_stepped(self.peers[id_], stepped)
             case DeltaArrived(session_id=id_, request=number) if id_ in self.peers:
                 peer = self.peers[id_]
-                self.on_part(peer, ChangeKey(peer.worker.member.instance, number), event)
-            case NormArrived(key=key):
-                self.on_norm(key, event)
+                self.on_part(peer, PartKey(instance=peer.worker.member.instance, of=number), event)
+            case NormsArrived():
+                self.on_norms(event)
             case MessageReceived(session_id=id_, message=Pull()) if id_ in self.peers:
                 self.welcome(self.peers[id_])
             case MessageReceived(session_id=id_, message=Skip() as skip) if id_ in self.peers:
@@ -550,9 +548,10 @@ class Server:
         if self.ledger.stepped(peer.id, stepped):
             peer.stepped(stepped.compute_s, time.monotonic())
 
-    def on_norm(self, key: ChangeKey, part: NormArrived) -> None:
+    def on_norms(self, part: NormsArrived) -> None:
         """A store has a bucket of a change."""
-        if not self.stores.hear(part):
+        key = part.key
+        if not self.stores.hear(part) or key is None:
             return
         of_instance = (p for p in self.peers.values() if p.worker.member.instance == key.instance)
         peer = next(of_instance, None)
@@ -561,15 +560,17 @@ class Server:
         else:
             self.on_part(peer, key, part)
 
-    def on_part(self, peer: Peer, key: ChangeKey, part: DeltaArrived | NormArrived) -> None:
+    def on_part(self, peer: Peer, key: PartKey, part: DeltaArrived | NormsArrived) -> None:
         """Some of a worker's change is where it belongs; when all of it is, decide on it."""
         self.receiver_of(peer).heard_at = time.monotonic()
         self.heard(peer)
-        request = self.ledger.asked(key.request, peer.id, part.fragment)
+        request = None
+        if isinstance(key.of, int):
+            request = self.ledger.asked(key.of, peer.id, part.fragment)
         if request is not None:
             if (whole := self.stores.whole(key, part)) is not None:
                 self.on_change(peer, request, whole)
-        elif isinstance(part, NormArrived):
+        elif isinstance(part, NormsArrived):
             self.stores.drop_part(part)
         else:
             self.receiver_of(peer).free(part.fragment)
@@ -637,7 +638,7 @@ class Server:
     def take_back(self, peer: Peer, reason: str) -> list[LeaseKey]:
         """Give to others what a worker was given since its last change that has come; returns that."""
         returned = self.take_back_from(peer.id, reason)
-        self.stores.forget(peer.worker.member.instance)
+        self.stores.forget_worker(peer.worker.member.instance)
         peer.outbox.clear()
         peer.unanswered.clear()
         peer.num_before.clear()

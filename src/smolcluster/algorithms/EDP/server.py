@@ -32,23 +32,20 @@ from smolcluster.algorithms.EDP.config import EDPConfig
 from smolcluster.data.permutation import Range
 from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
-from smolcluster.server.buffers import BufferCollector, buffer_frames
+from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.gathering import Gathering
 from smolcluster.server.hosted_stores import NormsArrived
 from smolcluster.server.leases import Dispatcher, DispatcherState, Lease
 from smolcluster.server.plausible import Failures, Norms, PushRefused
 from smolcluster.server.push import GradientBuffers, GradientReceiver, Pushed
 from smolcluster.server.saver import CheckpointSource
-from smolcluster.server.slices import PushKey
-from smolcluster.server.weights import state_frames
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.loop import StepTaken
 from smolcluster.training.schedule import SCHEDULE, ScheduleState, learning_rate
-from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
-from smolcluster.wire.messages import Ack, LeaseKey, Outcome, Pull, Skip
+from smolcluster.wire.messages import Ack, LeaseKey, Outcome, PartKey, Pull, Skip
 
 DISPATCHER = "dispatcher"
 """Where a checkpoint's progress has its state."""
@@ -73,6 +70,10 @@ class Peer:
     """Whether it let leases expire and has not pushed since."""
     is_pulling: bool = False
     """Whether it waits for weights with a push of its own, of which not all has arrived."""
+
+
+def key_of(peer: Peer, lease: LeaseKey) -> PartKey:
+    return PartKey(instance=peer.worker.member.instance, of=lease)
 
 
 class Server:
@@ -114,7 +115,6 @@ class Server:
         self.hosts = Gathering(self.stores, self.saver, lambda: self.version, context.check_stop)
         self.peers: dict[int, Peer] = {}
         self.last_applied: dict[str, LeaseKey] = {}
-        self.snapshot: tuple[int, list[Frame]] | None = None
         self.norms, self.failures = Norms(), Failures()
 
     def progress(self) -> Progress:
@@ -215,28 +215,35 @@ class Server:
             self.report.lease_returned(worker, lease.range, "its worker has gone")
 
     def on_part(self, part: Pushed | NormsArrived) -> None:
-        """Some of a push is where it belongs; when all of it is, decide on it."""
-        if isinstance(part, Pushed):
-            peer = self.peers.get(part.session_id)
-            key = PushKey("" if peer is None else peer.worker.member.instance, part.push.lease)
-        else:
-            key = part.key
-            of_instance = (
-                p for p in self.peers.values() if p.worker.member.instance == key.instance
-            )
-            peer = next(of_instance, None)
-        is_awaited = peer is not None and key.lease in peer.unanswered
-        pushed = self.stores.whole(key, part, is_awaited=is_awaited)
-        if pushed is not None:
-            self.on_push(pushed)
+        """Some of a push is where it belongs; when all of it is, or nobody waits for it, decide on it."""
+        peer, lease = self.sender_of(part)
+        if peer is None or lease is None or lease not in peer.unanswered:
+            if isinstance(part, Pushed):
+                self.on_push(part)
+            else:
+                self.stores.drop_part(part)
+            return
+        key = key_of(peer, lease)
+        whole = self.stores.collect(key, part)
+        if whole is not None and whole.own is not None:
+            self.on_push(whole.own)
             self.stores.forget(key)
-            if peer is not None and peer.is_pulling:
+            if peer.is_pulling:
                 self.send_weights(peer)
+
+    def sender_of(self, part: Pushed | NormsArrived) -> tuple[Peer | None, LeaseKey | None]:
+        """Whose push has come, and for which lease; None: nobody's any more."""
+        if isinstance(part, Pushed):
+            return self.peers.get(part.session_id), part.push.lease
+        key = part.key
+        if key is None or not isinstance(key.of, LeaseKey) or not self.stores.hear(part):
+            return None, None
+        named = (p for p in self.peers.values() if p.worker.member.instance == key.instance)
+        return next(named, None), key.of
 
     def forget_parts(self, peer: Peer, lease: LeaseKey) -> None:
         """What has arrived of a push is not wanted any more."""
-        own = self.stores.forget(PushKey(peer.worker.member.instance, lease))
-        if own is not None:
+        if (own := self.stores.forget(key_of(peer, lease))) is not None:
             own.receiver.free()
 
     def on_pull(self, peer: Peer) -> None:
@@ -327,7 +334,7 @@ class Server:
         push, config = pushed.push, self.config
         epoch, rate = self.dispatcher.epoch, self.learning_rate()
         layer_norms: Mapping[str, float] = {}
-        stores = self.stores.of(PushKey(peer.worker.member.instance, push.lease))
+        stores = self.stores.of(key_of(peer, push.lease))
         if push.overflow is not None:
             norm = 0.0
         elif config.update_rule == "mixing":
@@ -409,24 +416,7 @@ class Server:
     def send_weights(self, peer: Peer) -> None:
         """Send the newest weights; whoever pulls the same version shares one copy."""
         peer.is_pulling = False
-        self.stores.send_weights(peer.worker.member.instance, self.version)
-        if self.snapshot is None or self.snapshot[0] != self.version:
-            self.replica.check_weights(f"after step {self.version}")
-            with self.replica.meter("encode"):
-                replica, version = self.replica, self.version
-                buffers = replica.buffers.values()
-                frames = [
-                    *buffer_frames(buffers, replica.bucket_bytes, version=version),
-                    *state_frames(
-                        self.context.incarnation,
-                        version,
-                        replica.snapshot(),
-                        replica.buckets,
-                        self.stores.own_span,
-                    ),
-                ]
-            self.snapshot = (self.version, frames)
-        for frame in self.snapshot[1]:
+        for frame in self.stores.send_whole(peer.worker.member.instance, self.version):
             peer.worker.live_session.send_frame(frame)
 
     def take_back_expired(self, now: float) -> None:

@@ -1,6 +1,7 @@
 """A store of EDP: a slice of the weights with its optimizer, on a machine that need not be the server's.
 
-What it does: `server/stepping_slice.py`. Which machines have one: `servers` in the cluster file.
+It takes an optimizer step with each push that the server says so of: see `server/stepping_slice.py`. Which
+machines have one: `servers` in the cluster file.
 By hand: `uv run store.py win`.
 """
 
@@ -9,6 +10,86 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
     raise SystemExit(main("edp", "store"))
 
-from smolcluster.server.stepping_slice import SteppingSlice as Held
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-__all__ = ["Held"]
+from torch import Tensor
+
+from smolcluster.errors import PeerLost, ProtocolError
+from smolcluster.server.push import GradientBuffers, GradientReceiver, Pushed
+from smolcluster.server.stepping_slice import Part, PartArrived, SteppingSlice, store_of
+from smolcluster.server.store import Counted
+from smolcluster.server.store_host import TICK_S
+from smolcluster.wire.inbox import Event
+from smolcluster.wire.messages import WEIGHTS, Message, PartKey, TakeStep
+
+PUSHES_HELD = 2
+"""Of a worker: one that is to be applied, and one that arrives meanwhile."""
+
+
+class Held(SteppingSlice):
+    """A slice that steps by the run's optimizer."""
+
+    def __init__(self, *session: Any) -> None:
+        """See `HeldSlice`.
+
+        Raises:
+            ProtocolError: its contents do not fit its rule.
+        """
+        super().__init__(*session)
+        own = self._buckets[self._given.first : self._given.stop]
+        self._store = store_of(self._given.rule, own, self._contents)
+        self._contents = {WEIGHTS: self._store.weights, **self._store.optimizer.moments}
+        self._memory = GradientBuffers()
+
+    def _receiver_for(self, session_id: int) -> "PushReceiver":
+        return PushReceiver(
+            *(session_id, self._given.codec, self._buckets, None, self._memory),
+            closed=self._closed,
+            has_loss_scale=self._given.has_loss_scale,
+            span=self._span,
+        )
+
+    def _norms(self, _fragment: int, _bucket: int, values: Tensor) -> Sequence[Sequence[float]]:
+        self._store.take(values)
+        return (self._store.norms(),)
+
+    def _step(
+        self, step: TakeStep, _fragment: int, _keys: Sequence[PartKey], parts: Sequence[Counted]
+    ) -> None:
+        if len(parts) != 1 or step.learning_rate is None:
+            raise ProtocolError("it wanted another step than one with a push and a learning rate")
+        [(_, gradient)] = parts
+        self._store.take(gradient)
+        self._store.step(step.clip, step.learning_rate, step.bound)
+
+
+class PushReceiver(GradientReceiver):
+    """Takes a worker's pushes; one may arrive while another waits for the coordinator's word."""
+
+    def __init__(self, *pushes: Any, closed: threading.Event, span: range, **options: Any) -> None:
+        """See `GradientReceiver`; when `closed` is set nobody may wait any more, as the slice is lost."""
+        super().__init__(*pushes, span=span, **options)
+        self._places = threading.Semaphore(PUSHES_HELD)
+        self._closed, self._first_bucket = closed, span.start
+
+    def begin(self) -> None:
+        """Its next push begins: the reader waits until the coordinator has decided on older ones."""
+        while not self._places.acquire(timeout=TICK_S):
+            if self._closed.is_set():
+                raise PeerLost("the store has lost its slice")
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        event = super().__call__(message, payload)
+        if not isinstance(event, Pushed):
+            return event
+        self._gradient = None  # the next one has memory of its own
+        part = Part(0, event.gradient, partial(self._give_back, event.gradient))
+        what = self.session_id, event.push.lease, 0, self._first_bucket
+        return PartArrived(*what, event.gradient, part)
+
+    def _give_back(self, gradient: Tensor) -> None:
+        self._memory.give_back(gradient)
+        self._places.release()

@@ -21,15 +21,13 @@ from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.algorithms.DiLoCo.outer_links import (
     Change,
-    ChangeKey,
-    Listeners,
-    NormArrived,
     OuterLinks,
     WholeChange,
 )
-from smolcluster.algorithms.DiLoCo.outer_slice import OuterSlice
+from smolcluster.algorithms.DiLoCo.store import Held
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.server.buffers import BufferCollector
+from smolcluster.server.hosted_stores import NormsArrived
 from smolcluster.server.slices import by_name, slice_pieces
 from smolcluster.server.store_host import COORDINATOR, StoreSetup, buckets_of
 from smolcluster.server.store_links import Patience
@@ -48,6 +46,7 @@ from smolcluster.wire.messages import (
     HostPort,
     Listening,
     Message,
+    PartKey,
     Slice,
     State,
 )
@@ -88,7 +87,7 @@ class StoreHost:
 
     hosting: "Hosting"
     session_id: int
-    held: OuterSlice | None = None
+    held: Held | None = None
     incoming: Assembler[State] | None = None
     given: Slice | None = None
     receivers: dict[str, Callable[[Message, memoryview], Event | None]] = field(
@@ -118,11 +117,11 @@ class StoreHost:
         hosting = self.hosting
         hello, address = introduce("win", sets=(SESSION, STORE)), Address("127.0.0.1", 1)
         log = logging.getLogger("test")
-        setup = StoreSetup(hello, address, SECRET, 1.0, log, OuterSlice)
+        setup = StoreSetup(hello, address, SECRET, 1.0, log, Held)
         bucket_bytes = hosting.replica.bucket_bytes
         answer = Accepted(node="mini1", bucket_bytes=bucket_bytes, heartbeat_timeout_s=1.0)
         assert self.given is not None
-        self.held = held = OuterSlice(setup, answer, Inbox(), self.given, values)
+        self.held = held = Held(setup, answer, Inbox(), self.given, values)
         for number, worker in enumerate(hosting.workers):
             session_id = WORKER_SESSION + number
             self.receivers[worker] = held._receiver_for(session_id)
@@ -189,8 +188,12 @@ class Hosting:
             patience=Patience(start_s=10.0, lost_s=60.0),
             log=logging.getLogger("test"),
         )
-        listeners = Listeners(lambda *what: self.undone.append(what), self._lost)
-        self.links.begin(0, listeners, begins_together=optimizer is not None)
+        self.links.begin(
+            0,
+            lambda *what: self.undone.append(what),
+            self._lost,
+            begins_together=optimizer is not None,
+        )
         collector = BufferCollector(self.replica.buffers, self.replica.bucket_bytes)
         self.receivers = {
             worker: DeltaReceiver(number, codec_up, self.links.layout, collector)
@@ -232,7 +235,7 @@ class Hosting:
         encoded = encoder.encode(fragment, values)
         encoder.settle(fragment, is_applied=True)
         collect = Collect(request=self.num_requests, fragment=fragment, wait=False)
-        key, whole = ChangeKey(worker, self.num_requests), None
+        key, whole = PartKey(instance=worker, of=self.num_requests), None
         own: DeltaArrived | None = None
         homes = self.layout.homes(fragment)
         for home, frame in zip(
@@ -249,7 +252,7 @@ class Hosting:
             own = DeltaArrived(0, self.num_requests, fragment, torch.empty(0), {})
         self.receivers[worker].free(fragment)
         for part in (*self.events, own):
-            assert isinstance(part, DeltaArrived | NormArrived)
+            assert isinstance(part, DeltaArrived | NormsArrived)
             whole = self.links.whole(key, part) or whole
         self.events.clear()
         assert whole is not None
@@ -272,4 +275,17 @@ class Hosting:
             ]
             for number, each in enumerate(changes)
         ]
-        return self.links.step_together(brought, 0.01, GradientClipping(max_norm=0.05))
+        return self.take_step(brought)
+
+    def take_step(
+        self, changes: Sequence[Sequence[Change]], clipping: GradientClipping | None = None
+    ) -> bool:
+        """All weights step along these gradients, if all stores tell the norms of their mean."""
+        clipping = clipping or GradientClipping(max_norm=0.05)
+        has_stepped = self.links.step_together(changes, 0.01, clipping)
+        assert has_stepped == (not self.stores), "others have to tell norms first"
+        for event in self.events:
+            assert isinstance(event, NormsArrived)
+            assert not self.links.hear(event), "it concerns no change"
+        self.events.clear()
+        return has_stepped or self.links.step_together(changes, 0.01, clipping)

@@ -15,16 +15,19 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     delta_frames,
     step_assembler,
 )
-from smolcluster.algorithms.DiLoCo.outer_links import Change, ChangeKey, NormArrived
+from smolcluster.algorithms.DiLoCo.outer_links import Change
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ProtocolError
 from smolcluster.server import store_host
+from smolcluster.server.hosted_stores import NormsArrived
+from smolcluster.server.slices import arrived
 from smolcluster.training.optimizer import FlatOptimizer
-from smolcluster.wire.messages import MAX_CHANGES, BucketNorm, Collect, OuterStep
+from smolcluster.wire.messages import MAX_CHANGES, Collect, OuterStep, PartKey
 from unit.algorithms.DiLoCo.hosting import Hosting, Line, StoreHost
 
 FAST, SLOW = "a" * 8, "b" * 8
 WORKERS = (FAST, SLOW)
+FIRST = PartKey(instance=FAST, of=1)
 CODECS = [("fp32", None), ("int8", "int8"), ("int4", "int4"), ("topk", None)]
 
 
@@ -124,17 +127,18 @@ def test_gradients_of_a_step_that_comes_to_nothing_are_kept_nowhere() -> None:
         ]
         for number, each in enumerate(gradients)
     ]
-    session.cut("its power is gone")
     cast(Line, session).hears = lambda _message, _payload: None
     before = state_of_own(hosting)
-    assert not hosting.links.step_together(brought, 0.01, GradientClipping())
+    assert not hosting.take_step(brought)
+    assert pi5.held is not None
+    assert pi5.held._means
     assert torch.equal(state_of_own(hosting), before)
     hosting.lose(win)
     for each in brought:
         for change in each:
             hosting.links.drop(change.arrived)
-    assert pi5.held is not None
-    assert not pi5.held._changes
+    assert not pi5.held._parts
+    assert not pi5.held._means
     hosting.open("win", 9)
     assert hosting.step_together([[], gradients[1], []])
     other = Hosting(3, WORKERS, num_fragments=3, optimizer="adamw")
@@ -153,7 +157,7 @@ def test_changes_that_are_applied_one_by_one_are_the_same(codec_down: str | None
     )
     for each in (alone, spread):
         for worker in WORKERS:
-            each.links.send_whole(worker, "here")
+            each.links.send_whole(worker, 0)
         each.step(0, *changes_of(each, 0, 0))
         copies = {worker: Copy(each, worker) for worker in WORKERS}
         for copy in copies.values():
@@ -189,7 +193,7 @@ def test_a_fragment_without_gradients_stays_in_a_step_of_all() -> None:
             ]
             for number in range(3)
         ]
-        hosting.links.step_together(changes, 0.01, GradientClipping())
+        assert hosting.take_step(changes, GradientClipping())
     for number, fragment in enumerate(hosting.layout.fragments):
         is_same = torch.equal(fragment.view(replica.params), fragment.view(before))
         assert is_same == (number == 1)
@@ -218,7 +222,7 @@ def test_a_step_of_all_fragments_copies_no_weights_that_nobody_needs(
         return gather(layout, number, flat)
 
     monkeypatch.setattr(Layout, "gather", counted)
-    hosting.links.step_together(changes, 0.01, GradientClipping())
+    assert hosting.take_step(changes, GradientClipping())
     assert len(copied) == num_copied
 
 
@@ -310,7 +314,7 @@ def goes_on(num_hosts: int, saved: dict[str, Tensor]) -> Hosting:
     for store in list(hosting.stores):
         hosting.lose(store)
     fill(hosting, saved)
-    hosting.links.begin(0, hosting.links._listeners)
+    hosting.links.begin(0, lambda *_: None)
     hosting.open("win", 9)
     return hosting
 
@@ -330,6 +334,9 @@ def test_a_store_that_is_lost_gets_its_slice_as_it_was_gathered_last() -> None:
     assert (node, num_steps) == ("win", 1)
     assert share == pytest.approx(256 / 610)
     hosting.open("win", 9)
+    held = hosting.stores[-1].held
+    assert held is not None
+    assert held._store.versions == list(hosting.links.versions)
     weights = state_of(hosting)["weights"]
     place = slice(256 * span.start, 256 * span.stop)
     assert torch.equal(weights[place], gathered[place])
@@ -348,14 +355,13 @@ def test_the_norm_of_a_change_is_that_of_all_its_parts() -> None:
 
 def test_a_part_that_is_not_finite_makes_no_finite_norm() -> None:
     hosting = Hosting(3, WORKERS)
-    receiver, key = hosting.links.receiver_for(1), ChangeKey(FAST, 1)
+    receiver, key = hosting.links.receiver_for(1), FIRST
     assert receiver is not None
     own = DeltaArrived(0, 1, 0, torch.zeros(256), {})
     assert hosting.links.whole(key, own) is None
-    assert hosting.links.whole(key, NormArrived(2, key, 0, 2, 1.0, 1.0)) is None
-    told = BucketNorm(instance=FAST, request=1, fragment=0, bucket=1, norm=None, weights_norm=1.0)
-    part = receiver(told, memoryview(b""))
-    assert isinstance(part, NormArrived)
+    assert hosting.links.whole(key, NormsArrived(2, key, 0, 2, ((1.0,), (1.0,)))) is None
+    part = receiver(*arrived(key, 0, 1, ((math.nan,), (1.0,))))
+    assert isinstance(part, NormsArrived)
     whole = hosting.links.whole(key, part)
     assert whole is not None
     assert math.isnan(whole.norm)
@@ -364,16 +370,17 @@ def test_a_part_that_is_not_finite_makes_no_finite_norm() -> None:
 def test_what_is_dropped_is_kept_nowhere() -> None:
     hosting = Hosting(3, WORKERS)
     hosting.links.drop(hosting.bring(FAST, 0, changes_of(hosting, 0, 0)[0][1]))
-    assert all(store.held is not None and not store.held._changes for store in hosting.stores)
+    assert all(store.held is not None and not store.held._parts for store in hosting.stores)
 
 
 def test_a_store_is_not_believed_a_bucket_that_it_does_not_hold() -> None:
     hosting = Hosting(3, WORKERS)
     receiver = hosting.links.receiver_for(1)
     assert receiver is not None
-    told = BucketNorm(instance=FAST, request=1, fragment=0, bucket=0, norm=1.0, weights_norm=1.0)
     with pytest.raises(ProtocolError, match="bucket 0 of fragment 0, which it has not"):
-        receiver(told, memoryview(b""))
+        receiver(*arrived(FIRST, 0, 0, ((1.0,), (1.0,))))
+    with pytest.raises(ProtocolError, match="one norm a bucket"):
+        receiver(*arrived(FIRST, 0, 1, ((1.0,), (1.0,), (1.0,))))
 
 
 def send_to(store: StoreHost, hosting: Hosting, request: int, values: Tensor) -> None:
@@ -393,17 +400,17 @@ def test_what_a_lost_store_leaves_in_parts_is_kept_by_no_other() -> None:
     assert pi5.held is not None
     send_to(pi5, hosting, 1, changes_of(hosting, 0, 0)[0][1])
     [part] = hosting.events
-    assert isinstance(part, NormArrived)
-    assert hosting.links.whole(ChangeKey(FAST, 1), part) is None
-    assert pi5.held._changes
+    assert isinstance(part, NormsArrived)
+    assert hosting.links.whole(FIRST, part) is None
+    assert pi5.held._parts
     hosting.lose(win)
-    assert not pi5.held._changes
+    assert not pi5.held._parts
 
 
 def test_what_a_store_has_told_before_it_was_lost_is_not_heard() -> None:
     """Decided on, it would be a change that the store has not: it would end its session again."""
     hosting = Hosting(2, WORKERS)
-    parts = [NormArrived(number, ChangeKey(FAST, 1), 0, 1, 1.0, 1.0) for number in (1, 9)]
+    parts = [NormsArrived(number, FIRST, 0, 1, ((1.0,), (1.0,))) for number in (1, 9)]
     assert [hosting.links.hear(part) for part in parts] == [True, False]
     hosting.lose(hosting.stores[0])
     hosting.open("win", 9)
@@ -415,8 +422,8 @@ def test_a_change_that_is_sent_to_a_store_twice_counts_once() -> None:
     (store,) = hosting.stores
     values = changes_of(hosting, 0, 0)[0][1]
     change = Change(hosting.bring(FAST, 0, values), 1.0, 8)
-    send_to(store, hosting, change.arrived.key.request, 2 * values)
-    norms = [each for each in hosting.events if isinstance(each, NormArrived)]
+    send_to(store, hosting, hosting.num_requests, 2 * values)
+    norms = [each for each in hosting.events if isinstance(each, NormsArrived)]
     for part in norms:
         hosting.links.drop_part(part)  # nobody waits for it
     hosting.links.step(0, [change])

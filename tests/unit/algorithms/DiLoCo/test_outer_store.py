@@ -54,8 +54,7 @@ def store_of(
 def step(store: OuterStore, layout: Layout, number: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(layout.fragments[number].numel, generator=generator) * 0.01
-    base_version, version = store.versions[number], max(store.versions) + 1
-    store.step(number, [(1.0, values)], base_version=base_version, version=version)
+    store.step(number, [(1.0, values)], max(store.versions) + 1)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ import torch
 
 from harness import local_settings
 from smolcluster.algorithms.DiLoCo.beginning import RoundsState, new_outer, new_stores
-from smolcluster.algorithms.DiLoCo.outer_links import ChangeKey, NormArrived
 from smolcluster.algorithms.DiLoCo.round import Round
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.sync_beginning import SyncBeginning
 from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.server.hosted_stores import NormsArrived
 from smolcluster.training.build import build
+from smolcluster.wire.messages import PartKey
 
 
 def go_on_from(num_fragments: int, **more: Any) -> Mock:
@@ -56,10 +57,10 @@ def test_a_run_goes_on_in_its_synchronous_beginning_if_its_checkpoint_says_so() 
 
 def test_a_bucket_that_its_store_has_lost_is_not_decided_on() -> None:
     server: Any = SimpleNamespace(peers={}, stores=Mock())
-    part = NormArrived(1, ChangeKey("a" * 8, 1), 0, 1, 1.0, 1.0)
+    part = NormsArrived(1, PartKey(instance="a" * 8, of=1), 0, 1, ((1.0,), (1.0,)))
     for is_there in (False, True):
         server.stores.hear.return_value = is_there
-        Server.on_norm(server, part.key, part)
+        Server.on_norms(server, part)
         assert server.stores.drop_part.called == is_there
 
 

@@ -383,12 +383,12 @@ def test_what_a_fenced_session_still_pushes_is_ignored(stage: Stage) -> None:
 def test_pulls_of_one_version_share_one_copy(stage: Stage) -> None:
     one, lease = working(stage, 1)
     other, _ = working(stage, 2)
-    assert stage.server.snapshot is not None
-    first = stage.server.snapshot[1]
+    assert stage.server.stores.snapshot is not None
+    first = stage.server.stores.snapshot[1]
     for puppet in (one, other):
         puppet.hand.say(Pull())
     stage.house.until(lambda: len(stage.house.events) == 4)
-    assert stage.server.snapshot[1] is first
+    assert stage.server.stores.snapshot[1] is first
     for puppet in (one, other):
         assert torch.equal(puppet.weights()[1], stage.weights)
     one.push(lease)
@@ -397,7 +397,7 @@ def test_pulls_of_one_version_share_one_copy(stage: Stage) -> None:
     version, weights = one.weights()
     assert version == 1
     assert torch.equal(weights, stage.weights)
-    assert stage.server.snapshot[1] is not first
+    assert stage.server.stores.snapshot[1] is not first
 
 
 def test_what_waits_in_a_queue_does_not_change_when_the_weights_do(stage: Stage) -> None:
@@ -407,8 +407,8 @@ def test_what_waits_in_a_queue_does_not_change_when_the_weights_do(stage: Stage)
     puppet.hand.say(Pull())  # the version is the same: so are the frames, wherever they lie
     stage.house.until(lambda: len(stage.house.events) == 2)
     assert puppet.weights()[0] == version
-    assert stage.server.snapshot is not None
-    frame = stage.server.snapshot[1][0]
+    assert stage.server.stores.snapshot is not None
+    frame = stage.server.stores.snapshot[1][0]
     first = before[stage.server.replica.buckets[0]]
     assert torch.equal(torch.frombuffer(frame.payload, dtype=torch.float32), first)
 
