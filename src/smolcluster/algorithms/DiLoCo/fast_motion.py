@@ -21,8 +21,7 @@ from smolcluster.algorithms.DiLoCo.pacing import (
     num_exchanges,
     shared_out,
 )
-from smolcluster.algorithms.DiLoCo.round import Round
-from smolcluster.algorithms.DiLoCo.rounds import most_local_steps, warmed_up
+from smolcluster.algorithms.DiLoCo.rounds import Round, most_local_steps, warmed_up
 from smolcluster.algorithms.planning.costs import HANDLING_S, Site
 from smolcluster.algorithms.planning.simulation import Done, Flow, Process, Simulation, Sleep
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from statistics import harmonic_mean, median
 
 from smolcluster.algorithms.DiLoCo.config import Mode
-from smolcluster.algorithms.DiLoCo.round import Round
 from smolcluster.algorithms.DiLoCo.rounds import (
     Pace,
+    Round,
     choose_local_steps,
     hiding_round_s,
     is_retried,

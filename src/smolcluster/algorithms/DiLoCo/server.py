@@ -54,11 +54,15 @@ from smolcluster.algorithms.DiLoCo.pacing import (
     num_exchanges,
     shared_out,
 )
-from smolcluster.algorithms.DiLoCo.peers import Contribution, Peer, share_of
-from smolcluster.algorithms.DiLoCo.reporting import local_step
-from smolcluster.algorithms.DiLoCo.round import Round
-from smolcluster.algorithms.DiLoCo.rounds import most_local_steps, warmed_up
-from smolcluster.algorithms.DiLoCo.sending import Sender, tell
+from smolcluster.algorithms.DiLoCo.peers import (
+    Contribution,
+    Peer,
+    Sender,
+    local_step,
+    share_of,
+    tell,
+)
+from smolcluster.algorithms.DiLoCo.rounds import Round, most_local_steps, warmed_up
 from smolcluster.data.permutation import Range
 from smolcluster.runs.summary import Summary
 from smolcluster.server.buffers import BufferCollector

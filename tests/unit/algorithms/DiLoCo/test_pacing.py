@@ -4,7 +4,7 @@ import pytest
 
 from smolcluster.algorithms.DiLoCo.config import Mode
 from smolcluster.algorithms.DiLoCo.pacing import Timing, measured_steps, num_exchanges, shared_out
-from smolcluster.algorithms.DiLoCo.round import Round
+from smolcluster.algorithms.DiLoCo.rounds import Round
 
 
 def at_rest(step_s: float) -> Timing:

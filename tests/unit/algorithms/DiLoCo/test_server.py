@@ -9,7 +9,7 @@ import torch
 
 from harness import local_settings
 from smolcluster.algorithms.DiLoCo.beginning import RoundsState, new_outer, new_stores
-from smolcluster.algorithms.DiLoCo.round import Round
+from smolcluster.algorithms.DiLoCo.rounds import Round
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.sync_beginning import SyncBeginning
 from smolcluster.errors import CheckpointError, ConfigError
