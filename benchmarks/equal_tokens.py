@@ -38,7 +38,7 @@ DEADLINE_S = 3600.0
 INT4 = "codec_up=int4", "codec_down=int4"
 FP32 = "codec_up=null", "codec_down=null"
 NO_BEGINNING = "sync_fraction=0"
-RATES = {
+RATES: dict[str, dict[str, tuple[float, ...]]] = {
     "0.12M": {"adamw": (0.0028, 0.004, 0.0057, 0.008, 0.0113), "muon": (0.008, 0.0113, 0.016)},
     "1.84M": {"adamw": (0.002, 0.0028, 0.004), "muon": (0.0057, 0.008, 0.0113)},
 }
