@@ -63,6 +63,7 @@ from smolcluster.training.stages.measure import LayerToMeasure, measure_layers
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.utils.meter import Meter
 from smolcluster.wire.handshake import introduce
+from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 
 NUM_STAGES, NUM_MICROBATCHES, UNIT_S = 4, 8, 0.020
@@ -213,10 +214,7 @@ def compute_stage(pipe: Pipe, case: Case, rank: int) -> None:
     case.hosts[rank].enter()
     hello = introduce(f"stage{rank}")
     links = Links(
-        hello,
-        case.secret,
-        logging.getLogger(),
-        encryption="auto",
+        Node(hello=hello, secret=case.secret, log=logging.getLogger()),
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         heartbeat_timeout_s=TIMEOUT_S,
     )

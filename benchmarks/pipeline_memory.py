@@ -40,6 +40,7 @@ from smolcluster.training.stages.measure import LayerSpeeds, measure_workload
 from smolcluster.training.workload import Workload
 from smolcluster.utils.meter import Meter
 from smolcluster.wire.handshake import introduce
+from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 
 NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 4, 4, 3
@@ -120,10 +121,7 @@ def compute_stage(pipe: Pipe, case: Case, rank: int, planned: PlannedStage, limi
     hello = introduce(f"stage{rank}")
     workload = case.workload()
     links = Links(
-        hello,
-        case.secret,
-        logging.getLogger(),
-        encryption="auto",
+        Node(hello=hello, secret=case.secret, log=logging.getLogger()),
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         heartbeat_timeout_s=TIMEOUT_S,
     )

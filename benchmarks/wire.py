@@ -22,7 +22,6 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from common import paired_ratios, report, seconds
-from smolcluster.server.link import MAX_QUEUED
 from smolcluster.server.push import GradientReceiver, Pushed
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire.connection import Connection, accept_next, connect, listen
@@ -39,6 +38,7 @@ from smolcluster.wire.messages import (
     Push,
     TensorSpec,
 )
+from smolcluster.wire.node import MAX_QUEUED
 from smolcluster.wire.session import Receiver, Session
 from smolcluster.wire.tls import client_context, new_identity
 

@@ -23,6 +23,7 @@ from smolcluster.errors import PeerLost
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import EventLog, read_events
+from smolcluster.server.joining import Follower
 from smolcluster.server.records import Records
 from smolcluster.server.report import Report
 from smolcluster.server.worker_pool import Joined, WorkerPool
@@ -31,6 +32,7 @@ from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire import acceptor
 from smolcluster.wire.connection import Connection, accept_next, connect, listen
+from smolcluster.wire.dialling import Address
 from smolcluster.wire.frames import Frame, check_head
 from smolcluster.wire.handshake import (
     Authenticated,
@@ -154,6 +156,23 @@ def hello(worker_id: int = 1, node: str = "macbook", instance: str | None = None
     """How a worker introduces itself; each is a process of its own unless `instance` says otherwise."""
     greeting = introduce(node, worker_id)
     return greeting if instance is None else greeting.model_copy(update={"instance": instance})
+
+
+def follower(
+    address: Address,
+    lines: list[str] | None = None,
+    *,
+    secret: Secret = SECRET,
+    start_timeout_s: float = DEADLINE_S,
+) -> Follower:
+    """A process that follows whoever listens there; what it logs are the lines."""
+    return Follower(
+        hello=hello(),
+        secret=secret,
+        log=logger([] if lines is None else lines),
+        address=address,
+        start_timeout_s=start_timeout_s,
+    )
 
 
 def knock(port: int, greeting: Hello, secret: Secret = SECRET) -> Hand:

@@ -29,6 +29,7 @@ from smolcluster.training.workload import Workload
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.seed import derive_seed
 from smolcluster.wire.handshake import introduce
+from smolcluster.wire.node import Node
 
 SEED = 7
 
@@ -137,10 +138,7 @@ def executions(
         for rank in range(len(schedule)):
             hello = introduce(f"node{rank}")
             made = Links(
-                hello,
-                SECRET,
-                logging.getLogger("test"),
-                encryption="auto",
+                Node(hello=hello, secret=SECRET, log=logging.getLogger("test")),
                 bucket_bytes=4096,
                 heartbeat_timeout_s=DEADLINE_S,
             )

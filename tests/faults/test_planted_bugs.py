@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -21,8 +22,7 @@ from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ConnectTimeout
-from smolcluster.server import link
-from smolcluster.server.joining import join
+from smolcluster.server.joining import Follower
 from smolcluster.server.leases import Dispatcher, Lease, Verdict
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
@@ -158,14 +158,16 @@ def test_a_worker_that_does_not_come_back_is_found(
 ) -> None:
     known: set[str] = set()
 
-    def join_once(*args: object, **options: object) -> object:
-        instance = getattr(args[1], "instance", "")
+    join = Follower.join
+
+    def join_once(follower: Follower, *args: Any) -> object:
+        instance = follower.hello.instance
         if instance in known:
             raise ConnectTimeout("it does not try again")
         known.add(instance)
-        return join(*args, **options)  # type: ignore[arg-type]
+        return join(follower, *args)
 
-    monkeypatch.setattr(link, "join", join_once)
+    monkeypatch.setattr(Follower, "join", join_once)
     case = Case("edp", "payload", Fault.RESET)
     played = play("edp", tmp_path, case, patience_s=HURRIED_S)
     check_applied_once(played)

@@ -28,6 +28,8 @@ from smolcluster.runs.summary import Summary
 from smolcluster.server import offering
 from smolcluster.server.offering import BAD_OFFER, wait_for_offer
 from smolcluster.utils.retry import Deadline
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 
 NUM_SAMPLES, BATCH = 90, 20
@@ -84,8 +86,12 @@ class Served:
             spec = get_algorithm(algorithm)
             offered = wait_for_offer(
                 settings.cluster,
-                secret,
-                log=LOG,
+                Node(
+                    hello=introduce("server"),
+                    secret=secret,
+                    log=LOG,
+                    encryption=settings.cluster.encryption,
+                ),
                 needs_optimizer=is_synchronous,
                 check=lambda offer: settings_for(settings, spec, offer),
             )

@@ -23,6 +23,7 @@ from smolcluster.api.losses import code_digest, loss_name, loss_of, named_loss
 from smolcluster.api.network_worker import Life, device_of, run_workers
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.server.joining import RunOver
+from smolcluster.server.link import WorkerSetup
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 
 
@@ -191,14 +192,14 @@ def test_a_worker_computes_with_its_threads_and_asks_as_it_encrypts(
 ) -> None:
     asked: list[tuple[int, str]] = []
 
-    def ask(*_: Any, encryption: str, **__: Any) -> None:
+    def ask(place: WorkerSetup) -> None:
         other = threading.Thread(target=torch.set_num_threads, args=(1,))  # as a session's reader
         other.start()
         other.join()
-        asked.append((torch.get_num_threads(), encryption))
+        asked.append((torch.get_num_threads(), place.encryption))
         raise RunOver("it has ended")
 
-    monkeypatch.setattr(network_worker, "ask", ask)
+    monkeypatch.setattr(WorkerSetup, "ask", ask)
     config = DistributedConfig(overrides=["encryption=on"], master_ip="127.0.0.1")
     config.secret_file = tmp_path / "secret"
 

@@ -40,9 +40,8 @@ from smolcluster.training.checkpoint import (
 )
 from smolcluster.training.replica import Replica
 from smolcluster.utils.words import a_few
-from smolcluster.wire.acceptor import Acceptor, ask_inbox
-from smolcluster.wire.connection import listen
-from smolcluster.wire.handshake import Door
+from smolcluster.wire.acceptor import ask_inbox
+from smolcluster.wire.handshake import introduce
 from smolcluster.wire.inbox import Inbox
 from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import (
@@ -54,9 +53,9 @@ from smolcluster.wire.messages import (
     Welcome,
     sets_of,
 )
+from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 from smolcluster.wire.session import Receiver
-from smolcluster.wire.tls import new_identity
 
 Links = TypeVar("Links", bound=StoreLinks)
 NO_CODEC = "none"
@@ -303,14 +302,20 @@ class ServerContext:
         sets = sets_of(self.run.algorithm)
         if stores is not None:
             sets = (*sets, STORE)
-        acceptor = Acceptor(
-            listen(addresses, cluster.port),
-            door=Door(self.secret, new_identity(), cluster.encryption, sets),
+        node = Node(
+            hello=introduce(self.node),
+            secret=self.secret,
+            log=self.log,
+            encryption=cluster.encryption,
+        )
+        acceptor = node.listen(
+            addresses,
+            cluster.port,
+            sets=sets,
             inbox=self.inbox,
             admit=admit,
             receiver_for=receiver,
             max_queued=_copies_queued(replica) * _num_frames(replica) + EXTRA_QUEUED + num_more,
-            log=self.log,
         )
         report = self.new_report(self.codec, acceptor.bytes_moved)
         acceptor.trouble = lambda: report.trouble

@@ -21,6 +21,8 @@ from smolcluster.errors import ConfigError
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.server.listening import check_port
 from smolcluster.server.offering import Offer, optimizer_fields, wait_for_offer
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.node import Node
 from smolcluster.wire.security import default_secret_path, ensure_secret
 
 ATTACHED = Path(__file__).parent / "attached.yaml"
@@ -103,8 +105,12 @@ def serve_attached(serving: Serving) -> None:
         check_port(settings.cluster)
         offered = wait_for_offer(
             settings.cluster,
-            secret,
-            log=log.logger,
+            Node(
+                hello=introduce(node),
+                secret=secret,
+                log=log.logger,
+                encryption=settings.cluster.encryption,
+            ),
             needs_optimizer=spec.is_synchronous,
             check=partial(settings_for, settings, spec),
         )

@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from threading import Semaphore
 from typing import Self
 
 from smolcluster.configs.resolve import Settings
@@ -11,15 +10,13 @@ from smolcluster.errors import ClusterEmpty
 from smolcluster.server.listening import listening_addresses
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
-from smolcluster.wire.acceptor import Acceptor
-from smolcluster.wire.connection import listen
-from smolcluster.wire.handshake import Door
-from smolcluster.wire.inbox import Event, Inbox, SessionClosed
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.inbox import Handled
 from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import Hello, sets_of
+from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 from smolcluster.wire.session import Receiver
-from smolcluster.wire.tls import new_identity
 
 COME_AGAIN_S = 0.5
 GONE_S = 10.0
@@ -44,18 +41,20 @@ class Arrivals:
         self._seen: dict[str, tuple[str, float]] = {}
         """The process that has a name, and when it came last; in order of arrival."""
         self._limit_s = settings.cluster.start_timeout_s
-        addresses = listening_addresses(settings.cluster)
-        inbox = _Forgetting()
-        self._acceptor = inbox.acceptor = Acceptor(
-            listen(addresses, settings.cluster.port),
-            door=Door(secret, new_identity(), settings.cluster.encryption, sets_of(algorithm)),
-            inbox=inbox,
+        cluster, addresses = settings.cluster, listening_addresses(settings.cluster)
+        node = Node(
+            hello=introduce(cluster.server), secret=secret, log=log, encryption=cluster.encryption
+        )
+        self._acceptor = node.listen(
+            addresses,
+            cluster.port,
+            sets=sets_of(algorithm),
+            inbox=Handled(lambda _: None),
             admit=self._answer,
             receiver_for=_nobody,
             max_queued=0,
-            log=log,
         )
-        log.info("listening on %s, port %d", ", ".join(addresses), settings.cluster.port)
+        log.info("listening on %s, port %d", ", ".join(addresses), cluster.port)
         self._acceptor.open()
 
     def __enter__(self) -> Self:
@@ -106,17 +105,6 @@ class Arrivals:
         if is_new:
             self._log.info("worker %s is here", name)
         return Refused("busy", "the run has not begun yet", retry_after_s=COME_AGAIN_S)
-
-
-class _Forgetting(Inbox):
-    """Lets the acceptor forget every connection that has ended."""
-
-    acceptor: Acceptor
-
-    def put(self, event: Event, room: Semaphore | None = None) -> bool:  # noqa: ARG002 - none waits
-        if isinstance(event, SessionClosed):
-            self.acceptor.forget(event.session_id)
-        return True
 
 
 def _nobody(session_id: int) -> Receiver:

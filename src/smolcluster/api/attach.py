@@ -53,7 +53,6 @@ from smolcluster.errors import ConfigError, NonFiniteLoss, Rejected
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.runs.paths import runs_root
-from smolcluster.server.joining import ask
 from smolcluster.server.link import Participant, WorkerSetup, follow
 from smolcluster.server.offering import (
     NO_MODEL,
@@ -357,29 +356,32 @@ class Cluster:
         secret = self._secret or secret_of(self._settings, makes=self._told.is_local)
         server = None if self._told.config else cluster.server  # a launcher tells only where it is
         address = Address(cluster.host_ip[cluster.node_of(self._name)], cluster.port, server)
+        place = WorkerSetup(
+            node=self._settings.node,
+            hello=introduce(self._name),
+            address=address,
+            secret=secret,
+            start_timeout_s=cluster.start_timeout_s,
+            encryption=cluster.encryption,
+            log=self._log,
+            meter=self._meter,
+            build=self._build,
+        )
         worker_id = self._told.worker_id
         while True:
             try:
                 if worker_id is None:
-                    found = ask(
-                        address,
-                        self._name,
-                        secret,
-                        timeout_s=cluster.start_timeout_s,
-                        log=self._log,
-                        encryption=cluster.encryption,
-                    )
-                    worker_id = found.worker_id or 1
-                self._follow(worker_id, address, secret)
+                    worker_id = place.ask().worker_id or 1
+                self._follow(worker_id, place)
             except Rejected as error:
                 if error.code != NO_MODEL:
                     raise
-                self._offer(address, secret)
+                self._offer(place)
             else:
                 return
 
-    def _follow(self, worker_id: int, address: Address, secret: Secret) -> None:
-        cluster, rank = self._settings.cluster, worker_id - 1
+    def _follow(self, worker_id: int, place: WorkerSetup) -> None:
+        rank = worker_id - 1
         root = runs_root(self._settings.node.runs_dir)
 
         def begin(run: RunConfig) -> None:
@@ -387,16 +389,9 @@ class Cluster:
             own.begin(run)
 
         with closing(WorkerRun(self._name, rank, self._node_log, root)) as own:
-            place = WorkerSetup(
-                node=self._settings.node,
+            place = replace(
+                place,
                 hello=introduce(self._name, worker_id),
-                address=address,
-                secret=secret,
-                start_timeout_s=cluster.start_timeout_s,
-                encryption=cluster.encryption,
-                log=self._log,
-                meter=self._meter,
-                build=self._build,
                 own_folder=own.own_folder,
                 on_run_known=begin,
                 on_stats=own.take,
@@ -426,16 +421,14 @@ class Cluster:
             self._model, num_samples, is_counted=wanted.is_counted, samples=wanted.samples
         )
 
-    def _offer(self, address: Address, secret: Secret) -> None:
-        plan, wanted, cluster = self._plan(), self._wanted, self._settings.cluster
+    def _offer(self, place: WorkerSetup) -> None:
+        plan, wanted = self._plan(), self._wanted
         try:
             rule = describe_optimizer(self._model, self._optimizer)
         except ConfigError as error:  # only SyncPS minds
             rule = {"obstacle": str(error)}
         make_offer(
-            address,
-            self._name,
-            secret,
+            place,
             Offer(
                 plan=plan.text,
                 batch_size=wanted.batch_size,
@@ -443,9 +436,6 @@ class Cluster:
                 **rule,
             ),
             values_of(self._model, plan),
-            timeout_s=cluster.start_timeout_s,
-            log=self._log,
-            encryption=cluster.encryption,
         )
 
     def _build(self, welcome: Welcome) -> "AttachedContext":

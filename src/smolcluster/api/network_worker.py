@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from types import MappingProxyType
@@ -34,7 +35,7 @@ from smolcluster.data.dataset import Elsewhere
 from smolcluster.errors import ConfigError
 from smolcluster.observability.logs import console_logger
 from smolcluster.runs.paths import runs_root
-from smolcluster.server.joining import RunOver, ask
+from smolcluster.server.joining import RunOver
 from smolcluster.server.link import Participant, WorkerSetup, follow
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.recipe import Training
@@ -123,15 +124,18 @@ class NetworkWorker:
         log = console_logger()
         if self.settings.node.device is None and multiprocessing.parent_process() is None:
             log.info(NO_CUDA)
-        address = Address(self.config.master_ip, self.config.master_port)
-        secret = secret_of(self.settings, makes=is_loopback_name(self.config.master_ip))
-        timeout_s = self.config.start_timeout
-        encryption = self.settings.cluster.encryption
+        place = WorkerSetup(
+            node=self.settings.node,
+            hello=introduce(self.name),
+            address=Address(self.config.master_ip, self.config.master_port),
+            secret=secret_of(self.settings, makes=is_loopback_name(self.config.master_ip)),
+            start_timeout_s=self.config.start_timeout,
+            encryption=self.settings.cluster.encryption,
+            log=log,
+        )
         use_threads(self.settings.num_threads())
         try:
-            welcome = ask(
-                address, self.name, secret, timeout_s=timeout_s, log=log, encryption=encryption
-            )
+            welcome = place.ask()
         except RunOver as news:
             log.info("the run is over: %s", news)
             return
@@ -146,13 +150,9 @@ class NetworkWorker:
             closing(WorkerRun(self.name, rank, node_log, root)) as own,
         ):
             follow(
-                WorkerSetup(
-                    node=self.settings.node,
+                replace(
+                    place,
                     hello=introduce(self.name, rank + 1, sets_of(spec.name)),
-                    address=address,
-                    secret=secret,
-                    start_timeout_s=timeout_s,
-                    encryption=encryption,
                     log=node_log.logger,
                     workload=self._workload(welcome.run),
                     own_folder=own.own_folder,

@@ -36,10 +36,11 @@ from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.launched import LaunchedProcess, launched_of, write_launched
 from smolcluster.runs.paths import RunPaths, check_run_id, create_run, runs_root
-from smolcluster.server.joining import RunOver, ask
+from smolcluster.server.joining import Follower, RunOver
 from smolcluster.utils.locks import held
 from smolcluster.utils.seed import with_hash_seed
 from smolcluster.wire.dialling import Address
+from smolcluster.wire.handshake import introduce
 from smolcluster.wire.messages import Welcome
 from smolcluster.wire.security import load_secret
 
@@ -174,10 +175,15 @@ def own_name(stated: str | None) -> str:
 
 
 def _ask(address: Address, name: str, wanted: JoinOptions) -> Welcome:
-    secret = load_secret(wanted.secret_file or own_secret_file())
-    log = NodeLog("join", name, named=False)
+    follower = Follower(
+        hello=introduce(name),
+        secret=load_secret(wanted.secret_file or own_secret_file()),
+        log=NodeLog("join", name, named=False).logger,
+        address=address,
+        start_timeout_s=wanted.wait_s,
+    )
     try:
-        return ask(address, name, secret, timeout_s=wanted.wait_s, log=log.logger)
+        return follower.ask()
     except RunOver as news:
         raise LaunchError(f"the run at {address} is over: {news}") from None
 

@@ -1,88 +1,114 @@
-"""A worker's way into a run: it dials the server, and hears how a run ended that it comes too late for."""
+"""A process's way into a run: it dials the server, and hears how a run ended that it comes too late for."""
 
-import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
-from smolcluster.configs.schema import Encryption
-from smolcluster.errors import ConnectTimeout, Rejected, RunFailed, VersionDiffers
+from smolcluster.errors import ConnectTimeout, PeerLost, Rejected, RunFailed, VersionDiffers
+from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_duration
 from smolcluster.wire.connection import Connection
-from smolcluster.wire.dialling import SAY_AFTER_S, Address, dial
-from smolcluster.wire.handshake import introduce
-from smolcluster.wire.messages import Hello, Welcome
-from smolcluster.wire.security import Secret
+from smolcluster.wire.dialling import Address, Pauses
+from smolcluster.wire.messages import Accepted, Welcome
+from smolcluster.wire.node import SAY_AFTER_S, Node
+
+A = TypeVar("A", bound=Accepted)
 
 
 class RunOver(Exception):
     """The server says that the run has ended well."""
 
 
-def join(
-    address: Address,
-    hello: Hello,
-    secret: Secret,
-    *,
-    timeout_s: float,
-    log: logging.Logger,
-    encryption: Encryption = "auto",
-    say_after_s: float = SAY_AFTER_S,
-    whom: str = "the server",
-) -> tuple[Connection, Welcome]:
-    """Try until the server, or `whom` this worker follows, welcomes this worker; see `dial`.
+@dataclass(frozen=True, kw_only=True)
+class Follower(Node):
+    """A process that follows a server, or `whom`, at an address; it looks for it for `start_timeout_s`."""
 
-    Raises:
-        RunOver: the run has ended well in the meantime.
-        RunFailed: it has ended badly.
-        VersionDiffers: this version does not understand the run's settings, or see `dial`.
-        ConnectTimeout, Rejected, AuthError: see `dial`.
-    """
-    try:
-        connection, welcome = dial(
-            address,
-            hello,
-            secret,
-            Welcome,
-            timeout_s=timeout_s,
-            log=log,
-            encryption=encryption,
-            say_after_s=say_after_s,
-            whom=whom,
-        )
-    except Rejected as error:
-        if error.is_proved and error.code == "over":
-            raise RunOver(str(error)) from None
-        if error.is_proved and error.code == "failed":
-            raise RunFailed(str(error)) from None
-        raise
-    try:
-        welcome.run  # noqa: B018 - says what this version does not understand
-    except VersionDiffers:
+    address: Address
+    start_timeout_s: float
+    whom: str = "the server"
+
+    def join(
+        self, answer: type[A], timeout_s: float, *, say_after_s: float = SAY_AFTER_S
+    ) -> tuple[Connection, A]:
+        """Try until the server lets this process in with an `answer`; see `Node.dial`.
+
+        Raises:
+            RunOver: the run has ended well in the meantime.
+            RunFailed: it has ended badly.
+            VersionDiffers: this version does not understand the run's settings, or see `Node.dial`.
+            ConnectTimeout, Rejected, AuthError: see `Node.dial`.
+        """
+        try:
+            connection, accepted = self.dial(
+                self.address,
+                answer,
+                timeout_s=timeout_s,
+                whom=self.whom,
+                say_after_s=say_after_s,
+            )
+        except Rejected as error:
+            if error.is_proved and error.code == "over":
+                raise RunOver(str(error)) from None
+            if error.is_proved and error.code == "failed":
+                raise RunFailed(str(error)) from None
+            raise
+        try:
+            if isinstance(accepted, Welcome):
+                accepted.run  # noqa: B018 - says what this version does not understand
+        except VersionDiffers:
+            connection.close()
+            raise
+        return connection, accepted
+
+    def come_back(
+        self,
+        answer: type[A],
+        spend_session: Callable[[Connection, A], object],
+        patience_s: Callable[[], float | None],
+    ) -> None:
+        """Join, take part, and come back after every lost connection, until the run is over.
+
+        Args:
+            answer: how the server lets this process in.
+            spend_session: takes part over one connection; it ends with an exception.
+            patience_s: how long to look for the server that was lost, in seconds; None: the last session has
+                come to nothing, and what time it had is all.
+
+        Raises:
+            PeerLost: the server was lost, and there is no time left.
+            SmolclusterError: as `join` and `spend_session`.
+        """
+        patience, pauses = Deadline(self.start_timeout_s), Pauses()
+        try:
+            while True:
+                connection, accepted = self.join(answer, patience.remaining())
+                pauses.session_begins()
+                try:
+                    spend_session(connection, accepted)
+                except PeerLost as error:
+                    if (again_s := patience_s()) is not None:
+                        patience = Deadline(again_s)
+                    elif patience.expired:
+                        raise
+                    left = format_duration(patience.remaining())
+                    self.log.warning("%s; trying to reconnect for %s", error, left)
+                    time.sleep(pauses.next_s())
+        except RunOver as news:
+            self.log.info("the run is over: %s", news)
+
+    def ask(self) -> Welcome:
+        """What the run is, and a worker id for this node, which it comes in under later.
+
+        Raises:
+            Rejected: the server refuses, at last; a name may stay that of a live worker.
+            RunOver, RunFailed, ConnectTimeout, VersionDiffers, AuthError: see `join`.
+        """
+        try:
+            connection, welcome = self.join(Welcome, self.start_timeout_s)
+        except ConnectTimeout as error:
+            if isinstance(error.__cause__, Rejected):
+                raise error.__cause__ from None
+            raise
         connection.close()
-        raise
-    return connection, welcome
-
-
-def ask(
-    address: Address,
-    node: str,
-    secret: Secret,
-    *,
-    timeout_s: float,
-    log: logging.Logger,
-    encryption: Encryption = "auto",
-) -> Welcome:
-    """What the run at an address is, and a worker id for this node, which it comes in under later.
-
-    Raises:
-        Rejected: the server refuses, at last; a name may stay that of a live worker.
-        RunOver, RunFailed, ConnectTimeout, VersionDiffers, AuthError: see `join`.
-    """
-    try:
-        hello = introduce(node, 0)
-        connection, welcome = join(
-            address, hello, secret, timeout_s=timeout_s, log=log, encryption=encryption
-        )
-    except ConnectTimeout as error:
-        if isinstance(error.__cause__, Rejected):
-            raise error.__cause__ from None
-        raise
-    connection.close()
-    return welcome
+        return welcome

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from smolcluster.configs.schema import Encryption, NodeConfig, RunConfig
+from smolcluster.configs.schema import NodeConfig, RunConfig
 from smolcluster.configs.spec import spec_of
 from smolcluster.errors import (
     ConfigError,
@@ -23,7 +23,7 @@ from smolcluster.errors import (
     SmolclusterError,
     UserCodeError,
 )
-from smolcluster.server.joining import RunOver, join
+from smolcluster.server.joining import Follower, RunOver
 from smolcluster.server.process_stats import ProcessStats
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.builtin import served_workload
@@ -34,20 +34,14 @@ from smolcluster.training.workload import Workload
 from smolcluster.utils.device import describe, pick_device
 from smolcluster.utils.device_errors import device_error
 from smolcluster.utils.meter import Meter
-from smolcluster.utils.retry import Deadline
-from smolcluster.utils.units import format_duration
 from smolcluster.wire.connection import Connection
-from smolcluster.wire.dialling import Address, Pauses, dial
+from smolcluster.wire.dialling import Address
 from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.wire.messages import (
     FROM_SERVER,
-    SESSION,
-    Accepted,
     End,
     Fault,
     Goodbye,
-    Heartbeat,
-    Hello,
     LeaseKey,
     Message,
     MessageSet,
@@ -55,31 +49,20 @@ from smolcluster.wire.messages import (
     Reject,
     Telemetry,
     Welcome,
-    from_listener,
 )
-from smolcluster.wire.security import Secret
+from smolcluster.wire.node import MAX_QUEUED
 from smolcluster.wire.session import Receiver, Session
 
-MAX_QUEUED = 100_000
-"""A worker waits for answers, so its queue is as long as its largest push; this only bounds mistakes."""
 SHUTDOWN_TIMEOUT_S = 5.0
 WAIT_S = 1.0
 """How long a worker waits for the next event before it looks up."""
 
 
-@dataclass(frozen=True)
-class WorkerSetup:
+@dataclass(frozen=True, kw_only=True)
+class WorkerSetup(Follower):
     """A worker process: its machine, who it is, and the way to the server."""
 
     node: NodeConfig
-    hello: Hello
-    address: Address
-    secret: Secret
-    start_timeout_s: float
-    log: logging.Logger
-    whom: str = "the server"
-    """Whom it follows, for people."""
-    encryption: Encryption = "auto"
     workload: Workload | str | None = None
     """What is trained, or the name of the function that makes it, which only this process's user knows; None:
     what the server's configuration names."""
@@ -180,34 +163,21 @@ class Link(Session, Receiver):
     ) -> Session:
         """A session with another process of the run, whose events come with the server's.
 
-        When it ends, so does this one. Of this worker's place in the run only the server decides: what
-        ends or rejects is not understood there.
+        When it ends, so does this one.
 
         Raises:
             ConnectTimeout: nobody answered in time.
             Rejected, VersionDiffers, AuthError: it does not let this worker in.
         """
-        place = self.place
-        assert place is not None  # noqa: S101 - only a worker's process has peers
-        digests = {each.name: each.digest for each in (SESSION, *sets)}
-        connection, answer = dial(
+        assert self.place is not None  # noqa: S101 - only a worker's process has peers
+        session = self.place.dial_session(
             address,
-            place.hello.model_copy(update={"sets": digests}),
-            place.secret,
-            Accepted,
-            timeout_s=timeout_s,
-            log=place.log,
-            encryption=place.encryption,
-            whom="the store",
-        )
-        session = Session(
-            connection,
+            sets,
             session_id=1 + len(self._others),
             receiver=receiver,
             inbox=self._inbox,
-            heartbeat_timeout_s=answer.heartbeat_timeout_s,
-            max_queued=MAX_QUEUED,
-            kinds=from_listener(sets) | {Heartbeat},
+            timeout_s=timeout_s,
+            whom="the store",
         )
         self._others.append(session)
         session.start()
@@ -294,32 +264,8 @@ def follow(
         RunFailed: the run ended badly.
         Rejected, AuthError, DataError, ConfigError, NonFiniteLoss, UserCodeError: this worker cannot go on.
     """
-    patience, pauses = Deadline(place.start_timeout_s), Pauses()
-    try:
-        with closing(_Life(place, make_participant)) as life:
-            while True:
-                connection, welcome = join(
-                    place.address,
-                    place.hello,
-                    place.secret,
-                    timeout_s=patience.remaining(),
-                    log=place.log,
-                    encryption=place.encryption,
-                    whom=place.whom,
-                )
-                pauses.session_begins()
-                try:
-                    life.spend_session(connection, welcome)
-                except PeerLost as error:
-                    if life.made_progress:
-                        patience = Deadline(welcome.run.reconnect_timeout_s)
-                    elif patience.expired:
-                        raise
-                    left = format_duration(patience.remaining())
-                    place.log.warning("%s; trying to reconnect for %s", error, left)
-                    time.sleep(pauses.next_s())
-    except RunOver as news:
-        place.log.info("the run is over: %s", news)
+    with closing(_Life(place, make_participant)) as life:
+        place.come_back(Welcome, life.spend_session, life.patience_s)
 
 
 class _Life:
@@ -339,12 +285,16 @@ class _Life:
         self._open = ExitStack()
         self._samples_per_s: float | None = None
         self._process_stats = ProcessStats(place.meter)
-        self.made_progress = False
+        self._made_progress = False
         """Whether the last session was answered after Ready, or was the first to build what is trained."""
+        self._reconnect_timeout_s = 0.0
 
     def close(self) -> None:
         """Close what is trained, which learns from the exception that is on its way how the run has ended."""
         self._open.close()
+
+    def patience_s(self) -> float | None:
+        return self._reconnect_timeout_s if self._made_progress else None
 
     def spend_session(self, connection: Connection, welcome: Welcome) -> None:
         """Take part over one connection; it ends with an exception, and is closed then."""
@@ -355,7 +305,8 @@ class _Life:
             self._place,
             self._kept(welcome.run_id),
         )
-        self.made_progress = False
+        self._made_progress = False
+        self._reconnect_timeout_s = welcome.run.reconnect_timeout_s
         close_message: Message | None = Goodbye(reason="it was stopped")
         try:
             self._place.on_run_known(welcome.run)
@@ -373,7 +324,7 @@ class _Life:
             close_message = _close_message(error)
             raise
         finally:
-            self.made_progress |= link.heard
+            self._made_progress |= link.heard
             link.leave(close_message)
 
     def _report(self, link: Link) -> Telemetry:
@@ -418,7 +369,7 @@ class _Life:
                 describe(pick_device(place.node.device)),
             )
         self._participant = self._make_participant(welcome, self._training)
-        self.made_progress = True
+        self._made_progress = True
         return self._participant
 
     def _build(self, welcome: Welcome) -> None:
@@ -426,7 +377,7 @@ class _Life:
         self._welcome = self._participant = self._samples_per_s = None
         made = (self._place.build or self._built)(welcome)
         self._training = self._open.enter_context(closing(made))
-        self.made_progress = True
+        self._made_progress = True
 
     def _workload(self, run: RunConfig) -> Workload | None:
         """What this process was told to train; None: what the server's configuration names.

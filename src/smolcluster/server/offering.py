@@ -9,7 +9,6 @@ model. Whoever else wants to join meanwhile is refused with the code `NO_MODEL`.
 import base64
 import hashlib
 import json
-import logging
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from smolcluster.codec.registry import get_codec, lossless_for
-from smolcluster.configs.schema import ClusterConfig, Encryption, OptimizerArgs
+from smolcluster.configs.schema import ClusterConfig, OptimizerArgs
 from smolcluster.data.dataset import Batch, Elsewhere, Place
 from smolcluster.data.marks import SAME_DATA, Mark, chosen, first_difference
 from smolcluster.errors import (
@@ -34,6 +33,7 @@ from smolcluster.errors import (
     Rejected,
     VersionDiffers,
 )
+from smolcluster.server.joining import Follower
 from smolcluster.server.listening import listening_addresses
 from smolcluster.training.buffers import plain_name
 from smolcluster.training.fingerprint import frozen_digest
@@ -42,10 +42,8 @@ from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, cut
 from smolcluster.training.workload import Workload
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
-from smolcluster.wire.acceptor import Acceptor, SessionOpened
-from smolcluster.wire.connection import listen
-from smolcluster.wire.dialling import Address, dial
-from smolcluster.wire.handshake import VERSION, Door, introduce
+from smolcluster.wire.acceptor import SessionOpened
+from smolcluster.wire.handshake import VERSION
 from smolcluster.wire.inbox import Event, Inbox, SessionClosed
 from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import (
@@ -61,12 +59,12 @@ from smolcluster.wire.messages import (
     Reject,
     Sentence,
     TensorSpec,
+    digests_of,
     frame_of,
 )
-from smolcluster.wire.security import Secret
+from smolcluster.wire.node import Node
 from smolcluster.wire.session import Receiver, Session
 from smolcluster.wire.streams import Assembler, Piece, bucket_pieces, stream_frames
-from smolcluster.wire.tls import new_identity
 
 ATTACHED_DATA = "attached"
 """What a run of attached processes calls its workload and its dataset."""
@@ -438,9 +436,8 @@ class _OfferReceiver(Receiver):
 
 def wait_for_offer(
     cluster: ClusterConfig,
-    secret: Secret,
+    node: Node,
     *,
-    log: logging.Logger,
     needs_optimizer: bool = False,
     check: Callable[[Offer], object] = lambda _: None,
     check_stop: Callable[[], None] = lambda: None,
@@ -460,24 +457,24 @@ def wait_for_offer(
                 "no-model", "the server waits for a process that attaches and offers it a model"
             )
         return Accepted(
-            node=cluster.server,
+            node=node.hello.node,
             bucket_bytes=DEFAULT_BUCKET_BYTES,
             heartbeat_timeout_s=cluster.heartbeat_timeout_s,
         )
 
     inbox = Inbox()
     addresses = listening_addresses(cluster)
-    acceptor = Acceptor(
-        listen(addresses, cluster.port),
-        door=Door(secret, new_identity(), cluster.encryption, (SESSION, OFFER)),
+    acceptor = node.listen(
+        addresses,
+        cluster.port,
+        sets=(SESSION, OFFER),
         inbox=inbox,
         admit=admit,
         receiver_for=_OfferReceiver,
         max_queued=64,
-        log=log,
     )
     acceptor.open()
-    log.info(
+    node.log.info(
         "listening on %s, port %d, for the first process that attaches",
         *(", ".join(addresses), cluster.port),
     )
@@ -491,14 +488,13 @@ def wait_for_offer(
                     sessions[opened.session_id] = opened.session
                 case SessionClosed(session_id):
                     sessions.pop(session_id, None)
-                    acceptor.forget(session_id)
                 case OfferArriving():
                     deadline = Deadline(cluster.start_timeout_s)
                 case Offered() as offered:
                     session = sessions[offered.session_id]
                     if refusal := _refusal(offered.offer, needs_optimizer, check):
                         session.end_with(refusal)
-                        log.warning("an offer is refused: %s", refusal.sentence)
+                        node.log.warning("an offer is refused: %s", refusal.sentence)
                         continue
                     session.send(OfferTaken())
                     session.finish()
@@ -524,29 +520,21 @@ def _refusal(
     return None
 
 
-def make_offer(
-    address: Address,
-    node: str,
-    secret: Secret,
-    offer: Offer,
-    weights: Tensor,
-    *,
-    timeout_s: float,
-    log: logging.Logger,
-    encryption: Encryption = "auto",
-) -> None:
+def make_offer(follower: Follower, offer: Offer, weights: Tensor) -> None:
     """Offer a server what it shall train; `weights` (num_values,) in the plan's order, on the CPU.
 
     Whether this offer or another one's was taken is unknown: join in either case.
 
     Raises:
         Rejected: the server cannot take it.
-        ConnectTimeout, AuthError: see `dial`.
+        ConnectTimeout, AuthError: see `Node.dial`.
     """
-    hello = introduce(node, sets=(SESSION, OFFER))
     try:
-        connection, _ = dial(
-            address, hello, secret, Accepted, timeout_s=timeout_s, log=log, encryption=encryption
+        connection, _ = follower.dial(
+            follower.address,
+            Accepted,
+            timeout_s=follower.start_timeout_s,
+            digests=digests_of((SESSION, OFFER)),
         )
     except (Rejected, VersionDiffers) as error:
         if isinstance(error, Rejected) and error.code != VERSION:
@@ -564,7 +552,7 @@ def make_offer(
             if isinstance(answer, Reject):
                 raise Rejected(answer.sentence, answer.code)
     except PeerLost as error:
-        log.debug("an offer was not taken: %s", error)
+        follower.log.debug("an offer was not taken: %s", error)
     finally:
         connection.close()
 

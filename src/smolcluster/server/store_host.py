@@ -10,9 +10,7 @@ sees them. It has no model, no data and no code of a user's. When it loses the c
 slice, and is given one when it comes back.
 """
 
-import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,18 +19,15 @@ import psutil
 from torch import Tensor
 
 from smolcluster.codec.registry import get_codec
-from smolcluster.configs.schema import Encryption
 from smolcluster.errors import PeerLost, ProtocolError, Rejected, RunFailed
-from smolcluster.server.joining import RunOver
+from smolcluster.server.joining import Follower, RunOver
 from smolcluster.server.slices import by_name, slice_frames, slice_pieces
 from smolcluster.training.replica import cut
 from smolcluster.utils.retry import Deadline
-from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.utils.units import format_bytes
 from smolcluster.wire.acceptor import Acceptor, SessionOpened
-from smolcluster.wire.connection import Connection, listen
-from smolcluster.wire.dialling import Address, Pauses, dial
+from smolcluster.wire.connection import Connection
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.handshake import Door
 from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.wire.messages import (
     SESSION,
@@ -42,7 +37,6 @@ from smolcluster.wire.messages import (
     End,
     Gather,
     Goodbye,
-    Hello,
     HostPort,
     Listening,
     Message,
@@ -51,18 +45,16 @@ from smolcluster.wire.messages import (
     State,
     WorkerGone,
     from_listener,
+    host_ports,
 )
-from smolcluster.wire.security import Secret
+from smolcluster.wire.node import MAX_QUEUED
 from smolcluster.wire.session import Receiver, Session
 from smolcluster.wire.streams import Assembler
-from smolcluster.wire.tls import new_identity
 
 COORDINATOR = 0
 """Its session's number; those of workers count from 1."""
 TICK_S = 0.5
 EXTRA_QUEUED = 64
-MAX_QUEUED = 100_000
-"""To the coordinator, which asks for all that is sent to it; this only bounds mistakes."""
 COPIES_QUEUED = 4
 MAX_BUCKETS = 2**20
 SHUTDOWN_TIMEOUT_S = 3.0
@@ -70,22 +62,16 @@ PRESENT_S = 5.0
 """How long workers may take to hear that the run is over."""
 
 
-@dataclass(frozen=True)
-class StoreSetup:
+@dataclass(frozen=True, kw_only=True)
+class StoreSetup(Follower):
     """A store's process: who it is, and the way to the coordinator.
 
     `addresses`: of this machine, at which workers are let in; None: the one from which it has reached the
     coordinator.
     """
 
-    hello: Hello
-    address: Address
-    secret: Secret
-    start_timeout_s: float
-    log: logging.Logger
     held: "type[HeldSlice]"
     """What becomes of the slice that it is given."""
-    encryption: Encryption = "auto"
     addresses: tuple[str, ...] | None = None
     on_run_known: Callable[[str], None] = lambda _: None
 
@@ -98,43 +84,19 @@ def hold(setup: StoreSetup) -> None:
         RunFailed: the run ended badly.
         Rejected, AuthError, ConfigError: this store is not wanted, or cannot listen.
     """
-    patience, pauses = Deadline(setup.start_timeout_s), Pauses()
-    try:
-        while True:
-            connection, answer = _join(setup, patience.remaining())
-            pauses.session_begins()
-            with StoreSession(setup, connection, answer) as session:
-                try:
-                    session.run()
-                except (PeerLost, ProtocolError) as error:
-                    if session.reconnect_timeout_s is not None:
-                        patience = Deadline(session.reconnect_timeout_s)
-                    elif patience.expired:
-                        raise
-                    left = format_duration(patience.remaining())
-                    setup.log.warning("%s; trying to reconnect for %s", error, left)
-            time.sleep(pauses.next_s())
-    except RunOver as news:
-        setup.log.info("the run is over: %s", news)
+    patience_s: float | None = None
 
+    def spend_session(connection: Connection, answer: Accepted) -> None:
+        nonlocal patience_s
+        with StoreSession(setup, connection, answer) as session:
+            try:
+                session.run()
+            except ProtocolError as error:
+                raise PeerLost(str(error)) from error
+            finally:
+                patience_s = session.reconnect_timeout_s
 
-def _join(setup: StoreSetup, timeout_s: float) -> tuple[Connection, Accepted]:
-    try:
-        return dial(
-            setup.address,
-            setup.hello,
-            setup.secret,
-            Accepted,
-            timeout_s=timeout_s,
-            log=setup.log,
-            encryption=setup.encryption,
-        )
-    except Rejected as error:
-        if error.is_proved and error.code == "over":
-            raise RunOver(str(error)) from None
-        if error.is_proved and error.code == "failed":
-            raise RunFailed(str(error)) from None
-        raise
+    setup.come_back(Accepted, spend_session, lambda: patience_s)
 
 
 @dataclass(frozen=True)
@@ -338,26 +300,22 @@ class HeldSlice(ABC):
 
     def listen(self, addresses: Sequence[str]) -> tuple[HostPort, ...]:
         """Let workers in at these addresses; returns them with their ports."""
-        setup, addresses = self._setup, tuple(dict.fromkeys(addresses))
-        listeners = listen(addresses, 0)
-        self._acceptor = Acceptor(
-            listeners,
-            door=Door(setup.secret, new_identity(), setup.encryption, (SESSION, SLICES)),
+        addresses = tuple(dict.fromkeys(addresses))
+        self._acceptor = self._setup.listen(
+            addresses,
+            0,
+            sets=(SESSION, SLICES),
             inbox=self._inbox,
             admit=lambda *_: Accepted(
-                node=setup.hello.node,
+                node=self._setup.hello.node,
                 bucket_bytes=self._answer.bucket_bytes,
                 heartbeat_timeout_s=self._answer.heartbeat_timeout_s,
             ),
             receiver_for=self._receiver_for,
             max_queued=COPIES_QUEUED * self._num_frames + EXTRA_QUEUED,
-            log=setup.log,
         )
         self._acceptor.open()
-        ports = [listener.getsockname()[1] for listener in listeners]
-        return tuple(
-            HostPort(host=host, port=port) for host, port in zip(addresses, ports, strict=True)
-        )
+        return host_ports(addresses, self._acceptor.ports)
 
     def close(self, patience_s: float) -> None:
         """Forget the slice, and cut the workers' sessions, if they do not close them in so many seconds.
@@ -411,8 +369,6 @@ class HeldSlice(ABC):
         self._owed.pop(instance, None)
 
     def _forget(self, session_id: int) -> None:
-        if self._acceptor is not None:
-            self._acceptor.forget(session_id)
         if (instance := self._instance_of(session_id)) is not None:
             del self._workers[instance]
 

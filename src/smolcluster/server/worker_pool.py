@@ -197,7 +197,6 @@ class WorkerPool:
                 self._open_session(event)
             case SessionClosed():
                 yield from self._depart(event.session_id, event.reason)
-                self._acceptor.forget(event.session_id)
             case EvaluationFinished() | EvaluationFailed():
                 self._evaluated(event)
             case MessageReceived(session_id, Ready() as ready):
@@ -215,7 +214,6 @@ class WorkerPool:
             case SessionOpened(session_id=session_id, client=client) if PS not in client.sets:
                 self._stores.add(session_id)
             case SessionClosed(session_id=session_id) if session_id in self._stores:
-                self._acceptor.forget(session_id)
                 self._stores.remove(session_id)
             case _:
                 return isinstance(event, MessageReceived) and event.session_id in self._stores

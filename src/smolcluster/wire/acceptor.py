@@ -104,6 +104,11 @@ class Acceptor:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
 
+    @property
+    def ports(self) -> list[int]:
+        """Of each address, in order."""
+        return [each.getsockname()[1] for each in self._listeners if each.family != socket.AF_UNIX]
+
     def open(self) -> None:
         self._thread.start()
 
@@ -120,11 +125,19 @@ class Acceptor:
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes (sent, received) by all connections so far, whole frames and handshakes included."""
         with self._lock:
+            self._sweep()
             sent, received = self._past_bytes
             for connection in self._connections.values():
                 sent += connection.bytes_sent
                 received += connection.bytes_received
         return sent, received
+
+    def _sweep(self) -> None:
+        """Keep of connections that are closed only what they sent and received."""
+        for session_id in [key for key, each in self._connections.items() if each.is_closed]:
+            connection = self._connections.pop(session_id)
+            sent, received = self._past_bytes
+            self._past_bytes = sent + connection.bytes_sent, received + connection.bytes_received
 
     def _accept(self) -> None:
         said = ""
@@ -151,15 +164,14 @@ class Acceptor:
         except RuntimeError as error:  # the system has no thread to give
             self._refused(connection, SmolclusterError(f"cannot talk to it: {error}"))
             connection.close()
-            self.forget(session_id)
+            self._is_no_stranger(session_id)
 
     def _greet(self, session_id: int, connection: Connection) -> None:
         proved, session = None, None
         reason = "an internal error, see the log file"
         try:
             proved = server_authenticate(connection, self._door, Deadline(HANDSHAKE_TIMEOUT_S))
-            with self._lock:
-                self._unproved.pop(session_id, None)
+            self._is_no_stranger(session_id)
             session = self._open_session(session_id, connection, proved)
             reason = "refused"
         except SmolclusterError as error:
@@ -168,9 +180,8 @@ class Acceptor:
         finally:
             if session is None:
                 connection.close()
-                if proved is None:
-                    self.forget(session_id)
-                else:
+                self._is_no_stranger(session_id)
+                if proved is not None:
                     self._inbox.put(SessionClosed(session_id, reason))
 
     def _open_session(
@@ -201,6 +212,7 @@ class Acceptor:
 
     def _hold(self, session_id: int, connection: Connection) -> None:
         with self._lock:
+            self._sweep()
             self._connections[session_id] = connection
             self._unproved[session_id] = connection.address
             if len(self._unproved) > MAX_UNPROVED:
@@ -226,17 +238,10 @@ class Acceptor:
             level = logging.INFO if isinstance(error, NothingSaid) else logging.WARNING
             self._log.log(level, "not let in: %s%s", error, times)
 
-    def forget(self, session_id: int) -> None:
-        """Keep of a session that has ended only what it sent and received. Any thread."""
+    def _is_no_stranger(self, session_id: int) -> None:
+        """It has proved itself, or is gone."""
         with self._lock:
             self._unproved.pop(session_id, None)
-            connection = self._connections.pop(session_id, None)
-            if connection is not None:
-                sent, received = self._past_bytes
-                self._past_bytes = (
-                    sent + connection.bytes_sent,
-                    received + connection.bytes_received,
-                )
 
 
 def crowd(addresses: Mapping[int, str]) -> list[int]:

@@ -168,6 +168,10 @@ class Connection:
         """Whether a read or a write failed; the connection is then good for nothing but `close`."""
         return self._send_broken or self._receive_broken
 
+    @property
+    def is_closed(self) -> bool:
+        return self._socket.fileno() < 0
+
     def proved(self, max_payload: int, stall_timeout_s: float) -> None:
         """Lift the limits on strangers: the peer has proved itself.
 

@@ -41,6 +41,7 @@ from smolcluster.wire.messages import (
     MessageSet,
     Proof,
     Reject,
+    digests_of,
     frame_of,
 )
 from smolcluster.wire.security import (
@@ -72,7 +73,7 @@ def introduce(node: str, worker_id: int = 0, sets: tuple[MessageSet, ...] = SETS
     """What a process says of itself, which it keeps as long as it lives."""
     return Hello(
         version=smolcluster.__version__,
-        sets={each.name: each.digest for each in sets},
+        sets=digests_of(sets),
         node=node,
         worker_id=worker_id,
         instance=secrets.token_hex(8),

@@ -76,3 +76,15 @@ class Inbox:
         if room:
             room.release()
         return event
+
+
+class Handled(Inbox):
+    """Hands each event to a function, in the thread that puts it, where nobody waits for them."""
+
+    def __init__(self, handle: Callable[[Event], object]) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def put(self, event: Event, room: Semaphore | None = None) -> bool:  # noqa: ARG002 - none waits
+        self._handle(event)
+        return True

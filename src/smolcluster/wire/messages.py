@@ -640,6 +640,11 @@ HostPorts = Annotated[
 ]
 
 
+def host_ports(addresses: Iterable[str], ports: Iterable[int]) -> tuple[HostPort, ...]:
+    """Addresses with their ports."""
+    return tuple(HostPort(host=h, port=p) for h, p in zip(addresses, ports, strict=True))
+
+
 class StorePlace(HeaderModel):
     """Where a store lets workers in, and which buckets of the weights it holds: `first` to `stop` - 1."""
 
@@ -1251,6 +1256,11 @@ STAGES = MessageSet(
 )
 """What a worker that has some of the layers, and its server say to each other besides."""
 SETS = (SESSION, PS, ROUNDS, STAGES)
+
+
+def digests_of(sets: Iterable[MessageSet]) -> dict[str, str]:
+    """What a Hello says of the sets that its sender speaks."""
+    return {each.name: each.digest for each in sets}
 
 
 def sets_of(algorithm: str) -> tuple[MessageSet, ...]:

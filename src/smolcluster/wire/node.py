@@ -1,296 +1,241 @@
-"""A node: a process that has authenticated sessions with peers, whichever side dialled.
+"""A node: a process as its peers meet it. It listens and dials under one name and with one secret.
 
-    node = Node("macbook", secret, sets=[RING])
-    here = node.listen("10.0.0.2")
-    peer = node.dial(Address("10.0.0.3", 6000), timeout_s=30)
-    peer.send(Token(value=1), payload)
-    match node.next_event(timeout_s=30):
-        case Received(peer, message, payload): ...
+    node = Node(hello=introduce("macbook"), secret=secret, log=log)
+    acceptor = node.listen(["10.0.0.2"], 6000, sets=(SESSION, RING), inbox=inbox, ...)
+    session = node.dial_session(Address("10.0.0.3", 6000), (RING,), ...)
 
-Sessions, encryption and back-off are those of a server and its workers. A peer that was dialled is dialled
-again when its session ends; one that dialled is another `Peer` when it comes back.
+Servers, workers, stores, stages and ranks all let others in, and are let in, by these methods.
 """
 
-import itertools
 import logging
+import random
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from smolcluster.configs.schema import Encryption
-from smolcluster.errors import ProtocolError, SmolclusterError
-from smolcluster.utils.retry import Deadline
-from smolcluster.wire.acceptor import Acceptor, SessionOpened
-from smolcluster.wire.connection import listen
-from smolcluster.wire.dialling import Address, Pauses, dial
-from smolcluster.wire.frames import Buffer
-from smolcluster.wire.handshake import Door, introduce
-from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
+from smolcluster.errors import (
+    AuthError,
+    ConnectTimeout,
+    PeerLost,
+    ProtocolError,
+    Rejected,
+    SmolclusterError,
+    VersionDiffers,
+    WrongPeer,
+)
+from smolcluster.utils.retry import Deadline, backoff_delays
+from smolcluster.utils.units import format_duration
+from smolcluster.wire.acceptor import Acceptor, Admit
+from smolcluster.wire.connection import Connection, connect, listen
+from smolcluster.wire.dialling import LONGEST_DELAY_S, Address
+from smolcluster.wire.handshake import Door, client_handshake
+from smolcluster.wire.inbox import Inbox
 from smolcluster.wire.messages import (
     SESSION,
     Accepted,
-    Goodbye,
-    Kinds,
-    Message,
+    Heartbeat,
+    Hello,
     MessageSet,
-    from_dialler,
+    digests_of,
     from_listener,
 )
 from smolcluster.wire.security import Secret
 from smolcluster.wire.session import Receiver, Session
 from smolcluster.wire.tls import new_identity
 
-CLOSING_TIMEOUT_S = 5.0
-"""How long a node that closes waits for its peers to close as well, before it cuts their sessions."""
+CONNECT_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 10.0
+LAST_TRY_S = 1.0
+WRONG_PEER_RETRY_S = 2.0
+"""Each attempt opens a session with the wrong node for a moment."""
+SAY_AFTER_S = 3.0
+"""A peer that starts at the same time is worth no word."""
+LONG_S = 7200.0
+"""A longer patience than this one is a launcher's, which ends who waits: no time to be told of."""
+MAX_QUEUED = 100_000
+"""Frames of one's own that wait for a peer that was dialled. Their number is bounded by what is asked for;
+this only bounds mistakes."""
+
+A = TypeVar("A", bound=Accepted)
 
 
-class Peer:
-    """Another process. One thread may send; the session, and with it the agreed sets, may be replaced."""
-
-    def __init__(self, name: str, address: Address | None = None) -> None:
-        """`address`: where it was dialled; None: it has dialled."""
-        self.name = name
-        self.address = address
-        self.sayable: Kinds = frozenset()
-        """What may be said to it."""
-        self.session: Session
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def is_connected(self) -> bool:
-        return not self.session.is_cut
-
-    def send(self, message: Message, payload: Buffer = b"") -> None:
-        """Queue a message; never blocks. `payload` must not change until it has been sent.
-
-        Whether it arrives is unknown: what is sent to a peer that is lost is dropped.
-
-        Raises:
-            ProtocolError: it is of no set that this peer has agreed on, or not this side's to say.
-        """
-        if type(message) not in self.sayable:
-            raise ProtocolError(f"{self} has not agreed to hear {type(message).__name__}")
-        self.session.send(message, payload)
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was sent has left. Returns whether it has, or the session has ended."""
-        return self.session.flush(timeout_s)
-
-
-@dataclass(frozen=True)
-class Connected(Event):
-    """A session with a peer begins: it has dialled, or has been reached, perhaps again."""
-
-    peer: Peer
-
-
-@dataclass(frozen=True)
-class Received(Event):
-    """A peer has sent a message; the payload is a copy of the receiver's own."""
-
-    peer: Peer
-    message: Message
-    payload: bytes
-
-
-@dataclass(frozen=True)
-class Disconnected(Event):
-    """The session with a peer has ended; unless `is_final` it is being dialled again."""
-
-    peer: Peer
-    reason: str
-    is_final: bool
-
-
+@dataclass(frozen=True, kw_only=True)
 class Node:
-    """Listens and dials under one name; one thread takes the events of all peers."""
+    """Who this process is to its peers.
 
-    def __init__(
+    Attributes:
+        hello: its name, and the `instance` by which peers know this very process.
+        secret: the cluster's, which every peer must know.
+        log: told of refused clients and of peers that are waited for.
+        encryption: who must encrypt, as in a cluster file.
+    """
+
+    hello: Hello
+    secret: Secret
+    log: logging.Logger
+    encryption: Encryption = "auto"
+
+    def listen(
         self,
-        name: str,
-        secret: Secret,
-        sets: Sequence[MessageSet],
+        addresses: Sequence[str],
+        port: int,
         *,
-        encryption: Encryption = "auto",
-        bucket_bytes: int = 1 << 20,
-        heartbeat_timeout_s: float = 10.0,
-        reconnect_timeout_s: float = 60.0,
-        max_queued: int = 1024,
-        log: logging.Logger | None = None,
-    ) -> None:
-        """Connects to nobody yet.
+        sets: tuple[MessageSet, ...],
+        inbox: Inbox,
+        admit: Admit,
+        receiver_for: Callable[[int], Receiver],
+        max_queued: int,
+        session_ids: Iterator[int] | None = None,
+    ) -> Acceptor:
+        """Listen at these addresses of this machine. Nobody is let in before the acceptor is opened.
 
         Args:
-            name: what this process is called in its peers' events.
-            secret: the cluster's, which every peer must know.
-            sets: the protocols that it speaks.
-            encryption: who must encrypt, as in a cluster file.
-            bucket_bytes: largest payload of those who dial this node.
-            heartbeat_timeout_s: silence after which these are lost, seconds.
-            reconnect_timeout_s: how long a lost peer is dialled, seconds.
+            addresses: literals or names.
+            port: 0 lets the system choose one for each address.
+            sets: what is spoken with those who come.
+            inbox: hears of their sessions.
+            admit: decides who may come in.
+            receiver_for: takes the messages of a session, by its number.
             max_queued: frames that may wait for a peer; at the next one its session is cut.
-            log: told of refused clients and of peers that are waited for.
-        """
-        self.name = name
-        self._sets = (SESSION, *sets)
-        self._hello = introduce(name, sets=self._sets)
-        self._door = Door(secret, new_identity(), encryption, self._sets)
-        self._answer = Accepted(
-            node=name, bucket_bytes=bucket_bytes, heartbeat_timeout_s=heartbeat_timeout_s
-        )
-        self._reconnect_timeout_s = reconnect_timeout_s
-        self._max_queued = max_queued
-        self._log = log or logging.getLogger("smolcluster")
-        self._inbox = Inbox()
-        self._session_ids = itertools.count(1)
-        self._accepted: dict[int, Peer] = {}
-        self._dialled: dict[int, Peer] = {}
-        self._acceptors: list[Acceptor] = []
-        self._keepers: list[threading.Thread] = []
-        self._closed = threading.Event()
-
-    def listen(self, host: str, port: int = 0) -> Address:
-        """Let peers in from now on that dial this address of this machine; returns it with port and name.
+            session_ids: numbers the sessions; None: from 1.
 
         Raises:
             PortBusy: another process listens there.
-            ConfigError: it is not this machine's.
+            ConfigError: an address is not this machine's.
         """
-        listeners = listen([host], port)
-        acceptor = Acceptor(
-            listeners,
-            door=self._door,
-            inbox=self._inbox,
-            admit=lambda *_: self._answer,
-            receiver_for=_PassOn,
-            max_queued=self._max_queued,
-            log=self._log,
-            session_ids=self._session_ids,
+        return Acceptor(
+            listen(addresses, port),
+            door=Door(self.secret, new_identity(), self.encryption, sets),
+            inbox=inbox,
+            admit=admit,
+            receiver_for=receiver_for,
+            max_queued=max_queued,
+            log=self.log,
+            session_ids=session_ids,
         )
-        acceptor.open()
-        self._acceptors.append(acceptor)
-        return Address(host, listeners[0].getsockname()[1], self.name)
 
-    def dial(self, address: Address, timeout_s: float) -> Peer:
-        """Try for `timeout_s` seconds to reach a peer, which is dialled again whenever it is lost.
+    def dial_session(
+        self,
+        address: Address,
+        sets: Sequence[MessageSet],
+        *,
+        session_id: int,
+        receiver: Receiver,
+        inbox: Inbox,
+        timeout_s: float,
+        whom: str,
+        stop: threading.Event | None = None,
+    ) -> Session:
+        """A session with a peer in which both speak these sets; it is to be started.
+
+        The peer cannot end what this process takes part in: only its server can.
 
         Raises:
-            ConnectTimeout: nobody answered in time, or another node than the address names.
-            AuthError: the secrets differ.
-            Rejected, VersionDiffers: it speaks another version.
+            SmolclusterError: as `dial`.
         """
-        peer = Peer(str(address), address)
-        self._connect(peer, address, timeout_s)
-        keeper = threading.Thread(
-            target=self._keep, args=(peer, address), name=f"keeper-{address}", daemon=True
-        )
-        self._keepers.append(keeper)
-        keeper.start()
-        return peer
-
-    def next_event(self, timeout_s: float) -> Event | None:
-        """What happened next: Connected, Received or Disconnected; None: nothing in `timeout_s` seconds."""
-        deadline = Deadline(timeout_s)
-        while (event := self._inbox.get(deadline.remaining())) is not None:
-            if (named := self._named(event)) is not None:
-                return named
-        return None
-
-    def close(self) -> None:
-        """Let nobody in any more, and end all sessions after what is queued for them; idempotent."""
-        self._closed.set()
-        peers = dict.fromkeys([*list(self._accepted.values()), *list(self._dialled.values())])
-        for peer in peers:
-            peer.session.send(Goodbye(reason="it is closing"))
-            peer.session.finish()
-        deadline = Deadline(CLOSING_TIMEOUT_S)
-        for peer in peers:
-            if not peer.session.join(deadline.remaining()):
-                peer.session.cut("it did not close in time")
-        for acceptor in self._acceptors:
-            acceptor.close()
-        for keeper in self._keepers:
-            keeper.join()
-
-    def __enter__(self) -> "Node":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _connect(self, peer: Peer, address: Address, timeout_s: float) -> None:
-        connection, answer = dial(
+        connection, answer = self.dial(
             address,
-            self._hello,
-            self._door.secret,
             Accepted,
             timeout_s=timeout_s,
-            log=self._log,
-            encryption=self._door.encryption,
-            whom="the peer",
-            stop=self._closed,
+            whom=whom,
+            stop=stop,
+            digests=digests_of((SESSION, *sets)),
         )
-        peer.name = answer.node
-        sets = [each for each in self._sets if each.name in answer.sets]
-        session_id = next(self._session_ids)
-        peer.sayable = from_dialler(sets)
-        peer.session = Session(
+        return Session(
             connection,
             session_id=session_id,
-            receiver=_PassOn(session_id),
-            inbox=self._inbox,
+            receiver=receiver,
+            inbox=inbox,
             heartbeat_timeout_s=answer.heartbeat_timeout_s,
-            max_queued=self._max_queued,
-            kinds=from_listener(sets),
+            max_queued=MAX_QUEUED,
+            kinds=from_listener(sets) | {Heartbeat},
         )
-        self._dialled[session_id] = peer
-        self._inbox.put(Connected(peer))
-        peer.session.start()
 
-    def _keep(self, peer: Peer, address: Address) -> None:
-        """Dial the peer again whenever its session has ended, until this node closes or it is given up."""
-        pauses = Pauses()
-        try:
-            while not self._closed.is_set():
-                pauses.session_begins()
-                peer.session.join(None)
-                if not self._closed.wait(pauses.next_s()):
-                    self._connect(peer, address, self._reconnect_timeout_s)
-        except SmolclusterError as error:
-            self._inbox.put(Disconnected(peer, str(error), is_final=True))
-        if self._closed.is_set():  # while it was dialling
-            peer.session.cut("the node is closed")
-            peer.session.join(None)
+    def dial(
+        self,
+        address: Address,
+        answer: type[A],
+        *,
+        timeout_s: float,
+        whom: str = "the server",
+        say_after_s: float = SAY_AFTER_S,
+        stop: threading.Event | None = None,
+        digests: dict[str, str] | None = None,
+    ) -> tuple[Connection, A]:
+        """Try until `whom` lets this process in with an `answer`, for at most `timeout_s` seconds.
 
-    def _named(self, event: Event) -> Event | None:
-        """The event with its peer; None: it concerns none."""
-        match event:
-            case SessionOpened(session_id=session_id, session=session, client=client):
-                peer = Peer(client.hello.node)
-                peer.session, peer.sayable = session, from_listener(client.sets)
-                self._accepted[session_id] = peer
-                return Connected(peer)
-            case MessageReceived(session_id=session_id, message=message, payload=payload):
-                peer = self._accepted.get(session_id) or self._dialled[session_id]
-                return Received(peer, message, payload)
-            case SessionClosed(session_id=session_id, reason=reason):
-                for acceptor in self._acceptors:
-                    acceptor.forget(session_id)
-                if (gone := self._accepted.pop(session_id, None)) is not None:
-                    return Disconnected(gone, reason, is_final=True)
-                if (lost := self._dialled.pop(session_id, None)) is not None:
-                    return Disconnected(lost, reason, is_final=False)
-                return None
-        return event
+        What is in the way is logged once it has been there for `say_after_s` seconds, and whenever it
+        changes. A refusal that is not proved may be anybody's on the way: it is doubted until then. So is an
+        answer of another node than `address` names, to which somebody on the way may have led this process.
+        `digests`: of the sets that are offered; None: the hello's.
+
+        Raises:
+            ConnectTimeout: nobody answered in time, or asked to be tried again later until then, or another
+                node answered.
+            Rejected: refused for good, or without a proof until then.
+            VersionDiffers: the other side spoke another version of the protocol until then.
+            AuthError: the secrets differed until then.
+            PeerLost: `stop` was set.
+        """
+        hello = self.hello.model_copy(update={} if digests is None else {"sets": digests})
+        deadline = Deadline(timeout_s)
+        said = ""
+        refusal: SmolclusterError | None = None
+        jitter = random.Random()  # noqa: S311 - spreads attempts, hides nothing
+        for delay_s in backoff_delays(cap_s=LONGEST_DELAY_S, jitter=jitter):
+            try:
+                return self._try(address, hello, answer, max(LAST_TRY_S, deadline.remaining()))
+            except SmolclusterError as error:
+                wait_s = max(delay_s, _retry_after_s(error))
+                obstacle = str(error)
+                refusal = (
+                    error if isinstance(error, Rejected | AuthError | VersionDiffers) else None
+                )
+            if deadline.remaining() == 0:
+                break
+            if obstacle != said and timeout_s - deadline.remaining() >= say_after_s:
+                left = deadline.remaining()
+                until = f", up to {format_duration(left)}" if left < LONG_S else ""
+                self.log.info("waiting for %s%s: %s", whom, until, obstacle)
+                said = obstacle
+            (stop.wait if stop else time.sleep)(min(wait_s, deadline.remaining()))
+            if stop and stop.is_set():
+                raise PeerLost(f"{address}: dialled no more: {obstacle}")
+        if refusal and not (isinstance(refusal, Rejected) and refusal.is_proved):
+            raise refusal
+        raise ConnectTimeout(
+            f"{whom} at {address} did not let this process in within {format_duration(timeout_s)}: {obstacle}"
+        ) from refusal
+
+    def _try(
+        self, address: Address, hello: Hello, answer: type[A], limit_s: float
+    ) -> tuple[Connection, A]:
+        connection = connect(address.host, address.port, min(CONNECT_TIMEOUT_S, limit_s))
+        limit = Deadline(min(HANDSHAKE_TIMEOUT_S, limit_s))
+        accepted = client_handshake(
+            connection, hello, self.secret, limit, self.encryption, answer=answer
+        )
+        if address.node in (None, accepted.node):
+            return connection, accepted
+        connection.close()
+        raise WrongPeer(
+            f"{accepted.node!r} answers at {address}, not {address.node!r}: is this the right address?"
+        )
 
 
-class _PassOn(Receiver):
-    """Passes every message on, with a copy of its payload."""
-
-    def __init__(self, session_id: int) -> None:
-        self._session_id = session_id
-
-    def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        return MessageReceived(self._session_id, message, bytes(payload))
+def _retry_after_s(error: SmolclusterError) -> float:
+    """How many seconds to wait at least before the next attempt; raises what is no reason for one."""
+    match error:
+        case Rejected(is_proved=True, retry_after_s=float(seconds)):
+            return seconds
+        case WrongPeer():
+            return WRONG_PEER_RETRY_S
+        case Rejected(is_proved=False) | AuthError() | VersionDiffers():
+            return 0.0
+        case ConnectTimeout() | PeerLost() | ProtocolError():
+            return 0.0
+        case _:
+            raise error

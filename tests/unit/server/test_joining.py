@@ -9,10 +9,10 @@ import pytest
 
 from connection_pairs import RUN
 from harness import SECRET, free_port
-from peers import DEADLINE_S, Hand, HandledDoor, hello, logger
+from peers import DEADLINE_S, Hand, HandledDoor, follower
 from smolcluster.errors import AuthError, ConnectTimeout, Rejected, RunFailed, VersionDiffers
-from smolcluster.server.joining import RunOver, ask, join
-from smolcluster.wire import dialling
+from smolcluster.server.joining import RunOver
+from smolcluster.wire import node
 from smolcluster.wire.connection import Connection
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import refuse, reject
@@ -20,6 +20,12 @@ from smolcluster.wire.messages import Reject, Welcome
 from smolcluster.wire.security import Secret
 
 Joining = Callable[..., "Future[tuple[Connection, Welcome]]"]
+
+
+def join(
+    address: Address, timeout_s: float, lines: list[str], secret: Secret = SECRET
+) -> tuple[Connection, Welcome]:
+    return follower(address, lines, secret=secret).join(Welcome, timeout_s, say_after_s=0.0)
 
 
 @pytest.fixture
@@ -35,19 +41,10 @@ def start_joining(door: HandledDoor, lines: list[str]) -> Iterator[Joining]:
         def start(
             timeout_s: float = DEADLINE_S,
             secret: Secret = SECRET,
-            node: str | None = None,
+            server: str | None = None,
         ) -> "Future[tuple[Connection, Welcome]]":
-            address = Address("127.0.0.1", door.port, node)
-            log = logger(lines)
-            return pool.submit(
-                join,
-                address,
-                hello(),
-                secret,
-                timeout_s=timeout_s,
-                log=log,
-                say_after_s=0.0,
-            )
+            address = Address("127.0.0.1", door.port, server)
+            return pool.submit(join, address, timeout_s, lines, secret)
 
         yield start
 
@@ -56,7 +53,7 @@ def start_joining(door: HandledDoor, lines: list[str]) -> Iterator[Joining]:
 def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits between attempts, which take no time."""
     waits: list[float] = []
-    monkeypatch.setattr(dialling, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(node, "time", SimpleNamespace(sleep=waits.append))
     return waits
 
 
@@ -66,9 +63,9 @@ def test_a_name_that_stays_taken_is_a_refusal(
     def refuse(*_: object) -> Connection:
         raise Rejected("the name pi5 is taken", "busy", 2.0, is_proved=True)
 
-    monkeypatch.setattr(dialling, "connect", refuse)
+    monkeypatch.setattr(node, "connect", refuse)
     with pytest.raises(Rejected, match="taken"):
-        ask(Address("h", 1), "pi5", SECRET, timeout_s=0.05, log=logger([]))
+        follower(Address("h", 1), [], start_timeout_s=0.05).ask()
     assert delays
 
 
@@ -99,14 +96,14 @@ def test_another_server_than_the_one_that_is_wanted_is_doubted(
     door: HandledDoor, start_joining: Joining, lines: list[str], delays: list[float]
 ) -> None:
     """Somebody on the way, who does not know the secret, may have led this worker to it."""
-    future = start_joining(node="mini1")
+    future = start_joining(server="mini1")
     door.admit(RUN, node="pi5").hear_the_end()
     door.admit(RUN)
     connection, welcome = future.result(DEADLINE_S)
     assert welcome.node == "mini1"
     assert len(lines) == 1
     assert f"'pi5' answers at 127.0.0.1:{door.port}, not 'mini1'" in lines[0]
-    assert delays == [dialling.WRONG_PEER_RETRY_S]
+    assert delays == [node.WRONG_PEER_RETRY_S]
     connection.close()
 
 
@@ -115,14 +112,7 @@ def test_a_server_that_is_not_there_is_waited_for_with_one_line_and_a_deadline(
 ) -> None:
     port = free_port()
     with pytest.raises(ConnectTimeout) as caught:
-        join(
-            Address("127.0.0.1", port),
-            hello(),
-            SECRET,
-            timeout_s=0.5,
-            log=logger(lines),
-            say_after_s=0.0,
-        )
+        join(Address("127.0.0.1", port), 0.5, lines)
     assert len(lines) == 1, "however many attempts"
     assert "waiting for the server" in lines[0]
     assert str(port) in lines[0]
@@ -140,17 +130,10 @@ def test_only_a_wait_with_an_end_in_sight_says_how_long_it_is(
     def refuse(*_: object) -> Connection:
         raise causes.pop(0)
 
-    monkeypatch.setattr(dialling, "connect", refuse)
+    monkeypatch.setattr(node, "connect", refuse)
     lines: list[str] = []
     with pytest.raises(Rejected, match="enough"):
-        join(
-            Address("h", 1),
-            hello(),
-            SECRET,
-            timeout_s=timeout_s,
-            log=logger(lines),
-            say_after_s=0.0,
-        )
+        join(Address("h", 1), timeout_s, lines)
     assert ["up to" in line for line in lines] == [is_said]
 
 
@@ -166,17 +149,10 @@ def test_attempts_become_rarer_up_to_a_limit_and_are_spread(
             raise Rejected("enough", "node")
         raise ConnectTimeout("nobody there")
 
-    monkeypatch.setattr(dialling, "connect", refuse)
+    monkeypatch.setattr(node, "connect", refuse)
     lines: list[str] = []
     with pytest.raises(Rejected, match="enough"):
-        join(
-            Address("h", 1),
-            hello(),
-            SECRET,
-            timeout_s=60.0,
-            log=logger(lines),
-            say_after_s=0.0,
-        )
+        join(Address("h", 1), 60.0, lines)
     assert len(delays) == 11
     for attempt, delay_s in enumerate(delays):
         whole = min(0.1 * 2**attempt, 0.5)
@@ -291,8 +267,8 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up_in_time(
     door: HandledDoor, start_joining: Joining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody opens the door: the system accepts, and the handshake waits for an answer."""
-    monkeypatch.setattr(dialling, "LAST_TRY_S", 0.1)
-    monkeypatch.setattr(dialling, "HANDSHAKE_TIMEOUT_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(node, "LAST_TRY_S", 0.1)
+    monkeypatch.setattr(node, "HANDSHAKE_TIMEOUT_S", 10 * DEADLINE_S)
     future = start_joining(timeout_s=0.2)
     with pytest.raises(ConnectTimeout, match=r"did not finish in time"):
         future.result(DEADLINE_S)

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from connection_pairs import push, tensor
-from harness import SECRET, local_settings
+from harness import local_settings
 from lives import LEASE, Life, end, run_config
-from peers import DEADLINE_S, Echo, HandledDoor, hello, logger
+from peers import DEADLINE_S, Echo, HandledDoor, follower
 from smolcluster.configs.schema import DatasetPlace, NodeConfig
 from smolcluster.errors import (
     ConfigError,
@@ -32,7 +32,6 @@ from smolcluster.errors import (
     VersionDiffers,
 )
 from smolcluster.server import link as room
-from smolcluster.server.joining import join
 from smolcluster.server.link import Link, measure_speed
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.first_loss import first_losses
@@ -278,7 +277,7 @@ def test_a_welcome_that_names_a_path_is_refused_and_nothing_is_looked_at(
     train = run.train.model_copy(update={"dataset": dataset})
     with ThreadPoolExecutor(1) as pool:
         address = Address("127.0.0.1", door.port)
-        worker = pool.submit(join, address, hello(), SECRET, timeout_s=DEADLINE_S, log=logger([]))
+        worker = pool.submit(follower(address).join, Welcome, DEADLINE_S)
         door.admit(run, settings=run.model_copy(update={"train": train}).model_dump(mode="json"))
         with pytest.raises(VersionDiffers, match="cannot travel") as refused:
             worker.result(DEADLINE_S)
@@ -423,7 +422,7 @@ def test_speed_is_measured_on_this_machine() -> None:
 def test_a_server_that_cuts_every_session_is_given_up_and_not_flooded(
     life: Life[Helper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("smolcluster.wire.dialling.LAST_TRY_S", DEADLINE_S)
+    monkeypatch.setattr("smolcluster.wire.node.LAST_TRY_S", DEADLINE_S)
     run = run_config().model_copy(update={"reconnect_timeout_s": 1.0})
     life.door.patience_s = 0.5
     worker = life.begin(start_timeout_s=1.0)

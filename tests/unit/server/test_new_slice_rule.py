@@ -85,7 +85,14 @@ def test_a_rule_of_ones_own_steps_on_two_hosts_as_on_one() -> None:
         [torch.frombuffer(bytearray(f.payload), dtype=torch.float32) for f in session.frames]
     )
     hello, address = introduce("win", sets=(SESSION, STORE)), Address("127.0.0.1", 1)
-    setup = StoreSetup(hello, address, SECRET, 1.0, log, SignSlice)
+    setup = StoreSetup(
+        hello=hello,
+        address=address,
+        secret=SECRET,
+        start_timeout_s=1.0,
+        log=log,
+        held=SignSlice,
+    )
     answer = Accepted(node="mini1", bucket_bytes=replica.bucket_bytes, heartbeat_timeout_s=1.0)
     held = SignSlice(setup, answer, Inbox(), given, by_name(given.contents, values))
     links.handle(MessageReceived(1, LISTENING))

@@ -21,7 +21,7 @@ from smolcluster.server.store_host import (
     check_fits,
 )
 from smolcluster.wire.connection import Connection
-from smolcluster.wire.dialling import Address, dial
+from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.inbox import Inbox, MessageReceived
 from smolcluster.wire.messages import (
@@ -33,6 +33,7 @@ from smolcluster.wire.messages import (
     Slice,
     WorkerGone,
 )
+from smolcluster.wire.node import Node
 from smolcluster.wire.session import Session
 
 BUCKET_BYTES = 512 * 4
@@ -71,7 +72,15 @@ def test_a_slice_that_does_not_fit_is_refused() -> None:
 def test_a_slice_comes_whole_and_nothing_before_or_after_it() -> None:
     hello = introduce("win", sets=(SESSION, STORE))
     address, log = Address("127.0.0.1", 1), logging.getLogger("test")
-    setup = StoreSetup(hello, address, SECRET, 1.0, log, Held, addresses=("127.0.0.1",))
+    setup = StoreSetup(
+        hello=hello,
+        address=address,
+        secret=SECRET,
+        start_timeout_s=1.0,
+        log=log,
+        held=Held,
+        addresses=("127.0.0.1",),
+    )
     answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     take = StoreSession(setup, cast("Connection", None), answer)
     span, buckets = range(ADAM.first, ADAM.stop), buckets_of(ADAM, BUCKET_BYTES)
@@ -91,7 +100,14 @@ def test_a_slice_comes_whole_and_nothing_before_or_after_it() -> None:
 def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:
     hello = introduce("win", sets=(SESSION, STORE))
     address, log = Address("127.0.0.1", 1), logging.getLogger("test")
-    setup = StoreSetup(hello, address, SECRET, 1.0, log, Held)
+    setup = StoreSetup(
+        hello=hello,
+        address=address,
+        secret=SECRET,
+        start_timeout_s=1.0,
+        log=log,
+        held=Held,
+    )
     answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     values = {name: torch.zeros(488) for name in ADAM.contents}
     held = Held(setup, answer, Inbox(), ADAM, values)
@@ -105,7 +121,14 @@ def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:
 def test_a_store_tells_workers_its_name() -> None:
     hello = introduce("win", sets=(SESSION, STORE))
     address, log = Address("127.0.0.1", 1), logging.getLogger("test")
-    setup = StoreSetup(hello, address, SECRET, 1.0, log, Held)
+    setup = StoreSetup(
+        hello=hello,
+        address=address,
+        secret=SECRET,
+        start_timeout_s=1.0,
+        log=log,
+        held=Held,
+    )
     answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     values = {name: torch.zeros(488) for name in ADAM.contents}
     held = Held(setup, answer, Inbox(), ADAM, values)
@@ -113,7 +136,8 @@ def test_a_store_tells_workers_its_name() -> None:
     worker = introduce("pi5", 1, (SESSION, SLICES))
     way = Address(place.host, place.port, "win")
     try:
-        connection, told = dial(way, worker, SECRET, Accepted, timeout_s=DEADLINE_S, log=log)
+        node = Node(hello=worker, secret=SECRET, log=log)
+        connection, told = node.dial(way, Accepted, timeout_s=DEADLINE_S)
         assert told.node == "win"
         connection.close()
     finally:

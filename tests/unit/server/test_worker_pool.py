@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from harness import SECRET, free_port, local_settings
+from harness import free_port, local_settings
 from peers import (
     DEADLINE_S,
     Echo,
     Hand,
     HandledHub,
     Parts,
+    follower,
     hello,
     knock,
     server_parts,
@@ -42,7 +43,7 @@ from smolcluster.runs.events import (
 )
 from smolcluster.server import worker_pool as room
 from smolcluster.server.evaluator import EvaluationFailed, EvaluationFinished
-from smolcluster.server.joining import RunOver, join
+from smolcluster.server.joining import RunOver
 from smolcluster.server.process_stats import ProcessStats
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.evaluate import Evaluation
@@ -54,7 +55,7 @@ from smolcluster.wire.acceptor import Acceptor
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import refuse
 from smolcluster.wire.inbox import MessageReceived
-from smolcluster.wire.messages import End, Fault, Goodbye, Message, Pull, Reject
+from smolcluster.wire.messages import End, Fault, Goodbye, Message, Pull, Reject, Welcome
 from waiting import Clock
 
 pytestmark = pytest.mark.usefixtures("short_farewell")
@@ -632,14 +633,8 @@ def test_a_worker_that_returns_at_the_end_hears_how_it_went(
             house.join(hello(1)).leave()
             house.until(lambda: bool(departed(house)))
             address = Address("127.0.0.1", parts.port)
-            future = threads.submit(
-                join,
-                address,
-                hello(1),
-                SECRET,
-                timeout_s=0.0,  # one attempt: the first answer must be the news
-                log=parts.context.log,
-            )
+            # One attempt: the first answer must be the news.
+            future = threads.submit(follower(address).join, Welcome, 0.0)
             if not ok:
                 raise NonFiniteLoss("loss is nan")  # noqa: TRY301 - the run's end
     except NonFiniteLoss:

@@ -170,8 +170,8 @@ def test_a_client_with_another_secret_is_turned_away(pool: ThreadPoolExecutor) -
         error = error_of(served)
         assert isinstance(error, AuthError)
         assert "calls itself 'mini1' does not know the secret in /home/me/secret" in str(error)
-        assert server.broken
-        assert client.broken
+        assert server.is_closed
+        assert client.is_closed
 
 
 def test_a_reject_before_the_proof_has_no_detail(pool: ThreadPoolExecutor) -> None:
@@ -192,7 +192,7 @@ def test_a_server_with_another_secret_is_not_believed(pool: ThreadPoolExecutor) 
         with pytest.raises(AuthError, match="server does not know the secret in /home/me/secret"):
             join(client)
         served.result(DEADLINE_S)
-        assert client.broken
+        assert client.is_closed
 
 
 def test_the_server_proves_nothing_to_a_client_that_did_not(pool: ThreadPoolExecutor) -> None:
@@ -413,7 +413,7 @@ def test_refusing_a_client_that_has_gone_is_no_error() -> None:
     with raw_and_connection(proved=False) as (raw, server):
         raw.close()
         reject(server, "busy", "worker 1 is here already")
-        assert server.broken
+        assert server.is_closed
         refuse(Authenticated(HELLO, talk_on(server), SETS), "busy", "worker 1 is here already")
 
 
@@ -429,7 +429,7 @@ def test_a_peer_that_says_nothing_is_given_up(wait: Callable[[Connection], objec
     with raw_and_connection(proved=False) as (_, connection):
         with pytest.raises(PeerLost, match="peer: handshake: did not finish in time"):
             wait(connection)
-        assert connection.broken
+        assert connection.is_closed
 
 
 def test_a_peer_that_goes_without_a_word_is_not_blamed_for_more() -> None:
@@ -496,7 +496,7 @@ def test_strangers_that_do_not_keep_to_the_protocol_are_cut_off(
             tracemalloc.stop()
         assert peak < 256 * 1024
         assert server.bytes_received <= UNPROVED_NBYTES
-        assert server.broken
+        assert server.is_closed
 
 
 def test_every_flipped_bit_of_a_handshake_fails_it(pool: ThreadPoolExecutor) -> None:
@@ -509,4 +509,4 @@ def test_every_flipped_bit_of_a_handshake_fails_it(pool: ThreadPoolExecutor) -> 
             raw.shutdown(socket.SHUT_WR)
             with pytest.raises(SmolclusterError):
                 server_authenticate(server, DOOR, Deadline(DEADLINE_S))
-            assert server.broken
+            assert server.is_closed

@@ -1,47 +1,39 @@
-"""Nodes that dial each other: protocols of their own between any two processes."""
+"""Nodes that listen and dial each other: protocols of their own between any two processes."""
 
+import logging
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 import pytest
-import torch
-from torch import Tensor
 
 from harness import SECRET, free_port
-from peers import DEADLINE_S
+from peers import DEADLINE_S, Echo, next_event
 from proxy import Proxy
-from smolcluster.errors import AuthError, ConnectTimeout, ProtocolError, Rejected
-from smolcluster.wire import dialling
+from smolcluster.errors import AuthError, ConnectTimeout, Rejected
+from smolcluster.wire import node as room
+from smolcluster.wire.acceptor import Acceptor, SessionOpened
 from smolcluster.wire.dialling import Address
-from smolcluster.wire.inbox import Event
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.inbox import Handled, Inbox, MessageReceived, SessionClosed
 from smolcluster.wire.messages import (
     PS,
+    SESSION,
+    Accepted,
     Count,
-    Kinds,
+    Goodbye,
     Message,
     MessageSet,
-    TensorSpec,
     frame_of,
 )
-from smolcluster.wire.node import Connected, Disconnected, Node, Peer, Received
+from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
+from smolcluster.wire.session import Session
 
-E = TypeVar("E", bound=Event)
 HOST = "127.0.0.1"
-CHUNK_NUMEL = 1000
-
-
-class Chunk(Message):
-    """A part of a tensor on its way around a ring."""
-
-    KIND: ClassVar[int] = 90
-    number: Count
-    tensor: TensorSpec
 
 
 class Token(Message):
@@ -51,194 +43,156 @@ class Token(Message):
     value: Count
 
 
-BOTH: Kinds = frozenset({Chunk, Token})
-RING = MessageSet("ring", from_dialler=BOTH, from_listener=BOTH)
+class Word(Message):
+    """Something that only the newer version says."""
+
+    KIND: ClassVar[int] = 92
 
 
-MakeNode = Callable[..., Node]
+RING = MessageSet("ring", from_dialler=frozenset({Token}), from_listener=frozenset({Token}))
+
+
+class Place:
+    """A node with its inbox, that speaks some sets."""
+
+    def __init__(self, name: str, stack: ExitStack, secret: Secret, sets: tuple[MessageSet, ...]):
+        hello = introduce(name, sets=(SESSION, *sets))
+        log = logging.getLogger("test")
+        self.node = Node(hello=hello, secret=secret, log=log, encryption="on")
+        self.inbox, self.sets, self._stack = Inbox(), sets, stack
+        self.acceptor: Acceptor
+
+    def listen(self) -> Address:
+        answer = Accepted(
+            node=self.node.hello.node, bucket_bytes=4096, heartbeat_timeout_s=DEADLINE_S
+        )
+        self.acceptor = self.node.listen(
+            [HOST],
+            0,
+            sets=(SESSION, *self.sets),
+            inbox=self.inbox,
+            admit=lambda *_: answer,
+            receiver_for=Echo,
+            max_queued=10,
+        )
+        self.acceptor.open()
+        self._stack.callback(self.acceptor.close)
+        return Address(HOST, self.acceptor.ports[0], answer.node)
+
+    def dial(self, address: Address, timeout_s: float = DEADLINE_S) -> Session:
+        session = self.node.dial_session(
+            address,
+            self.sets,
+            session_id=0,
+            receiver=Echo(),
+            inbox=self.inbox,
+            timeout_s=timeout_s,
+            whom="the peer",
+        )
+        self._stack.callback(session.cut, "the test is over")
+        session.start()
+        return session
+
+    def heard(self) -> Message:
+        return next_event(self.inbox, MessageReceived).message
+
+
+MakePlace = Callable[..., Place]
 
 
 @pytest.fixture
-def node() -> Iterator[MakeNode]:
-    """Makes nodes that are closed with the test."""
-    usual: dict[str, Any] = {
-        "encryption": "on",
-        **dict.fromkeys(("heartbeat_timeout_s", "reconnect_timeout_s"), DEADLINE_S),
-    }
+def place() -> Iterator[MakePlace]:
+    """Makes nodes whose sessions end with the test."""
     with ExitStack() as stack:
 
-        def make(name: str, *sets: MessageSet, secret: Secret = SECRET, **options: Any) -> Node:
-            return stack.enter_context(Node(name, secret, sets or (RING,), **(usual | options)))
+        def make(name: str, *sets: MessageSet, secret: Secret = SECRET) -> Place:
+            return Place(name, stack, secret, sets or (RING,))
 
         yield make
 
 
-def event(of: Node, kind: type[E]) -> E:
-    """The next event of that kind."""
-    while True:
-        happened = of.next_event(DEADLINE_S)
-        assert happened is not None, f"no {kind.__name__}"
-        if isinstance(happened, kind):
-            return happened
-
-
-def pair(node: MakeNode) -> tuple[Node, Peer, Node, Peer]:
-    """Two nodes of which the first has dialled the second, and what each calls the other."""
-    left, right = node("left"), node("right")
-    to_right = left.dial(right.listen(HOST), DEADLINE_S)
-    return left, to_right, right, event(right, Connected).peer
-
-
-def send_chunk(peer: Peer, number: int, values: Tensor) -> None:
-    sent = values.clone().numpy()  # the chunk may change before it has left
-    spec = TensorSpec(codec="fp32", dtype="float32", shape=sent.shape, nbytes=sent.nbytes)
-    peer.send(Chunk(number=number, tensor=spec), sent.data)
-
-
-def hear_chunk(node: Node) -> tuple[int, Tensor]:
-    heard = event(node, Received)
-    assert isinstance(heard.message, Chunk)
-    return heard.message.number, torch.frombuffer(bytearray(heard.payload), dtype=torch.float32)
-
-
-def all_reduce(node: Node, right: Peer, rank: int, own: Tensor, world_size: int) -> Tensor:
-    """The sum of all nodes' tensors by a ring: reduce-scatter, then all-gather."""
-    chunks = list(own.clone().chunk(world_size))
-    for step in range(world_size - 1):
-        number = (rank - step) % world_size
-        send_chunk(right, number, chunks[number])
-        number, partial = hear_chunk(node)
-        chunks[number] += partial
-    for step in range(world_size - 1):
-        number = (rank + 1 - step) % world_size
-        send_chunk(right, number, chunks[number])
-        number, chunks[number] = hear_chunk(node)
-    return torch.cat(chunks)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_nodes_that_listen_and_dial_each_other_sum_a_tensor_over_a_ring(
-    node: MakeNode, world_size: int
-) -> None:
-    nodes = [node(f"node{rank}") for rank in range(world_size)]
-    addresses = [each.listen(HOST) for each in nodes]
-    tensors = [torch.arange(CHUNK_NUMEL * world_size) * (rank + 1.0) for rank in range(world_size)]
-
-    def run(rank: int) -> Tensor:
-        right = nodes[rank].dial(addresses[(rank + 1) % world_size], DEADLINE_S)
-        return all_reduce(nodes[rank], right, rank, tensors[rank], world_size)
-
-    with ThreadPoolExecutor(world_size) as pool:
-        sums = list(pool.map(run, range(world_size), timeout=3 * DEADLINE_S))
-    for each in sums:
-        assert torch.equal(each, torch.stack(tensors).sum(0))
-
-
-def test_either_side_may_begin_and_events_name_their_peer(node: MakeNode) -> None:
-    left, to_right, right, to_left = pair(node)
-    assert (to_left.name, to_left.address) == ("left", None)
-    assert to_right.name == "right"
-    assert event(left, Connected).peer is to_right
-    to_left.send(Token(value=1))
-    heard = event(left, Received)
-    assert (heard.peer, heard.message) == (to_right, Token(value=1))
+def test_either_side_may_begin(place: MakePlace) -> None:
+    left, right = place("left"), place("right")
+    to_right = left.dial(right.listen())
+    opened = next_event(right.inbox, SessionOpened)
+    assert opened.client.hello.node == "left"
+    opened.session.send(Token(value=1))
+    assert left.heard() == Token(value=1)
     to_right.send(Token(value=2))
-    heard = event(right, Received)
-    assert (heard.peer, heard.message) == (to_left, Token(value=2))
-    assert to_right.session.connection.is_encrypted
+    assert right.heard() == Token(value=2)
+    assert to_right.connection.is_encrypted
 
 
-def test_what_is_of_no_agreed_set_cannot_be_said(node: MakeNode) -> None:
-    ring, other = node("ring"), node("other", PS)
-    peer = ring.dial(other.listen(HOST), DEADLINE_S)
-    assert peer.is_connected, "of what both know there is the session"
-    with pytest.raises(ProtocolError, match="Token"):
-        peer.send(Token(value=1))
+def test_a_message_of_a_set_that_was_not_agreed_closes_the_session(place: MakePlace) -> None:
+    ring, other = place("ring"), place("other", PS)
+    session = ring.dial(other.listen())
+    next_event(other.inbox, SessionOpened)
+    session.send_frame(frame_of(Token(value=1)))
+    assert "message kind 91" in next_event(other.inbox, SessionClosed).reason
 
 
-def test_a_message_of_a_set_that_was_not_agreed_closes_the_session(node: MakeNode) -> None:
-    ring, other = node("ring", reconnect_timeout_s=0.1), node("other", PS)
-    peer = ring.dial(other.listen(HOST), DEADLINE_S)
-    peer.session.send_frame(frame_of(Token(value=1)))
-    lost = event(other, Disconnected)
-    assert (lost.peer.name, lost.is_final) == ("ring", True)
-    assert "message kind 91" in lost.reason
+@pytest.mark.parametrize("message", [Goodbye(reason="it was stopped"), Token(value=1)])
+def test_a_peer_that_was_dialled_cannot_speak_as_a_server(
+    place: MakePlace, message: Message
+) -> None:
+    silent = MessageSet("ring", from_dialler=frozenset({Token}), from_listener=frozenset())
+    left, right = place("left", silent), place("right", silent)
+    left.dial(right.listen())
+    next_event(right.inbox, SessionOpened).session.send(message)
+    assert "unexpected" in (reason := next_event(left.inbox, SessionClosed).reason) or (
+        "unknown" in reason
+    )
 
 
-def test_two_versions_of_a_set_are_refused(node: MakeNode) -> None:
-    newer = MessageSet("ring", from_dialler=BOTH, from_listener=frozenset({Token}))
-    address = node("older").listen(HOST)
+def test_two_versions_of_a_set_are_refused(place: MakePlace) -> None:
+    newer = MessageSet("ring", from_dialler=RING.from_dialler | {Word}, from_listener=frozenset())
+    address = place("older").listen()
     with pytest.raises(Rejected, match="install the same") as refused:
-        node("newer", newer).dial(address, DEADLINE_S)
+        place("newer", newer).dial(address)
     assert refused.value.code == "version"
 
 
-def test_a_wrong_secret_is_refused_on_both_sides(node: MakeNode) -> None:
-    address = node("right").listen(HOST)
-    stranger = node("stranger", secret=Secret(Path("theirs"), b"x" * 64))
+def test_a_wrong_secret_is_refused(place: MakePlace) -> None:
+    address = place("right").listen()
     with pytest.raises(AuthError):
-        stranger.dial(address, DEADLINE_S)
+        place("stranger", secret=Secret(Path("theirs"), b"x" * 64)).dial(address)
 
 
-def test_nobody_there_and_who_says_nothing_are_an_error_in_time(node: MakeNode) -> None:
+def test_nobody_there_and_who_says_nothing_are_an_error_in_time(place: MakePlace) -> None:
     with socket.create_server((HOST, 0)) as silent:
         for port in (free_port(), silent.getsockname()[1]):
             with pytest.raises(ConnectTimeout):
-                node("left").dial(Address(HOST, port), 0.2)
-
-
-def test_a_peer_that_dies_and_returns_is_dialled_again(node: MakeNode) -> None:
-    left, to_right, right, _ = pair(node)
-    address = to_right.address
-    assert address is not None
-    right.close()
-    assert not event(left, Disconnected).is_final
-    returned = node("right")
-    returned.listen(HOST, address.port)
-    to_left = event(returned, Connected).peer
-    assert event(left, Connected).peer is to_right
-    to_right.send(Token(value=3))
-    assert event(returned, Received).message == Token(value=3)
-    to_left.send(Token(value=4))
-    heard = event(left, Received)
-    assert (heard.peer, heard.message) == (to_right, Token(value=4))
+                place("left").dial(Address(HOST, port), 0.2)
 
 
 def test_another_node_than_the_one_that_was_dialled_is_refused(
-    node: MakeNode, monkeypatch: pytest.MonkeyPatch
+    place: MakePlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialling, "LAST_TRY_S", DEADLINE_S)
-    address = replace(node("right").listen(HOST), node="third")
+    monkeypatch.setattr(room, "LAST_TRY_S", DEADLINE_S)
+    address = replace(place("right").listen(), node="third")
     with pytest.raises(ConnectTimeout, match=r"'right' answers at .*, not 'third'"):
-        node("left").dial(address, 0.0)
+        place("left").dial(address, 0.0)
 
 
-def test_a_peer_that_stays_away_is_given_up(node: MakeNode) -> None:
-    left, right = node("left", reconnect_timeout_s=0.2), node("right")
-    peer = left.dial(right.listen(HOST), DEADLINE_S)
-    right.close()
-    assert not event(left, Disconnected).is_final
-    assert event(left, Disconnected).is_final
-    peer.send(Token(value=1))  # is dropped, and no error
-
-
-def test_who_sits_in_between_can_only_cut(node: MakeNode) -> None:
-    left, right = node("left"), node("right")
-    proxy = Proxy(right.listen(HOST).port)
+def test_who_sits_in_between_can_only_cut(place: MakePlace) -> None:
+    left, right = place("left"), place("right")
+    proxy = Proxy(right.listen().port)
     try:
-        to_right = left.dial(Address(HOST, proxy.port), DEADLINE_S)
-        event(right, Connected)
+        to_right = left.dial(Address(HOST, proxy.port))
+        next_event(right.inbox, SessionOpened)
         proxy.corrupt(1)
         to_right.send(Token(value=1))
-        while not isinstance(happened := right.next_event(DEADLINE_S), Disconnected):
-            assert happened is not None, "the change was not noticed"
-            assert not isinstance(happened, Received), "what was changed was believed"
+        next_event(right.inbox, SessionClosed)  # and nothing before that was believed
         proxy.cut()
-        event(right, Connected)
-        assert event(left, Disconnected).peer is to_right
-        assert event(left, Connected).peer is to_right
-        to_right.send(Token(value=2))
-        assert event(right, Received).message == Token(value=2)
-        assert proxy.connections == 2
+        next_event(left.inbox, SessionClosed)
     finally:
         proxy.close()
+
+
+def test_events_that_nobody_waits_for_are_handled_where_they_are_told() -> None:
+    told: list[object] = []
+    inbox = Handled(told.append)
+    gone = SessionClosed(1, "it has left")
+    assert inbox.put(gone)
+    assert told == [gone]
+    assert inbox.get(0.0) is None

@@ -192,7 +192,7 @@ def test_gone_comes_once_after_everything_the_peer_said(ends: Ends) -> None:
     assert events[50].session_id == SEAT
     assert session.join(DEADLINE_S)
     assert ends.inbox.get(0.0) is None
-    assert ends.ours.broken, "its socket is closed"
+    assert ends.ours.is_closed, "its socket is closed"
 
 
 def test_however_often_it_is_cut_it_ends_once_and_the_first_reason_counts(ends: Ends) -> None:

@@ -6,6 +6,7 @@ it proves that it knows the secret, and between machines what is said is encrypt
 says of `encryption`.
 """
 
+import itertools
 import logging
 import platform
 import threading
@@ -18,10 +19,15 @@ import torch.distributed as dist
 from pydantic import Field, Strict, StringConstraints
 from torch._C._distributed_c10d import Store
 
+from smolcluster.utils.retry import Deadline
+from smolcluster.wire.acceptor import Acceptor, SessionOpened
 from smolcluster.wire.dialling import Address
-from smolcluster.wire.messages import Message, MessageSet, TensorSpec
-from smolcluster.wire.node import Disconnected, Node, Peer, Received
+from smolcluster.wire.handshake import introduce
+from smolcluster.wire.inbox import Event, Handled, Inbox, MessageReceived, SessionClosed
+from smolcluster.wire.messages import SESSION, Accepted, Message, MessageSet, TensorSpec
+from smolcluster.wire.node import MAX_QUEUED, Node
 from smolcluster.wire.security import Secret
+from smolcluster.wire.session import Receiver, Session
 
 MOST_NBYTES = 16 << 20
 """Of a value."""
@@ -34,6 +40,8 @@ SILENCE_S = 120.0
 POLL_S = 0.01
 ANSWER_S = 60.0
 """How long an answer may take; who watches the ranks sees sooner that rank 0 does not answer."""
+CLOSING_S = 5.0
+"""How long a session that is to end may take, before it is cut."""
 
 Operation = Literal["set", "get", "check", "compare_set", "add", "delete", "count"]
 Key = Annotated[str, StringConstraints(max_length=1024)]
@@ -175,7 +183,7 @@ class GroupStore(Store):
 
 
 class Host:
-    """Rank 0's side: has the values, and answers the other ranks in a thread of its own."""
+    """Rank 0's side: has the values, and answers each of the other ranks in the thread that reads of it."""
 
     def __init__(
         self, addresses: Sequence[str], port: int, secret: Secret, log: logging.Logger
@@ -183,43 +191,78 @@ class Host:
         """Listen on these addresses of this machine, and on no other one.
 
         Raises:
-            PortBusy, ConfigError: as `transport.connection.listen`.
+            PortBusy, ConfigError: as `Node.listen`.
         """
-        self._shelf = Shelf()
-        self._node = _node(secret, log)
-        self._closed = threading.Event()
-        self.port = port
+        self.shelf = Shelf()
+        self.sessions: dict[int, Session] = {}
+        self._acceptors: list[Acceptor] = []
+        self.port, node, ids = port, _node(secret, log), itertools.count(1)
+        answer = Accepted(
+            node=node.hello.node, bucket_bytes=MOST_NBYTES, heartbeat_timeout_s=SILENCE_S
+        )
         try:
             for address in addresses:
-                self.port = self._node.listen(address, self.port).port
+                acceptor = node.listen(
+                    [address],
+                    self.port,
+                    sets=(SESSION, GROUP_STORE),
+                    inbox=Handled(self._on_event),
+                    admit=lambda *_: answer,
+                    receiver_for=lambda number: _Answering(self, number),
+                    max_queued=MAX_QUEUED,
+                    session_ids=ids,
+                )
+                acceptor.open()
+                self._acceptors.append(acceptor)
+                [self.port] = acceptor.ports
         except BaseException:
-            self._node.close()
+            self.close()
             raise
-        self._thread = threading.Thread(target=self._serve, name="group-store", daemon=True)
-        self._thread.start()
 
     def store(self, timeout_s: float) -> GroupStore:
         """Rank 0's own way to the values."""
-        return GroupStore(self._shelf, timeout_s)
+        return GroupStore(self.shelf, timeout_s)
 
     def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-        self._node.close()
+        """Let nobody in any more, and end all sessions after what is queued for them."""
+        sessions, deadline = list(self.sessions.values()), Deadline(CLOSING_S)
+        for session in sessions:
+            session.finish()
+        for session in sessions:
+            session.join(deadline.remaining())
+        for acceptor in self._acceptors:
+            acceptor.close()
 
-    def _serve(self) -> None:
-        while not self._closed.is_set():
-            event = self._node.next_event(0.2)
-            if isinstance(event, Received) and isinstance(event.message, Ask):
-                self._answer(event.peer, event.message, event.payload)
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case SessionOpened(session_id=session_id, session=session):
+                self.sessions[session_id] = session
+            case SessionClosed(session_id=session_id):
+                self.sessions.pop(session_id, None)
 
-    def _answer(self, peer: Peer, ask: Ask, value: bytes) -> None:
-        try:
-            number, found = self._shelf(ask, value)
-        except ValueError as error:
-            peer.session.cut(f"it asks for what cannot be done: {error}")
-            return
-        peer.send(Answer(number=number, tensor=bytes_of(found)), found)
+
+class _Answering(Receiver):
+    """Does what a rank asks, and answers it."""
+
+    def __init__(self, host: Host, session_id: int) -> None:
+        self._host, self._session_id = host, session_id
+
+    def __call__(self, message: Message, payload: memoryview) -> None:
+        session = self._host.sessions[self._session_id]
+        if isinstance(message, Ask):
+            try:
+                number, found = self._host.shelf(message, bytes(payload))
+            except ValueError as error:
+                session.cut(f"it asks for what cannot be done: {error}")
+            else:
+                session.send(Answer(number=number, tensor=bytes_of(found)), found)
+
+
+class _Hearing(Receiver):
+    """Passes on what rank 0 answers."""
+
+    def __call__(self, message: Message, payload: memoryview) -> Event:
+        return MessageReceived(0, message, bytes(payload))
 
 
 class Way:
@@ -231,49 +274,49 @@ class Way:
         Raises:
             ConnectTimeout, AuthError, VersionDiffers: as `Node.dial`.
         """
-        self._node, self._lock = _node(secret, log), threading.Lock()
+        self._inbox, self._lock = Inbox(), threading.Lock()
         self._is_lost = False
-        try:
-            self._peer = self._node.dial(address, timeout_s)
-        except BaseException:
-            self._node.close()
-            raise
+        self._session = _node(secret, log).dial_session(
+            address,
+            (GROUP_STORE,),
+            session_id=0,
+            receiver=_Hearing(),
+            inbox=self._inbox,
+            timeout_s=timeout_s,
+            whom="the peer",
+        )
+        self._session.start()
 
     @property
     def addresses(self) -> tuple[str, str]:
         """From which address of this machine the store is reached, and at which one."""
-        connection = self._peer.session.connection
+        connection = self._session.connection
         return connection.own_address, connection.address
 
     def close(self) -> None:
         with self._lock:
-            self._is_lost = True
-            self._node.close()
+            self._end()
 
     def __call__(self, ask: Ask, value: bytes) -> Ready:
         with self._lock:
             if not self._is_lost:
-                self._peer.send(ask, value)
-            end = time.monotonic() + ANSWER_S
-            while not self._is_lost and (event := self._node.next_event(end - time.monotonic())):
-                if isinstance(event, Received) and isinstance(event.message, Answer):
+                self._session.send(ask, value)
+                event = self._inbox.get(ANSWER_S)
+                if isinstance(event, MessageReceived) and isinstance(event.message, Answer):
                     return event.message.number, event.payload
-                if isinstance(event, Disconnected):
-                    break
-            self._is_lost = True  # an answer may be on its way still: nothing more is asked here
-            self._node.close()
+            self._end()  # an answer may be on its way still: nothing more is asked here
         raise dist.DistStoreError("rank 0, which has the store, is lost")
+
+    def _end(self) -> None:
+        self._is_lost = True
+        self._session.finish()
+        if not self._session.join(CLOSING_S):
+            self._session.cut("it did not close in time")
 
 
 def _node(secret: Secret, log: logging.Logger) -> Node:
-    return Node(
-        platform.node()[:64] or "rank",
-        secret,
-        [GROUP_STORE],
-        bucket_bytes=MOST_NBYTES,
-        heartbeat_timeout_s=SILENCE_S,
-        log=log,
-    )
+    hello = introduce(platform.node()[:64] or "rank", sets=(SESSION, GROUP_STORE))
+    return Node(hello=hello, secret=secret, log=log)
 
 
 def _encoded(value: str | bytes) -> bytes:

@@ -1,6 +1,6 @@
 """A stage's sessions with its neighbours: activations go up, their gradients down, without the server.
 
-    links = Links(hello, secret, log)
+    links = Links(node, bucket_bytes=1 << 20, heartbeat_timeout_s=10.0)
     places = links.listen(addresses)              # told to the coordinator, which tells the neighbours
     links.connect(route, server, timeout_s)       # after every plan
     links.begin_step(step)
@@ -13,13 +13,11 @@ leaves in a session's writer, what comes is decoded in its reader, so both overl
 computes: it alone connects, sends and receives, and copies between the accelerator and the CPU.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count
-from threading import Semaphore
 from typing import Any, overload
 
 import psutil
@@ -35,7 +33,6 @@ from smolcluster.algorithms.PipelineParallel.transfers import (
     key_of,
 )
 from smolcluster.codec.base import bytes_of
-from smolcluster.configs.schema import Encryption
 from smolcluster.data.dataset import Batch
 from smolcluster.data.pytree import Encoded, map_tensors
 from smolcluster.errors import (
@@ -50,11 +47,9 @@ from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.training.stages.execution import Transport
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire.acceptor import Acceptor, SessionOpened
-from smolcluster.wire.connection import listen
-from smolcluster.wire.dialling import Address, dial
+from smolcluster.wire.dialling import Address
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.handshake import Door
-from smolcluster.wire.inbox import Event, Inbox, SessionClosed
+from smolcluster.wire.inbox import Event, Handled, SessionClosed
 from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import (
     LINKS,
@@ -68,12 +63,11 @@ from smolcluster.wire.messages import (
     TensorSpec,
     Transfer,
     TransferPiece,
-    from_listener,
+    host_ports,
 )
-from smolcluster.wire.security import Secret
+from smolcluster.wire.node import MAX_QUEUED, Node
 from smolcluster.wire.session import Receiver, Session
 from smolcluster.wire.streams import Assembler, Piece, byte_frames, bytes_piece
-from smolcluster.wire.tls import new_identity
 
 DIAL_TIMEOUT_S = 5.0
 """How long each address of a neighbour is tried."""
@@ -81,8 +75,6 @@ PLAN_RETRY_S = 0.1
 """How soon a neighbour asks again that came before the plan which names it."""
 MAX_QUEUED_NBYTES = 64 * 1024 * 1024
 """Tensors that wait for one neighbour; whoever computes waits before there are more."""
-MAX_QUEUED = 100_000
-"""Frames; this only bounds mistakes."""
 CLOSING_TIMEOUT_S = 3.0
 PATIENCE_S = 3600.0
 """A neighbour that is lost is known at once; who is slow, or hangs, is the server's to tell apart."""
@@ -117,35 +109,22 @@ class Route:
 class Links(Transport):
     """The sessions of one stage's process, over all plans of a run."""
 
-    def __init__(
-        self,
-        hello: Hello,
-        secret: Secret,
-        log: logging.Logger,
-        *,
-        encryption: Encryption,
-        bucket_bytes: int,
-        heartbeat_timeout_s: float,
-    ) -> None:
+    def __init__(self, node: Node, *, bucket_bytes: int, heartbeat_timeout_s: float) -> None:
         """Connects to nobody yet.
 
         Args:
-            hello: that of this process, by whose `instance` its neighbours know it.
-            secret: the cluster's.
-            log: told of refused clients, and of neighbours that are reached through the server.
-            encryption: who must encrypt, as in a cluster file.
+            node: this process, which its neighbours know by the `instance` of its hello.
             bucket_bytes: largest payload of a frame.
             heartbeat_timeout_s: silence after which a neighbour is lost, seconds.
         """
-        digests = {each.name: each.digest for each in (SESSION, LINKS)}
-        self._hello = hello.model_copy(update={"sets": digests})
-        self._door = Door(secret, new_identity(), encryption, (SESSION, LINKS))
-        self._log = log
+        self._node, self._hello = node, node.hello
         self._answer = Accepted(
-            node=hello.node, bucket_bytes=bucket_bytes, heartbeat_timeout_s=heartbeat_timeout_s
+            node=node.hello.node,
+            bucket_bytes=bucket_bytes,
+            heartbeat_timeout_s=heartbeat_timeout_s,
         )
         self._mailbox = Mailbox(psutil.virtual_memory().available // 2)
-        self._events = _Handled(self._on_event)
+        self._events = Handled(self._on_event)
         self._ids = count(1)
         self._lock = threading.Lock()
         """Guards what follows, which belongs to the thread that computes and to those of sessions."""
@@ -172,20 +151,18 @@ class Links(Transport):
             ConfigError: an address is not this machine's.
         """
         addresses = tuple(dict.fromkeys(addresses))
-        listeners = listen(addresses, 0)
-        self._acceptor = Acceptor(
-            listeners,
-            door=self._door,
+        self._acceptor = self._node.listen(
+            addresses,
+            0,
+            sets=(SESSION, LINKS),
             inbox=self._events,
             admit=self._admit,
             receiver_for=lambda each: _Incoming(self._instances[each], self._mailbox),
             max_queued=MAX_QUEUED,
-            log=self._log,
             session_ids=self._ids,
         )
         self._acceptor.open()
-        ports = [each.getsockname()[1] for each in listeners]
-        return tuple(HostPort(host=h, port=p) for h, p in zip(addresses, ports, strict=True))
+        return host_ports(addresses, self._acceptor.ports)
 
     def connect(self, route: Route, server: Session | None, timeout_s: float) -> None:
         """Reach all neighbours, of which those with a session that still holds are not dialled again.
@@ -340,7 +317,7 @@ class Links(Transport):
         except ConnectTimeout as error:
             if self._server is None:
                 raise
-            self._log.warning(
+            self._node.log.warning(
                 "%s cannot be reached from here (%s): the server relays what the two say to each other; open "
                 "its ports to this machine to take that load off the server",
                 *(neighbour, error),
@@ -365,36 +342,25 @@ class Links(Transport):
             for place in neighbour.places:
                 try:
                     address = Address(place.host, place.port, neighbour.node)
-                    return self._dial_at(address, neighbour, deadline)
+                    session = self._node.dial_session(
+                        address,
+                        (LINKS,),
+                        session_id=next(self._ids),
+                        receiver=_Incoming(neighbour.instance, self._mailbox),
+                        inbox=self._events,
+                        timeout_s=min(DIAL_TIMEOUT_S, deadline.remaining()),
+                        whom=str(neighbour),
+                        stop=self._stop,
+                    )
                 except ConnectTimeout as error:
                     last = error
                     refusal = error.__cause__ if isinstance(error.__cause__, Rejected) else refusal
+                else:
+                    self._register(session, neighbour.instance)
+                    session.start()
+                    return
             if refusal is None or deadline.expired:  # else it answers, and has no plan yet
                 raise last
-
-    def _dial_at(self, address: Address, neighbour: Neighbour, deadline: Deadline) -> None:
-        connection, answer = dial(
-            address,
-            self._hello,
-            self._door.secret,
-            Accepted,
-            timeout_s=min(DIAL_TIMEOUT_S, deadline.remaining()),
-            log=self._log,
-            encryption=self._door.encryption,
-            whom=str(neighbour),
-            stop=self._stop,
-        )
-        session = Session(
-            connection,
-            session_id=next(self._ids),
-            receiver=_Incoming(neighbour.instance, self._mailbox),
-            inbox=self._events,
-            heartbeat_timeout_s=answer.heartbeat_timeout_s,
-            max_queued=MAX_QUEUED,
-            kinds=from_listener((SESSION, LINKS)),
-        )
-        self._register(session, neighbour.instance)
-        session.start()
 
     def _send(self, key: Key, rank: int, tree: Batch, codec: str) -> None:
         if rank == self._route.rank:
@@ -448,8 +414,6 @@ class Links(Transport):
             case SessionOpened(session=session, client=client):
                 self._register(session, client.hello.instance)
             case SessionClosed(session_id=session_id, reason=reason):
-                if self._acceptor is not None:
-                    self._acceptor.forget(session_id)
                 with self._lock:
                     lost = [
                         instance
@@ -460,18 +424,6 @@ class Links(Transport):
                         del self._outboxes[instance]
                 for instance in lost:
                     self._mailbox.lose(instance, reason)
-
-
-class _Handled(Inbox):
-    """Hands events to a function in the thread that tells them."""
-
-    def __init__(self, handle: Callable[[Event], None]) -> None:
-        super().__init__()
-        self._handle = handle
-
-    def put(self, event: Event, room: Semaphore | None = None) -> bool:  # noqa: ARG002 - none waits
-        self._handle(event)
-        return True
 
 
 class _Outbox:

@@ -157,10 +157,7 @@ class Worker:
         assert place is not None  # noqa: S101 - only an attached loop has none
         self.link = link
         self.links = Links(
-            place.hello,
-            place.secret,
-            place.log,
-            encryption=place.encryption,
+            place,
             bucket_bytes=self.welcome.bucket_bytes,
             heartbeat_timeout_s=self.welcome.heartbeat_timeout_s,
         )

@@ -117,7 +117,14 @@ class StoreHost:
         hosting = self.hosting
         hello, address = introduce("win", sets=(SESSION, STORE)), Address("127.0.0.1", 1)
         log = logging.getLogger("test")
-        setup = StoreSetup(hello, address, SECRET, 1.0, log, Held)
+        setup = StoreSetup(
+            hello=hello,
+            address=address,
+            secret=SECRET,
+            start_timeout_s=1.0,
+            log=log,
+            held=Held,
+        )
         bucket_bytes = hosting.replica.bucket_bytes
         answer = Accepted(node="mini1", bucket_bytes=bucket_bytes, heartbeat_timeout_s=1.0)
         assert self.given is not None

@@ -441,11 +441,10 @@ def test_one_host_takes_more_changes_than_a_message_to_stores_may_name() -> None
 
 def test_a_store_lets_all_fragments_wait_for_a_slow_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its single bucket three fragments have a part, and each is a frame of its own."""
-    acceptor = Mock()
-    monkeypatch.setattr(store_host, "Acceptor", acceptor)
-    monkeypatch.setattr(store_host, "listen", lambda *_: [])
+    listen = Mock(return_value=Mock(ports=()))
+    monkeypatch.setattr(store_host.StoreSetup, "listen", listen)
     last = Hosting(3, WORKERS, num_fragments=4).stores[-1].held
     assert last is not None
     last.listen(())
     queued = store_host.COPIES_QUEUED * 3 + store_host.EXTRA_QUEUED
-    assert acceptor.call_args.kwargs["max_queued"] == queued
+    assert listen.call_args.kwargs["max_queued"] == queued

@@ -14,6 +14,7 @@ from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.algorithms.planning.layers import Link
 from smolcluster.wire.handshake import introduce
+from smolcluster.wire.node import Node
 
 FAST = Link(1e8, 1e-3)
 
@@ -64,10 +65,7 @@ def test_two_processes_measure_what_each_sends_the_other(
         for rank in range(2):
             hello = introduce(f"node{rank}")
             made = Links(
-                hello,
-                SECRET,
-                logging.getLogger("test"),
-                encryption="auto",
+                Node(hello=hello, secret=SECRET, log=logging.getLogger("test")),
                 bucket_bytes=4096,
                 heartbeat_timeout_s=DEADLINE_S,
             )

@@ -20,9 +20,10 @@ from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.errors import AuthError, ConnectTimeout, DataError, PeerLost, RunFailed
 from smolcluster.training.schedules.instructions import Instruction, Op
-from smolcluster.wire import dialling
+from smolcluster.wire import node
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.messages import HostPort
+from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 from waiting import eventually
 
@@ -37,10 +38,7 @@ class Stage:
         self.log: list[str] = []
         self.rank, hello = rank, introduce(f"node{rank}")
         self.links = Links(
-            hello,
-            secret,
-            logger(self.log),
-            encryption="auto",
+            Node(hello=hello, secret=secret, log=logger(self.log)),
             bucket_bytes=BUCKET_BYTES,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
@@ -237,7 +235,7 @@ def test_a_wrong_secret_is_said_on_both_sides(
     stages: MakeStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links_module, "DIAL_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(dialling, "LAST_TRY_S", DEADLINE_S)
+    monkeypatch.setattr(node, "LAST_TRY_S", DEADLINE_S)
     [low] = stages(1)
     stranger = Stage(1, secret=Secret(Path("theirs"), b"x" * 64))
     try:
@@ -319,7 +317,7 @@ def test_a_neighbour_is_not_taken_for_another_one(
 ) -> None:
     """Two machines may have the same address, each in a network of its own."""
     monkeypatch.setattr(links_module, "DIAL_TIMEOUT_S", 0.0)  # each address is tried once
-    monkeypatch.setattr(dialling, "LAST_TRY_S", DEADLINE_S)
+    monkeypatch.setattr(node, "LAST_TRY_S", DEADLINE_S)
     low, middle, high = stages(3)
     shared = replace(low.known, places=(*middle.known.places, *low.known.places))
     routes = {

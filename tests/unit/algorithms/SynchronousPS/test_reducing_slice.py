@@ -150,7 +150,14 @@ def test_who_comes_back_is_sent_nothing_before_it_asks() -> None:
     given = SLICE.model_copy(update={"contents": (), "rule": None})
     hello = introduce("win", sets=(SESSION, STORE))
     log = logging.getLogger("test")
-    setup = StoreSetup(hello, Address("127.0.0.1", 1), SECRET, 1.0, log, ReducingSlice)
+    setup = StoreSetup(
+        hello=hello,
+        address=Address("127.0.0.1", 1),
+        secret=SECRET,
+        start_timeout_s=1.0,
+        log=log,
+        held=ReducingSlice,
+    )
     answer = Accepted(node="mini1", bucket_bytes=512 * 4, heartbeat_timeout_s=1.0)
     held = ReducingSlice(setup, answer, Inbox(), given, {})
     instance, session = "a" * 16, cast("Session", FakeSession(1))
