@@ -51,14 +51,13 @@ from smolcluster.wire.messages import (
     MOST_MARKED_VALUES,
     SESSION,
     Accepted,
-    Count,
+    BucketMessage,
     Hello,
     Message,
     MessageSet,
     Positive,
     Reject,
     Sentence,
-    TensorSpec,
     digests_of,
     frame_of,
 )
@@ -85,10 +84,9 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 OptimizerName = Literal["adam", "adamw", "sgd"]
 
 
-class Offer(Message):
+class Offer(Message, kind=67):
     """Client: what is trained (`plan`), and how; null: as the server is configured."""
 
-    KIND = 67
     plan: str
     batch_size: Positive | None = None
     num_epochs: Positive | None = None
@@ -100,19 +98,12 @@ class Offer(Message):
     """Why there is no optimizer here, where the server needs one of its own."""
 
 
-class OfferedWeights(Message):
+class OfferedWeights(BucketMessage, kind=68):
     """Client: the weights that the run begins with, a bucket a message, in the plan's order."""
 
-    KIND = 68
-    bucket: Count
-    num_buckets: Positive
-    tensor: TensorSpec
 
-
-class OfferTaken(Message):
+class OfferTaken(Message, kind=69):
     """Server: the run begins with these weights; join it."""
-
-    KIND = 69
 
 
 OFFER = MessageSet(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -54,6 +54,11 @@ def one_line(text: object) -> object:
     return line if len(line) <= MAX_SENTENCE_CHARS else line[: MAX_SENTENCE_CHARS - 1] + "…"
 
 
+T = TypeVar("T")
+MAX_ENTRIES = 8192
+"""Of a list. A header has room for no more."""
+Many = Annotated[tuple[T, ...], Strict(False), Field(max_length=MAX_ENTRIES)]
+Some = Annotated[tuple[T, ...], Strict(False), Field(min_length=1, max_length=MAX_ENTRIES)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Terms = Annotated[float, Field(ge=0, le=2**53)]
 """Loss terms: a weighted mean has the sum of its weights, which is no whole number."""
@@ -68,14 +73,7 @@ Sentence = Annotated[
 Outcome = Literal["applied", "stale", "late", "duplicate", "non_finite"]
 Shape = Annotated[tuple[Count, ...], Strict(False), Field(max_length=8)]
 MAX_PULLED_BUCKETS = 4096
-Buckets = Annotated[
-    tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_PULLED_BUCKETS)
-]
 MAX_FRAGMENTS = 4096
-Fragments = Annotated[
-    tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_FRAGMENTS)
-]
-MAX_CHANGING_BUFFERS = 8192
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Speed = Annotated[float, Field(ge=0, le=1e15)]
 MAX_LOSS = 1e30
@@ -95,14 +93,12 @@ SpanEntry = Annotated[
 ]
 """A phase, its start and its length, in microseconds."""
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:%_-]{1,253}$")]
-MAX_STORES, MAX_ADDRESSES, MAX_CONTENTS = 256, 8, 16
-MAX_PARTS = 4096
-MAX_LAYERS, MAX_CHANGES = 4096, 512
-MAX_STAGES, MAX_WANTED, MAX_LAYER_KINDS = 4096, 64, 200
-MAX_PLACES = 4096
+MAX_CONTENTS = 16
+MAX_LAYERS, MAX_CHANGES, MAX_STAGES, MAX_WANTED, MAX_LAYER_KINDS = 4096, 512, 4096, 64, 200
+"""So many of what a list holds have room in a header."""
 FlatPlace = Annotated[tuple[Count, Count], Strict(False)]
 """Start and stop in flat weights."""
-FlatPlaces = Annotated[tuple[FlatPlace, ...], Strict(False), Field(max_length=MAX_PLACES)]
+FlatPlaces = Many[FlatPlace]
 Total = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], Terms], Strict(False)]
 """A sum over loss terms, or over those of a metric, and their number."""
 OptimizerArgument = bool | int | float | Annotated[tuple[float, ...], Strict(False)]
@@ -140,11 +136,43 @@ class Message(HeaderModel):
 
     KIND: ClassVar[int]
 
+    def __init_subclass__(cls, *, kind: int | None = None) -> None:
+        super().__init_subclass__()
+        if kind is not None:
+            cls.KIND = kind
 
-class Hello(Message):
+
+class BucketMessage(Message):
+    """One bucket of a stream, of `num_buckets` in all, which come in order."""
+
+    bucket: Count
+    num_buckets: Positive
+    tensor: TensorSpec
+
+
+class LossMessage(Message):
+    """What samples have come to: their mean `loss` over `num_terms` loss terms, in `compute_s` seconds.
+
+    `loss` is null where nobody has told it. `learning_rate` is what the worker's own schedule has come to;
+    null: the run's. `overflow` is the loss scale with which the gradient overflowed; the step is skipped.
+    """
+
+    lease: LeaseKey
+    loss: Loss | None
+    num_terms: Terms
+    learning_rate: Annotated[float, Field(ge=0)] | None = None
+    overflow: Scale | None = None
+    compute_s: Seconds
+
+    @property
+    def mean_loss(self) -> float:
+        """`loss`; NaN where nobody has told it."""
+        return math.nan if self.loss is None else self.loss
+
+
+class Hello(Message, kind=1):
     """Who dials: who it is, and which sets of messages it knows. The first message of a connection."""
 
-    KIND: ClassVar[int] = 1
     version: Name
     sets: Annotated[dict[Identifier, Byte32], Field(max_length=MAX_SETS)]
     """The digest of each set, by name."""
@@ -154,17 +182,15 @@ class Hello(Message):
     instance: Instance
 
 
-class Challenge(Message):
+class Challenge(Message, kind=2):
     """Either side: 32 random bytes that the other one's proof must cover."""
 
-    KIND: ClassVar[int] = 2
     nonce: Byte32
 
 
-class Proof(Message):
+class Proof(Message, kind=3):
     """Either side: proves that it knows the secret, and what was said before."""
 
-    KIND: ClassVar[int] = 3
     mac: Byte32
 
 
@@ -188,21 +214,19 @@ class ServedData(HeaderModel):
     sizes: DataSizes | None = None
 
 
-class Accepted(Message):
+class Accepted(Message, kind=22):
     """Who was dialled: the other side is let in; by whom, which `sets` both know, the session's limits."""
 
-    KIND: ClassVar[int] = 22
     node: Name
     """The name of the process that was dialled; the dialling side compares it with the one it meant."""
-    sets: Annotated[tuple[Identifier, ...], Strict(False), Field(max_length=MAX_SETS)] = ()
+    sets: Many[Identifier] = ()
     bucket_bytes: Annotated[int, Field(ge=4, le=MAX_BUCKET_BYTES)]
     heartbeat_timeout_s: HeartbeatTimeout
 
 
-class Welcome(Accepted):
+class Welcome(Accepted, kind=4):
     """Server: a worker is let in; says what is trained."""
 
-    KIND: ClassVar[int] = 4
     run_id: Identifier
     incarnation: Identifier
     settings: dict[str, Any]
@@ -237,10 +261,9 @@ SampleMark = Annotated[
 ]
 
 
-class Ready(Message):
+class Ready(Message, kind=5):
     """Client: has built model and data, and these are their fingerprints."""
 
-    KIND: ClassVar[int] = 5
     dataset_fingerprint: Identifier
     model_fingerprint: Identifier
     source: Identifier | None = None
@@ -266,16 +289,15 @@ class Ready(Message):
     """Whether its steps are its own: its loop's optimizer is not the run's."""
 
 
-class Reject(Message):
+class Reject(Message, kind=6):
     """Server: the client may not take part, why, and when to ask again (seconds; null: never)."""
 
-    KIND: ClassVar[int] = 6
     code: Identifier
     sentence: Sentence
     retry_after_s: Annotated[float, Field(ge=0)] | None = None
 
 
-class Assignment(Message):
+class Assignment(Message, kind=7):
     """Server: compute the gradient of these samples (payload: their indices).
 
     With `batch_nbytes` the samples themselves came just before, in `Served` messages of so many bytes in all.
@@ -284,7 +306,6 @@ class Assignment(Message):
     `fragments` take a step; null: all. In its synchronous beginning what is collected next `is_gradient`.
     """
 
-    KIND: ClassVar[int] = 7
     lease: LeaseKey
     version: Count
     learning_rate: Annotated[float, Field(ge=0)]
@@ -294,161 +315,126 @@ class Assignment(Message):
     backup: bool = False
     tensor: TensorSpec
     batch_nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)] | None = None
-    fragments: Fragments | None = None
+    fragments: Some[Count] | None = None
     is_gradient: bool = False
 
 
-class Served(Message):
+class Served(Message, kind=25):
     """Server: a piece of the batch that a worker will be assigned: from byte `offset` on of `nbytes` in all.
 
     The pieces come in order; what the batch's bytes mean is said in `data/pytree.py`.
     """
 
-    KIND: ClassVar[int] = 25
     lease: LeaseKey
     offset: Count
     nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)]
     tensor: TensorSpec
 
 
-class Push(Message):
-    """Client: one bucket of a gradient, computed on the weights of `base_version` in `compute_s` seconds.
+class Push(LossMessage, BucketMessage, kind=8):
+    """Client: one bucket of a gradient, computed on the weights of `base_version`.
 
-    Gradient and `loss` are means over `num_terms` loss terms, of `num_samples` samples; `loss` is null where
-    nobody has told it. `learning_rate` is what the worker's own schedule has come to; null: the run's.
-    `overflow` is the loss scale with which the gradient overflowed, which is 0 then; the step is skipped.
-    For `held_s` seconds in all the push has waited for others' up to this bucket.
+    The gradient is the mean over the loss terms of `num_samples` samples; where it overflowed it is 0. For
+    `held_s` seconds in all the push has waited for others' up to this bucket.
     """
 
-    KIND: ClassVar[int] = 8
-    lease: LeaseKey
     base_version: Count
-    bucket: Count
-    num_buckets: Positive
     num_samples: Positive
-    num_terms: Terms
-    loss: Loss | None
-    learning_rate: Annotated[float, Field(ge=0)] | None = None
-    overflow: Scale | None = None
-    compute_s: Seconds
     held_s: Seconds = 0.0
-    tensor: TensorSpec
-
-    @property
-    def mean_loss(self) -> float:
-        """`loss`; NaN where nobody has told it."""
-        return math.nan if self.loss is None else self.loss
 
 
-class Ack(Message):
+class Ack(Message, kind=9):
     """Server: what became of a push, and the version of the weights after it."""
 
-    KIND: ClassVar[int] = 9
     lease: LeaseKey
     outcome: Outcome
     version: Count
 
 
-class Pull(Message):
+class Pull(Message, kind=10):
     """Client: asks for the weights, or for some buckets of them only.
 
     SyncPS: without buckets it has fallen behind, or has been parked, and asks for the whole state.
     """
 
-    KIND: ClassVar[int] = 10
-    buckets: Buckets | None = None
+    buckets: Some[Count] | None = None
 
 
-class State(Message):
+class State(BucketMessage, kind=11):
     """Server: one bucket of the weights, or of a tensor of the optimizer that `content` names.
 
     Of `version` steps `num_skipped` were skipped: the optimizer has taken all others.
     """
 
-    KIND: ClassVar[int] = 11
     incarnation: Identifier
     version: Count
     content: Identifier = WEIGHTS
     num_skipped: Count = 0
-    bucket: Count
-    num_buckets: Positive
-    tensor: TensorSpec
 
 
-class Buffers(Message):
+class Buffers(Message, kind=23):
     """Either side: a piece of the model's buffers of these `numbers`, which change as it computes.
 
     Client: what computing `lease` has added to them, before its push. Server: their values at `version`,
     before its State or the Commit that makes that version.
     """
 
-    KIND: ClassVar[int] = 23
     lease: LeaseKey | None = None
     version: Count
-    numbers: Annotated[
-        tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_CHANGING_BUFFERS)
-    ]
+    numbers: Some[Count]
     piece: Count
     num_pieces: Positive
     tensor: TensorSpec
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, kind=12):
     """Either side: still alive, at `sent_at`; and when the peer's last heartbeat was sent and came.
 
     The four moments of a pair of heartbeats give the round trip and the difference of the clocks (NTP,
     RFC 5905). Server: `trouble` is what it cannot do at the moment, because its disk is full.
     """
 
-    KIND: ClassVar[int] = 12
     sent_at: Moment
     heard_sent_at: Moment | None = None
     heard_at: Moment | None = None
     trouble: Sentence = ""
 
 
-class Goodbye(Message):
+class Goodbye(Message, kind=13):
     """Leaves on purpose, or because it `has_failed` and cannot go on. The server: it was stopped."""
 
-    KIND: ClassVar[int] = 13
     reason: Sentence
     has_failed: bool = False
 
 
-class Fault(Message):
+class Fault(Message, kind=14):
     """Client: leaves, because what it computes is not finite, or because the user's code raised an exception.
 
     If nobody else takes part, the run has failed; also if the exception came after its Ready.
     """
 
-    KIND: ClassVar[int] = 14
     code: Literal["non-finite", "user-code"]
     sentence: Sentence
 
 
-class End(Message):
+class End(Message, kind=15):
     """Server: the run is over, well or badly."""
 
-    KIND: ClassVar[int] = 15
     ok: bool
     sentence: Sentence
 
 
-class Reduced(Message):
+class Reduced(BucketMessage, kind=16):
     """Server, store: one bucket of the mean gradient of the step that makes `version`.
 
     `attempt` is that of a store's OpenStep.
     """
 
-    KIND: ClassVar[int] = 16
     attempt: Count = 0
     version: Count
-    bucket: Count
-    num_buckets: Positive
-    tensor: TensorSpec
 
 
-class Commit(Message):
+class Commit(Message, kind=17):
     """Server: every bucket of the step that makes `version` has been sent; take it.
 
     If it `is_skipped`, because a gradient has overflowed, the weights and the optimizer stay as they are.
@@ -456,7 +442,6 @@ class Commit(Message):
     and then the payload holds a digest of each bucket of the weights before the step: xxh3-64 of their bytes.
     """
 
-    KIND: ClassVar[int] = 17
     version: Count
     num_samples: Positive
     num_terms: Terms = 0.0
@@ -466,29 +451,27 @@ class Commit(Message):
     tensor: TensorSpec | None = None
 
 
-class Cancel(Message):
+class Cancel(Message, kind=18):
     """Server: a push is wanted no more; its first `num_buckets` buckets have counted."""
 
-    KIND: ClassVar[int] = 18
     lease: LeaseKey
     num_buckets: Count
 
 
-class Skip(Message):
+class Skip(Message, kind=19):
     """Client: will not push what it was assigned, or no more of it, after having computed for `compute_s` s.
 
     For `held_s` seconds what it did push has waited for others'.
     EDP: because of a loss, gradient or weights that are NaN or infinite, which `reason` describes.
     """
 
-    KIND: ClassVar[int] = 19
     lease: LeaseKey
     compute_s: Seconds
     held_s: Seconds = 0.0
     reason: Sentence = ""
 
 
-class Telemetry(Message):
+class Telemetry(Message, kind=20):
     """Client: what its process has counted since it started, in sums that only grow (`utils/meter.py`).
 
     `phase_s` are the seconds by phase, `queued` the frames that wait to be sent now, `spans` those of its
@@ -496,7 +479,6 @@ class Telemetry(Message):
     phase, nothing where that is not measured.
     """
 
-    KIND: ClassVar[int] = 20
     uptime_s: Seconds
     steps: Count
     samples: Count
@@ -516,115 +498,83 @@ class Telemetry(Message):
     spans: Annotated[tuple[SpanEntry, ...], Strict(False), Field(max_length=MAX_SPANS)] = ()
 
 
-class Park(Message):
+class Park(Message, kind=21):
     """Server: the client does not keep up, and hears of no further step until it is sent the state anew.
 
     What was queued for it is dropped: the open step, and its parts. Of the push `lease` the first
     `num_buckets` buckets have counted, of a later one nothing. It answers with a Pull.
     """
 
-    KIND: ClassVar[int] = 21
     lease: LeaseKey | None
     num_buckets: Count
 
 
-class Logged(Message):
+class Logged(Message, kind=24):
     """Client: values that its user's loop has measured, by name, such as `val_loss`."""
 
-    KIND: ClassVar[int] = 24
     values: Annotated[
         dict[Identifier, Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]],
         Field(min_length=1, max_length=64),
     ]
 
 
-class Stepped(Message):
-    """Client: has taken a local step with these samples, of mean `loss` over `num_terms` loss terms.
+class Stepped(LossMessage, kind=32):
+    """Client: has taken a local step with these samples; `grad_norm` is before clipping."""
 
-    `loss` is null where nobody has told it; `learning_rate` is what the worker's own schedule has come to;
-    null: the run's. `overflow` is the loss scale with which the gradient overflowed; the step is skipped.
-    """
-
-    KIND: ClassVar[int] = 32
-    lease: LeaseKey
-    loss: Loss | None
-    num_terms: Terms
     grad_norm: Annotated[float, Field(ge=0)]
-    learning_rate: Annotated[float, Field(ge=0)] | None = None
-    overflow: Scale | None = None
-    compute_s: Seconds
-
-    @property
-    def mean_loss(self) -> float:
-        """`loss`; NaN where nobody has told it."""
-        return math.nan if self.loss is None else self.loss
 
 
-class Collect(Message):
+class Collect(Message, kind=33):
     """Server: send what a fragment has changed by since its last weights; `wait`: until the next ones come.
 
     It is about all Assignments before it: where these say so, send their mean gradient. `request` names it in
     the Delta.
     """
 
-    KIND: ClassVar[int] = 33
     request: Count
     fragment: Count
     wait: bool
 
 
-class Delta(Message):
+class Delta(BucketMessage, kind=34):
     """Client: one bucket of what a fragment has changed by: the weights it began with, less those of now."""
 
-    KIND: ClassVar[int] = 34
     request: Count
     fragment: Count
-    bucket: Count
-    num_buckets: Positive
-    tensor: TensorSpec
 
 
-class DeltaSent(Message):
+class DeltaSent(Message, kind=39):
     """Client: it has sent what a fragment has changed by to stores; the server holds no bucket of it."""
 
-    KIND: ClassVar[int] = 39
     request: Count
     fragment: Count
 
 
-class OuterStep(Message):
+class OuterStep(BucketMessage, kind=35):
     """Server, store: one bucket of a fragment's weights of `version`.
 
     With `base_version` it is what is to be taken from those of that version; null: the weights themselves.
     """
 
-    KIND: ClassVar[int] = 35
     fragment: Count
     base_version: Count | None
     version: Count
-    bucket: Count
-    num_buckets: Positive
-    tensor: TensorSpec
 
 
-class Saved(Message):
+class Saved(Message, kind=36):
     """Server: saves the run as `step`; the worker shall keep its part of the last `keep_last` such steps."""
 
-    KIND: ClassVar[int] = 36
     step: Count
     keep_last: Positive
 
 
-class SameWeights(Message):
+class SameWeights(Message, kind=64):
     """Server: the weights are those that the worker has, of which it told the digest."""
 
-    KIND: ClassVar[int] = 64
 
-
-class Resumed(Message):
+class Resumed(Message, kind=37):
     """Server: the weights before it are those that were saved as `step`, from which the run goes on."""
 
-    KIND: ClassVar[int] = 37
     step: Count
 
 
@@ -635,9 +585,7 @@ class HostPort(HeaderModel):
     port: Annotated[int, Field(ge=1, le=65535)]
 
 
-HostPorts = Annotated[
-    tuple[HostPort, ...], Strict(False), Field(min_length=1, max_length=MAX_ADDRESSES)
-]
+HostPorts = Annotated[Some[HostPort], Field(max_length=8)]
 
 
 def host_ports(addresses: Iterable[str], ports: Iterable[int]) -> tuple[HostPort, ...]:
@@ -654,7 +602,7 @@ class StorePlace(HeaderModel):
     stop: Positive
 
 
-class StoreList(Message):
+class StoreList(Message, kind=40):
     """Server: these stores hold the buckets that it does not hold itself.
 
     Of a push each store gets its own buckets, and so does the server. A worker asks for weights when it has
@@ -662,10 +610,7 @@ class StoreList(Message):
     back: a store was lost, and with it what was on its way.
     """
 
-    KIND: ClassVar[int] = 40
-    stores: Annotated[
-        tuple[StorePlace, ...], Strict(False), Field(min_length=1, max_length=MAX_STORES)
-    ]
+    stores: Some[StorePlace]
 
 
 class SliceRule(HeaderModel):
@@ -691,14 +636,12 @@ class OuterRule(HeaderModel):
     momentum: Annotated[float, Field(ge=0, lt=1)]
     is_async: bool
     codec_down: Identifier | None
-    layers: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_LAYERS)]
-    versions: Annotated[
-        tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_FRAGMENTS)
-    ]
+    layers: Some[Count]
+    versions: Some[Count]
     inner: SliceRule | None = None
 
 
-class Slice(Message):
+class Slice(Message, kind=41):
     """Server: what a store holds, and how it steps; followed by the State of its buckets.
 
     The flat weights of `num_params` elements are cut into buckets of `bucket_length`, of which it holds
@@ -707,7 +650,6 @@ class Slice(Message):
     contents is still owed if it `owes_residual`.
     """
 
-    KIND: ClassVar[int] = 41
     run_id: Identifier
     incarnation: Identifier
     reconnect_timeout_s: Seconds
@@ -715,17 +657,16 @@ class Slice(Message):
     bucket_length: Positive
     first: Count
     stop: Positive
-    contents: Annotated[tuple[Identifier, ...], Strict(False), Field(max_length=MAX_CONTENTS)]
+    contents: Annotated[Many[Identifier], Field(max_length=MAX_CONTENTS)]
     codec: Identifier
     has_loss_scale: bool
     rule: SliceRule | OuterRule | None
     owes_residual: bool = False
 
 
-class Listening(Message):
+class Listening(Message, kind=42):
     """Store or stage: workers are let in at each of these addresses; a store's slice is in its place."""
 
-    KIND: ClassVar[int] = 42
     places: HostPorts
 
 
@@ -746,30 +687,26 @@ class CountedPart(HeaderModel):
     weight: Annotated[float, Field(ge=0)]
 
 
-class Arrived(Message):
+class Arrived(Message, kind=43):
     """Store: of a fragment's part the buckets from `bucket` on have come; with the last one it is whole.
 
     `key` null: the mean that was to be ready is. The payload are their L2 norms, (1, n), or (2, n) with those
     of the weights that lie there.
     """
 
-    KIND: ClassVar[int] = 43
     key: PartKey | None
     fragment: Count
     bucket: Count
     tensor: TensorSpec
 
 
-class TakeMean(Message):
+class TakeMean(Message, kind=38):
     """Server: have the mean of these parts of a fragment ready for a step, and tell its norms."""
 
-    KIND: ClassVar[int] = 38
-    parts: Annotated[
-        tuple[CountedPart, ...], Strict(False), Field(min_length=1, max_length=MAX_CHANGES)
-    ]
+    parts: Some[CountedPart]
 
 
-class TakeStep(Message):
+class TakeStep(Message, kind=44):
     """Server: take one step along these parts of a fragment, which is at `version` then.
 
     Without parts: along `clip` times the means that are ready, of which no element may be above `bound`; the
@@ -779,9 +716,8 @@ class TakeStep(Message):
     since it has moved last, is not null.
     """
 
-    KIND: ClassVar[int] = 44
     version: Count = 0
-    parts: Annotated[tuple[CountedPart, ...], Strict(False), Field(max_length=MAX_CHANGES)]
+    parts: Many[CountedPart]
     clip: Annotated[float, Field(ge=0, le=1)] = 1.0
     learning_rate: Annotated[float, Field(ge=0)] | None = None
     bound: Annotated[float, Field(gt=0)] | None = None
@@ -789,75 +725,66 @@ class TakeStep(Message):
     moves_by: Annotated[float, Field(ge=0)] | None = None
 
 
-class Drop(Message):
+class Drop(Message, kind=45):
     """Server: a part is not to be applied; nor is a mean with it."""
 
-    KIND: ClassVar[int] = 45
     key: PartKey
 
 
-class SendWeights(Message):
+class SendWeights(Message, kind=46):
     """Server: send the weights of now, which are those of `version`, to the worker `instance`.
 
     With a `fragment` only what is held of that, which the worker has in `base_version`.
     """
 
-    KIND: ClassVar[int] = 46
     instance: Instance
     version: Count
     fragment: Count | None = None
     base_version: Count = 0
 
 
-class WorkerGone(Message):
+class WorkerGone(Message, kind=48):
     """Server: the worker `instance` has gone; what it has not fetched is not wanted any more."""
 
-    KIND: ClassVar[int] = 48
     instance: Instance
 
 
-class Gather(Message):
+class Gather(Message, kind=47):
     """Server: send it these contents of the slice as they are now, which is at `version`."""
 
-    KIND: ClassVar[int] = 47
     version: Count
-    contents: Annotated[
-        tuple[Identifier, ...], Strict(False), Field(min_length=1, max_length=MAX_CONTENTS)
-    ]
+    contents: Annotated[Some[Identifier], Field(max_length=MAX_CONTENTS)]
 
 
-class OpenStep(Message):
+class OpenStep(Message, kind=49):
     """Server: the step that makes `version` opens; add up what is pushed for its parts.
 
     These are samples `start` on of `epoch`, cut into `sizes`. `attempt` is never used again: a step that was
     open until now, and for which no Commit has come, is void.
     """
 
-    KIND: ClassVar[int] = 49
     attempt: Positive
     version: Positive
     epoch: Count
     start: Count
-    sizes: Annotated[tuple[Positive, ...], Strict(False), Field(min_length=1, max_length=MAX_PARTS)]
+    sizes: Some[Positive]
 
 
-class Counted(Message):
+class Counted(Message, kind=50):
     """Store: a push of the worker `instance` has ended here; `num_buckets` of it have counted.
 
     `is_finished`: of its part all of the store's buckets have, whoever brought them.
     """
 
-    KIND: ClassVar[int] = 50
     instance: Instance
     lease: LeaseKey
     num_buckets: Count
     is_finished: bool
 
 
-class SendMeans(Message):
+class SendMeans(Message, kind=51):
     """Server: send the worker `instance` what the open step has of its mean, and all that comes after."""
 
-    KIND: ClassVar[int] = 51
     instance: Instance
 
 
@@ -878,21 +805,19 @@ class TransferPiece(HeaderModel):
     nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)]
 
 
-class Transfer(Message):
+class Transfer(Message, kind=60):
     """Stage: a piece of what its neighbour computes with; the bytes are those of `data/pytree.py`."""
 
-    KIND: ClassVar[int] = 60
     piece: TransferPiece
     tensor: TensorSpec
 
 
-class Relayed(Message):
+class Relayed(Message, kind=61):
     """Stage: a Transfer for the process `instance`, which it cannot reach. Server: one that this has sent.
 
     Without a `piece`: from now on what the two say to each other goes through the server.
     """
 
-    KIND: ClassVar[int] = 61
     instance: Instance
     piece: TransferPiece | None = None
     tensor: TensorSpec | None = None
@@ -907,21 +832,20 @@ class StageNeighbour(HeaderModel):
     places: HostPorts
 
 
-class Planned(Message):
+class Planned(Message, kind=52):
     """Server: which layers are whose from now on; what was begun before is void.
 
     Stage s has layers `cuts[s]` to `cuts[s + 1]` - 1 and is on rank `ranks[s]`; the receiver's is `rank`. Its
     weights are the initial ones, or with a `step` those of that step, which come then.
     """
 
-    KIND: ClassVar[int] = 52
     attempt: Count
     rank: Count
     cuts: Annotated[
         tuple[Count, ...], Strict(False), Field(min_length=2, max_length=MAX_STAGES + 1)
     ]
-    ranks: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_STAGES)]
-    neighbours: Annotated[tuple[StageNeighbour, ...], Strict(False), Field(max_length=MAX_STAGES)]
+    ranks: Some[Count]
+    neighbours: Many[StageNeighbour]
     turn: Count
     step: Count | None = None
 
@@ -947,62 +871,55 @@ class MeasuredLayer(HeaderModel):
     input_bytes: Count = 0
 
 
-class LayersMeasured(Message):
+class LayersMeasured(Message, kind=57):
     """Stage: what each layer of the model would cost here; layer i is one of `kinds[layers[i]]`.
 
     `memory_bytes` are free on the device.
     """
 
-    KIND: ClassVar[int] = 57
-    kinds: Annotated[
-        tuple[MeasuredLayer, ...], Strict(False), Field(min_length=1, max_length=MAX_LAYER_KINDS)
-    ]
-    layers: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_STAGES)]
+    kinds: Some[MeasuredLayer]
+    layers: Some[Count]
     memory_bytes: Count
     device: Name
 
 
-class MeasureLink(Message):
+class MeasureLink(Message, kind=62):
     """Server: measure what you send this process, which does the same; you are `rank` 0 or 1 of the two."""
 
-    KIND: ClassVar[int] = 62
     attempt: Count
     rank: Count
     neighbour: StageNeighbour
 
 
-class LinkMeasured(Message):
+class LinkMeasured(Message, kind=63):
     """Stage: what it sends the other one that a MeasureLink named; or the `reason` why it cannot."""
 
-    KIND: ClassVar[int] = 63
     attempt: Count
     bytes_s: Speed = 0.0
     latency_s: Seconds = 0.0
     reason: Sentence = ""
 
 
-class StageReady(Message):
+class StageReady(Message, kind=53):
     """Stage: it has its layers and reaches its neighbours. Or, with a `reason`: it does not, or no more.
 
     `out_of_memory`: they are too much for its device. `places`: what of the whole model's flat weights, those
     that are trained, is here: from an element to before another one, in order.
     """
 
-    KIND: ClassVar[int] = 53
     attempt: Count
     reason: Sentence = ""
     out_of_memory: bool = False
     places: FlatPlaces = ()
 
 
-class StageDone(Message):
+class StageDone(Message, kind=54):
     """Stage: what it has come to in a step: its gradients wait for the Commit.
 
     `loss` is the sum of `num_terms` loss terms, on the last stage; `squared_norm` that of the gradient of
     the sum, null: not finite. `sent_bytes`: to each rank, for this step.
     """
 
-    KIND: ClassVar[int] = 54
     attempt: Count
     lease: LeaseKey
     loss: Annotated[float, Field(allow_inf_nan=False)] | None
@@ -1010,35 +927,30 @@ class StageDone(Message):
     squared_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
     seconds: Annotated[dict[Identifier, Seconds], Field(max_length=8)]
     peak_bytes: Count = 0
-    sent_bytes: Annotated[tuple[Count, ...], Strict(False), Field(max_length=MAX_STAGES)] = ()
+    sent_bytes: Many[Count] = ()
 
 
-class KeepStages(Message):
+class KeepStages(Message, kind=28):
     """Server: send all that you have of the state after this step."""
 
-    KIND: ClassVar[int] = 28
     attempt: Count
     step: Count
 
 
-class WantState(Message):
+class WantState(Message, kind=29):
     """Stage: send these tensors, as they were after the step of the plan."""
 
-    KIND: ClassVar[int] = 29
     attempt: Count
     content: Identifier
-    names: Annotated[
-        tuple[Identifier, ...], Strict(False), Field(min_length=1, max_length=MAX_WANTED)
-    ]
+    names: Annotated[Some[Identifier], Field(max_length=MAX_WANTED)]
 
 
-class StageState(Message):
+class StageState(Message, kind=30):
     """Either side: a piece of a tensor, from byte `offset` on.
 
     `content`: of the model itself, or of what the optimizer keeps of its parameter `name`.
     """
 
-    KIND: ClassVar[int] = 30
     attempt: Count
     step: Count
     content: Identifier
@@ -1047,19 +959,18 @@ class StageState(Message):
     tensor: TensorSpec
 
 
-class StageKept(Message):
+class StageKept(Message, kind=31):
     """Stage: it has sent all. Or it has done what a CopyOrder has told it, whose `turn` is `step`.
 
     `found`: the step of the moments that it goes on with, as it was told to; null: it has none.
     """
 
-    KIND: ClassVar[int] = 31
     attempt: Count
     step: Count
     found: Count | None = None
 
 
-class CopyOrder(Message):
+class CopyOrder(Message, kind=58):
     """Server: what to do with the copy of the weights that the stages' own steps change, θ, all together.
 
     `begin`: follow these `fragments`, each some places in the whole model's flat weights, with θ of now as
@@ -1072,7 +983,6 @@ class CopyOrder(Message):
     those that were kept under `step`.
     """
 
-    KIND: ClassVar[int] = 58
     attempt: Count
     turn: Count
     order: Literal[
@@ -1087,15 +997,13 @@ class CopyOrder(Message):
         "save",
         "take_up",
     ]
-    fragments: Annotated[
-        tuple[FlatPlaces, ...], Strict(False), Field(max_length=MAX_FRAGMENTS)
-    ] = ()
+    fragments: Many[FlatPlaces] = ()
     fragment: Count = 0
     weight: Terms = 0.0
     clip: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     bound: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     learning_rate: Annotated[float, Field(ge=0)] = 0.0
-    held: Annotated[tuple[Count, ...], Strict(False), Field(max_length=MAX_FRAGMENTS)] = ()
+    held: Many[Count] = ()
     places: FlatPlaces = ()
     is_gradient: bool = False
     is_difference: bool = False
@@ -1103,27 +1011,25 @@ class CopyOrder(Message):
     keep_last: Count = 1
 
 
-class CopyPiece(Message):
+class CopyPiece(Message, kind=59):
     """Either side: from byte `offset` on what a CopyOrder wants that is here, or that belongs to this stage.
 
     The values stand in the order of the wanted places in the whole model's flat weights.
     """
 
-    KIND: ClassVar[int] = 59
     attempt: Count
     turn: Count
     offset: Count
     tensor: TensorSpec
 
 
-class EvaluateStages(Message):
+class EvaluateStages(Message, kind=55):
     """Server: compute all samples that are held out, together, as the `turn` of that number.
 
     With a `lease` it is so many of them as that has places, `batch_size` at once. First and last stage get
     them just before: a list of batches, in `Served` messages of `batch_nbytes` bytes in all.
     """
 
-    KIND: ClassVar[int] = 55
     attempt: Count
     turn: Count
     lease: LeaseKey | None = None
@@ -1131,10 +1037,9 @@ class EvaluateStages(Message):
     batch_nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)] | None = None
 
 
-class StageEvaluated(Message):
+class StageEvaluated(Message, kind=56):
     """Stage: it has; on the last one with sum and number of terms of loss and metrics."""
 
-    KIND: ClassVar[int] = 56
     attempt: Count
     turn: Count
     totals: Annotated[dict[Name, Total], Field(max_length=64)]

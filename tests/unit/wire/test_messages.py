@@ -168,7 +168,7 @@ def one(name: str) -> Message:
         ("Pull", "buckets", []),
         ("Pull", "buckets", [0, -1]),
         ("Pull", "buckets", ["0"]),
-        ("Pull", "buckets", [0] * 4097),
+        ("Pull", "buckets", [0] * 8193),
         ("State", "content", ""),
         ("State", "content", "two words"),
         ("Reduced", "num_buckets", 0),
@@ -278,8 +278,8 @@ def test_a_set_s_digest_tells_what_its_messages_may_hold() -> None:
 
 
 def test_messages_of_two_sets_with_one_number_are_refused() -> None:
-    class Twin(Message):
-        KIND = Ack.KIND
+    class Twin(Message, kind=Ack.KIND):
+        """Another message of that number."""
 
     with pytest.raises(ValueError, match="same number"):
         check_kind(Ack.KIND, PS.kinds | {Twin})

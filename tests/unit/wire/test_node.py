@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -36,17 +35,14 @@ from smolcluster.wire.session import Session
 HOST = "127.0.0.1"
 
 
-class Token(Message):
+class Token(Message, kind=91):
     """A number that each node adds one to."""
 
-    KIND: ClassVar[int] = 91
     value: Count
 
 
-class Word(Message):
+class Word(Message, kind=92):
     """Something that only the newer version says."""
-
-    KIND: ClassVar[int] = 92
 
 
 RING = MessageSet("ring", from_dialler=frozenset({Token}), from_listener=frozenset({Token}))

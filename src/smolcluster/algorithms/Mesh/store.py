@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch.distributed as dist
 from pydantic import Field, Strict, StringConstraints
@@ -49,10 +49,9 @@ Number = Annotated[int, Field(ge=-MOST_NUMBER, le=MOST_NUMBER)]
 Keys = Annotated[tuple[Key, ...], Strict(False), Field(max_length=MOST_KEYS)]
 
 
-class Ask(Message):
+class Ask(Message, kind=65):
     """A rank: do this with these keys; the payload is a value, of `compare_set` both, one after the other."""
 
-    KIND: ClassVar[int] = 65
     operation: Operation
     keys: Keys
     number: Number = 0
@@ -60,10 +59,9 @@ class Ask(Message):
     tensor: TensorSpec
 
 
-class Answer(Message):
+class Answer(Message, kind=66):
     """Rank 0: what came of it; the payload is a value."""
 
-    KIND: ClassVar[int] = 66
     number: Number
     tensor: TensorSpec
 
