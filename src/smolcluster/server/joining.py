@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from smolcluster.errors import ConnectTimeout, PeerLost, Rejected, RunFailed, VersionDiffers
 from smolcluster.utils.retry import Deadline
@@ -66,8 +66,8 @@ class Follower(Node):
         answer: type[A],
         spend_session: Callable[[Connection, A], object],
         patience_s: Callable[[], float | None],
-    ) -> None:
-        """Join, take part, and come back after every lost connection, until the run is over.
+    ) -> NoReturn:
+        """Join, take part, and come back after every lost connection.
 
         Args:
             answer: how the server lets this process in.
@@ -76,26 +76,24 @@ class Follower(Node):
                 come to nothing, and what time it had is all.
 
         Raises:
+            RunOver: the run has ended well.
             PeerLost: the server was lost, and there is no time left.
             SmolclusterError: as `join` and `spend_session`.
         """
         patience, pauses = Deadline(self.start_timeout_s), Pauses()
-        try:
-            while True:
-                connection, accepted = self.join(answer, patience.remaining())
-                pauses.session_begins()
-                try:
-                    spend_session(connection, accepted)
-                except PeerLost as error:
-                    if (again_s := patience_s()) is not None:
-                        patience = Deadline(again_s)
-                    elif patience.expired:
-                        raise
-                    left = format_duration(patience.remaining())
-                    self.log.warning("%s; trying to reconnect for %s", error, left)
-                    time.sleep(pauses.next_s())
-        except RunOver as news:
-            self.log.info("the run is over: %s", news)
+        while True:
+            connection, accepted = self.join(answer, patience.remaining())
+            pauses.session_begins()
+            try:
+                spend_session(connection, accepted)
+            except PeerLost as error:
+                if (again_s := patience_s()) is not None:
+                    patience = Deadline(again_s)
+                elif patience.expired:
+                    raise
+                left = format_duration(patience.remaining())
+                self.log.warning("%s; trying to reconnect for %s", error, left)
+                time.sleep(pauses.next_s())
 
     def ask(self) -> Welcome:
         """What the run is, and a worker id for this node, which it comes in under later.

@@ -264,8 +264,11 @@ def follow(
         RunFailed: the run ended badly.
         Rejected, AuthError, DataError, ConfigError, NonFiniteLoss, UserCodeError: this worker cannot go on.
     """
-    with closing(_Life(place, make_participant)) as life:
-        place.come_back(Welcome, life.spend_session, life.patience_s)
+    try:
+        with closing(_Life(place, make_participant)) as life:
+            place.come_back(Welcome, life.spend_session, life.patience_s)
+    except RunOver as news:
+        place.log.info("the run is over: %s", news)
 
 
 class _Life:

@@ -96,7 +96,10 @@ def hold(setup: StoreSetup) -> None:
             finally:
                 patience_s = session.reconnect_timeout_s
 
-    setup.come_back(Accepted, spend_session, lambda: patience_s)
+    try:
+        setup.come_back(Accepted, spend_session, lambda: patience_s)
+    except RunOver as news:
+        setup.log.info("the run is over: %s", news)
 
 
 @dataclass(frozen=True)
