@@ -38,7 +38,7 @@ from smolcluster.runs.summary import Summary
 from smolcluster.server.push import Pushed
 from smolcluster.training.build import build
 from smolcluster.utils.retry import Deadline
-from smolcluster.wire import acceptor, dialling
+from smolcluster.wire import acceptor, node
 
 Algorithm = Literal["edp", "syncps", "diloco"]
 ALGORITHMS: tuple[Algorithm, ...] = ("edp", "syncps", "diloco")
@@ -337,7 +337,7 @@ def _patches(case: Case | None) -> Iterator[None]:
         patch.setattr(pacing, "plan_round", in_equal_parts)
         patch.setattr(diloco, "SYNCHRONOUS_ROUNDS", 0)
         if case is not None and case.point in HANDSHAKE and case.fault in SILENT:
-            patch.setattr(dialling, "HANDSHAKE_TIMEOUT_S", QUICK_S)
+            patch.setattr(node, "HANDSHAKE_TIMEOUT_S", QUICK_S)
             patch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", QUICK_S)
         yield
 

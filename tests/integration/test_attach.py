@@ -87,7 +87,7 @@ class Served:
             offered = wait_for_offer(
                 settings.cluster,
                 Node(
-                    hello=introduce("server"),
+                    hello=introduce(settings.cluster.server),
                     secret=secret,
                     log=LOG,
                     encryption=settings.cluster.encryption,
