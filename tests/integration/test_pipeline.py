@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import own_workloads
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pretrained_models import adapters, saved
-from smolcluster.algorithms.PipelineParallel import coordinator, dealing, links, moving, worker
+from smolcluster.algorithms.PipelineParallel import coordinator, dealing, moving, worker
 from smolcluster.algorithms.PipelineParallel.automatic import Reported, measure
 from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
 from smolcluster.algorithms.PipelineParallel.peers import Peer
@@ -49,6 +49,7 @@ from smolcluster.training.workload import Metric, OfLoss, Workload
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import LayersMeasured, MeasuredLayer, Planned
+from smolcluster.wire.node import Node
 
 SIZES = GPTConfig(
     type="GPT", model_dim=16, num_layers=8, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0
@@ -552,7 +553,7 @@ def test_links_between_machines_are_measured_and_planned_with(
         raise ConnectTimeout("a firewall is between them")
 
     if is_blocked:
-        monkeypatch.setattr(links, "dial", blocked)
+        monkeypatch.setattr(Node, "dial_session", blocked)
     monkeypatch.setattr(dealing, "reported", on_machines_of_their_own)
     monkeypatch.setattr(worker, "measure", lambda *_: costing([0.1] * SIZES.num_layers))
     settings = settings_for(3, "shard_plan=auto", "num_epochs=1")
@@ -639,7 +640,7 @@ def test_stages_that_cannot_reach_each_other_talk_through_the_server(
     def blocked(*_: Any, **__: Any) -> None:
         raise ConnectTimeout("a firewall is between them")
 
-    monkeypatch.setattr(links, "dial", blocked)
+    monkeypatch.setattr(Node, "dial_session", blocked)
     settings = settings_for(3)
     cluster = run(settings, tmp_path, gpt())
     expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
