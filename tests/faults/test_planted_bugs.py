@@ -22,6 +22,7 @@ from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ConnectTimeout
+from smolcluster.server.hosted_stores import HostedPush, HostedStores, NormsArrived
 from smolcluster.server.joining import Follower
 from smolcluster.server.leases import Dispatcher, Lease, Verdict
 from smolcluster.training.build import TrainingContext
@@ -29,7 +30,7 @@ from smolcluster.training.compute import BatchLoss
 from smolcluster.wire import connection
 from smolcluster.wire.frames import Frame, build_frame, check_head
 from smolcluster.wire.inbox import Event
-from smolcluster.wire.messages import LeaseKey, Push, Welcome
+from smolcluster.wire.messages import LeaseKey, PartKey, Push, Welcome
 
 Reference = Callable[[Algorithm], Played]
 HURRIED_S = 1.0
@@ -86,8 +87,15 @@ def test_a_push_that_counts_twice_is_found(tmp_path: Path, monkeypatch: pytest.M
         if Range.of(key) not in self._applied:
             commit(self, key, holder, now)
 
+    of = HostedStores.of
+
+    def of_any(self: HostedStores, key: PartKey) -> HostedPush:
+        self.collect(key, NormsArrived(0, key, 0, 0, [[]]))  # or it has forgotten the push
+        return of(self, key)
+
     monkeypatch.setattr(Dispatcher, "judge", lenient)
     monkeypatch.setattr(Dispatcher, "commit", commit_once)
+    monkeypatch.setattr(HostedStores, "of", of_any)
     played = play("edp", tmp_path, make=Repeating)
     check_everybody_ended_well(played)
     with pytest.raises(AssertionError):
