@@ -16,11 +16,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from processes import Processes
-from smolcluster.algorithms import context
 from smolcluster.server import worker_pool
 from smolcluster.training import checkpoint
 from smolcluster.utils.stopping import SIGNALS
-from smolcluster.wire import acceptor
+from smolcluster.wire import acceptor, node
 from smolcluster.wire.connection import listen
 from smolcluster.wire.local import listen_beside
 
@@ -100,7 +99,7 @@ def closed_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         opened.extend(beside := listen_beside(listeners))
         return beside
 
-    monkeypatch.setattr(context, "listen", recorded)
+    monkeypatch.setattr(node, "listen", recorded)
     monkeypatch.setattr(acceptor, "listen_beside", recorded_beside)
     yield
     for listener in opened:
