@@ -26,6 +26,7 @@ from smolcluster.training.stages.compute import StageLoss
 from smolcluster.training.stages.cut import Stage, layers_of
 from smolcluster.training.stages.execution import Transport, execute
 from smolcluster.training.workload import Workload
+from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.seed import derive_seed
 from smolcluster.wire.handshake import introduce
@@ -45,7 +46,7 @@ def parts_of(batches: Sequence[Batch], sizes: Sequence[int]) -> list[Microbatch]
 
 def whole(workload: Workload) -> nn.Module:
     """The model with the weights that all stages have together."""
-    with torch.random.fork_rng(devices=[]):
+    with forked_rng():
         torch.manual_seed(derive_seed(SEED, "weights"))
         return workload.new_model()
 

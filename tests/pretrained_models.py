@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from smolcluster.training.finetune import lora_config
+from smolcluster.utils.isolated_rng import forked_rng
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -37,7 +38,7 @@ def saved(
 ) -> Path:
     """The folder of a random model; `part_size`: of each of its files; `sizes`: other ones."""
     config = transformers.AutoConfig.for_model(architecture, **{**SIZES[architecture], **sizes})
-    with torch.random.fork_rng(devices=[]):
+    with forked_rng():
         torch.manual_seed(1)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder, max_shard_size=part_size)

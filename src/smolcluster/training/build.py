@@ -33,6 +33,7 @@ from smolcluster.training.stages.build import build_stage, model_layers, outline
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
 from smolcluster.utils.gpu import no_gpu, watched
+from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.peak_memory import PeakMemory
 from smolcluster.utils.seed import derive_seed
@@ -440,7 +441,7 @@ def stage_replica(
 
 
 def _new_model(workload: Workload, seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+    with forked_rng():
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
         model = workload.new_model()
         give_shapes(model, workload, seed)

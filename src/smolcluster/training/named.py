@@ -21,6 +21,7 @@ from smolcluster.configs.function_name import FunctionName, check_workload_args
 from smolcluster.errors import ConfigError
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import UNNAMED, Workload
+from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.seed import derive_seed
 from smolcluster.utils.words import hint_at, one_line
 
@@ -44,7 +45,7 @@ def load_named(name: str, args: Mapping[str, Any], seed: int) -> Workload:
     parsed = FunctionName.parse(name)
     function, folders = _find(parsed)
     arguments = checked_arguments(function, args, parsed.text)
-    with torch.random.fork_rng(devices=[]):
+    with forked_rng():
         torch.manual_seed(derive_seed(seed, "workload"))
         with user_code(parsed.function):
             workload = function(**arguments)

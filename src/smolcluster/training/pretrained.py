@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from smolcluster.errors import ConfigError
 from smolcluster.training.stages.recording import alone
 from smolcluster.training.weight_files import WeightFiles
+from smolcluster.utils.isolated_rng import forked_rng
 
 _PEFT_PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer."
@@ -94,7 +95,7 @@ class Pretrained:
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
 
         with alone:
-            with torch.random.fork_rng(devices=[]):
+            with forked_rng():
                 model = AutoModelForCausalLM.from_pretrained(
                     str(self.folder),
                     config=self._config(),

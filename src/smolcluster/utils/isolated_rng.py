@@ -1,11 +1,44 @@
 """Random numbers of a block that have no effect on those after it."""
 
+import gc
 import random
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
+
+_COLLECTOR = threading.Lock()
+"""Held by the thread that has switched the garbage collector off."""
+
+
+@contextmanager
+def forked_rng(device: torch.device | None = None) -> Iterator[None]:
+    """Let PyTorch's generators go on after the block as if it had drawn nothing.
+
+    `device`: whose generator counts beside the CPU's. `torch.random.fork_rng` alone can hang where several
+    threads use a generator: PyTorch holds the generator's lock while it makes the tensor of its state. If
+    garbage is collected just then, a tensor that is freed lets another thread run, and that thread may wait
+    for the lock without letting this one run again.
+    """
+    with ExitStack() as stack:
+        with _uncollected():
+            devices = [device] if device is not None and device.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(devices))
+        yield
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    with _COLLECTOR:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 @contextmanager
@@ -15,7 +48,7 @@ def isolated_rng(device: torch.device | None = None, seed: int | None = None) ->
     In the block they are those of `seed`, if there is one. `device`: whose generator counts beside the CPU's.
     """
     pythons, numpys = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
+    with forked_rng(device):
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)

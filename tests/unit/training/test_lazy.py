@@ -12,6 +12,7 @@ from smolcluster.server.offering import Plan
 from smolcluster.training.lazy import give_shapes, without_shape
 from smolcluster.training.stages.build import outline
 from smolcluster.training.workload import Workload
+from smolcluster.utils.isolated_rng import forked_rng
 
 SEED = 3
 
@@ -31,7 +32,7 @@ def lazy(last: nn.Module | None = None) -> Workload:
 
 
 def made(workload: Workload) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+    with forked_rng():
         torch.manual_seed(SEED)
         model = workload.new_model()
         give_shapes(model, workload, SEED)

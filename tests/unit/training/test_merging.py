@@ -11,6 +11,7 @@ from pretrained_models import adapters, saved
 from smolcluster.errors import CheckpointError
 from smolcluster.training.merging import write_adapters, write_merged
 from smolcluster.training.pretrained import Pretrained
+from smolcluster.utils.isolated_rng import forked_rng
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -18,7 +19,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 
 def trained(model: Pretrained) -> tuple[Any, dict[str, Tensor]]:
     """The whole model after some training, and its trained parameters."""
-    with torch.random.fork_rng(devices=[]):
+    with forked_rng():
         torch.manual_seed(3)
         whole = model()
         parameters = {name: each for name, each in whole.named_parameters() if each.requires_grad}

@@ -23,6 +23,7 @@ from smolcluster.training.stages.build import build_stage, model_input, output_l
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.weight_files import INDEX_FILE, WEIGHTS_FILE
 from smolcluster.training.workload import Workload
+from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.seed import derive_seed
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -37,7 +38,7 @@ def stage(model: Pretrained, start: int, end: int) -> Stage:
 
 
 def whole(model: Pretrained) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+    with forked_rng():
         torch.manual_seed(derive_seed(SEED, "weights"))
         return model()
 

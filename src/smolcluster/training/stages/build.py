@@ -23,6 +23,7 @@ from smolcluster.training.stages.huggingface import (
 )
 from smolcluster.training.stages.recording import CannotRecord, Tape, alone, recording
 from smolcluster.training.workload import Terms, Workload
+from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.seed import derive_seed
 from smolcluster.utils.units import format_bytes
 
@@ -92,7 +93,7 @@ def build_stage(
         ConfigError: the model cannot be cut.
         UserCodeError: the workload's functions raised an exception.
     """
-    with alone, torch.random.fork_rng(devices=[]):
+    with alone, forked_rng():
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
         model, tape = _recorded(workload)
         stage = _cut(model, workload, start, end, may_be_one=may_be_one)

@@ -23,6 +23,7 @@ from smolcluster.training.compute import trained_dtype
 from smolcluster.training.labels import is_from_transformers, is_kind
 from smolcluster.training.layer_seeds import may_draw
 from smolcluster.training.stages.cut import Stage, do_nothing, place_at
+from smolcluster.utils.isolated_rng import forked_rng
 
 TWIN_LAYERS = 4
 TWIN_CUTS = ((0, 1), (1, 3), (3, 4))
@@ -274,7 +275,7 @@ def checked_traits(model: Any) -> Traits:
     """
     name = type(model).__name__
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with forked_rng(), torch.device("cpu"):
             torch.default_generator.manual_seed(0)
             twin, traits = _working_twin(model)
             problem = _difference(twin, traits)

@@ -14,6 +14,7 @@ from smolcluster.training.stages.build import build_stage, model_input, num_laye
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.huggingface import language_model
 from smolcluster.training.workload import Workload
+from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.seed import derive_seed
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -97,7 +98,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def whole(trained: Workload) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+    with forked_rng():
         torch.manual_seed(derive_seed(SEED, "weights"))
         return trained.new_model()
 

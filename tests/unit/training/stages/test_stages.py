@@ -16,6 +16,7 @@ from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.stages.build import build_stage, model_input, num_layers, output_loss
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.workload import Workload
+from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.seed import derive_seed
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ MODELS = {
 
 
 def whole(trained: Workload) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+    with forked_rng():
         torch.manual_seed(derive_seed(SEED, "weights"))
         return trained.new_model()
 
