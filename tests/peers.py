@@ -26,6 +26,7 @@ from smolcluster.runs.events import EventLog, read_events
 from smolcluster.server.joining import Follower
 from smolcluster.server.records import Records
 from smolcluster.server.report import Report
+from smolcluster.server.store_host import HeldSlice, StoreSetup
 from smolcluster.server.worker_pool import Joined, WorkerPool
 from smolcluster.training.build import build
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
@@ -44,6 +45,8 @@ from smolcluster.wire.handshake import (
 )
 from smolcluster.wire.inbox import Event, Inbox, MessageReceived
 from smolcluster.wire.messages import (
+    SESSION,
+    STORE,
     Heartbeat,
     Hello,
     LeaseKey,
@@ -172,6 +175,19 @@ def follower(
         log=logger([] if lines is None else lines),
         address=address,
         start_timeout_s=start_timeout_s,
+    )
+
+
+def store_setup(held: type[HeldSlice], addresses: tuple[str, ...] | None = None) -> StoreSetup:
+    """A store's process `win`, whose coordinator is nowhere."""
+    return StoreSetup(
+        hello=introduce("win", sets=(SESSION, STORE)),
+        address=Address("127.0.0.1", 1),
+        secret=SECRET,
+        start_timeout_s=1.0,
+        log=logger([]),
+        held=held,
+        addresses=addresses,
     )
 
 

@@ -10,21 +10,17 @@ from unittest.mock import Mock
 import torch
 from torch import Tensor
 
-from harness import SECRET, local_settings
-from peers import opened
+from harness import local_settings
+from peers import opened, store_setup
 from smolcluster.server.hosted_stores import HostLinks, NormsArrived
 from smolcluster.server.slices import by_name, place_of
 from smolcluster.server.stepping_slice import Part, PartArrived, SteppingSlice
 from smolcluster.server.store import Counted, mean_of
-from smolcluster.server.store_host import COORDINATOR, StoreSetup
+from smolcluster.server.store_host import COORDINATOR
 from smolcluster.server.store_links import Patience
 from smolcluster.training.optimizer import bucket_norms
-from smolcluster.wire.dialling import Address
-from smolcluster.wire.handshake import introduce
 from smolcluster.wire.inbox import Inbox, MessageReceived
 from smolcluster.wire.messages import (
-    SESSION,
-    STORE,
     WEIGHTS,
     Accepted,
     CountedPart,
@@ -84,15 +80,7 @@ def test_a_rule_of_ones_own_steps_on_two_hosts_as_on_one() -> None:
     values = torch.cat(
         [torch.frombuffer(bytearray(f.payload), dtype=torch.float32) for f in session.frames]
     )
-    hello, address = introduce("win", sets=(SESSION, STORE)), Address("127.0.0.1", 1)
-    setup = StoreSetup(
-        hello=hello,
-        address=address,
-        secret=SECRET,
-        start_timeout_s=1.0,
-        log=log,
-        held=SignSlice,
-    )
+    setup = store_setup(SignSlice)
     answer = Accepted(node="mini1", bucket_bytes=replica.bucket_bytes, heartbeat_timeout_s=1.0)
     held = SignSlice(setup, answer, Inbox(), given, by_name(given.contents, values))
     links.handle(MessageReceived(1, LISTENING))

@@ -1,6 +1,5 @@
 """A store: what it checks of a slice before it takes memory for it, and what it keeps for whom."""
 
-import logging
 from typing import cast
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from connection_pairs import one_of_each
 from harness import SECRET
-from peers import DEADLINE_S, opened
+from peers import DEADLINE_S, opened, store_setup
 from smolcluster.algorithms.EDP.store import Held
 from smolcluster.errors import ProtocolError
 from smolcluster.server.slices import slice_frames
@@ -16,7 +15,6 @@ from smolcluster.server.store_host import (
     COORDINATOR,
     SliceArrived,
     StoreSession,
-    StoreSetup,
     buckets_of,
     check_fits,
 )
@@ -27,7 +25,6 @@ from smolcluster.wire.inbox import Inbox, MessageReceived
 from smolcluster.wire.messages import (
     SESSION,
     SLICES,
-    STORE,
     Accepted,
     SendWeights,
     Slice,
@@ -70,17 +67,7 @@ def test_a_slice_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_slice_comes_whole_and_nothing_before_or_after_it() -> None:
-    hello = introduce("win", sets=(SESSION, STORE))
-    address, log = Address("127.0.0.1", 1), logging.getLogger("test")
-    setup = StoreSetup(
-        hello=hello,
-        address=address,
-        secret=SECRET,
-        start_timeout_s=1.0,
-        log=log,
-        held=Held,
-        addresses=("127.0.0.1",),
-    )
+    setup = store_setup(Held, addresses=("127.0.0.1",))
     answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     take = StoreSession(setup, cast("Connection", None), answer)
     span, buckets = range(ADAM.first, ADAM.stop), buckets_of(ADAM, BUCKET_BYTES)
@@ -98,16 +85,7 @@ def test_a_slice_comes_whole_and_nothing_before_or_after_it() -> None:
 
 
 def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:
-    hello = introduce("win", sets=(SESSION, STORE))
-    address, log = Address("127.0.0.1", 1), logging.getLogger("test")
-    setup = StoreSetup(
-        hello=hello,
-        address=address,
-        secret=SECRET,
-        start_timeout_s=1.0,
-        log=log,
-        held=Held,
-    )
+    setup = store_setup(Held)
     answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     values = {name: torch.zeros(488) for name in ADAM.contents}
     held = Held(setup, answer, Inbox(), ADAM, values)
@@ -119,16 +97,7 @@ def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:
 
 
 def test_a_store_tells_workers_its_name() -> None:
-    hello = introduce("win", sets=(SESSION, STORE))
-    address, log = Address("127.0.0.1", 1), logging.getLogger("test")
-    setup = StoreSetup(
-        hello=hello,
-        address=address,
-        secret=SECRET,
-        start_timeout_s=1.0,
-        log=log,
-        held=Held,
-    )
+    setup = store_setup(Held)
     answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     values = {name: torch.zeros(488) for name in ADAM.contents}
     held = Held(setup, answer, Inbox(), ADAM, values)
@@ -136,7 +105,7 @@ def test_a_store_tells_workers_its_name() -> None:
     worker = introduce("pi5", 1, (SESSION, SLICES))
     way = Address(place.host, place.port, "win")
     try:
-        node = Node(hello=worker, secret=SECRET, log=log)
+        node = Node(hello=worker, secret=SECRET, log=setup.log)
         connection, told = node.dial(way, Accepted, timeout_s=DEADLINE_S)
         assert told.node == "win"
         connection.close()

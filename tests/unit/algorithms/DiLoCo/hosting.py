@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from harness import SECRET, local_settings
-from peers import opened, small_replica
+from harness import local_settings
+from peers import opened, small_replica, store_setup
 from smolcluster.algorithms.DiLoCo.exchange import (
     DeltaArrived,
     DeltaReceiver,
@@ -29,11 +29,10 @@ from smolcluster.configs.schema import GradientClipping
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.hosted_stores import NormsArrived
 from smolcluster.server.slices import by_name, slice_pieces
-from smolcluster.server.store_host import COORDINATOR, StoreSetup, buckets_of
+from smolcluster.server.store_host import COORDINATOR, buckets_of
 from smolcluster.server.store_links import Patience
 from smolcluster.training.optimizer import FlatOptimizer
 from smolcluster.wire.acceptor import SessionOpened
-from smolcluster.wire.dialling import Address
 from smolcluster.wire.frames import Buffer, Frame
 from smolcluster.wire.handshake import Authenticated, introduce
 from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
@@ -115,16 +114,7 @@ class StoreHost:
 
     def _begin(self, values: Mapping[str, Tensor]) -> None:
         hosting = self.hosting
-        hello, address = introduce("win", sets=(SESSION, STORE)), Address("127.0.0.1", 1)
-        log = logging.getLogger("test")
-        setup = StoreSetup(
-            hello=hello,
-            address=address,
-            secret=SECRET,
-            start_timeout_s=1.0,
-            log=log,
-            held=Held,
-        )
+        setup = store_setup(Held)
         bucket_bytes = hosting.replica.bucket_bytes
         answer = Accepted(node="mini1", bucket_bytes=bucket_bytes, heartbeat_timeout_s=1.0)
         assert self.given is not None

@@ -7,21 +7,19 @@ from typing import cast
 import pytest
 
 from connection_pairs import one_of_each
-from harness import SECRET, local_settings
+from harness import local_settings
+from peers import store_setup
 from smolcluster.algorithms.SynchronousPS.reducing_links import MeanArrived, ReducingLinks
 from smolcluster.algorithms.SynchronousPS.reducing_slice import ReducingSlice, SliceStep
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
-from smolcluster.server.store_host import COORDINATOR, StoreSetup
+from smolcluster.server.store_host import COORDINATOR
 from smolcluster.server.store_links import Patience
 from smolcluster.wire.acceptor import SessionOpened
-from smolcluster.wire.dialling import Address
-from smolcluster.wire.handshake import Authenticated, introduce
+from smolcluster.wire.handshake import Authenticated
 from smolcluster.wire.inbox import Inbox, MessageReceived, SessionClosed
 from smolcluster.wire.messages import (
-    SESSION,
-    STORE,
     Accepted,
     LeaseKey,
     OpenStep,
@@ -148,20 +146,11 @@ def test_a_store_is_not_believed_a_mean_of_another_step() -> None:
 def test_who_comes_back_is_sent_nothing_before_it_asks() -> None:
     """Its StepReceiver is a new one, and the server lets it have all means from the open step on."""
     given = SLICE.model_copy(update={"contents": (), "rule": None})
-    hello = introduce("win", sets=(SESSION, STORE))
-    log = logging.getLogger("test")
-    setup = StoreSetup(
-        hello=hello,
-        address=Address("127.0.0.1", 1),
-        secret=SECRET,
-        start_timeout_s=1.0,
-        log=log,
-        held=ReducingSlice,
-    )
+    setup = store_setup(ReducingSlice)
     answer = Accepted(node="mini1", bucket_bytes=512 * 4, heartbeat_timeout_s=1.0)
     held = ReducingSlice(setup, answer, Inbox(), given, {})
     instance, session = "a" * 16, cast("Session", FakeSession(1))
-    hello = hello.model_copy(update={"instance": instance})
+    hello = setup.hello.model_copy(update={"instance": instance})
     held.handle(SessionOpened(session, cast("Authenticated", Client(hello))), session)
     held.handle(MessageReceived(COORDINATOR, SendMeans(instance=instance)), session)
     assert held._followers == {instance}
