@@ -8,11 +8,16 @@ from typing import Any
 
 from typer.main import get_command
 
+import smolcluster
 from smolcluster.cli import app
 from smolcluster.cli.options import EXIT_CODES
+from smolcluster.configs.load import read_yaml
 from smolcluster.configs.schema import cluster_section, own_keys, train_section
 from smolcluster.configs.spec import algorithms
 
+CONFIGS = Path(smolcluster.__file__).parent / "configs"
+SITE = frozenset({"host_ip", "port", "num_workers", "workers", "server"})
+"""What a cluster file says of machines."""
 FILE = Path(__file__).resolve().parents[1] / "src" / "smolcluster" / "docs" / "reference.md"
 HEAD = """# Reference
 
@@ -49,8 +54,10 @@ def commands() -> str:
 
 def _rows_of(command: Any, name: str) -> Iterator[tuple[str, str, str]]:
     if hasattr(command, "commands"):
-        for sub in command.list_commands(None):
-            yield from _rows_of(command.get_command(None, sub), f"{name} {sub}")
+        subs = {sub: command.get_command(None, sub) for sub in command.list_commands(None)}
+        for sub, each in subs.items():
+            if not each.hidden:
+                yield from _rows_of(each, f"{name} {sub}")
         return
     shown = [each for each in command.params if not getattr(each, "hidden", False)]
     arguments = [_argument(each) for each in shown if each.param_type_name == "argument"]
@@ -60,7 +67,7 @@ def _rows_of(command: Any, name: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _argument(argument: Any) -> str:
-    name = (argument.metavar or argument.name).strip("[]")
+    name = (argument.metavar or argument.name.upper()).strip("[]")
     return name if argument.required else f"[{name}]"
 
 
@@ -68,20 +75,32 @@ def _first_sentences(text: str) -> str:
     return " ".join(text.partition("\n\n")[0].split())
 
 
+def shipped(name: str, keys: Mapping[str, Json]) -> str:
+    """What the cluster file that comes with an algorithm sets to something else than the default."""
+    file = CONFIGS / f"cluster_config_{name}.yaml"
+    told = read_yaml(file)
+    other = [key for key in told if key not in SITE and told[key] != keys[key].get("default")]
+    if not other:
+        return ""
+    settings = ", ".join(f"`{key}: {_yaml(told[key])}`" for key in other)
+    return f"\n`{file.name}` sets {settings}.\n"
+
+
 def cluster_keys() -> str:
     """Those of the cluster file: of all algorithms, of each, of a machine, of schedulers."""
     schema = cluster_section().model_json_schema()
     properties, definitions = schema["properties"], schema["$defs"]
-    own = {each.package.rpartition(".")[2]: own_keys(each.name) for each in algorithms().values()}
+    own = {spec.name: own_keys(spec.name) for spec in algorithms().values()}
     shared = {
         key: each
         for key, each in properties.items()
         if key != SET_BY_LOCAL and not any(key in keys for keys in own.values())
     }
     parts = ["### The cluster file\n\n" + _keys(shared, definitions)]
-    for title, keys in own.items():
-        if mine := {key: properties[key] for key in properties if key in keys}:
-            parts.append(f"### Keys of {title}\n\n{_keys(mine, definitions)}")
+    for spec in algorithms().values():
+        mine = {key: properties[key] for key in properties if key in own[spec.name]}
+        title, text = spec.package.rpartition(".")[2], _keys(mine, definitions, of_one=True)
+        parts.append(f"### Keys of {title}\n\n{text}{shipped(spec.name, properties)}")
     machine = definitions["NodeConfig"]["properties"]
     below = _keys(machine, definitions, "nodes.NAME.")
     parts.append(f"### Keys of one machine\n\n{below}")
@@ -100,8 +119,17 @@ def training_keys() -> str:
     return text
 
 
-def _keys(properties: Mapping[str, Json], definitions: Mapping[str, Json], above: str = "") -> str:
+def _keys(
+    properties: Mapping[str, Json],
+    definitions: Mapping[str, Json],
+    above: str = "",
+    *,
+    of_one: bool = False,
+) -> str:
+    """A row a key; `of_one`: the table's title says of which algorithm."""
     rows = list(_key_rows(properties, definitions, above))
+    if of_one:
+        rows = [(key, default, OF_WHOM.sub("", told)) for key, default, told in rows]
     return _table(("Key", "Default", ""), rows)
 
 
@@ -109,24 +137,28 @@ def _key_rows(
     properties: Mapping[str, Json], definitions: Mapping[str, Json], above: str
 ) -> Iterator[tuple[str, str, str]]:
     for key, each in properties.items():
-        section = _section(each, definitions)
+        told = " ".join(each.get("description", "").split())
+        name, section = _section(each, definitions)
         if section is not None:
+            told = told or _first_sentences(definitions[name].get("description", ""))
+            default = "`null`" if each.get("default", "") is None else ""
+            yield f"`{above}{key}`", default, told
             yield from _key_rows(section, definitions, f"{above}{key}.")
             continue
         default = f"`{_yaml(each['default'])}`" if "default" in each else ""
-        told = OF_WHOM.sub("", " ".join(each.get("description", "").split()))
         allowed = [name for name in _allowed(each) if not re.search(rf"\b{name}\b", told)]
         if allowed:
             told = f"{told} Allowed: {', '.join(f'`{name}`' for name in _allowed(each))}."
         yield f"`{above}{key}`", default, told.strip()
 
 
-def _section(each: Json, definitions: Mapping[str, Json]) -> Mapping[str, Json] | None:
-    """The keys below a key that is a section, which has one schema, itself or beside null."""
+def _section(each: Json, definitions: Mapping[str, Json]) -> tuple[str, Mapping[str, Json] | None]:
+    """The name of a section's schema, the key's own or beside null, and its keys; None: it is no section."""
     kinds = [each, *each.get("anyOf", ())]
     names = [kind["$ref"].rpartition("/")[2] for kind in kinds if "$ref" in kind]
-    found = [definitions[name].get("properties") for name in names]
-    return found[0] if len(found) == 1 and found[0] else None
+    if len(names) != 1:
+        return "", None
+    return names[0], definitions[names[0]].get("properties")
 
 
 def _allowed(each: Json) -> list[str]:

@@ -9,14 +9,14 @@ EXIT_CODES = """Exit codes:
 
 \b
   0    done
-  1    the run failed, or a full disk kept the end from being saved; the message says why
+  1    the run failed, all launched workers have failed, or a full disk kept the end from being saved
   2    a flag, a file, a key or a value is wrong
   3    your own code (model, loss, data, hook) failed; the message names file and line
   4    advise, launch --auto: do not distribute this, one machine alone is about as fast
   70   an internal error; the message names the traceback
-  71   the device's driver failed (CUDA error)
-  72   a process of a worker that has several (ranks) has ended or hangs
-  75   try again: no server answered, the port or the run is in use, or no worker is there
+  71   the device's driver failed (CUDA error); with restarts the worker is started again
+  72   a process of a worker that has several (ranks) has ended or hangs; started again as well
+  75   try again: no server answered, the port or the run is in use, no worker came, or all have gone
   77   the cluster's secret is missing, open to others, or not the server's
   78   the server refused this worker, or ranks of a mesh have different data
   130  interrupted (Ctrl-C);  143  terminated"""

@@ -547,7 +547,9 @@ class ClusterConfig(Section):
         None, description="What `smolcluster serve` serves; null: edp."
     )
     worker_update_interval: PositiveInt = Field(
-        10, description="Steps between two pulls of the server's weights by a worker."
+        10,
+        description="EDP: steps between two pulls of the server's weights by a worker. SyncPS: between two "
+        "comparisons of its weights with the server's.",
     )
     use_quantization: bool = Field(False, description="Push gradients in 8 bits instead of 32.")
     codec: CodecName | None = Field(
