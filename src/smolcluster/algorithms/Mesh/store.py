@@ -246,8 +246,8 @@ class _Answering(Receiver):
         self._host, self._session_id = host, session_id
 
     def __call__(self, message: Message, payload: memoryview) -> None:
-        session = self._host.sessions[self._session_id]
-        if isinstance(message, Ask):
+        session = self._host.sessions.get(self._session_id)
+        if session is not None and isinstance(message, Ask):
             try:
                 number, found = self._host.shelf(message, bytes(payload))
             except ValueError as error:
