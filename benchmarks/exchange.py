@@ -72,6 +72,7 @@ from smolcluster.server.store_host import StoreSetup, hold
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.compute import BatchLoss
+from smolcluster.training.loop import StepTaken
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.workload import Workload
 from smolcluster.wire.dialling import Address
@@ -272,24 +273,24 @@ class OnDemand(Server):
         self.resident = 0
         """Bytes, after the last of the steps."""
 
-    def open_step(self, now: float) -> None:
+    def open_step(self, now: float) -> Step | None:
         """Open a step if one is wanted; the first of several when all workers are there."""
         complete = len(self.members.free) == self.cluster.num_workers
         if self.wanted == 0 and complete and self.pipe.poll():
             self.wanted = self.pipe.recv()
             if self.wanted == 0:
                 self.report.counts.samples_applied = self.total_samples  # as if there were no more
-        if self.wanted:
-            super().open_step(now)
+        return super().open_step(now) if self.wanted else None
 
-    def commit(self, step: Step) -> None:
+    def commit(self, step: Step) -> StepTaken:
         self.stamps.append((time.monotonic(), len(step.parts)))
         self.wanted -= 1
-        super().commit(step)
+        taken = super().commit(step)
         if self.wanted == 0:
             self.resident = psutil.Process().memory_info().rss
             self.pipe.send(self.stamps)
             self.stamps = []
+        return taken
 
 
 def context_of(

@@ -33,6 +33,7 @@ from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.configs.resolve import Settings
 from smolcluster.runs.events import kind_of, read_events
 from smolcluster.training.compute import BatchLoss
+from smolcluster.training.loop import StepTaken
 
 COUNTED = ("worker_joined", "worker_lost", "worker_parked", "step_overdue")
 
@@ -74,13 +75,14 @@ class Timed(Server):
         self.seconds = seconds
         self.taken: list[tuple[float, dict[str, int]]] = []
 
-    def commit(self, step: Step) -> None:
+    def commit(self, step: Step) -> StepTaken:
         done = [(part.finished_by, part.num_samples) for part in step.parts]
         sizes = Counter({each.holder.name: size for each, size in done if each})
         self.taken.append((time.monotonic(), dict(sizes)))
-        super().commit(step)
+        taken = super().commit(step)
         if self.taken[-1][0] - self.taken[0][0] > self.seconds:
             self.report.counts.samples_applied = self.total_samples
+        return taken
 
 
 def serve(pipe: Pipe, case: Slowed, seconds: float) -> None:

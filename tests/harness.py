@@ -43,6 +43,7 @@ from smolcluster.server.records import Records
 from smolcluster.server.store_host import StoreSetup, hold
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.checkpoint import CheckpointStore
+from smolcluster.training.loop import StepTaken
 from smolcluster.training.workload import Workload
 from smolcluster.utils.stopping import StopRequest
 from smolcluster.wire.dialling import Address
@@ -317,12 +318,13 @@ class Cluster:
         """Count the samples of a step's finished parts when it has been committed."""
         commit = core.commit
 
-        def watched_commit(step: Step) -> None:
-            commit(step)
+        def watched_commit(step: Step) -> StepTaken:
+            taken = commit(step)
             order = core.orders[step.batch.epoch]
             for part in step.parts:
                 if part.finished_by is not None:
                     self.applied[step.batch.epoch].update(order[part.start : part.stop].tolist())
+            return taken
 
         core.commit = watched_commit  # type: ignore[method-assign]
 

@@ -20,6 +20,9 @@ from smolcluster.algorithms.DiLoCo.exchange import (
 )
 from smolcluster.algorithms.DiLoCo.fragments import Fragment
 from smolcluster.algorithms.PipelineParallel.part_copy import CopyStream, copy_frames
+from smolcluster.algorithms.SynchronousPS.members import Members
+from smolcluster.algorithms.SynchronousPS.reduction import Reduction
+from smolcluster.algorithms.SynchronousPS.step_receiver import MeanReceiver, Means, StepReceiver
 from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ProtocolError
@@ -35,6 +38,7 @@ from smolcluster.server.offering import (
 )
 from smolcluster.server.push import GradientReceiver, GradientSender
 from smolcluster.server.slices import slice_frames, slice_pieces
+from smolcluster.server.store import Stores
 from smolcluster.server.weights import StateReceiver, state_frames
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.compute import BatchLoss
@@ -48,6 +52,7 @@ from smolcluster.wire.messages import (
     Kinds,
     LeaseKey,
     Message,
+    Park,
     State,
     TensorSpec,
     Transfer,
@@ -63,6 +68,7 @@ from smolcluster.wire.streams import (
     span_pieces,
     stream_frames,
 )
+from unit.algorithms.SynchronousPS.actors import post_of, random_gradient, reduce_step, worker_at
 
 BUCKETS = [slice(0, 4), slice(4, 8), slice(8, 10)]
 NAMES = ("weights", "exp_avg")
@@ -282,6 +288,40 @@ def transfer_taker() -> Taker:
     return take
 
 
+def means(number: int) -> list[Frame]:
+    """SyncPS's, in int8; the last bucket is shorter."""
+    replica = small_replica()
+    reduction = Reduction(replica.buckets, "int8", replica.grads, replica.parameter_at)
+    return reduce_step(reduction, replica, number + 1, [random_gradient(610, number)])
+
+
+def mean_taker() -> Taker:
+    replica = small_replica()
+    means = Means(610, torch.float32, range(3), patience_s=1.0, longest_wait_s=1.0)
+    return MeanReceiver(means, replica.buckets, "int8", range(3))
+
+
+def state(number: int) -> list[Frame]:
+    """The weights that a SyncPS joiner is sent, of other versions."""
+    members = Members(Stores(small_replica()), None, "here", num_buffers=2)
+    worker = worker_at(1)
+    members.send_state(members.welcome(worker), number, [], [])
+    return post_of(worker).frames
+
+
+def state_taker() -> Taker:
+    receiver = StepReceiver(small_replica(), "int8")
+
+    def take(message: Message, payload: memoryview) -> Event | None:
+        """Of a joiner that begins anew with each stream."""
+        event = receiver(message, payload)
+        if event is not None:
+            receiver(Park(lease=None, num_buckets=0), memoryview(b""))
+        return event
+
+    return take
+
+
 def whole_of(assembler: Assembler[Any]) -> Taker:
     return lambda message, payload: assembler.take(message, payload)[1]
 
@@ -296,6 +336,8 @@ KINDS = {
     "a copy's values": Kind(copies, copy_taker),
     "a slice": Kind(slices, lambda: whole_of(slice_assembler())),
     "DiLoCo's change": Kind(changes, change_receiver),
+    "SyncPS's mean": Kind(means, mean_taker),
+    "SyncPS's state": Kind(state, state_taker),
     "DiLoCo's step": Kind(outer_steps, lambda: whole_of(step_assembler("fp32", fragments()))),
 }
 

@@ -37,6 +37,7 @@ from smolcluster.runs.events import Event, LeaseReturned, WorkerJoined, WorkerLo
 from smolcluster.runs.summary import Summary
 from smolcluster.server.push import Pushed
 from smolcluster.training.build import build
+from smolcluster.training.loop import StepTaken
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire import acceptor, node
 
@@ -109,10 +110,10 @@ class Case:
 
     @property
     def _repeats_something_idempotent(self) -> bool:
-        """A second Ack, End, last bucket of a SyncPS push or bucket of a joiner's state changes nothing."""
+        """A second Ack, End or last bucket of a SyncPS push changes nothing."""
         points = {
             "edp": {"before_commit", "end"},
-            "syncps": {"push_to_ack", "state_transfer", "end"},
+            "syncps": {"push_to_ack", "end"},
             "diloco": {"end"},
         }
         return self.fault == Fault.DUPLICATE and self.point in points[self.algorithm]
@@ -241,9 +242,8 @@ def gated(
                 super().hand_out()
 
     class SyncPS(syncps.Server):
-        def open_step(self, now: float) -> None:
-            if is_open(self.version):
-                super().open_step(now)
+        def open_step(self, now: float) -> Step | None:
+            return super().open_step(now) if is_open(self.version) else None
 
     class DiLoCo(diloco.Server):
         def hand_out(self, now: float) -> None:
@@ -368,12 +368,13 @@ def _watch(played: Played) -> None:
     assert isinstance(core, syncps.Server)
     commit = core.commit
 
-    def watched_commit(step: Step) -> None:
+    def watched_commit(step: Step) -> StepTaken:
         num_counted = sum(core.reduction._num_added)
-        commit(step)
+        taken = commit(step)
         played.expected_pushes += len(step.parts)
         played.counted.append(num_counted - len(step.parts) * step.num_buckets)
         played.ranges += [Range(step.batch.epoch, part.start, part.stop) for part in step.parts]
+        return taken
 
     core.commit = watched_commit  # type: ignore[method-assign]
 

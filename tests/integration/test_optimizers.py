@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from harness import DEADLINE_S, Cluster, local_settings
+from smolcluster.algorithms.SynchronousPS.step_receiver import StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName
@@ -17,7 +18,7 @@ from smolcluster.server.assignment import Assigned
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.loop import training_steps
 from smolcluster.training.optimizer import STEP_COUNT
-from smolcluster.wire.messages import State, Welcome
+from smolcluster.wire.messages import Welcome
 
 OPTIMIZERS = {
     "momentum": (
@@ -95,8 +96,8 @@ class Follower(Worker):
         super().__init__(welcome, training)
         self.has_joined = joined
 
-    def join(self, state: State, values: torch.Tensor) -> None:
-        super().join(state, values)
+    def join(self, arrived: StateArrived) -> None:
+        super().join(arrived)
         if self.joined:
             self.has_joined.set()
 

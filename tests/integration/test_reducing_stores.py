@@ -17,6 +17,7 @@ from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ClusterEmpty, RunFailed
 from smolcluster.server.assignment import Assigned
+from smolcluster.training.loop import StepTaken
 from smolcluster.utils.stopping import Interrupted
 
 start = partial(several_hosts.start, algorithm="syncps")
@@ -35,10 +36,11 @@ def after_step(cluster: Cluster, version: int, act: Callable[[], None]) -> None:
     assert isinstance(core, Server)
     commit = core.commit
 
-    def watched(step: Step) -> None:
-        commit(step)
+    def watched(step: Step) -> StepTaken:
+        taken = commit(step)
         if core.version == version:
             act()
+        return taken
 
     core.commit = watched  # type: ignore[method-assign]
 

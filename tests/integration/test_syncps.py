@@ -16,7 +16,7 @@ from harness import Cluster, Outcome, local_settings
 from proxy import Proxy
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.algorithms.SynchronousPS.step_receiver import Committed
+from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import NonFiniteLoss, RunFailed
@@ -31,8 +31,8 @@ from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import Assigned
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
-from smolcluster.training.loop import training_steps
-from smolcluster.wire.messages import State, Welcome
+from smolcluster.training.loop import StepTaken, training_steps
+from smolcluster.wire.messages import Welcome
 
 NODES = ("pi5", "win", "macbook", "mini1")
 BATCH = 128
@@ -71,14 +71,15 @@ class WatchedServer(Server):
         self.replicas: Replicas = {}
         self._reached = {version: threading.Event() for version in range(1, 2 * LAST)}
 
-    def commit(self, step: Step) -> None:
-        super().commit(step)
+    def commit(self, step: Step) -> StepTaken:
+        taken = super().commit(step)
         self.replicas[self.version] = state_of(self.replica.params, self.replica.optimizer.state)
         self.reached(self.version).set()
+        return taken
 
-    def open_step(self, now: float) -> None:
-        if self.version or len(self.members.free) >= self.cluster.min_workers:
-            super().open_step(now)
+    def open_step(self, now: float) -> Step | None:
+        may_open = self.version or len(self.members.free) >= self.cluster.min_workers
+        return super().open_step(now) if may_open else None
 
     def reached(self, version: int) -> threading.Event:
         return self._reached[version]
@@ -325,8 +326,8 @@ def test_a_worker_that_is_cut_off_in_mid_push_comes_back(tmp_path: Path, codec: 
             self.link.flush()
             proxy.cut()
 
-        def join(self, state: State, values: Tensor) -> None:
-            super().join(state, values)
+        def join(self, arrived: StateArrived) -> None:
+            super().join(arrived)
             if self.joined and self.replicas:
                 back.open()
 
@@ -379,8 +380,8 @@ def test_a_worker_that_joins_late_makes_no_difference(tmp_path: Path) -> None:
     there = Gate()
 
     class Late(Watched):
-        def join(self, state: State, values: Tensor) -> None:
-            super().join(state, values)
+        def join(self, arrived: StateArrived) -> None:
+            super().join(arrived)
             if self.joined:
                 there.open()
 
@@ -406,10 +407,10 @@ def test_a_worker_that_hangs_is_waited_for_once_and_then_works_again(tmp_path: P
         def is_late(self, now: float) -> bool:
             return super().is_late(now) and not again.event.is_set()
 
-        def open_step(self, now: float) -> None:
+        def open_step(self, now: float) -> Step | None:
             all_free = len(self.members.free) == 3 and again.event.is_set()
-            if self.version != LAST - 10 or all_free:
-                super().open_step(now)
+            may_open = self.version != LAST - 10 or all_free
+            return super().open_step(now) if may_open else None
 
     class Hanging(Watched):
         def work_on(self, task: Assigned) -> None:

@@ -1,8 +1,10 @@
 """The documents agree with the code and with each other: links, keys, messages, codecs, example bytes."""
 
+import ast
 import re
 import runpy
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +70,29 @@ def stated_settings(text: str) -> Iterator[str]:
 def test_settings_that_are_stated_can_be_set(document: Path) -> None:
     settings = list(stated_settings(document.read_text(encoding="utf-8")))
     assert len(from_overrides(settings)) >= len(settings)
+
+
+def quotations() -> list[tuple[str, str, str]]:
+    """Code that a document quotes: the file, the function's qualified name, and the text."""
+    quoted = re.compile(
+        r"^<!-- quoted: (\S+) (\S+) -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    )
+    return [found for each in DOCUMENTS for found in quoted.findall(each.read_text("utf-8"))]
+
+
+def test_code_that_is_quoted_is_what_stands_there() -> None:
+    assert quotations()
+    for file, name, text in quotations():
+        code = (DOCS.parent / file).read_text(encoding="utf-8")
+        [found] = (
+            node
+            for owner in ast.walk(ast.parse(code))
+            if isinstance(owner, ast.ClassDef) and owner.name == name.partition(".")[0]
+            for node in owner.body
+            if isinstance(node, ast.FunctionDef) and node.name == name.partition(".")[2]
+        )
+        lines = code.splitlines(keepends=True)[found.lineno - 1 : found.end_lineno]
+        assert textwrap.dedent("".join(lines)) == text
 
 
 def described_fields() -> dict[str, set[str]]:

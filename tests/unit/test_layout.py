@@ -138,7 +138,6 @@ READ_PAYLOADS = {
     "server/assignment.py": "indices, of one frame",
     "server/slices.py": "norms, of one frame",
     "algorithms/SynchronousPS/reduction.py": "buckets that are added up without memory of their own",
-    "algorithms/SynchronousPS/step_receiver.py": "means and states, of which each bucket stands for itself",
     "algorithms/Mesh/groups.py": "nothing that comes in frames",
     "algorithms/Mesh/profiling.py": "nothing that comes in frames",
 }

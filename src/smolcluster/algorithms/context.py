@@ -315,7 +315,7 @@ class ServerContext:
             inbox=self.inbox,
             admit=admit,
             receiver_for=receiver,
-            max_queued=_copies_queued(replica) * _num_frames(replica) + EXTRA_QUEUED + num_more,
+            max_queued=_num_queued(replica) + EXTRA_QUEUED + num_more,
         )
         report = self.new_report(self.codec, acceptor.bytes_moved)
         acceptor.trouble = lambda: report.trouble
@@ -339,16 +339,10 @@ class ServerContext:
         )
 
 
-def _copies_queued(replica: Replica) -> int:
-    """How many copies of the weights may wait for a worker; where the state goes at once, some more."""
-    if replica.optimizer.can_be_cut(replica.buckets[0]):
-        return COPIES_QUEUED
-    return COPIES_QUEUED * (1 + len(replica.optimizer.moments))
-
-
-def _num_frames(replica: Replica) -> int:
-    """Of the weights, and of all the model's buffers."""
-    return len(replica.buckets) + most_buffer_frames(replica.buffers, replica.bucket_bytes)
+def _num_queued(replica: Replica) -> int:
+    """How many frames may wait for a worker: some copies of the whole state, with the model's buffers."""
+    num_frames = len(replica.buckets) + most_buffer_frames(replica.buffers, replica.bucket_bytes)
+    return COPIES_QUEUED * (1 + len(replica.optimizer.moments)) * num_frames
 
 
 def check_resumable(state: CheckpointState, run: RunConfig, training: TrainingContext) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from smolcluster.server.buffers import buffer_frames
 from smolcluster.server.push import Pushed
 from smolcluster.server.slices import place_of, read_norms
-from smolcluster.server.store import Store, Stores
+from smolcluster.server.store import Store, Stores, state_of
 from smolcluster.server.store_links import RemoteStore, StoreLinks
 from smolcluster.server.weights import state_frames
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
@@ -26,7 +26,6 @@ from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
-    WEIGHTS,
     Arrived,
     CountedPart,
     Drop,
@@ -254,8 +253,7 @@ class HostedStores(HostLinks[Pushed]):
         return self._own.stores
 
     def _contents(self, place: slice) -> dict[str, Tensor]:
-        replica = self._replica
-        return {WEIGHTS: replica.params[place], **replica.optimizer.contents(place)}
+        return {name: values[place] for name, values in state_of(self._replica).items()}
 
     def _rule(self, place: slice) -> SliceRule:
         return self._optimizer_rule(place)

@@ -83,6 +83,18 @@ def slice_pieces(
     ]
 
 
+def content_pieces(
+    content: str, values: Tensor, buckets: Sequence[slice], span: range | None = None
+) -> list[Piece]:
+    """A tensor (n,) of a replica's state on the wire; `span`: only the buckets of these numbers."""
+    codec, numel = get_codec(lossless_for(values.dtype)), values.numel()
+    places = [slice(each.start, min(each.stop, numel)) for each in buckets if each.start < numel]
+    return [
+        piece._replace(fields={**piece.fields, "content": content})
+        for piece in span_pieces(codec, places, span)
+    ]
+
+
 def slice_frames(
     contents: Mapping[str, Tensor],
     buckets: Sequence[slice],

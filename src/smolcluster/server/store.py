@@ -38,6 +38,11 @@ def mean_of(parts: Sequence[Counted]) -> Tensor:
     return mean
 
 
+def state_of(replica: Replica) -> dict[str, Tensor]:
+    """What a copy of a replica needs, by name: its weights, and the moments of its optimizer. Views."""
+    return {WEIGHTS: replica.params, **replica.optimizer.moments}
+
+
 class TakesSteps(Protocol):
     """Weights, wherever they lie, that take one step with one gradient."""
 
@@ -74,15 +79,15 @@ class Store:
         return slice(self._start, self.buckets[-1].stop)
 
     def take(self, gradient: Tensor, *, owned: bool = False) -> None:
-        """Take the gradient of the next step, (n,), or (m,) of only the first m weights.
+        """Take the gradient of the next step, (n,).
 
         On the weights' device it is not copied, and must not change before the step. `owned`: the step may
         change it, and leaves the buffer alone.
         """
         self._taken = gradient
-        self._scaled = gradient if owned else self.buffer[: gradient.numel()]
+        self._scaled = gradient if owned else self.buffer
         if gradient.device != self.weights.device:
-            self._taken = self._scaled = self.buffer[: gradient.numel()].copy_(gradient)
+            self._taken = self._scaled = self.buffer.copy_(gradient)
 
     def take_difference(self, weights: Tensor) -> None:
         """Take the way from these weights to a worker's, (n,), instead of a gradient."""
@@ -104,11 +109,6 @@ class Store:
     def mix(self, share: float) -> None:
         self.weights.add_(self._taken, alpha=share)
 
-    def contents(self, bucket: slice) -> dict[str, Tensor]:
-        """What a copy of a bucket needs, by name: its weights, and the moments of its optimizer. Views."""
-        within = self._within(bucket)
-        return {WEIGHTS: self.weights[within], **self.optimizer.contents(within)}
-
     def _within(self, bucket: slice) -> slice:
         return slice(bucket.start - self._start, bucket.stop - self._start)
 
@@ -125,10 +125,9 @@ class Stores:
 
         `span`: the numbers of the first buckets, which are cut; None: all.
         """
-        self._replica = replica
+        self.replica = replica
         self.buckets = replica.buckets
         self.stores: list[Store] = []
-        self._store_of: list[Store] = []
         for each in spans(len(replica.buckets if span is None else span), [1] * num_stores):
             place = place_of(replica.buckets, each)
             store = Store(
@@ -138,10 +137,9 @@ class Stores:
                 replica.optimizer.part(place),
             )
             self.stores.append(store)
-            self._store_of += [store] * len(each)
 
     def take(self, gradient: Tensor, *, owned: bool = False) -> None:
-        """Take the gradient of the next step, (n,) of all buckets or of the first ones. See `Store.take`."""
+        """Take the gradient of the next step, (n,). See `Store.take`."""
         for store in self.stores:
             store.take(gradient[store.place], owned=owned)
 
@@ -156,34 +154,26 @@ class Stores:
 
     def norms(self) -> list[float]:
         """The L2 norm of each bucket of what was taken."""
-        with self._replica.meter("apply"):
+        with self.replica.meter("apply"):
             return [norm for store in self.stores for norm in store.norms()]
 
     def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None:
-        with self._replica.meter("apply"):
+        with self.replica.meter("apply"):
             for store in self.stores:
                 store.step(clip, learning_rate, bound)
 
     def mix(self, share: float) -> None:
-        with self._replica.meter("apply"):
+        with self.replica.meter("apply"):
             for store in self.stores:
                 store.mix(share)
 
     @property
     def num_skipped(self) -> int:
         """Steps of the run that no optimizer has taken."""
-        scaler = self._replica.scaler
+        scaler = self.replica.scaler
         return 0 if scaler is None else scaler.num_overflows
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether a copy can take steps as soon as it has the contents of the first buckets."""
-        return self._replica.optimizer.can_be_cut(self.buckets[0])
-
-    def contents(self, number: int) -> dict[str, Tensor]:
-        return self._store_of[number].contents(self._replica.buckets[number])
 
     def digests(self) -> list[bytes]:
         """xxh3-64 of the bytes of each bucket of the weights, 8 bytes each."""
-        weights = self._replica.params.to("cpu")
-        return [xxh3_64_digest(bytes_of(weights[bucket])) for bucket in self._replica.buckets]
+        weights = self.replica.params.to("cpu")
+        return [xxh3_64_digest(bytes_of(weights[bucket])) for bucket in self.replica.buckets]

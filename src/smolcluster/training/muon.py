@@ -99,10 +99,6 @@ class MuonOptimizer(FlatOptimizer):
         self._matrices = tuple(matrices)
         self.split = split or Split(frozenset())
 
-    def can_be_cut(self, first: slice) -> bool:  # noqa: ARG002 - a matrix's step needs all of it
-        """Never: a copy takes steps when it has everything."""
-        return False
-
     def part(self, place: slice) -> Self:
         """See `FlatOptimizer.part`.
 
@@ -118,13 +114,9 @@ class MuonOptimizer(FlatOptimizer):
 
     @torch.no_grad()
     def step_with(self, gradient: Tensor, learning_rate: float, *, owned: bool = False) -> None:
-        """Change the first n weights by one step with this gradient (n,), on the same device.
-
-        A matrix of which only a part is among them stays as it is.
-        """
+        """Change the weights by one step with this gradient (num_params,), on the same device."""
         for matrix in self._matrices:
-            if matrix.place.stop <= gradient.numel():
-                self._muon_step(matrix, gradient[matrix.place], learning_rate)
+            self._muon_step(matrix, gradient[matrix.place], learning_rate)
         super().step_with(gradient, learning_rate, owned=owned)
 
     def _muon_step(self, matrix: Matrix, gradient: Tensor, learning_rate: float) -> None:
@@ -138,16 +130,15 @@ class MuonOptimizer(FlatOptimizer):
         weights.mul_(1 - learning_rate * self._weight_decay)
         weights.add_(update, alpha=-learning_rate * MATCHED_RMS * max(shape) ** 0.5)
 
-    def _stretches(self, numel: int) -> list[tuple[slice, float]]:
-        """What AdamW steps of the first weights: those that are in no matrix."""
+    def _stretches(self) -> list[tuple[slice, float]]:
+        """What AdamW steps: the weights that are in no matrix."""
         borders = [0]
         for matrix in self._matrices:
-            borders += [min(numel, matrix.place.start), min(numel, matrix.place.stop)]
-        gaps = map(slice, borders[::2], [*borders[1::2], numel])
-        decayed = min(numel, self._num_decayed)
+            borders += [matrix.place.start, matrix.place.stop]
+        gaps = map(slice, borders[::2], [*borders[1::2], self._params.numel()])
         found = []
         for gap in gaps:
-            border = min(max(gap.start, decayed), gap.stop)
+            border = min(max(gap.start, self._num_decayed), gap.stop)
             found += [
                 (slice(gap.start, border), self._weight_decay),
                 (slice(border, gap.stop), 0.0),

@@ -141,14 +141,6 @@ class FlatOptimizer(FlatState):
         count = torch.zeros((), dtype=torch.float32, device=counter_device)
         return {STEP_COUNT: count} | {name: torch.zeros_like(self._params) for name in names}
 
-    def contents(self, within: slice) -> dict[str, Tensor]:
-        """What belongs to a slice of the weights. Views."""
-        return {name: tensor[within] for name, tensor in self.moments.items()}
-
-    def can_be_cut(self, first: slice) -> bool:  # noqa: ARG002 - for optimizers of other kinds
-        """Whether a copy can take steps as soon as it has this slice, the first one."""
-        return True
-
     def part(self, place: slice) -> Self:
         """The rule for a slice of the weights, in the same memory.
 
@@ -180,18 +172,18 @@ class FlatOptimizer(FlatState):
         *,
         owned: bool = False,  # noqa: ARG002 - for optimizers that change it
     ) -> None:
-        """Change the first n weights by one step with this gradient (n,), on the same device."""
+        """Change the weights by one step with this gradient (num_params,), on the same device."""
         step = self._sgd_step if self._name == "sgd" else self._adam_step
-        for place, decay in self._stretches(gradient.numel()):
+        for place, decay in self._stretches():
             if place.start < place.stop:
                 step(place, gradient[place], learning_rate, decay)
         if self.state:
             self.state[STEP_COUNT] += 1
 
-    def _stretches(self, numel: int) -> list[tuple[slice, float]]:
-        """Where the first weights lie that are stepped elementwise, and how they decay."""
-        border = min(self._num_decayed if self._weight_decay else 0, numel)
-        return [(slice(0, border), self._weight_decay), (slice(border, numel), 0.0)]
+    def _stretches(self) -> list[tuple[slice, float]]:
+        """Where the weights lie that are stepped elementwise, and how they decay."""
+        border = self._num_decayed if self._weight_decay else 0
+        return [(slice(0, border), self._weight_decay), (slice(border, self._params.numel()), 0.0)]
 
     def _adam_step(
         self, place: slice, gradient: Tensor, learning_rate: float, weight_decay: float

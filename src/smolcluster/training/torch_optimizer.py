@@ -57,8 +57,6 @@ class TorchOptimizer(FlatState):
     Attributes:
         state: as there; flat tensors (num_params,) by the optimizer's names, 0 where a parameter has none,
             besides `scalars` and `extra`.
-        is_elementwise: whether a weight's step depends on that weight alone; else a copy of the state is of
-            use only as a whole.
     """
 
     def __init__(
@@ -81,7 +79,6 @@ class TorchOptimizer(FlatState):
             ConfigError: it cannot be made so, or cannot take a step from gradients alone.
             UserCodeError: the same, of a user's own.
         """
-        self.is_elementwise = _torch_name(factory) in ELEMENTWISE
         self._factory, self._base_rate = factory, spec.learning_rate
         self._arguments = {
             key: tuple(value) if isinstance(value, list) else value
@@ -191,17 +188,6 @@ class TorchOptimizer(FlatState):
     def name(self) -> str:
         return getattr(self._factory, "__name__", type(self._factory).__name__)
 
-    def contents(self, within: slice) -> dict[str, Tensor]:
-        """What belongs to a slice of the weights; of `scalars` and `extra` the same slice, if it is there."""
-        parts = {name: tensor[within] for name, tensor in self.moments.items()}
-        return {name: part for name, part in parts.items() if part.numel()}
-
-    def can_be_cut(self, first: slice) -> bool:
-        """Whether a copy can take steps as soon as it has this slice, the first one."""
-        scalars = self.state.get(SCALARS)
-        fits = scalars is None or scalars.numel() <= first.stop
-        return self.is_elementwise and EXTRA not in self.state and fits
-
     def part(self, place: slice) -> Self:
         """See `FlatOptimizer.part`.
 
@@ -214,14 +200,11 @@ class TorchOptimizer(FlatState):
 
     @torch.no_grad()
     def step_with(self, gradient: Tensor, learning_rate: float, *, owned: bool = False) -> None:
-        """Take a step with this gradient (n,), on the same device; past it the weights are of no use.
+        """Take a step with this gradient (num_params,), on the same device.
 
         It is copied unless it is `owned`: some optimizers change it, and it may still have to be sent.
         """
-        missing = self._params.numel() - gradient.numel()
-        if missing:
-            gradient = torch.cat([gradient, gradient.new_zeros(missing)])
-        elif not owned:
+        if not owned:
             gradient = gradient.clone()
         begins = not self.state[STEP_COUNT]
         if begins and not self._is_new:

@@ -440,8 +440,10 @@ class Commit(Message, kind=17):
     If it `is_skipped`, because a gradient has overflowed, the weights and the optimizer stay as they are.
     The gradient, a mean over `num_terms` loss terms of `num_samples` samples, counts `clip` times. Now
     and then the payload holds a digest of each bucket of the weights before the step: xxh3-64 of their bytes.
+    `attempt` is that of the means of stores on other hosts.
     """
 
+    attempt: Count = 0
     version: Count
     num_samples: Positive
     num_terms: Terms = 0.0

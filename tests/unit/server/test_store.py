@@ -95,22 +95,6 @@ def test_slices_are_contiguous_and_of_about_the_same_size(
     assert [bucket for store in stores for bucket in store.buckets] == replica.buckets
 
 
-@pytest.mark.parametrize("optimizer", CLASSES)
-@pytest.mark.parametrize("num_stores", [1, 3])
-def test_a_bucket_s_contents_are_the_replica_s(num_stores: int, optimizer: str) -> None:
-    replica = new_replica(optimizer)
-    stores = Stores(replica, num_stores)
-    for gradient in gradients(replica):
-        train(stores, gradient)
-    whole = {"weights": replica.params, **replica.optimizer.moments}
-    for number, bucket in enumerate(replica.buckets):
-        contents = stores.contents(number)
-        assert list(contents) == list(whole)
-        assert all(torch.equal(contents[name], whole[name][bucket]) for name in whole)
-    stores.contents(4)["weights"].fill_(3.0)
-    assert set(replica.params[replica.buckets[4]].tolist()) == {3.0}
-
-
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])
 def test_other_stores_go_on_where_some_have_stopped(before: int, after: int) -> None:
     ours, reference = new_replica(), new_replica()
@@ -148,16 +132,6 @@ def test_a_store_needs_nothing_but_its_own_slice() -> None:
         stores.step(clip, 0.01)
         alone.step(clip, 0.01)
     assert torch.equal(alone.weights, whole.params[place])
-
-
-def test_a_step_with_the_first_buckets_alone_changes_no_others() -> None:
-    replica = new_replica()
-    before, stop = replica.snapshot(), replica.buckets[3].stop
-    stores = Stores(replica)
-    stores.take(torch.ones(stop))
-    stores.step(0.5, 0.1)
-    assert torch.equal(replica.params[stop:], before[stop:])
-    assert not torch.any(replica.params[:stop] == before[:stop])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -1,6 +1,6 @@
 """A run of DiLoCo in fast motion: the server's own rule over machines and links that are known.
 
-What each worker is given, when its changes are asked for and how long a round is are said by `round.py` and
+What each worker is given, when its changes are asked for and how long a round is are said by `rounds.py` and
 `pacing.py`, as in a run. Messages to a worker, and from it, come in order: a step is heard of behind the
 fragment that is on its way. Samples do not run out, and all begin with the same weights.
 """

@@ -3,20 +3,17 @@
 Only the server's loop calls this. A worker is a member once it has the whole state; from then on it follows
 every step, also those in which it has no part. It gets a new part only when it has answered for all it was
 given, so a stopped one is waited for once at most; one that was waited for again and again has no part for
-ever more steps. One that does not keep up with the steps is parked: it
-hears of none until it can be sent the newest state.
+ever more steps. One that does not keep up with the steps is parked: it hears of none until it can be sent the
+newest state.
 """
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import Tensor
-
-from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.sharing import (
     Cost,
     Pace,
@@ -26,9 +23,8 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
     with_probes,
 )
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
-from smolcluster.codec.registry import get_codec, lossless_for
-from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
-from smolcluster.server.store import Stores
+from smolcluster.server.slices import content_pieces
+from smolcluster.server.store import Stores, state_of
 from smolcluster.server.worker import Worker
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import (
@@ -37,16 +33,12 @@ from smolcluster.wire.messages import (
     LeaseKey,
     Park,
     Push,
-    Ready,
     Skip,
     State,
 )
 from smolcluster.wire.session import Session
-from smolcluster.wire.streams import bucket_pieces, stream_frames
+from smolcluster.wire.streams import stream_frames
 
-FRAMES_AHEAD = 2
-"""A joiner is sent another bucket of the state while fewer frames wait in its session. That bounds memory,
-and how long means wait behind the state: with those of two steps waiting it is parked, and begins anew."""
 FIRST_PAUSE_S, MOST_PAUSE_S = 5.0, 320.0
 """How long a parked member waits for the state at least: twice as long each time, up to the second."""
 SETTLED = 10.0
@@ -59,11 +51,12 @@ class StepMember:
 
     worker: Worker
     pace: Pace
-    num_buckets: int
-    num_sent: int | None = 0
-    """Buckets of the state that it was sent, the first ones; None: it is parked, and hears of no step."""
-    has_buffers: bool = False
-    """Whether it was sent the buffers that the model changes, which come before the first bucket."""
+    state_end: int | None = None
+    """Frames that had been queued for it with the last one of the state; None: it hears of no step."""
+    allowance: int = 0
+    """Steps by which a joiner may be further behind than others: means wait behind the state."""
+    joined: bool = False
+    """Whether the whole state has been sent to it, and it keeps up with the steps since."""
     has_asked: bool = False
     """Whether a parked one has forgotten what it had, and waits for the state."""
     unanswered: dict[LeaseKey, PartAssignment] = field(default_factory=dict)
@@ -90,12 +83,7 @@ class StepMember:
 
     @property
     def is_parked(self) -> bool:
-        return self.num_sent is None
-
-    @property
-    def joined(self) -> bool:
-        """Whether the whole state has been sent to it, and every step since."""
-        return self.num_sent == self.num_buckets
+        return self.state_end is None
 
     @property
     def idle(self) -> bool:
@@ -106,49 +94,58 @@ class StepMember:
     @property
     def is_stuck(self) -> bool:
         """Whether it has not answered for a part that was overdue."""
-        return any(assignment.is_told for assignment in self.unanswered.values())
+        return any(assignment.term.is_told for assignment in self.unanswered.values())
 
-    def covers(self, bucket: int) -> bool:
-        return self.num_sent is not None and bucket < self.num_sent
+    @property
+    def num_gone(self) -> int:
+        """Frames of those that were queued for it which need no memory any more."""
+        return self.session.num_sent + self.session.num_dropped
 
-    def lags(self, num_buffers: int) -> bool:
-        """Whether it is `num_buffers` steps behind, or has no room for another one."""
-        session, marks = self.session, self.commit_marks
-        is_behind = len(marks) == num_buffers and session.num_sent + session.num_dropped < marks[0]
-        return not self.is_parked and (is_behind or session.is_crowded)
-
-    def give(
-        self,
-        assignment: PartAssignment,
-        version: int,
-        rate: float,
-        indices: Tensor,
-        *,
-        loss_scale: float = 1.0,
-    ) -> Callable[[ServedBatch | None], None]:
-        """Assign it a part on weights of `version`; returns what sends it, once its batch is there."""
-        self.unanswered[assignment.key] = assignment
-
-        def send(batch: ServedBatch | None) -> None:
-            if assignment.key in self.unanswered and not self.is_parked:
-                sent = assignment_of(
-                    assignment.key,
-                    indices,
-                    batch,
-                    version=version,
-                    learning_rate=rate,
-                    loss_scale=loss_scale,
-                    batch_samples=assignment.step.batch.num_samples,
-                    first_bucket=assignment.first_bucket,
-                    backup=assignment.backup,
-                )
-                send_assignment(self.session, *sent, batch)
-
-        return send
+    def is_behind(self, num_steps: int) -> bool:
+        """Whether it has not been sent the mean of `num_steps` commits ago; 1: of the last one."""
+        marks = self.commit_marks
+        return len(marks) >= num_steps and self.num_gone < marks[-num_steps]
 
     def send_mean(self, frame: Frame) -> None:
         self.session.send_frame(frame)
         self.last_mean = self.session.num_queued
+
+
+def still_joins(member: StepMember, num_buffers: int) -> str | None:
+    """Why a member that was sent the state gets no part yet; None: it takes part from now on."""
+    if member.state_end is None:
+        return "it is parked"
+    if member.num_gone < member.state_end:
+        return f"{member.state_end - member.num_gone} frames of the state wait for it"
+    if member.is_behind(num_buffers):
+        return f"it is {num_buffers} steps behind"
+    return None
+
+
+def does_not_keep_up(member: StepMember, num_buffers: int) -> str | None:
+    """Why a member has to be parked; None: it need not.
+
+    A step takes the memory of the mean that was sent `num_buffers` steps before it.
+    """
+    num_steps = num_buffers + member.allowance
+    if member.is_parked:
+        return None
+    if member.is_behind(num_steps):
+        return f"it is {num_steps} steps behind"
+    if member.session.is_crowded:
+        return f"{member.session.backlog} frames wait for it"
+    return None
+
+
+def stays_parked(member: StepMember, now: float, *, at_once: bool) -> str | None:
+    """Why a parked member is not sent the state yet; None: it is. `at_once`: somebody is needed."""
+    if not member.has_asked:
+        return "it has not asked for the state"
+    if member.session.backlog:
+        return f"{member.session.backlog} frames wait for it"
+    if not at_once and now < member.resumed_at:
+        return f"it waits for {member.resumed_at - now:.0f} s more"
+    return None
 
 
 class Members:
@@ -175,12 +172,9 @@ class Members:
         self._members: dict[int, StepMember] = {}
         self._last_pushes: dict[str, PartAssignment] = {}
         """By instance, what its worker last pushed."""
-        self._weights: tuple[int, dict[int, Frame]] = (-1, {})
-
-    @property
-    def joining(self) -> list[StepMember]:
-        members = self._members.values()
-        return [each for each in members if not each.is_parked and not each.joined]
+        self._state = state_of(stores.replica)
+        self._copies: dict[str, list[Frame]] = {}
+        """Frames of tensors of the state, as they are since the last commit, for all who are sent them."""
 
     @property
     def free(self) -> list[StepMember]:
@@ -189,38 +183,46 @@ class Members:
     def get(self, session_id: int) -> StepMember | None:
         return self._members.get(session_id)
 
-    def send_mean(self, bucket: int, frame: Frame) -> None:
+    def send_mean(self, frame: Frame) -> None:
         for member in self._members.values():
-            if member.covers(bucket):
+            if not member.is_parked:
                 member.send_mean(frame)
 
-    def welcome(self, worker: Worker, ready: Ready) -> None:
-        """Let a worker catch up; tell it first what counted of a push that it is unsure of."""
-        member = StepMember(worker, Pace(ready.samples_per_s), len(self._stores.buckets))
+    def welcome(self, worker: Worker) -> StepMember:
+        """Let a worker in, and tell it what counted of a push that it is unsure of; `send_state` follows."""
+        ready = worker.ready
+        assert ready is not None  # noqa: S101 - it takes part
+        member = StepMember(worker, Pace(ready.samples_per_s))
         self._members[worker.member.session_id] = member
         if ready.unacknowledged is not None:
             last = self._last_pushes.get(worker.member.instance)
             counted = last.num_settled if last and last.key == ready.unacknowledged else 0
             member.session.send(Cancel(lease=ready.unacknowledged, num_buckets=counted))
 
-    def catch_up(
-        self, member: StepMember, version: int, reduced: set[int], reduction: Reduction
-    ) -> None:
-        """Send a joiner more of the state, bucket by bucket, of whatever version it then is.
+        return member
 
-        Between two buckets a step may be committed: the joiner takes it for what it has, like everybody else.
-        So a bucket is sent as of the last commit, followed by what the open step has `reduced` of it.
+    def send_state(
+        self, member: StepMember, version: int, buffers: Sequence[Frame], means: Sequence[Frame]
+    ) -> None:
+        """Send a member the whole state of `version`, and what the open step has of its `means`.
+
+        It hears of all that follows. `buffers`: those that the model has changed.
         """
-        session = member.session
-        at_once = not self._stores.can_be_cut  # then nothing may be committed in between
-        while (number := member.num_sent) is not None and not member.joined:
-            if session.backlog >= FRAMES_AHEAD and not at_once:
-                return
-            member.num_sent = number + 1
-            for content in self._stores.contents(number):
-                session.send_frame(self._copied(version, number, content))
-            if number in reduced:
-                member.send_mean(reduction.frame(version + 1, number))
+        for frame in (
+            *buffers,
+            *(each for name in self._state for each in self._copy(name, version)),
+        ):
+            member.session.send_frame(frame)
+        member.state_end = member.last_mean = member.session.num_queued
+        member.allowance = len(self._state) + 1
+        for frame in means:
+            member.send_mean(frame)
+
+    def note_joined(self) -> None:
+        """Those that have been sent the state may have parts from now on."""
+        for member in self._members.values():
+            if not member.joined and still_joins(member, self._num_buffers) is None:
+                member.joined, member.allowance = True, 0
 
     def unanswered(self, session_id: int, lease: LeaseKey) -> PartAssignment | None:
         """What a member was given and has not answered for."""
@@ -286,6 +288,12 @@ class Members:
         waiting = [each.part for each in member.unanswered.values() if not each.won]
         return sum(cost.seconds(part.num_samples) for part in waiting)
 
+    def taker_of(self, part: Part, *, is_orphan: bool) -> StepMember | None:
+        """Who gets a part: the member for which it was cut, or else one that can take it over."""
+        if part.meant_for is not None and part.meant_for in self._members:
+            return self._members[part.meant_for]
+        return self.best_for(part) if is_orphan else self.idle_for(part)
+
     def best_for(self, part: Part) -> StepMember | None:
         """Who takes over a part that nobody works on: one that answers, the least busy, the fastest."""
         holders = {assignment.session_id for assignment in part.assignments}
@@ -316,23 +324,20 @@ class Members:
         """The free ones that get parts of the step after `version`: all, if all were to rest."""
         return [each for each in self.free if each.rests_until <= version] or self.free
 
-    def take_back(self, session_id: int, answer: Push | Skip, now: float) -> PartAssignment | None:
-        """Note that a member has answered for a part, and how long that took it."""
-        member = self._members.get(session_id)
-        assignment = member.unanswered.pop(answer.lease, None) if member else None
-        if member is None or assignment is None:
-            return None
+    def take_back(self, assignment: PartAssignment, answer: Push | Skip, now: float) -> StepMember:
+        """Note that a member has answered for a part, and how long that took it; returns the member."""
+        member = self._members[assignment.session_id]
+        del member.unanswered[assignment.key]
         self.remember(assignment)
         if answer.compute_s > 0:
-            elapsed_s = now - assignment.granted_at
             member.pace.measured(
-                assignment.part.num_samples,
+                assignment.num_samples,
                 answer.compute_s,
-                elapsed_s,
+                now - assignment.term.since,
                 answer.held_s,
                 whole=isinstance(answer, Push),
             )
-        return assignment
+        return member
 
     def remember(self, assignment: PartAssignment) -> None:
         """Keep a push, should its worker lose its connection and ask how much of it counted.
@@ -352,8 +357,8 @@ class Members:
     def cancel(self, assignment: PartAssignment) -> None:
         """Tell a holder, once, that no more of its push will count than has."""
         member = self._members.get(assignment.session_id)
-        if member is not None and not assignment.is_cancelled:
-            assignment.is_cancelled = True
+        if member is not None and not assignment.push.is_cancelled:
+            assignment.push.is_cancelled = True
             num_buckets = assignment.num_settled
             member.session.send_urgent(Cancel(lease=assignment.key, num_buckets=num_buckets))
 
@@ -370,14 +375,17 @@ class Members:
             for frame in frames:
                 member.session.send_frame(frame)
             member.commit_marks.append(member.last_mean)
-            if len(member.commit_marks) > self._num_buffers:
+            while len(member.commit_marks) > self._num_buffers + member.allowance:
                 member.commit_marks.popleft()
-        self._weights = (-1, {})
+        self._copies.clear()
 
     @property
-    def laggards(self) -> list[StepMember]:
-        """Those that have not been sent the oldest mean that is kept: its memory is needed now."""
-        return [member for member in self._members.values() if member.lags(self._num_buffers)]
+    def laggards(self) -> list[tuple[StepMember, str]]:
+        """Those that do not keep up with the steps, and why."""
+        found = [
+            (each, does_not_keep_up(each, self._num_buffers)) for each in self._members.values()
+        ]
+        return [(member, reason) for member, reason in found if reason]
 
     def park(self, member: StepMember, now: float) -> None:
         """Send it no more steps: take back what is queued, and say what counted of its last push.
@@ -389,22 +397,20 @@ class Members:
         member.session.drop_queued()
         member.session.send(Park(lease=lease, num_buckets=num_buckets))
         for assignment in member.unanswered.values():
-            assignment.is_cancelled = True
-        member.num_sent, member.has_buffers, member.has_asked = None, False, False
+            assignment.push.is_cancelled = True
+        member.state_end, member.joined, member.has_asked = None, False, False
         member.commit_marks.clear()
         has_settled = now - member.resumed_at > SETTLED * member.pause_s
         member.pause_s = FIRST_PAUSE_S if has_settled else min(2 * member.pause_s, MOST_PAUSE_S)
         member.resumed_at = now + member.pause_s
 
-    def resume(self, now: float, *, at_once: bool) -> None:
-        """Begin to send the newest state to parked members whose links have drained and whose time has come.
-
-        `at_once`: somebody is needed, so that nobody's time has to come.
-        """
-        for member in self._members.values():
-            is_ready = member.is_parked and member.has_asked and member.session.backlog == 0
-            if is_ready and (at_once or now >= member.resumed_at):
-                member.num_sent, member.resumed_at = 0, now
+    def returning(self, now: float, *, at_once: bool) -> list[StepMember]:
+        """Parked members that are sent the newest state now; `at_once`: nobody's time has to come."""
+        parked = [member for member in self._members.values() if member.is_parked]
+        back = [each for each in parked if stays_parked(each, now, at_once=at_once) is None]
+        for member in back:
+            member.resumed_at = now
+        return back
 
     def send_weights(
         self, session_id: int, version: int, buckets: Sequence[int]
@@ -416,30 +422,24 @@ class Members:
         if max(buckets) >= len(self._stores.buckets):
             member.session.cut("it asked for a bucket that does not exist")
             return None
+        frames = self._copy(WEIGHTS, version)
         for number in buckets:
-            member.session.send_frame(self._weights_frame(version, number))
+            member.session.send_frame(frames[number])
         member.num_drifts += 1
         return member
 
-    def _weights_frame(self, version: int, number: int) -> Frame:
-        """A bucket of the weights, shared by all who ask for it at this version."""
-        if self._weights[0] != version:
-            self._weights = (version, {})
-        frames = self._weights[1]
-        if number not in frames:
-            frames[number] = self._copied(version, number, WEIGHTS)
-        return frames[number]
-
-    def _copied(self, version: int, number: int, content: str) -> Frame:
-        """A copy of one of a bucket's `Store.contents`."""
-        values = self._stores.contents(number)[content].to("cpu", copy=True)
-        codec, total = get_codec(lossless_for(values.dtype)), len(self._stores.buckets)
-        pieces = bucket_pieces(codec, [slice(0, len(values))], range(number, number + 1), total)
-        make = partial(
-            State,
-            incarnation=self._incarnation,
-            version=version,
-            content=content,
-            num_skipped=self._stores.num_skipped,
-        )
-        return stream_frames(make, pieces, [values])[0]
+    def _copy(self, name: str, version: int) -> list[Frame]:
+        """Frames of a tensor of the state at `version`, the last one that was committed."""
+        if name not in self._copies:
+            values = self._state[name].to("cpu", copy=True)
+            make = partial(
+                State,
+                incarnation=self._incarnation,
+                version=version,
+                num_skipped=self._stores.num_skipped,
+            )
+            pieces = content_pieces(name, values, self._stores.buckets)
+            self._copies[name] = stream_frames(
+                make, pieces, (values[piece.place] for piece in pieces)
+            )
+        return self._copies[name]

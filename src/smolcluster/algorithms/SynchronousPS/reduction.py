@@ -8,18 +8,18 @@ the very bytes. So all replicas take the same step.
 import math
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS.rule import ExpectedTerms
-from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.codec.base import NonFiniteValue, absmax, bytes_of
+from smolcluster.algorithms.SynchronousPS.step import SliceStep, Step
+from smolcluster.codec.base import NonFiniteValue, absmax
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
-from smolcluster.data.permutation import Range
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.push import digests_spec, push_assembler
@@ -39,61 +39,21 @@ from smolcluster.wire.messages import (
     frame_of,
 )
 from smolcluster.wire.session import Receiver
-from smolcluster.wire.streams import bucket_length, bucket_spec
+from smolcluster.wire.streams import bucket_length, span_pieces, stream_frames
 
 RESIDUAL = "residual"
 SPARE_BYTES = 16 * 1024 * 1024
 MAX_BUFFERS = 64
 
 
+@dataclass(eq=False)
 class PartArrived(Event):
     """A frame of a push arrived. `reduced`: it completed its bucket; `whole`: it was the push's last one."""
 
-    def __init__(self, session_id: int, push: Push, *, reduced: bool, whole: bool) -> None:
-        self.session_id = session_id
-        self.push = push
-        self.reduced = reduced
-        self.whole = whole
-
-
-class Claimed(Protocol):
-    """Whose push it is that a bucket counts of, and of how many samples."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def num_samples(self) -> int: ...
-
-
-class OpenedStep(Protocol):
-    """What sums need to know of a step: its parts, and which buckets of a push count."""
-
-    version: int
-    batch: Range
-
-    @property
-    def parts(self) -> Sequence[object]: ...
-
-    @property
-    def overflow(self) -> float | None: ...
-
-    def claim(self, session_id: int, push: Push) -> Claimed | None: ...
-
-
-class Summed(Protocol):
-    """What gradients are added up for: a replica, or a slice of one."""
-
-    @property
-    def buckets(self) -> Sequence[slice]: ...
-
-    @property
-    def grads(self) -> Tensor: ...
-
-    @property
-    def num_params(self) -> int: ...
-
-    def parameter_at(self, place: int) -> str: ...
+    session_id: int
+    push: Push
+    reduced: bool
+    whole: bool
 
 
 class Reduction:
@@ -103,39 +63,48 @@ class Reduction:
     itself, so that sums take turns; lossy ones refer to encoded bytes, and these do. There are two, or as
     many as fit in `SPARE_BYTES`: with a small model a worker may be many steps behind. Memory that a frame
     still refers to when its turn comes, because a slow link is in the middle of it, is left to that frame.
-    With a lossy codec two sums take turns, one in the replica's `grads`, for which a server has no other use.
+    With a lossy codec two sums take turns, one in the memory of the replica's gradient.
     """
 
     def __init__(
-        self, replica: Summed, codec_name: str, *, first: int = 0, num_buckets: int | None = None
+        self,
+        buckets: Sequence[slice],
+        codec_name: str,
+        grads: Tensor,
+        parameter_at: Callable[[int], str],
+        *,
+        span: range | None = None,
     ) -> None:
-        """`first`: the number of the replica's first bucket, of `num_buckets` in all; None: it has all."""
-        self._first = first
-        self._num_buckets = len(replica.buckets) if num_buckets is None else num_buckets
+        """Nothing is open.
+
+        Args:
+            buckets: of all parameters.
+            grads: memory (n,) of the buckets that are added up here, for which there is no other use.
+            parameter_at: names the parameter at a place in it.
+            span: the numbers of those buckets; None: all.
+        """
+        span = range(len(buckets)) if span is None else span
         self.attempt = 0
         """What a store's means say of the open step."""
-        self._buckets = replica.buckets
-        self._replica = replica
         self._codec = get_codec(codec_name)
+        self._pieces = span_pieces(self._codec, buckets, span)
+        self._first, self._buckets = span.start, [piece.place for piece in self._pieces]
+        self._parameter_at = parameter_at
         self._lossy_lock = threading.Lock()
         self._locks = [threading.Lock() for _ in self._buckets]
-        shape = (replica.num_params,)
-        dtype = replica.grads.dtype
-        nbytes = replica.num_params * dtype.itemsize
-        self.num_buffers = max(2, min(MAX_BUFFERS, SPARE_BYTES // nbytes))
+        self.num_buffers = max(2, min(MAX_BUFFERS, SPARE_BYTES // grads.nbytes))
         """Steps after which the memory of a mean is used again."""
         buffers = range(self.num_buffers)
+        own = torch.empty_like(grads, device="cpu")
         if self._codec.lossless:
-            self._sums = [torch.empty(shape, dtype=dtype) for _ in buffers]
+            self._sums = [own, *(torch.empty_like(own) for _ in buffers[1:])]
             self._feedback = None
         else:
-            own = torch.empty(shape, dtype=dtype)
-            on_cpu = replica.grads.device.type == "cpu"
-            self._sums = [own, replica.grads if on_cpu else torch.empty_like(own)]
-            self._feedback = ErrorFeedback(self._codec, replica.num_params)
+            self._sums = [own, grads if grads.device.type == "cpu" else torch.empty_like(own)]
+            self._feedback = ErrorFeedback(self._codec, grads.numel())
         self._encoded = [self._new_encoded() for _ in buffers]
         self._frames: list[list[weakref.ref[Frame]]] = [[] for _ in buffers]
-        self._step: OpenedStep | None = None
+        self._step: SliceStep | None = None
         self._num_added = [0] * len(self._buckets)
         self._num_terms = [0.0] * len(self._buckets)
         """Of the parts that have been added to each bucket."""
@@ -158,7 +127,7 @@ class Reduction:
         if self._feedback is not None:
             self._feedback.resume(self._buckets)
 
-    def open(self, step: OpenedStep) -> None:
+    def open(self, step: SliceStep) -> None:
         """Begin a step in the oldest one's memory, or in new memory if a link is still busy with that."""
         self._num_added = [0] * len(self._buckets)
         self._largest = [(0.0, "")] * len(self._buckets)
@@ -172,11 +141,11 @@ class Reduction:
                 self._sums[buffer] = torch.empty_like(self._sums[buffer])
         self._frames[buffer].clear()
 
-    def close(self) -> None:
-        """The open step is over; its mean stays for `num_buffers` steps."""
+    def close(self, *, is_skipped: bool = False) -> None:
+        """The open step is over, or `is_skipped` by all; its mean stays for `num_buffers` steps."""
         if self._feedback is None or self._step is None:
             pass
-        elif self._step.overflow is not None:
+        elif is_skipped:
             self._feedback.rollback()
         else:
             self._feedback.commit()
@@ -248,20 +217,10 @@ class Reduction:
             NonFiniteLoss: the sum of the parts, of which each is finite, is not.
         """
         self.check(version, number)
-        global_number, number = number, number - self._first
-        bucket = self._buckets[number]
-        if self._codec.lossless:
-            payload = bytes_of(self._sum_of(version, number))
-        else:
-            payload = bytes_of(self._encoded_of(version, number))
-        reduced = Reduced(
-            attempt=self.attempt,
-            version=version,
-            bucket=global_number,
-            num_buckets=self._num_buckets,
-            tensor=bucket_spec(self._codec, bucket),
-        )
-        frame = frame_of(reduced, payload)
+        number -= self._first
+        payload_of = self._sum_of if self._codec.lossless else self._encoded_of
+        make = partial(Reduced, attempt=self.attempt, version=version)
+        [frame] = stream_frames(make, [self._pieces[number]], [payload_of(version, number)])
         self._frames[version % self.num_buffers].append(weakref.ref(frame))
         return frame
 
@@ -273,7 +232,7 @@ class Reduction:
         """
         number -= self._first
         if not math.isfinite(self._norms[number]):
-            name = self._replica.parameter_at(self._buckets[number].start)
+            name = self._parameter_at(self._buckets[number].start)
             largest, worker = self._largest[number]
             raise NonFiniteLoss(
                 f"step {version}: the sum of the gradients overflows at layer {name} or after it; most of "
@@ -286,21 +245,11 @@ class Reduction:
     def mean(self, version: int) -> Tensor:
         return self._sums[version % len(self._sums)]
 
-    def receive(self, reduced: Reduced, payload: memoryview) -> None:
-        """Take the mean of a bucket that another host has added up. Any thread, one at a time for a bucket.
+    def arrived(self, number: int, mean: Tensor) -> None:
+        """The `mean` (n,) of a bucket, added up on another host, lies in its place. Any thread."""
+        [self._norms[number]] = bucket_norms(mean, [slice(None)])
 
-        Raises:
-            ProtocolError: it is not of the agreed shape and codec.
-        """
-        bucket = self._buckets[reduced.bucket]
-        if reduced.tensor != bucket_spec(self._codec, bucket):
-            raise ProtocolError(f"its mean of bucket {reduced.bucket} is not of the agreed shape")
-        total = self._sum_of(reduced.version, reduced.bucket)
-        with self._lossy_lock:  # readers of several stores share the codec's scratch
-            self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), total)
-        [self._norms[reduced.bucket]] = bucket_norms(total, [slice(None)])
-
-    def _finish(self, step: OpenedStep, number: int, total: Tensor) -> None:
+    def _finish(self, step: SliceStep, number: int, total: Tensor) -> None:
         """Take the norm of a bucket's mean; a lossy codec turns it into what everybody will decode."""
         if self._feedback is not None:
             encoded = self._encoded_of(step.version, number)
@@ -341,12 +290,16 @@ class PartReceiver(Receiver):
         *,
         has_loss_scale: bool = False,
         span: range | None = None,
+        await_step: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`collector`: takes the buffers that the model changes; None: it has none.
+        """Nothing of a push has come.
 
-        `span`: the numbers of the buckets that come here, the others go elsewhere; None: all.
+        Args:
+            collector: takes the buffers that the model changes; None: it has none.
+            span: the numbers of the buckets that come here, the others go elsewhere; None: all.
+            await_step: returns when pushes of the step that makes a version may be added.
         """
-        self._collector = collector
+        self._collector, self._await_step = collector, await_step
         self._session_id = session_id
         self._reduction = reduction
         self._codec = get_codec(codec_name)
@@ -371,6 +324,8 @@ class PartReceiver(Receiver):
             if isinstance(message, Skip) and begun and begun.lease == message.lease:
                 self._pushes.first = None
             return MessageReceived(self._session_id, message)
+        if not self.in_progress:
+            self._await_step(message.base_version + 1)
         self._pushes.check(message)
         whole = not self.in_progress
         reduced = self._reduction.add(self._session_id, message, *self._decoded(message, payload))
@@ -387,19 +342,20 @@ class PartReceiver(Receiver):
         return values, self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
 
 
-def commit_of(step: Step, clip: float, rate: float, num_digests: int = 0) -> Commit:
-    """What ends a step, taken or skipped."""
+def commit_of(step: Step, clip: float, rate: float, attempt: int = 0) -> Commit:
+    """What ends a step, taken or skipped; `attempt`: that of stores' means."""
     return Commit(
+        attempt=attempt,
         version=step.version,
         num_samples=step.batch.num_samples,
         num_terms=step.loss.num_terms,
         clip=clip,
         is_skipped=step.overflow is not None,
         learning_rate=rate,
-        tensor=digests_spec(num_digests) if num_digests else None,
     )
 
 
-def commit_frame(step: Step, clip: float, rate: float, digests: Sequence[bytes]) -> Frame:
-    """The frame that ends a step, taken or skipped, with digests of the weights before it or without any."""
-    return frame_of(commit_of(step, clip, rate, len(digests)), b"".join(digests))
+def commit_frame(commit: Commit, digests: Sequence[bytes]) -> Frame:
+    """The frame that ends a step, with digests of the weights before it or without any."""
+    spec = digests_spec(len(digests)) if digests else None
+    return frame_of(commit.model_copy(update={"tensor": spec}), b"".join(digests))

@@ -3,19 +3,21 @@
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from smolcluster.codec.base import bytes_of
-from smolcluster.codec.registry import get_codec, lossless_for
+from smolcluster.codec.registry import get_codec
 from smolcluster.errors import PeerLost, ProtocolError
 from smolcluster.server.assignment import AssignmentReceiver
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.push import DIGEST_NBYTES, digests_spec
+from smolcluster.server.slices import content_pieces, place_of
+from smolcluster.server.store import state_of
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
@@ -33,153 +35,151 @@ from smolcluster.wire.messages import (
     Served,
     Skip,
     State,
-    TensorSpec,
+    StoreList,
     frame_of,
 )
 from smolcluster.wire.session import Receiver
-from smolcluster.wire.streams import bucket_spec
+from smolcluster.wire.streams import Assembler, Piece, span_pieces
 
 PACE = 3
 """Buckets by which a push may be ahead of the mean that comes back."""
 
 
+@dataclass(eq=False)
 class StateArrived(Event):
-    """A bucket of the server's state: `values` (n,) of what `state.content` names.
+    """A tensor of the server's state, or a bucket of its weights: `values` (n,) of what `state` names.
 
     `buffers`: those that came before it.
     """
 
-    def __init__(
-        self, state: State, values: Tensor, buffers: BufferValues = MappingProxyType({})
-    ) -> None:
-        self.state = state
-        self.values = values
-        self.buffers = buffers
+    state: State
+    values: Tensor
+    buffers: BufferValues = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Committed(Event):
-    """A step to take.
+    """A step to take, with the mean that `Means` has of its version.
 
-    `gradient` is the flat mean (num_params,), of which the first `num_reduced` buckets were sent to us; None
-    without any. `digests` are those of the server's weights before it, one a bucket, or none at all.
-    `buffers`: the model's, if the step has changed any.
+    `digests`: of the server's weights before it, one a bucket, or none at all. `buffers`: the model's, if the
+    step has changed any.
     """
 
-    def __init__(
-        self,
-        commit: Commit,
-        gradient: Tensor | None,
-        num_reduced: int,
-        digests: Sequence[bytes],
-        buffers: BufferValues = MappingProxyType({}),
-    ) -> None:
-        self.buffers = buffers
-        self.commit = commit
-        self.gradient = gradient
-        self.num_reduced = num_reduced
-        self.digests = digests
+    commit: Commit
+    digests: Sequence[bytes] = ()
+    buffers: BufferValues = field(default_factory=dict)
 
 
 class MeanWhole(Event):
-    """All of a mean that comes from stores on other hosts is here: a Commit may have waited for it."""
-
-
-@dataclass
-class Mean:
-    """A mean gradient (num_params,) on its way, and the buckets that have arrived."""
-
-    gradient: Tensor
-    reduced: set[int] = field(default_factory=set)
+    """All that a store has of a mean is here: a Commit may have waited for it."""
 
 
 class FellBehind(Event):
     """A mean came while both buffers were taken: it and all steps after it are left out until a `Park`."""
 
 
-class StepReceiver(Receiver):
-    """A worker's receiver: puts mean gradients together in one of two buffers, and passes all else on.
+@dataclass
+class Mean:
+    """A mean gradient (num_params,) on its way, and how many buckets of each span have arrived.
+
+    A store that begins a step anew sends its means anew, with another `attempt`.
+    """
+
+    gradient: Tensor
+    num_reduced: Counter[range] = field(default_factory=Counter)
+    attempts: dict[range, int] = field(default_factory=dict)
+    """Of which attempt they are; 0: of the only one."""
+
+
+class Means:
+    """The mean gradients on their way to a worker, in two buffers that take turns. Any thread.
 
     The server may be a step ahead of a worker that is still computing. One that is further behind makes its
-    own reader wait in `place_for`, but not for so long that the server would take it for dead: then it reads
-    on, and leaves out what it has no room for.
+    own reader wait for a buffer, but not for so long that the server would take it for dead.
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        codec_name: str,
-        patience_s: float = math.inf,
-        longest_wait_s: float = math.inf,
+        self, numel: int, dtype: torch.dtype, span: range, patience_s: float, longest_wait_s: float
     ) -> None:
-        """`patience_s`: how long a push waits for the mean at most, each time; `longest_wait_s`: how long
-        the reader waits for a buffer.
-        """
-        self._patience_s = patience_s
-        self._longest_wait_s = longest_wait_s
-        self.has_fallen_behind = self._is_told = False
-        self._collector = BufferCollector(replica.buffers, replica.bucket_bytes)
-        self._buffers: BufferValues = {}
-        """What has come of the server's buffers since the last state or commit."""
-        self._assignments = AssignmentReceiver()
-        self._buckets = replica.buckets
-        self._codec = get_codec(codec_name)
-        self._decoding = threading.Lock()
-        """Readers of several stores share the codec's scratch."""
-        self._lossless = get_codec(lossless_for(replica.params.dtype))
-        self._optimizer = replica.optimizer
-        shape = (replica.num_params,)
-        self._free = [torch.empty(shape, dtype=self._codec.dtype) for _ in range(2)]
+        """The server adds up the buckets `span`; for the times in seconds see `StepReceiver`."""
+        self.spans = [span]
+        """What each sender adds up; the server's is the first."""
+        self.has_fallen_behind = False
+        self._patience_s, self._longest_wait_s = patience_s, longest_wait_s
+        self._free = [torch.empty(numel, dtype=dtype) for _ in range(2)]
+        self._open: dict[int, Mean] = {}
+        """By version. Stores may be ahead of the server or behind."""
         self._changed = threading.Condition()
-        self._closed = False
-        self._paced = False
-        self._means: dict[int, Mean] = {}
-        """By version. From the server's session one at a time, stores may be ahead of it or behind."""
-        self._spans: list[range] = []
-        """Of the buckets that stores on other hosts have."""
-        self._done = -1
-        """Means of this version or before are of no use, where stores send them: see `from_store`."""
+        self._is_closed = self._is_paced = False
+
+    def memory_for(self, version: int) -> Tensor | None:
+        """Where the mean of a step belongs (num_params,); None: there was no buffer for too long.
+
+        Raises:
+            PeerLost: the worker has left.
+        """
+        longest_s = None if math.isinf(self._longest_wait_s) else self._longest_wait_s
+        with self._changed:
+            self._changed.wait_for(
+                lambda: version in self._open or self._free or self._is_closed, longest_s
+            )
+            if version not in self._open:
+                if not self._free:
+                    if self._is_closed:
+                        raise PeerLost("the worker has left")
+                    self.has_fallen_behind = True
+                    return None
+                self._open[version] = Mean(self._free.pop())
+                self._changed.notify_all()
+            return self._open[version].gradient
+
+    def arrived(self, version: int, span: range, attempt: int = 0) -> None:
+        """The next bucket of a span is in its place."""
+        with self._changed:
+            mean = self._open[version]
+            if mean.attempts.setdefault(span, attempt) != attempt:
+                mean.attempts[span], mean.num_reduced[span] = attempt, 0
+            mean.num_reduced[span] += 1
+            self._changed.notify_all()
+
+    def is_whole(self, commit: Commit, spans: Sequence[range] | None = None) -> bool:
+        """Whether all buckets of these spans are there for a step that is committed; None: of all spans."""
+        with self._changed:
+            mean = self._open.get(commit.version)
+            return mean is not None and all(
+                mean.num_reduced[span] == len(span) and mean.attempts[span] in (0, commit.attempt)
+                for span in (self.spans if spans is None else spans)
+            )
+
+    def take(self, version: int) -> Tensor:
+        """A whole mean (num_params,), which is the caller's until it is given back."""
+        with self._changed:
+            self._changed.notify_all()
+            return self._open.pop(version).gradient
 
     def give_back(self, gradient: Tensor) -> None:
         with self._changed:
             self._free.append(gradient)
             self._changed.notify_all()
 
-    def from_store(self, span: range) -> "MeanReceiver":
-        """What takes the means that a store on another host sends."""
-        self._spans.append(span)
-        return MeanReceiver(self, span)
-
-    def has(self, reduced: Reduced) -> bool:
-        """Whether this bucket of a mean that is not complete has arrived already."""
+    def forget(self) -> None:
+        """What is on its way is of no use."""
         with self._changed:
-            return reduced.bucket in self._reduced_of(reduced)
-
-    def complete(self, committed: Committed) -> bool:
-        """Whether all that stores have of a step's mean is here; then it is put into `committed`."""
-        with self._changed:
-            mean = self._means.get(committed.commit.version)
-            if committed.gradient is not None or not self._spans:
-                return True
-            if mean is None or not self._has_all_of_stores(mean):
-                return False
-            self._done = committed.commit.version
-            del self._means[self._done]
-        committed.gradient, committed.num_reduced = mean.gradient, len(mean.reduced)
-        return True
-
-    def _has_all_of_stores(self, mean: Mean) -> bool:
-        return all(number in mean.reduced for span in self._spans for number in span)
+            self._free += [mean.gradient for mean in self._open.values()]
+            self._open.clear()
+            self.has_fallen_behind = False
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """The worker takes no more steps, or the session has ended: nobody may wait any more."""
+        """Nobody may wait any more."""
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             self._changed.notify_all()
 
     def pace(self, *, paced: bool) -> None:
         """Whether the frames of a push shall wait for the mean, or be sent as fast as the link can."""
         with self._changed:
-            self._paced = paced
+            self._is_paced = paced
             self._changed.notify_all()
 
     def hold(self, bucket: int, longest_s: float) -> None:
@@ -192,164 +192,175 @@ class StepReceiver(Receiver):
         """
         patience_s = min(longest_s, self._patience_s)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._in_pace(bucket), patience_s):
-                self._paced = False
+            if not self._changed.wait_for(lambda: self._is_in_pace(bucket), patience_s):
+                self._is_paced = False
 
-    def _in_pace(self, bucket: int) -> bool:
+    def _is_in_pace(self, bucket: int) -> bool:
         """As compared with what has come of the open step's mean from where the bucket goes to."""
-        reduced = self._means[min(self._means)].reduced if self._means else ()
-        own = range(min((span.start for span in self._spans), default=len(self._buckets)))
-        span = next((span for span in self._spans if bucket in span), own)
-        num_reduced = sum(number in span for number in reduced)
-        is_ahead = 0 < num_reduced <= bucket - span.start - PACE
-        return self._closed or not self._paced or not is_ahead
+        if self._is_closed or not self._is_paced or not self._open:
+            return True
+        span = next((span for span in self.spans if bucket in span), self.spans[0])
+        num_reduced = self._open[min(self._open)].num_reduced[span]
+        return not 0 < num_reduced <= bucket - span.start - PACE
+
+
+class MeanReceiver(Receiver):
+    """Takes the means of the buckets that one sender adds up, which come in order: one stream a step."""
+
+    def __init__(
+        self, means: Means, buckets: Sequence[slice], codec_name: str, span: range
+    ) -> None:
+        codec = get_codec(codec_name)  # its scratch is this reader's own
+        pieces = span_pieces(codec, buckets, span)
+        self._means, self._span = means, span
+        self._place, self._is_lossless = place_of(buckets, span), codec.lossless
+        self._version = 0
+        """Of the newest stream."""
+        self._stream = Assembler[Reduced](
+            "mean gradient", partial(self._begin, pieces), self._memory
+        )
+
+    def _begin(self, pieces: Sequence[Piece], first: Reduced) -> Sequence[Piece]:
+        self._version = first.version
+        return pieces
+
+    def _memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The buckets' place in the step's gradient; that of a mean that is left out is nobody's."""
+        gradient = self._means.memory_for(self._version)
+        return torch.empty(numel, dtype=dtype) if gradient is None else gradient[self._place]
+
+    def forget(self) -> None:
+        """What is on its way is left out."""
+        self._stream.first = None
+
+    def _begin_attempt(self, reduced: Reduced) -> None:
+        """A store that begins a step anew does not finish the mean that it was sending."""
+        if self._stream.first is not None and self._stream.first.attempt != reduced.attempt:
+            self._stream.first = None
 
     def place_for(self, message: Message) -> memoryview | None:
-        """A lossless mean goes straight to its place in the gradient, which is nobody's until its commit."""
-        if isinstance(message, Served):
-            return self._assignments.place_for(message)
-        if not isinstance(message, Reduced) or self.has_fallen_behind:
+        """A lossless mean goes straight to its place, which is nobody's until its commit."""
+        is_placed = self._is_lossless and not self._means.has_fallen_behind
+        if not isinstance(message, Reduced) or not is_placed:
             return None
-        self._check(message)
-        if message.bucket in self._reduced_of(message):
-            raise ProtocolError(
-                f"the server sent bucket {message.bucket} of the mean gradient twice"
-            )
-        return None if self.has_fallen_behind else self.place_in_mean(message)
-
-    def place_in_mean(self, reduced: Reduced) -> memoryview | None:
-        """Where a bucket of a lossless mean shall be written; None: it has to be decoded, or is of no use."""
-        mean = self._mean_of(reduced)
-        if mean is None or not self._codec.lossless:
-            return None
-        return bytes_of(mean.gradient[self._buckets[reduced.bucket]])
+        self._begin_attempt(message)
+        return self._stream.place_for(message)
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        return None if isinstance(message, Served) else self._take(message, payload)
+        """Take a bucket; the last one is told.
 
-    def _take(self, message: Message, payload: memoryview) -> Event | None:
+        Raises:
+            ProtocolError: it is not the next one, or is not of the agreed shape and codec.
+        """
+        if not isinstance(message, Reduced):
+            raise ProtocolError(f"a store sent {type(message).__name__}")
+        if not (self._is_lossless or self._means.has_fallen_behind):
+            self._begin_attempt(message)
+            self._stream.take(message, payload)
+        if self._means.has_fallen_behind:
+            return None
+        self._means.arrived(message.version, self._span, message.attempt)
+        return MeanWhole() if self._stream.first is None else None
+
+
+class StepReceiver(Receiver):
+    """A worker's receiver: puts means and the server's state together, and passes all else on.
+
+    A worker that is too far behind reads on, and leaves out the steps for which it has no memory.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        codec_name: str,
+        patience_s: float = math.inf,
+        longest_wait_s: float = math.inf,
+    ) -> None:
+        """`patience_s`: how long a push waits for the mean at most, each time; `longest_wait_s`: how long
+        the reader waits for a buffer.
+        """
+        self._buckets, self._codec_name = replica.buckets, codec_name
+        span = range(len(replica.buckets))
+        self.means = Means(
+            replica.num_params, get_codec(codec_name).dtype, span, patience_s, longest_wait_s
+        )
+        self._own = MeanReceiver(self.means, self._buckets, codec_name, span)
+        self._is_told = False
+        """Whether it has been said that the worker has fallen behind."""
+        self._collector = BufferCollector(replica.buffers, replica.bucket_bytes)
+        self._buffers: BufferValues = {}
+        """What has come of the server's buffers since the last state or commit."""
+        self._assignments = AssignmentReceiver()
+        self._contents = state_of(replica)
+        self._missing = list(self._contents)
+        """Tensors of the state that are still to come; none: what comes are buckets of the weights."""
+        self._states = Assembler[State]("state", self._pieces_of)
+
+    def from_store(self, span: range) -> MeanReceiver:
+        """What takes the means that a store on another host sends."""
+        self.means.spans.append(span)
+        return MeanReceiver(self.means, self._buckets, self._codec_name, span)
+
+    def close(self) -> None:
+        """The worker takes no more steps, or the session has ended: nobody may wait any more."""
+        self.means.close()
+
+    def place_for(self, message: Message) -> memoryview | None:
+        if isinstance(message, Served):
+            return self._assignments.place_for(message)
+        return self._own.place_for(message)
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        if isinstance(message, Reduced | Commit | Buffers):
+            return self._of_step(message, payload)
         match message:
-            case Reduced() | Commit() | Buffers() if self.has_fallen_behind:
-                is_news, self._is_told = not self._is_told, True
-                return FellBehind() if is_news else None
-            case Park():
-                self._collector.forget()
-                self._buffers = {}
-                with self._changed:
-                    self.has_fallen_behind = self._is_told = False
-                    self._forget(list(self._means))
-            case Reduced() | Buffers():
-                self._collect(message, payload)
+            case Served():
                 return None
-            case Commit():
-                digests = self._digests(message, payload)
-                committed = Committed(message, None, 0, digests, self._take_buffers())
-                if not self._spans:
-                    self._put_into(committed)
-                return committed
             case State():
-                values = self._state(message, payload)
-                self._begin_at(message.version)
-                return StateArrived(message, values, self._take_buffers())
+                return self._state(message, payload)
             case Assignment():
                 return self._assignments.assigned(message, payload)
+            case Park():
+                self._begin_anew()
+            case StoreList():
+                span = range(min(place.first for place in message.stores))
+                self.means.spans[0] = span
+                self._own = MeanReceiver(self.means, self._buckets, self._codec_name, span)
         return MessageReceived(0, message)
 
-    def _collect(self, message: Reduced | Buffers, payload: memoryview) -> None:
+    def _begin_anew(self) -> None:
+        """Forget the steps and the state that are on their way: the whole state follows."""
+        self._own.forget()
+        self.means.forget()
+        self._is_told = False
+        self._collector.forget()
+        self._buffers, self._states.first = {}, None
+        self._missing = list(self._contents)
+
+    def _of_step(self, message: Reduced | Commit | Buffers, payload: memoryview) -> Event | None:
+        """Take a part of what everybody is sent of a step; with its Commit it is whole."""
+        if isinstance(message, Reduced):
+            self._own(message, payload)
+        if self.means.has_fallen_behind:
+            is_news, self._is_told = not self._is_told, True
+            return FellBehind() if is_news else None
         if isinstance(message, Buffers):
             self._buffers = self._collector.take(message, payload) or self._buffers
-            return
-        self.add_to_mean(message, payload)
+        return self._committed(message, payload) if isinstance(message, Commit) else None
 
-    def add_to_mean(self, reduced: Reduced, payload: memoryview) -> bool:
-        """Take a bucket of a mean; returns whether it was the last one that comes from stores."""
-        mean = self._mean_of(reduced)
-        if mean is None:
-            return False
-        if not self._codec.lossless:
-            encoded = torch.frombuffer(payload, dtype=torch.uint8)
-            with self._decoding:
-                self._codec.decode(encoded, mean.gradient[self._buckets[reduced.bucket]])
-        with self._changed:
-            mean.reduced.add(reduced.bucket)
-            self._changed.notify_all()
-            return self._has_all_of_stores(mean)
+    def _state(self, state: State, payload: memoryview) -> StateArrived | None:
+        _, values = self._states.take(state, payload)
+        if values is None:
+            return None
+        del self._missing[:1]
+        return StateArrived(state, values, self._take_buffers())
 
-    def _put_into(self, committed: Committed) -> None:
-        """The server's means and commits are in one order: the only one that is open is the step's."""
-        with self._changed:
-            for mean in self._means.values():
-                committed.gradient, committed.num_reduced = mean.gradient, len(mean.reduced)
-            self._means.clear()
-            self._changed.notify_all()
-
-    def _begin_at(self, version: int) -> None:
-        """The first state has come: what stores have sent of its step, or of earlier ones, is not needed."""
-        if self._done < 0 and self._spans:
-            with self._changed:
-                self._done = version
-                self._forget([each for each in self._means if each <= version])
-
-    def _forget(self, versions: Sequence[int]) -> None:
-        """Free the memory of these means; `_changed` is held."""
-        for version in versions:
-            self._free.append(self._means.pop(version).gradient)
-        self._changed.notify_all()
-
-    def _take_buffers(self) -> BufferValues:
-        buffers, self._buffers = self._buffers, {}
-        return buffers
-
-    def check_shape(self, reduced: Reduced) -> None:
-        known = reduced.bucket < len(self._buckets) == reduced.num_buckets
-        if not known or reduced.tensor != bucket_spec(self._codec, self._buckets[reduced.bucket]):
+    def _committed(self, commit: Commit, payload: memoryview) -> Committed:
+        if not self.means.is_whole(commit, self.means.spans[:1]):
             raise ProtocolError(
-                f"bucket {reduced.bucket} of {reduced.num_buckets} of the mean gradient is not of "
-                "the agreed shape and codec"
+                f"the server committed step {commit.version} before it had sent all of its mean gradient"
             )
-
-    def _check(self, reduced: Reduced) -> None:
-        """Of what comes from the server: it is of the open step."""
-        self.check_shape(reduced)
-        if self._means and not self._spans and reduced.version not in self._means:
-            raise ProtocolError(
-                f"the server began step {reduced.version} before it had committed {max(self._means)}"
-            )
-
-    def _reduced_of(self, reduced: Reduced) -> set[int]:
-        mean = self._means.get(reduced.version)
-        return set() if mean is None else mean.reduced
-
-    def _mean_of(self, reduced: Reduced) -> Mean | None:
-        """The mean that a bucket belongs to, in new memory if it is the first one; None: it is of no use."""
-        with self._changed:
-            mean = self._means.get(reduced.version)
-            if mean is not None or reduced.version <= self._done:
-                return mean
-            gradient = self._take_free(reduced.version)
-            if gradient is not None:
-                self._means[reduced.version] = Mean(gradient)
-                self._changed.notify_all()
-            elif not self._is_settled(reduced.version):
-                self.has_fallen_behind = True
-            return self._means.get(reduced.version)
-
-    def _is_settled(self, version: int) -> bool:
-        """Whether a mean has its memory, or needs none: another reader may have been quicker."""
-        return version in self._means or version <= self._done
-
-    def _take_free(self, version: int) -> Tensor | None:
-        """A buffer that nobody uses; None: `version` needs none, or there was none for too long."""
-        longest_s = None if math.isinf(self._longest_wait_s) else self._longest_wait_s
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._free or self._closed or self._is_settled(version), longest_s
-            )
-            if self._is_settled(version):
-                return None
-            if self._closed and not self._free:
-                raise PeerLost("the worker has left")
-            return self._free.pop() if self._free else None
+        return Committed(commit, self._digests(commit, payload), self._take_buffers())
 
     def _digests(self, commit: Commit, payload: memoryview) -> list[bytes]:
         if commit.tensor is None:
@@ -359,85 +370,49 @@ class StepReceiver(Receiver):
         starts = range(0, payload.nbytes, DIGEST_NBYTES)
         return [bytes(payload[start : start + DIGEST_NBYTES]) for start in starts]
 
-    def _state(self, state: State, payload: memoryview) -> Tensor:
-        known = state.bucket < len(self._buckets) == state.num_buckets
-        if not known or state.tensor != self._state_spec(state):
-            raise ProtocolError(
-                f"bucket {state.bucket} of {state.num_buckets} of the server's {state.content!r} is not "
-                "of the agreed shape"
-            )
-        return torch.frombuffer(bytearray(payload), dtype=self._lossless.dtype)
+    def _take_buffers(self) -> BufferValues:
+        buffers, self._buffers = self._buffers, {}
+        return buffers
 
-    def _state_spec(self, state: State) -> TensorSpec | None:
-        """What a bucket of the server's weights or optimizer has to be; None: there is no such thing."""
-        bucket = self._buckets[state.bucket]
-        if state.content == WEIGHTS:
-            return bucket_spec(self._lossless, bucket)
-        whole = self._optimizer.moments.get(state.content)
-        if whole is None:
-            return None
-        length = len(range(whole.numel())[bucket])  # a slice of it would be the device's work
-        return bucket_spec(self._lossless, slice(0, length)) if length else None
+    def _pieces_of(self, first: State) -> Sequence[Piece]:
+        """Of the state each tensor in its turn, whole; after that single buckets of the weights."""
+        if self._missing:
+            if first.content != self._missing[0]:
+                return []
+            return content_pieces(first.content, self._contents[first.content], self._buckets)
+        if first.content != WEIGHTS or first.bucket >= len(self._buckets):
+            return []
+        span = range(first.bucket, first.bucket + 1)
+        return content_pieces(WEIGHTS, self._contents[WEIGHTS], self._buckets, span)
 
 
-class MeanReceiver(Receiver):
-    """Takes the means that a store on another host sends."""
-
-    def __init__(self, steps: StepReceiver, span: range) -> None:
-        self._steps, self._span = steps, span
-
-    def place_for(self, message: Message) -> memoryview | None:
-        if not isinstance(message, Reduced):
-            return None
-        self._steps.check_shape(message)
-        if message.bucket not in self._span:
-            raise ProtocolError(f"it sent the mean of bucket {message.bucket}, which it has not")
-        if self._steps.has(message):
-            raise ProtocolError(f"it sent the mean of bucket {message.bucket} twice")
-        place = self._steps.place_in_mean(message)
-        if self._steps.has_fallen_behind:
-            raise PeerLost("this worker does not keep up with the steps")
-        return place
-
-    def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        if not isinstance(message, Reduced):
-            raise ProtocolError(f"a store sent {type(message).__name__}")
-        return MeanWhole() if self._steps.add_to_mean(message, payload) else None
-
-
+@dataclass
 class Outgoing:
     """A push on its way out: what its frames wait for, how long they did, and whether it is called off."""
 
-    def __init__(
-        self,
-        lease: LeaseKey,
-        compute_s: float,
-        hold: Callable[[int, float], None] | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`hold`: returns when a bucket may be sent, after so many seconds at most; None: at once."""
-        self.lease = lease
-        self.is_wanted = True
-        self._compute_s = compute_s
-        self._held_s = 0.0
-        self._hold = hold
-        self._clock = clock
-        self._is_cut_short = False
+    lease: LeaseKey
+    compute_s: float
+    hold: Callable[[int, float], None] | None
+    """Returns when a bucket may be sent, after so many seconds at most; None: at once."""
+    clock: Callable[[], float] = time.monotonic
+    is_wanted: bool = True
+    held_s: float = 0.0
+    is_cut_short: bool = False
 
     def frame(self, push: Push, payload: memoryview, longest_s: float) -> Frame | None:
         """The frame of its next bucket, when it may be sent; in the writer's thread."""
-        if self._hold is not None and self.is_wanted:
-            began = self._clock()
-            self._hold(push.bucket, longest_s)
-            self._held_s += self._clock() - began
+        if self.hold is not None and self.is_wanted:
+            began = self.clock()
+            self.hold(push.bucket, longest_s)
+            self.held_s += self.clock() - began
         if not self.is_wanted:
-            self._is_cut_short = True
-        if self._is_cut_short:
+            self.is_cut_short = True
+        if self.is_cut_short:
             return None
-        return frame_of(push.model_copy(update={"held_s": self._held_s}), payload)
+        return frame_of(push.model_copy(update={"held_s": self.held_s}), payload)
 
     def ending(self, _longest_s: float) -> Frame | None:
         """Behind its last bucket: that no more of it comes, if it does not."""
-        if not self._is_cut_short:
+        if not self.is_cut_short:
             return None
-        return frame_of(Skip(lease=self.lease, compute_s=self._compute_s, held_s=self._held_s))
+        return frame_of(Skip(lease=self.lease, compute_s=self.compute_s, held_s=self.held_s))

@@ -39,9 +39,8 @@ from smolcluster.server.assignment import Assigned
 from smolcluster.server.buffers import buffer_frames
 from smolcluster.server.link import Link
 from smolcluster.server.push import GradientSender
-from smolcluster.server.store import Stores
+from smolcluster.server.store import Stores, state_of
 from smolcluster.server.store_client import StoreClient
-from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.optimizer import STEP_COUNT
@@ -55,7 +54,6 @@ from smolcluster.wire.messages import (
     Park,
     Pull,
     Skip,
-    State,
     StoreList,
     Welcome,
 )
@@ -83,10 +81,8 @@ class Worker:
         """The same as the server's, and they take the same steps."""
         self.sender = GradientSender(welcome.codec, training.replica, in_place=True)
         self.version = 0
-        self.num_joined = 0
-        """Buckets of the server's state that have arrived in this session."""
-        self.has_buffers = False
-        """Whether a commit has brought the model's buffers before the first bucket came."""
+        self.has_state = False
+        """Whether the server's whole state has arrived in this session."""
         self.fell_behind = False
         """Whether steps were left out; the server has been told, and will begin anew."""
         self.tasks: deque[Assigned] = deque()
@@ -109,7 +105,7 @@ class Worker:
     @property
     def joined(self) -> bool:
         """Whether this replica is whole, and all steps so far have come to it."""
-        return self.num_joined == len(self.replica.buckets) and not self.fell_behind
+        return self.has_state and not self.fell_behind
 
     def new_receiver(self) -> StepReceiver:
         self.receiver = StepReceiver(self.replica, self.codec, self.patience_s, self.longest_wait_s)
@@ -120,10 +116,10 @@ class Worker:
 
     def take_part(self, link: Link) -> None:
         """Train until the link raises. The server sends its state first."""
-        self.link, self.num_joined = link, 0
+        self.link = link
         self.client.begin(link)
         self.deferred.clear()
-        self.has_buffers = self.fell_behind = False
+        self.has_state = self.fell_behind = False
         self.tasks.clear()
         self.cancelled.clear()
         self.outgoing.clear()
@@ -215,9 +211,9 @@ class Worker:
         else:
             share = task.num_samples / max(task.num_samples, task.assignment.batch_samples)
             pushes = self.sender.pushes(*what, share=share)
-            hold = self.receiver.hold
+            hold = self.receiver.means.hold
             self.unacknowledged, self.unacknowledged_terms = task.lease, loss.num_terms
-            self.receiver.pace(paced=not self.tasks)
+            self.receiver.means.pace(paced=not self.tasks)
         self.outgoing = {
             session: Outgoing(task.lease, compute_s, hold) for session in self.client.sessions
         }
@@ -243,12 +239,15 @@ class Worker:
                 self.act(event)
 
     def is_complete(self, event: Event) -> bool:
-        return not isinstance(event, Committed) or self.receiver.complete(event)
+        """Whether it need not wait for means; of a commit that does not follow none are to come."""
+        if not isinstance(event, Committed) or event.commit.version != self.version + 1:
+            return True
+        return self.receiver.means.is_whole(event.commit)
 
     def act(self, event: Event) -> None:
         match event:
             case Assigned():
-                self.receiver.pace(paced=False)  # what waits may be what the mean waits for
+                self.receiver.means.pace(paced=False)  # what waits may be what the mean waits for
                 self.newest_grant = event.lease.grant
                 event.begin_to_load(self.training)
                 self.tasks.append(event)
@@ -257,36 +256,31 @@ class Worker:
             case StateArrived() if self.joined:
                 self.blend(event.state.bucket, event.values)
             case StateArrived() if not self.fell_behind:
-                if (event.state.bucket, event.state.content) == (0, WEIGHTS):
-                    self.begin_with(event.buffers)
-                self.join(event.state, event.values)
+                self.join(event)
             case MessageReceived(message=Park() as park):
                 self.begin_anew(park)
-            case FellBehind() if self.receiver.has_fallen_behind:
+            case FellBehind() if self.receiver.means.has_fallen_behind:
                 self.fell_behind = True
                 self.link.send(Pull())
 
     def take_step(self, committed: Committed) -> None:
-        """Take the step that everybody takes, with as much of the replica as is there.
+        """Take the step that everybody takes.
 
         Raises:
             PeerLost: it does not follow on this replica; the next session brings the whole state.
         """
-        commit, gradient = committed.commit, committed.gradient
-        follows = commit.version == self.version + 1 or self.num_joined == 0
-        if not follows or committed.num_reduced < self.num_joined:
+        commit = committed.commit
+        if not self.joined or commit.version != self.version + 1:
             raise PeerLost(f"step {commit.version} does not follow on step {self.version} here")
-        if self.joined and committed.digests:
+        if committed.digests:
             self.compare(committed.digests)
-        if gradient is not None and not commit.is_skipped:
-            here = gradient[: self.replica.buckets[self.num_joined - 1].stop]
-            self.stores.take(here, owned=True)  # the replica's `grads` may still be on their way
+        mean = self.receiver.means.take(commit.version)
+        if not commit.is_skipped:
+            self.stores.take(mean, owned=True)  # the replica's `grads` may still be on their way
             self.stores.step(commit.clip, commit.learning_rate, self.bound)
-        if gradient is not None:
-            self.receiver.give_back(gradient)
+        self.receiver.means.give_back(mean)
         if committed.buffers:
             self.replica.buffers.load(committed.buffers)
-            self.has_buffers = True
         self.version = commit.version
         self.cancelled = {lease for lease in self.cancelled if lease.grant > self.newest_grant}
         self.settle_step(commit)
@@ -303,20 +297,16 @@ class Worker:
         own = self.replica.params[self.replica.buckets[bucket]]
         rule.blend(own, weights.to(own.device), self.polyak_alpha)
 
-    def begin_with(self, buffers: BufferValues) -> None:
-        """Take the buffers that came before the first bucket; none: a commit's, or the model's first."""
-        if buffers or not self.has_buffers:
-            self.replica.buffers.load(buffers)
-
-    def join(self, state: State, values: Tensor) -> None:
-        """Take a bucket of the server's state; with the last one this worker is a member."""
-        contents = self.stores.contents(state.bucket)
-        contents[state.content].copy_(values)
+    def join(self, arrived: StateArrived) -> None:
+        """Take a tensor of the server's state; with the last one this worker is a member."""
+        contents, state = state_of(self.replica), arrived.state
+        contents[state.content].copy_(arrived.values)
+        if state.content == WEIGHTS:
+            self.replica.buffers.load(arrived.buffers)
         self.version = state.version
         if STEP_COUNT in self.replica.optimizer.state:
             self.replica.optimizer.state[STEP_COUNT].fill_(state.version - state.num_skipped)
-        is_whole = state.content == list(contents)[-1]
-        self.num_joined = state.bucket + 1 if is_whole else state.bucket
+        self.has_state = state.content == list(contents)[-1]
 
     def on_cancel(self, cancel: Cancel) -> None:
         """Drop a part, or what has not been sent of its push; learn how much of that has counted."""
@@ -335,7 +325,7 @@ class Worker:
         for outgoing in self.outgoing.values():
             if lease in (None, outgoing.lease):
                 outgoing.is_wanted = False
-                self.receiver.pace(paced=False)
+                self.receiver.means.pace(paced=False)
 
     def begin_anew(self, park: Park) -> None:
         """The server has given up sending every step: forget all but the run, and ask for the state."""
@@ -343,7 +333,7 @@ class Worker:
         self.settle(park.num_buckets if park.lease == self.unacknowledged else 0)
         self.tasks.clear()
         self.cancelled.clear()
-        self.num_joined, self.has_buffers, self.fell_behind = 0, False, False
+        self.has_state = self.fell_behind = False
         self.link.send(Pull())
 
     def settle_step(self, commit: Commit) -> None:
@@ -354,7 +344,7 @@ class Worker:
 
     def settle(self, num_buckets: int | None, share: float | None = None) -> None:
         """So many buckets (None: all) of the last push have counted; forget the others' residual."""
-        self.receiver.pace(paced=False)
+        self.receiver.means.pace(paced=False)
         if self.unacknowledged is not None:
             self.sender.settle(num_buckets, share)
             self.unacknowledged = None

@@ -1,8 +1,6 @@
 """What the tests of SyncPS share: workers without a connection, and frames delivered by hand."""
 
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,6 @@ from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step import PartAssignment, Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StepReceiver
 from smolcluster.codec.base import absmax
-from smolcluster.codec.int4 import Int4BlockCodec
 from smolcluster.codec.registry import CODECS, get_codec, lossless_for
 from smolcluster.data.permutation import Range
 from smolcluster.server.worker import Worker
@@ -25,6 +22,7 @@ from smolcluster.wire.messages import (
     LeaseKey,
     Message,
     Push,
+    Ready,
     TensorSpec,
     frame_of,
 )
@@ -34,20 +32,6 @@ LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
 DENSE = {"bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 254, "int4": 1 / 14}
 """Lossy codecs that send every value at once, and the most that they lose of the largest one."""
 DTYPES = {name: codec.dtype for name, codec in CODECS.items()}
-
-
-class MeetingCodec(Int4BlockCodec):
-    """Notices whether two threads decode with it at once."""
-
-    def __init__(self) -> None:
-        self._both = threading.Barrier(2)
-        self.have_met = False
-
-    def _decode(self, encoded: Tensor, out: Tensor) -> float:
-        with suppress(threading.BrokenBarrierError):
-            self._both.wait(0.1)
-            self.have_met = True
-        return super()._decode(encoded, out)
 
 
 class Post(Session):
@@ -97,10 +81,23 @@ class Post(Session):
         return [opened(frame)[0] for frame in self.frames]
 
 
-def worker_at(session_id: int, node: str = "macbook", instance: str | None = None) -> Worker:
+def worker_at(
+    session_id: int,
+    node: str = "macbook",
+    instance: str | None = None,
+    samples_per_s: float = 0.0,
+    unacknowledged: LeaseKey | None = None,
+) -> Worker:
     """A worker with a session that goes nowhere."""
     member = membership.Member(session_id, session_id, node, instance or f"{session_id:016x}")
-    return Worker(member, Post(session_id))
+    ready = Ready(
+        dataset_fingerprint="d",
+        model_fingerprint="m",
+        device="cpu",
+        samples_per_s=samples_per_s,
+        unacknowledged=unacknowledged,
+    )
+    return Worker(member, Post(session_id), ready)
 
 
 def post_of(worker: Worker) -> Post:
@@ -141,6 +138,11 @@ def deliver(frame: Frame, receiver: Receiver) -> Event | None:
         place[:] = payload
         payload = place
     return receiver(message, payload)
+
+
+def reduction_of(replica: Replica, codec_name: str) -> Reduction:
+    """The sums of a server that has this replica."""
+    return Reduction(replica.buckets, codec_name, replica.grads, replica.parameter_at)
 
 
 def opened_step(version: int, sizes: Sequence[int], num_buckets: int = 3) -> Step:
@@ -187,11 +189,11 @@ def commit_of(version: int, **changes: object) -> Commit:
     return commit.model_copy(update=changes)
 
 
-def committed(receiver: StepReceiver, version: int) -> Committed:
-    """Commit the step that a worker's receiver has put together."""
+def committed(receiver: StepReceiver, version: int) -> Tensor:
+    """Commit the step that a worker's receiver has put together, and take its mean."""
     event = receiver(commit_of(version), memoryview(b""))
     assert isinstance(event, Committed)
-    return event
+    return receiver.means.take(version)
 
 
 def decoded(frame: Frame, codec_name: str, dtype: torch.dtype) -> Tensor:

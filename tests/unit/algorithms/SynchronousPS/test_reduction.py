@@ -24,12 +24,11 @@ from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import MessageReceived
-from smolcluster.wire.messages import LeaseKey, Pull, Reduced, Skip
+from smolcluster.wire.messages import LeaseKey, Pull, Skip
 from unit.algorithms.SynchronousPS.actors import (
     DENSE,
     DTYPES,
     LOSSY,
-    MeetingCodec,
     add_part,
     committed,
     decoded,
@@ -38,6 +37,7 @@ from unit.algorithms.SynchronousPS.actors import (
     push_of,
     random_gradient,
     reduce_step,
+    reduction_of,
     small_replica,
 )
 
@@ -74,7 +74,7 @@ def mean_of(reduction: Reduction, version: int) -> Tensor:
 def test_the_mean_is_the_weighted_sum_whoever_brings_what_when(codec: str) -> None:
     """Four readers at once, step after step."""
     replica = replica_for(codec)
-    reduction = Reduction(replica, codec)
+    reduction = reduction_of(replica, codec)
     together = threading.Barrier(len(SIZES))
     with ThreadPoolExecutor(len(SIZES)) as pool:
         for version in range(1, 21):
@@ -107,7 +107,7 @@ def values_in(frame: Frame, codec: str) -> Tensor:
 @pytest.mark.parametrize("codec", DENSE)
 def test_a_lossy_mean_is_within_its_codecs_bound_of_the_weighted_sum(codec: str) -> None:
     replica = replica_for(codec)
-    reduction = Reduction(replica, codec)
+    reduction = reduction_of(replica, codec)
     gradients = gradients_of(replica, len(SIZES))
     step = opened_step(1, SIZES)
     reduction.open(step)
@@ -121,7 +121,7 @@ def test_a_lossy_mean_is_within_its_codecs_bound_of_the_weighted_sum(codec: str)
 
 def test_what_does_not_count_changes_nothing() -> None:
     replica = replica_for("fp32")
-    reduction = Reduction(replica, "fp32")
+    reduction = reduction_of(replica, "fp32")
     gradient, noise = gradients_of(replica, 2)
     step = opened_step(1, [8])
     (assignment,) = step.assignments
@@ -141,32 +141,13 @@ def test_what_does_not_count_changes_nothing() -> None:
     assert torch.equal(mean[: second.stop], gradient[: second.stop])
 
 
-def test_readers_of_several_stores_decode_one_after_the_other() -> None:
-    replica = replica_for("int4")
-    frames = reduce_step(Reduction(replica, "int4"), replica, 1, gradients_of(replica, 2))
-    reduction = Reduction(replica, "int4")
-    reduction._codec = codec = MeetingCodec()
-
-    def receive(frame: Frame) -> None:
-        message, payload = opened(frame)
-        assert isinstance(message, Reduced)
-        reduction.receive(message, payload)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(receive, frames[:2], timeout=DEADLINE_S))
-    assert not codec.have_met
-    number, bucket = 1, replica.buckets[1]
-    own = decoded(frames[number], "int4", torch.float32)
-    assert torch.equal(reduction.mean(1)[bucket], own)
-
-
 def test_a_large_model_has_two_sums_and_a_small_one_as_many_as_fit() -> None:
     replica = replica_for("fp32")
-    assert Reduction(replica, "fp32").num_buffers == MAX_BUFFERS
+    assert reduction_of(replica, "fp32").num_buffers == MAX_BUFFERS
     with patch.object(module, "SPARE_BYTES", 5 * replica.params.nbytes):
-        assert Reduction(replica, "fp32").num_buffers == 5
+        assert reduction_of(replica, "fp32").num_buffers == 5
     with patch.object(module, "SPARE_BYTES", replica.params.nbytes):
-        assert Reduction(replica, "fp32").num_buffers == 2
+        assert reduction_of(replica, "fp32").num_buffers == 2
 
 
 @pytest.mark.parametrize("codec", [*LOSSLESS, *LOSSY])
@@ -174,7 +155,7 @@ def test_frames_of_a_step_stay_as_they_are_while_the_next_one_is_summed(codec: s
     """They may be under way to a slow worker; what is sent by then lends its memory to the next but one."""
     replica = replica_for(codec)
     with patch.object(module, "SPARE_BYTES", 0):
-        reduction = Reduction(replica, codec)
+        reduction = reduction_of(replica, codec)
     frames, means_then, places = {}, {}, {}
     for version in range(1, 6):
         gradients = gradients_of(replica, 2, version)
@@ -192,7 +173,7 @@ def test_frames_of_a_step_stay_as_they_are_while_the_next_one_is_summed(codec: s
 def test_a_frame_that_a_slow_link_is_still_at_keeps_its_memory(codec: str) -> None:
     replica = replica_for(codec)
     with patch.object(module, "SPARE_BYTES", 0):
-        reduction = Reduction(replica, codec)
+        reduction = reduction_of(replica, codec)
     frames = {}
     for version in range(1, 6):
         frames[version] = reduce_step(
@@ -208,7 +189,7 @@ def test_a_frame_that_a_slow_link_is_still_at_keeps_its_memory(codec: str) -> No
 
 def test_a_push_that_ends_early_lets_the_next_one_begin() -> None:
     replica = replica_for("fp32")
-    reduction = Reduction(replica, "fp32")
+    reduction = reduction_of(replica, "fp32")
     step = opened_step(1, [8])
     reduction.open(step)
     receiver = PartReceiver(SEAT, reduction, "fp32", replica.buckets)
@@ -230,25 +211,22 @@ def place_of(frame: Frame) -> int:
 @pytest.mark.parametrize("codec", [*LOSSLESS, *LOSSY])
 def test_the_server_applies_exactly_what_its_workers_receive(codec: str) -> None:
     replica = replica_for(codec)
-    reduction, receiver = Reduction(replica, codec), StepReceiver(replica, codec)
+    reduction, receiver = reduction_of(replica, codec), StepReceiver(replica, codec)
     for version in range(1, 8):
         gradients = gradients_of(replica, 3, version)
         frames = reduce_step(reduction, replica, version, gradients)
-        order = [2, 0, 1] if version % 2 else [0, 1, 2]
-        assert [deliver(frames[number], receiver) for number in order] == [None] * 3
-        event = committed(receiver, version)
-        assert (event.commit.version, event.num_reduced) == (version, 3)
-        assert event.gradient is not None
-        assert torch.equal(event.gradient, mean_of(reduction, version)), "bit for bit"
+        assert [deliver(frame, receiver) for frame in frames] == [None] * 3
+        mean = committed(receiver, version)
+        assert torch.equal(mean, mean_of(reduction, version)), "bit for bit"
         reduction.close()
-        receiver.give_back(event.gradient)
+        receiver.means.give_back(mean)
 
 
 @pytest.mark.parametrize("codec", DENSE)
 def test_the_sum_of_what_was_applied_tracks_the_sum_of_the_means(codec: str) -> None:
     """Each mean is a step of its own, of whatever number of samples."""
     replica = replica_for(codec)
-    reduction = Reduction(replica, codec)
+    reduction = reduction_of(replica, codec)
     wanted = torch.zeros(replica.num_params, dtype=torch.float64)
     applied = torch.zeros_like(wanted)
 
@@ -274,7 +252,7 @@ def test_the_sum_of_what_was_applied_tracks_the_sum_of_the_means(codec: str) -> 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused_and_does_not_count(codec: str, value: float) -> None:
     replica = replica_for(codec)
-    reduction = Reduction(replica, codec)
+    reduction = reduction_of(replica, codec)
     (gradient,) = gradients_of(replica, 1)
     gradient[replica.buckets[2].start + 3] = value
     step = opened_step(7, [8])
@@ -289,7 +267,7 @@ def test_a_sum_that_overflows_names_step_layer_and_the_worker_of_the_largest_par
     codec: str,
 ) -> None:
     replica = replica_for(codec)
-    reduction = Reduction(replica, codec)
+    reduction = reduction_of(replica, codec)
     gradient = torch.ones(replica.num_params)
     gradient[replica.buckets[2].start :] = torch.finfo(torch.float32).max
     step = opened_step(7, [8, 12, 8, 8, 8])  # the shares' rounding makes them more than 1
@@ -304,7 +282,7 @@ def test_a_sum_that_overflows_names_step_layer_and_the_worker_of_the_largest_par
 
 def test_large_means_are_finite_though_their_squares_are_not() -> None:
     replica = replica_for("fp32")
-    reduction = Reduction(replica, "fp32")
+    reduction = reduction_of(replica, "fp32")
     reduce_step(reduction, replica, 1, [torch.full((replica.num_params,), 1e30)])
     assert reduction.norm() == pytest.approx(1e30 * replica.num_params**0.5)
 
@@ -327,7 +305,7 @@ def receiver_in(
 ) -> tuple[Replica, Step, Reduction, PartReceiver]:
     """The receiver of seat 1 in an open step."""
     replica = replica_for(codec)
-    reduction = Reduction(replica, codec)
+    reduction = reduction_of(replica, codec)
     step = opened_step(1, sizes)
     reduction.open(step)
     return replica, step, reduction, PartReceiver(SEAT, reduction, codec, replica.buckets)
@@ -399,7 +377,7 @@ def test_a_push_of_another_shape_is_refused_and_nothing_of_it_counts() -> None:
 def test_the_lossless_frames_are_the_sum_itself() -> None:
     """Nothing is copied for the workers, however many there are."""
     replica = replica_for("fp32")
-    reduction = Reduction(replica, "fp32")
+    reduction = reduction_of(replica, "fp32")
     frames = reduce_step(reduction, replica, 1, gradients_of(replica, 1))
     first = reduction.mean(1)
     for frame, bucket in zip(frames, replica.buckets, strict=True):

@@ -34,6 +34,7 @@ from unit.algorithms.SynchronousPS.actors import (
     add_part,
     opened_step,
     random_gradient,
+    reduction_of,
     small_replica,
 )
 
@@ -134,7 +135,7 @@ def saved(folder: Path, replica: Replica, reduction: Reduction, step: int) -> Ch
 def resumed(checkpoint: Checkpoint, codec: str) -> tuple[Replica, Reduction]:
     replica = small_replica("adam", DTYPES[codec])
     replica.params.fill_(7.0)
-    reduction = Reduction(replica, codec)
+    reduction = reduction_of(replica, codec)
     restore(replica, checkpoint, reduction.residual())
     reduction.resume()
     return replica, reduction
@@ -146,7 +147,7 @@ def test_a_server_that_goes_on_applies_bit_for_bit_what_it_would_have(
     tmp_path: Path, codec: str, num_before: int
 ) -> None:
     replica = small_replica("adam", DTYPES[codec])
-    reduction = Reduction(replica, codec)
+    reduction = reduction_of(replica, codec)
     train(replica, reduction, range(1, num_before + 1))
     again, other = resumed(saved(tmp_path, replica, reduction, num_before), codec)
     versions = range(num_before + 1, num_before + 8)
@@ -162,7 +163,7 @@ def test_a_server_that_goes_on_applies_bit_for_bit_what_it_would_have(
 @pytest.mark.parametrize("codec", LOSSY)
 def test_what_is_owed_is_of_the_steps_that_are_closed(codec: str) -> None:
     replica = small_replica("sgd", DTYPES[codec])
-    reduction = Reduction(replica, codec)
+    reduction = reduction_of(replica, codec)
     assert not bool(reduction.residual()[RESIDUAL].any())
     train(replica, reduction, range(1, 3))
     owed = reduction.residual()[RESIDUAL].clone()
@@ -178,7 +179,7 @@ def test_what_is_owed_is_of_the_steps_that_are_closed(codec: str) -> None:
 @pytest.mark.parametrize("codec", LOSSLESS)
 def test_a_lossless_codec_keeps_nothing(codec: str) -> None:
     replica = small_replica("sgd", DTYPES[codec])
-    reduction = Reduction(replica, codec)
+    reduction = reduction_of(replica, codec)
     train(replica, reduction, range(1, 3))
     assert reduction.residual() == {}
     reduction.resume()
@@ -190,7 +191,7 @@ def test_a_run_does_not_go_on_with_a_codec_that_would_forget_the_debt(
     tmp_path: Path, codec: str
 ) -> None:
     replica = small_replica("adam")
-    reduction = Reduction(replica, codec)
+    reduction = reduction_of(replica, codec)
     train(replica, reduction, range(1, 3))
     with pytest.raises(CheckpointError, match="holds residual"):
         resumed(saved(tmp_path, replica, reduction, 2), "fp32")
@@ -198,7 +199,7 @@ def test_a_run_does_not_go_on_with_a_codec_that_would_forget_the_debt(
 
 def test_a_lossy_run_does_not_go_on_from_a_lossless_one(tmp_path: Path) -> None:
     replica = small_replica("adam")
-    reduction = Reduction(replica, "fp32")
+    reduction = reduction_of(replica, "fp32")
     with pytest.raises(CheckpointError, match="lacks residual"):
         resumed(saved(tmp_path, replica, reduction, 2), "int8")
 

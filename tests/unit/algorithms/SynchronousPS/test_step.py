@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smolcluster.algorithms.SynchronousPS.step import MAX_HOLDERS, Part, PartAssignment, Step
+from smolcluster.algorithms.SynchronousPS.step import (
+    MAX_HOLDERS,
+    Need,
+    Part,
+    PartAssignment,
+    Step,
+    is_overdue,
+    needs_holder,
+)
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
 from smolcluster.wire.messages import LeaseKey
@@ -22,6 +30,16 @@ DEADLINE_S = 60.0
 
 def step_of(*sizes: int, num_buckets: int = 3) -> Step:
     return Step(7, Range(2, 64, 64 + sum(sizes)), sizes, num_buckets, "here")
+
+
+def orphans(step: Step) -> list[Part]:
+    return [part for part in step.parts if needs_holder(part, 0.0, is_late=False) is Need.ORPHAN]
+
+
+def late(step: Step, now: float, *, is_late: bool) -> list[Part]:
+    """Parts that shall have one more holder, though somebody works on them."""
+    needs = {part.start: needs_holder(part, now, is_late=is_late) for part in step.parts}
+    return [part for part in step.parts if needs[part.start] in (Need.LATE, Need.OVERDUE)]
 
 
 def claim(step: Step, assignment: PartAssignment, *buckets: int) -> list[bool]:
@@ -40,7 +58,7 @@ def test_a_grant_names_the_part_and_is_a_backup_from_the_second_one_on() -> None
     step = step_of(5, 11)
     first = step.grant(step.parts[1], ONE, 17, 3.5)
     assert first.key == LeaseKey(incarnation="here", epoch=2, start=69, stop=80, grant=17)
-    assert (first.session_id, first.first_bucket, first.backup, first.granted_at) == (
+    assert (first.session_id, first.first_bucket, first.backup, first.term.since) == (
         1,
         0,
         False,
@@ -112,7 +130,7 @@ def test_once_beaten_nothing_of_a_first_holders_push_counts() -> None:
     second = step.grant(step.parts[0], OTHER, 2, 0.0)
     assert claim(step, second, 1) == [True]
     assert claim(step, first, 1, 2, 3) == [False, False, False]
-    assert first.superseded
+    assert first.push.is_beaten
     assert claim(step, second, 2, 3) == [True, True]
     assert (first.num_counted, second.num_counted) == (1, 3)
     assert step.parts[0].finished_by is second
@@ -141,13 +159,13 @@ def test_a_first_holder_that_is_ahead_of_its_backup_is_not_beaten() -> None:
 def test_a_part_is_an_orphan_until_somebody_who_may_finish_it_has_it() -> None:
     step = step_of(8, 8)
     one, other = step.parts
-    assert step.orphans() == [one, other]
+    assert orphans(step) == [one, other]
     step.grant(one, ONE, 1, 0.0)
-    assert step.orphans() == [other]
+    assert orphans(step) == [other]
     step.grant(other, OTHER, 2, 0.0)
-    assert step.orphans() == []
+    assert orphans(step) == []
     step.drop(1)
-    assert step.orphans() == [one]
+    assert orphans(step) == [one]
 
 
 def test_a_beaten_holder_is_no_hope() -> None:
@@ -156,22 +174,22 @@ def test_a_beaten_holder_is_no_hope() -> None:
     second = step.grant(step.parts[0], OTHER, 2, 0.0)
     claim(step, second, 0)
     claim(step, first, 0)
-    assert first.superseded
+    assert first.push.is_beaten
     step.drop(2)
-    assert step.orphans() == step.parts, "its holder cannot finish it"
+    assert orphans(step) == step.parts, "its holder cannot finish it"
 
 
 def test_a_late_part_gets_one_more_holder_and_not_two() -> None:
     step = step_of(8, 8)
-    late, done = step.parts
-    step.grant(late, ONE, 1, 0.0)
+    slow, done = step.parts
+    step.grant(slow, ONE, 1, 0.0)
     claim(step, step.grant(done, OTHER, 2, 0.0), 0, 1, 2)
-    assert step.late(0.0, is_late=False) == []
-    assert step.late(0.0, is_late=True) == [late]
-    step.grant(late, OTHER, 3, 0.0)
-    assert step.late(0.0, is_late=True) == []
+    assert late(step, 0.0, is_late=False) == []
+    assert late(step, 0.0, is_late=True) == [slow]
+    step.grant(slow, OTHER, 3, 0.0)
+    assert late(step, 0.0, is_late=True) == []
     step.drop(2)
-    assert step.late(0.0, is_late=True) == [late]
+    assert late(step, 0.0, is_late=True) == [slow]
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -180,18 +198,18 @@ def test_holders_that_are_overdue_do_not_count_however_many_they_are(*, is_late:
     (part,) = step.parts
     for number in range(3):
         assignment = step.grant(part, worker_at(number + 1), number, 10.0 * number)
-        assignment.due_at = assignment.say_at = 10.0 * number + 9.0
+        assignment.term.due_at = assignment.term.say_at = 10.0 * number + 9.0
         alone = number == 0 and is_late
-        assert step.late(10.0 * number + 8.0, is_late=is_late) == ([part] if alone else [])
-        assert step.late(10.0 * number + 9.0, is_late=is_late) == [part]
+        assert late(step, 10.0 * number + 8.0, is_late=is_late) == ([part] if alone else [])
+        assert late(step, 10.0 * number + 9.0, is_late=is_late) == [part]
     claim(step, assignment, 0, 1, 2)
-    assert step.late(1e9, is_late=is_late) == []
-    assert step.overdue(1e9) == []
+    assert late(step, 1e9, is_late=is_late) == []
+    assert [is_overdue(each, 1e9) for each in step.assignments] == [None] * 3
 
 
 def test_an_orphan_is_not_late() -> None:
     step = step_of(8)
-    assert step.late(1e9, is_late=True) == []
+    assert late(step, 1e9, is_late=True) == []
 
 
 def test_what_a_departed_member_held_is_told_and_it_counts_no_more() -> None:
@@ -214,7 +232,7 @@ def test_what_is_given_up_counts_no_more_and_can_be_given_up_twice() -> None:
     for _ in range(2):
         step.give_up(assignment)
     assert claim(step, assignment, 0) == [False]
-    assert step.orphans() == step.parts
+    assert orphans(step) == step.parts
 
 
 def test_of_a_step_that_is_done_again_no_residual_is_kept() -> None:
@@ -298,12 +316,12 @@ class Chaos:
             self.step.drop(self.draw.choice(self.members).member.session_id)
 
     def take_over(self) -> None:
-        for part in self.step.orphans():
+        for part in orphans(self.step):
             self.grant(part)
-        for part in self.step.late(0.0, is_late=True):
+        for part in late(self.step, 0.0, is_late=True):
             if self.draw.random() < 0.5:
                 self.grant(part)
-        assert all(part.num_hopeful <= MAX_HOLDERS for part in self.step.parts)
+        assert all(len(part.hopeful) <= MAX_HOLDERS for part in self.step.parts)
 
     def check(self) -> None:
         assert all(count == 1 for count in self.counted.values())
@@ -342,7 +360,7 @@ def test_whatever_happens_each_bucket_of_each_part_counts_once(
     expected = {(part.start, bucket) for part in chaos.step.parts for bucket in range(num_buckets)}
     assert set(chaos.counted) == expected
     assert all(part.finished_by is not None for part in chaos.step.parts)
-    assert chaos.step.orphans() == chaos.step.late(0.0, is_late=True) == []
+    assert orphans(chaos.step) == late(chaos.step, 0.0, is_late=True) == []
 
 
 class Hesitant(Part):
@@ -368,7 +386,7 @@ class Hesitant(Part):
 
 def test_readers_that_claim_at_the_same_time_never_both_count() -> None:
     step = step_of(4)
-    part = Hesitant(64, 68)
+    part = Hesitant(2, 64, 68)
     first, second = (step.grant(step.parts[0], who, who.rank, 0.0) for who in (ONE, OTHER))
     first.part = second.part = part
     part.hesitates = True

@@ -11,49 +11,62 @@ from torch import Tensor
 
 from connection_pairs import connection_pair
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.reduction import (
-    Reduction,
-    commit_frame,
-)
+from smolcluster.algorithms.SynchronousPS.members import Members
+from smolcluster.algorithms.SynchronousPS.reduction import Reduction, commit_frame
+from smolcluster.algorithms.SynchronousPS.reduction import commit_of as step_commit
 from smolcluster.algorithms.SynchronousPS.step_receiver import (
     Committed,
     FellBehind,
+    MeanReceiver,
+    MeanWhole,
     Outgoing,
+    StateArrived,
     StepReceiver,
 )
 from smolcluster.errors import PeerLost, ProtocolError
 from smolcluster.server.assignment import Assigned, assignment_of
 from smolcluster.server.push import digests_spec
-from smolcluster.server.store import Stores
-from smolcluster.server.weights import state_frames
+from smolcluster.server.store import Stores, state_of
 from smolcluster.training.replica import Replica
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
     Cancel,
+    HostPort,
     LeaseKey,
     Message,
     Park,
     Push,
     Reduced,
+    StoreList,
+    StorePlace,
     TensorSpec,
+    frame_of,
 )
 from smolcluster.wire.session import Receiver
 from unit.algorithms.SynchronousPS.actors import (
     DTYPES,
-    MeetingCodec,
     commit_of,
     committed,
     deliver,
     opened_step,
+    post_of,
     push_of,
     random_gradient,
     reduce_step,
+    reduction_of,
     small_replica,
+    worker_at,
 )
 
 DEADLINE_S = 60.0
+REDUCED = Reduced(
+    version=1,
+    bucket=0,
+    num_buckets=3,
+    tensor=TensorSpec(codec="fp32", dtype="float32", shape=(1,), nbytes=4),
+)
 NOT_YET_S = 0.1
 
 
@@ -74,7 +87,7 @@ def replica() -> Replica:
 
 @pytest.fixture
 def reduction(replica: Replica) -> Reduction:
-    return Reduction(replica, "fp32")
+    return reduction_of(replica, "fp32")
 
 
 @pytest.fixture
@@ -107,9 +120,7 @@ def test_a_step_is_put_together_until_it_is_committed(
     receiver: StepReceiver, mean_of: MakeFrames
 ) -> None:
     assert deliver_all(mean_of(5), receiver) == []
-    event = committed(receiver, 5)
-    assert event.gradient is not None
-    assert torch.equal(event.gradient, random_gradient(610, 5))
+    assert torch.equal(committed(receiver, 5), random_gradient(610, 5))
 
 
 def test_two_gradients_take_turns(receiver: StepReceiver, mean_of: MakeFrames) -> None:
@@ -117,19 +128,16 @@ def test_two_gradients_take_turns(receiver: StepReceiver, mean_of: MakeFrames) -
     kept = []
     for version in (1, 2):
         deliver_all(mean_of(version), receiver)
-        kept.append(committed(receiver, version).gradient)
+        kept.append(committed(receiver, version))
     for version, gradient in zip((1, 2), kept, strict=True):
-        assert gradient is not None
         assert torch.equal(gradient, random_gradient(610, version)), (
             "the other one did not touch it"
         )
     for version in (3, 4, 5, 6):
         oldest = kept[version % 2 - 1]
-        assert oldest is not None
-        receiver.give_back(oldest)
+        receiver.means.give_back(oldest)
         deliver_all(mean_of(version), receiver)
-        event = committed(receiver, version)
-        assert event.gradient is oldest, "no new memory"
+        assert committed(receiver, version) is oldest, "no new memory"
         assert torch.equal(oldest, random_gradient(610, version))
 
 
@@ -138,9 +146,7 @@ def third_step(receiver: StepReceiver, mean_of: MakeFrames) -> list[Tensor]:
     taken = []
     for version in (1, 2):
         deliver_all(mean_of(version), receiver)
-        gradient = committed(receiver, version).gradient
-        assert gradient is not None
-        taken.append(gradient)
+        taken.append(committed(receiver, version))
     return taken
 
 
@@ -154,15 +160,15 @@ def test_a_third_step_waits_until_a_gradient_is_given_back(
         with pytest.raises(NotYet):
             reading.result(0.05)
         assert torch.equal(taken[0], random_gradient(610, 1)), "it has not been written to"
-        receiver.give_back(taken[0])
+        receiver.means.give_back(taken[0])
         assert reading.result(DEADLINE_S) == []
-    assert committed(receiver, 3).gradient is taken[0]
+    assert committed(receiver, 3) is taken[0]
     assert torch.equal(taken[1], random_gradient(610, 2))
 
 
 def behind(receiver: StepReceiver, mean_of: MakeFrames) -> list[Event]:
     """A third step comes while both gradients are with the worker; what it hears of that."""
-    receiver._longest_wait_s = NOT_YET_S
+    receiver.means._longest_wait_s = NOT_YET_S
     return deliver_all([*mean_of(3), *mean_of(4)], receiver)
 
 
@@ -174,7 +180,7 @@ def test_who_is_too_far_behind_leaves_steps_out_and_hears_so_once(
     (event,) = behind(receiver, mean_of)
     assert isinstance(event, FellBehind)
     assert receiver(commit_of(3), memoryview(b"")) is None
-    assert receiver.has_fallen_behind
+    assert receiver.means.has_fallen_behind
     assert torch.equal(taken[0], random_gradient(610, 1)), "they have not been written to"
 
 
@@ -183,22 +189,23 @@ def test_a_park_lets_a_receiver_begin_anew(receiver: StepReceiver, mean_of: Make
     behind(receiver, mean_of)
     told = Park(lease=None, num_buckets=0)
     assert receiver(told, memoryview(b"")) == MessageReceived(0, told)
-    assert not receiver.has_fallen_behind
+    assert not receiver.means.has_fallen_behind
     for gradient in taken:
-        receiver.give_back(gradient)
+        receiver.means.give_back(gradient)
     for version in (7, 8):
         deliver_all(mean_of(version), receiver)
-        assert committed(receiver, version).num_reduced == 3
+        assert torch.equal(committed(receiver, version), random_gradient(610, version))
 
 
 def test_a_park_forgets_the_open_step(receiver: StepReceiver, mean_of: MakeFrames) -> None:
     """And gives its memory back."""
-    receiver._longest_wait_s = NOT_YET_S
+    receiver.means._longest_wait_s = NOT_YET_S
     for version in (1, 2, 3):
         deliver_all(mean_of(version)[:2], receiver)
-        assert not receiver.has_fallen_behind
+        assert not receiver.means.has_fallen_behind
         receiver(Park(lease=None, num_buckets=0), memoryview(b""))
-    assert committed(receiver, 9).gradient is None
+    deliver_all(mean_of(4), receiver)
+    assert torch.equal(committed(receiver, 4), random_gradient(610, 4))
 
 
 def test_a_mean_of_no_bytes_is_refused(receiver: StepReceiver, mean_of: MakeFrames) -> None:
@@ -208,61 +215,105 @@ def test_a_mean_of_no_bytes_is_refused(receiver: StepReceiver, mean_of: MakeFram
     empty = message.model_copy(update={"tensor": message.tensor.model_copy(update={"nbytes": 0})})
     with connection_pair() as (server, worker):
         server.send(empty)
-        with pytest.raises(ProtocolError, match="not of the agreed shape and codec"):
+        with pytest.raises(ProtocolError, match="is not the fp32 tensor agreed on"):
             worker.receive(deadline=Deadline(DEADLINE_S), place_for=receiver.place_for)
 
 
 def from_stores(receiver: StepReceiver) -> list[Receiver]:
-    """What takes the means of two stores, which have one bucket and two."""
-    return [receiver.from_store(span) for span in (range(1), range(1, 3))]
+    """What takes the means of the server and of a store on another host: two buckets, and one."""
+    places = (HostPort(host="127.0.0.1", port=1),)
+    place = StorePlace(node="win", places=places, first=2, stop=3)
+    receiver(StoreList(stores=(place,)), memoryview(b""))
+    return [receiver, receiver.from_store(range(2, 3))]
 
 
 def test_a_store_is_not_believed_a_bucket_that_it_has_not_or_has_sent(
     receiver: StepReceiver, mean_of: MakeFrames
 ) -> None:
-    first, second = from_stores(receiver)
+    server, store = from_stores(receiver)
     frames = mean_of(1)
-    with pytest.raises(ProtocolError, match="bucket 1, which it has not"):
-        deliver(frames[1], first)
-    deliver_all([frames[0]], first)
-    deliver_all(frames[1:2], second)
-    with pytest.raises(ProtocolError, match="bucket 1 twice"):
-        deliver(frames[1], second)
-    deliver_all(frames[2:], second)
-    event = committed(receiver, 1)
-    assert receiver.complete(event)
-    assert event.gradient is not None
-    assert torch.equal(event.gradient, random_gradient(610, 1))
+    with pytest.raises(ProtocolError, match="bucket 1 of 3, expected 2 of 3"):
+        deliver(frames[1], store)
+    deliver_all(frames[:2], server)
+    assert not receiver.means.is_whole(commit_of(1))
+    assert [type(each) for each in deliver_all(frames[2:], store)] == [MeanWhole]
+    assert receiver.means.is_whole(commit_of(1))
+    assert torch.equal(committed(receiver, 1), random_gradient(610, 1))
+
+
+@pytest.mark.parametrize("num_sent", [1, 2])
+def test_what_a_store_has_sent_of_an_attempt_that_is_void_does_not_count(
+    replica: Replica, num_sent: int
+) -> None:
+    """It was asked for means before it knew that the step is done again."""
+    reduction, span = reduction_of(replica, "fp32"), range(1, 3)
+    receiver = StepReceiver(replica, "fp32")
+    receiver.means.spans[0] = range(1)
+    store = receiver.from_store(span)
+    frames = {}
+    for attempt in (4, 5):
+        reduction.attempt = attempt
+        gradient = random_gradient(610, attempt)
+        frames[attempt] = reduce_step(reduction, replica, 1, [gradient])[1:]
+    receiver.means.memory_for(1)
+    receiver.means.arrived(1, range(1))
+    deliver_all(frames[4][:num_sent], store)
+    final = commit_of(1, attempt=5)
+    assert not receiver.means.is_whole(final)
+    assert [type(each) for each in deliver_all(frames[5], store)] == [MeanWhole]
+    assert receiver.means.is_whole(final)
+    place = slice(replica.buckets[1].start, 610)
+    assert torch.equal(receiver.means.take(1)[place], random_gradient(610, 5)[place])
+
+
+def test_a_commit_may_come_before_what_a_store_has_of_its_mean(
+    receiver: StepReceiver, mean_of: MakeFrames
+) -> None:
+    server, _ = from_stores(receiver)
+    deliver_all(mean_of(1)[:2], server)
+    assert isinstance(receiver(commit_of(1), memoryview(b"")), Committed)
 
 
 def test_readers_of_two_stores_wait_for_one_buffer_and_both_go_on(
     receiver: StepReceiver, mean_of: MakeFrames
 ) -> None:
-    first, second = from_stores(receiver)
-    free, receiver._free = receiver._free, []
+    server, store = from_stores(receiver)
+    free, receiver.means._free = receiver.means._free, []
     frames = mean_of(1)
     with ThreadPoolExecutor(2) as pool:
         reading = [
             pool.submit(deliver_all, own, each)
-            for own, each in ((frames[:1], first), (frames[1:], second))
+            for own, each in ((frames[:2], server), (frames[2:], store))
         ]
-        receiver.give_back(free[0])
+        receiver.means.give_back(free[0])
         try:
-            assert sum(len(each.result(DEADLINE_S)) for each in reading) == 1, "the mean is whole"
+            assert sum(len(each.result(DEADLINE_S)) for each in reading) == 1, (
+                "the store's is whole"
+            )
         finally:
             receiver.close()
-    assert not receiver.has_fallen_behind
-    assert receiver.complete(committed(receiver, 1))
+    assert not receiver.means.has_fallen_behind
+    assert receiver.means.is_whole(commit_of(1))
 
 
-def test_readers_of_two_stores_decode_one_after_the_other() -> None:
-    replica = replica_for("int4")
-    frames = reduce_step(Reduction(replica, "int4"), replica, 1, gradients_of(replica, 2))
-    receiver = StepReceiver(replica, "int4")
-    receiver._codec = codec = MeetingCodec()
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(deliver, frames[:2], from_stores(receiver), timeout=DEADLINE_S))
-    assert not codec.have_met
+def test_readers_of_two_stores_share_no_codecs_scratch() -> None:
+    receiver = StepReceiver(replica_for("int4"), "int4")
+    _, store = from_stores(receiver)
+    assert isinstance(store, MeanReceiver)
+    one, other = (each._stream._pieces_of(REDUCED)[0].codec for each in (receiver._own, store))
+    assert one is not None
+    assert one is not other
+
+
+def test_who_has_no_memory_for_a_store_tells_that_it_has_fallen_behind(
+    receiver: StepReceiver, mean_of: MakeFrames
+) -> None:
+    server, store = from_stores(receiver)
+    receiver.means._free.clear()
+    receiver.means._longest_wait_s = 0.0
+    frames = mean_of(1)
+    assert deliver(frames[2], store) is None
+    assert [type(each) for each in deliver_all(frames[:2], server)] == [FellBehind]
 
 
 def test_who_waits_for_a_worker_that_leaves_is_let_go(
@@ -279,27 +330,20 @@ def test_who_waits_for_a_worker_that_leaves_is_let_go(
             reading.result(DEADLINE_S)
 
 
-def test_a_commit_without_a_gradient_says_so(receiver: StepReceiver) -> None:
-    """To a joiner that has nothing yet."""
-    event = committed(receiver, 9)
-    assert (event.gradient, event.num_reduced, event.digests) == (None, 0, [])
-
-
-@pytest.mark.parametrize("num_buckets", [1, 2])
-def test_a_commit_says_how_much_of_its_gradient_has_come(
+@pytest.mark.parametrize("num_buckets", [0, 1, 2])
+def test_a_commit_before_the_whole_mean_is_refused(
     receiver: StepReceiver, mean_of: MakeFrames, num_buckets: int
 ) -> None:
     deliver_all(mean_of(1)[:num_buckets], receiver)
-    assert committed(receiver, 1).num_reduced == num_buckets
-    deliver_all(mean_of(2), receiver)
-    assert committed(receiver, 2).num_reduced == 3, "the count begins anew"
+    with pytest.raises(ProtocolError, match="step 1 before it had sent all of its mean"):
+        receiver(commit_of(1), memoryview(b""))
 
 
-def test_a_step_that_begins_before_the_last_one_was_committed_is_refused(
+def test_a_step_that_begins_before_the_last_one_was_whole_is_refused(
     receiver: StepReceiver, mean_of: MakeFrames
 ) -> None:
     deliver_all(mean_of(5)[:1], receiver)
-    with pytest.raises(ProtocolError, match="began step 6 before it had committed 5"):
+    with pytest.raises(ProtocolError, match="of another mean gradient in the middle of one"):
         deliver_all(mean_of(6)[1:], receiver)
 
 
@@ -313,26 +357,30 @@ def test_a_mean_of_another_shape_is_refused_before_anything_is_written(
     codec: str, change: dict[str, object]
 ) -> None:
     replica = replica_for(codec)
-    frames = reduce_step(Reduction(replica, codec), replica, 1, gradients_of(replica, 1))
+    frames = reduce_step(reduction_of(replica, codec), replica, 1, gradients_of(replica, 1))
     receiver = StepReceiver(replica, codec)
     message = opened(frames[0])[0].model_copy(update=change)
-    with pytest.raises(ProtocolError, match="not of the agreed shape and codec"):
-        receiver.place_for(message)
+    for each in receiver.means._free:
+        each.fill_(3.0)
+    with pytest.raises(ProtocolError, match="of its mean gradient"):
+        deliver(frame_of(message, frames[0].payload), receiver)
+    assert all(bool((each == 3.0).all()) for each in receiver.means._free)
 
 
 def test_only_a_lossless_mean_has_a_place_of_its_own(replica: Replica) -> None:
     """Encoded bytes are verified before they are decoded."""
-    frames = reduce_step(Reduction(replica, "int8"), replica, 1, gradients_of(replica, 1))
+    frames = reduce_step(reduction_of(replica, "int8"), replica, 1, gradients_of(replica, 1))
     assert StepReceiver(replica, "int8").place_for(opened(frames[0])[0]) is None
     assert StepReceiver(replica, "fp32").place_for(commit_of(1)) is None
 
 
 def test_digests_are_those_of_the_weights_bucket_by_bucket(
-    replica: Replica, receiver: StepReceiver
+    replica: Replica, receiver: StepReceiver, mean_of: MakeFrames
 ) -> None:
     digests = Stores(replica).digests()
     step = opened_step(4, [8])
-    message, payload = opened(commit_frame(step, 0.5, 0.1, digests))
+    message, payload = opened(commit_frame(step_commit(step, 0.5, 0.1), digests))
+    deliver_all(mean_of(4), receiver)
     event = receiver(message, payload)
     assert isinstance(event, Committed)
     assert event.digests == digests
@@ -354,29 +402,53 @@ def test_digests_are_those_of_the_weights_bucket_by_bucket(
     ],
 )
 def test_digests_of_another_number_or_kind_are_refused(
-    receiver: StepReceiver, spec: TensorSpec
+    receiver: StepReceiver, mean_of: MakeFrames, spec: TensorSpec
 ) -> None:
+    deliver_all(mean_of(4), receiver)
     with pytest.raises(ProtocolError, match="digests are not one a bucket"):
         receiver(commit_of(4, tensor=spec), memoryview(bytes(spec.nbytes)))
 
 
+def states(replica: Replica) -> list[Frame]:
+    """The whole state, as a joiner is sent it."""
+    members = Members(Stores(replica), None, "here", num_buffers=2)
+    worker = worker_at(1)
+    members.send_state(members.welcome(worker), 3, [], [])
+    return post_of(worker).frames
+
+
+def test_the_state_comes_tensor_by_tensor_and_then_single_buckets_of_the_weights(
+    replica: Replica, receiver: StepReceiver
+) -> None:
+    for tensor in state_of(replica).values():
+        tensor.copy_(random_gradient(610, int(tensor[0] * 1e6)))
+    frames = states(replica)
+    for _ in range(2):
+        events = deliver_all(frames, receiver)
+        found = {
+            each.state.content: each.values for each in events if isinstance(each, StateArrived)
+        }
+        assert list(found) == list(state_of(replica))
+        for name, tensor in state_of(replica).items():
+            assert torch.equal(found[name], tensor)
+        bucket = deliver(frames[1], receiver)
+        assert isinstance(bucket, StateArrived)
+        assert torch.equal(bucket.values, replica.params[replica.buckets[1]])
+        with pytest.raises(ProtocolError, match="of which nothing comes here"):
+            deliver(frames[4], receiver)
+        receiver(Park(lease=None, num_buckets=0), memoryview(b""))
+
+
 @pytest.mark.parametrize(
     "change",
-    [
-        {"bucket": 3},
-        {"num_buckets": 2},
-        {"bucket": 2},
-        {"content": "step"},
-        {"content": "momentum"},
-    ],
-    ids=["bucket", "number", "length", "step", "unknown"],
+    [{"bucket": 3}, {"num_buckets": 2}, {"bucket": 2}, {"content": "step"}, {"content": "exp_avg"}],
+    ids=["bucket", "number", "length", "unknown", "order"],
 )
 def test_a_state_of_another_shape_or_content_is_refused(
     replica: Replica, receiver: StepReceiver, change: dict[str, object]
 ) -> None:
-    frames = state_frames("here", 0, replica.params, replica.buckets)
-    message, payload = opened(frames[0])
-    with pytest.raises(ProtocolError, match="not of the agreed shape"):
+    message, payload = opened(states(replica)[0])
+    with pytest.raises(ProtocolError, match="state"):
         receiver(message.model_copy(update=change), payload)
 
 
@@ -395,7 +467,7 @@ def returns(
 ) -> bool:
     """Whether a frame of this bucket may be sent without waiting for the mean."""
     try:
-        pool.submit(receiver.hold, bucket, 2 * DEADLINE_S).result(within_s)
+        pool.submit(receiver.means.hold, bucket, 2 * DEADLINE_S).result(within_s)
     except NotYet:
         receiver.close()
         return False
@@ -411,7 +483,7 @@ def test_a_push_waits_when_it_is_ahead_of_the_mean(
 ) -> None:
     """But not before the mean has begun to come: somebody may still be computing."""
     deliver_all(mean_of(1)[:num_reduced], receiver)
-    receiver.pace(paced=True)
+    receiver.means.pace(paced=True)
     with ThreadPoolExecutor(1) as pool:
         within_s = DEADLINE_S if may_go else NOT_YET_S
         assert returns(pool, receiver, bucket, within_s) is may_go
@@ -420,9 +492,9 @@ def test_a_push_waits_when_it_is_ahead_of_the_mean(
 def test_a_held_push_goes_on_with_the_mean(receiver: StepReceiver, mean_of: MakeFrames) -> None:
     frames = mean_of(1)
     deliver_all(frames[:1], receiver)
-    receiver.pace(paced=True)
+    receiver.means.pace(paced=True)
     with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(receiver.hold, 4, DEADLINE_S)
+        held = pool.submit(receiver.means.hold, 4, DEADLINE_S)
         with pytest.raises(NotYet):
             held.result(NOT_YET_S)
         deliver_all(frames[1:2], receiver)
@@ -434,18 +506,18 @@ def test_nobody_holds_a_push_that_others_wait_for(
     receiver: StepReceiver, mean_of: MakeFrames, end: str
 ) -> None:
     deliver_all(mean_of(1)[:1], receiver)
-    receiver.pace(paced=True)
+    receiver.means.pace(paced=True)
     with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(receiver.hold, 10, DEADLINE_S)
+        held = pool.submit(receiver.means.hold, 10, DEADLINE_S)
         with pytest.raises(NotYet):
             held.result(NOT_YET_S)
         match end:
             case "commit":
-                committed(receiver, 1)
+                receiver.means.take(1)
             case "close":
                 receiver.close()
             case _:
-                receiver.pace(paced=False)
+                receiver.means.pace(paced=False)
         held.result(DEADLINE_S)
 
 
@@ -453,8 +525,8 @@ def test_a_push_that_was_held_in_vain_is_never_held_again(
     receiver: StepReceiver, mean_of: MakeFrames
 ) -> None:
     deliver_all(mean_of(1)[:1], receiver)
-    receiver.pace(paced=True)
-    receiver.hold(9, NOT_YET_S)
+    receiver.means.pace(paced=True)
+    receiver.means.hold(9, NOT_YET_S)
     with ThreadPoolExecutor(1) as pool:
         assert returns(pool, receiver, 10)
 
@@ -465,9 +537,9 @@ def test_a_runs_timeout_bounds_how_long_a_push_is_held(
     """Only a whole push tells the server that others are late."""
     receiver = StepReceiver(replica, "fp32", patience_s=NOT_YET_S)
     deliver_all(mean_of(1)[:1], receiver)
-    receiver.pace(paced=True)
+    receiver.means.pace(paced=True)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(receiver.hold, 9, math.inf).result(DEADLINE_S)
+        pool.submit(receiver.means.hold, 9, math.inf).result(DEADLINE_S)
         assert returns(pool, receiver, 10)
 
 

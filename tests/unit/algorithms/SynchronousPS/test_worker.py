@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from harness import local_settings
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, FellBehind, StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.codec.registry import get_codec
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.server.assignment import Assigned, assignment_of
 from smolcluster.server.link import Link
 from smolcluster.server.push import GradientSender
-from smolcluster.server.store import Stores
+from smolcluster.server.slices import content_pieces
+from smolcluster.server.store import Stores, state_of
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.recipe import Training
@@ -40,7 +39,6 @@ from smolcluster.wire.messages import (
     Welcome,
 )
 from smolcluster.wire.session import Later
-from smolcluster.wire.streams import bucket_spec
 from unit.algorithms.SynchronousPS.actors import (
     commit_of,
     committed,
@@ -48,6 +46,7 @@ from unit.algorithms.SynchronousPS.actors import (
     deliver,
     random_gradient,
     reduce_step,
+    reduction_of,
     small_replica,
 )
 
@@ -137,27 +136,24 @@ class Shop:
         self.worker.link = self.wire
         self.worker.client.begin(self.wire)
         self.worker.new_receiver()
-        self.worker.version, self.worker.num_joined = 3, 3
+        self.worker.version, self.worker.has_state = 3, True
 
     def state(self, version: int, values: float) -> Iterator[StateArrived]:
         """Everything a joiner is sent; all of it is `values`."""
-        codec = get_codec("fp32")
-        for number, bucket in enumerate(self.replica.buckets):
-            for content in self.worker.stores.contents(number):
-                state = State(
-                    incarnation="here",
-                    version=version,
-                    content=content,
-                    bucket=number,
-                    num_buckets=3,
-                    tensor=bucket_spec(codec, bucket),
-                )
-                yield StateArrived(state, torch.full((bucket.stop - bucket.start,), values))
+        for content, tensor in state_of(self.replica).items():
+            [piece, *_] = content_pieces(content, tensor, self.replica.buckets)
+            state = State(incarnation="here", version=version, **piece.fields)
+            yield StateArrived(state, torch.full_like(tensor, values))
 
     def commit(self, version: int, seed: int = 0, digests: Sequence[bytes] = ()) -> Committed:
-        gradient = random_gradient(self.replica.num_params, seed)
-        commit = commit_of(version, clip=0.5, learning_rate=0.1)
-        return Committed(commit, gradient, 3, digests)
+        """A commit whose mean has come."""
+        means, [span] = self.worker.receiver.means, self.worker.receiver.means.spans
+        gradient = means.memory_for(version)
+        assert gradient is not None
+        gradient.copy_(random_gradient(self.replica.num_params, seed))
+        for _ in span:
+            means.arrived(version, span)
+        return Committed(commit_of(version, clip=0.5, learning_rate=0.1), digests)
 
     def pushed(self, codec: str = "fp32") -> dict[int, Tensor]:
         """What was pushed, by bucket."""
@@ -204,8 +200,8 @@ def cancel(grant: int = 1, num_buckets: int = 0) -> MessageReceived:
 
 def live(shop: Shop, *events: Event) -> None:
     """A session in which this comes, and then the connection is lost."""
-    num_joined = shop.worker.num_joined
-    shop.wire.coming = [*shop.state(shop.worker.version, 0.5)] if num_joined else []
+    has_state = shop.worker.has_state
+    shop.wire.coming = [*shop.state(shop.worker.version, 0.5)] if has_state else []
     shop.wire.coming += events
     with pytest.raises(PeerLost):
         shop.worker.take_part(shop.wire)
@@ -261,7 +257,7 @@ def test_a_backup_is_lossless_and_only_what_is_missing(codec: str, first_bucket:
 def held_buckets(shop: Shop) -> list[int]:
     """Of which buckets the worker's receiver is asked whether they may be sent."""
     held: list[int] = []
-    shop.worker.receiver.hold = lambda bucket, longest_s: held.append(bucket)  # type: ignore[method-assign]  # noqa: ARG005
+    shop.worker.receiver.means.hold = lambda bucket, longest_s: held.append(bucket)  # type: ignore[method-assign]  # noqa: ARG005
     return held
 
 
@@ -270,7 +266,7 @@ def test_a_push_keeps_pace_with_the_mean_unless_another_part_waits_behind_it(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, tasks: tuple[int, ...], *, paced: bool
 ) -> None:
     said: list[bool] = []
-    monkeypatch.setattr(shop.worker.receiver, "pace", lambda *, paced: said.append(paced))
+    monkeypatch.setattr(shop.worker.receiver.means, "pace", lambda *, paced: said.append(paced))
     shop.training.meanwhile.append(shop.wire.coming.clear)
     held = held_buckets(shop)
     live(shop, *map(task, tasks))
@@ -417,7 +413,7 @@ def test_who_is_parked_hears_how_much_of_its_last_push_has_counted(
 
 
 def test_who_has_left_steps_out_says_so_and_does_nothing_until_it_begins_anew(shop: Shop) -> None:
-    shop.worker.receiver.has_fallen_behind = True
+    shop.worker.receiver.means.has_fallen_behind = True
     shop.worker.handle(FellBehind())
     assert shop.wire.said == [Pull()]
     before = shop.replica.snapshot()
@@ -443,11 +439,13 @@ def test_a_commit_is_the_optimizers_step_with_the_clipped_mean(shop: Shop) -> No
 def test_a_step_gives_its_gradient_back(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the third one would wait for ever."""
     returned: list[Tensor] = []
-    monkeypatch.setattr(shop.worker.receiver, "give_back", returned.append)
+    means = shop.worker.receiver.means
+    monkeypatch.setattr(means, "give_back", returned.append)
     events = [shop.commit(version) for version in (4, 5)]
+    gradients = [means.memory_for(version) for version in (4, 5)]
     for event in events:
         shop.worker.handle(event)
-    assert [id(gradient) for gradient in returned] == [id(event.gradient) for event in events]
+    assert [id(gradient) for gradient in returned] == [id(gradient) for gradient in gradients]
 
 
 @pytest.mark.parametrize("version", [3, 5, 2])
@@ -458,13 +456,19 @@ def test_a_commit_that_does_not_follow_ends_the_session(shop: Shop, version: int
     assert torch.equal(shop.replica.params, before)
 
 
-@pytest.mark.parametrize("num_reduced", [0, 2])
-def test_a_commit_without_the_whole_gradient_ends_the_session(shop: Shop, num_reduced: int) -> None:
+def test_a_commit_that_comes_twice_before_it_is_acted_on_ends_the_session(shop: Shop) -> None:
+    """When the first one has been taken, the second one's mean is gone: it must not be waited for."""
+    shop.wire.coming = [shop.commit(4), Committed(commit_of(4))]
+    with pytest.raises(PeerLost, match="step 4 does not follow"):
+        shop.worker.hear()
+    assert shop.worker.version == 4
+
+
+def test_a_commit_to_who_has_not_the_state_ends_the_session(shop: Shop) -> None:
+    shop.worker.has_state = False
     before = shop.replica.snapshot()
-    event = shop.commit(4)
-    gradient = event.gradient if num_reduced else None
-    with pytest.raises(PeerLost):
-        shop.worker.handle(Committed(event.commit, gradient, num_reduced, ()))
+    with pytest.raises(PeerLost, match="step 4 does not follow"):
+        shop.worker.handle(shop.commit(4))
     assert torch.equal(shop.replica.params, before)
 
 
@@ -494,29 +498,19 @@ def test_exactly_the_buckets_that_drifted_are_asked_for(
 def test_no_more_is_asked_for_at_a_time_than_a_message_holds() -> None:
     model = nn.Linear(70, 60)
     shop = Shop(replica=Replica(model, "sgd", bucket_bytes=4))
-    num_buckets = shop.worker.num_joined = len(shop.replica.buckets)
-    event = shop.commit(4)
+    num_buckets = len(shop.replica.buckets)
     assert num_buckets > MAX_PULLED_BUCKETS
-    shop.worker.handle(
-        Committed(event.commit, event.gradient, num_buckets, [bytes(8)] * num_buckets)
-    )
+    shop.worker.handle(shop.commit(4, digests=[bytes(8)] * num_buckets))
     assert shop.wire.said == [Pull(buckets=tuple(range(MAX_PULLED_BUCKETS)))]
-
-
-def test_a_joiner_does_not_compare(shop: Shop) -> None:
-    shop.worker.num_joined = 2
-    event = shop.commit(4, digests=[bytes(8)] * 3)
-    shop.worker.handle(Committed(event.commit, event.gradient, 2, event.digests))
-    assert shop.wire.said == []
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
 def test_weights_that_were_asked_for_are_blended_in(alpha: float) -> None:
     shop = Shop("fp32", "sgd", f"polyak_alpha={alpha}")
     before = shop.replica.snapshot()
-    arrived = next(shop.state(3, 2.0))
-    shop.worker.handle(arrived)
     first = shop.replica.buckets[0]
+    whole = next(shop.state(3, 2.0))
+    shop.worker.handle(StateArrived(whole.state, whole.values[first]))
     torch.testing.assert_close(
         shop.replica.params[first], (1 - alpha) * before[first] + alpha * 2.0
     )
@@ -527,11 +521,10 @@ def test_weights_that_were_asked_for_are_blended_in(alpha: float) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_state_makes_a_joiner_whole(optimizer: str) -> None:
     shop = Shop("fp32", optimizer)
-    shop.worker.version = shop.worker.num_joined = 0
-    for number, event in enumerate(shop.state(17, 0.5)):
+    shop.worker.version, shop.worker.has_state = 0, False
+    for event in shop.state(17, 0.5):
+        assert not shop.worker.joined
         shop.worker.handle(event)
-        num_contents = len(shop.worker.stores.contents(0))
-        assert shop.worker.num_joined == (number + 1) // num_contents
     assert (shop.worker.version, shop.worker.joined) == (17, True)
     for tensor in (shop.replica.params, *shop.replica.optimizer.moments.values()):
         assert torch.equal(tensor, torch.full((610,), 0.5))
@@ -539,46 +532,20 @@ def test_the_state_makes_a_joiner_whole(optimizer: str) -> None:
         assert float(shop.replica.optimizer.state["step"]) == 17
 
 
-def test_a_joiner_takes_a_step_with_what_it_has() -> None:
-    shop = Shop("fp32", "adam")
-    shop.worker.version = shop.worker.num_joined = 0
-    events = list(shop.state(17, 0.5))
-    for event in events[:3]:
-        shop.worker.handle(event)
-    before = shop.replica.snapshot()
-    step = shop.commit(18)
-    shop.worker.handle(Committed(step.commit, step.gradient, 1, ()))
-    changed = [
-        not torch.equal(shop.replica.params[place], before[place]) for place in shop.replica.buckets
-    ]
-    assert changed == [True, False, False]
-    assert (shop.worker.version, shop.worker.joined) == (18, False)
-    assert float(shop.replica.optimizer.state["step"]) == 18
-
-
-def test_who_has_nothing_yet_lets_steps_pass(shop: Shop) -> None:
-    shop.worker.version = shop.worker.num_joined = 0
-    before = shop.replica.snapshot()
-    for version in (18, 19):
-        shop.worker.handle(Committed(commit_of(version), None, 0, ()))
-    assert torch.equal(shop.replica.params, before)
-    assert shop.worker.version == 19
-
-
 def test_a_new_session_begins_with_the_whole_state(shop: Shop) -> None:
     """What was left over is not worked on: it is somebody else's by now."""
     shop.worker.tasks.append(task())
     shop.worker.cancelled.add(lease(2))
-    shop.worker.num_joined = 0
+    shop.worker.has_state = False
     live(shop)
-    assert (shop.diary, shop.worker.num_joined) == ([], 0)
+    assert (shop.diary, shop.worker.has_state) == ([], False)
     assert shop.worker.cancelled == set()
     live(shop, *shop.state(9, 0.5), task(2, version=9))
     assert {each.lease for each in pushes(shop)} == {lease(2)}
 
 
 def test_the_end_of_a_session_lets_its_reader_go(shop: Shop) -> None:
-    reduction, first = Reduction(shop.replica, "fp32"), shop.worker.receiver
+    reduction, first = reduction_of(shop.replica, "fp32"), shop.worker.receiver
     for version in (1, 2):
         for frame in reduce_step(reduction, shop.replica, version, [random_gradient(610, 1)]):
             deliver(frame, first)
@@ -604,7 +571,7 @@ def next_push(settled: int | None, *, by_commit: bool = False) -> list[bytes]:
     """What a worker pushes after a push of which `settled` buckets have counted."""
     shop = Shop("int8")
     live(shop, task(1))
-    shop.worker.num_joined = 3
+    shop.worker.has_state = True
     if settled is not None:
         shop.worker.handle(cancel(1, settled))
     if by_commit:
@@ -645,7 +612,7 @@ def test_a_debt_is_paid_by_the_share_of_this_batch_whatever_the_last_one_was(
     """Of a last batch of a few samples a part is more than of the batches before it."""
     shop = Shop("int8")
     live(shop, task(1))
-    shop.worker.num_joined = 3
+    shop.worker.has_state = True
     shop.worker.handle(cancel(1, 3))
     shop.wire.frames.clear()
     shop.worker.work_on(task(2, batch_samples=batch_samples))

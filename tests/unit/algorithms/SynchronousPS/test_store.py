@@ -9,10 +9,10 @@ import pytest
 from connection_pairs import one_of_each
 from harness import local_settings
 from peers import store_setup
-from smolcluster.algorithms.SynchronousPS.reducing_links import MeanArrived, ReducingLinks
-from smolcluster.algorithms.SynchronousPS.reducing_slice import ReducingSlice, SliceStep
-from smolcluster.algorithms.SynchronousPS.reduction import Reduction
+from smolcluster.algorithms.SynchronousPS.step import SliceStep
+from smolcluster.algorithms.SynchronousPS.store import Held, MeanArrived, ReducingLinks
 from smolcluster.codec.registry import get_codec
+from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
 from smolcluster.server.store_host import COORDINATOR
 from smolcluster.server.store_links import Patience
@@ -22,7 +22,6 @@ from smolcluster.wire.inbox import Inbox, MessageReceived, SessionClosed
 from smolcluster.wire.messages import (
     Accepted,
     LeaseKey,
-    OpenStep,
     Push,
     Reduced,
     SendMeans,
@@ -31,7 +30,7 @@ from smolcluster.wire.messages import (
 )
 from smolcluster.wire.session import Session
 from smolcluster.wire.streams import bucket_spec
-from unit.algorithms.SynchronousPS.actors import commit_of, opened_step
+from unit.algorithms.SynchronousPS.actors import commit_of, opened_step, reduction_of
 from unit.server.test_store_links import (
     LISTENING,
     NODES,
@@ -44,7 +43,6 @@ from unit.server.test_store_links import (
 SLICE = next(each for each in one_of_each() if isinstance(each, Slice))
 """Bucket 1 of 2, of 1000 weights in all."""
 SPAN = range(2, 4)
-OPENED = OpenStep(attempt=5, version=8, epoch=1, start=64, sizes=(16, 32))
 
 
 def push(grant: int, bucket: int, start: int = 64, stop: int = 80, base_version: int = 7) -> Push:
@@ -62,29 +60,34 @@ def push(grant: int, bucket: int, start: int = 64, stop: int = 80, base_version:
     )
 
 
+def open_step() -> SliceStep:
+    """The step that makes version 8, of two parts."""
+    return SliceStep(8, Range(1, 64, 112), [16, 32], SPAN)
+
+
 def test_the_next_missing_bucket_counts_from_whoever_brings_it_first() -> None:
-    step = SliceStep(OPENED, SPAN)
+    step = open_step()
     assert step.claim(1, push(1, 2)) is not None
     assert step.claim(2, push(2, 2)) is None
     assert step.claim(2, push(2, 3)) is not None
     assert step.claim(1, push(1, 3)) is None
-    assert step.counted(push(1, 2).lease) == (1, True)
-    assert step.counted(push(2, 2).lease) == (1, True)
+    assert step.counted_here(push(1, 2).lease) == (1, True)
+    assert step.counted_here(push(2, 2).lease) == (1, True)
     other = push(3, 2, 80, 112)
-    assert step.counted(other.lease) == (0, False)
+    assert step.counted_here(other.lease) == (0, False)
 
 
 @pytest.mark.parametrize(
     "stray", [push(1, 2, base_version=6), push(1, 2, 64, 81), push(1, 3), push(1, 0)]
 )
 def test_what_is_of_no_part_of_the_step_does_not_count(stray: Push) -> None:
-    assert SliceStep(OPENED, SPAN).claim(1, stray) is None
+    assert open_step().claim(1, stray) is None
 
 
 def links_of(codec: str) -> ReducingLinks:
     """Links of a server at step 5."""
     replica = new_replica()
-    reduction = Reduction(replica, codec)
+    reduction = reduction_of(replica, codec)
     links = ReducingLinks(
         replica,
         NODES,
@@ -104,14 +107,21 @@ def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
     win, pi5 = (open_session(links, node, 1 + n) for n, node in enumerate(NODES[1:]))
     for each in (win, pi5):
         links.handle(MessageReceived(each.session_id, LISTENING))
-    all_of_win = set(range(3, 6))
+    links.open_step(opened_step(6, [8], len(links.own_span)))
+    for bucket in range(3, 6):
+        links.take_mean(MeanArrived(bucket, links.attempt))
+    links.take_mean(MeanArrived(6, links.attempt - 1))
     assert links.others == {"win": 3, "pi5": 4}
     now = time.monotonic()
-    links.cut_silent(all_of_win, now, now + 59.0)
+    links.cut_silent(now, now + 59.0)
     assert not pi5.is_cut
-    links.cut_silent(all_of_win, now, now + 61.0)
+    links.cut_silent(now, now + 61.0)
     assert pi5.reason == "it does not send the means of its buckets"
     assert not win.is_cut
+    assert not links.has_all_means
+    for bucket in range(6, 10):
+        links.take_mean(MeanArrived(bucket, links.attempt))
+    assert links.has_all_means
 
 
 def owes_residual(links: ReducingLinks, session_id: int) -> bool:
@@ -138,7 +148,15 @@ def test_a_store_is_not_believed_a_mean_of_another_step() -> None:
     bucket = bucket_spec(get_codec("fp32"), slice(0, 64))
     own = Reduced(attempt=links.attempt, version=6, bucket=3, num_buckets=10, tensor=bucket)
     payload = memoryview(bytearray(bucket.nbytes))
+    assert receiver(own.model_copy(update={"attempt": 7}), payload) is None, (
+        "of a step that is void"
+    )
     assert isinstance(receiver(own, payload), MeanArrived)
+    with pytest.raises(ProtocolError, match="bucket 3 of 10, expected 4 of 10"):
+        receiver(own, payload)
+    links.open_step(opened_step(6, [8], len(links.own_span)))
+    own = own.model_copy(update={"attempt": links.attempt})
+    assert isinstance(receiver(own, payload), MeanArrived), "it begins anew"
     with pytest.raises(ProtocolError, match="a mean of step 7, open is 6"):
         receiver(own.model_copy(update={"version": 7}), payload)
 
@@ -146,9 +164,9 @@ def test_a_store_is_not_believed_a_mean_of_another_step() -> None:
 def test_who_comes_back_is_sent_nothing_before_it_asks() -> None:
     """Its StepReceiver is a new one, and the server lets it have all means from the open step on."""
     given = SLICE.model_copy(update={"contents": (), "rule": None})
-    setup = store_setup(ReducingSlice)
+    setup = store_setup(Held)
     answer = Accepted(node="mini1", bucket_bytes=512 * 4, heartbeat_timeout_s=1.0)
-    held = ReducingSlice(setup, answer, Inbox(), given, {})
+    held = Held(setup, answer, Inbox(), given, {})
     instance, session = "a" * 16, cast("Session", FakeSession(1))
     hello = setup.hello.model_copy(update={"instance": instance})
     held.handle(SessionOpened(session, cast("Authenticated", Client(hello))), session)
