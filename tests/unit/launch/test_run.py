@@ -122,7 +122,8 @@ def test_a_run_that_somebody_else_kills_was_stopped(
     """Nothing of its server's own is left to say so."""
     stop = [sys.executable, "-m", "smolcluster.cli", "stop", str(paths.root), "--now"]
     server = writes(paths, status_of()) + IDLE
-    worker = f"{begun(paths)}os.spawnv(os.P_NOWAIT, sys.executable, {stop!r}); {IDLE}"
+    own = "start_new_session=True"  # or it is killed with the worker
+    worker = f"{begun(paths)}import subprocess; subprocess.Popen({stop!r}, {own}); {IDLE}"
     assert launch(server, worker) == 128 + signal.SIGKILL
     assert STOPPED_LINE in printed()
     eventually(lambda: read_status(paths.status).word == "stopped")  # by the other one
