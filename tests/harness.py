@@ -32,7 +32,7 @@ from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import AlgorithmName, DatasetConfig, SimpleNNConfig, TrainConfig
 from smolcluster.configs.spec import get_algorithm, spec_of
-from smolcluster.data.permutation import Range
+from smolcluster.data.permutation import Range, global_batches
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
@@ -387,9 +387,12 @@ class Cluster:
         return self.server.summary
 
     def assert_every_sample_applied_once(self) -> None:
-        """Every sample of every epoch, exactly once."""
-        once = Counter(range(self.training.num_samples))
-        assert self.applied == dict.fromkeys(range(self.settings.train.num_epochs), once)
+        """Every sample of every epoch, up to the last step, exactly once."""
+        num_samples = self.training.num_samples
+        train = self.settings.run_config("run", self.algorithm).train
+        epochs = global_batches(num_samples, train.total_samples(num_samples), num_samples)
+        orders = {each.epoch: self.training.order(each.epoch)[: each.stop] for each in epochs}
+        assert self.applied == {epoch: Counter(order.tolist()) for epoch, order in orders.items()}
 
 
 def summary_of(epochs: int, **final: float) -> Summary:

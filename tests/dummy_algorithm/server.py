@@ -29,7 +29,7 @@ class Server:
         self.dispatcher = Dispatcher(
             incarnation=context.incarnation,
             num_samples=num_samples,
-            num_epochs=train.num_epochs,
+            total_samples=train.total_samples(num_samples),
             batch_size=train.batch_size,
             permutation=context.training.order,
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.schema import RunConfig, TrainConfig
 from smolcluster.configs.spec import title_of
 from smolcluster.observability.exporter import (
     ProcessLabels,
@@ -138,17 +138,17 @@ class WorkerRun:
             self._run = run, paths
             if self._console is not None:
                 view = ProgressView(self._console, num_epochs=run.train.num_epochs)
-                self._progress = ShownBeside(view, partial(self._newest, run.train.num_epochs))
+                self._progress = ShownBeside(view, partial(self._newest, run.train))
         return paths
 
-    def _newest(self, num_epochs: int) -> MetricRecord | None:
+    def _newest(self, train: TrainConfig) -> MetricRecord | None:
         """How far the run is, by the samples that this worker has computed last; None before the first."""
         newest = self._meter.newest
         if newest is None:
             return None
         samples = {
             "samples_applied": newest.epoch * newest.epoch_size + newest.stop,
-            "total_samples": num_epochs * newest.epoch_size,
+            "total_samples": train.total_samples(newest.epoch_size),
         }
         loss = {} if math.isnan(newest.loss) else {"loss": newest.loss}
         rates = {name: rate for name, rate in self._gauge.values.items() if name == "samples_per_s"}

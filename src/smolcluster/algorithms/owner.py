@@ -103,6 +103,8 @@ def own_run(
         owner = replace(owner, settings=settings)
         run = owner.run_config(paths.run_id)
         _check_resumable(claimed, settings, run, training, log.logger)
+        train = run.train.with_epochs_of(training.num_samples)
+        run = run.model_copy(update={"train": train})
         stop = StopRequest()
         with stop.collecting():
             with (

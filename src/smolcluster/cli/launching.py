@@ -15,6 +15,7 @@ from smolcluster.cli.options import (
     Local,
     NoSync,
     NoTmux,
+    NumSteps,
     Observe,
     Overrides,
     Overwrite,
@@ -28,6 +29,7 @@ from smolcluster.cli.options import (
     Workload,
     below,
     below_training,
+    stated_keys,
 )
 from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
 
@@ -110,6 +112,7 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         train_config: TrainFile = None,
         workload: Workload = None,
         script: Script = None,
+        num_steps: NumSteps = None,
         override: Overrides = None,
     ) -> int:
         from smolcluster.launch.advise.run import launch_advised, launch_as_stated  # noqa: PLC0415 - see above
@@ -123,7 +126,7 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
             num_workers=workers,
             config=config,
             train_config=train_config,
-            overrides=override or [],
+            overrides=stated_keys(override, num_steps),
             workload=workload,
             script=script,
         )
@@ -182,6 +185,7 @@ def _resume(
     no_tmux: NoTmux = False,
     observe: Observe = None,
     workload: TrustedWorkload = None,
+    num_steps: NumSteps = None,
     override: Overrides = None,
 ) -> int:
     """Start a whole run again on its machines, from its newest good checkpoint."""
@@ -190,7 +194,7 @@ def _resume(
     from smolcluster.launch.saved import resume  # noqa: PLC0415
 
     how = LaunchOptions(dry_run, not no_sync, overwrite, not no_tmux, detach, observe)
-    overrides = [*(override or []), *workload_overrides(workload)]
+    overrides = [*stated_keys(override, num_steps), *workload_overrides(workload)]
     return resume(run, workers, overrides, how, without=tuple(dict.fromkeys(without or ())))
 
 

@@ -7,12 +7,14 @@ import typer
 
 from smolcluster.cli.options import (
     Json,
+    NumSteps,
     Overrides,
     Run,
     TrustedWorkload,
     Workload,
     below,
     below_training,
+    stated_keys,
 )
 
 app = typer.Typer(rich_markup_mode=None)
@@ -23,6 +25,7 @@ app = typer.Typer(rich_markup_mode=None)
     epilog=below_training(
         "smolcluster train                         digits, a minute",
         "smolcluster train --config gpt --override training.epochs=5",
+        "smolcluster train --num-steps 100",
         "smolcluster train --workload my_project/train.py:workload --override workload_args.width=64",
         "smolcluster train --resume latest",
     ),
@@ -48,6 +51,7 @@ def _train(
         ),
     ] = None,
     workload: Workload = None,
+    num_steps: NumSteps = None,
     override: Overrides = None,
 ) -> int:
     """Train in this single process: the baseline that a cluster is compared with."""
@@ -57,7 +61,7 @@ def _train(
 
     return train_or_go_on(
         config,
-        [*(override or []), *workload_overrides(workload)],
+        [*stated_keys(override, num_steps), *workload_overrides(workload)],
         default=training_source(None, default=default_config, workload=workload),
         run_id=run_id,
         resume=resume,

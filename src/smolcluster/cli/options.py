@@ -146,6 +146,15 @@ Overrides = Annotated[
         help="Set keys of the configuration, such as num_epochs=5 model.hidden=64.",
     ),
 ]
+NumSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--num-steps",
+        metavar="N",
+        min=1,
+        help="End after so many steps.  [default: after num_epochs]",
+    ),
+]
 Run = Annotated[
     str,
     typer.Argument(
@@ -153,3 +162,8 @@ Run = Annotated[
         help="Name of a run, or its folder; latest: the one that is running, else the newest.",
     ),
 ]
+
+
+def stated_keys(override: list[str] | None, num_steps: int | None) -> list[str]:
+    """The overrides of a command line that may also say `--num-steps`."""
+    return [*(override or []), *([] if num_steps is None else [f"num_steps={num_steps}"])]

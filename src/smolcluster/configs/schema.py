@@ -12,6 +12,7 @@ a key without naming its file:
 """
 
 import json
+import math
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
@@ -915,6 +916,11 @@ class TrainConfig(Section):
         2,
         description="Passes over the training samples; null: 30 for wikitext, 20 for snli, 10 for others.",
     )
+    num_steps: PositiveInt | None = Field(
+        None,
+        description="Steps after which the run ends, and by which the schedule falls, instead of num_epochs; "
+        "null: num_epochs end it.",
+    )
     patience: PositiveInt | None = Field(
         None,
         description="Evaluations in a row without a lower validation loss that end the run; null: none do.",
@@ -968,6 +974,22 @@ class TrainConfig(Section):
     def samples_per_step(self) -> int:
         """Samples that an optimizer step is computed from, where its batch is not cut short."""
         return self.global_batch_size or self.samples_per_push
+
+    def num_batches(self, num_samples: int) -> int:
+        """The steps of the whole run, with `num_samples` training samples an epoch."""
+        return self.num_steps or self.num_epochs * math.ceil(num_samples / self.samples_per_step)
+
+    def total_samples(self, num_samples: int) -> int:
+        """The samples of the whole run, with `num_samples` training samples an epoch."""
+        epochs, steps = divmod(
+            self.num_batches(num_samples), math.ceil(num_samples / self.samples_per_step)
+        )
+        return epochs * num_samples + steps * self.samples_per_step
+
+    def with_epochs_of(self, num_samples: int) -> Self:
+        """The same with the epochs, of `num_samples` each, that `num_steps` begin."""
+        num_epochs = math.ceil(self.total_samples(num_samples) / num_samples)
+        return self.model_copy(update={"num_epochs": num_epochs})
 
     @property
     def workload_label(self) -> str | None:

@@ -49,13 +49,17 @@ class Range:
 
 
 def global_batches(
-    num_samples: int, num_epochs: int, batch_size: int, first: int = 0
+    num_samples: int, total_samples: int, batch_size: int, first: int = 0
 ) -> Iterator[Range]:
-    """The batch of every step, in order, after the `first` samples; an epoch's last one has what is left."""
-    begin, offset = divmod(first, num_samples)
-    for epoch in range(begin, num_epochs):
-        for start in range(offset if epoch == begin else 0, num_samples, batch_size):
-            yield Range(epoch, start, min(start + batch_size, num_samples))
+    """The batch of every step, in order, after the `first` of `total_samples` samples.
+
+    The last batch of an epoch, and of the run, has what is left.
+    """
+    while first < total_samples:
+        epoch, start = divmod(first, num_samples)
+        left = min(num_samples - start, total_samples - first)
+        yield Range(epoch, start, start + min(batch_size, left))
+        first += min(batch_size, left)
 
 
 class EpochOrders:

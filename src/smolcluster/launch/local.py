@@ -96,7 +96,9 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
         paths,
         console,
         machines,
-        num_epochs=None if request.script else settings.train.num_epochs,
+        num_epochs=None
+        if request.script or settings.train.num_steps
+        else settings.train.num_epochs,
     )
     run.keep_what_waits()
     if stack is not None:

@@ -193,7 +193,13 @@ def check_unfinished(paths: RunPaths, train: TrainConfig) -> None:
                 f"patience above {in_vain} or set it to null"
             )
         return
-    if ended_with >= train.num_epochs:
+    if train.num_steps is not None:
+        if train.num_steps <= summary.steps:
+            raise CheckpointError(
+                f"run {paths.run_id} has ended; to train on, raise num_steps above {summary.steps} or "
+                "set it to null"
+            )
+    elif ended_with >= train.num_epochs:
         raise CheckpointError(
             f"run {paths.run_id} has ended; to train on, raise num_epochs above {ended_with}, such as by "
             f"--override num_epochs={2 * ended_with}"

@@ -24,7 +24,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from smolcluster.data.permutation import Range
+from smolcluster.data.permutation import Range, global_batches
 from smolcluster.errors import CheckpointError
 from smolcluster.wire.messages import LeaseKey
 
@@ -68,7 +68,7 @@ class Lease:
 
 
 class Dispatcher:
-    """Leases for `num_epochs` epochs of `num_samples` samples, `batch_size` at a time.
+    """Leases for `total_samples` in epochs of `num_samples`, `batch_size` at a time.
 
     `permutation(epoch)` gives the epoch's order, (num_samples,) int32. A lease lasts `floor_s` seconds, or
     `patience` times what its holder usually needs, whichever is longer.
@@ -79,7 +79,7 @@ class Dispatcher:
         *,
         incarnation: str,
         num_samples: int,
-        num_epochs: int,
+        total_samples: int,
         batch_size: int,
         permutation: Callable[[int], Tensor],
         floor_s: float = 30.0,
@@ -87,7 +87,7 @@ class Dispatcher:
     ) -> None:
         self.incarnation = incarnation
         self.num_samples = num_samples
-        self.num_epochs = num_epochs
+        self.total_samples = total_samples
         self.batch_size = batch_size
         self.samples_applied = 0
         self._permutation = permutation
@@ -106,10 +106,6 @@ class Dispatcher:
         self._num_grants = 0
 
     @property
-    def total_samples(self) -> int:
-        return self.num_samples * self.num_epochs
-
-    @property
     def done(self) -> bool:
         return self.samples_applied == self.total_samples
 
@@ -119,7 +115,7 @@ class Dispatcher:
         unfinished = [*self._waiting, *self._open]
         if unfinished:
             return min(unfinished).epoch
-        return min(self._cursor.epoch, self.num_epochs - 1)
+        return self._cursor.epoch
 
     def expect(self, holder: int, lease_s: float) -> None:
         """Note how long `holder` says that it will need for a lease, in seconds."""
@@ -197,8 +193,7 @@ class Dispatcher:
     @property
     def has_more(self) -> bool:
         """Whether there are samples that nobody holds."""
-        is_last = self._cursor == Range(self.num_epochs - 1, self._cursor.start, self.num_samples)
-        return bool(self._waiting) or not is_last
+        return bool(self._waiting) or self._num_cut < self.total_samples
 
     def release_all(self, holder: int) -> list[Lease]:
         self._claimed_s.pop(holder, None)
@@ -239,24 +234,32 @@ class Dispatcher:
         waiting = [Range(*each) for each in state.waiting]
         edges = [(each.epoch, index) for each in waiting for index in (each.start, each.stop)]
         edges.append((cursor.epoch, cursor.stop))
-        cut = cursor.epoch * self.num_samples + cursor.stop
         if (
             not all(self._exists(each) for each in (cursor, *waiting))
             or not all(each.num_samples for each in waiting)
             or edges != sorted(edges)
-            or samples_applied != cut - sum(each.num_samples for each in waiting)
+            or samples_applied != self._end_of(cursor) - sum(each.num_samples for each in waiting)
         ):
             raise CheckpointError(
                 f"the checkpoint stands in epoch {cursor.epoch + 1} of samples that do not fit "
-                f"{self.num_epochs} epochs of {self.num_samples}: resume with the run's own dataset, and "
-                "with as many epochs or more"
+                f"{self.total_samples} samples in epochs of {self.num_samples}: resume with the run's "
+                "own dataset, and with as many epochs or steps or more"
             )
         self._cursor, self._waiting = cursor, deque(waiting)
         self.samples_applied = samples_applied
 
     def _exists(self, range_: Range) -> bool:
         in_epoch = 0 <= range_.start <= range_.stop <= self.num_samples
-        return in_epoch and 0 <= range_.epoch < self.num_epochs
+        return in_epoch and range_.epoch >= 0 and self._end_of(range_) <= self.total_samples
+
+    def _end_of(self, range_: Range) -> int:
+        """The samples of the run up to the range's end."""
+        return range_.epoch * self.num_samples + range_.stop
+
+    @property
+    def _num_cut(self) -> int:
+        """Samples that are, or were, in a range."""
+        return self._end_of(self._cursor)
 
     def _next_range(self, holder: int, now: float, *, may_copy: bool) -> Range | None:
         if self._waiting:
@@ -264,13 +267,12 @@ class Dispatcher:
         return self._cut_next() or (self._copy_for(holder, now) if may_copy else None)
 
     def _cut_next(self) -> Range | None:
-        epoch, start = self._cursor.epoch, self._cursor.stop
-        if start == self.num_samples:
-            epoch, start = epoch + 1, 0
-        if epoch == self.num_epochs:
-            return None
-        self._cursor = Range(epoch, start, min(start + self.batch_size, self.num_samples))
-        return self._cursor
+        batches = global_batches(
+            self.num_samples, self.total_samples, self.batch_size, first=self._num_cut
+        )
+        range_ = next(batches, None)
+        self._cursor = range_ or self._cursor
+        return range_
 
     def _copy_for(self, holder: int, now: float) -> Range | None:
         """The range that has been overdue longest, of those that only others hold, all for too long."""

@@ -101,7 +101,7 @@ class Counts:
         """`epoch_size`: the training samples of an epoch."""
         self._train = train
         self.epoch_size = epoch_size
-        self.total_samples = train.num_epochs * epoch_size
+        self.total_samples = train.total_samples(epoch_size)
         self.tally = Tally.empty()
         self.version = self.samples_applied = self.epoch = 0
 
@@ -124,7 +124,8 @@ class Counts:
         if not math.isnan(loss):
             tally.epoch_terms[epoch] += num_terms
             tally.epoch_loss[epoch] = _finite(tally.epoch_loss[epoch] + loss * num_terms)
-        return tally.epoch_samples[epoch] == self.epoch_size
+        in_epoch = min(self.epoch_size, self.total_samples - epoch * self.epoch_size)
+        return tally.epoch_samples[epoch] == in_epoch
 
     def evaluated(self, loss: float) -> None:
         """Count an evaluation for `patience`, unless that has ended the run already."""
@@ -153,6 +154,8 @@ class Counts:
     @property
     def ending(self) -> str:
         """Why it is over."""
+        if self._train.num_steps is not None and self.is_complete:
+            return f"{self._train.num_steps} steps have been taken"
         if not self.has_given_up:
             return "every sample of every epoch has been applied"
         times = f"{self.tally.num_worse} evaluations in a row have"

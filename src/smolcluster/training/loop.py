@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from smolcluster.configs.schema import TrainConfig
-from smolcluster.data.permutation import EpochOrders, Range
+from smolcluster.data.permutation import EpochOrders, Range, global_batches
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.schedule import learning_rate
@@ -65,10 +65,12 @@ def training_steps(
     replica, num_samples = training.replica, training.num_samples
     train = training.recipe.applied_to(train)
     orders = EpochOrders(training.order)
-    total_samples = train.num_epochs * num_samples
-    while samples_applied < total_samples:
-        epoch, start = divmod(samples_applied, num_samples)
-        indices = orders[epoch][start : start + train.samples_per_step]
+    total_samples = train.total_samples(num_samples)
+    for batch in global_batches(
+        num_samples, total_samples, train.samples_per_step, samples_applied
+    ):
+        epoch, start = batch.epoch, batch.start
+        indices = orders[epoch][start : batch.stop]
         training.want(indices, epoch, start)  # first: a stream is read in order
         _want_next(training, orders, epoch, start + len(indices), train)
         step += 1

@@ -18,7 +18,7 @@ def dispatcher(
     return Dispatcher(
         incarnation="here",
         num_samples=num_samples,
-        num_epochs=num_epochs,
+        total_samples=num_epochs * num_samples,
         batch_size=batch_size,
         permutation=lambda epoch: (
             (torch.arange(num_samples, dtype=torch.int32) + epoch) % num_samples

@@ -25,7 +25,7 @@ def dispatcher(
     return Dispatcher(
         incarnation=incarnation,
         num_samples=num_samples,
-        num_epochs=num_epochs,
+        total_samples=num_epochs * num_samples,
         batch_size=batch_size,
         permutation=lambda epoch: (
             (torch.arange(num_samples, dtype=torch.int32) * 7 + epoch) % num_samples
@@ -94,7 +94,9 @@ class History:
 
 
 def begun(leases: Dispatcher) -> History:
-    return History(leases, {epoch: Counter() for epoch in range(leases.num_epochs)})
+    return History(
+        leases, {epoch: Counter() for epoch in range(leases.total_samples // leases.num_samples)}
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -242,7 +244,7 @@ def test_a_standing_of_something_else_is_refused(
     changed = state.model_copy(update=changes)
     with pytest.raises(CheckpointError) as caught:
         dispatcher().resume(changed, samples_applied)
-    for words in ("2 epochs of 10", "own dataset", "as many epochs or more"):
+    for words in ("20 samples in epochs of 10", "own dataset", "as many epochs or steps or more"):
         assert words in str(caught.value)
 
 

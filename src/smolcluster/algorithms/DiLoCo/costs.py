@@ -149,8 +149,7 @@ def _codec_up(settings: Settings) -> str:
 
 
 def _total_batches(job: Job, settings: Settings) -> int:
-    num_samples = settings.train.num_epochs * (job.num_samples or UNKNOWN_EPOCH)
-    return math.ceil(num_samples / settings.train.samples_per_push)
+    return settings.train.num_batches(job.num_samples or UNKNOWN_EPOCH)
 
 
 def _most_steps(job: Job, settings: Settings) -> int:

@@ -111,12 +111,12 @@ class Server:
         self.dispatcher = Dispatcher(
             incarnation=context.incarnation,
             num_samples=context.training.num_samples,
-            num_epochs=self.train.num_epochs,
+            total_samples=self.train.total_samples(context.training.num_samples),
             batch_size=self.train.samples_per_push,
             permutation=context.training.order,
         )
         epoch_batches = math.ceil(context.training.num_samples / self.train.samples_per_push)
-        self.total_batches = self.train.num_epochs * epoch_batches
+        self.total_batches = self.train.num_batches(context.training.num_samples)
         warn_of_long_rounds(context, epoch_batches)
         self.is_streaming = self.config.mode == "streaming"
         self.is_async = False

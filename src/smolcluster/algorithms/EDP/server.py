@@ -88,7 +88,7 @@ class Server:
         self.dispatcher = Dispatcher(
             incarnation=context.incarnation,
             num_samples=context.training.num_samples,
-            num_epochs=self.train.num_epochs,
+            total_samples=self.train.total_samples(context.training.num_samples),
             batch_size=self.train.samples_per_push,
             permutation=context.training.order,
         )

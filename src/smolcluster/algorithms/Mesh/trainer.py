@@ -153,7 +153,7 @@ class MeshTrainer:
         Raises:
             NonFiniteLoss: on all ranks alike; the weights are as before.
         """
-        train, total = self._train, self._train.num_epochs * self.num_samples
+        train, total = self._train, self._train.total_samples(self.num_samples)
         epoch, start = divmod(samples_applied, self.num_samples)
         indices = self._orders[epoch][start : start + train.samples_per_step]
         scale = 1.0 if self.scaler is None else self.scaler.scale

@@ -241,7 +241,7 @@ class Server(Coordinator):
         """Give all stages the samples of the next step."""
         batches = global_batches(
             self.context.training.num_samples,
-            self.train.num_epochs,
+            self.report.counts.total_samples,
             self.train.samples_per_step,
             first=self.report.counts.samples_applied,
         )
@@ -373,9 +373,8 @@ class Server(Coordinator):
             self.is_kept = self.keeper.tell(known)
 
     def learning_rate(self) -> float:
-        total = self.train.num_epochs * self.context.training.num_samples
-        schedule = self.context.training.recipe.schedule
-        return learning_rate(self.train, self.report.counts.samples_applied, total, schedule)
+        counts, schedule = self.report.counts, self.context.training.recipe.schedule
+        return learning_rate(self.train, counts.samples_applied, counts.total_samples, schedule)
 
     def hear(self, peer: Peer, message: Message) -> None:
         if isinstance(message, WantState):

@@ -75,7 +75,7 @@ class Server:
         self.train = context.training.recipe.applied_to(context.run.train)
         self.replica = context.training.replica
         self.orders = EpochOrders(context.training.order)
-        self.total_samples = self.train.num_epochs * context.training.num_samples
+        self.total_samples = self.train.total_samples(context.training.num_samples)
         self.config = context.run.of(SyncPSConfig)
         shares = self.config.batch_share
         self.shares = None if shares is None else self.cluster.by_any_name(shares)
@@ -218,8 +218,8 @@ class Server:
         """The samples of the next step; where they are only counted, a batch of each member's own."""
         each = self.train.samples_per_push
         size = each * num_members if self.context.counts_samples else self.train.samples_per_step
-        num_samples, num_epochs = self.context.training.num_samples, self.train.num_epochs
-        batches = global_batches(num_samples, num_epochs, size, first=self.samples_applied)
+        num_samples = self.context.training.num_samples
+        batches = global_batches(num_samples, self.total_samples, size, first=self.samples_applied)
         return next(batches, None)
 
     def deal(self, step: Step, now: float) -> None:

@@ -55,10 +55,13 @@ EPOCHS_AND_SIZES: dict[str, st.SearchStrategy[Any]] = {
 def test_after_any_step_the_batches_are_those_that_would_have_come(
     num_samples: int, num_epochs: int, batch_size: int, data: st.DataObject
 ) -> None:
-    whole = list(global_batches(num_samples, num_epochs, batch_size))
+    whole = list(global_batches(num_samples, num_epochs * num_samples, batch_size))
     taken = data.draw(st.integers(0, len(whole)))
     first = sum(batch.num_samples for batch in whole[:taken])
-    assert list(global_batches(num_samples, num_epochs, batch_size, first=first)) == whole[taken:]
+    assert (
+        list(global_batches(num_samples, num_epochs * num_samples, batch_size, first=first))
+        == whole[taken:]
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -68,7 +71,7 @@ def test_from_any_sample_on_every_position_comes_once_and_in_order(
 ) -> None:
     """The batches before may have been of another size."""
     first = data.draw(st.integers(0, num_samples * num_epochs))
-    batches = list(global_batches(num_samples, num_epochs, batch_size, first=first))
+    batches = list(global_batches(num_samples, num_epochs * num_samples, batch_size, first=first))
     positions = [
         batch.epoch * num_samples + place
         for batch in batches
@@ -80,8 +83,8 @@ def test_from_any_sample_on_every_position_comes_once_and_in_order(
 
 
 def test_with_more_epochs_a_finished_run_goes_on() -> None:
-    assert list(global_batches(10, 2, 4, first=20)) == []
-    assert list(global_batches(10, 3, 4, first=20)) == [
+    assert list(global_batches(10, 20, 4, first=20)) == []
+    assert list(global_batches(10, 30, 4, first=20)) == [
         Range(2, 0, 4),
         Range(2, 4, 8),
         Range(2, 8, 10),
@@ -223,7 +226,9 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
 def batches_of(parts: Parts) -> list[Range]:
     train = parts.context.run.train
     num_samples = parts.context.training.num_samples
-    return list(global_batches(num_samples, train.num_epochs, train.samples_per_step))
+    return list(
+        global_batches(num_samples, train.total_samples(num_samples), train.samples_per_step)
+    )
 
 
 def checkpoint_of(parts: Parts, folder: Path, step: int = 4, **changes: Any) -> Checkpoint:

@@ -11,7 +11,7 @@ from unit.algorithms.SynchronousPS.actors import random_gradient
 
 
 def test_only_the_last_batch_of_an_epoch_is_smaller() -> None:
-    batches = list(global_batches(100, 2, 32))
+    batches = list(global_batches(100, 200, 32))
     assert [batch.num_samples for batch in batches] == [32, 32, 32, 4] * 2
     assert all(one.epoch <= other.epoch for one, other in pairwise(batches))
 
