@@ -964,6 +964,9 @@ class TrainConfig(Section):
     model: ModelConfig = Field(SimpleNNConfig(), description="What is trained.")
     dataset: DatasetConfig = Field(description="What it is trained on.")
     logging: LoggingConfig = Field(LoggingConfig(), description="The project in Weights & Biases.")
+    tensorboard: bool = Field(
+        False, description="Also write TensorBoard's event files: tensorboard/ of the run's folder."
+    )
 
     @property
     def samples_per_push(self) -> int:

@@ -70,6 +70,8 @@ class RunPaths:
     """What was predicted of it; of a launch with --auto."""
     standing = _In(".standing.json")
     """How a run on other machines stood when these were asked last; on the machine that launched it."""
+    tensorboard = _In("tensorboard")
+    """TensorBoard's event files, where they are wanted."""
     logs = _In("logs")
     checkpoints = _In("checkpoints")
     lock = _In(".lock")

@@ -18,6 +18,7 @@ from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import Metrics, Sink
 from smolcluster.observability.sinks.console import ProgressView, ShownBeside
 from smolcluster.observability.sinks.jsonl import JsonlSink
+from smolcluster.observability.sinks.tensorboard import TensorBoardSink
 from smolcluster.observability.sinks.wandb import wandb_for
 from smolcluster.observability.spans import SpanLog
 from smolcluster.runs.events import Event, EventLog, RunStarted
@@ -94,6 +95,8 @@ def open_records(
         warn=warn,
     )
     sinks.append(wandb)
+    boards = [TensorBoardSink(paths.tensorboard, warn=warn)] if run.train.tensorboard else []
+    sinks.extend(boards)
 
     def happened(event: Event) -> None:
         if isinstance(event, RunStarted):  # from here on: a start that fails is no newest run
@@ -111,13 +114,17 @@ def open_records(
     with ExitStack() as closing:
         closing.callback(metrics.close)
         writers = (lines.writer, events.writer, spans.writer)
-        closing.enter_context(_written_beside(writers, status, series, log.logger))
+        others: list[SeriesFile | TensorBoardSink] = [series, *boards]
+        closing.enter_context(_written_beside(writers, others, status, log.logger))
         yield Records(metrics, events, incarnation, status, spans, paths.root)
 
 
 @contextmanager
 def _written_beside(
-    writers: Sequence[LineWriter], status: StatusFile, series: SeriesFile, log: logging.Logger
+    writers: Sequence[LineWriter],
+    others: Sequence[SeriesFile | TensorBoardSink],
+    status: StatusFile,
+    log: logging.Logger,
 ) -> Iterator[None]:
     """Write the files several times a second in a thread of its own, and close them after the block.
 
@@ -136,15 +143,15 @@ def _written_beside(
 
     def write_on() -> None:
         while not done.wait(TICK_S):
-            for each in writers:
+            for each in (*writers, *others):
                 attempt(each.tick, each)
             attempt(status.flush, status)
-            attempt(series.tick, series)
         end = Deadline(SPACE_S)
         for each in writers:
             attempt(partial(each.close, end.remaining()), each)
         attempt(partial(status.close, end.remaining()), status)
-        attempt(series.close, series)
+        for other in others:
+            attempt(other.close, other)
 
     thread = threading.Thread(target=write_on, name="records", daemon=True)
     thread.start()

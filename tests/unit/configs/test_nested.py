@@ -79,6 +79,7 @@ KEYS = [
     ("training.epochs", 7, "num_epochs"),
     ("training.num_epochs", 7, "num_epochs"),
     ("training.num_steps", 7, "num_steps"),
+    ("training.tensorboard", True, "tensorboard"),
     ("training.learning_rate", 0.5, "learning_rate"),
     ("training.weight_decay", 0.25, "weight_decay"),
     ("training.grad_clip_norm", 2.5, "gradient_clipping.max_norm"),

@@ -1,0 +1,69 @@
+"""TensorBoard's event files, as TensorBoard reads them."""
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.tensorboard import TensorBoardSink
+
+STEP = MetricRecord("step", 3, 0, {"loss": 0.5, "start": 64.0})
+REPORT = MetricRecord("worker", 3, 0, {"cpu": 0.25}, rank=1, node="mini2")
+
+
+def events(folder: Path) -> Iterator[Event]:
+    """What the files hold: TFRecords, each a length, its checksum, an event and the event's checksum."""
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        data = path.read_bytes()
+        while data:
+            (nbytes,) = struct.unpack_from("<Q", data)
+            yield Event.FromString(data[12 : 12 + nbytes])
+            data = data[12 + nbytes + 4 :]
+
+
+def written(folder: Path) -> dict[tuple[str, int], float]:
+    return {
+        (value.tag, event.step): value.simple_value
+        for event in events(folder)
+        for value in event.summary.value
+    }
+
+
+def test_the_curves_have_the_names_that_they_have_in_weights_and_biases(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, warn=pytest.fail)
+    sink.log(STEP)
+    sink.tick()
+    sink.log(REPORT)
+    sink.close()
+    assert written(tmp_path) == {
+        ("epoch", 3): 0,
+        ("loss", 3): 0.5,
+        ("rank1/cpu", 3): 0.25,
+    }
+
+
+def test_a_run_that_goes_on_hides_what_it_had_after_its_checkpoint(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, warn=pytest.fail)
+    sink.log(STEP)
+    sink.close()
+    assert any(event.session_log.status == event.session_log.START for event in events(tmp_path))
+
+
+def test_without_records_there_is_no_folder(tmp_path: Path) -> None:
+    TensorBoardSink(tmp_path / "tensorboard", warn=pytest.fail).close()
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told_of_once(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file")
+    told: list[str] = []
+    sink = TensorBoardSink(tmp_path / "tensorboard", warn=told.append)
+    for _ in range(2):
+        sink.log(STEP)
+        sink.tick()
+    sink.close()
+    (line,) = told
+    assert line.startswith("TensorBoard gets no more values: ")
