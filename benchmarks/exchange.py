@@ -298,16 +298,18 @@ def context_of(
 ) -> ServerContext:
     """What an algorithm's server works with."""
     log = logging.getLogger()
+    incarnation = secrets.token_hex(4)
     return ServerContext(
         settings=case.settings,
         run=case.settings.run_config("exchange", algorithm),
         training=training,
         node=case.settings.cluster.server,
         secret=case.secret,
+        incarnation=incarnation,
         records=Records(
             Metrics(),
             EventLog(case.folder / "events.jsonl", "benchmark", warn=log.warning),
-            secrets.token_hex(4),
+            incarnation,
         ),
         log=log,
         num_stores=num_stores,

@@ -97,6 +97,7 @@ def _context(
         training=training,
         node="here",
         secret=None,
+        incarnation=records.incarnation,
         records=records,
         log=log,
     )

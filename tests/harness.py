@@ -255,6 +255,7 @@ class Cluster:
             training=self.training,
             node=cluster.server,
             secret=secret,
+            incarnation=incarnation,
             records=Records(Metrics([self.metrics]), events, incarnation, folder=folder),
             log=self.log,
             store=self.store,

@@ -276,7 +276,7 @@ def nothing_goes_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 class HandledHub:
     """A hub whose events are asked for by the test's thread, and workers spoken by hand."""
 
-    def __init__(self, pool: WorkerPool, port: int, dataset: str) -> None:
+    def __init__(self, pool: WorkerPool[Report], port: int, dataset: str) -> None:
         self.pool = pool
         self.events: list[Event] = []
         self._port = port
@@ -369,6 +369,7 @@ def server_parts(
     metrics = Recorder()
     path = folder / "events.jsonl"
     events = EventLog(path, "test", warn=log.warning)
+    incarnation = secrets.token_hex(4)
     context = ServerContext(
         settings=settings,
         run=settings.run_config("test-run", algorithm),
@@ -381,7 +382,8 @@ def server_parts(
         ),
         node=settings.cluster.server,
         secret=SECRET,
-        records=Records(Metrics([metrics]), events, secrets.token_hex(4)),
+        incarnation=incarnation,
+        records=Records(Metrics([metrics]), events, incarnation),
         log=log,
     )
     try:

@@ -40,14 +40,14 @@ class Server:
 
     def serve(self) -> Summary:
         with self.pool, self.evaluator:
-            while not (self.dispatcher.done or self.pool.report.counts.is_over):
+            while not (self.dispatcher.done or self.pool.listener.counts.is_over):
                 for event in self.pool.next_events(0.1):
                     self.handle(event)
                 self.dispatcher.expire(time.monotonic())
                 for session_id, worker in list(self.idle.items() if self.pool.started else ()):
                     self.hand_out(session_id, worker)
-                self.pool.report.tick()
-            return self.pool.report.summary()
+                self.pool.listener.tick()
+            return self.pool.listener.summary()
 
     def handle(self, event: Event) -> None:
         match event:
@@ -69,7 +69,7 @@ class Server:
                 )
 
     def apply(self, worker: Worker, pushed: Pushed) -> None:
-        push, samples, report = pushed.push, Range.of(pushed.push.lease), self.pool.report
+        push, samples, report = pushed.push, Range.of(pushed.push.lease), self.pool.listener
         self.stores.take(pushed.gradient)
         norm = self.stores.norm()
         self.stores.step(1.0, self.rate)

@@ -98,6 +98,7 @@ def run_single(settings: Settings, folder: Path, **train: object) -> Finished:
         training=training,
         node="me",
         secret=None,
+        incarnation="here",
         records=Records(Metrics([metrics]), events, "here"),
         log=logger([]),
     )

@@ -40,7 +40,7 @@ from smolcluster.training.checkpoint import (
 )
 from smolcluster.training.replica import Replica
 from smolcluster.utils.words import a_few
-from smolcluster.wire.acceptor import ask_inbox
+from smolcluster.wire.acceptor import Acceptor, ask_inbox
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.inbox import Inbox
 from smolcluster.wire.membership import Refused
@@ -66,9 +66,9 @@ EXTRA_QUEUED = 64
 """Small messages that may wait for a worker, besides the tensors of a few transfers of the model."""
 
 
-@dataclass(frozen=True)
-class ServerContext:
-    """A run, on the server's side."""
+@dataclass(frozen=True, kw_only=True)
+class PoolContext:
+    """A run whose workers this process lets in: the server's, or that of a worker's stages."""
 
     settings: Settings
     run: RunConfig
@@ -76,28 +76,10 @@ class ServerContext:
     node: str
     secret: Secret | None
     """What workers prove themselves by; None: there are none."""
-    records: Records
+    incarnation: str
+    """Names this start of the process."""
     log: logging.Logger
-    store: CheckpointStore | None = None
-    """Where checkpoints are saved; None: nowhere."""
-    checkpoint: Checkpoint | None = None
-    """What the run goes on from; None: it begins."""
-    initial: Path | None = None
-    """A checkpoint's folder with the first weights, where the server has none; None: the seed makes them."""
-    check_stop: Callable[[], None] = lambda: None
-    """Raises Interrupted when a signal has asked this process to stop."""
     inbox: Inbox = field(default_factory=Inbox)
-    num_stores: int = 1
-    """How many stores the server's weights lie in."""
-    role_of_workers: str = "worker"
-    """What people read of those that join."""
-    worker_command: str | None = None
-    """Starts a worker, for a person who has to; None: workers are started by others."""
-
-    @property
-    def incarnation(self) -> str:
-        """Names this start of the server."""
-        return self.records.incarnation
 
     @property
     def codec(self) -> str:
@@ -107,17 +89,6 @@ class ServerContext:
     def is_served(self) -> bool:
         """Whether workers are sent the samples that they compute."""
         return self.run.train.dataset.source == "server" or self.training.workload.is_stream
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the workers are loops of a user's own."""
-        return isinstance(self.training.workload, PlannedWorkload)
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether workers draw their samples themselves, so that a lease says only how many there were."""
-        workload = self.training.workload
-        return isinstance(workload, PlannedWorkload) and workload.plan.is_counted
 
     @property
     def served_data(self) -> ServedData | None:
@@ -131,6 +102,106 @@ class ServerContext:
             num_samples=self.training.num_samples,
             sizes=workload.sizes,
         )
+
+    def listen(
+        self,
+        receiver_for: Callable[[int], Receiver],
+        stores: StoreLinks | None = None,
+        num_more: int = 0,
+    ) -> Acceptor:
+        """Listen from now on; who knocks waits until a pool is asked for events.
+
+        `num_more`: frames that may wait for a worker besides those of weights.
+
+        Raises:
+            PortBusy: another process listens there.
+            ConfigError: no address to listen on is this machine's, or a batch does not fit in a bucket.
+        """
+        _check_batch_fits(self.run.train.samples_per_step, self.training.replica.bucket_bytes)
+        if self.secret is None:
+            raise RuntimeError("a server needs the cluster's secret")
+        cluster, replica = self.settings.cluster, self.training.replica
+        workload = self.training.workload
+        addresses = listening_addresses(cluster)
+        admit_worker = ask_inbox(
+            self.inbox,
+            Welcome(
+                node=self.node,
+                run_id=self.run.run_id,
+                settings=self.run.model_dump(mode="json"),
+                incarnation=self.incarnation,
+                model_fingerprint=replica.fingerprint,
+                bucket_bytes=replica.bucket_bytes,
+                codec=self.codec,
+                heartbeat_timeout_s=self.run.heartbeat_timeout_s,
+                data=self.served_data,
+                plan=workload.plan.text if isinstance(workload, PlannedWorkload) else None,
+            ),
+        )
+
+        def admit(session_id: int, hello: Hello) -> Accepted | Refused:
+            if stores is not None and STORE.name in hello.sets and PS.name not in hello.sets:
+                return stores.admit(session_id, hello)
+            return admit_worker(session_id, hello)
+
+        def receiver(session_id: int) -> Receiver:
+            of_store = stores.receiver_for(session_id) if stores is not None else None
+            return of_store or receiver_for(session_id)
+
+        sets = sets_of(self.run.algorithm)
+        if stores is not None:
+            sets = (*sets, STORE)
+        node = Node(
+            hello=introduce(self.node),
+            secret=self.secret,
+            log=self.log,
+            encryption=cluster.encryption,
+        )
+        acceptor = node.listen(
+            addresses,
+            cluster.port,
+            sets=sets,
+            inbox=self.inbox,
+            admit=admit,
+            receiver_for=receiver,
+            max_queued=_num_queued(replica) + EXTRA_QUEUED + num_more,
+        )
+        self.log.info("listening on %s, port %d", ", ".join(addresses), cluster.port)
+        if cluster.encryption == "off":
+            self.log.warning(
+                "encryption is off: whoever reaches the network between can change what is said"
+            )
+        return acceptor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerContext(PoolContext):
+    """A run, on the server's side."""
+
+    records: Records
+    store: CheckpointStore | None = None
+    """Where checkpoints are saved; None: nowhere."""
+    checkpoint: Checkpoint | None = None
+    """What the run goes on from; None: it begins."""
+    initial: Path | None = None
+    """A checkpoint's folder with the first weights, where the server has none; None: the seed makes them."""
+    check_stop: Callable[[], None] = lambda: None
+    """Raises Interrupted when a signal has asked this process to stop."""
+    num_stores: int = 1
+    """How many stores the server's weights lie in."""
+    worker_command: str | None = None
+    """Starts a worker, for a person who has to; None: workers are started by others."""
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the workers are loops of a user's own."""
+        return isinstance(self.training.workload, PlannedWorkload)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether workers draw their samples themselves, so that a lease says only how many there were."""
+        workload = self.training.workload
+        return isinstance(workload, PlannedWorkload) and workload.plan.is_counted
 
     def open_feed(self) -> Feed | NoFeed:
         """Where the samples that are handed out come from; close it."""
@@ -254,86 +325,29 @@ class ServerContext:
         num_more: int = 0,
         check_stop: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> WorkerPool:
+    ) -> WorkerPool[Report]:
         """Listen from now on; workers are let in as soon as the pool is asked for events, and so are stores.
 
-        `num_more`: frames that may wait for a worker besides those of weights. `check_stop`: raises when this
-        process shall stop, whatever goes on; None: the context's. `clock`: how long workers are waited for
-        goes by it, seconds.
+        `stores`, `num_more`: see `listen`. `check_stop`: raises when this process shall stop, whatever goes
+        on; None: the context's. `clock`: how long workers are waited for goes by it, seconds.
 
         Raises:
-            PortBusy: another process listens there.
-            ConfigError: no address to listen on is this machine's, or a batch does not fit in a bucket.
+            PortBusy, ConfigError: see `listen`.
             CheckpointError: what is to go on did not begin like this, see `check_resumable`.
         """
         if self.checkpoint is not None:
             check_resumable(self.checkpoint.state, self.run, self.training)
-        _check_batch_fits(self.run.train.samples_per_step, self.training.replica.bucket_bytes)
-        if self.secret is None:
-            raise RuntimeError("a server needs the cluster's secret")
-        cluster, replica = self.settings.cluster, self.training.replica
-        workload = self.training.workload
-        addresses = listening_addresses(cluster)
-        admit_worker = ask_inbox(
-            self.inbox,
-            Welcome(
-                node=self.node,
-                run_id=self.run.run_id,
-                settings=self.run.model_dump(mode="json"),
-                incarnation=self.incarnation,
-                model_fingerprint=replica.fingerprint,
-                bucket_bytes=replica.bucket_bytes,
-                codec=self.codec,
-                heartbeat_timeout_s=self.run.heartbeat_timeout_s,
-                data=self.served_data,
-                plan=workload.plan.text if isinstance(workload, PlannedWorkload) else None,
-            ),
-        )
-
-        def admit(session_id: int, hello: Hello) -> Accepted | Refused:
-            if stores is not None and STORE.name in hello.sets and PS.name not in hello.sets:
-                return stores.admit(session_id, hello)
-            return admit_worker(session_id, hello)
-
-        def receiver(session_id: int) -> Receiver:
-            of_store = stores.receiver_for(session_id) if stores is not None else None
-            return of_store or receiver_for(session_id)
-
-        sets = sets_of(self.run.algorithm)
-        if stores is not None:
-            sets = (*sets, STORE)
-        node = Node(
-            hello=introduce(self.node),
-            secret=self.secret,
-            log=self.log,
-            encryption=cluster.encryption,
-        )
-        acceptor = node.listen(
-            addresses,
-            cluster.port,
-            sets=sets,
-            inbox=self.inbox,
-            admit=admit,
-            receiver_for=receiver,
-            max_queued=_num_queued(replica) + EXTRA_QUEUED + num_more,
-        )
+        acceptor = self.listen(receiver_for, stores, num_more)
         report = self.new_report(self.codec, acceptor.bytes_moved)
         acceptor.trouble = lambda: report.trouble
-        self.log.info("listening on %s, port %d", ", ".join(addresses), cluster.port)
-        if cluster.encryption == "off":
-            self.log.warning(
-                "encryption is off: whoever reaches the network between can change what is said"
-            )
         return WorkerPool(
-            cluster=cluster,
+            cluster=self.settings.cluster,
             inbox=self.inbox,
             acceptor=acceptor,
             training=self.training,
-            report=report,
-            events=self.records.events,
+            listener=report,
             log=self.log,
             check_stop=check_stop or self.check_stop,
-            role=self.role_of_workers,
             worker_command=self.worker_command,
             clock=clock,
         )

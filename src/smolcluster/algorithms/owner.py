@@ -129,6 +129,7 @@ def own_run(
                     training=training,
                     node=owner.node,
                     secret=owner.secret,
+                    incarnation=records.incarnation,
                     records=records,
                     log=log.logger,
                     store=claimed.store,

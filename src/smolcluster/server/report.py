@@ -35,15 +35,14 @@ from smolcluster.runs.events import (
     RunStarted,
     StepOverdue,
     StepsUndone,
-    WorkerEvent,
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
     WorkerParked,
-    WorkerStalled,
 )
 from smolcluster.runs.status import (
     STOPPED,
+    Presence,
     RankStatus,
     RunState,
     RunStatus,
@@ -58,15 +57,14 @@ from smolcluster.server.process_stats import Gauge, ProcessStats
 from smolcluster.server.rates import Rates
 from smolcluster.server.records import Records
 from smolcluster.server.tally import COUNTS, Counts, Dropped
-from smolcluster.server.worker import Worker
+from smolcluster.server.worker import Listener, Worker, WorkerNews
 from smolcluster.training import hooks
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.checkpoint import Progress, TrainingState
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.training.loop import StepTaken
 from smolcluster.utils.cadence import Cadence
-from smolcluster.utils.units import format_duration
-from smolcluster.wire.messages import LeaseKey, Telemetry
+from smolcluster.wire.messages import LeaseKey, Logged, Telemetry
 
 OWN_STATS_EVERY_S = 1.0
 NUM_LAYERED_FIRST, LAYERED_EVERY_S = 1000, 60.0
@@ -83,12 +81,12 @@ DROP_REASONS: Mapping[Dropped, str] = MappingProxyType(
         "non_finite": "it held NaN or infinity",
     }
 )
-_CHANGES: Mapping[type[WorkerEvent], Literal["joined", "left", "lost"]] = MappingProxyType(
+_CHANGES: Mapping[type[WorkerNews], Presence] = MappingProxyType(
     {WorkerJoined: "joined", WorkerLeft: "left", WorkerLost: "lost"}
 )
 
 
-class Report:
+class Report(Listener):
     """Tells what the deciding thread says to everybody who wants to know."""
 
     def __init__(
@@ -113,6 +111,7 @@ class Report:
             check_stop: raises when a signal has asked this process to stop.
             mesh: the mesh of which this process is rank 0; None: it is on none.
         """
+        super().__init__(training.replica.meter)
         self._run = run
         self._node = node
         self._codec = codec
@@ -124,9 +123,6 @@ class Report:
         self.counts = Counts(run.train, training.num_samples)
         self.rates = Rates(self.counts, bytes_moved)
         self.board = StatusBoard(self.counts.tally)
-        self.is_waiting = False
-        """Whether nobody trains, for lack of workers."""
-        self.meter = training.replica.meter
         self._process_stats = ProcessStats(self.meter)
         self._own_stats_due = Cadence(0, OWN_STATS_EVERY_S)
         self._gauges = defaultdict[int | None, Gauge](Gauge)
@@ -223,13 +219,16 @@ class Report:
             return {}
         return replica.layer_norms(gradient)
 
-    def heard(self, worker: Worker, telemetry: Telemetry) -> None:
-        kept = self.board.heard(worker, telemetry)
+    def heard(self, worker: Worker, message: Telemetry | Logged) -> None:
+        if isinstance(message, Logged):
+            self._logged(worker, message.values)
+            return
+        kept = self.board.heard(worker, message)
         if kept is not None:
             self._measured("worker", kept, **worker.who)
         best = worker.live_session.clocks.best
         if self._records.spans and best:
-            self._records.spans.write("worker", telemetry, ahead_s=best.offset_s, **worker.who)
+            self._records.spans.write("worker", message, ahead_s=best.offset_s, **worker.who)
 
     def process_heard(self, rank: int | None, node: str, telemetry: Telemetry) -> None:
         """A rank of a mesh has told what it has done; None: the run's owner, which is on no mesh."""
@@ -266,11 +265,28 @@ class Report:
             return no_space_on(self._node)
         return self._unsaved
 
-    def worker_changed(self, event: WorkerJoined | WorkerLeft | WorkerLost) -> None:
-        """A worker joined, left, or was lost."""
+    @property
+    def ending(self) -> str:
+        return self.counts.ending
+
+    @property
+    def known_nodes(self) -> Mapping[int, str]:
+        return {number: each.node for number, each in self.counts.tally.workers.items()}
+
+    def begun(self) -> None:
+        self.rates.begin()
+
+    def happened(self, event: WorkerNews, worker: Worker | None = None) -> None:
+        change = _CHANGES.get(type(event))
+        if worker is not None and isinstance(event, WorkerJoined):
+            self.counts.tally.worker(worker.member.worker_id, event.node)
+            self.board.joined(worker, event.device)
+        elif worker is not None and change is not None:
+            self.board.departed(worker, change)
         self._records.events.write(event)
-        change, reason = _CHANGES[type(event)], getattr(event, "reason", "")
-        self._hooks.worker(hooks.WorkerChanged(event.rank, event.node, change, reason))
+        if worker is not None and change is not None:
+            reason = getattr(event, "reason", "")
+            self._hooks.worker(hooks.WorkerChanged(worker.rank, event.node, change, reason))
 
     def dropped(
         self,
@@ -324,12 +340,6 @@ class Report:
         """A worker does not keep up, and hears of no step after `step` for a while."""
         self._records.events.write(WorkerParked(**worker.who, step=step, reason=reason))
 
-    def stalled(self, worker: Worker, silent_s: float, reason: str) -> None:
-        self._log.warning(
-            "%s has not answered for %s: %s", worker.name, format_duration(silent_s), reason
-        )
-        self._records.events.write(WorkerStalled(**worker.who, silent_s=silent_s, reason=reason))
-
     def layers_moved(self, reason: str) -> None:
         """The layers of a pipeline are dealt out again, though none of its stages was lost."""
         self._log.info("the layers are dealt out again: %s", reason)
@@ -365,7 +375,7 @@ class Report:
         metrics = dict(evaluation.metrics)
         self._hooks.evaluation(hooks.EvaluationDone(version, epoch, evaluation.loss, metrics))
 
-    def logged(self, worker: Worker, values: Mapping[str, float]) -> None:
+    def _logged(self, worker: Worker, values: Mapping[str, float]) -> None:
         """What a user's own loop has measured; with a `val_loss` it is an evaluation of these weights.
 
         Those of one worker are the run's, so that patience counts each once; another's are kept as its own.

@@ -1,13 +1,23 @@
-"""A worker as the server knows it."""
+"""A worker as the server knows it, and who hears what becomes of workers."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from smolcluster.runs.events import (
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRejected,
+    WorkerStalled,
+)
 from smolcluster.runs.paths import process_title
 from smolcluster.server.process_stats import Gauge
+from smolcluster.training.evaluate import Evaluation
+from smolcluster.utils.meter import Meter
 from smolcluster.wire.membership import Member
-from smolcluster.wire.messages import Ready
+from smolcluster.wire.messages import Logged, Ready, Telemetry
 from smolcluster.wire.session import Session
 
 
@@ -54,3 +64,47 @@ class Worker:
     @property
     def name(self) -> str:
         return process_title(self.role, self.member.node, self.rank)
+
+
+WorkerNews = WorkerJoined | WorkerLeft | WorkerLost | WorkerStalled | WorkerRejected
+
+
+class Listener:
+    """Is told by the deciding thread what becomes of the workers of a `WorkerPool`.
+
+    This one keeps what workers report of themselves, and nothing else.
+    """
+
+    is_waiting = False
+    """Whether nobody trains, for lack of workers; the pool sets it."""
+
+    def __init__(self, meter: Meter) -> None:
+        """`meter` counts how long the pool waits for events."""
+        self.meter = meter
+
+    @property
+    def ending(self) -> str:
+        """What workers are told at the end of a run that has ended well."""
+        return "all is done"
+
+    @property
+    def known_nodes(self) -> Mapping[int, str]:
+        """The nodes of all workers that have taken part so far, by worker id."""
+        return {}
+
+    def begun(self) -> None:
+        """There are enough workers for the first time."""
+
+    def happened(self, event: WorkerNews, worker: Worker | None = None) -> None:
+        """`worker` joined, left, was lost or does not answer, or None: one was refused."""
+
+    def heard(self, worker: Worker, message: Telemetry | Logged) -> None:
+        """A worker reports of itself, or its user's own loop has measured something."""
+        if isinstance(message, Telemetry):
+            worker.gauge.take(message)
+
+    def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
+        """The weights of this version have been evaluated."""
+
+    def ended(self, error: BaseException | None = None) -> None:
+        """The run is over, and all workers have been told; `error` has ended it before its time."""

@@ -11,15 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.data.marks import SAME_DATA, SAME_ORDER, first_difference
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss, UserCodeError
-from smolcluster.runs.events import EventLog, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
+from smolcluster.runs.events import (
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRejected,
+    WorkerStalled,
+)
 from smolcluster.server.evaluator import EvaluationFailed, EvaluationFinished
-from smolcluster.server.report import Report, why_ended
-from smolcluster.server.worker import Worker
+from smolcluster.server.report import why_ended
+from smolcluster.server.worker import Listener, Worker
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.first_loss import difference
 from smolcluster.utils.retry import Deadline
@@ -71,7 +77,10 @@ class Departed(Event):
     worker: Worker
 
 
-class WorkerPool:
+L = TypeVar("L", bound=Listener)
+
+
+class WorkerPool(Generic[L]):
     """Owns the sessions. Only the deciding thread calls it."""
 
     def __init__(
@@ -81,10 +90,9 @@ class WorkerPool:
         inbox: Inbox,
         acceptor: Acceptor,
         training: TrainingContext,
-        report: Report,
-        events: EventLog,
+        listener: L,
         log: logging.Logger,
-        check_stop: Callable[[], None],
+        check_stop: Callable[[], None] = lambda: None,
         role: str = "worker",
         worker_command: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -92,6 +100,7 @@ class WorkerPool:
         """Begin without workers.
 
         Args:
+            check_stop: raises when a signal has asked this process to stop.
             role: what its members are to people.
             worker_command: starts a worker, for a person who has to; None: it is started by others.
             clock: how long workers are waited for goes by it, seconds.
@@ -107,8 +116,7 @@ class WorkerPool:
         self._inbox = inbox
         self._acceptor = acceptor
         self._training = training
-        self.report = report
-        self._events = events
+        self.listener = listener
         self._log = log
         self._workers: dict[int, Worker] = {}
         self._stores: set[int] = set()
@@ -132,14 +140,14 @@ class WorkerPool:
 
         After a signal the run is not over for workers: the server may be started again, and they look for it.
         """
-        sentence = self.report.counts.ending if error is None else why_ended(error)
+        sentence = self.listener.ending if error is None else why_ended(error)
         try:
             if isinstance(error, KeyboardInterrupt):
                 self.say_goodbye(sentence)
             else:
                 self.drain(error is None, sentence)
         finally:
-            self.report.ended(error)
+            self.listener.ended(error)
             self._acceptor.close()
 
     @property
@@ -173,7 +181,7 @@ class WorkerPool:
         """
         deadline = Deadline(timeout_s)
         while True:
-            with self.report.meter("wait"):
+            with self.listener.meter("wait"):
                 event = self._inbox.get(deadline.remaining())
             match event:
                 case MessageReceived(session_id, Telemetry() as report):
@@ -236,7 +244,7 @@ class WorkerPool:
         """
         end = End(ok=ok, sentence=sentence)
         if ok and not self._known:
-            self._missing.update(self.report.counts.tally.workers)
+            self._missing.update(self.listener.known_nodes)
         for worker in self._workers.values():
             if worker.session:
                 worker.session.send_at_once(end)
@@ -261,7 +269,7 @@ class WorkerPool:
     def _evaluated(self, event: EvaluationFinished | EvaluationFailed) -> None:
         if isinstance(event, EvaluationFailed):
             raise event.error
-        self.report.evaluated(event.version, event.epoch, event.evaluation)
+        self.listener.evaluated(event.version, event.epoch, event.evaluation)
 
     def _hear_fault(self, session_id: int, fault: Fault) -> None:
         """A worker gives up. The others go on without it, unless the run's own code is to blame.
@@ -287,14 +295,20 @@ class WorkerPool:
         worker = self._workers.get(session_id)
         if worker is None or worker.session is None:
             return
-        if isinstance(message, Telemetry):
-            self.report.heard(worker, message)
-        elif isinstance(message, Logged):
-            self.report.logged(worker, message.values)
+        if not isinstance(message, Goodbye):
+            self.listener.heard(worker, message)
         elif worker.goodbye is None:
             worker.goodbye, worker.has_failed = message.reason, message.has_failed
         else:
             worker.session.cut("it said goodbye twice")
+
+    def stalled(self, worker: Worker, silent_s: float, reason: str) -> None:
+        """Tell that a worker has not answered for so many seconds; `reason` says what follows."""
+        self._log.warning(
+            "%s has not answered for %s: %s", worker.name, format_duration(silent_s), reason
+        )
+        event = WorkerStalled(**worker.who, silent_s=silent_s, reason=reason)
+        self.listener.happened(event, worker)
 
     def _check_quorum(self) -> None:
         """Begin training when there are enough workers; give up when there have been too few for too long.
@@ -323,10 +337,10 @@ class WorkerPool:
             begins = "training starts: " if self._role == "worker" else ""
             self._log.info("%s%s", begins, decision.reason)
             self.started = True
-            self.report.rates.begin()
+            self.listener.begun()
         if decision.verdict == "wait" and not self.started:
             self._tell_waiting(decision.reason)
-        self.report.is_waiting = not (present and self.started)
+        self.listener.is_waiting = not (present and self.started)
 
     def _tell_waiting(self, reason: str) -> None:
         """Say for whom training waits, each time that this changes."""
@@ -381,8 +395,8 @@ class WorkerPool:
             number: promise for number, promise in self._promised.items() if not promise[1].expired
         }
         promised = {number: name for number, (name, _) in self._promised.items()}
-        known = {number: each.node for number, each in self.report.counts.tally.workers.items()}
-        decision = assign(members, node, {**promised, **known}, self._cluster)
+        taken = {**promised, **self.listener.known_nodes}
+        decision = assign(members, node, taken, self._cluster)
         if isinstance(decision, NumberAssigned):
             until = Deadline(self._cluster.prepare_timeout_s, self._clock)
             self._promised[decision.worker_id] = node, until
@@ -425,19 +439,16 @@ class WorkerPool:
         self._missing.discard(worker.member.worker_id)
         rejoined = worker.member.instance in self._known
         self._known.add(worker.member.instance)
-        self.report.counts.tally.worker(worker.member.worker_id, worker.member.node)
-        self.report.board.joined(worker, ready.device)
         self._log.info(
             "%s %s, on %s", worker.name, "is back" if rejoined else "joined", ready.device
         )
-        self.report.worker_changed(
-            WorkerJoined(
-                **worker.who,
-                device=ready.device,
-                samples_per_s=ready.samples_per_s,
-                rejoined=rejoined,
-            )
+        joined = WorkerJoined(
+            **worker.who,
+            device=ready.device,
+            samples_per_s=ready.samples_per_s,
+            rejoined=rejoined,
         )
+        self.listener.happened(joined, worker)
         yield Joined(worker, ready)
 
     @cached_property
@@ -493,7 +504,7 @@ class WorkerPool:
     ) -> None:
         """`shown`: what the log says of it; None: all. What to do is told where it can be done."""
         self._log.warning("worker %d (%s) refused: %s", worker_id, node, shown or sentence)
-        self._events.write(
+        self.listener.happened(
             WorkerRejected(node=node, worker_id=worker_id, code=code, reason=sentence)
         )
 
@@ -507,14 +518,12 @@ class WorkerPool:
                 self._free(worker.member)
             return
         if worker.goodbye is not None:
-            self.report.board.departed(worker, "left")
             self._log.info("%s left: %s", worker.name, worker.goodbye)
-            self.report.worker_changed(WorkerLeft(**worker.who, reason=worker.goodbye))
+            self.listener.happened(WorkerLeft(**worker.who, reason=worker.goodbye), worker)
         else:
             self._missing.add(worker.member.worker_id)
-            self.report.board.departed(worker, "lost")
             self._log.warning("%s is lost: %s", worker.name, reason)
-            self.report.worker_changed(WorkerLost(**worker.who, reason=reason))
+            self.listener.happened(WorkerLost(**worker.who, reason=reason), worker)
         if self.started and not self.workers:
             patience = format_duration(self._cluster.empty_cluster_timeout_s)
             self._log.warning("all %ss have gone; waiting up to %s for one", self._role, patience)

@@ -25,7 +25,7 @@ from smolcluster.server.worker import Worker
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.training.loop import StepTaken
 from smolcluster.wire.membership import Member
-from smolcluster.wire.messages import LeaseKey
+from smolcluster.wire.messages import LeaseKey, Logged
 from smolcluster.wire.session import Session
 
 WORKER = Worker(Member(session_id=5, worker_id=2, node="pi5", instance="abcdef01"))
@@ -276,13 +276,13 @@ def test_patience_counts_the_evaluations_of_one_worker(parts: Parts, report: Rep
     )
     for worker in (first, second):
         report.board.joined(worker, "cpu")
-        report.logged(worker, {"val_loss": 1.0})
+        report.heard(worker, Logged(values={"val_loss": 1.0}))
     for _ in range(2):
-        report.logged(second, {"val_loss": 2.0})
+        report.heard(second, Logged(values={"val_loss": 2.0}))
     assert not report.counts.is_over
     report.flush()
     assert len(parts.happened(Evaluated)) == 1
     report.board.departed(first, "left")
     for _ in range(2):
-        report.logged(second, {"val_loss": 2.0})
+        report.heard(second, Logged(values={"val_loss": 2.0}))
     assert report.counts.is_over, "the next worker's evaluations count when the first has gone"

@@ -196,8 +196,8 @@ def test_a_resumed_run_counts_on_and_knows_who_came_back_by_rank(
     board: Board, house: HandledHub
 ) -> None:
     house.join(hello(1, "macbook"))
-    take_step(house.pool.report, 64, 0.5, member(house, 0))
-    state = house.pool.report.training_state({})
+    take_step(house.pool.listener, 64, 0.5, member(house, 0))
+    state = house.pool.listener.training_state({})
     records = replace(board.context.records, incarnation="there")
     report = replace(board.context, records=records).new_report()
     report.resume(state.model_copy())
@@ -216,39 +216,39 @@ def test_a_resumed_run_counts_on_and_knows_who_came_back_by_rank(
 @pytest.mark.parametrize("board", [("min_workers=2",)], indirect=True)
 def test_a_run_waits_until_enough_workers_are_there(board: Board, house: HandledHub) -> None:
     list(house.pool.next_events(0.0))
-    assert board.read(house.pool.report).state == "waiting"
+    assert board.read(house.pool.listener).state == "waiting"
     house.join(hello(1, "macbook"))
     list(house.pool.next_events(0.0))
-    status = board.read(house.pool.report)
+    status = board.read(house.pool.listener)
     assert (status.state, [each.state for each in status.workers]) == ("waiting", ["joined"])
     house.join(hello(2, "pi5"))
     list(house.pool.next_events(0.0))
-    assert board.read(house.pool.report).state == "training"
+    assert board.read(house.pool.listener).state == "training"
 
 
 def test_a_run_that_everybody_left_waits_again(board: Board, house: HandledHub) -> None:
     hand = house.join(hello(1))
     list(house.pool.next_events(0.0))
-    assert board.read(house.pool.report).state == "training"
+    assert board.read(house.pool.listener).state == "training"
     hand.leave()
     house.until(lambda: any(isinstance(event, Departed) for event in house.events))
     list(house.pool.next_events(0.0))
-    assert board.read(house.pool.report).state == "waiting"
+    assert board.read(house.pool.listener).state == "waiting"
     house.join(hello(1))
     list(house.pool.next_events(0.0))
-    assert board.read(house.pool.report).state == "training"
+    assert board.read(house.pool.listener).state == "training"
 
 
 def test_who_left_and_who_was_lost_is_told_apart(board: Board, house: HandledHub) -> None:
     one, other = house.join(hello(1, "macbook")), house.join(hello(2, "pi5"))
-    take_step(house.pool.report, 64, 0.5, member(house, 1))
-    states = [(each.node, each.state) for each in board.read(house.pool.report).workers]
+    take_step(house.pool.listener, 64, 0.5, member(house, 1))
+    states = [(each.node, each.state) for each in board.read(house.pool.listener).workers]
     assert states == [("macbook", "joined"), ("pi5", "joined")]
     one.say(Goodbye(reason="it was stopped"))
     one.leave()
     other.leave()
     house.until(lambda: not house.pool.workers)
-    left, lost = board.read(house.pool.report).workers
+    left, lost = board.read(house.pool.listener).workers
     assert (left.rank, left.state, left.device) == (0, "left", "cpu")
     assert (lost.rank, lost.state, lost.samples, lost.step) == (1, "lost", 64, 1)
 
@@ -257,7 +257,7 @@ def test_a_process_that_connects_again_is_joined_once(board: Board, house: Handl
     house.join(hello(instance=INSTANCE))
     house.join(hello(instance=INSTANCE))
     assert sum(isinstance(event, Joined) for event in house.events) == 2
-    (worker,) = board.read(house.pool.report).workers
+    (worker,) = board.read(house.pool.listener).workers
     assert worker.state == "joined"
 
 
@@ -265,13 +265,13 @@ def test_a_heartbeat_is_a_sign_of_life(board: Board, house: HandledHub) -> None:
     hand = house.join(hello())
     connection = member(house, 0).live_session.connection
     received = connection.bytes_received
-    seen = board.read(house.pool.report).workers[0].last_seen
+    seen = board.read(house.pool.listener).workers[0].last_seen
     silence = timedelta(seconds=0.1)  # instants are whole milliseconds
     time.sleep(silence.total_seconds())
     hand.say(Heartbeat(sent_at=1.0))
     house.until(lambda: connection.bytes_received > received)
-    house.until(lambda: board.read(house.pool.report).workers[0].last_seen > seen + silence / 2)
-    status = board.read(house.pool.report)
+    house.until(lambda: board.read(house.pool.listener).workers[0].last_seen > seen + silence / 2)
+    status = board.read(house.pool.listener)
     assert status.workers[0].silent_s(status.updated_at) < DEADLINE_S
 
 

@@ -575,7 +575,7 @@ def test_everybody_hears_of_a_good_end(parts: Parts, rooms: ExitStack) -> None:
         ready, unready = house.join(hello(1)), house.enter(hello(2))
         news = [threads.submit(hear_a_last, End, hand) for hand in (ready, unready)]
         epochs = parts.context.run.train.num_epochs
-        house.pool.report.counts.samples_applied = epochs * parts.context.training.num_samples
+        house.pool.listener.counts.samples_applied = epochs * parts.context.training.num_samples
     for future in news:
         end = future.result(DEADLINE_S)
         assert end.ok
@@ -700,7 +700,7 @@ def test_who_took_part_before_a_resume_that_had_nothing_left_to_do_hears_of_the_
     threads = rooms.enter_context(ThreadPoolExecutor(1))
     farewell = Deadline(DEADLINE_S)
     with opened(parts, rooms) as house:
-        house.pool.report.counts.tally.worker(1, "macbook")  # as the checkpoint has it
+        house.pool.listener.counts.tally.worker(1, "macbook")  # as the checkpoint has it
         future = threads.submit(knock, parts.port, hello(1))
     with pytest.raises(Rejected) as caught:
         future.result(DEADLINE_S)

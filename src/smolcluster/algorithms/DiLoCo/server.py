@@ -133,7 +133,7 @@ class Server:
         self.pool = context.open_pool(
             self.receiver_for, self.stores, num_more=self.stores.num_frames + MOST_BEHIND
         )
-        self.report = self.pool.report
+        self.report = self.pool.listener
         self.evaluator = context.new_evaluator()
         self.version = 0
         """Batches that have been applied: the run's steps. `stores.version` counts outer steps."""
@@ -695,7 +695,7 @@ class Server:
                 self.take_back(peer, "its time was over")
                 peer.is_stalled = True
                 reason = "its samples go to others, and it gets no more until it answers"
-                self.report.stalled(peer.worker, silent_s, reason)
+                self.pool.stalled(peer.worker, silent_s, reason)
 
     @property
     def active(self) -> list[Peer]:

@@ -101,7 +101,7 @@ class Server:
         self.push_memory = GradientBuffers()
         self.stores = context.hosted_stores()
         self.pool = context.open_pool(self.receiver_for, self.stores)
-        self.report = self.pool.report
+        self.report = self.pool.listener
         self.evaluator = context.new_evaluator()
         source = CheckpointSource(self.replica, self.progress, dict)
         if state := context.resume(source, self.report):
@@ -427,7 +427,7 @@ class Server:
             if not peer.is_stalled:
                 peer.is_stalled = True
                 reason = "its samples go to others, and it gets no more until it pushes"
-                self.report.stalled(peer.worker, now - peer.heard_at, reason)
+                self.pool.stalled(peer.worker, now - peer.heard_at, reason)
 
     def learning_rate(self) -> float:
         return learning_rate(

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.context import PoolContext
+from smolcluster.algorithms.PipelineParallel.automatic import Cut
 from smolcluster.algorithms.PipelineParallel.builders import Builders
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.crew import Crew, Question, subject_of
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.moving import StageTimes, rest_after
 from smolcluster.algorithms.PipelineParallel.peers import Peer, named, reported
-from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.errors import ConfigError, OutOfMemory, RunFailed
 from smolcluster.server.worker import Worker
-from smolcluster.server.worker_pool import Departed, Joined
+from smolcluster.server.worker_pool import Departed, Joined, WorkerPool
 from smolcluster.training.stages.build import num_layers
 from smolcluster.utils.units import format_duration
 from smolcluster.wire.inbox import Event, MessageReceived
@@ -71,18 +71,14 @@ class StageReceiver(Receiver):
 class Coordinator(ABC):
     """The stages of a pipeline, from one plan to the next."""
 
+    pool: WorkerPool[Any]
+    """Opened by those that are a `Coordinator`, once this has found nothing wrong."""
     num_copies = 0
     """Of the trained weights, which a stage keeps besides weights, gradients and moments."""
+    role = "worker"
+    """What people read of those that join."""
 
-    def __init__(
-        self,
-        context: ServerContext,
-        receiver_for: Callable[[int], Receiver],
-        *,
-        num_more: int,
-        check_stop: Callable[[], None],
-    ) -> None:
-        """Listen for workers; `num_more`, `check_stop`: see `ServerContext.open_pool`."""
+    def __init__(self, context: PoolContext) -> None:
         self.context = context
         self.train = context.training.recipe.applied_to(context.settings.train)
         self.config = context.run.of(PipelineConfig)
@@ -94,11 +90,9 @@ class Coordinator(ABC):
             num_layers(context.training.workload),
             context.log,
             num_copies=self.num_copies,
-            role=context.role_of_workers,
+            role=self.role,
         )
         self.builders = Builders()
-        self.pool = context.open_pool(receiver_for, num_more=num_more, check_stop=check_stop)
-        self.report = self.pool.report
         self.peers: dict[int, Peer] = {}
         self.crew: Crew | None = None
         self.considered: set[int] = set()
@@ -139,14 +133,14 @@ class Coordinator(ABC):
         else:
             self.cut_silent(self.crew, self.crew.question)
 
-    def plan(self) -> None:
-        """Deal the layers out, once enough workers are there.
+    def plan(self) -> Cut | None:
+        """Deal the layers out, once enough workers are there; None: they are not yet.
 
         Raises:
             RunFailed: none of them can build layers.
         """
         if not self.pool.started:
-            return
+            return None
         able = [each.member.worker_id for each in self.pool.workers if self.may_build(each)]
         why_none = self.builders.why_none_is_left(able)
         if why_none is not None and not self.pool.is_preparing:
@@ -161,7 +155,7 @@ class Coordinator(ABC):
             why_missing=self.builders.why_not([each.worker.member.worker_id for each in ready]),
         )
         if cut is None:
-            return
+            return None
         self.considered = {each.id for each in ready}
         self.step_s = 0.0
         peers = [by_name[name] for name in cut.map.nodes]
@@ -175,11 +169,8 @@ class Coordinator(ABC):
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
         for each in self.peers.values():
             each.building_attempt = None
-            if each not in peers:  # the layers that it had are not its own any more
-                self.report.board.measured(each.worker)
-        if self.context.records.folder is not None:
-            PLAN.write(self.context.records.folder / PLAN_NAME, cut.document)
         self.ask(crew, (StageReady,), self.planned, partial(self.dealt, crew))
+        return cut
 
     def dealt(self, crew: Crew, _answers: list[StageReady]) -> None:
         """All stages have their layers."""
@@ -254,7 +245,7 @@ class Coordinator(ABC):
         silent = [each.worker for each in crew.peers if each.id not in question.answers]
         worker = min(silent, key=lambda each: each.gauge.values.get("share/wait", 0.0))
         reason = f"it has not answered for {format_duration(silent_s)}"
-        self.report.stalled(worker, silent_s, reason)
+        self.pool.stalled(worker, silent_s, reason)
         worker.live_session.cut(reason)
         question.asked_at = time.monotonic()
 

@@ -12,7 +12,6 @@ the layers have been dealt out anew the worker is back, and begins with the serv
 import copy
 import logging
 import math
-import os
 import secrets
 import sys
 import threading
@@ -23,14 +22,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.context import PoolContext
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.coordinator import (
     PATIENCE_S,
@@ -57,14 +55,12 @@ from smolcluster.errors import (
     RunFailed,
     SmolclusterError,
 )
-from smolcluster.observability.metrics import Metrics
-from smolcluster.runs.events import EventLog
 from smolcluster.server.assignment import assignment_of
 from smolcluster.server.joining import RunOver
-from smolcluster.server.records import Records
+from smolcluster.server.worker import Listener
+from smolcluster.server.worker_pool import WorkerPool
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
-from smolcluster.training.hooks import NO_HOOKS
 from smolcluster.training.local_copy import Given, Place, ends
 from smolcluster.training.places import common, meeting, pieces, total, without
 from smolcluster.utils.meter import Meter
@@ -136,18 +132,24 @@ class Head(Coordinator):
         divisor: loss terms of that batch, whose gradients the stages have added up.
     """
 
-    num_copies = MOST_COPIES
+    num_copies, role = MOST_COPIES, "stage"
     num_pieces = 0
     moments: Mapping[str, Tensor] = MappingProxyType({})
     grad_norm, divisor = math.nan, 1.0
 
-    def __init__(self, context: ServerContext) -> None:
+    def __init__(self, context: PoolContext) -> None:
+        super().__init__(context)
         replica = context.training.replica
         num_frames = len(replica.buckets) + 2 * len(replica.layers)
-        super().__init__(
-            context, HeadReceiver, num_more=4 * num_frames, check_stop=context.check_stop
+        self.pool = WorkerPool(
+            cluster=context.settings.cluster,
+            inbox=context.inbox,
+            acceptor=context.listen(HeadReceiver, num_more=4 * num_frames),
+            training=context.training,
+            listener=Listener(Meter()),  # the replica's own meter counts what the worker waits for
+            log=context.log,
+            role=self.role,
         )
-        self.report.meter = Meter()  # the other one counts what the worker waits for
         self.fragments: tuple[tuple[Place, ...], ...] | None = None
         """Those that the worker's copy follows, once it has one."""
         self.has_begun = False
@@ -196,7 +198,6 @@ class Head(Coordinator):
         """Let the stages go, and hear of the exception that is being handled why this worker leaves them."""
         self.context.inbox.put(Call(partial(self._end, sys.exc_info()[1])))
         self._thread.join()
-        self.context.records.events.close()
 
     def compute(self, indices: Tensor, epoch: int, start: int, scale: float) -> BatchLoss:  # noqa: ARG002
         self.num_grants += 1
@@ -459,17 +460,14 @@ def spread(
     own = config_of(get_algorithm(welcome.run.algorithm))
     welcome.run.of(own).check_pieces(training.replica.layers, MOST_PIECES)
     run = pipeline_run(welcome.run, stages)
-    incarnation = secrets.token_hex(4)
-    events = EventLog(Path(os.devnull), incarnation, warn=log.debug)
-    context = ServerContext(
+    context = PoolContext(
         settings=settings_of(settings, run.train, stages, name),
         run=run,
-        training=without_servers_part(training),
+        training=without_average(training),
         node=name,
         secret=secret,
-        records=Records(Metrics(), events, incarnation),
+        incarnation=secrets.token_hex(4),
         log=log,
-        role_of_workers="stage",
     )
     with naming(f"nodes.{name}.stages"):
         run.of(PipelineConfig).check(context.settings)
@@ -530,8 +528,8 @@ def settings_of(
     return replace(settings, cluster=settings.cluster.model_copy(update=cluster), train=train)
 
 
-def without_servers_part(training: TrainingContext) -> TrainingContext:
-    """The same without what the run's server does: it calls the user's functions, and averages weights."""
+def without_average(training: TrainingContext) -> TrainingContext:
+    """The same without the average of the weights, which is the run's server's."""
     workload = copy.copy(training.workload)
-    workload.training = replace(training.recipe, hooks=NO_HOOKS, ema_decay=None)
+    workload.training = replace(training.recipe, ema_decay=None)
     return replace(training, workload=workload)

@@ -22,7 +22,7 @@ from contextlib import closing
 from functools import partial
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.PipelineParallel.automatic import slowed
+from smolcluster.algorithms.PipelineParallel.automatic import Cut, slowed
 from smolcluster.algorithms.PipelineParallel.coordinator import (
     PATIENCE_S,
     Coordinator,
@@ -33,10 +33,13 @@ from smolcluster.algorithms.PipelineParallel.evaluating import Evaluating
 from smolcluster.algorithms.PipelineParallel.moving import Decision, seconds_computed
 from smolcluster.algorithms.PipelineParallel.peers import Peer, named
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
+from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
+from smolcluster.server.report import Report
+from smolcluster.server.worker_pool import WorkerPool
 from smolcluster.training.loop import StepTaken
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.replica import DIVERGENCE_REMEDY
@@ -79,16 +82,19 @@ class KeepingReceiver(StageReceiver):
 class Server(Coordinator):
     """One run of PipelineParallel."""
 
+    context: ServerContext
+    pool: WorkerPool[Report]
+
     def __init__(self, context: ServerContext) -> None:
         outline = context.training.replica
         self.keeper = Keeper(context.store, outline, context.log)
         num_tensors = len(outline.parameters) * (1 + len(outline.optimizer.state))
-        super().__init__(
-            context,
-            partial(KeepingReceiver, self.keeper),
-            num_more=2 * num_tensors,
-            check_stop=lambda: None,
+        super().__init__(context)
+        receiver_for = partial(KeepingReceiver, self.keeper)
+        self.pool = context.open_pool(
+            receiver_for, num_more=2 * num_tensors, check_stop=lambda: None
         )
+        self.report = self.pool.listener
         self.orders = EpochOrders(context.training.order)
         self.feed = context.open_feed()
         self.evaluating = Evaluating(
@@ -155,6 +161,17 @@ class Server(Coordinator):
     def advance(self) -> None:
         self.keeper.settle()
         super().advance()
+
+    def plan(self) -> Cut | None:
+        cut = super().plan()
+        if cut is None or self.crew is None:
+            return None
+        for each in self.peers.values():
+            if each not in self.crew.peers:  # the layers that it had are not its own any more
+                self.report.board.measured(each.worker)
+        if self.context.records.folder is not None:
+            PLAN.write(self.context.records.folder / PLAN_NAME, cut.document)
+        return cut
 
     def next_turn(self, crew: Crew) -> None:
         """Have the stages take a step, or evaluate or send what the last one has come to."""

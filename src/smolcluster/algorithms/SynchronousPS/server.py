@@ -100,7 +100,7 @@ class Server:
         self.links = context.store_links(partial(ReducingLinks, reduction=self.reduction))
         self.feed = context.open_feed()
         self.pool = context.open_pool(self.receiver_for, self.links)
-        self.report = self.pool.report
+        self.report = self.pool.listener
         self.evaluator = context.new_evaluator()
         source = CheckpointSource(self.replica, dict, self.reduction.residual)
         self.version = self.samples_applied = 0

@@ -28,7 +28,7 @@ from smolcluster.algorithms.PipelineParallel.head import (
     naming,
     pipeline_run,
     settings_of,
-    without_servers_part,
+    without_average,
 )
 from smolcluster.algorithms.PipelineParallel.part_copy import CopyStream, copy_frames
 from smolcluster.algorithms.PipelineParallel.peers import Peer
@@ -76,7 +76,7 @@ class Hand(Head):
         self.context: Any = SimpleNamespace(
             log=logging.getLogger("test"), training=training, incarnation="i"
         )
-        self.builders, self.dealer, self.report = Builders(), Mock(), Mock()
+        self.builders, self.dealer, self.pool = Builders(), Mock(), Mock()
         self.turn, self.step_s, self.num_grants, self.dealing_s = 0, 0.0, 0, 0.0
         self.num_moves = 0
         self.fragments, self.lost, self.crew = None, None, None
@@ -211,7 +211,7 @@ def test_what_is_the_servers_is_not_asked_of_stages() -> None:
     workload = Workload(
         lambda: nn.Linear(1, 1), cross_entropy, [1], training=Training(ema_decay=0.9)
     )
-    training = without_servers_part(TrainingContext(workload, small_replica(), 1))
+    training = without_average(TrainingContext(workload, small_replica(), 1))
     run.of(PipelineConfig).check_training(training.recipe, training.recipe.applied_to(told.train))
 
 
@@ -284,7 +284,7 @@ def test_waiting_for_stages_ends_with_the_session_with_the_server() -> None:
 def closed_by(error: BaseException | None) -> BaseException | None:
     """What the stages hear when `error` ends their worker; None: their run has ended well."""
     head = Hand()
-    head.context.inbox, head.context.records, head._thread = Inbox(), Mock(), Mock()
+    head.context.inbox, head._thread = Inbox(), Mock()
     context = SpreadContext(Mock(), small_replica(), 1, others=head)
     with suppress(Exception, KeyboardInterrupt), closing(context):
         if error is not None:
