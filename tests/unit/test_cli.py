@@ -226,7 +226,7 @@ def test_all_algorithms_are_launched_with_the_same_flags(
     assert "--override" in shown[0]
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["launch", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["launch", "--help"]])
 def test_help_is_everywhere(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     assert "Usage: smolcluster" in capsys.readouterr().out

@@ -7,6 +7,7 @@ happens, the console gets one line, never a traceback.
 import os
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -21,44 +22,42 @@ from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.replaced import say_what_replaces
 from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
 
-ORDER = (
-    *("launch", "status", "logs", "top", "dashboard", "attach", "join", "stop", "resume"),
-    *(
-        "runs",
-        "fetch",
-        "clean",
-        "report",
-        "compare",
-        "trace",
-        "checkpoints",
-        "generate",
-        "export",
-        "merge",
+GROUPS = {
+    "Run": ("launch", "train", "serve", "join", "attach", "stop", "resume"),
+    "Look": (
+        *("status", "top", "logs", "dashboard", "runs", "report", "compare", "trace"),
+        *("observe", "ship"),
     ),
-    *(
-        "train",
-        "serve",
-        "init",
-        "doctor",
-        "advise",
-        "plan",
-        "diagram",
-        "mesh",
-        "config",
-        "observe",
-        "ship",
+    "Machines": (
+        *("init", "doctor", "advise", "plan", "diagram", "mesh", "config", "fetch", "clean"),
     ),
-)
-"""How the help lists the commands: in the order in which one meets them."""
+    "Model": ("generate", "chat", "checkpoints", "export", "merge"),
+}
+"""The commands as the help lists them."""
 
 
-class _InOrder(TyperGroup):
+class _InGroups(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(super().list_commands(ctx), key=ORDER.index)
+        order = list(chain.from_iterable(GROUPS.values()))
+        return sorted(super().list_commands(ctx), key=order.index)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        shown = {name: each for name, each in found.items() if each and not each.hidden}
+        limit = formatter.width - 6 - max(map(len, shown))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [
+                        (name, shown[name].get_short_help_str(limit))
+                        for name in names
+                        if name in shown
+                    ]
+                )
 
 
 app = typer.Typer(
-    cls=_InOrder,
+    cls=_InGroups,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Train PyTorch models on the machines you already own, over plain TCP.",
@@ -74,17 +73,22 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _smolcluster(
+    ctx: typer.Context,
     *,
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001 - its callback acts
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
 ) -> None:
-    """Hold the options that come before any command."""
+    """Without a command, show the three that fit what is here."""
+    if ctx.invoked_subcommand is None:
+        from smolcluster.launch.first_commands import show_first_commands  # noqa: PLC0415 - takes time
+
+        show_first_commands()
 
 
 def expand_overrides(argv: Sequence[str]) -> list[str]:
@@ -106,9 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] in (["launch"], ["train"], ["serve"]) and STOP_ON_STDIN_EOF not in arguments:
         say_what_replaces(os.environ)
     try:
-        code: int | None = app(
-            args=arguments or ["--help"], prog_name="smolcluster", standalone_mode=False
-        )
+        code: int | None = app(args=arguments, prog_name="smolcluster", standalone_mode=False)
         sys.stdout.flush()
     except SmolclusterError as error:
         return _fail(str(error), error.exit_code)

@@ -19,6 +19,20 @@ from smolcluster.cli.options import (
 
 app = typer.Typer(rich_markup_mode=None)
 
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", metavar="N", min=0, help="Tokens to write.")
+]
+Temperature = Annotated[
+    float, typer.Option("--temperature", min=0, help="0 takes the likeliest token each time.")
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k", metavar="N", min=1, help="Choose among the N likeliest.  [default: all]"
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")]
+
 
 @app.command(
     "train",
@@ -134,22 +148,27 @@ def _generate(
     prompt: Annotated[
         str, typer.Option("--prompt", help="Text to go on from.  [default: a new document]")
     ] = "",
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", metavar="N", min=0, help="Tokens to write.")
-    ] = 100,
-    temperature: Annotated[
-        float,
-        typer.Option("--temperature", min=0, help="0 takes the likeliest token each time."),
-    ] = 0.8,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            "--top-k", metavar="N", min=1, help="Choose among the N likeliest.  [default: all]"
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")] = 0,
+    max_tokens: MaxTokens = 100,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    seed: Seed = 0,
 ) -> int:
     """Let a language model write, from the best checkpoint of its run."""
     from smolcluster.launch.generate import GenerateOptions, generate  # noqa: PLC0415 - see above
 
-    return generate(run, GenerateOptions(prompt, max_tokens, temperature, top_k, seed))
+    return generate(run, prompt, GenerateOptions(max_tokens, temperature, top_k, seed))
+
+
+@app.command("chat", epilog=below("smolcluster chat", "smolcluster chat latest --temperature 0.5"))
+def _chat(
+    run: Run = "latest",
+    *,
+    max_tokens: MaxTokens = 100,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    seed: Seed = 0,
+) -> int:
+    """Type lines, from which a run's language model goes on, token by token."""
+    from smolcluster.launch.generate import GenerateOptions, chat  # noqa: PLC0415 - see above
+
+    return chat(run, GenerateOptions(max_tokens, temperature, top_k, seed))

@@ -20,7 +20,7 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.cli import main
 from smolcluster.configs.load import dump_yaml, read_yaml
 from smolcluster.errors import CheckpointError, ConfigError
-from smolcluster.launch.generate import GenerateOptions, generate
+from smolcluster.launch.generate import Author, GenerateOptions, chat, generate
 from smolcluster.launch.remote import LaunchOptions
 from smolcluster.launch.saved import export_model, gpt_of, resume, store_of
 from smolcluster.models.sampling import sample
@@ -30,7 +30,7 @@ from smolcluster.training.build import build
 from smolcluster.utils.stopping import Interrupted
 from texts import tiny_settings, train_alone, write_text
 
-WISH = GenerateOptions(prompt="the cat", max_tokens=40, temperature=0.9, top_k=None, seed=0)
+WISH = GenerateOptions(max_tokens=40, temperature=0.9, top_k=None, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +65,15 @@ def be_alone(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(owner, "draw_curves", lambda _paths: None)
 
 
-def written(paths: RunPaths, capsys: pytest.CaptureFixture[str], **changes: object) -> str:
+def written(
+    paths: RunPaths,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    prompt: str = "the cat",
+    **changes: object,
+) -> str:
     capsys.readouterr()
-    assert generate(str(paths.root), replace(WISH, **changes)) == 0  # type: ignore[arg-type]
+    assert generate(str(paths.root), prompt, replace(WISH, **changes)) == 0  # type: ignore[arg-type]
     return capsys.readouterr().out
 
 
@@ -112,7 +118,7 @@ def test_what_is_written_passes_any_pipe(
     pipe = io.BytesIO()
     stdout = io.TextIOWrapper(pipe, encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stdout)
-    assert generate(str(run.root), replace(WISH, prompt="naïve ☃", temperature=5.0)) == 0
+    assert generate(str(run.root), "naïve ☃", replace(WISH, temperature=5.0)) == 0
     stdout.flush()
     assert pipe.getvalue().startswith("naïve ☃".encode(encoding, "replace"))
 
@@ -124,6 +130,40 @@ def test_on_a_terminal_no_control_sequence_is_written(
     text = written(run, capsys, prompt="\x1b]0;mine\x07cat", temperature=5.0)
     assert text.startswith(r"\x1b]0;mine\x07cat")
     assert all(each.isprintable() for each in text.splitlines())
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+def test_a_chat_goes_on_from_all_that_was_typed_and_written(
+    run: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = replace(WISH, temperature=1.5, max_tokens=12)
+    checkpoint = store_of(run).best()
+    assert checkpoint is not None
+    model, generator = gpt_of(run, checkpoint), torch.Generator().manual_seed(0)
+    tokens, expected = [0], ""
+    for line in (b"the cat\n", b"a dog\n"):
+        tokens += line
+        written = list(sample(model, tokens, 12, temperature=1.5, generator=generator))
+        written = written[: written.index(0)] if 0 in written else written
+        expected += bytes(written).decode(errors="replace") + "\n"
+        tokens += [*written, *b"\n"]
+    typed(monkeypatch, "the cat", "a dog")
+    assert chat(str(run.root), wish) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_pieces_are_whole_characters_and_together_the_text(run: RunPaths) -> None:
+    wish = replace(WISH, temperature=3.0)
+    author = Author(str(run.root), wish)
+    author.read("☃ ")
+    pieces = list(author.write())
+    assert len(pieces) > 5, "it comes piece by piece"
+    author = Author(str(run.root), wish)
+    author.read("☃ ")
+    assert "".join(pieces) == "".join(author.write())
 
 
 def damage(folder: Path) -> None:
@@ -155,7 +195,7 @@ def test_without_any_good_one_there_is_nothing_to_write_with(run: RunPaths) -> N
     for folder in run.checkpoints.glob("step-*"):
         damage(folder)
     with pytest.raises(CheckpointError, match="run mine has no good checkpoint in"):
-        generate(str(run.root), WISH)
+        generate(str(run.root), "", WISH)
 
 
 def test_a_tokenizer_that_has_become_another_one_is_refused(run: RunPaths, tmp_path: Path) -> None:
@@ -168,7 +208,7 @@ def test_a_tokenizer_that_has_become_another_one_is_refused(run: RunPaths, tmp_p
     config["train"]["dataset"]["tokenizer"] = str(pair)
     run.config.write_text(dump_yaml(config))
     with pytest.raises(CheckpointError) as raised:
-        generate(str(run.root), WISH)
+        generate(str(run.root), "", WISH)
     text = str(raised.value)
     assert "run mine was trained with 256 tokens" in text
     assert f"the tokenizer {pair} has 5 now" in text
@@ -180,7 +220,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(run: RunPaths) -> None:
     config["train"]["model"]["num_layers"] = 2
     run.config.write_text(dump_yaml(config))
     with pytest.raises(CheckpointError, match=r"is of another model: .*h\.1\.") as raised:
-        generate(str(run.root), WISH)
+        generate(str(run.root), "", WISH)
     assert str(raised.value).isprintable()
 
 
@@ -197,7 +237,7 @@ def labelled(tmp_path: Path) -> RunPaths:
 def test_a_run_of_labels_has_nothing_to_say(labelled: RunPaths, tmp_path: Path) -> None:
     says = "run labelled trained a SimpleNN, which is no language model"
     with pytest.raises(ConfigError, match=says):
-        generate(str(labelled.root), WISH)
+        generate(str(labelled.root), "", WISH)
     with pytest.raises(ConfigError, match=says):
         export_model(str(labelled.root), tmp_path / "out", best=False, transformers=True)
     assert not (tmp_path / "out").exists()
