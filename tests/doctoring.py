@@ -11,8 +11,6 @@ from smolcluster.errors import LaunchError
 from smolcluster.launch.doctor.findings import MachineFacts, NodeChecks
 from smolcluster.launch.host import Done, Host
 
-TREE = {"src": "folder", "src/a.py": "file 1"}
-"""The checkout of the machine that looks."""
 LINUX = MachineFacts("Linux", "x86_64", packages="apt-get")
 MAC = MachineFacts("Darwin", "arm64", is_apple_silicon=True, packages="brew")
 
@@ -38,8 +36,10 @@ def large_cluster(num_nodes: int) -> ClusterConfig:
 
 def node_checks(name: str = "pi5", facts: MachineFacts = LINUX, **stated: Any) -> NodeChecks:
     """A worker that has been reached; `stated` is of its section of the cluster file, or of `NodeChecks`."""
-    own = {key: stated.pop(key) for key in ("device", "torch", "env") if key in stated}
-    known = {"tree": TREE, "environment": "e1", "token": "t0", **stated}
+    own = {
+        key: stated.pop(key) for key in ("device", "torch", "env", "project_dir") if key in stated
+    }
+    known = {"token": "t0", **stated}
     return NodeChecks(Host(name, name), cluster({name: own}), facts=facts, **known)
 
 
@@ -70,15 +70,6 @@ class FakeHost(Host):
         return Done(0, said.format(node=self.node, now=int(time.time())), "")
 
 
-def code(there: Mapping[str, str] = TREE, sent: Mapping[str, str] = TREE, **facts: str) -> str:
-    """What a node says of the project's folder."""
-
-    def pairs(words: Mapping[str, str]) -> str:
-        return "".join(f"{name}\0{what}\0" for name, what in words.items())
-
-    return f"{pairs({'state': 'project', **facts})}\0/sent\0{pairs(sent)}\0/there\0{pairs(there)}"
-
-
 HEALTHY = {
     "system": "system Linux\nmachine aarch64\napple_silicon \npackages apt-get\nid 3d1219c7{node}\n"
     "name {node}\n",
@@ -91,8 +82,8 @@ HEALTHY = {
     "/dev/a 9 9 47398644 1% /\n",
     "memory": "MemAvailable:    7000000 kB\n",
     "secret": "-rw------- 1 pi pi 65 Nov 22 03:00 /home/pi/.config/smolcluster/secret\n",
-    "code": code(),
-    "environment": "mark e1\npython runs\n",
+    "code": "0\n",
+    "environment": "python runs\n",
     "torch": 'torch {{"version": "2.11.0", "cuda": null, "hip": null, "num_gpus": 0, "mps": false, '
     '"machine": "aarch64"}}\n',
     "workload": "missing []\n",
@@ -115,8 +106,6 @@ def healthy_nodes(
         NodeChecks(
             FakeHost(node, node, says=(says or {}).get(node, {}), **more),
             stated,
-            tree=TREE,
-            environment="e1",
             packages=("torch",),
             token="t0",
         )

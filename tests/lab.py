@@ -513,19 +513,20 @@ class Host:
 
     def prepare(self, folder: str = "smolcluster") -> Path:
         """Give a checkout a ready `.venv`, compiled code included; returns its `bin`."""
-        programs = self.link_environment(folder)
+        programs = self.link_environment(f"{folder}/.venv")
         uv = self.home / ".local/bin/uv"
         self.output([str(uv), "sync", "--quiet", "--project", str(self.home / folder)])
         return programs
 
     def link_environment(self, folder: str) -> Path:
-        """Give a checkout a `.venv` that `uv sync` makes its own in no time; returns its `bin`.
+        """Make an environment that `uv sync` makes a checkout's own in no time; returns its `bin`.
 
         Its files are links to those of this environment; uv replaces links and never writes through them.
         """
-        there = self.path(folder) / ".venv"
+        there = self.path(folder)
+        there.parent.mkdir(parents=True, exist_ok=True)
         _checked("cp", "-as", str(Path(sys.prefix).resolve()), str(there))
-        new = self.home / folder / ".venv"
+        new = self.home / folder
         for program in (Path(sys.prefix) / "bin").iterdir():
             _move_program(program, there / "bin" / program.name, new)
         return new / "bin"

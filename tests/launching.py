@@ -15,7 +15,9 @@ from lab import Host, Lab, Process, Running
 PROJECT = "launching"
 """The controller's checkout."""
 ODD = "my $(touch /tmp/pwned) 'cluster\""
-"""pi5's folder of the project: nothing of its name must ever be executed."""
+"""pi5's own clone of the project: nothing of its name must ever be executed."""
+CACHE = ".cache/smolcluster"
+"""Where the other nodes have the project."""
 STORIES_TIMEOUT_S = 1200
 """Of a test that tells the story of a run, on a busy machine."""
 LAUNCH_TIMEOUT_S = 240.0
@@ -63,14 +65,11 @@ READY = """
 import sys
 from smolcluster.launch.host import Host
 from smolcluster.launch.remote import project_root
-from smolcluster.launch.manifest import read_tree
-from smolcluster.launch.sync import environment_digest, look, make_environment, send_code
-root = project_root()
-for node, folder in (word.split("=", 1) for word in sys.argv[1:]):
-    found = look(Host(node, node), f"~/{folder}", read_tree(root), overwrite=True)
-    send_code(root, Host(node, node), f"~/{folder}", found)
-    digest = environment_digest(root, "pypi")
-    make_environment(Host(node, node), f"~/{folder}", "pypi", digest, {})
+from smolcluster.launch.project import bring, read_project
+project = read_project(project_root())
+for node in sys.argv[1:]:
+    bring(Host(node, node), project, "pypi", {}, is_allowed=True)
+print(project.environment("pypi"))
 """
 COLUMNS, ROWS = 160, 48
 
@@ -88,28 +87,37 @@ def wait_until(
 
 
 class Launching:
-    """A controller with a checkout, and hosts that a first launch prepares."""
+    """A controller with a checkout, hosts to which a launch brings code, and one with a clone of its own."""
+
+    brought = ("mini1", "mini2")
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self.controller = lab.controller
         self.root = self.controller.checkout(PROJECT)
         self.programs = self.controller.prepare(PROJECT)
-        self.projects = {"mini1": PROJECT, "mini2": PROJECT, "pi5": ODD}
-        for node, folder in self.projects.items():  # else each makes and compiles an environment
-            lab[node].checkout(folder)
-            lab[node].link_environment(folder)
+        self.projects = {"mini1": "smolcluster", "mini2": "smolcluster", "pi5": ODD}
+        """The folders whose `runs` have the runs."""
+        lab["pi5"].checkout(ODD)
+        lab["pi5"].prepare(ODD)
+        environment = self._ready().removeprefix("~/")
+        for node in self.brought:  # else each makes and compiles an environment
+            lab[node].link_environment(environment)
+            lab[node].output(
+                f"cd {environment}/lib/python*/site-packages && rm *smolcluster*.pth && "
+                "echo ../../../../src > _smolcluster.pth"
+            )
         self.write_config("cluster.yaml")
         self.controller.write("paced.py", PACED_WORKLOAD)
 
     def write_config(self, path: str, nodes: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """Make a cluster file; `nodes` are further settings."""
         address = self.lab["mini1"].address
-        settings = {
-            name: {"project_dir": f"~/{folder}", "torch": "pypi", "threads": 1}
-            | dict((nodes or {}).get(name, {}))
-            for name, folder in self.projects.items()
+        settings: dict[str, dict[str, Any]] = {
+            name: {"torch": "pypi", "threads": 1, **(nodes or {}).get(name, {})}
+            for name in self.projects
         }
+        settings["pi5"].setdefault("project_dir", f"~/{ODD}")
         config = {
             "host_ip": dict.fromkeys(settings, address),
             "port": 6000,
@@ -123,9 +131,11 @@ class Launching:
 
     def make_ready(self) -> None:
         """Bring code and environment to the nodes, as a launch does first."""
-        words = [f"{node}={folder}" for node, folder in self.projects.items()]
-        ready = [str(self.programs / "python"), "-c", READY, *words]
-        self.controller.output(ready, timeout_s=LAUNCH_TIMEOUT_S)
+        self._ready(*self.brought)
+
+    def _ready(self, *nodes: str) -> str:
+        ready = [str(self.programs / "python"), "-c", READY, *nodes]
+        return self.controller.output(ready, timeout_s=LAUNCH_TIMEOUT_S)
 
     # commands
 

@@ -13,6 +13,7 @@ from smolcluster import cli
 from smolcluster.cli import expand_overrides, main
 from smolcluster.configs.spec import algorithms, get_algorithm
 from smolcluster.errors import PortBusy
+from smolcluster.launch.project import read_project
 
 PROJECT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "torchvision", "wandb", "sklearn", "numpy", "pydantic", "ruamel"}
@@ -142,11 +143,13 @@ def test_a_dry_run_without_local_prints_the_plan_of_the_cluster_and_starts_nothi
     captured = capsys.readouterr()
     assert captured.err == ""
     folder = f"src/smolcluster/algorithms/{get_algorithm(name).folder.name}"
+    project = read_project(PROJECT).folder("auto").removeprefix("~")
+    there = f'  cd "$HOME"{project} && .venv/bin/python'
     for part in (
         "192.168.50.1:65432",
         f"server mini1, in tmux session {name}-",
-        f'  cd "$HOME"/smolcluster && .venv/bin/python {folder}/server.py --run-id {name}-',
-        f'  cd "$HOME"/smolcluster && .venv/bin/python {folder}/worker.py 1 pi5 --run-id {name}-',
+        f"{there} {folder}/server.py --run-id {name}-",
+        f"{there} {folder}/worker.py 1 pi5 --run-id {name}-",
         *(["9,610 parameters"] if get_algorithm(name).costs else []),
         "```mermaid\n",
     ):
@@ -230,6 +233,14 @@ def test_all_algorithms_are_launched_with_the_same_flags(
 def test_help_is_everywhere(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     assert "Usage: smolcluster" in capsys.readouterr().out
+
+
+def test_a_flag_of_before_is_taken_and_said_to_be_without_effect(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["launch", "edp", "--overwrite", "--dry-run"]) == 0
+    said = "--overwrite has no effect: a launch replaces nothing on a machine\n"
+    assert capsys.readouterr().err == said
 
 
 def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

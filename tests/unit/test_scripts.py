@@ -13,7 +13,7 @@ import pytest
 
 from lab import find_uv
 from smolcluster.configs.spec import algorithms
-from smolcluster.launch.manifest import LOCAL_WHEELS
+from smolcluster.launch.project import LOCAL_WHEELS
 
 PROJECT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(

@@ -36,6 +36,10 @@ GROUPS = {
 """The commands as the help lists them."""
 
 
+OVERWRITE = "--overwrite"
+"""A flag of launches of before, which scripts may have."""
+
+
 class _InGroups(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         order = list(chain.from_iterable(GROUPS.values()))
@@ -107,6 +111,9 @@ def expand_overrides(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` unless given) and return the exit code."""
     arguments = expand_overrides(sys.argv[1:] if argv is None else argv)
+    if OVERWRITE in arguments:
+        arguments.remove(OVERWRITE)
+        sys.stderr.write(f"{OVERWRITE} has no effect: a launch replaces nothing on a machine\n")
     if arguments[:1] in (["launch"], ["train"], ["serve"]) and STOP_ON_STDIN_EOF not in arguments:
         say_what_replaces(os.environ)
     try:

@@ -18,7 +18,6 @@ from smolcluster.cli.options import (
     NumSteps,
     Observe,
     Overrides,
-    Overwrite,
     Place,
     Run,
     Script,
@@ -105,7 +104,6 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         dry_run: DryRun = False,
         detach: Detach = False,
         no_sync: NoSync = False,
-        overwrite: Overwrite = False,
         no_tmux: NoTmux = False,
         observe: Observe = None,
         config: ClusterFile = None,
@@ -134,7 +132,6 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         how = LaunchOptions(
             dry_run,
             not no_sync,
-            overwrite,
             not no_tmux,
             detach,
             observe,
@@ -181,7 +178,6 @@ def _resume(
     dry_run: DryRun = False,
     detach: Detach = False,
     no_sync: NoSync = False,
-    overwrite: Overwrite = False,
     no_tmux: NoTmux = False,
     observe: Observe = None,
     workload: TrustedWorkload = None,
@@ -193,7 +189,7 @@ def _resume(
     from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415 - see above
     from smolcluster.launch.saved import resume  # noqa: PLC0415
 
-    how = LaunchOptions(dry_run, not no_sync, overwrite, not no_tmux, detach, observe)
+    how = LaunchOptions(dry_run, not no_sync, not no_tmux, detach, observe)
     overrides = [*stated_keys(override, num_steps), *workload_overrides(workload)]
     return resume(run, workers, overrides, how, without=tuple(dict.fromkeys(without or ())))
 
@@ -324,7 +320,6 @@ def _join(
         typer.Option("--detach", help="With ADDRESS: leave the worker alone, and say its process."),
     ] = False,
     no_sync: NoSync = False,
-    overwrite: Overwrite = False,
     workload: Annotated[
         str | None,
         typer.Option(
@@ -355,7 +350,6 @@ def _join(
             wait_s=wait,
             detach=detach,
             sync=not no_sync,
-            overwrite=overwrite,
             workload=workload,
             overrides=(*stated, *(override or [])),
         ),

@@ -13,7 +13,6 @@ from smolcluster.cli.options import (
     Local,
     NoSync,
     Overrides,
-    Overwrite,
     Run,
     TrainFile,
     Workers,
@@ -134,7 +133,7 @@ def _init(
         str | None, typer.Option("--algorithm", help="The algorithm whose file it is.")
     ] = None,
     project_dir: Annotated[
-        str | None, typer.Option("--project-dir", help="The project's folder on the machines.")
+        str | None, typer.Option("--project-dir", help="The machines' own clone of the project.")
     ] = None,
     discover: Annotated[
         bool, typer.Option("--discover", help="Look for machines that announce themselves (mDNS).")
@@ -183,7 +182,6 @@ def _advise(
     local: Local = False,
     workers: Workers = None,
     no_sync: NoSync = False,
-    overwrite: Overwrite = False,
     as_json: Json = False,
     override: Overrides = None,
 ) -> int:
@@ -204,8 +202,7 @@ def _advise(
         overrides=override or [],
         workload=workload,
     )
-    how = {"sync": not no_sync, "overwrite": overwrite}
-    return advise_command(request, local=local, in_json=as_json, **how)
+    return advise_command(request, local=local, in_json=as_json, sync=not no_sync)
 
 
 @app.command(
@@ -254,7 +251,6 @@ def _plan(
         ),
     ] = False,
     no_sync: NoSync = False,
-    overwrite: Overwrite = False,
     as_json: Json = False,
     override: Overrides = None,
 ) -> int:
@@ -283,8 +279,7 @@ def _plan(
         workload=workload,
     )
     wanted = Wanted(schedule, microbatches, codec, recompute)
-    how = {"sync": not no_sync, "overwrite": overwrite}
-    return plan_command(request, wanted, local=local, in_json=as_json, **how)
+    return plan_command(request, wanted, local=local, in_json=as_json, sync=not no_sync)
 
 
 @app.command(

@@ -71,15 +71,8 @@ Without = Annotated[
     ),
 ]
 NoSync = Annotated[
-    bool, typer.Option("--no-sync", help="Leave code and environment of the machines as they are.")
-]
-Overwrite = Annotated[
     bool,
-    typer.Option(
-        "--overwrite",
-        help="Replace files that somebody has edited in the project's folder of a machine; they are kept in "
-        ".smolcluster-backup there.",
-    ),
+    typer.Option("--no-sync", help="Bring the machines no code and make no environment there."),
 ]
 Observe = Annotated[
     bool | None,

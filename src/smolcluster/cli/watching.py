@@ -281,7 +281,7 @@ def _clean(
     ] = False,
     yes: Yes = False,
 ) -> int:
-    """Remove failed starts and old runs, here and on their machines, after showing them.
+    """Remove failed starts, old runs and old code, here and on their machines, after showing them.
 
     With both --older-than and --keep, runs to which both apply. A run that lives stays, and so does the one
     that `latest` points to, unless it is named. Exits with 1 if a machine does not answer or something stays.

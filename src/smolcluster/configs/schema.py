@@ -361,7 +361,9 @@ class NodeConfig(Section):
         None, description="The cluster's secret; null: ~/.config/smolcluster/secret."
     )
     runs_dir: LocalPath | None = Field(
-        None, description="Where runs are kept; null: runs/ at the project's root."
+        None,
+        description="Where runs are kept; null: runs/ at the project's root, on machines to which a launch "
+        "brings it ~/smolcluster/runs.",
     )
     addresses: Addresses | None = Field(
         None,
@@ -373,8 +375,10 @@ class NodeConfig(Section):
         description="For the launcher: where `ssh` finds the machine, such as pi@192.168.50.2; local: it is "
         "the one that launches; null: the node's name.",
     )
-    project_dir: RemotePath = Field(
-        "~/smolcluster", description="For the launcher: the project's folder on that machine."
+    project_dir: RemotePath | None = Field(
+        None,
+        description="For the launcher: a clone of the project there, which is used with its .venv as it is; "
+        "null: a launch brings code and environment.",
     )
     env: dict[EnvName, str] = Field(
         {}, description="For the launcher: environment of the machine's processes."

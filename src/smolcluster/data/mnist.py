@@ -54,11 +54,9 @@ def load_mnist(root: Path | None, *, download: bool) -> Dataset:
 
 
 def default_root() -> Path:
-    """Return the folder used when none is given: the package's own in a checkout, else a cache."""
+    """Return the folder used when none is given: the package's own if it has the data, else a cache."""
     package_data = Path(__file__).parent
-    if (package_data.parents[2] / "pyproject.toml").is_file():
-        return package_data
-    return user_cache()
+    return package_data if (package_data / "MNIST").is_dir() else user_cache()
 
 
 def _fetch(folder: Path, place: Path) -> None:

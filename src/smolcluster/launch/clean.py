@@ -1,4 +1,4 @@
-"""`smolcluster clean`: remove failed starts and old runs, on this machine and on those they were launched on.
+"""`smolcluster clean`: remove failed starts, old runs and old code, here and on the machines of runs.
 
 Nothing goes that was not shown before. On other machines, which need no checkout for it, a small script does
 both, the looking and the removing: right before it removes a folder it looks again whether a process there
@@ -22,6 +22,7 @@ from rich.text import Text
 
 from smolcluster.configs.begun import forget
 from smolcluster.errors import ConfigError, DataError, LaunchError, SmolclusterError
+from smolcluster.launch.clean_projects import Old, old_projects, remove_projects
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Host
 from smolcluster.launch.watch.fetch import files_in, is_here
@@ -43,6 +44,7 @@ MARKS = (".lock", "launch.json", "processes.json", "status.json", "events.jsonl"
 """A folder with one of these is a run's; so is one named by a launch that has logs."""
 HERE = "here"
 FAILED_START = "never took a step"
+UNUSED = "no run uses it"
 
 SCRIPT = r"""
 ps=$(ps -A -ww -o args=)
@@ -117,13 +119,14 @@ def clean(choice: CleanOptions, *, here: bool = False, yes: bool = False) -> int
         removals = _looked_up(removals, troubles)
     for trouble in troubles:
         say(trouble)
-    if not removals:
+    projects = {} if here or choice.runs else old_projects(root)
+    if not removals and not projects:
         say(f"nothing to remove in {root}")
         return int(bool(troubles))
-    _show(removals)
+    _show(removals, projects)
     if not yes and not _confirmed():
         return int(bool(troubles))
-    failures = _remove(root, removals)
+    failures = [*(_remove(root, removals) if removals else ()), *remove_projects(projects)]
     for failure in failures:
         say(failure)
     return int(bool(troubles or failures))
@@ -331,23 +334,24 @@ def _each(
 # --- showing and removing
 
 
-def _show(removals: Sequence[Removal]) -> None:
+def _show(removals: Sequence[Removal], projects: Old) -> None:
     console = SteadyConsole()
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("run", "machine", "age", "size", "why"):
         table.add_column(name, no_wrap=name == "run", justify="right" if name == "size" else "left")
-    total = 0
+    rows: list[tuple[str, str, str, int, str]] = []
     for each in removals:
         sizes = [(host.node, size) for (host, _), size in each.elsewhere.items()]
         if each.is_whole:
             sizes.insert(0, (HERE, sum(size for size, _ in files_in(each.paths.root).values())))
-        for machine, size in sizes:
-            total += size
-            cells = (
-                *(each.run.run_id, machine, format_duration(each.age_s)),
-                *(format_bytes(size), each.why),
-            )
-            table.add_row(*(Text(displayable(console, cell)) for cell in cells))
+        age = format_duration(each.age_s)
+        rows += [(each.run.run_id, machine, age, size, each.why) for machine, size in sizes]
+    for host, found in projects.items():
+        rows += [(path, host.node, "", size, UNUSED) for path, size in found.items()]
+    for *first, size, why in rows:
+        cells = (*first, format_bytes(size), why)
+        table.add_row(*(Text(displayable(console, str(cell))) for cell in cells))
+    total = sum(row[3] for row in rows)
     with steady(console):
         console.print(table)
     say(f"{format_count(len(removals), 'run')}, {format_bytes(total)}")

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import smolcluster
 from smolcluster.errors import LaunchError
-from smolcluster.launch.manifest import NOT_SENT, version_of
+from smolcluster.launch.project import read_project
 from smolcluster.utils.folders import user_cache
 
 PACKAGE = Path(smolcluster.__file__).resolve().parent
@@ -25,10 +25,10 @@ def installed_project() -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=cache, prefix="project-draft-") as scratch:
             draft = Path(scratch) / NAME
-            left_out = shutil.ignore_patterns(*(name for name in NOT_SENT if "/" not in name))
+            left_out = shutil.ignore_patterns("__pycache__", "*.py[co]")
             shutil.copytree(PACKAGE, draft / "src" / NAME, ignore=left_out)
             (draft / "pyproject.toml").write_text(pyproject(), encoding="utf-8")
-            place = cache / f"project-{version_of(draft)[:16]}"
+            place = cache / f"project-{read_project(draft).version}"
             try:
                 draft.rename(place)
             except OSError:  # an earlier launch, or one beside this one, has made it

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from smolcluster.errors import LaunchError, PortBusy, SmolclusterError
 from smolcluster.launch.host import Host, Unreachable, shell_path
-from smolcluster.launch.manifest import Difference, read_tree, without
 from smolcluster.launch.probing import release
-from smolcluster.launch.sync import environment_digest, look, make_environment, send_code
+from smolcluster.launch.project import Project, bring, look_at_clone
+from smolcluster.utils.units import format_count
 
 T = TypeVar("T")
 
@@ -24,7 +23,6 @@ MIN_FREE_KIB = 200 * 1024
 TOOLS = {
     "uv": "curl -LsSf https://astral.sh/uv/install.sh | sh",
     "tmux": "sudo apt install tmux, or brew install tmux",
-    "rsync": "sudo apt install rsync, or brew install rsync",
 }
 FORWARDED = (
     *("WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT"),
@@ -46,7 +44,7 @@ class Machine:
         torch: the build of PyTorch, as `nodes.<name>.torch`.
         env: what is added to the environment of its processes.
         secret_file: where the secret belongs; None: the default place.
-        kept: what else it has below that folder, as patterns of rsync.
+        is_own: whether that folder is a clone of its owner's, which is used as it is.
     """
 
     host: Host
@@ -54,7 +52,7 @@ class Machine:
     torch: str
     env: Mapping[str, str]
     secret_file: str | None = None
-    kept: tuple[str, ...] = ()
+    is_own: bool = False
 
     @property
     def is_here(self) -> bool:
@@ -75,7 +73,7 @@ class NotFit(LaunchError):
 
 
 def examine(machines: Collection[Machine], say: Callable[..., None], *, sync: bool) -> None:
-    """See that all machines are fit for a run; with `sync` also for code and environment.
+    """See that all machines are fit for a run; with `sync` also for making environments.
 
     Raises:
         LaunchError: one is not; the message says what to do.
@@ -83,60 +81,49 @@ def examine(machines: Collection[Machine], say: Callable[..., None], *, sync: bo
     say(f"looking at {', '.join(machine.host.node for machine in machines)}")
 
     def examine_one(machine: Machine) -> None:
-        tools = [tool for tool in TOOLS if tool == "tmux" or (sync and not machine.is_here)]
-        check(machine.host, machine.project_dir, tools)
+        needs_uv = sync and not (machine.is_here or machine.is_own)
+        check(machine.host, machine.project_dir, ["uv", "tmux"] if needs_uv else ["tmux"])
 
     _on_all(machines, examine_one)
 
 
-def bring(
+def make_ready(
     machines: Collection[Machine],
     secret: bytes,
     say: Callable[..., None],
     *,
-    root: Path | None,
-    overwrite: bool,
+    project: Project,
+    sync: bool,
 ) -> None:
-    """Bring machines the secret and, from `root`, code and environment; None: they have these.
-
-    Nothing is sent to any before all have been found fit. Files that somebody has edited in a project's
-    folder are a reason not to begin; with `overwrite` they are moved aside.
+    """Bring machines code, environment and the secret.
 
     Raises:
-        LaunchError: it cannot be done; the message says what to do.
+        LaunchError: it cannot be done, or without `sync` one lacks the project; the message says what to do.
     """
-    if root is not None:
-        send_project(machines, say, root=root, overwrite=overwrite)
+    bring_project(machines, say, project=project, sync=sync)
     _on_all(machines, lambda each: _give_secret(each, secret, say))
 
 
-def send_project(
-    machines: Collection[Machine], say: Callable[..., None], *, root: Path, overwrite: bool
+def bring_project(
+    machines: Collection[Machine], say: Callable[..., None], *, project: Project, sync: bool
 ) -> None:
-    """Bring code and environment to those that are not this machine; see `bring`.
+    """Bring code and environment to those machines that are not this one; see `make_ready`.
 
     Raises:
         LaunchError: it cannot be done; the message says what to do.
     """
-    tree = read_tree(root)
-    others = [machine for machine in machines if not machine.is_here]
 
-    def find(machine: Machine) -> Difference:
-        ours = without(tree, machine.kept)
-        return look(machine.host, machine.project_dir, ours, overwrite=overwrite)
+    def bring_to(machine: Machine) -> None:
+        host, folder, began = machine.host, machine.project_dir, time.monotonic()
+        if machine.is_own:
+            num_other = look_at_clone(host, folder, project)
+            other = f", which differs in {format_count(num_other, 'file')}" * bool(num_other)
+            say(f"{host.node}: uses its own {folder}{other}", *["yellow"] * bool(num_other))
+        elif bring(host, project, machine.torch, machine.env, is_allowed=sync):
+            took_s = time.monotonic() - began
+            say(f"{host.node}: code and environment are in {folder} ({took_s:.1f} s)")
 
-    found = _on_all(others, find)
-    _on_all(others, lambda each: _send(each, root, found[each.host.node], say))
-
-
-def _send(machine: Machine, root: Path, difference: Difference, say: Callable[..., None]) -> None:
-    host, folder, began = machine.host, machine.project_dir, time.monotonic()
-    say(f"{host.node}: code and environment in {folder}")
-    if backup := send_code(root, host, folder, difference, machine.kept):
-        say(f"{host.node}: what was edited there is now in {backup} there", "yellow")
-    digest = environment_digest(root, machine.torch)
-    make_environment(host, folder, machine.torch, digest, machine.env)
-    say(f"{host.node}: ready ({time.monotonic() - began:.1f} s)")
+    _on_all([machine for machine in machines if not machine.is_here], bring_to)
 
 
 def _give_secret(machine: Machine, secret: bytes, say: Callable[..., None]) -> None:

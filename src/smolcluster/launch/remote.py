@@ -30,7 +30,6 @@ from smolcluster.launch.find import all_runs, find
 from smolcluster.launch.group_plan import check_systems, plan_group, portable_request
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.installed import installed_project
-from smolcluster.launch.manifest import version_of
 from smolcluster.launch.observe.beside import announce, stack_for
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
@@ -45,13 +44,14 @@ from smolcluster.launch.prepare import (
     WANDB_KEY,
     Machine,
     NotFit,
-    bring,
     check_port,
     examine,
     forwarded,
+    make_ready,
     run_on_all,
     settings_in,
 )
+from smolcluster.launch.project import RUNS, Project, read_project
 from smolcluster.launch.requests import (
     check_model,
     naming_workload,
@@ -128,8 +128,7 @@ class LaunchOptions:
 
     Attributes:
         dry_run: only print the plan.
-        sync: bring code and environment to the machines first.
-        overwrite: replace what somebody has edited there, and keep it aside.
+        sync: bring code and environment to machines that have not these.
         tmux: open a window with a pane a process, where there is a terminal.
         detach: leave the run alone when all workers have joined.
         observe: start Grafana, Loki and Prometheus where they can be; None: as the cluster file says, and
@@ -140,7 +139,6 @@ class LaunchOptions:
 
     dry_run: bool = False
     sync: bool = True
-    overwrite: bool = False
     tmux: bool = True
     detach: bool = False
     observe: bool | None = None
@@ -165,8 +163,10 @@ def launch_remote(
     run_id = run_id or new_run_id(request.algorithm.name, datetime.now().astimezone())
     cluster_file = find_config(cluster_source(request.config, request.algorithm.name), "cluster")
     train_file = find_config(named.train_config or DEFAULT_TRAINING, "training")
-    here = all_runs()
-    places = places_of(request, settings.cluster, cluster_file, train_file, here)
+    here, project = all_runs(), read_project(project_root())
+    places = places_of(
+        request, settings.cluster, cluster_file, train_file, here=here, project=project
+    )
     code, seen = _code_of(named)
     if request.algorithm.is_group:
         seen = portable_request(seen, settings)
@@ -178,7 +178,7 @@ def launch_remote(
     if how.dry_run:
         show_plan(launched, settings, code, has_known_model=named.script is None)
         return 0
-    secret, root = ensure_secret(own_secret_file()).key, project_root()
+    secret = ensure_secret(own_secret_file()).key
     machines = machines_of(named, settings, places, cluster_file)
     run = Run(launched, RunPaths(here / check_run_id(run_id)), SteadyConsole(), machines)
     train, here_env = settings.train, next((m.env for m in machines.values() if m.is_here), None)
@@ -191,10 +191,9 @@ def launch_remote(
         hosts = [machine.host for machine in machines.values()]
         systems = run_on_all(hosts, lambda host: host.run("uname -s").stdout.strip())
         check_systems(list(systems.items()))
-    run.keep_what_waits(version_of(root) if how.sync else None, without=request.without)
+    run.keep_what_waits(without=request.without)
     check_port(host_of(launched.server), launched.port)
-    root_sent = root if how.sync else None
-    bring(machines.values(), secret, run.say, root=root_sent, overwrite=how.overwrite)
+    make_ready(machines.values(), secret, run.say, project=project, sync=how.sync)
     put_configuration(
         launched, without_env(cluster_file, request.without), train_file.read_bytes(), code
     )
@@ -419,7 +418,13 @@ def project_root() -> Path:
 
 
 def places_of(
-    request: Request, cluster: ClusterConfig, cluster_file: Path, train_file: Path, here: Path
+    request: Request,
+    cluster: ClusterConfig,
+    cluster_file: Path,
+    train_file: Path,
+    *,
+    here: Path,
+    project: Project,
 ) -> PathsByNode:
     """Where the run lives on each machine; `here`: this one's folder of runs."""
     raw = read_config(cluster_file, "cluster").get("nodes") or {}
@@ -438,11 +443,12 @@ def places_of(
             continue
         stated = raw.get(node) or {}
         own = stated.get("dataset") or {}
-        runs_dir = _override_of(request, "runs_dir") or stated.get("runs_dir")
+        default = RUNS if config.project_dir is None else f"{config.project_dir}/runs"
+        runs_dir = _override_of(request, "runs_dir") or stated.get("runs_dir") or default
         places[node] = NodePaths(
             ssh=config.ssh or node,
-            project_dir=config.project_dir,
-            runs_dir=(runs_dir or f"{config.project_dir}/runs").rstrip("/"),
+            project_dir=config.project_dir or project.folder(config.torch),
+            runs_dir=runs_dir.rstrip("/"),
             overrides=tuple(
                 text for text in data if text.partition("=")[0].rpartition(".")[2] not in own
             ),
@@ -465,7 +471,7 @@ def machines_of(
             torch=config.torch,
             env=(inherited() if place.ssh is None else forwarded(os.environ, keys)) | config.env,
             secret_file=(raw.get(node) or {}).get("secret_file"),
-            kept=tuple(own_paths(raw.get(node) or {}, place.project_dir, place.runs_dir)),
+            is_own=config.project_dir is not None,
         )
     return machines
 
@@ -483,16 +489,6 @@ def keys_of(
     reads_hub = has_own_code or train.dataset.reads_hub
     reports = node in reporting and wandb_mode(environ) == "online"
     return [*([WANDB_KEY] if reports else []), *([HUB_KEY] if reads_hub else [])]
-
-
-def own_paths(stated: Mapping[str, Any], project_dir: str, runs_dir: str | None) -> Iterator[str]:
-    """What a machine keeps below the project's folder besides the project, as patterns of rsync."""
-    dataset = stated.get("dataset") or {}
-    places = (dataset.get(name) for name in ("root", "cache", "tokenizer_path"))
-    paths = [runs_dir, stated.get("secret_file"), *places]
-    for path in filter(None, paths):
-        if str(path).startswith(f"{project_dir}/"):
-            yield str(path).removeprefix(project_dir).rstrip("/")
 
 
 def inherited() -> dict[str, str]:

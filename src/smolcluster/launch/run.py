@@ -150,20 +150,17 @@ class Run:
         """What the server wrote last before it was started."""
         self._newest_before: str | None = None
 
-    def keep_what_waits(self, version: str | None = None, *, without: Collection[str] = ()) -> None:
+    def keep_what_waits(self, *, without: Collection[str] = ()) -> None:
         """Keep the workers of a run that goes on which still look for their server; end the others then.
 
-        Kept is who was started by the same command with the same code, whose digest is `version`; None: that
-        is not changed. Nodes that are left out are not asked: they may be out of reach.
+        Kept is who was started by the same command in the same folder, whose name is that of its code. Nodes
+        that are left out are not asked: they may be out of reach.
 
         Raises:
             RunBusy: its server is alive.
             LaunchError: a machine cannot be asked.
         """
         before = or_none(read_launched, self._paths.launched)
-        if version is None:
-            version = before.version if before else ""
-        self._launched = self._launched.model_copy(update={"version": version})
         if before is None:  # it has never been started
             return
         asked = [each for each in before.processes if each.node not in without]
@@ -175,7 +172,7 @@ class Run:
                 "stops it"
             )
         for worker in waiting:
-            if worker in self._launched.workers and version == before.version:
+            if worker in self._launched.workers:
                 self._kept.add(worker.rank)
             else:
                 self._outdated.append(worker)

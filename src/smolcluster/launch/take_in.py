@@ -29,7 +29,8 @@ from smolcluster.launch.plan import (
     Request,
     plan_cluster,
 )
-from smolcluster.launch.prepare import Machine, bring, examine
+from smolcluster.launch.prepare import Machine, examine, make_ready
+from smolcluster.launch.project import Project, read_project
 from smolcluster.launch.remote import (
     check_launched_here,
     machines_of,
@@ -78,8 +79,7 @@ class JoinOptions:
         secret_file: on the machine itself, where the cluster's secret is.
         wait_s: on the machine itself, how long a server is waited for.
         detach: on the machine itself, whether to leave the worker alone.
-        sync: bring code and environment there first.
-        overwrite: replace what somebody has edited there, and keep it aside.
+        sync: bring code and environment there if it has not these.
         workload: on the machine itself, the function that makes the workload; None: what the run's launcher
             named, if it is known here.
         overrides: `key=value` texts that belong to the machine, such as `device=cpu`, or `ssh=pi@10.0.0.7`.
@@ -91,7 +91,6 @@ class JoinOptions:
     wait_s: float = 20.0
     detach: bool = False
     sync: bool = True
-    overwrite: bool = False
     workload: str | None = None
     overrides: tuple[str, ...] = ()
 
@@ -117,13 +116,15 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         )
     name = wanted.name or _who_has_gone(paths)
     with _cluster_file(paths) as file:
-        draft = _Draft(paths, launched, status, name=name, wanted=wanted, file=file)
+        project = read_project(project_root())
+        draft = _Draft(
+            paths, launched, status, name=name, wanted=wanted, file=file, project=project
+        )
         machines = {each.node: draft.machine_of(each.node) for each in draft.processes}
         run = Run(launched, paths, SteadyConsole(), machines)
         examine([*machines.values()], run.say, sync=wanted.sync)
         secret = load_secret(own_secret_file()).key
-        root = project_root() if wanted.sync else None
-        bring([*machines.values()], secret, run.say, root=root, overwrite=wanted.overwrite)
+        make_ready(machines.values(), secret, run.say, project=project, sync=wanted.sync)
         draft.find_way(run.say)
         packed, code = paths.root / WORKLOAD_FILE, _code_of(launched)
         processes = draft.processes
@@ -203,9 +204,10 @@ class _Draft:
         name: str,
         wanted: JoinOptions,
         file: Path,
+        project: Project,
     ) -> None:
         self._paths, self._launched, self._status = paths, launched, status
-        self._name, self._file = name, file
+        self._name, self._file, self._project = name, file, project
         self._raw = read_config(paths.root / CLUSTER_FILE, "cluster")
         known = (self._raw.get("host_ip") or {}).get(name)
         self._is_sure = wanted.address is not None or known is not None
@@ -231,7 +233,12 @@ class _Draft:
             script=script_of(self._launched.workers[0]),
         )
         self._places: PathsByNode = places_of(
-            self._request, self.settings.cluster, self._file, train_file, self._paths.root.parent
+            self._request,
+            self.settings.cluster,
+            self._file,
+            train_file,
+            here=self._paths.root.parent,
+            project=self._project,
         )
 
     def machine_of(self, node: str) -> Machine:

@@ -33,6 +33,7 @@ from smolcluster.configs.function_name import (
 )
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.host import Host, run_here, shell_path
+from smolcluster.launch.project import packed
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import hint_at, one_line
 
@@ -88,11 +89,17 @@ def code_of_script(script: str) -> WorkloadCode:
 
 
 def _packed(root: Path, own: Path | None, name: str) -> WorkloadCode:
-    files = dict(_files(root, own))
-    archive = io.BytesIO()
-    with gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as packed:
-        _pack(files, packed)
-    return WorkloadCode(name, archive.getvalue(), len(files))
+    files = {relative: _content(path) for relative, path in _files(root, own)}
+    return WorkloadCode(name, gzip.compress(packed(files), mtime=0), len(files))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            one_line(f"workload: {path} cannot be read: {error.strerror or error}")
+        ) from None
 
 
 def _root_of(name: FunctionName) -> tuple[Path | None, FunctionName]:
@@ -165,30 +172,16 @@ def _of_folder(root: Path) -> Iterator[str]:
                 yield os.path.relpath(Path(folder, name), root)
 
 
-def _pack(files: Mapping[str, Path], target: gzip.GzipFile) -> None:
-    with tarfile.open(fileobj=target, mode="w") as tar:
-        for relative, path in files.items():
-            try:
-                content = path.read_bytes()
-            except OSError as error:
-                raise ConfigError(
-                    one_line(f"workload: {path} cannot be read: {error.strerror or error}")
-                ) from None
-            member = tarfile.TarInfo(Path(relative).as_posix())
-            member.size, member.mode = len(content), 0o644
-            tar.addfile(member, io.BytesIO(content))
-
-
-def _digest(packed: bytes) -> str:
+def _digest(archive: bytes) -> str:
     """`files_digest` of packed code."""
-    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         members = [(each.name, tar.extractfile(each)) for each in tar]
         return files_digest(
             {name: hashlib.sha256(file.read()).hexdigest() for name, file in members if file}
         )
 
 
-def put_code(host: Host, run_dir: str, packed: bytes, name: str) -> None:
+def put_code(host: Host, run_dir: str, archive: bytes, name: str) -> None:
     """Make a run's folder on a machine hold this code and no other, and the name of its function.
 
     Outside that folder it is noted what was brought, see `brought_workload`.
@@ -198,14 +191,14 @@ def put_code(host: Host, run_dir: str, packed: bytes, name: str) -> None:
     """
     there, named = (shell_path(f"{run_dir}/{each}") for each in (WORKLOAD_FOLDER, WORKLOAD_NAME))
     run_id = shlex.quote(run_dir.rpartition("/")[2])
-    note = marker(WORKLOAD_FOLDER, code_note(name, _digest(packed)))
+    note = marker(WORKLOAD_FOLDER, code_note(name, _digest(archive)))
     script = (
         f"umask 077; rm -rf {there} && mkdir -p {there} && tar -xzf - -C {there} && "
         f"printf %s {shlex.quote(name)} > {named} || exit; "
         f'notes="${{XDG_STATE_HOME:-$HOME/.local/state}}"/smolcluster/{BEGUN}/{run_id}; '
         f'{{ mkdir -p "$notes" && : > "$notes"/{note}; }} 2>/dev/null; exit 0'
     )
-    done = host.run(script, stdin=packed, timeout_s=SEND_TIMEOUT_S)
+    done = host.run(script, stdin=archive, timeout_s=SEND_TIMEOUT_S)
     if not done.ok:
         raise LaunchError(f"{host.node}: the workload's code cannot be written: {done.stderr_tail}")
 

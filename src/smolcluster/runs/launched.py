@@ -83,7 +83,7 @@ class Launched(BaseModel):
     """What the user set for this run besides the files."""
     processes: Annotated[tuple[LaunchedProcess, ...], Field(min_length=1)]
     version: str = ""
-    """Digest of the code that its machines were brought; empty: they run what they have."""
+    """In files of before: a digest of the code that its machines were brought."""
     shippers: tuple[LaunchedProcess, ...] = ()
     """What brings their logs to Loki, one a machine."""
 

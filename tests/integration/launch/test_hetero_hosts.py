@@ -37,7 +37,8 @@ def bring_packages(launching: Launching) -> None:
     for name in HOSTS:
         host, project = launching.lab[name], launching.projects[name]
         shutil.rmtree(host.path(project) / ".venv", ignore_errors=True)
-        host.link_environment(project)
+        host.checkout(project)
+        host.link_environment(f"{project}/.venv")
 
 
 def bring_files(launching: Launching, base: Path) -> None:

@@ -1,19 +1,21 @@
-"""Runs on three hosts, launched over SSH from a fourth: real sshd, tmux, rsync and uv."""
+"""Runs on three hosts, launched over SSH from a fourth: real sshd, tmux and uv."""
 
 import json
 import os
 import shlex
-import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from lab import Host
 from launching import (
+    CACHE,
     LAUNCH_TIMEOUT_S,
+    ODD,
     PACED,
     PROJECT,
     STORIES_TIMEOUT_S,
@@ -48,25 +50,24 @@ def pythons(host: Host) -> list[int]:
     return [each.pid for each in host.processes() if " ".join(each.argv[:2]).endswith(programs)]
 
 
-def test_an_interrupted_rsync_leaves_no_half_synced_node(launching: Launching) -> None:
-    """Then the next launch makes it whole."""
+def test_a_transfer_that_is_cut_leaves_nothing_half(launching: Launching) -> None:
     mini2 = launching.lab["mini2"]
-    shutil.rmtree(mini2.path(f"{PROJECT}/src"), ignore_errors=True)  # of an earlier launch
-    mini2.path(f"{PROJECT}/.smolcluster-sent").unlink(missing_ok=True)
+    mini2.output(f"rm -rf {CACHE}/projects")  # of an earlier launch
+    projects = mini2.path(f"{CACHE}/projects")
     mini2.shape(0.5)
     try:
         running = launching.popen(launching.launch())
         wait_until(
-            lambda: mini2.path(f"{PROJECT}/src").is_dir() or running.process.poll() is not None,
+            lambda: list(projects.glob("*")) or running.process.poll() is not None,
             lambda: running.output,
         )
-        launching.controller.output("pkill -KILL -x rsync")
+        launching.cut_ssh()
         assert running.wait(LAUNCH_TIMEOUT_S) == 1
     finally:
         mini2.unshape()
-    assert "mini2: rsync failed" in running.output
-    assert not mini2.path(f"{PROJECT}/.smolcluster-sent").exists()
+    assert "mini2" in running.output
     assert "starting the server" not in running.output
+    wait_until(lambda: not list(projects.glob("*")), lambda: str(list(projects.glob("*"))))
 
 
 def test_the_script_trains_digits_and_leaves_nothing(launching: Launching) -> None:
@@ -255,6 +256,7 @@ def test_a_start_that_fails_is_taken_back(launching: Launching, has_python: bool
         words.append("nodes.pi5.device=cuda:7")
     else:
         python.rename(moved)
+        launching.lab["pi5"].write(f"{ODD}/.venv/bin/python", "#!/bin/sh\nexit 3\n", mode=0o755)
     try:
         failed = launching.run(launching.launch(*words))
     finally:
@@ -270,7 +272,10 @@ def test_a_start_that_fails_is_taken_back(launching: Launching, has_python: bool
 @pytest.mark.slow
 def test_names_are_never_executed(launching: Launching) -> None:
     odd = 'it\'s $(touch /tmp/pwned) "here"; touch pwned.yaml'
-    launching.write_config(odd, {"mini2": {"project_dir": "~/$(touch /tmp/pwned)`touch pwned`"}})
+    clone = "$(touch /tmp/pwned)`touch pwned`"
+    launching.lab["mini2"].checkout(clone)
+    launching.lab["mini2"].prepare(clone)
+    launching.write_config(odd, {"mini2": {"project_dir": f"~/{clone}"}})
     project = 'logging.project_name="$(touch /tmp/pwned) `touch /tmp/pwned`; touch /tmp/pwned"'
     done = launching.run(
         launching.launch("--override", *TINY, project, config=f"{launching.controller.home}/{odd}")
@@ -287,77 +292,59 @@ def test_a_folder_of_something_else_is_refused_untouched(launching: Launching) -
     launching.write_config("thesis.yaml", {"mini2": {"project_dir": "~/thesis"}})
     refused = launching.run(launching.launch(config="~/thesis.yaml"))
     assert refused.returncode == 1
-    assert "mini2: ~/thesis holds something else" in refused.stderr
+    assert "mini2: ~/thesis is not a clone of this project" in refused.stderr
     assert os.listdir(mini2.path("thesis")) == ["chapter1.tex"]  # noqa: PTH208 - what is hidden, too
     assert launching.is_clean(), launching.left()
 
 
 @pytest.mark.slow
-def test_a_launch_loses_nothing_of_what_others_have_on_a_node(launching: Launching) -> None:
-    """On a node with edited files, and on one that its owner has made a clone; twice, and with a way out."""
-    lab, folder, edited = launching.lab, "~/owned", "src/smolcluster/utils/seed.py"
-    nodes = {node: {"project_dir": folder} for node in lab.hosts}
-    launching.write_config("owned.yaml", nodes)
-    launch = launching.launch("--override", *TINY, config="~/owned.yaml")
-    own = {"mini2": "data_mine/samples", "pi5": "src/mine.py"}
+def test_launches_of_different_code_run_side_by_side_and_change_no_clone(
+    launching: Launching,
+) -> None:
+    """On a node with a clone that nobody has named, and on one whose clone is named and edited."""
+    lab, added = launching.lab, Path(f"{launching.root}/src/smolcluster/added.py")
+    clones = {"mini1": "smolcluster", "pi5": ODD}
+    lab["mini1"].checkout("smolcluster")
+    edited = lab["pi5"].path(f"{ODD}/src/smolcluster/utils/seed.py")
+    original = edited.read_text()
+    edited.write_text(f"{original}# mine\n")
 
     def held() -> dict[str, str]:
-        """The files of the nodes, and the runs of the controller."""
-        listed = "find . -name .venv -prune -o -name runs -prune -o -name .git -prune -o -type f"
-        files = {host.name: host.output(f"cd owned && {listed} -exec ls -l {{}} +") for host in lab}
-        return files | {"runs": launching.controller.run(f"ls {PROJECT}/runs").stdout}
+        left_out = " -o ".join(f"-name {name} -prune" for name in (".venv", "runs", "__pycache__"))
+        command = f"find . {left_out} -o -type f -exec ls -l {{}} +"
+        return {n: lab[n].output(f"cd {shlex.quote(at)} && {command}") for n, at in clones.items()}
 
-    without = shutil.ignore_patterns(".venv", "runs", ".smolcluster-*")
-    for host in lab:
-        host.output("rm -rf owned")
-        shutil.copytree(
-            launching.controller.path(PROJECT), host.path("owned"), symlinks=True, ignore=without
-        )
-        host.link_environment("owned")
-    added = launching.controller.path(f"{launching.root}/src/smolcluster/added.py")
-    git = "git -c user.name=n -c user.email=e@example.org"
-    lab["pi5"].output("cd owned && git init -q && git add -A -- src pyproject.toml")
+    before = held()
+    first = launching.run(launching.launch("--detach", "--override", *PACED))
+    assert first.returncode == 0, first.stderr
+    assert f"pi5: uses its own ~/{ODD}, which differs in 1 file" in " ".join(first.stdout.split())
+    old, first_run = lab["mini1"].path(f"{CACHE}/projects/latest").readlink(), launching.run_id
+    launching.controller.path(added).write_text("# other code")
+    try:
+        second = launching.run(launching.launch("--detach", "--override", *PACED, "port=6001"))
+        assert second.returncode == 0, second.stderr
+        new = lab["mini1"].path(f"{CACHE}/projects/latest").readlink()
+        assert new != old
+        for run_id in (first_run, launching.run_id):
+            launching.goes_on(run_id)
 
-    def edit(words: str) -> None:
-        added.write_text(words)
-        for node, extra in own.items():
-            lab[node].output(f"cd owned && mkdir -p data_mine && echo '{words}' >> {edited}")
-            lab[node].write(f"owned/{extra}", words)
-        lab["pi5"].output(f"cd owned && {git} commit -qam mine")
-
-    def is_refused() -> None:
-        before = held()
-        refused = launching.run(launch)
-        assert refused.returncode == 1
-        assert refused.stderr.count("has 1 file that is neither") == 2
-        assert all(f"{node}: {folder}" in refused.stderr for node in own)
-        assert edited in refused.stderr
-        assert "a git clone with uncommitted changes" in refused.stderr
-        assert held() == before, "nothing was sent, also to the node on which nothing is edited"
-
-    edit(words := "# first")
-    is_refused()
-    examined = launching.run(launching.command("doctor", "--json", "--config", "~/owned.yaml"))
-    checks = {
-        n: found["checks"]["code"] for n, found in json.loads(examined.stdout)["nodes"].items()
-    }
-    assert [checks[node]["state"] for node in own] == ["fail", "fail"]
-    assert all("--overwrite" in checks[node]["fix"] for node in own)
-    overwritten = launching.run(
-        launching.launch("--overwrite", "--override", *TINY, config="~/owned.yaml")
-    )
-    assert overwritten.returncode == 0, overwritten.stderr
-    for node, extra in own.items():
-        assert lab[node].path(f"owned/{extra}").read_text() == words
-        assert words not in lab[node].path(f"owned/{edited}").read_text()
-        found = lab[node].output(f"cat owned/.smolcluster-backup/*/{edited} | grep '^# '")
-        assert found.endswith(words)
-        backup = f"{node}: what was edited there is now in {folder}/.smolcluster-backup/"
-        assert backup in overwritten.stdout
-    edit("# second")
-    is_refused()
-    added.unlink()
-    assert launching.is_clean(), launching.left()
+        # Code that a process uses is not cleaned away, however old it is.
+        for node in launching.brought:
+            lab[node].output(f"touch -d '2 days ago' {CACHE}/projects/* {CACHE}/environments/*")
+        clean = launching.command("clean", "--yes")
+        assert "no run uses it" not in launching.run(clean).stdout
+        assert launching.run(launching.command("stop", first_run)).returncode == 0
+        assert launching.run(clean).stdout.count("no run uses it") == 2
+        for node in launching.brought:
+            left = [path.name for path in lab[node].path(f"{CACHE}/projects").iterdir()]
+            assert sorted(left) == sorted(["latest", new.name])
+        launching.goes_on()
+        assert launching.run(launching.command("stop")).returncode == 0
+    finally:
+        launching.controller.path(added).unlink()
+    assert held() == before
+    edited.write_text(original)
+    launching.wait_until_clean()
 
 
 def test_a_way_that_loses_large_packets_is_named_before_the_run(launching: Launching) -> None:
@@ -378,15 +365,15 @@ def test_a_way_that_loses_large_packets_is_named_before_the_run(launching: Launc
 
 def test_missing_tools_are_named_with_their_remedies(launching: Launching) -> None:
     lab = launching.lab
-    uv = lab["pi5"].path(".local/bin/uv")
+    uv = lab["mini2"].path(".local/bin/uv")
     uv.rename(uv.with_name("uv-moved"))
     try:
-        with hidden(lab["mini1"], "/usr/bin/tmux"), hidden(lab["mini2"], "/usr/bin/rsync"):
+        with hidden(lab["mini1"], "/usr/bin/tmux"):
             failed = launching.run(launching.launch())
     finally:
         uv.with_name("uv-moved").rename(uv)
     assert failed.returncode == 1
-    for node, tool in (("mini1", "tmux"), ("mini2", "rsync"), ("pi5", "uv")):
+    for node, tool in (("mini1", "tmux"), ("mini2", "uv")):
         assert f"{node} ({node}): has no {tool} ({tool}: " in failed.stderr
     assert len(failed.stderr.splitlines()) == 1
 

@@ -10,6 +10,7 @@ import pytest
 
 from lab import Running
 from launching import (
+    CACHE,
     LAUNCH_TIMEOUT_S,
     PACED,
     PROJECT,
@@ -114,8 +115,10 @@ def test_the_logs_of_every_node_arrive_and_nothing_is_left(
     assert launching.is_clean(), launching.left()
     loki.up()
     for node, project in launching.projects.items():
-        run, program = f"{project}/runs/{launching.run_id}", f"{project}/.venv/bin/smolcluster"
-        launching.lab[node].output([program, "ship", f"./{run}", "--loki", url, "--once"])
+        run = f"{project}/runs/{launching.run_id}"
+        own = f"{CACHE}/projects/latest" if node in launching.brought else project
+        program = [f"{own}/.venv/bin/python", "-P", "-m", "smolcluster.cli"]
+        launching.lab[node].output([*program, "ship", f"./{run}", "--loki", url, "--once"])
     second = logs_of(launching, "mini1", "mini2", "pi5")
     assert {host for _, host in second} == {
         *("server-mini1", "worker-rank0-mini2", "worker-rank1-pi5"),

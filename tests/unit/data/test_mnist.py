@@ -161,10 +161,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         load_mnist(tmp_path, download=True)
 
 
-def test_the_default_folder_is_the_package_in_a_checkout(
+def test_the_default_folder_is_the_package_if_it_has_the_data(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert mnist.default_root() == Path(mnist.__file__).parent
+    monkeypatch.setattr(mnist, "__file__", str(small / "mnist.py"))
+    assert mnist.default_root() == small
 
 
 def test_the_default_folder_is_a_cache_elsewhere(

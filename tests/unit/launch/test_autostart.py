@@ -34,7 +34,7 @@ def test_the_machine_joins_with_its_own_settings() -> None:
     assert [
         *(f"{PROJECT}/.venv/bin/python", "-P", "-m", "smolcluster.cli", "join", "[fd00::1]:6000"),
         *("--name", "pi5", "--wait", "120"),
-        *("--override", "threads=3", "dataset.download=false"),
+        *("--override", 'runs_dir="~/smolcluster/runs"', "threads=3", "dataset.download=false"),
     ] == COMMAND
 
 

@@ -4,7 +4,6 @@ Some of it by what programs said there, the rest by faults that are planted in a
 which the doctor's own scripts look.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from doctoring import LINUX, MAC, TREE, cluster, code, node_checks
+from doctoring import LINUX, MAC, cluster, node_checks
 from harness import free_port
 from reading import fake_ssh
 from smolcluster.launch.doctor.checks import (
@@ -39,9 +38,8 @@ from smolcluster.launch.doctor.checks_project import (
 from smolcluster.launch.doctor.examine import look_at
 from smolcluster.launch.doctor.findings import Answer, Check, Finding, MachineFacts, NodeChecks, ok
 from smolcluster.launch.host import Host
-from smolcluster.launch.manifest import SENDING, SENT
 from smolcluster.launch.probing import read_listener
-from smolcluster.launch.sync import ENVIRONMENT_MARKER, NOT_WRITABLE
+from smolcluster.launch.project import LATEST, Project
 
 CHECKS = {
     check.name: check
@@ -66,8 +64,6 @@ NO_SHELL = "'sh' is not recognized as an internal or external command,\r\noperab
 RSYNC_OF_MACOS = "openrsync: protocol version 29\nrsync version 2.6.9 compatible\n"
 SECRET = "/home/pi/.config/smolcluster/secret"
 LISTED = f"{{}} 1 pi  staff  65 Nov 22 03:00 {SECRET}\n"
-READ_ONLY = "touch: cannot touch '/x/.smolcluster-812': Read-only file system"
-NEVER_SENT = code(TREE | {"src/a.py": "file 9"}, {}, owner="a git clone with uncommitted changes")
 REFUSED = {"state": "refused", "port": 40000, "why": "Permission denied"}
 LISTENED = {"places": {"10.10.0.1": REFUSED}, "own": ["10.10.0.1"], "pid": 4711}
 SLOW = '{"error": null, "ms": 3.0, "mb_per_s": 0.4}'
@@ -122,12 +118,7 @@ def case(name: str, state: str, said: str | Answer, *words: str, **stated: Any) 
         case("secret", "ok", LISTED.format("-rw-------@")),
         case("secret", "ok", LISTED.format("-rw-------+")),
         case("secret", "ok", LISTED.format("-r--------.")),
-        case("code", "ok", code()),
-        case("code", "fail", NEVER_SENT, "clone with unc", "1 file", ": src/a.py", "--overwrite"),
-        case(
-            *("code", "fail", answer("", NOT_WRITABLE, READ_ONLY)),
-            *("~/smolcluster", "Read-only file system", "nodes.pi5.project_dir"),
-        ),
+        case("code", "ok", "0\n"),
         case("port", "fail", json.dumps(LISTENED), "Permission denied", "1023"),
         case("port", "fail", answer("", 127, "sh: uv: not found"), "uv: not found"),
         *(case("port", "fail", said) for said in ("[]", '{"places": 3}', "null")),
@@ -151,13 +142,16 @@ def test_what_is_said_is_judged(
 # Planted
 
 
-PYPROJECT = 'name = "smolcluster"\n'
-OURS = {"pyproject.toml": f"file {hashlib.sha256(PYPROJECT.encode()).hexdigest()}"}
-MANIFEST = "".join(f"{name}\0{what}\0" for name, what in OURS.items())
-CODE = {"smolcluster/pyproject.toml": PYPROJECT}
-PYTHON = "smolcluster/.venv/bin/python"
-MARKER = f"smolcluster/{ENVIRONMENT_MARKER}"
-WHOLE = {PYTHON: 'exec python3 "$@"', MARKER: "e1"}
+FOLDER = LATEST.removeprefix("~/")
+OURS = Project({"src/smolcluster/a.py": b"ours"}).sums
+CODE = {f"{FOLDER}/src/smolcluster/a.py": "ours"}
+PYTHON = f"{FOLDER}/.venv/bin/python"
+WHOLE = {PYTHON: 'exec python3 "$@"'}
+OWN = {
+    "project_dir": "~/smolcluster",
+    "folder": "~/smolcluster",
+    "python": "~/smolcluster/.venv/bin/python",
+}
 NVIDIA_SMI = ".local/bin/nvidia-smi"
 H200 = {NVIDIA_SMI: "echo 'GPU 0: NVIDIA H200 (UUID: GPU-1f2e)'"}
 
@@ -189,7 +183,7 @@ FAULTS: list[Fault] = [
     ("rsync", "fail", program("rsync", "exit 127"), ("rsync is not there",), {}),
     (
         *("disk", "fail", program("df", f"echo '{DF.format(kb=1111111).strip()}'") | torch()),
-        *(("only 1.1 GB free for ~/smolcluster", "nodes.pi5.project_dir"), {}),
+        *((f"only 1.1 GB free for ~/{FOLDER}",), {}),
     ),
     ("memory", "warn", program("cat", "echo MemAvailable: 412345 kB"), ("422.2 MB", "batch"), {}),
     ("clock", "fail", program("date", "echo $(($(/bin/date +%s) + 330))"), ("5 min", "ahead"), {}),
@@ -204,28 +198,20 @@ FAULTS: list[Fault] = [
     ("secret", "ok", {}, ("launch brings it",), {}),
     ("secret", "fail", {".config/smolcluster/secret": "x"}, ("open to others (-rw-r--r--)",), {}),
     ("secret", "fail", {"my own": "x"}, ("/my own is open",), {"secret_file": "~/my own"}),
-    ("code", "warn", {}, ("~/smolcluster is not", "`uv run smolcluster launch`"), {}),
+    ("code", "warn", {}, ("latest is not", "`uv run smolcluster launch`"), {}),
     ("code", "ok", CODE, ("this version",), {}),
-    ("code", "fail", CODE | {f"smolcluster/{SENDING}": MANIFEST}, ("half-sent",), {}),
-    (
-        "code",
-        "warn",
-        CODE | {f"smolcluster/{SENT}": MANIFEST},
-        ("of another version",),
-        {"tree": TREE},
-    ),
-    ("code", "fail", {"smolcluster/pyproject.toml": f"{PYPROJECT}1"}, ("has 1 file", "--over"), {}),
-    ("code", "fail", {"smolcluster/thesis.tex": ""}, ("nodes.pi5.project_dir",), {}),
+    ("code", "fail", dict.fromkeys(CODE, "other"), ("in 1 file", "rm -rf"), {}),
+    ("code", "fail", {}, ("is no clone", "leave nodes.pi5.project_dir out"), OWN),
+    ("code", "warn", {"smolcluster/src/smolcluster/b.py": ""}, ("in 1 file", "as it is"), OWN),
     ("environment", "skipped", {}, ("needs the code",), {}),
     ("environment", "warn", CODE, ("`uv run smolcluster launch`",), {}),
-    ("environment", "fail", {MARKER: "e1"}, ("not found", "rm -rf ~/smolcluster/.venv"), {}),
-    ("environment", "warn", WHOLE | {MARKER: ""}, ("half-made", "without --no-sync"), {}),
-    ("environment", "warn", WHOLE | {MARKER: "e0"}, ("other requirements", "--no-sync"), {}),
+    ("environment", "fail", {f"{FOLDER}/.venv/x": ""}, ("not found", "rm -rf"), {}),
+    ("environment", "fail", {"smolcluster/x": ""}, ("no env", "cd ~/smolcluster && uv sync"), OWN),
     ("environment", "ok", WHOLE, ("whole",), {}),
     ("torch", "skipped", {}, ("no environment",), {}),
     (
         *("torch", "fail", {PYTHON: "echo \"No module named 'torch'\" >&2; false"}),
-        *(("No module named 'torch'", "`rm -rf ~/smolcluster/.venv`, then launch again"), {}),
+        *(("No module named 'torch'", "`rm -rf ", "then launch again"), {}),
     ),
     ("torch", "fail", torch() | H200, ("NVIDIA H200", "nodes.pi5.torch to auto", "`rm -rf"), {}),
     ("torch", "ok", torch() | H200, (), {"torch": "cpu"}),
@@ -255,7 +241,7 @@ def test_a_planted_fault_is_found_with_its_fix(home: Path, fault: Fault) -> None
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(f"#!/bin/sh\n{text}\n" if is_program else text)
         (home / path).chmod(0o755 if is_program else 0o644)
-    node = node_checks(**{"tree": OURS, **stated})
+    node = node_checks(**{"sums": OURS, **stated})
     node.findings["system"] = ok("reached")
     found, _ = look_at(node, CHECKS[name])
     check_found(found, state, words)

@@ -35,6 +35,7 @@ from smolcluster.launch.plan import (
     plan_cluster,
     plan_local,
 )
+from smolcluster.launch.project import Project
 from smolcluster.launch.remote import (
     LaunchOptions,
     StoredOptions,
@@ -59,6 +60,7 @@ CLUSTER = ClusterConfig(
     server="mini1",
     nodes={"pi5": NodeConfig(device="cpu")},
 )
+PROJECT = Project({"src/a.py": b""})
 PLACES = {
     "mini1": NodePaths(ssh="mini1", project_dir="~/smolcluster", runs_dir="~/smolcluster/runs"),
     "pi5": NodePaths(
@@ -334,7 +336,7 @@ def test_a_run_goes_on_without_a_machine(
     told = StoredOptions(environ={}, overrides=())
     keep(paths, file.read_bytes(), train.read_bytes(), told)
     request = Request(get_algorithm("edp"), config=str(file))
-    places = places_of(request, cluster, file, train, tmp_path / "runs")
+    places = places_of(request, cluster, file, train, here=tmp_path / "runs", project=PROJECT)
     write_launched(paths.launched, plan_cluster(request, cluster, places, RUN_ID))
     assert main(["resume", RUN_ID, "--dry-run"]) == 0
     assert "pi5" in capsys.readouterr().out
@@ -413,11 +415,12 @@ def test_where_a_run_lives_is_what_the_file_says(tmp_path: Path) -> None:
     train.write_text("dataset: {name: MNIST, root: ~/data, download: false}\n")
     cluster = load_settings(file, train, environ={}).cluster
     request = Request(get_algorithm("edp"))
-    places = places_of(request, cluster, file, train, tmp_path / "runs")
+    places = places_of(request, cluster, file, train, here=tmp_path / "runs", project=PROJECT)
     assert (places["mini1"].ssh, places["mini1"].runs_dir) == ("mini1", "~/smolcluster/runs")
     assert places["pi5"].ssh == "pi@10.0.0.2"
     assert places["pi5"].runs_dir == "/mnt/runs"
-    assert places["pi5"].project_dir == "~/my/project"
+    assert places["pi5"].project_dir == "~/my/project", "its own clone"
+    assert places["mini1"].project_dir == PROJECT.folder("auto")
     assert places["pi5"].overrides == ("dataset.download=false",), "its own data folder stays"
     assert places["mini1"].overrides == ("dataset.root=~/data", "dataset.download=false")
     assert places["here"].ssh is None
@@ -435,16 +438,6 @@ def test_a_tokenizer_s_path_in_the_training_file_is_every_worker_s_but_who_has_a
     (tmp_path / "pair").mkdir()
     local = local_settings("dataset.name=text", f"dataset.tokenizer={tmp_path}/pair")
     assert f"dataset.tokenizer_path={tmp_path}/pair" in place_overrides(local)
-
-
-def test_what_a_machine_keeps_in_the_project_s_folder_is_its_own() -> None:
-    place = NodePaths(ssh="pi5", project_dir="~/p", runs_dir="~/p/experiments")
-    stated = {"secret_file": "~/p/secret", "dataset": {"root": "~/data", "cache": "~/p/cache/"}}
-    assert list(remote.own_paths(stated, place.project_dir, place.runs_dir)) == [
-        "/experiments",
-        "/secret",
-        "/cache",
-    ]
 
 
 def test_a_cluster_file_in_this_folder_is_meant_where_none_is_named(

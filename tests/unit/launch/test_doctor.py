@@ -2,13 +2,14 @@
 
 import io
 import json
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from doctoring import HEALTHY, FakeHost, cluster, code, healthy_nodes, large_cluster
+from doctoring import HEALTHY, FakeHost, cluster, healthy_nodes, large_cluster
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor import examine as module
 from smolcluster.launch.doctor.check_report import ORDER, as_json_text, exit_code, show
@@ -22,8 +23,10 @@ from smolcluster.launch.doctor.examine import (
 )
 from smolcluster.launch.doctor.findings import QUICK_S, Finding, NodeChecks
 from smolcluster.launch.host import Host, TookTooLong, Unreachable
+from smolcluster.launch.project import read_project
 from waiting import DEADLINE_S
 
+CHECKOUT = Path(__file__).parents[3]
 ONLY_SERVER, ONLY_WORKER = {"port"}, {"server", "link"}
 NODES = ["mini1", "mini2", "pi5"]
 Says = dict[str, str | LaunchError]
@@ -190,7 +193,7 @@ def test_a_server_that_works_too_is_one_node() -> None:
 
 
 def test_json_has_every_finding() -> None:
-    ill: Says = {"code": "state\0absent\0", "secret": "-rw-rw-rw- 1 pi pi 65 Nov 22 03:00 /s\n"}
+    ill: Says = {"code": "absent\n", "secret": "-rw-rw-rw- 1 pi pi 65 Nov 22 03:00 /s\n"}
     told = json.loads(as_json_text(examined(healthy_nodes(says={"pi5": ill}))))
     assert list(told) == ["ok", "counts", "nodes"]
     assert told["ok"] is False
@@ -204,11 +207,11 @@ def test_json_has_every_finding() -> None:
 
 
 def test_what_is_the_same_on_many_nodes_is_said_once_with_its_fix() -> None:
-    says: dict[str, Says] = {node: {"code": code({})} for node in NODES}
+    says: dict[str, Says] = {node: {"code": "absent\n"} for node in NODES}
     lines = shown(examined(healthy_nodes(says=says))).splitlines()
-    [place] = [number for number, line in enumerate(lines) if "of another version" in line]
+    [place] = [number for number, line in enumerate(lines) if "is not there yet" in line]
     assert lines[place].startswith("warning mini1, mini2, pi5: code: ")
-    assert lines[place + 1] == "  -> launch without --no-sync brings this one"
+    assert lines[place + 1].startswith("  -> `uv run smolcluster launch` brings it")
 
 
 def test_long_remedies_are_wrapped_but_commands_are_whole() -> None:
@@ -260,16 +263,18 @@ def test_the_command(
     assert doctor(str(file), [], as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
     assert doctor(str(file), [], as_json=False) == 0
-    assert "the cluster is ready (2 warnings)" in capsys.readouterr().out
+    assert "the cluster is ready" in capsys.readouterr().out
     with pytest.raises(ConfigError):
         doctor(str(file), ["prot=1"], as_json=False)
 
 
 def test_what_is_known_of_a_node_beforehand() -> None:
     stated = cluster({"mini1": {"ssh": "local"}, "pi5": {"project_dir": "/srv/it"}})
-    mini1, _, pi5 = nodes_of(stated, {"pi5": {"secret_file": "~/s"}})
+    mini1, mini2, pi5 = nodes_of(stated, {"pi5": {"secret_file": "~/s"}})
     assert mini1.is_here
-    assert mini1.python != "~/smolcluster/.venv/bin/python"
+    assert mini1.python == sys.executable
+    assert mini2.folder == read_project(CHECKOUT).folder("auto")
+    assert [node.is_own for node in (mini1, mini2, pi5)] == [False, False, True]
     assert (pi5.host.destination, pi5.folder) == ("pi5", "/srv/it")
     assert (pi5.python, pi5.secret_file) == ("/srv/it/.venv/bin/python", "~/s")
     assert mini1.token == pi5.token != ""

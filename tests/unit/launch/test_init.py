@@ -372,7 +372,7 @@ def test_the_server_has_the_address_that_most_workers_use() -> None:
 def test_settings_that_are_the_default_are_left_out() -> None:
     hosts = [Host("mini1", None), Host("pi5", "pi@pi5"), Host("mini2", "mini2")]
     assert settings_of(hosts, None) == {"mini1": {"ssh": "local"}, "pi5": {"ssh": "pi@pi5"}}
-    assert settings_of(hosts[2:], "~/smolcluster") == {}
+    assert settings_of(hosts[2:], None) == {}
     assert settings_of(hosts, "~/s") == {
         "mini1": {"ssh": "local"},
         "pi5": {"ssh": "pi@pi5", "project_dir": "~/s"},

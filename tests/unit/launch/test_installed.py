@@ -10,7 +10,7 @@ import pytest
 from smolcluster.errors import LaunchError
 from smolcluster.launch import remote
 from smolcluster.launch.installed import installed_project
-from smolcluster.launch.manifest import read_tree
+from smolcluster.launch.project import read_project
 
 PROJECT = Path(__file__).resolve().parents[3]
 
@@ -28,8 +28,9 @@ def test_it_is_a_project_of_the_installed_package() -> None:
     for key in ("name", "version", "requires-python", "scripts", "entry-points"):
         assert made[key] == stated[key]
     assert made["dependencies"] == distribution("smolcluster").requires
-    code = {name: what for name, what in read_tree(PROJECT).items() if name.startswith("src")}
-    sent = dict(read_tree(folder))
+    files = read_project(PROJECT).files
+    code = {name: content for name, content in files.items() if name.startswith("src")}
+    sent = dict(read_project(folder).files)
     del sent["pyproject.toml"]
     assert sent == code
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -116,14 +117,14 @@ def alive(paths: RunPaths) -> Iterator[Alive]:
         child.wait()
 
 
-def resumed(paths: RunPaths, console: Console, *changes: str) -> Run:
-    """A run of two workers that was launched before, and goes on with these arguments for worker 1."""
+def resumed(paths: RunPaths, console: Console, **changes: Any) -> Run:
+    """A run of two workers that was launched before, and goes on with these changes of worker 1."""
     folder = str(paths.root)
     own = server(None, folder)
     workers = [worker(rank, "pi5", None, folder) for rank in (0, 1)]
-    before = Launched(run_id="r1", algorithm="edp", version="v1", processes=(own, *workers))
+    before = Launched(run_id="r1", algorithm="edp", processes=(own, *workers))
     write_launched(paths.launched, before)
-    now = (own, workers[0].with_arguments(*changes), workers[1])
+    now = (own, workers[0].model_copy(update=changes), workers[1])
     return Run(before.model_copy(update={"processes": now}), paths, console)
 
 
@@ -132,7 +133,7 @@ def test_workers_that_look_for_their_server_are_kept_when_it_is_started_again(
 ) -> None:
     run = resumed(paths, console)
     child = alive(run._launched.workers[0])
-    run.keep_what_waits("v1")
+    run.keep_what_waits()
     begun: list[int | None] = []
     monkeypatch.setattr(run, "_begin", lambda each: begun.append(each.rank))
     monkeypatch.setattr(run, "_wait_for", lambda *_: [])
@@ -167,18 +168,17 @@ def test_that_all_have_joined_is_said_only_if_so(
     assert console.file.getvalue().rstrip().endswith(said)
 
 
-@pytest.mark.parametrize("now", [("v1", "--override", "a=b"), ("v2",)])
+@pytest.mark.parametrize("changes", [{"argv": ("other",)}, {"project_dir": "~/other"}])
 def test_a_worker_of_another_command_or_code_is_started_anew(
     paths: RunPaths,
     console: Console,
     alive: Alive,
     monkeypatch: pytest.MonkeyPatch,
-    now: tuple[str, ...],
+    changes: dict[str, Any],
 ) -> None:
-    version, *changes = now
-    run = resumed(paths, console, *changes)
+    run = resumed(paths, console, **changes)
     child = alive(run._launched.workers[0])
-    run.keep_what_waits(version)
+    run.keep_what_waits()
     assert child.poll() is None, "the launch may still be refused"
     monkeypatch.setattr(Run, "_start_server", lambda *_: None)
     monkeypatch.setattr(Run, "_start_workers", lambda *_: None)

@@ -33,7 +33,8 @@ from smolcluster.launch.advise.speed import Asked, Speed
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import host_of
 from smolcluster.launch.plan import Request
-from smolcluster.launch.prepare import Machine, send_project, settings_in
+from smolcluster.launch.prepare import Machine, bring_project, settings_in
+from smolcluster.launch.project import read_project
 from smolcluster.launch.remote import machines_of, places_of, project_root, without_env
 from smolcluster.launch.requests import (
     naming_workload,
@@ -90,9 +91,7 @@ class Found:
         )
 
 
-def find_advice(
-    request: Request, say: Say, *, local: bool, sync: bool = True, overwrite: bool = False
-) -> Found:
+def find_advice(request: Request, say: Say, *, local: bool, sync: bool = True) -> Found:
     """Measure the machines and links of a cluster and say what to do with them.
 
     `request` names the files; which algorithm it names does not matter. Machines that do not answer are left
@@ -108,7 +107,7 @@ def find_advice(
         speeds, alone = _measured_here(named, settings, say)
         ways: dict[str, Way] = {}
     else:
-        speeds, ways = _measured_there(named, settings, say, sync=sync, overwrite=overwrite)
+        speeds, ways = _measured_there(named, settings, say, sync=sync)
         alone = {node: _samples_per_s(speed) for node, speed in speeds.items()}
     site = site_of(settings, speeds, ways)
     if not site.workers:
@@ -172,25 +171,23 @@ class Reached:
     files: Files
 
 
-def reach(
-    named: Request, settings: Settings, say: Say, *, sync: bool, overwrite: bool, **asked: Any
-) -> Reached:
+def reach(named: Request, settings: Settings, say: Say, *, sync: bool, **asked: Any) -> Reached:
     """Log in to the machines of a cluster file, and send them the project; who does not answer is left out.
 
     `asked`: fields of what all are asked.
     """
     cluster = settings.cluster
     cluster_file, train_file = config_files(named)
-    places = places_of(named, cluster, cluster_file, train_file, all_runs())
+    project = read_project(project_root())
+    places = places_of(named, cluster, cluster_file, train_file, here=all_runs(), project=project)
     machines = machines_of(named, settings, places, cluster_file)
-    files, root = files_of(named), project_root()
+    files = files_of(named)
     say(f"looking at {', '.join(machines)}")
 
     def ready(machine: Machine) -> bool:
         try:
             machine.host.run("true")
-            if sync:
-                send_project([machine], say, root=root, overwrite=overwrite)
+            bring_project([machine], say, project=project, sync=sync)
         except SmolclusterError as error:
             say(f"{error}; it is left out")
             return False
@@ -214,11 +211,11 @@ def reach(
 
 
 def _measured_there(
-    named: Request, settings: Settings, say: Say, *, sync: bool, overwrite: bool
+    named: Request, settings: Settings, say: Say, *, sync: bool
 ) -> tuple[dict[str, Speed], dict[str, Way]]:
     """The machines of a cluster file, each for itself, then their ways to the server."""
     cluster = settings.cluster
-    reached = reach(named, settings, say, sync=sync, overwrite=overwrite)
+    reached = reach(named, settings, say, sync=sync)
     if cluster.server not in reached.asked:
         raise LaunchError(f"nothing can be said without {cluster.server}, the server's machine")
     speeds = measure_all(reached.computers, reached.files, reached.asked, say)

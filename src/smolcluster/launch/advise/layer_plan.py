@@ -85,7 +85,6 @@ def find_layer_plan(
     *,
     local: bool,
     sync: bool = True,
-    overwrite: bool = False,
 ) -> FoundPlan:
     """Measure, and plan.
 
@@ -101,7 +100,7 @@ def find_layer_plan(
     if local:
         speeds, links = _measured_here(named, settings, num, say), dict[tuple[str, str], Link]()
     else:
-        reached = reach(named, settings, say, sync=sync, overwrite=overwrite, num_microbatches=num)
+        reached = reach(named, settings, say, sync=sync, num_microbatches=num)
         speeds, links = _measured_there(reached, settings, say)
     if not speeds:
         raise LaunchError("no worker's machine could be measured: see the lines above")

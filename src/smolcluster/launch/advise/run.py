@@ -32,16 +32,14 @@ ANY_SIZE = Job(1_000_000)
 KEYS = ("stores", "servers", "store_shares", "optimizer")
 
 
-def advise_command(
-    request: Request, *, local: bool, sync: bool, overwrite: bool, in_json: bool
-) -> int:
+def advise_command(request: Request, *, local: bool, sync: bool, in_json: bool) -> int:
     """Measure, and print what to do; returns the exit code.
 
     Raises:
         SmolclusterError: nothing can be said.
     """
     say = partial(print_line, SteadyConsole(stderr=True))
-    found = find_advice(request, say, local=local, sync=sync, overwrite=overwrite)
+    found = find_advice(request, say, local=local, sync=sync)
     if in_json:
         sys.stdout.write(f"{as_json(found)}\n")
     else:
@@ -74,7 +72,7 @@ def launch_advised(request: Request, how: LaunchOptions, *, local: bool) -> int:
     console = SteadyConsole()
     say = partial(print_line, console)
     say(training_line(request, settings_of(request, local)))
-    found = find_advice(request, say, local=local, sync=how.sync, overwrite=how.overwrite)
+    found = find_advice(request, say, local=local, sync=how.sync)
     say(advice_line(found))
     if found.request is None:
         return _code(found)

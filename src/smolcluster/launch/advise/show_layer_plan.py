@@ -21,7 +21,6 @@ def plan_command(
     *,
     local: bool,
     sync: bool,
-    overwrite: bool,
     in_json: bool,
 ) -> int:
     """Measure, plan, and print it; returns the exit code.
@@ -30,7 +29,7 @@ def plan_command(
         SmolclusterError: nothing can be measured, or nothing fits.
     """
     say = partial(print_line, SteadyConsole(stderr=True))
-    found = find_layer_plan(request, wanted, say, local=local, sync=sync, overwrite=overwrite)
+    found = find_layer_plan(request, wanted, say, local=local, sync=sync)
     if in_json:
         sys.stdout.write(f"{json.dumps(json.loads(PLAN.text(plan_file(found))), indent=2)}\n")
         return 0

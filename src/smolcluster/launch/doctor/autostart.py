@@ -17,6 +17,7 @@ from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import host_of, shell_path
 from smolcluster.launch.plan import MODULE
+from smolcluster.launch.project import LATEST, RUNS
 from smolcluster.observability.terminal import shown_text
 from smolcluster.utils.units import format_address
 
@@ -33,6 +34,8 @@ def join_command(cluster: ClusterConfig, node: str, project: str) -> list[str]:
     command += ["--name", node, "--wait", str(WAIT_S)]
     settings = cluster.nodes.get(node, NodeConfig())
     own = settings.model_dump(mode="json", exclude_defaults=True, include=OF_THE_MACHINE)
+    if settings.project_dir is None:
+        own = {"runs_dir": RUNS} | own
     flat = {f"dataset.{key}": value for key, value in (own.pop("dataset", None) or {}).items()}
     texts = [
         f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in (own | flat).items()
@@ -86,7 +89,7 @@ def autostart(config: str | None, overrides: list[str]) -> int:
     cluster = load_settings(source, "nn", None, overrides).cluster
     failed = False
     for node in cluster.workers:
-        folder = cluster.nodes.get(node, NodeConfig()).project_dir
+        folder = cluster.nodes.get(node, NodeConfig()).project_dir or LATEST
         try:
             done = host_of(cluster, node).run(
                 f"uname -s; id -un; cd {shell_path(folder)} 2>/dev/null && pwd"

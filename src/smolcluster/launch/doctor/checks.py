@@ -144,7 +144,7 @@ def judge_disk(answer: Answer, node: NodeChecks) -> Finding:
     free = int(answer.stdout.splitlines()[-1].split()[3]) * 1024
     has_environment = node.is_here or "environment there" in answer.stdout
     what = f"only {format_bytes(free)} free for {node.folder}"
-    fix = f"free some, or set nodes.{node.name}.project_dir to another disk"
+    fix = "free some"
     if free < MIN_DISK_TO_INSTALL and not has_environment:
         return fail(f"{what}, and PyTorch is still to be installed", fix)
     if free < MIN_DISK:

@@ -18,8 +18,8 @@ from smolcluster.launch.doctor.findings import (
     warn,
 )
 from smolcluster.launch.host import shell_path
-from smolcluster.launch.manifest import compare, read_folder, refusal, with_nuls
-from smolcluster.launch.sync import ENVIRONMENT_MARKER, NOT_WRITABLE, look_script, not_writable
+from smolcluster.launch.project import compare_script
+from smolcluster.utils.units import format_count
 from smolcluster.utils.words import as_command
 
 LOOK_S = 30.0
@@ -48,21 +48,22 @@ print("missing " + json.dumps([each for each in wanted if importlib.util.find_sp
 
 
 def judge_code(answer: Answer, node: NodeChecks) -> Finding:
-    """The code there: this version, another one, somebody's own, half of one, or none."""
-    folder = node.folder
-    if answer.code == NOT_WRITABLE:
-        return fail(*not_writable(node.name, folder, answer))
-    found = read_folder(answer)
-    difference = compare(node.tree, found)
-    if refused := refusal(found, node.name, folder, difference.edited):
-        return fail(*refused)
-    if found.state == "absent":
+    """The code there: this version, another one of its owner's, or none."""
+    folder, found = node.folder, answer.stdout.strip()
+    if found == "absent":
+        if node.is_own:
+            return fail(f"{folder} is no clone of this project", _bring_it(node))
         return warn(f"{folder} is not there yet", f"{as_command('launch')} brings it")
-    if found.is_half_sent:
-        return fail(f"{folder} is half-sent", "launch again without --no-sync")
-    if difference.is_none:
+    if not (num_other := int(found)):
         return ok("this version")
-    return warn(f"{folder} is of another version", "launch without --no-sync brings this one")
+    what = f"{folder} differs from this checkout in {format_count(num_other, 'file')}"
+    if node.is_own:
+        return warn(what, f"a launch uses it as it is; {_bring_it(node)}")
+    return fail(what, f"there: `rm -rf {folder}`, then launch again")
+
+
+def _bring_it(node: NodeChecks) -> str:
+    return f"leave nodes.{node.name}.project_dir out, and a launch brings this version"
 
 
 def exports(node: NodeChecks) -> str:
@@ -74,7 +75,6 @@ def environment_script(node: NodeChecks) -> str:
     return f"""{exports(node)}
 cd {shell_path(node.folder)} 2>/dev/null || {{ echo "folder absent"; exit 0; }}
 [ -e .venv ] || exit 0
-echo "mark $(cat {ENVIRONMENT_MARKER} 2>/dev/null)"
 echo "python $({shell_path(node.python)} -c 'print("runs")' 2>&1 | tail -n 1)" """
 
 
@@ -82,17 +82,15 @@ def judge_environment(answer: Answer, node: NodeChecks) -> Finding:
     told = fields(answer.stdout)
     if told.get("folder") == "absent":
         return skipped("needs the code")
-    if "mark" not in told:
+    if "python" not in told and node.is_own:
+        return fail("there is no environment", f"there: `cd {node.folder} && uv sync`")
+    if "python" not in told:
         return warn("there is no environment yet", f"{as_command('launch')} makes it")
-    if told.get("python") != "runs":
+    if told["python"] != "runs":
         return fail(
-            f"the environment's Python does not run ({told.get('python') or 'it is not there'})",
+            f"the environment's Python does not run ({told['python'] or 'it is not there'})",
             _anew(node),
         )
-    if not told["mark"]:
-        return warn("the environment is half-made", "launch again without --no-sync")
-    if told["mark"] != node.environment:
-        return warn("the environment is of other requirements", "launch without --no-sync mends it")
     return ok("whole")
 
 
@@ -157,7 +155,9 @@ def _with_device(torch: dict[str, Any], node: NodeChecks) -> Finding:
 def _anew(node: NodeChecks) -> str:
     if node.is_here:
         return f"`rm -rf {node.folder}/.venv && uv sync`"
-    return f"there: `rm -rf {node.folder}/.venv`, then launch again"
+    if node.is_own:
+        return f"there: `cd {node.folder} && rm -rf .venv && uv sync`"
+    return f'there: `rm -rf "$(cd {node.folder}/.venv && pwd -P)"`, then launch again'
 
 
 def packages_script(node: NodeChecks) -> str:
@@ -195,8 +195,8 @@ def judge_packages(answer: Answer, node: NodeChecks) -> Finding:
 
 PROJECT_CHECKS = (
     Check(
-        *("code", lambda node: look_script(node.folder), judge_code, LOOK_S, not_here),
-        stdin=lambda node: with_nuls(node.tree),
+        *("code", lambda node: compare_script(node.folder), judge_code, LOOK_S, not_here),
+        stdin=lambda node: node.sums,
     ),
     Check("environment", environment_script, judge_environment, why_not=not_here),
     Check(

@@ -31,10 +31,9 @@ from smolcluster.launch.doctor.checks_links import PORT_CHECK, link_checks
 from smolcluster.launch.doctor.checks_project import PROJECT_CHECKS, WORKLOAD_CHECKS
 from smolcluster.launch.doctor.findings import Answer, Check, Finding, NodeChecks, fail, ok, skipped
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, host_of
-from smolcluster.launch.manifest import read_tree, without
 from smolcluster.launch.probing import Listener, read_listener
-from smolcluster.launch.remote import own_paths, project_root
-from smolcluster.launch.sync import environment_digest
+from smolcluster.launch.project import read_project
+from smolcluster.launch.remote import project_root
 from smolcluster.launch.workload_code import check_source, packages_of
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.utils.at_once import at_once
@@ -85,16 +84,15 @@ def doctor(
 def nodes_of(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, Any]]) -> list[NodeChecks]:
     """What is known of each node beforehand, the server first; `raw`: the file's `nodes`, as written."""
     root = project_root()
-    tree = read_tree(root)
+    project = read_project(root)
     token = secrets.token_hex(8)
     nodes = []
     for node in cluster.machines:
         settings, host = cluster.nodes.get(node, NodeConfig()), host_of(cluster, node)
         is_here = host.destination is None
-        folder = str(root) if is_here else settings.project_dir
-        stated = raw.get(node) or {}
-        secret_file = stated.get("secret_file")
-        kept = tuple(own_paths(stated, folder, stated.get("runs_dir")))
+        brought = settings.project_dir or project.folder(settings.torch)
+        folder = str(root) if is_here else brought
+        secret_file = (raw.get(node) or {}).get("secret_file")
         nodes.append(
             NodeChecks(
                 host,
@@ -102,8 +100,7 @@ def nodes_of(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, Any]]) -> li
                 folder=folder,
                 python=sys.executable if is_here else f"{folder}/.venv/bin/python",
                 secret_file=None if secret_file is None else str(secret_file),
-                tree=without(tree, kept),
-                environment=environment_digest(root, settings.torch),
+                sums=project.sums,
                 token=token,
             )
         )

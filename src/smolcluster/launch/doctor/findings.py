@@ -9,8 +9,8 @@ from typing import Literal
 
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.launch.host import Done, Host
-from smolcluster.launch.manifest import Tree
 from smolcluster.launch.probing import Listener
+from smolcluster.launch.project import LATEST
 
 State = Literal["ok", "warn", "fail", "skipped"]
 
@@ -88,8 +88,7 @@ class NodeChecks:
         folder: the project's folder there.
         python: the interpreter of the project's environment there.
         secret_file: where the secret belongs; None: the default place.
-        tree: what of this project belongs there.
-        environment: digest of what the node's environment is made of.
+        sums: of this machine's code, as `Project.sums`.
         packages: what a workload imports besides Python's own and the user's.
         token: what the test listener wants to hear.
         listener: the test listener on the server's machine; None: there is none.
@@ -98,11 +97,10 @@ class NodeChecks:
 
     host: Host
     cluster: ClusterConfig
-    folder: str = "~/smolcluster"
-    python: str = "~/smolcluster/.venv/bin/python"
+    folder: str = LATEST
+    python: str = f"{LATEST}/.venv/bin/python"
     secret_file: str | None = None
-    tree: Tree = field(default_factory=dict)
-    environment: str = ""
+    sums: bytes = b""
     packages: tuple[str, ...] = ()
     token: str = ""
     facts: MachineFacts = MachineFacts()
@@ -121,6 +119,11 @@ class NodeChecks:
     def is_here(self) -> bool:
         """Whether it is the machine that launches: nothing is brought there."""
         return self.host.destination is None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the folder is a clone of its owner's."""
+        return self.settings.project_dir is not None and not self.is_here
 
     @property
     def address(self) -> str:

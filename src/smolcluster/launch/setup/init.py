@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from smolcluster.configs.keys import A_NAME, A_REMOTE_PATH
-from smolcluster.configs.schema import NodeConfig, NodeName, RemotePath, SshDestination
+from smolcluster.configs.schema import NodeName, RemotePath, SshDestination
 from smolcluster.configs.spec import default_algorithm, get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.host import HERE, Host
@@ -66,7 +66,7 @@ class InitOptions:
         to: the file to write; None: cluster_config_<algorithm>.yaml in this folder.
         yes: ask for no confirmation.
         force: write over a file that is there.
-        project_dir: the project's folder on the machines.
+        project_dir: the machines' own clone of the project; None: a launch brings it.
         discover: look for machines by mDNS.
     """
 
@@ -393,12 +393,11 @@ def most_used(addresses: Sequence[str]) -> str:
 
 def settings_of(hosts: Sequence[Host], project_dir: str | None) -> dict[str, dict[str, str]]:
     """What the file says about single machines, where it is not the default."""
-    usual = NodeConfig.model_fields["project_dir"].default
     settings = {}
     for host in hosts:
         own = {} if host.destination == host.node else {"ssh": host.destination or HERE}
-        if project_dir not in (None, usual) and host.destination is not None:
-            own["project_dir"] = str(project_dir)
+        if project_dir is not None and host.destination is not None:
+            own["project_dir"] = project_dir
         if own:
             settings[host.node] = own
     return settings
