@@ -6,25 +6,22 @@ Pure. The commands are those that a person types: `python -m smolcluster.distrib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from smolcluster.configs.resolve import (
     Settings,
     check_unencrypted,
-    public_overrides,
-    without_workload,
 )
 from smolcluster.configs.schema import ClusterConfig, NodeConfig, config_of
 from smolcluster.errors import ConfigError
 from smolcluster.launch.plan import (
-    CLUSTER_FILE,
     NO_PROGRESS,
-    TRAIN_FILE,
     PathsByNode,
     Request,
-    in_run,
+    Told,
     option,
     override_options,
+    plan_roles,
+    told_to_all,
 )
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import Launched, LaunchedProcess
@@ -61,97 +58,101 @@ def portable_request(request: Request, settings: Settings) -> Request:
     return replace(request, overrides=(*request.overrides, *told))
 
 
-def plan_group_local(
+def plan(
     request: Request,
     settings: Settings,
+    places: PathsByNode,
+    run_id: str,
     *,
-    run_dir: Path,
-    python: str,
-    resume: bool,
-    in_sessions: bool = False,
+    is_local: bool = False,
+    in_sessions: bool = True,
 ) -> Launched:
-    """The command that is the whole group on this machine.
+    """What a launch starts, of any algorithm; see `plan_roles` and `plan_ranks`.
 
     Raises:
-        ConfigError: as `num_ranks`.
+        ConfigError: as `plan_ranks`.
     """
-    num_ranks(request, settings)
-    node, run_id = settings.cluster.server, run_dir.name
-    argv = (
-        *(python, *COMMAND, "--run-id", run_id),
-        *(() if in_sessions else (NO_PROGRESS,)),
-        *option("--resume", "auto" if resume else None),
-        *("--cluster", request.config or request.algorithm.name, "--machine", node),
-        *option("--config", request.train_config),
-        *option("--workload", request.workload),
-        *override_options(without_workload(request.overrides)),
-    )
-    process = LaunchedProcess(
-        node=node,
-        role=ROLE,
-        run_dir=str(run_dir),
-        session=session_name(run_id, ROLE, None) if in_sessions else "",
-        project_dir=str(run_dir.parent),
-        argv=argv,
-    )
-    return Launched(
-        run_id=run_id,
-        algorithm=request.algorithm.name,
-        port=settings.cluster.port,
-        processes=(process,),
-    )
+    how = {"is_local": is_local, "in_sessions": in_sessions}
+    if request.algorithm.is_group:
+        return plan_ranks(request, settings, places, run_id, **how)
+    return plan_roles(request, settings.cluster, places, run_id, **how)
 
 
-def plan_group(request: Request, settings: Settings, places: PathsByNode, run_id: str) -> Launched:
-    """The commands on the machines of a cluster, each in a tmux session of its own, rank 0's first.
+def plan_ranks(
+    request: Request,
+    settings: Settings,
+    places: PathsByNode,
+    run_id: str,
+    *,
+    is_local: bool = False,
+    in_sessions: bool = True,
+) -> Launched:
+    """A command on each machine, rank 0's first; with `is_local` the one that is the whole group.
 
     Raises:
         ConfigError: the ranks cannot be laid out on these machines, or would speak unencrypted.
     """
-    cluster = settings.cluster
-    total = num_ranks(request, settings)
-    share = ranks_per_node(cluster, total)
-    if len({places[node].ssh for node in cluster.workers}) > 1:
-        check_unencrypted(cluster.encryption)
-    check_addresses(cluster, places)
-    public = tuple(public_overrides(without_workload(request.overrides)))
-    for node in cluster.workers:
-        stated = cluster.nodes.get(node, NodeConfig()).device
-        if stated is not None:
-            settings.of(config_of(request.algorithm)).check_device(stated)
+    cluster, total = settings.cluster, num_ranks(request, settings)
+    public = told_to_all(request, is_local=is_local)
+    share = total if is_local else _share_of(request, settings, places, total)
 
     def planned(index: int, node: str) -> LaunchedProcess:
-        place, stated = places[node], cluster.nodes.get(node, NodeConfig())
+        place = places[node]
         run_dir = f"{place.runs_dir}/{run_id}"
-        runs_dir = f"runs_dir={json.dumps(place.runs_dir, ensure_ascii=False)}"
+        told = Told(request, place, run_dir, is_local)
+        ranks: tuple[str, ...] = ()
+        if not is_local:
+            ranks = (
+                *("--world-size", str(total), "--rank", str(index * share)),
+                *("--nproc-per-node", str(share), "--master-addr", cluster.host_ip[node]),
+                *("--master-port", str(cluster.port)),
+            )
         argv = (
             *(place.python, *COMMAND, "--run-id", run_id),
-            *("--world-size", str(total), "--rank", str(index * share)),
-            *("--nproc-per-node", str(share)),
-            *("--master-addr", cluster.host_ip[node], "--master-port", str(cluster.port)),
-            *("--cluster", f"{run_dir}/{CLUSTER_FILE}", "--machine", node),
-            *("--config", f"{run_dir}/{TRAIN_FILE}"),
-            *option("--workload", in_run(request.workload, run_dir)),
-            *override_options((*public, runs_dir)),
+            *(() if in_sessions else (NO_PROGRESS,)),
+            *ranks,
+            *("--cluster", told.config or request.algorithm.name, "--machine", node),
+            *option("--config", told.train_config),
+            *option("--workload", told.workload),
+            *override_options((*public, *told.last_overrides)),
         )
         return LaunchedProcess(
             node=node,
             role=ROLE,
             ssh=place.ssh,
             run_dir=run_dir,
-            session=session_name(run_id, f"{ROLE}-{node}", None),
+            session=session_name(run_id, f"{ROLE}-{node}", None) if in_sessions else "",
             project_dir=place.project_dir,
             argv=argv,
-            device=stated.device,
+            device=cluster.nodes.get(node, NodeConfig()).device,
         )
 
+    nodes = [cluster.server] if is_local else cluster.workers
     return Launched(
         run_id=run_id,
         algorithm=request.algorithm.name,
         port=cluster.port,
-        overrides=public,
-        processes=tuple(planned(index, node) for index, node in enumerate(cluster.workers)),
+        overrides=() if is_local else public,
+        processes=tuple(planned(index, node) for index, node in enumerate(nodes)),
     )
+
+
+def _share_of(request: Request, settings: Settings, places: PathsByNode, total: int) -> int:
+    """How many ranks each machine of a cluster has.
+
+    Raises:
+        ConfigError: as `plan_ranks`.
+    """
+    cluster = settings.cluster
+    share = ranks_per_node(cluster, total)
+    if len({places[node].ssh for node in cluster.workers}) > 1:
+        check_unencrypted(cluster.encryption)
+    check_addresses(cluster, places)
+    for node in cluster.workers:
+        stated = cluster.nodes.get(node, NodeConfig()).device
+        if stated is not None:
+            settings.of(config_of(request.algorithm)).check_device(stated)
+    return share
 
 
 def ranks_per_node(cluster: ClusterConfig, total: int) -> int:

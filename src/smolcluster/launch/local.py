@@ -12,12 +12,12 @@ from smolcluster.configs.meant import written_here
 from smolcluster.configs.resolve import Settings, check_algorithm
 from smolcluster.configs.schema import ClusterConfig, config_of
 from smolcluster.errors import ConfigError, PortBusy
-from smolcluster.launch.group_plan import plan_group_local
+from smolcluster.launch.group_plan import plan
 from smolcluster.launch.host import Host
 from smolcluster.launch.jobs.launch import launch_job
 from smolcluster.launch.link_probe import release
 from smolcluster.launch.observe.beside import announce, beside_others, stack_for, within_reach
-from smolcluster.launch.plan import Request, plan_local
+from smolcluster.launch.plan import NodePaths, PathsByNode, Request
 from smolcluster.launch.prepare import Machine
 from smolcluster.launch.remote import LaunchOptions, go_on, inherited, launch_remote, wants_window
 from smolcluster.launch.requests import check_model, naming_workload, settings_of
@@ -67,8 +67,20 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
     if request.algorithm.is_group:
         settings.of(config_of(request.algorithm)).check_device(settings.node.device)
     root = runs_root(settings.node.runs_dir)
+
+    def planned(*, in_sessions: bool = False) -> Launched:
+        launched = plan(
+            request,
+            settings,
+            _places(request, settings, root),
+            run_id,
+            is_local=True,
+            in_sessions=in_sessions,
+        )
+        return launched.resumed() if resume else launched
+
     if how.dry_run:
-        for process in _plan(request, settings, root / run_id, resume=resume).processes:
+        for process in planned().processes:
             sys.stdout.write(f"{process.title}:\n  {shlex.join(process.argv)}\n")
         return 0
     check_free_port(settings.cluster)
@@ -84,15 +96,14 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
         settings = settings_of(request, local=True)
     request = beside_others(request, settings.cluster, say)
     settings = settings_of(request, local=True)
-    in_sessions = wants_window(how)
-    plan = _plan(request, settings, paths.root, resume=resume, in_sessions=in_sessions)
+    launched = planned(in_sessions=wants_window(how))
     env = inherited()
     machines = {
         each.node: Machine(Host(each.node), each.project_dir, "pypi", env)
-        for each in plan.processes
+        for each in launched.processes
     }
     run = Run(
-        plan,
+        launched,
         paths,
         console,
         machines,
@@ -102,9 +113,9 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
     )
     run.keep_what_waits()
     if stack is not None:
-        announce(stack, run_id, plan.processes, settings.cluster, ssh=lambda _: None, say=say)
+        announce(stack, run_id, launched.processes, settings.cluster, ssh=lambda _: None, say=say)
     run.start(loki_of(settings.cluster, stack))
-    return go_on(run, plan, how)
+    return go_on(run, launched, how)
 
 
 def check_free_port(cluster: ClusterConfig) -> None:
@@ -121,33 +132,23 @@ def check_free_port(cluster: ClusterConfig) -> None:
         check_port(cluster)
 
 
-def _plan(
-    request: Request,
-    settings: Settings,
-    run_dir: Path,
-    *,
-    resume: bool,
-    in_sessions: bool = False,
-) -> Launched:
-    if request.algorithm.is_group:
-        return plan_group_local(
-            request,
-            settings,
-            run_dir=run_dir,
-            python=sys.executable,
-            resume=resume,
-            in_sessions=in_sessions,
-        )
-    return plan_local(
-        request,
-        settings.cluster,
-        run_dir=run_dir,
+def _places(request: Request, settings: Settings, root: Path) -> PathsByNode:
+    """All on this machine, with one compute thread each, but where the user has set their number.
+
+    Side by side more threads get into each other's way.
+    """
+    here = NodePaths(
+        ssh=None,
+        project_dir=str(root),
+        runs_dir=str(root),
         python=sys.executable,
-        with_threads=_nodes_with_threads(request, settings),
-        place=place_overrides(settings),
-        resume=resume,
-        in_sessions=in_sessions,
+        overrides=tuple(place_overrides(settings)),
     )
+    nodes = settings.cluster.machines
+    if request.algorithm.is_group:  # one process, whose ranks share the cores
+        return dict.fromkeys(nodes, here)
+    stated = {node: settings_of(request, True, node).node.threads for node in nodes}
+    return {node: replace(here, threads=1 if stated[node] is None else None) for node in nodes}
 
 
 def for_any_folder(request: Request) -> Request:
@@ -175,9 +176,3 @@ def place_overrides(settings: Settings) -> list[str]:
         [f"dataset.tokenizer_path={tokenizer.tokenizer}"] if tokenizer.has_tokenizer_path else []
     )
     return [*root, *cache, *files, f"dataset.download={str(place.download).lower()}"]
-
-
-def _nodes_with_threads(request: Request, settings: Settings) -> list[str]:
-    """The nodes whose number of compute threads comes from the user, wherever it is said."""
-    names = settings.cluster.machines
-    return [name for name in names if settings_of(request, True, name).node.threads is not None]

@@ -6,10 +6,9 @@ each is a command that a person could type as well.
 
 import json
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import smolcluster
 from smolcluster.configs.begun import WORKLOAD_FOLDER
@@ -71,6 +70,7 @@ class NodePaths:
         ssh: where `ssh` finds it; None: it is this machine.
         python: the interpreter, relative to `project_dir` or absolute.
         overrides: for a worker: where the training file says that the data are.
+        threads: compute threads of each process, where all run on one machine; None: as configured.
     """
 
     ssh: str | None
@@ -78,142 +78,136 @@ class NodePaths:
     runs_dir: str
     python: str = ".venv/bin/python"
     overrides: tuple[str, ...] = ()
+    threads: int | None = None
 
 
 PathsByNode = Mapping[str, NodePaths]
 """By the names of nodes."""
-Part = int | Literal["stage"] | None
-"""What a process is on its node: the worker of a rank, a stage, or the server or a store."""
+SERVER = "server"
 
 
-def plan_local(
+def plan_roles(
     request: Request,
     cluster: ClusterConfig,
+    places: PathsByNode,
+    run_id: str,
     *,
-    run_dir: Path,
-    python: str,
-    with_threads: Collection[str] = (),
-    place: Sequence[str] = (),
-    resume: bool = False,
-    in_sessions: bool = False,
+    is_local: bool = False,
+    in_sessions: bool = True,
 ) -> Launched:
-    """The commands that run the whole cluster on this machine with the interpreter `python`.
+    """The processes of a run with a server: the server, stores, stages, then workers.
 
-    Every process gets one compute thread, because side by side more of them get into each other's way; but
-    for the nodes in `with_threads`, whose number the user has set. `place` are overrides that tell
-    every worker where the training file says that the data are. With `resume` the run goes on from its
-    newest good checkpoint.
+    On the machines of a cluster they read copies of the configuration in their run's folder. With `is_local`
+    all run on this machine and read the files that the request names. `in_sessions`: each in one of tmux.
     """
-    run_id = run_dir.name
+    public = told_to_all(request, is_local=is_local)
+    first, for_nodes = (PATIENCE,) if is_local else (), node_overrides(public)
 
-    def planned(
-        node: str, part: Part, argv: Sequence[str], overrides: Sequence[str]
-    ) -> LaunchedProcess:
-        role, rank = _role(cluster, node, part), part if isinstance(part, int) else None
-        texts = overrides if node in with_threads else (*overrides, "threads=1")
+    def planned(role: str, node: str, rank: int | None = None) -> LaunchedProcess:
+        place, is_server = places[node], role == SERVER
+        run_dir = f"{place.runs_dir}/{run_id}"
+        told = Told(request, place, run_dir, is_local)
+        data = () if role == "store" else place.overrides
+        texts = public if is_server else (*first, *data, *for_nodes)
+        dials = is_local and role in ("store", "worker")
+        address = format_address(cluster.host_ip[node], cluster.port) if dials else None
+        argv = (
+            place.python,
+            *told.program(role, node, rank),
+            *(("--local", *option("--workers", request.num_workers)) if is_local else ()),
+            *option("--server", address),
+            *("--run-id", run_id),
+            *((NO_PROGRESS,) if is_server and not in_sessions else ()),
+            *(() if is_server else restarts(cluster)),
+            *option("--config", None if is_server and request.script else told.config),
+            *option("--train-config", told.train_config if is_server else None),
+            *option("--workload", None if role == "store" else told.workload),
+            *override_options((*texts, *told.last_overrides)),
+        )
         return LaunchedProcess(
             node=node,
             role=role,
             rank=rank,
-            run_dir=str(run_dir),
+            ssh=place.ssh,
+            run_dir=run_dir,
             session=_session(run_id, node, role, rank) if in_sessions else "",
-            project_dir=str(run_dir.parent),
-            argv=(python, *argv, *override_options(texts)),
+            project_dir=place.project_dir,
+            argv=argv,
+            device=cluster.nodes.get(node, NodeConfig()).device,
         )
 
-    server = planned(
-        cluster.server,
-        None,
-        _local_server(request, run_id, resume=resume, in_sessions=in_sessions),
-        without_workload(request.overrides),
-    )
-    own = node_overrides(request.overrides)
-    stores = (
-        planned(node, None, _local_other(request, cluster, run_id, node, None), (PATIENCE, *own))
-        for node in cluster.store_nodes[1:]
-    )
-    stages = (
-        planned(
-            node, "stage", _local_stage(request, cluster, run_id, node), (PATIENCE, *place, *own)
-        )
-        for node in cluster.stage_nodes
-    )
-    workers = (
-        planned(
-            node,
-            rank,
-            _local_other(request, cluster, run_id, node, rank),
-            (PATIENCE, *place, *own),
-        )
-        for rank, node in enumerate(cluster.workers)
-    )
     return Launched(
         run_id=run_id,
         algorithm=request.algorithm.name,
         port=cluster.port,
-        processes=(server, *stores, *stages, *workers),
+        overrides=() if is_local else public,
+        processes=(
+            planned(SERVER, cluster.server),
+            *(planned("store", node) for node in cluster.store_nodes[1:]),
+            *(planned("stage", node) for node in cluster.stage_nodes),
+            *(planned("worker", node, rank) for rank, node in enumerate(cluster.workers)),
+        ),
     )
 
 
-def _local_server(
-    request: Request, run_id: str, *, resume: bool, in_sessions: bool
-) -> tuple[str, ...]:
-    """What the server is told on this machine, but for overrides."""
-    return (
-        *_server_code(request),
-        *_local(request),
-        *("--run-id", run_id),
-        *(() if in_sessions else (NO_PROGRESS,)),
-        *option("--resume", "auto" if resume else None),
-        *option("--config", request.config if request.script is None else None),
-        *option("--train-config", _train_config(request)),
-        *option("--workload", request.workload),
-    )
+def told_to_all(request: Request, *, is_local: bool) -> tuple[str, ...]:
+    """The overrides of a command; those of a cluster's machines are for everybody to see."""
+    said = without_workload(request.overrides)
+    return tuple(said if is_local else public_overrides(said))
 
 
-def _local_other(
-    request: Request, cluster: ClusterConfig, run_id: str, node: str, rank: int | None
-) -> tuple[str, ...]:
-    """The same of a worker; without a rank of a store."""
-    if rank is None:
-        code: tuple[str, ...] = (str(_file(request, "store")), node)
-    else:
-        script = _script(request.script, request)
-        code = (str(_worker_file(request)), str(rank + 1), node, *script)
-    return (
-        *code,
-        *_local(request),
-        *("--server", format_address(cluster.host_ip[node], cluster.port)),
-        *("--run-id", run_id),
-        *restarts(cluster),
-        *option("--config", request.config),
-        *option("--workload", None if rank is None else request.workload),
-    )
+@dataclass(frozen=True)
+class Told:
+    """How a process is told its files and what belongs to its machine."""
 
+    request: Request
+    place: NodePaths
+    run_dir: str
+    is_local: bool
 
-def _local_stage(
-    request: Request, cluster: ClusterConfig, run_id: str, node: str
-) -> tuple[str, ...]:
-    """The same of a stage, which knows by the configuration where its worker is."""
-    return (
-        *(str(_file(request, "stage")), node),
-        *_local(request),
-        *("--run-id", run_id),
-        *restarts(cluster),
-        *option("--config", request.config),
-        *option("--workload", request.workload),
-    )
+    def program(self, role: str, node: str, rank: int | None) -> tuple[str, ...]:
+        """What Python runs, and the process's place in the run."""
+        request, name = self.request, self.request.algorithm.name
+        if role == SERVER and request.script is not None:
+            serve = (*MODULE, "smolcluster.cli", "serve")
+            return (*serve, self.config or name, "--algorithm", name)
+        folder, roles = request.algorithm.folder, request.algorithm.roles
+        if role == "worker" and request.script is not None:
+            script = request.script
+            if not self.is_local:
+                file, *arguments = shlex.split(script)
+                script = shlex.join([f"{self.run_dir}/{WORKLOAD_FOLDER}/{file}", *arguments])
+            words = (str((rank or 0) + 1), node, "--script", script, "--algorithm", name)
+            return (self._file(SCRIPT), *words)
+        number = () if rank is None else (str(rank + 1),)
+        return (self._file(folder / roles[role]), *number, *(() if role == SERVER else (node,)))
 
+    def _file(self, file: Path) -> str:
+        return str(file) if self.is_local else _sent(file)
 
-def _local(request: Request) -> tuple[str, ...]:
-    return ("--local", *option("--workers", request.num_workers))
+    @property
+    def config(self) -> str | None:
+        return self.request.config if self.is_local else f"{self.run_dir}/{CLUSTER_FILE}"
 
+    @property
+    def train_config(self) -> str | None:
+        has_script, stated = self.request.script is not None, self.request.train_config
+        if self.is_local:
+            return None if has_script and stated == str(ATTACHED) else stated
+        return None if has_script else f"{self.run_dir}/{TRAIN_FILE}"
 
-def _role(cluster: ClusterConfig, node: str, part: Part) -> str:
-    """What a process is: workers alone have ranks."""
-    if isinstance(part, int):
-        return "worker"
-    return part or ("server" if node == cluster.server else "store")
+    @property
+    def workload(self) -> str | None:
+        workload = self.request.workload
+        return workload if self.is_local else in_run(workload, self.run_dir)
+
+    @property
+    def last_overrides(self) -> tuple[str, ...]:
+        """What no setting of the user's changes."""
+        place = self.place
+        if self.is_local:
+            return () if place.threads is None else (f"threads={place.threads}",)
+        return (f"runs_dir={json.dumps(place.runs_dir, ensure_ascii=False)}",)
 
 
 def _session(run_id: str, node: str, role: str, rank: int | None) -> str:
@@ -221,130 +215,11 @@ def _session(run_id: str, node: str, role: str, rank: int | None) -> str:
     return session_name(run_id, f"{role}-{node}" if role in HELPERS else role, rank)
 
 
-def _server_code(request: Request) -> tuple[str, ...]:
-    if request.script is None:
-        return (str(request.algorithm.server),)
-    name = request.algorithm.name
-    return (*MODULE, "smolcluster.cli", "serve", request.config or name, "--algorithm", name)
-
-
-def _train_config(request: Request) -> str | None:
-    is_default = request.script is not None and request.train_config == str(ATTACHED)
-    return None if is_default else request.train_config
-
-
-def _worker_file(request: Request) -> Path:
-    return request.algorithm.worker if request.script is None else SCRIPT
-
-
-def _file(request: Request, role: str) -> Path:
-    return request.algorithm.folder / request.algorithm.roles[role]
-
-
-def _script(script: str | None, request: Request) -> tuple[str, ...]:
-    if script is None:
-        return ()
-    return ("--script", script, "--algorithm", request.algorithm.name)
-
-
-def plan_cluster(
-    request: Request, cluster: ClusterConfig, places: PathsByNode, run_id: str
-) -> Launched:
-    """The processes of a run on the machines of a cluster, each in a tmux session of its own.
-
-    They read the configuration from copies in their run's folder, which is told to each of them.
-    """
-
-    def planned(node: str, part: Part, argv: Sequence[str]) -> LaunchedProcess:
-        stated = cluster.nodes.get(node, NodeConfig())
-        place = places[node]
-        run_dir = f"{place.runs_dir}/{run_id}"
-        role, rank = _role(cluster, node, part), part if isinstance(part, int) else None
-        script = None if rank is None else _script_in_run(request.script, run_dir)
-        return LaunchedProcess(
-            node=node,
-            role=role,
-            rank=rank,
-            ssh=place.ssh,
-            run_dir=run_dir,
-            session=_session(run_id, node, role, rank),
-            project_dir=place.project_dir,
-            argv=(
-                *(place.python, *argv, f"{run_dir}/{CLUSTER_FILE}", *_script(script, request)),
-                *option(
-                    "--workload",
-                    None if role == "store" else in_run(request.workload, run_dir),
-                ),
-            ),
-            device=stated.device,
-        )
-
-    def overrides(node: str, texts: Sequence[str]) -> tuple[str, ...]:
-        return override_options(
-            (*texts, f"runs_dir={json.dumps(places[node].runs_dir, ensure_ascii=False)}")
-        )
-
-    public = tuple(
-        public_overrides(without_workload(request.overrides))
-    )  # commands are for everybody to see
-    name, worker_file = request.algorithm.name, _sent(_worker_file(request))
-    train_file = f"{places[cluster.server].runs_dir}/{run_id}/{TRAIN_FILE}"
-    if request.script is None:
-        server_file = _sent(request.algorithm.server)
-        server = planned(cluster.server, None, [server_file, "--run-id", run_id, "--config"])
-        server = server.with_arguments("--train-config", train_file)
-    else:
-        served = [*MODULE, "smolcluster.cli", "serve", "--algorithm", name, "--run-id", run_id]
-        server = planned(cluster.server, None, served)
-    server = server.with_arguments(*overrides(cluster.server, public))
-    workers = [
-        planned(
-            node, rank, [worker_file, str(rank + 1), node, "--run-id", run_id, "--config"]
-        ).with_arguments(
-            *restarts(cluster), *overrides(node, (*places[node].overrides, *node_overrides(public)))
-        )
-        for rank, node in enumerate(cluster.workers)
-    ]
-    stores = [
-        planned(
-            node,
-            None,
-            [_sent(_file(request, "store")), node, "--run-id", run_id, "--config"],
-        ).with_arguments(*restarts(cluster), *overrides(node, node_overrides(public)))
-        for node in cluster.store_nodes[1:]
-    ]
-    stages = [
-        planned(
-            node,
-            "stage",
-            [_sent(_file(request, "stage")), node, "--run-id", run_id, "--config"],
-        ).with_arguments(
-            *restarts(cluster), *overrides(node, (*places[node].overrides, *node_overrides(public)))
-        )
-        for node in cluster.stage_nodes
-    ]
-    return Launched(
-        run_id=run_id,
-        algorithm=request.algorithm.name,
-        port=cluster.port,
-        overrides=public,
-        processes=(server, *stores, *stages, *workers),
-    )
-
-
 def in_run(workload: str | None, run_dir: str) -> str | None:
     """How a process whose run is in `run_dir` is told the function that makes the workload."""
     if workload is None:
         return None
     return FunctionName.parse(workload).below(f"{run_dir}/{WORKLOAD_FOLDER}").text
-
-
-def _script_in_run(script: str | None, run_dir: str) -> str | None:
-    """How a worker whose run is in `run_dir` is told the script that it is."""
-    if script is None:
-        return None
-    file, *arguments = shlex.split(script)
-    return shlex.join([f"{run_dir}/{WORKLOAD_FOLDER}/{file}", *arguments])
 
 
 def _sent(file: Path) -> str:

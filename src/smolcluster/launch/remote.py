@@ -27,7 +27,7 @@ from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.checks_links import check_packets
 from smolcluster.launch.find import all_runs, find
-from smolcluster.launch.group_plan import check_systems, plan_group, portable_request
+from smolcluster.launch.group_plan import check_systems, plan, portable_request
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.installed import installed_project
 from smolcluster.launch.observe.beside import announce, stack_for
@@ -37,7 +37,6 @@ from smolcluster.launch.plan import (
     NodePaths,
     PathsByNode,
     Request,
-    plan_cluster,
 )
 from smolcluster.launch.prepare import (
     HUB_KEY,
@@ -170,9 +169,7 @@ def launch_remote(
     code, seen = _code_of(named)
     if request.algorithm.is_group:
         seen = portable_request(seen, settings)
-        launched = plan_group(seen, settings, places, run_id)
-    else:
-        launched = plan_cluster(seen, settings.cluster, places, run_id)
+    launched = plan(seen, settings, places, run_id)
     if resume:
         launched = launched.resumed()
     if how.dry_run:

@@ -27,7 +27,7 @@ from smolcluster.launch.plan import (
     TRAIN_FILE,
     PathsByNode,
     Request,
-    plan_cluster,
+    plan_roles,
 )
 from smolcluster.launch.prepare import Machine, examine, make_ready
 from smolcluster.launch.project import Project, read_project
@@ -291,7 +291,7 @@ class _Draft:
     @property
     def processes(self) -> list[LaunchedProcess]:
         """What is to be started: stages before their worker, which has a number that is free."""
-        launched = plan_cluster(
+        launched = plan_roles(
             self._request, self.settings.cluster, self._places, self._paths.run_id
         )
         planned = {(each.role, each.node): each for each in launched.processes}

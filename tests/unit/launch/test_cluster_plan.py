@@ -32,8 +32,7 @@ from smolcluster.launch.plan import (
     TRAIN_FILE,
     NodePaths,
     Request,
-    plan_cluster,
-    plan_local,
+    plan_roles,
 )
 from smolcluster.launch.project import Project
 from smolcluster.launch.remote import (
@@ -82,7 +81,7 @@ def planned(
     *overrides: str, cluster: ClusterConfig = CLUSTER, algorithm: AlgorithmName = "edp"
 ) -> Launched:
     request = Request(get_algorithm(algorithm), overrides=overrides)
-    return plan_cluster(request, cluster, PLACES, RUN_ID)
+    return plan_roles(request, cluster, PLACES, RUN_ID)
 
 
 def overrides_of(argv: tuple[str, ...]) -> list[str]:
@@ -124,8 +123,8 @@ def test_a_worker_gets_its_place_and_only_what_belongs_to_a_machine() -> None:
     [first, second] = planned("num_epochs=5", "device=mps", "host_ip.pi5=10.0.0.1").workers
     assert first.argv == (
         *(".venv/bin/python", "src/smolcluster/algorithms/EDP/worker.py", "1", "pi5"),
-        *("--run-id", "edp-1"),
-        *("--config", f"/mnt/my disk/runs/edp-1/{CLUSTER_FILE}", "--restarts", "3"),
+        *("--run-id", "edp-1", "--restarts", "3"),
+        *("--config", f"/mnt/my disk/runs/edp-1/{CLUSTER_FILE}"),
         *("--override", "dataset.root=~/data"),
         *("--override", "device=mps", "--override", "host_ip.pi5=10.0.0.1"),
         *("--override", 'runs_dir="/mnt/my disk/runs"'),
@@ -155,7 +154,7 @@ def test_processes_write_where_the_launcher_looks(
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", "/elsewhere")
     places = dict.fromkeys(PLACES, NodePaths(ssh="x", project_dir="~/p", runs_dir=runs_dir))
     request = Request(get_algorithm("edp"), overrides=("runs_dir=/other",))
-    launched = plan_cluster(request, CLUSTER, places, RUN_ID)
+    launched = plan_roles(request, CLUSTER, places, RUN_ID)
     for process in launched.processes:
         settings = load_settings("edp", "nn", overrides=overrides_of(process.argv))
         assert str(settings.node.runs_dir) == runs_dir.replace("~", str(tmp_path), 1)
@@ -213,7 +212,7 @@ def test_the_server_s_machine_may_train_too() -> None:
 
 
 def test_sessions_have_names_that_tmux_leaves_as_they_are() -> None:
-    launched = plan_cluster(Request(get_algorithm("edp")), CLUSTER, PLACES, "my.run:1")
+    launched = plan_roles(Request(get_algorithm("edp")), CLUSTER, PLACES, "my.run:1")
     assert launched.server.session == "my_run_1-server"
     for process in launched.processes:
         assert not re.search(r"[.:]", process.session)
@@ -245,14 +244,11 @@ def test_a_run_that_goes_on_differs_by_a_flag_of_its_server() -> None:
 
 
 def test_a_local_run_in_sessions_runs_the_commands_of_a_local_run(tmp_path: Path) -> None:
+    place = NodePaths(ssh=None, project_dir=str(tmp_path), runs_dir=str(tmp_path), python="python")
+    places = dict.fromkeys(CLUSTER.machines, place)
+    request = Request(get_algorithm("edp"))
     plan, launched = (
-        plan_local(
-            Request(get_algorithm("edp")),
-            CLUSTER,
-            run_dir=tmp_path / RUN_ID,
-            python="/usr/bin/python3",
-            in_sessions=in_sessions,
-        )
+        plan_roles(request, CLUSTER, places, RUN_ID, is_local=True, in_sessions=in_sessions)
         for in_sessions in (False, True)
     )
     assert (launched.is_local, launched.has_sessions, plan.has_sessions) == (True, True, False)
@@ -337,7 +333,7 @@ def test_a_run_goes_on_without_a_machine(
     keep(paths, file.read_bytes(), train.read_bytes(), told)
     request = Request(get_algorithm("edp"), config=str(file))
     places = places_of(request, cluster, file, train, here=tmp_path / "runs", project=PROJECT)
-    write_launched(paths.launched, plan_cluster(request, cluster, places, RUN_ID))
+    write_launched(paths.launched, plan_roles(request, cluster, places, RUN_ID))
     assert main(["resume", RUN_ID, "--dry-run"]) == 0
     assert "pi5" in capsys.readouterr().out
     assert main(["resume", RUN_ID, "--dry-run", "--without", "pi5"]) == 0
@@ -484,7 +480,7 @@ def test_a_machine_s_environment_does_not_travel_to_the_others(tmp_path: Path) -
 def test_each_machine_is_told_the_workload_in_its_own_folder_of_the_run(
     seen: str, told: str
 ) -> None:
-    launched = plan_cluster(
+    launched = plan_roles(
         Request(get_algorithm("edp"), overrides=("workload=/me/x.py:y",), workload=seen),
         CLUSTER,
         PLACES,
@@ -500,10 +496,10 @@ def test_each_machine_is_told_the_workload_in_its_own_folder_of_the_run(
 def test_each_worker_is_told_the_script_in_its_own_folder_of_the_run() -> None:
     script = shlex.join(["train it.py", "--name", "two words"])
     request = Request(get_algorithm("edp"), overrides=("num_epochs=3",), script=script)
-    launched = plan_cluster(request, CLUSTER, PLACES, RUN_ID)
-    serve = ["-P", "-m", "smolcluster.cli", "serve", "--algorithm", "edp", "--run-id", RUN_ID]
+    launched = plan_roles(request, CLUSTER, PLACES, RUN_ID)
     file = f"{launched.server.run_dir}/launch/cluster.yaml"
-    assert list(launched.server.argv[1:10]) == [*serve, file]
+    serve = ["-P", "-m", "smolcluster.cli", "serve", file, "--algorithm", "edp"]
+    assert list(launched.server.argv[1:10]) == [*serve, "--run-id", RUN_ID]
     assert "--train-config" not in launched.server.argv
     for worker in launched.workers:
         argv = worker.argv

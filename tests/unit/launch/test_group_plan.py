@@ -15,7 +15,7 @@ from smolcluster.configs.schema import MeshSizes
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.distributed_training import configuration, parser
 from smolcluster.errors import ConfigError
-from smolcluster.launch.group_plan import COMMAND, check_systems, plan_group, plan_group_local
+from smolcluster.launch.group_plan import COMMAND, check_systems, plan_ranks
 from smolcluster.launch.jobs.launch import launch_job
 from smolcluster.launch.plan import NodePaths, PathsByNode, Request
 from smolcluster.launch.remote import LaunchOptions
@@ -34,7 +34,7 @@ def settings(*overrides: str) -> Settings:
 def remote(request: Request | None = None, **update: Any) -> Any:
     told = settings()
     cluster = told.cluster.model_copy(update=update)
-    return plan_group(request or Request(MESH), replace(told, cluster=cluster), PLACES, "mesh-1")
+    return plan_ranks(request or Request(MESH), replace(told, cluster=cluster), PLACES, "mesh-1")
 
 
 def test_the_folder_in_which_the_ranks_start_brings_no_code(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_one_command_a_machine_starts_its_share_of_the_ranks() -> None:
 def test_machines_between_which_nothing_is_encrypted_are_refused_unless_that_is_said() -> None:
     told = settings("encryption=auto")
     with pytest.raises(ConfigError, match=r"nothing of a mesh is encrypted .* encryption=off"):
-        plan_group(Request(MESH), told, PLACES, "mesh-1")
+        plan_ranks(Request(MESH), told, PLACES, "mesh-1")
     one = {name: replace(each, ssh="node1") for name, each in PLACES.items()}
-    assert plan_group(Request(MESH), told, one, "mesh-1").is_group
+    assert plan_ranks(Request(MESH), told, one, "mesh-1").is_group
 
 
 @pytest.mark.parametrize("on", ["slurm", "kubernetes"])
@@ -85,9 +85,9 @@ def test_nodes_of_a_scheduler_are_refused_alike(
 def test_the_command_on_this_machine_takes_the_mesh_from_the_file(tmp_path: Path) -> None:
     request = Request(MESH, train_config="stdlib", overrides=("mesh.tp=1", "mesh.dp=2"))
     told = settings(*request.overrides)
-    launched = plan_group_local(
-        request, told, run_dir=tmp_path / "mesh-1", python="python3", resume=False
-    )
+    place = NodePaths(ssh=None, project_dir=str(tmp_path), runs_dir=str(tmp_path), python="python3")
+    places = {told.cluster.server: place}
+    launched = plan_ranks(request, told, places, "mesh-1", is_local=True)
     args = parser().parse_args(launched.server.argv[4:])
     own, keys = configuration(args, None)
     assert args.machine == launched.server.node == own.cluster.server
@@ -106,7 +106,7 @@ def test_flags_win_over_the_cluster_file() -> None:
 def test_nccl_is_refused_where_the_cluster_file_says_that_there_is_no_cuda() -> None:
     told = settings("backend=nccl", "nodes.node2.device=cpu")
     with pytest.raises(ConfigError, match="backend is nccl, which needs CUDA"):
-        plan_group(Request(MESH), told, PLACES, "mesh-1")
+        plan_ranks(Request(MESH), told, PLACES, "mesh-1")
 
 
 def test_a_launch_without_cuda_refuses_nccl_before_it_is_started(

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from smolcluster.configs.resolve import localise
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig, StagesConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError
-from smolcluster.launch.plan import Request, plan_local
+from smolcluster.launch.plan import NodePaths, Request, plan_roles
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.summary import Summary
 
@@ -41,10 +42,16 @@ def request(
 
 
 def local(asked: Request, cluster: ClusterConfig = CLUSTER, **facts: Any) -> Launched:
-    cluster = localise(cluster, asked.num_workers)
-    return plan_local(
-        asked, cluster, run_dir=Path("/runs/edp-1"), python="/usr/bin/python", **facts
-    )
+    return here(asked, localise(cluster, asked.num_workers), **facts)
+
+
+def here(asked: Request, cluster: ClusterConfig, with_threads: Sequence[str] = ()) -> Launched:
+    place = NodePaths(ssh=None, project_dir="/runs", runs_dir="/runs", python="/usr/bin/python")
+    places = {
+        node: replace(place, threads=None if node in with_threads else 1)
+        for node in cluster.machines
+    }
+    return plan_roles(asked, cluster, places, "edp-1", is_local=True, in_sessions=False)
 
 
 def test_a_local_server_gets_everything_the_user_said() -> None:
@@ -132,7 +139,7 @@ def test_an_ipv6_address_is_bracketed() -> None:
     cluster = localise(CLUSTER, 1).model_copy(
         update={"host_ip": {"mini1": "::1", "worker1": "::1"}}
     )
-    plan = plan_local(request(), cluster, run_dir=Path("/runs/edp-1"), python="python")
+    plan = here(request(), cluster)
     assert "[::1]:6000" in plan.workers[0].argv
 
 

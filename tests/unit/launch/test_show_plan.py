@@ -12,7 +12,7 @@ from rich.console import Console
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.launch.estimate import cost_of
-from smolcluster.launch.plan import NodePaths, Request, plan_cluster
+from smolcluster.launch.plan import NodePaths, Request, plan_roles
 from smolcluster.launch.sessions import start_script
 from smolcluster.launch.show_plan import commands, costs, mermaid, plan_table, show_plan
 from smolcluster.runs.launched import Launched
@@ -34,7 +34,7 @@ def planned(settings: Settings, project_dir: str = "~/smolcluster") -> Launched:
         )
         for node in (cluster.server, *cluster.workers)
     }
-    return plan_cluster(Request(get_algorithm("edp")), cluster, places, RUN_ID)
+    return plan_roles(Request(get_algorithm("edp")), cluster, places, RUN_ID)
 
 
 def rows_of(settings: Settings, width: int = 80) -> list[list[str]]:

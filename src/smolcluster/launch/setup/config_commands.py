@@ -49,7 +49,7 @@ def show(
     cluster_file = cluster_source(config)
     files = (cluster_file, training_source(train_config, cluster_file))
     settings = load_settings(*files, node, overrides, environ, local=local)
-    if local and settings.node.threads is None:  # as `plan_local` has it
+    if local and settings.node.threads is None:  # as a launch has it
         with_threads = [*overrides, "threads=1"]
         settings = load_settings(*files, node, with_threads, environ, local=True)
     _write(commented(settings, node or settings.cluster.server))
