@@ -138,11 +138,11 @@ def request_of(
         num_workers = command.local_workers if num_workers is None else num_workers
     elif is_commands:
         filled_in += command.cluster_overrides
-    names = {
-        f"SMOLCLUSTER_{text.partition('=')[0].replace('.', '__').upper()}": text
-        for text in filled_in
-    }
-    filled_in = tuple(text for name, text in names.items() if name not in os.environ)
+    names = {_variable_of(text): text for text in filled_in}
+    left_out = set(os.environ)
+    if not EPOCHS.isdisjoint({*map(_variable_of, overrides), *os.environ}):
+        left_out.add(_variable_of("num_steps"))
+    filled_in = tuple(text for name, text in names.items() if name not in left_out)
     return Request(
         algorithm=spec,
         config=config,
@@ -151,6 +151,15 @@ def request_of(
         num_workers=num_workers,
         workload=workload,
     )
+
+
+def _variable_of(override: str) -> str:
+    """The environment's variable of the key in `key=value`."""
+    return f"SMOLCLUSTER_{override.partition('=')[0].replace('.', '__').upper()}"
+
+
+EPOCHS = frozenset(map(_variable_of, ("num_epochs", "training.epochs", "training.num_epochs")))
+"""Where a user sets one of these, `num_steps` that a command fills in gives way."""
 
 
 def known_script(script: str) -> str:

@@ -98,6 +98,20 @@ def test_launches_train_with_what_is_best_unless_the_user_says_otherwise(
     assert "optimizer=auto" not in planned(capsys, launched, "--local")[1]
 
 
+def test_the_steps_of_a_demonstration_give_way_to_epochs_that_are_wanted(
+    shipped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def server_of(*overrides: str) -> str:
+        wanted = ("--override", *overrides) if overrides else ()
+        return planned(capsys, "mesh", "--local", *wanted)[1]
+
+    assert "num_steps=40" in server_of()
+    assert "num_steps" not in server_of("num_epochs=2")
+    assert "num_steps" not in server_of("training.epochs=2")
+    monkeypatch.setenv("SMOLCLUSTER_NUM_EPOCHS", "2")
+    assert "num_steps" not in server_of()
+
+
 def test_what_is_named_is_trained_whatever_is_edited(
     shipped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,11 +19,12 @@ SPEC = AlgorithmSpec(
             "edp-gpt",
             "Train a GPT language model with EDP.\n\nWith --local two workers pull the weights after each "
             "step: a GPT suffers more from old gradients than a perceptron, and two cores compute no faster "
-            "with three. The training file is stdlib, a small GPT that needs no download.",
+            "with three. The training file is stdlib, a small GPT that needs no download, for 1,500 steps: "
+            "two minutes on two cores.",
             train_config="stdlib",
             local_workers=2,
             local_overrides=("worker_update_interval=1",),
-            train_overrides=("optimizer=auto", "learning_rate=3e-3"),
+            train_overrides=("optimizer=auto", "learning_rate=3e-3", "num_steps=1500"),
             cluster_overrides=("dataset.source=server",),  # each Python has another library
         ),
     ),
