@@ -315,7 +315,7 @@ def test_a_cluster_of_processes_trains_a_language_model(
     text = write_text(tmp_path / "text.txt")
     processes.environ["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     program = ("launch", "edp-gpt", "--local", "--workers", "2", "--override")
-    overrides = (*TINY, f"data.root={text}", f"port={free_port()}")
+    overrides = (*TINY, f"data.root={text}", f"port={free_port()}", "num_epochs=1")
     launch = processes.start(sys.executable, "-m", "smolcluster.cli", *program, *overrides)
     assert launch.wait() == 0, launch.output
     assert re.search(r"speed +[\d,]+ tokens/s", launch.output)
