@@ -84,6 +84,11 @@ SERVER_SILENT_S = 1800.0
 WILL_NOT_HEAL = (ConfigError.exit_code, Rejected.exit_code)
 """Exit codes of a worker that would end so again, whenever it were started."""
 PASSED_ON = (TryAgain.exit_code, AuthError.exit_code, Rejected.exit_code)
+NEXT = (
+    "next: `smolcluster dashboard` shows it on a page; `--workload FILE.py:FUNCTION` trains a model of your "
+    "own; `smolcluster init` names other machines"
+)
+"""Said at the end of a run on this machine."""
 
 
 class OnInterrupt(Enum):
@@ -761,6 +766,8 @@ class Run:
             self.say(f"{as_command('resume', self._paths.root)} goes on with it")
         if self._launched.is_local:
             self.say(f"files of the run: {self._paths.root}")
+            if not code:
+                self.say(NEXT)
         else:
             self.say(f"{as_command('fetch', self._launched.run_id)} brings its files here")
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.terminal import HANGING, displayable, print_line, steady
 from smolcluster.runs.evaluated import metrics_in, told
-from smolcluster.utils.units import format_rate
+from smolcluster.utils.units import format_duration, format_rate
 
 BAR_WIDTH = 16
 ERASE_BELOW = "\r\x1b[K\n\x1b[J\x1b[A"
@@ -202,6 +202,15 @@ def share_done(step: MetricRecord) -> list[str]:
     return [f"{done / total:.0%}"] if done is not None and total else []
 
 
+def time_left(step: MetricRecord) -> list[str]:
+    """How long the rest of the run takes at the speed of now, if both are known."""
+    names = ("samples_applied", "total_samples", "samples_per_s")
+    done, total, speed = (step.values.get(name) for name in names)
+    if done is None or not total or not speed or done >= total:
+        return []
+    return [f"{format_duration(max(1, round((total - done) / speed)))} left"]
+
+
 def status_parts(step: MetricRecord, num_epochs: int | None, measured: str) -> list[str]:
     """What there is to say about a step, the most important first."""
     values = step.values
@@ -212,6 +221,7 @@ def status_parts(step: MetricRecord, num_epochs: int | None, measured: str) -> l
         parts.append(f"loss {values['loss']:.3f}")
     if measured:
         parts.append(measured)
+    parts += time_left(step)
     if "tokens_per_s" in values:
         parts.append(f"{values['tokens_per_s']:,.0f} tokens/s")
     elif "samples_per_s" in values:

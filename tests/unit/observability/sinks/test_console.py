@@ -10,7 +10,8 @@ from smolcluster.observability.terminal import SteadyConsole
 
 EVAL = MetricRecord("eval", 500, 2, {"val_loss": 0.3, "val_accuracy": 0.94})
 LINE = (
-    "epoch 3/30 · step {step} · loss 0.213 · acc 0.940 · 3,200 samples/s · staleness 1.8 · 4.1 MB/s"
+    "epoch 3/30 · step {step} · loss 0.213 · acc 0.940 · {left} s left · 3,200 samples/s · staleness 1.8"
+    " · 4.1 MB/s"
 )
 
 
@@ -67,7 +68,7 @@ def test_without_a_terminal_there_is_a_plain_line_every_two_seconds() -> None:
     assert [line.split(" · ")[2] for line in lines] == [
         f"step {number}" for number in (20, 40, 60, 80, 100)
     ]
-    assert lines[-1] == "7% · " + LINE.format(step=100)
+    assert lines[-1] == "7% · " + LINE.format(step=100, left=12)
     assert "\x1b" not in text(console)
 
 
@@ -80,7 +81,7 @@ def test_the_last_state_is_shown_once_at_the_end() -> None:
     view.close()
     view.close()
     show(view, step(8))
-    assert text(console).splitlines() == ["1% · " + LINE.format(step=7)]
+    assert text(console).splitlines() == ["1% · " + LINE.format(step=7, left=13)]
 
 
 def test_a_quiet_time_repeats_nothing() -> None:
@@ -116,7 +117,7 @@ def test_a_terminal_shows_one_bar_line_with_everything() -> None:
     show(view, EVAL)
     clock.now = 1.0
     show(view, step(674))
-    assert bar(console).endswith(f" 50% {LINE.format(step=674)}")
+    assert bar(console).endswith(f" 50% {LINE.format(step=674, left=7)}")
     view.close()
 
 
