@@ -293,9 +293,7 @@ class OnDemand(Server):
         return taken
 
 
-def context_of(
-    case: Case, training: TrainingContext, algorithm: str = "syncps", num_stores: int = 1
-) -> ServerContext:
+def context_of(case: Case, training: TrainingContext, algorithm: str = "syncps") -> ServerContext:
     """What an algorithm's server works with."""
     log = logging.getLogger()
     incarnation = secrets.token_hex(4)
@@ -312,7 +310,6 @@ def context_of(
             incarnation,
         ),
         log=log,
-        num_stores=num_stores,
     )
 
 

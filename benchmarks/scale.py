@@ -1,6 +1,6 @@
 """What each further worker costs a coordinator: CPU a push, memory a worker, and how long a push waits.
 
-A server of EDP in a process of its own, with 1 or 4 stores, serves 8 to 64 simulated workers: threads of
+A server of EDP in a process of its own serves 8 to 64 simulated workers: threads of
 four other processes, which push ready-made bytes, in turns, at `--rate` pushes a second in all, however many
 workers there are. Nobody computes gradients and nobody pulls.
 
@@ -53,7 +53,6 @@ class Measured:
     """What came of so many workers."""
 
     algorithm: str
-    stores: int
     workers: int
     pushes: int
     cpu_ms: float
@@ -64,10 +63,10 @@ class Measured:
     p99_ms: float
 
 
-def serve(pipe: Pipe, case: Case, algorithm: str, num_stores: int) -> None:
+def serve(pipe: Pipe, case: Case, algorithm: str) -> None:
     """The server's process; it answers each question with its CPU seconds, bytes and applied pushes."""
     case.hosts[0].enter()
-    context = context_of(case, make_bench(case, 0), algorithm, num_stores)
+    context = context_of(case, make_bench(case, 0), algorithm)
     server = get_algorithm(algorithm).module("server").Server(context)
 
     def answer() -> None:
@@ -152,10 +151,10 @@ def join(case: Case, worker_id: int, bench: TrainingContext, pusher: Pusher) -> 
     follow(setup_of(case, worker_id, lambda _: bench), lambda _welcome, _training: pusher)
 
 
-def measure(case: Case, algorithm: str, num_stores: int, rate: float, seconds: float) -> Measured:
+def measure(case: Case, algorithm: str, rate: float, seconds: float) -> Measured:
     """Let all workers join, and count what happens in so many seconds."""
     with Children() as children:
-        server = children.start(serve, case, algorithm, num_stores)
+        server = children.start(serve, case, algorithm)
         every_s = case.num_workers / rate
         pipes = [
             children.start(push, case, range(first, case.num_workers + 1, PROCESSES), every_s)
@@ -172,7 +171,6 @@ def measure(case: Case, algorithm: str, num_stores: int, rate: float, seconds: f
         times = sorted(each for pipe in pipes for each in children.hear(pipe))
     return Measured(
         algorithm=algorithm,
-        stores=num_stores,
         workers=case.num_workers,
         pushes=after - before,
         cpu_ms=1e3 * (cpu_s - cpu_before) / (after - before),
@@ -184,17 +182,15 @@ def measure(case: Case, algorithm: str, num_stores: int, rate: float, seconds: f
 
 def rows(measured: Sequence[Measured]) -> list[list[str]]:
     """A row each, with what it costs beyond the fewest workers of the same kind."""
-    heading = ["algorithm", "stores", "workers", "pushes", "CPU a push", f"growth <= {CPU_GROWTH}"]
+    heading = ["algorithm", "workers", "pushes", "CPU a push", f"growth <= {CPU_GROWTH}"]
     heading += [f"memory a worker <= {MEMORY_SHARE:.0%}", "p50", "p99"]
     found = [heading]
     for each in measured:
-        same = [
-            one for one in measured if (one.algorithm, one.stores) == (each.algorithm, each.stores)
-        ]
+        same = [one for one in measured if one.algorithm == each.algorithm]
         least = min(same, key=lambda one: one.workers)
         more = each.workers - least.workers
         memory = (each.resident_copies - least.resident_copies) / more if more else math.nan
-        shown = [each.algorithm, str(each.stores), str(each.workers), str(each.pushes)]
+        shown = [each.algorithm, str(each.workers), str(each.pushes)]
         shown += [f"{each.cpu_ms:.1f} ms", f"{each.cpu_ms / least.cpu_ms:.2f}" if more else ""]
         shown += [f"{memory:.1%}" if more else "", f"{each.p50_ms:.0f} ms", f"{each.p99_ms:.0f} ms"]
         found.append(shown)
@@ -205,7 +201,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Many workers on one coordinator.")
     parser.add_argument("--algorithm", nargs="+", choices=SERVED, default=SERVED)
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 16, 32, 64], metavar="N")
-    parser.add_argument("--stores", type=int, nargs="+", default=[1, 4], metavar="N")
     parser.add_argument("--megabytes", type=float, default=20.0, help="size of the model in fp32")
     parser.add_argument("--codec", choices=("fp32", "int8"), default="int8")
     parser.add_argument("--rate", type=float, default=6.0, help="pushes a second, of all together")
@@ -218,13 +213,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     arguments = parse_arguments()
     measured = []
-    for algorithm, stores, workers in itertools.product(
-        arguments.algorithm, arguments.stores, arguments.workers
-    ):
+    for algorithm, workers in itertools.product(arguments.algorithm, arguments.workers):
         with TemporaryDirectory() as folder:
             hosts = (Host("127.0.0.1", "lo"),) * (workers + 1)
             case = Case(hosts, Path(folder), arguments.codec, arguments.megabytes)
-            measured.append(measure(case, algorithm, stores, arguments.rate, arguments.seconds))
+            measured.append(measure(case, algorithm, arguments.rate, arguments.seconds))
             say(str(measured[-1]))
     title = f"{arguments.megabytes:g} MB, {arguments.codec}, {arguments.rate:g} pushes/s in all"
     title += f", {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"

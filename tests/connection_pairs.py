@@ -175,9 +175,6 @@ def stores() -> list[m.Message]:
         m.SendWeights(instance="0123456789abcdef", version=3),
         m.Gather(version=3, contents=("weights",)),
         m.WorkerGone(instance="0123456789abcdef"),
-        m.OpenStep(attempt=3, version=2, epoch=0, start=64, sizes=(16, 16)),
-        m.Counted(instance="0123456789abcdef", lease=LEASE, num_buckets=3, is_finished=True),
-        m.SendMeans(instance="0123456789abcdef"),
     ]
 
 

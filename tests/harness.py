@@ -220,7 +220,6 @@ class Cluster:
         *,
         algorithm: AlgorithmName = "edp",
         resume: bool = False,
-        num_stores: int = 1,
         workload: Workload | None = None,
     ) -> None:
         """Begin a run in `folder`, or go on from its newest checkpoint, whose files are the same.
@@ -261,7 +260,6 @@ class Cluster:
             store=self.store,
             checkpoint=self.store.newest_good() if resume else None,
             check_stop=self.stop.check,
-            num_stores=num_stores,
         )
         self.core = (server_class or SERVERS[algorithm])(context)
         self.applied: dict[int, Counter[int]] = defaultdict(Counter)

@@ -38,14 +38,14 @@ from smolcluster.server.offering import (
 )
 from smolcluster.server.push import GradientReceiver, GradientSender
 from smolcluster.server.slices import slice_frames, slice_pieces
-from smolcluster.server.store import Stores
-from smolcluster.server.weights import StateReceiver, state_frames
+from smolcluster.server.weights import StateReceiver
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.compute import BatchLoss
 from smolcluster.wire.frames import Frame, check_head
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import (
     ALL_KINDS,
+    WEIGHTS,
     Buffers,
     Collect,
     CopyPiece,
@@ -174,7 +174,8 @@ def slice_assembler() -> Assembler[State]:
 
 
 def weights(number: int) -> list[Frame]:
-    return state_frames("here", number, values_of(number), BUCKETS, range(1, 3))
+    contents = {WEIGHTS: values_of(number)[4:]}
+    return slice_frames(contents, BUCKETS, range(1, 3), incarnation="here", version=number)
 
 
 def pushes(number: int) -> list[Frame]:
@@ -303,9 +304,9 @@ def mean_taker() -> Taker:
 
 def state(number: int) -> list[Frame]:
     """The weights that a SyncPS joiner is sent, of other versions."""
-    members = Members(Stores(small_replica()), None, "here", num_buffers=2)
+    members = Members(small_replica(), None, "here", num_buffers=2)
     worker = worker_at(1)
-    members.send_state(members.welcome(worker), number, [], [])
+    members.send_state(members.welcome(worker), number, [])
     return post_of(worker).frames
 
 

@@ -13,12 +13,13 @@ from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import assignment_of
 from smolcluster.server.leases import Dispatcher
 from smolcluster.server.push import GradientReceiver, Pushed
-from smolcluster.server.weights import state_frames
+from smolcluster.server.slices import slice_frames
+from smolcluster.server.store import Store
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.loop import StepTaken
 from smolcluster.wire.inbox import Event
-from smolcluster.wire.messages import Ack
+from smolcluster.wire.messages import WEIGHTS, Ack
 
 
 class Server:
@@ -34,7 +35,7 @@ class Server:
             permutation=context.training.order,
         )
         self.pool = context.open_pool(lambda id_: GradientReceiver(id_, context.codec, buckets))
-        self.stores, self.evaluator = context.open_stores(), context.new_evaluator()
+        self.store, self.evaluator = Store.of(self.replica), context.new_evaluator()
         self.idle: dict[int, Worker] = {}
         self.busy: dict[int, Worker] = {}
 
@@ -70,9 +71,9 @@ class Server:
 
     def apply(self, worker: Worker, pushed: Pushed) -> None:
         push, samples, report = pushed.push, Range.of(pushed.push.lease), self.pool.listener
-        self.stores.take(pushed.gradient)
-        norm = self.stores.norm()
-        self.stores.step(1.0, self.rate)
+        self.store.take(pushed.gradient)
+        norm = self.store.norm()
+        self.store.step(1.0, self.rate)
         self.version += 1
         self.dispatcher.commit(push.lease, pushed.session_id, time.monotonic())
         report.contributed(worker, push.num_samples, push.mean_loss)
@@ -86,10 +87,10 @@ class Server:
         if lease is None:
             return
         self.busy[session_id] = self.idle.pop(session_id)
-        weights, buckets = self.replica.snapshot(), self.replica.buckets
-        for frame in state_frames(self.context.incarnation, self.version, weights, buckets):
-            worker.live_session.send_frame(frame)
         version, rate, indices = self.version, self.rate, lease.indices
+        what = {WEIGHTS: self.replica.params}, self.replica.buckets
+        for frame in slice_frames(*what, incarnation=self.context.incarnation, version=version):
+            worker.live_session.send_frame(frame)
         sent = assignment_of(lease.key, indices, version=version, learning_rate=rate)
         worker.live_session.send(*sent)
 

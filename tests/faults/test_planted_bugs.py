@@ -22,9 +22,10 @@ from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ConnectTimeout
-from smolcluster.server.hosted_stores import HostedPush, HostedStores, NormsArrived
+from smolcluster.server.hosted_stores import HostedPush, HostedStores
 from smolcluster.server.joining import Follower
 from smolcluster.server.leases import Dispatcher, Lease, Verdict
+from smolcluster.server.store_links import NormsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.wire import connection

@@ -11,7 +11,6 @@ import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import harness
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from smolcluster.algorithms import context
 from smolcluster.algorithms.EDP import server as edp
@@ -33,7 +31,6 @@ from smolcluster.observability.metrics import MetricRecord
 from smolcluster.runs.events import RunResumed
 from smolcluster.runs.summary import Summary
 from smolcluster.server.leases import Dispatcher, DispatcherState
-from smolcluster.training.build import build
 from smolcluster.training.checkpoint import Checkpoint, CheckpointWriter, Snapshot, restore
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedule import learning_rate
@@ -81,10 +78,9 @@ def start(
     *,
     resume: bool = False,
     workers: int = 1,
-    num_stores: int = 1,
 ) -> tuple[Cluster, list[Outcome]]:
     """Start a server, and workers as soon as it listens."""
-    cluster = Cluster(settings, folder, algorithm=algorithm, resume=resume, num_stores=num_stores)
+    cluster = Cluster(settings, folder, algorithm=algorithm, resume=resume)
     return cluster, [
         cluster.worker(number + 1, node=NODES[number % len(NODES)]) for number in range(workers)
     ]
@@ -97,12 +93,9 @@ def run(
     *,
     resume: bool = False,
     workers: int = 1,
-    num_stores: int = 1,
 ) -> Cluster:
     """A run that ends well."""
-    cluster, outcomes = start(
-        settings, folder, algorithm, resume=resume, workers=workers, num_stores=num_stores
-    )
+    cluster, outcomes = start(settings, folder, algorithm, resume=resume, workers=workers)
     cluster.server.finish()
     for outcome in outcomes:
         outcome.finish()
@@ -288,33 +281,6 @@ def progress_in(folder: Path) -> dict[int, dict[str, Any]]:
     """What each checkpoint of a run says of its progress, by step."""
     states = [json.loads(path.read_text()) for path in folder.glob("checkpoints/step-*/state.json")]
     return {state["step"]: state["progress"] for state in sorted(states, key=lambda it: it["step"])}
-
-
-# Several stores: bit for bit, too.
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_any_number_of_stores_ends_the_same_and_goes_on_with_any_other(
-    tmp_path: Path, algorithm: AlgorithmName, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(harness, "build", partial(build, bucket_bytes=8192))
-    settings = settings_for(algorithm, "optimizer=adamw", "gradient_clipping.max_norm=0.5")
-    whole, *others = (
-        run(settings, tmp_path / str(number), algorithm, num_stores=number) for number in (1, 2, 3)
-    )
-    cores = [each.core for each in others]
-    assert [
-        len(core.stores.stores) for core in cores if isinstance(core, edp.Server | syncps.Server)
-    ] == [2, 3]
-    clipped = [record.values["grad_norm"] > 0.5 for record in whole.metrics.steps]
-    assert any(clipped)
-    assert not all(clipped)
-    for other in others:
-        assert_same_end(other, whole, 0)
-    for before, after in ((1, 3), (3, 1), (3, 2)):
-        folder = leave_only(tmp_path / str(before), 30, tmp_path / f"{before}-{after}")
-        resumed = run(settings, folder, algorithm, resume=True, num_stores=after)
-        assert_same_end(resumed, whole, 30)
 
 
 # Several workers.

@@ -20,7 +20,7 @@ from smolcluster.configs.resolve import Settings, check_algorithm
 from smolcluster.errors import ClusterEmpty, ConfigError, Rejected, RunFailed
 from smolcluster.server.assignment import Assigned
 from smolcluster.server.push import Pushed
-from smolcluster.server.stepping_slice import SteppingSlice
+from smolcluster.server.store_host import HeldSlice
 from smolcluster.training.compute import BatchLoss
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.acceptor import SessionOpened
@@ -150,15 +150,15 @@ def test_a_worker_that_pushes_for_the_lease_of_another_is_answered_and_changes_n
 
 
 def test_a_store_cannot_turn_a_worker_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, on_worker = [], SteppingSlice._on_worker
+    opened, on_worker = [], HeldSlice._on_worker
 
-    def rejecting(held: SteppingSlice, event: SessionOpened) -> None:
+    def rejecting(held: HeldSlice, event: SessionOpened) -> None:
         opened.append(event)
         if len(opened) == 1:
             event.session.send(Reject(code="over", sentence="the run is over"))
         on_worker(held, event)
 
-    monkeypatch.setattr(SteppingSlice, "_on_worker", rejecting)
+    monkeypatch.setattr(HeldSlice, "_on_worker", rejecting)
     cluster, stores = start(settings_for(2), tmp_path)
     cluster.finish(cluster.worker(1), *stores)
     assert len(opened) >= 2
@@ -200,16 +200,16 @@ def test_a_store_that_stays_away_ends_the_run(tmp_path: Path) -> None:
 def test_a_store_that_lives_and_does_nothing_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_over, obey, num_told = threading.Event(), SteppingSlice._obey, 0
+    is_over, obey, num_told = threading.Event(), HeldSlice._obey, 0
 
-    def freezing(held: SteppingSlice, message: Message, coordinator: Session) -> None:
+    def freezing(held: HeldSlice, message: Message, coordinator: Session) -> None:
         nonlocal num_told
         num_told += 1
         if num_told > 20:
             is_over.wait()
         obey(held, message, coordinator)
 
-    monkeypatch.setattr(SteppingSlice, "_obey", freezing)
+    monkeypatch.setattr(HeldSlice, "_obey", freezing)
     settings = settings_for(2, "empty_cluster_timeout_s=1", "reconnect_timeout_s=1")
     cluster, [store] = start(settings, tmp_path)
     worker = cluster.worker(1)

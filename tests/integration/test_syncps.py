@@ -14,6 +14,7 @@ from torch import Tensor
 import harness
 from harness import Cluster, Outcome, local_settings
 from proxy import Proxy
+from several_hosts import on_hosts
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StateArrived
@@ -116,9 +117,8 @@ class Scene:
         settings: Settings,
         folder: Path,
         server: type[WatchedServer] = WatchedServer,
-        num_stores: int = 1,
     ) -> None:
-        self.cluster = Cluster(settings, folder, server, algorithm="syncps", num_stores=num_stores)
+        self.cluster = Cluster(settings, folder, server, algorithm="syncps")
         assert isinstance(self.cluster.core, WatchedServer)
         self.core = self.cluster.core
         self.workers: dict[int, Outcome] = {}
@@ -234,17 +234,21 @@ def test_in_double_precision_it_is_the_same_with_any_optimizer(
 
 
 @pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("num_stores", [1, 2, 3])
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
 def test_neither_shares_nor_buckets_nor_stores_nor_encryption_make_a_difference(
-    tmp_path: Path, num_stores: int
+    tmp_path: Path, num_hosts: int
 ) -> None:
-    settings = settings_for(*shares(0.7, 0.2, 0.1), "encryption=on", workers=3)
-    scene = Scene(settings, tmp_path, num_stores=num_stores)
+    others = on_hosts(num_hosts), "encryption=on"
+    settings = settings_for(*shares(0.7, 0.2, 0.1), *others, workers=3)
+    scene = Scene(settings, tmp_path)
     assert len(scene.core.replica.buckets) == 5
-    assert len(scene.core.stores.stores) == num_stores
+    stores = [scene.cluster.start_store(node) for node in settings.cluster.store_nodes[1:]]
+    assert len(stores) == num_hosts - 1
     for number in (1, 2, 3):
         scene.enter(number)
     summary = scene.finish()
+    for store in stores:
+        store.finish()
     scene.assert_trained_as_alone()
     scene.assert_all_replicas_agree()
     stated = [pytest.approx(share, abs=0.03) for share in (0.7, 0.2, 0.1)]

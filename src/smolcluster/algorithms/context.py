@@ -7,9 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,7 +26,6 @@ from smolcluster.server.offering import PlannedWorkload
 from smolcluster.server.records import Records
 from smolcluster.server.report import Report
 from smolcluster.server.saver import CheckpointSource, Saver
-from smolcluster.server.store import Stores
 from smolcluster.server.store_links import Patience, StoreLinks
 from smolcluster.server.worker_pool import WorkerPool
 from smolcluster.training.build import TrainingContext
@@ -57,7 +55,7 @@ from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 from smolcluster.wire.session import Receiver
 
-Links = TypeVar("Links", bound=StoreLinks)
+Links = TypeVar("Links", bound=StoreLinks[Any])
 NO_CODEC = "none"
 """Of a run in which nothing travels."""
 INDEX_NBYTES = 4
@@ -106,7 +104,7 @@ class PoolContext:
     def listen(
         self,
         receiver_for: Callable[[int], Receiver],
-        stores: StoreLinks | None = None,
+        stores: StoreLinks[Any] | None = None,
         num_more: int = 0,
     ) -> Acceptor:
         """Listen from now on; who knocks waits until a pool is asked for events.
@@ -187,8 +185,6 @@ class ServerContext(PoolContext):
     """A checkpoint's folder with the first weights, where the server has none; None: the seed makes them."""
     check_stop: Callable[[], None] = lambda: None
     """Raises Interrupted when a signal has asked this process to stop."""
-    num_stores: int = 1
-    """How many stores the server's weights lie in."""
     worker_command: str | None = None
     """Starts a worker, for a person who has to; None: workers are started by others."""
 
@@ -222,10 +218,6 @@ class ServerContext(PoolContext):
             return None
         return HeldOutFeed(self.training, self.inbox, self.log, batch_size)
 
-    def open_stores(self) -> Stores:
-        """The stores of the server's weights; call it when a checkpoint has been restored."""
-        return Stores(self.training.replica, self.num_stores)
-
     def hosted_stores(self) -> HostedStores:
         """The stores of the server's weights, in this process and on other hosts.
 
@@ -233,7 +225,7 @@ class ServerContext(PoolContext):
             ConfigError: there are several hosts, and this run needs all weights in one place.
         """
         self.settings.cluster.check_average(self.training.replica.ema_decay)
-        return self.store_links(partial(HostedStores, num_own=self.num_stores))
+        return self.store_links(HostedStores)
 
     def store_links(self, make: Callable[..., Links]) -> Links:
         """The links to the stores on other hosts that `servers` names, if there are any.
@@ -321,7 +313,7 @@ class ServerContext(PoolContext):
     def open_pool(
         self,
         receiver_for: Callable[[int], Receiver],
-        stores: StoreLinks | None = None,
+        stores: StoreLinks[Any] | None = None,
         num_more: int = 0,
         check_stop: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.server.plausible import Norms
@@ -14,7 +15,7 @@ class Gathering:
 
     def __init__(
         self,
-        stores: StoreLinks,
+        stores: StoreLinks[Any],
         saver: Saver,
         version: Callable[[], int],
         check_stop: Callable[[], None],

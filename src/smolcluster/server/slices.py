@@ -4,16 +4,16 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import ProtocolError
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import Arrived, PartKey, State, TensorSpec
-from smolcluster.wire.streams import Piece, bucket_length, span_pieces, stream_frames
+from smolcluster.wire.streams import Piece, span_pieces, stream_frames
 
 NORM_NBYTES = 8
 ROUNDING = 1e-9
@@ -39,28 +39,36 @@ def place_of(buckets: Sequence[slice], span: range) -> slice:
 
 
 def arrived(
-    key: PartKey | None, fragment: int, bucket: int, norms: Sequence[Sequence[float]]
+    key: PartKey | None,
+    fragment: int,
+    bucket: int,
+    norms: Tensor | Sequence[Sequence[float]],
+    *,
+    is_whole: bool = False,
 ) -> tuple[Arrived, memoryview]:
-    """That buckets of a fragment have come, from `bucket` on; `norms` are rows of one a bucket."""
-    values = torch.tensor(norms, dtype=torch.float64)
+    """That buckets of a fragment have come, from `bucket` on; `norms` (rows, n) are one a bucket each."""
+    values = torch.as_tensor(norms, dtype=torch.float64)
     tensor = _norms_spec(values.shape)
-    return Arrived(key=key, fragment=fragment, bucket=bucket, tensor=tensor), bytes_of(values)
+    told = Arrived(key=key, fragment=fragment, bucket=bucket, is_whole=is_whole, tensor=tensor)
+    return told, memoryview(values.numpy().tobytes())  # of no memory there is no view
 
 
 def read_norms(told: Arrived, payload: memoryview, held: range) -> list[list[float]]:
-    """The rows of norms that a store has told, which has the buckets `held` of the fragment.
+    """The rows of norms that a store has told, which has the buckets `held` of the fragment; [] : of none.
 
     Raises:
         ProtocolError: it told of others, or not as agreed.
     """
-    num_rows, num_buckets = told.tensor.shape if len(told.tensor.shape) == 2 else (0, 0)
-    if told.tensor != _norms_spec((num_rows, num_buckets)) or num_rows not in {1, 2}:
+    num_rows, num_buckets = told.tensor.shape if len(told.tensor.shape) == 2 else (-1, 0)
+    if told.tensor != _norms_spec((num_rows, num_buckets)) or num_rows not in {0, 1, 2}:
         raise ProtocolError("it did not send one norm a bucket, or two")
-    last = told.bucket + num_buckets - 1
-    if told.bucket not in held or last not in held:
+    is_held = held.start <= told.bucket <= told.bucket + num_buckets <= held.stop
+    if not is_held or (num_rows and not num_buckets):
         raise ProtocolError(
             f"it has told of bucket {told.bucket} of fragment {told.fragment}, which it has not"
         )
+    if not num_rows:
+        return []
     norms = torch.frombuffer(bytearray(payload), dtype=torch.float64)
     rows: list[list[float]] = norms.view(num_rows, num_buckets).tolist()
     return rows
@@ -86,30 +94,32 @@ def slice_pieces(
 def content_pieces(
     content: str, values: Tensor, buckets: Sequence[slice], span: range | None = None
 ) -> list[Piece]:
-    """A tensor (n,) of a replica's state on the wire; `span`: only the buckets of these numbers."""
-    codec, numel = get_codec(lossless_for(values.dtype)), values.numel()
-    places = [slice(each.start, min(each.stop, numel)) for each in buckets if each.start < numel]
+    """A tensor of a replica's state on the wire: its buckets, or those of the numbers `span`."""
+    if span is None:
+        numel = values.numel()
+        buckets = [slice(b.start, min(b.stop, numel)) for b in buckets if b.start < numel]
     return [
         piece._replace(fields={**piece.fields, "content": content})
-        for piece in span_pieces(codec, places, span)
+        for piece in span_pieces(get_codec(lossless_for(values.dtype)), buckets, span)
     ]
 
 
 def slice_frames(
     contents: Mapping[str, Tensor],
     buckets: Sequence[slice],
-    span: range,
-    *,
-    incarnation: str,
-    version: int,
+    span: range | None = None,
+    **state: Any,
 ) -> list[Frame]:
-    """Frames of a slice; `contents` (n,) of its elements, by name, are copied."""
-    make = partial(State, incarnation=incarnation, version=version)
-    sizes = [bucket_length(buckets[number]) for number in span]
+    """Frames of the buckets `span` (None: all), to be shared by all who ask for them.
+
+    `contents` (n,) of their elements, by name, are copied; `state`: what else each State says.
+    """
     frames = []
     for content, values in contents.items():
-        pieces = slice_pieces(buckets, span, [content], values.dtype)
-        frames += stream_frames(make, pieces, torch.split(values.to("cpu", copy=True), sizes))
+        copied = values.to("cpu", copy=True)
+        pieces = content_pieces(content, copied, buckets, span)
+        make = partial(State, **state)
+        frames += stream_frames(make, pieces, (copied[piece.place] for piece in pieces))
     return frames
 
 

@@ -1,4 +1,4 @@
-"""Where the weights lie and what changes them: stores of one slice each, and all stores of a model.
+"""Where the weights lie and what changes them: stores of one slice each.
 
 A slice is a contiguous range of the buckets that the flat parameters are cut into (Li et al. 2014, "Scaling
 distributed machine learning with the parameter server"). A store changes its own slice, by a step of its
@@ -10,19 +10,19 @@ same, bit for bit, for any number of stores.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_digest
 
 from smolcluster.codec.base import bytes_of
-from smolcluster.server.slices import place_of, spans
-from smolcluster.training.optimizer import bucket_norms
+from smolcluster.errors import ProtocolError
+from smolcluster.server.slices import place_of
+from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer, bucket_norms
 from smolcluster.training.replica import Replica
 from smolcluster.training.torch_optimizer import Optimizer
-from smolcluster.wire.messages import WEIGHTS
+from smolcluster.wire.messages import WEIGHTS, OuterRule, SliceRule
 
 Counted = tuple[float, Tensor]
 """What a worker has sent, (n,), and how many times it counts."""
@@ -43,20 +43,6 @@ def state_of(replica: Replica) -> dict[str, Tensor]:
     return {WEIGHTS: replica.params, **replica.optimizer.moments}
 
 
-class TakesSteps(Protocol):
-    """Weights, wherever they lie, that take one step with one gradient."""
-
-    def take(self, gradient: Tensor) -> None: ...
-
-    def take_difference(self, weights: Tensor) -> None: ...
-
-    def mix(self, share: float) -> None: ...
-
-    def norm(self) -> float: ...
-
-    def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None: ...
-
-
 class Store:
     """One slice of the flat parameters, with its optimizer's state.
 
@@ -73,6 +59,22 @@ class Store:
         self.buffer = buffer
         self._taken = self._scaled = buffer
         self._start = buckets[0].start
+
+    @classmethod
+    def of(cls, replica: Replica, span: range | None = None) -> "Store":
+        """The slice of a replica's weights that is in its own process: it works in the replica's own memory.
+
+        It is made after a checkpoint has been restored, because it counts its own steps from there. `span`:
+        the numbers of its buckets; None: all.
+        """
+        span = range(len(replica.buckets)) if span is None else span
+        place = place_of(replica.buckets, span)
+        return Store(
+            replica.buckets[span.start : span.stop],
+            replica.params[place],
+            replica.grads[place],
+            replica.optimizer.part(place),
+        )
 
     @property
     def place(self) -> slice:
@@ -97,6 +99,10 @@ class Store:
         """The L2 norm of each bucket of what was taken."""
         return bucket_norms(self._taken, [self._within(bucket) for bucket in self.buckets])
 
+    def norm(self) -> float:
+        """L2 norm of all that was taken."""
+        return math.hypot(*self.norms())
+
     def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None:
         """Take one optimizer step with `clip` times the gradient; no element is above `bound`."""
         gradient = self._taken
@@ -109,71 +115,39 @@ class Store:
     def mix(self, share: float) -> None:
         self.weights.add_(self._taken, alpha=share)
 
+    def digests(self) -> list[bytes]:
+        """xxh3-64 of the bytes of each bucket of the weights, 8 bytes each."""
+        weights = self.weights.to("cpu")
+        return [xxh3_64_digest(bytes_of(weights[self._within(each)])) for each in self.buckets]
+
     def _within(self, bucket: slice) -> slice:
         return slice(bucket.start - self._start, bucket.stop - self._start)
 
 
-class Stores:
-    """The stores of a replica's weights that are in this process: they work in the replica's own memory.
+def store_of(
+    rule: SliceRule | OuterRule | None, buckets: Sequence[slice], values: Mapping[str, Tensor]
+) -> Store:
+    """The store of a slice of these buckets; `values` (n,) by name become its memory.
 
-    What reads or restores the replica as a whole (evaluation, checkpoints) need not know how many there are.
-    They are made after a checkpoint has been restored, because each counts its own steps from there.
+    Raises:
+        ProtocolError: these are not what its rule needs.
     """
-
-    def __init__(self, replica: Replica, num_stores: int = 1, span: range | None = None) -> None:
-        """Cut the replica into so many slices, at least a bucket each and of about as many.
-
-        `span`: the numbers of the first buckets, which are cut; None: all.
-        """
-        self.replica = replica
-        self.buckets = replica.buckets
-        self.stores: list[Store] = []
-        for each in spans(len(replica.buckets if span is None else span), [1] * num_stores):
-            place = place_of(replica.buckets, each)
-            store = Store(
-                replica.buckets[each.start : each.stop],
-                replica.params[place],
-                replica.grads[place],
-                replica.optimizer.part(place),
-            )
-            self.stores.append(store)
-
-    def take(self, gradient: Tensor, *, owned: bool = False) -> None:
-        """Take the gradient of the next step, (n,). See `Store.take`."""
-        for store in self.stores:
-            store.take(gradient[store.place], owned=owned)
-
-    def take_difference(self, weights: Tensor) -> None:
-        """Take the way to a worker's weights (num_params,); it stands in the replica's `grads`."""
-        for store in self.stores:
-            store.take_difference(weights[store.place])
-
-    def norm(self) -> float:
-        """L2 norm of all that was taken: the stores tell each other theirs."""
-        return math.hypot(*self.norms())
-
-    def norms(self) -> list[float]:
-        """The L2 norm of each bucket of what was taken."""
-        with self.replica.meter("apply"):
-            return [norm for store in self.stores for norm in store.norms()]
-
-    def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None:
-        with self.replica.meter("apply"):
-            for store in self.stores:
-                store.step(clip, learning_rate, bound)
-
-    def mix(self, share: float) -> None:
-        with self.replica.meter("apply"):
-            for store in self.stores:
-                store.mix(share)
-
-    @property
-    def num_skipped(self) -> int:
-        """Steps of the run that no optimizer has taken."""
-        scaler = self.replica.scaler
-        return 0 if scaler is None else scaler.num_overflows
-
-    def digests(self) -> list[bytes]:
-        """xxh3-64 of the bytes of each bucket of the weights, 8 bytes each."""
-        weights = self.replica.params.to("cpu")
-        return [xxh3_64_digest(bytes_of(weights[bucket])) for bucket in self.replica.buckets]
+    weights = values.get(WEIGHTS)
+    if not isinstance(rule, SliceRule) or weights is None:
+        raise ProtocolError("it gave a slice without weights or rule to a store that takes steps")
+    buffer = torch.empty_like(weights)
+    optimizer = FlatOptimizer(
+        rule.optimizer,
+        weights,
+        buffer,
+        rule.weight_decay,
+        rule.num_decayed,
+        arguments=rule.optimizer_args,
+    )
+    if set(optimizer.moments) != set(values) - {WEIGHTS}:
+        raise ProtocolError(f"{rule.optimizer} has other moments than were sent")
+    for name in optimizer.moments:
+        optimizer.state[name] = values[name]
+    if STEP_COUNT in optimizer.state:
+        optimizer.state[STEP_COUNT].fill_(rule.num_steps)
+    return Store(buckets, weights, buffer, optimizer)

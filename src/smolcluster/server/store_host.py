@@ -1,18 +1,26 @@
 """A store on a machine of its own: a slice of the buckets, in a process of its own.
 
     coordinator -> Slice, State …   the slice, its rule, and what it begins with
+    worker      -> its part         Arrived goes on, with the norms of its buckets
+    coordinator -> TakeStep         a step along the parts that it names, or along a mean
+    coordinator -> TakeMean         the mean of parts is wanted for a step: Arrived goes back
+    coordinator -> Drop             a part is not wanted any more
+    coordinator -> SendWeights      weights to a worker
     coordinator -> Gather           everything to the coordinator
 
-It dials the coordinator, tells where it listens, and lets workers in with the same secret. What it does with
-their pushes is its kind's matter: one that takes steps is `stepping_slice.py`. It decides nothing: what the
-coordinator says comes in one order, so that the slices of all stores stand at one version whenever anybody
-sees them. It has no model, no data and no code of a user's. When it loses the coordinator it forgets its
-slice, and is given one when it comes back.
+It dials the coordinator, tells where it listens, and lets workers in with the same secret. What a step does
+is the matter of a subclass of `HeldSlice`, its rule: `algorithms/EDP/store.py` takes a step of an optimizer,
+`algorithms/DiLoCo/store.py` an outer one, `algorithms/SynchronousPS/store.py` adds up a mean. It decides
+nothing: what the coordinator (`store_links.py`) says comes in one order, so that the slices of all stores
+stand at one version whenever anybody sees them. It has no model, no data and no code of a user's. When it
+loses the coordinator it forgets its slice, and is given one when it comes back.
+
+Source: Li et al. 2014, "Scaling distributed machine learning with the parameter server".
 """
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -21,7 +29,8 @@ from torch import Tensor
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import PeerLost, ProtocolError, Rejected, RunFailed
 from smolcluster.server.joining import Follower, RunOver
-from smolcluster.server.slices import by_name, slice_frames, slice_pieces
+from smolcluster.server.slices import arrived, by_name, slice_frames, slice_pieces
+from smolcluster.server.store import Counted, mean_of
 from smolcluster.training.replica import cut
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes
@@ -33,16 +42,24 @@ from smolcluster.wire.messages import (
     SESSION,
     SLICES,
     STORE,
+    WEIGHTS,
     Accepted,
+    CountedPart,
+    Drop,
     End,
     Gather,
     Goodbye,
     HostPort,
+    LeaseKey,
     Listening,
     Message,
+    PartKey,
     Reject,
+    SendWeights,
     Slice,
     State,
+    TakeMean,
+    TakeStep,
     WorkerGone,
     from_listener,
     host_ports,
@@ -258,8 +275,34 @@ def _told(given: Slice) -> tuple[int, int, int]:
     return given.first + 1, given.stop, -(-given.num_params // given.bucket_length)
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a worker has sent of a fragment, `values` (n,), as far as it belongs here."""
+
+    fragment: int
+    values: Tensor
+    free: Callable[[], None]
+    """The coordinator has decided on it: its worker may send more."""
+
+
+@dataclass(frozen=True)
+class PartArrived(Event):
+    """Buckets of a fragment's part have come, from `bucket` on: `values` (m,); with the last one `part`."""
+
+    session_id: int
+    of: LeaseKey | int
+    fragment: int
+    bucket: int
+    values: Tensor
+    part: Part | None
+
+
 class HeldSlice(ABC):
-    """A slice and the workers' sessions: what a store is from the moment at which it has been given one."""
+    """A slice and the workers' sessions: what a store is from the moment at which it has been given one.
+
+    It keeps what workers have sent until the coordinator decides on it, and takes the steps that that says. A
+    rule says how; one that keeps no parts has an `_on_event` and a `_take_mean` of its own.
+    """
 
     def __init__(
         self,
@@ -279,6 +322,14 @@ class HeldSlice(ABC):
         """Frames for workers whose sessions this thread has not heard of yet."""
         self._acceptor: Acceptor | None = None
         self._closed = threading.Event()
+        self._parts: dict[PartKey, Part] = {}
+        """Those that wait for the coordinator's word."""
+        self._means: dict[int, tuple[Tensor, Sequence[PartKey]]] = {}
+        """By fragment: the mean that the next step takes, and whose it is."""
+        self._snapshot: tuple[int, list[Frame]] | None = None
+        """A version, and frames of the weights then."""
+
+    # its rule
 
     @property
     def _num_frames(self) -> int:
@@ -289,17 +340,37 @@ class HeldSlice(ABC):
     def _receiver_for(self, session_id: int) -> Receiver:
         """What takes the messages of a worker's session."""
 
-    @abstractmethod
-    def _on_event(self, event: Event, coordinator: Session) -> None:
-        """Something has come from a worker."""
+    def _first_bucket(self, _fragment: int) -> int:
+        """The number of the first of a fragment's buckets that is held here."""
+        return self._span.start
 
-    @abstractmethod
-    def _obey(self, message: Message, coordinator: Session) -> None:
-        """The coordinator has said something about the slice."""
+    def _norms(self, _fragment: int, _bucket: int, _values: Tensor) -> Sequence[Sequence[float]]:
+        """L2 norms by bucket of a fragment's values from a bucket on; a second row may be of the weights."""
+        raise NotImplementedError
+
+    def _step(
+        self,
+        _step: TakeStep,
+        _fragment: int,
+        _keys: Sequence[PartKey],
+        _parts: Sequence[Counted],
+    ) -> None:
+        """Take a step along parts of a fragment."""
+        raise ProtocolError("it wanted a step along parts of a slice that keeps none")
+
+    def _step_along(self, _step: TakeStep, _means: Mapping[int, Tensor]) -> None:
+        """Take a step along means, by fragment, (n,) each."""
+        raise ProtocolError("it wanted a step along means of a slice that takes none")
+
+    def _send_fragment(self, _wanted: SendWeights, _fragment: int) -> None:
+        """Send a worker what leads to a fragment's weights."""
+        raise ProtocolError("it wanted a fragment of a slice that has none")
 
     def _now(self) -> Mapping[str, Tensor]:
         """What the coordinator may gather, each (n,)."""
         return self._contents
+
+    # workers
 
     def listen(self, addresses: Sequence[str]) -> tuple[HostPort, ...]:
         """Let workers in at these addresses; returns them with their ports."""
@@ -396,3 +467,88 @@ class HeldSlice(ABC):
             incarnation=self._given.incarnation,
             version=version,
         )
+
+    # parts and steps
+
+    def _on_event(self, event: Event, coordinator: Session) -> None:
+        """Tell the norms of what has come; keep what is whole until the coordinator decides on it."""
+        if not isinstance(event, PartArrived):
+            return
+        part, instance = event.part, self._instance_of(event.session_id)
+        key = None if instance is None else PartKey(instance=instance, of=event.of)
+        if part is not None and (key is None or key in self._parts):
+            # void, for its process has connected again; or sent twice: the first may count already
+            part.free()
+            return
+        if key is None:
+            return
+        if part is not None:
+            self._parts[key] = part
+        self._tell_norms(key, event.fragment, event.bucket, event.values, coordinator)
+
+    def _take_mean(self, wanted: TakeMean, coordinator: Session) -> None:
+        fragment, keys, counted = self._named(wanted.parts)
+        mean = mean_of(counted)
+        self._means[fragment] = mean, keys
+        self._tell_norms(None, fragment, self._first_bucket(fragment), mean, coordinator)
+
+    def _drop(self, key: PartKey) -> None:
+        self._means.pop(self._held(key).fragment, None)
+        self._free([key])
+
+    def _tell_norms(
+        self,
+        key: PartKey | None,
+        fragment: int,
+        bucket: int,
+        values: Tensor,
+        coordinator: Session,
+    ) -> None:
+        norms = self._norms(fragment, bucket, values)
+        coordinator.send(*arrived(key, fragment, bucket, norms))
+
+    def _obey(self, message: Message, coordinator: Session) -> None:
+        match message:
+            case TakeStep(parts=()):
+                means, self._means = self._means, {}
+                self._step_along(message, {number: mean for number, (mean, _) in means.items()})
+                self._free(key for _, keys in means.values() for key in keys)
+            case TakeStep(parts=named):
+                fragment, keys, counted = self._named(named)
+                self._step(message, fragment, keys, counted)
+                self._free(keys)
+            case TakeMean():
+                self._take_mean(message, coordinator)
+            case Drop(key=key):
+                self._drop(key)
+            case SendWeights(instance=instance, fragment=None, version=version):
+                self._send_whole(instance, version)
+            case SendWeights(fragment=int(fragment)):
+                self._send_fragment(message, fragment)
+
+    def _send_whole(self, instance: str, version: int) -> None:
+        if self._snapshot is None or self._snapshot[0] != version:  # all share one copy
+            weights = {WEIGHTS: self._contents[WEIGHTS]}
+            self._snapshot = version, self._frames(weights, version)
+        self._send(instance, self._snapshot[1])
+
+    def _named(
+        self, named: Sequence[CountedPart]
+    ) -> tuple[int, Sequence[PartKey], Sequence[Counted]]:
+        """The parts of a fragment that the coordinator has named, which stay here."""
+        keys = [each.key for each in named]
+        held = [self._held(key) for key in keys]
+        if any(each.fragment != held[0].fragment for each in held):
+            raise ProtocolError("it named parts of several fragments for one step")
+        weights = [each.weight for each in named]
+        counted = list(zip(weights, (each.values for each in held), strict=True))
+        return held[0].fragment, keys, counted
+
+    def _held(self, key: PartKey) -> Part:
+        if (part := self._parts.get(key)) is None:
+            raise ProtocolError("it decided on a part that has not arrived")
+        return part
+
+    def _free(self, keys: Iterable[PartKey]) -> None:
+        for key in keys:
+            self._parts.pop(key).free()

@@ -1,8 +1,11 @@
-"""The coordinator's side of stores on other machines: who they are, what they hold, and how to reach them.
+"""The coordinator's side of stores on other machines: who they are, what they hold, and when they step.
 
 A run's buckets are cut into as many slices as there are hosts. The first belongs to the server's own process
 (with one host that is all of them), each other one to the process of a store (`store_host.py`), which has
-dialled this server. What is said to a store is in one order, and obeyed in that order.
+dialled this server. A worker sends each host its part of what it has pushed. Each host tells the norms of
+what it gets; when the server has its own part and all norms it knows the norm of the whole and decides: all
+hosts take one step along it, or drop it. What is said to a store is in one order, and obeyed in that order.
+So any number of hosts makes the same of the same parts, bit for bit.
 
 What lies elsewhere is here as it was when it was gathered last, for an evaluation or a checkpoint. From that
 copy a store that was lost gets its slice back, while the others keep theirs (partial recovery: Maeng et al.,
@@ -14,39 +17,57 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from smolcluster.configs.schema import RunConfig
-from smolcluster.errors import ClusterEmpty, ProtocolError
+from smolcluster.errors import ClusterEmpty, NonFiniteLoss, ProtocolError
+from smolcluster.server.buffers import buffer_frames
 from smolcluster.server.report import why_ended
-from smolcluster.server.slices import by_name, place_of, slice_frames, slice_pieces, spans
+from smolcluster.server.slices import (
+    by_name,
+    place_of,
+    read_norms,
+    slice_frames,
+    slice_pieces,
+    spans,
+)
+from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import Replica
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
 from smolcluster.wire.acceptor import SessionOpened
+from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived, SessionClosed
 from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import (
+    WEIGHTS,
     Accepted,
+    Arrived,
+    Drop,
     End,
+    Fault,
     Gather,
     Goodbye,
     Hello,
     Listening,
     Message,
     OuterRule,
+    PartKey,
     Reject,
+    SendWeights,
     Slice,
     SliceRule,
     State,
     StoreList,
     StorePlace,
+    TakeStep,
     WorkerGone,
 )
 from smolcluster.wire.session import Receiver, Session
@@ -59,6 +80,47 @@ COPY_EVERY_S, COPY_RATIO = 60.0, 50.0
 GATHER_SLOWER = 20.0
 """Times as slow as the way to a store may the way back be."""
 CLOSING_TIMEOUT_S = 3.0
+
+
+Own = TypeVar("Own")
+StepsUndone = Callable[[str, int, float], None]
+"""Called with a node, how many steps its store had taken, and the share of the weights in its slice."""
+
+
+@dataclass(frozen=True)
+class NormsArrived(Event):
+    """A store has so many buckets of a fragment's part, from `first` on.
+
+    `norms` are rows of one each: the L2 norms of the part, and perhaps of the weights. `key` None: of the
+    mean that was wanted.
+    """
+
+    session_id: int
+    key: PartKey | None
+    fragment: int
+    first: int
+    norms: Sequence[Sequence[float]]
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.norms[0]) - 1
+
+
+@dataclass
+class Pending(Generic[Own]):
+    """What has arrived of a fragment: the server's own part, and by bucket the norms of the others."""
+
+    fragment: int = 0
+    own: Own | None = None
+    norms: dict[int, Sequence[float]] = field(default_factory=dict)
+
+    def take(self, told: NormsArrived) -> None:
+        for number, norms in enumerate(zip(*told.norms, strict=True), told.first):
+            self.norms[number] = norms
+
+    def others(self, row: int = 0) -> list[float]:
+        """Norms elsewhere, in the order of the buckets; row 1 are those of the weights."""
+        return [self.norms[bucket][row] for bucket in sorted(self.norms)]
 
 
 class StoreReceiver(Receiver):
@@ -136,10 +198,12 @@ class Patience:
     lost_s: float
 
 
-class StoreLinks(ABC):
+class StoreLinks(ABC, Generic[Own]):
     """The stores of a run that are on other hosts. Only the deciding thread calls it.
 
-    What a slice holds, and how it changes, is a subclass's matter.
+    What a slice holds, and how it changes, is a subclass's matter. `Own` is what comes to this process of a
+    part. What is exchanged at once is a fragment, of which each host holds some buckets or none; the only one
+    are all weights, unless a subclass says otherwise.
     """
 
     def __init__(
@@ -169,6 +233,28 @@ class StoreLinks(ABC):
         self._copied_at = time.monotonic()
         self._copying_took_s = 0.0
         self._has_been_ready = False
+        self._pending: dict[PartKey, Pending[Own]] = {}
+        self._copied_steps = 0
+        """How many steps the optimizer had taken when the slices were gathered last."""
+        self.snapshot: tuple[int, list[Frame]] | None = None
+        """A version, and frames of the server's part of the weights then."""
+        self._on_undone: StepsUndone
+        self._on_store_lost: Callable[[], None]
+
+    def begin(
+        self,
+        version: int,
+        on_undone: StepsUndone,
+        on_store_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The replica is as the run begins, or goes on from a checkpoint of `version`.
+
+        `on_undone` hears of steps that a lost store had taken and its slice has not.
+        """
+        self._on_undone, self._on_store_lost = on_undone, on_store_lost
+        self._remember_copy(version)
+
+    # what slices hold
 
     @abstractmethod
     def _contents(self, place: slice) -> dict[str, Tensor]:
@@ -182,19 +268,50 @@ class StoreLinks(ABC):
         """Whether the residual among a slice's contents is still owed."""
         return False
 
-    @abstractmethod
-    def _hear(
-        self, store: RemoteStore, session_id: int, message: Message, payload: memoryview
-    ) -> Event | None:
-        """Take what a store says of its slice, in its session's reader."""
+    def _held(self, store: RemoteStore, _fragment: int) -> range:
+        """The numbers of a fragment's buckets that a store holds."""
+        return store.span
 
-    def _on_lost(self, store: RemoteStore) -> None:  # noqa: B027 - some need do nothing
-        """A store has lost its slice."""
+    def _holders(self, fragment: int) -> Collection[str]:
+        """The other hosts that hold something of a fragment."""
+        return [store.node for store in self._stores if self._held(store, fragment)]
+
+    def _optimizer_rule(self, place: slice) -> SliceRule:
+        """How the replica's optimizer steps a slice that is elsewhere.
+
+        Raises:
+            ConfigError: it needs all weights in one place.
+        """
+        part = self._replica.optimizer.part(place)
+        assert isinstance(part, FlatOptimizer)  # noqa: S101 - others have no parts
+        rule = part.rule
+        return SliceRule(
+            optimizer=rule.name,
+            optimizer_args=dict(rule.arguments),
+            weight_decay=rule.weight_decay,
+            num_decayed=rule.num_decayed,
+            num_steps=self._copied_steps,
+        )
 
     def _remember_copy(self, version: int) -> None:
         """The slices are now here as they are at `version`."""
         self._copied_at = time.monotonic()
         self._copied_version = version
+        for store in self._stores:
+            store.num_steps = 0
+        state = self._replica.optimizer.state
+        self._copied_steps = int(state[STEP_COUNT]) if state else 0
+
+    def _on_lost(self, store: RemoteStore) -> None:
+        if store.num_steps:
+            place = place_of(self._replica.buckets, store.span)
+            share = (place.stop - place.start) / self._replica.num_params
+            self._on_undone(store.node, store.num_steps, share)
+            store.num_steps = 0
+        for pending in self._pending.values():
+            for bucket in self._held(store, pending.fragment):
+                pending.norms.pop(bucket, None)
+        self._on_store_lost()
 
     # who is there
 
@@ -267,29 +384,23 @@ class StoreLinks(ABC):
         wait_s = max(COPY_EVERY_S, COPY_RATIO * self._copying_took_s)
         return self.is_ready and has_changed and now - self._copied_at > wait_s
 
-    @property
-    def list(self) -> StoreList:
-        """What workers are told of the stores, when all are ready."""
-        places = []
-        for store in self._stores:
-            assert store.listens is not None  # noqa: S101 - they are ready
-            places.append(
-                StorePlace(
-                    node=store.node,
-                    places=store.listens.places,
-                    first=store.span.start,
-                    stop=store.span.stop,
-                )
-            )
-        return StoreList(stores=tuple(places))
-
     def introduce(self, session: Session) -> bool:
         """Tell a worker of the stores on other hosts, when all are ready; returns whether there are none.
 
         It asks for weights when it has reached them.
         """
         if self._stores and self.is_ready:
-            session.send(self.list)
+            places = (
+                StorePlace(
+                    node=store.node,
+                    places=store.listens.places,
+                    first=store.span.start,
+                    stop=store.span.stop,
+                )
+                for store in self._stores
+                if store.listens
+            )
+            session.send(StoreList(stores=tuple(places)))
         return not self._stores
 
     def handle(self, event: Event) -> bool:
@@ -303,14 +414,12 @@ class StoreLinks(ABC):
                 return self._listens(session_id, listens)
             case MessageReceived(session_id=session_id, message=Goodbye() as goodbye):
                 self._closed(session_id, goodbye.reason)
+            case MessageReceived(message=Fault() as fault):
+                raise NonFiniteLoss(fault.sentence)
         return False
 
     def session_of(self, node: str) -> Session | None:
         return next((store.session for store in self._stores if store.node == node), None)
-
-    def cut(self, node: str, reason: str) -> None:
-        if (session := self.session_of(node)) is not None:
-            session.cut(reason)
 
     def _of_session(self, session_id: int) -> RemoteStore | None:
         sessions = ((store, store.session) for store in self._stores)
@@ -332,10 +441,7 @@ class StoreLinks(ABC):
         store.opened_at = time.monotonic()
         session.send(self._slice_of(store))
         place = place_of(self._replica.buckets, store.span)
-        what = (self._contents(place), self._replica.buckets, store.span)
-        for frame in slice_frames(
-            *what, incarnation=self._incarnation, version=self._copied_version
-        ):
+        for frame in self._frames(self._contents(place), store.span, self._copied_version):
             session.send_frame(frame)
 
     def _slice_of(self, store: RemoteStore) -> Slice:
@@ -390,6 +496,89 @@ class StoreLinks(ABC):
         for store in self._stores:
             if store.session is not None and store.node in nodes:
                 store.session.send(message)
+
+    # parts
+
+    def _hear(
+        self, store: RemoteStore, session_id: int, message: Message, payload: memoryview
+    ) -> Event | None:
+        if not isinstance(message, Arrived):
+            return MessageReceived(session_id, message)
+        norms = read_norms(message, payload, self._held(store, message.fragment))
+        return NormsArrived(session_id, message.key, message.fragment, message.bucket, norms)
+
+    def hear(self, told: NormsArrived) -> bool:
+        """A store has buckets; returns whether it has them still, and was not given its slice anew since."""
+        if (store := self._of_session(told.session_id)) is None:
+            return False
+        store.heard_at = time.monotonic()
+        return True
+
+    def collect(
+        self, key: PartKey, part: Own | NormsArrived, fragment: int = 0
+    ) -> Pending[Own] | None:
+        """Take what is known of a fragment's part; returns all when it has arrived everywhere."""
+        pending = self._pending.setdefault(key, Pending(fragment))
+        if isinstance(part, NormsArrived):
+            pending.take(part)
+        else:
+            pending.own = part
+        return pending if pending.own is not None and self._is_whole(pending) else None
+
+    def _is_whole(self, pending: Pending[Any]) -> bool:
+        num_elsewhere = sum(len(self._held(store, pending.fragment)) for store in self._stores)
+        return len(pending.norms) == num_elsewhere
+
+    def drop_part(self, told: NormsArrived) -> None:
+        """Nobody waits for a part that a store has told of: it drops it when it has all of its own."""
+        store = self._of_session(told.session_id)
+        if store and told.key and told.last == self._held(store, told.fragment)[-1]:
+            self._tell([store.node], Drop(key=told.key))
+
+    def forget(self, key: PartKey) -> Own | None:
+        """A part is not wanted any more; returns the server's own of it.
+
+        What is still on its way to a store is dropped when it comes: see `drop_part`.
+        """
+        pending = self._pending.pop(key, Pending[Own]())
+        for store in self._stores:
+            held = self._held(store, pending.fragment)
+            if held and held[-1] in pending.norms:
+                self._tell([store.node], Drop(key=key))
+        return pending.own
+
+    # steps
+
+    def _tell_to_step(self, nodes: Collection[str], step: TakeStep) -> None:
+        for store in self._stores:
+            if store.node in nodes and store.listens is not None:
+                store.num_steps += 1
+        self._tell(nodes, step)
+
+    def send_whole(self, worker: str, version: int) -> list[Frame]:
+        """Let stores send a worker all weights, which are of `version`; returns the server's part of them.
+
+        Raises:
+            NonFiniteLoss: they are ruined.
+        """
+        every = [store.node for store in self._stores]
+        self._tell(every, SendWeights(instance=worker, version=version))
+        if self.snapshot is None or self.snapshot[0] != version:  # all share one copy
+            replica = self._replica
+            replica.check_weights(f"after step {version}")
+            with replica.meter("encode"):
+                weights = {WEIGHTS: replica.params[place_of(replica.buckets, self.own_span)]}
+                frames = self._frames(weights, self.own_span, version)
+                self.snapshot = version, [*self._buffer_frames(version), *frames]
+        return self.snapshot[1]
+
+    def _frames(self, contents: Mapping[str, Tensor], span: range, version: int) -> list[Frame]:
+        of = {"incarnation": self._incarnation, "version": version}
+        return slice_frames(contents, self._replica.buckets, span, **of)
+
+    def _buffer_frames(self, version: int) -> list[Frame]:
+        replica = self._replica
+        return buffer_frames(replica.buffers.values(), replica.bucket_bytes, version=version)
 
     # weights
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.slices import slice_pieces
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
-from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
     WEIGHTS,
@@ -27,25 +25,7 @@ from smolcluster.wire.session import Receiver
 from smolcluster.wire.streams import (
     Assembler,
     bucket_length,
-    stream_frames,
 )
-
-
-def state_frames(
-    incarnation: str,
-    version: int,
-    weights: Tensor,
-    buckets: Sequence[slice],
-    span: range | None = None,
-) -> list[Frame]:
-    """Frames of the weights (num_params,) at `version`, to be shared by all who ask for them.
-
-    `span`: the numbers of the buckets that are sent; None: all.
-    """
-    span = span or range(len(buckets))
-    pieces = slice_pieces(buckets, span, (WEIGHTS,), weights.dtype)
-    make = partial(State, incarnation=incarnation, version=version)
-    return stream_frames(make, pieces, (weights[buckets[number]] for number in span))
 
 
 @dataclass(frozen=True)
@@ -118,6 +98,12 @@ class StateReceiver(Receiver):
         sizes = [bucket_length(self._buckets[number]) for number in self._span]
         buckets = list(torch.split(weights, sizes))
         return WeightsArrived(state.version, buckets, self.take_buffers(), self._span.start)
+
+    def forget(self) -> None:
+        """What is on its way counts no more."""
+        self._states.first, self._buffers = None, {}
+        if self._collector is not None:
+            self._collector.forget()
 
     def take_buffers(self) -> BufferValues:
         """The buffers that have come since the last weights."""

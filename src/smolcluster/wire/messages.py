@@ -427,7 +427,7 @@ class End(Message, kind=15):
 class Reduced(BucketMessage, kind=16):
     """Server, store: one bucket of the mean gradient of the step that makes `version`.
 
-    `attempt` is that of a store's OpenStep.
+    `attempt` is that of a store's TakeMean.
     """
 
     attempt: Count = 0
@@ -440,10 +440,8 @@ class Commit(Message, kind=17):
     If it `is_skipped`, because a gradient has overflowed, the weights and the optimizer stay as they are.
     The gradient, a mean over `num_terms` loss terms of `num_samples` samples, counts `clip` times. Now
     and then the payload holds a digest of each bucket of the weights before the step: xxh3-64 of their bytes.
-    `attempt` is that of the means of stores on other hosts.
     """
 
-    attempt: Count = 0
     version: Count
     num_samples: Positive
     num_terms: Terms = 0.0
@@ -648,8 +646,8 @@ class Slice(Message, kind=41):
 
     The flat weights of `num_params` elements are cut into buckets of `bucket_length`, of which it holds
     `first` to `stop` - 1, and of each of the `contents` as much. Gradients come encoded with `codec`.
-    Without a `rule` it takes no steps, and sends back the mean of what is pushed; a residual among its
-    contents is still owed if it `owes_residual`.
+    Without a `rule` it has no weights, and sends the mean of what is pushed; a residual among its contents is
+    still owed if it `owes_residual`.
     """
 
     run_id: Identifier
@@ -675,11 +673,23 @@ class Listening(Message, kind=42):
 class PartKey(HeaderModel):
     """Names what the worker `instance` has sent: for a lease, or as its answer to a request.
 
-    Each host that holds weights gets a part of it. Nobody can send one in another's name.
+    Each host that holds weights gets a part of it. Nobody can send one in another's name. `instance` null:
+    the gradient of an epoch's samples from `of` on, from whichever worker sends it first.
     """
 
-    instance: Instance
+    instance: Instance | None
     of: LeaseKey | Count
+
+    @property
+    def worker(self) -> str:
+        """`instance`.
+
+        Raises:
+            ProtocolError: it is null.
+        """
+        if self.instance is None:
+            raise ProtocolError("it named no worker's own part")
+        return self.instance
 
 
 class CountedPart(HeaderModel):
@@ -693,19 +703,30 @@ class Arrived(Message, kind=43):
     """Store: of a fragment's part the buckets from `bucket` on have come; with the last one it is whole.
 
     `key` null: the mean that was to be ready is. The payload are their L2 norms, (1, n), or (2, n) with those
-    of the weights that lie there.
+    of the weights that lie there. Where parts are added up as they come it has no norms, (0, n): a worker has
+    sent all that it will of a part, n buckets of that have counted, and the part `is_whole` if all of its
+    buckets have, whichever workers sent them.
     """
 
     key: PartKey | None
     fragment: Count
     bucket: Count
+    is_whole: bool = False
     tensor: TensorSpec
 
 
 class TakeMean(Message, kind=38):
-    """Server: have the mean of these parts of a fragment ready for a step, and tell its norms."""
+    """Server: have the mean of these parts of a fragment ready for a step, and tell its norms.
+
+    Parts of no one worker, of `weight` samples of `epoch` each, are added up as they come. The mean for the
+    step that makes `version` is sent to all who were to be sent weights. A mean that was begun before, and
+    not stepped along, is void; `attempt` is never used again.
+    """
 
     parts: Some[CountedPart]
+    epoch: Count = 0
+    version: Count = 0
+    attempt: Count = 0
 
 
 class TakeStep(Message, kind=44):
@@ -728,7 +749,7 @@ class TakeStep(Message, kind=44):
 
 
 class Drop(Message, kind=45):
-    """Server: a part is not to be applied; nor is a mean with it."""
+    """Server: a part is not to be applied; nor is a mean with it, which is sent to nobody any more."""
 
     key: PartKey
 
@@ -736,6 +757,7 @@ class Drop(Message, kind=45):
 class SendWeights(Message, kind=46):
     """Server: send the weights of now, which are those of `version`, to the worker `instance`.
 
+    Where a slice has no weights: what the open step has of its mean, and all means that come after it.
     With a `fragment` only what is held of that, which the worker has in `base_version`.
     """
 
@@ -756,38 +778,6 @@ class Gather(Message, kind=47):
 
     version: Count
     contents: Annotated[Some[Identifier], Field(max_length=MAX_CONTENTS)]
-
-
-class OpenStep(Message, kind=49):
-    """Server: the step that makes `version` opens; add up what is pushed for its parts.
-
-    These are samples `start` on of `epoch`, cut into `sizes`. `attempt` is never used again: a step that was
-    open until now, and for which no Commit has come, is void.
-    """
-
-    attempt: Positive
-    version: Positive
-    epoch: Count
-    start: Count
-    sizes: Some[Positive]
-
-
-class Counted(Message, kind=50):
-    """Store: a push of the worker `instance` has ended here; `num_buckets` of it have counted.
-
-    `is_finished`: of its part all of the store's buckets have, whoever brought them.
-    """
-
-    instance: Instance
-    lease: LeaseKey
-    num_buckets: Count
-    is_finished: bool
-
-
-class SendMeans(Message, kind=51):
-    """Server: send the worker `instance` what the open step has of its mean, and all that comes after."""
-
-    instance: Instance
 
 
 class TransferPiece(HeaderModel):
@@ -1104,22 +1094,9 @@ ROUNDS = MessageSet(
 """What they say besides where a worker takes many steps of its own between two exchanges."""
 STORE = MessageSet(
     "store",
-    from_dialler=frozenset({Listening, Arrived, State, Reduced, Counted, Fault}),
+    from_dialler=frozenset({Listening, Arrived, State, Reduced, Fault}),
     from_listener=frozenset(
-        {
-            Slice,
-            State,
-            TakeMean,
-            TakeStep,
-            Drop,
-            SendWeights,
-            WorkerGone,
-            Gather,
-            OpenStep,
-            Commit,
-            SendMeans,
-            End,
-        }
+        {Slice, State, TakeMean, TakeStep, Drop, SendWeights, WorkerGone, Gather, End}
     ),
 )
 """What a store on another machine, which dials, and the server say to each other."""

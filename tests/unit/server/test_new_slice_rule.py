@@ -4,7 +4,7 @@ is the sign of its mean gradient (signSGD, Bernstein et al., 1802.04434).
 
 import logging
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import torch
@@ -12,12 +12,10 @@ from torch import Tensor
 
 from harness import local_settings
 from peers import opened, store_setup
-from smolcluster.server.hosted_stores import HostLinks, NormsArrived
 from smolcluster.server.slices import by_name, place_of
-from smolcluster.server.stepping_slice import Part, PartArrived, SteppingSlice
 from smolcluster.server.store import Counted, mean_of
-from smolcluster.server.store_host import COORDINATOR
-from smolcluster.server.store_links import Patience
+from smolcluster.server.store_host import COORDINATOR, HeldSlice, Part, PartArrived
+from smolcluster.server.store_links import NormsArrived, Patience, StoreLinks
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.wire.inbox import Inbox, MessageReceived
 from smolcluster.wire.messages import (
@@ -39,7 +37,7 @@ def sign_step(weights: Tensor, parts: Sequence[Counted], rate: float) -> None:
     weights.sub_(mean_of(parts).sign(), alpha=rate)
 
 
-class SignLinks(HostLinks[Tensor]):
+class SignLinks(StoreLinks[Tensor]):
     """The server's side: what a slice holds, and what is said when it steps."""
 
     def _contents(self, place: slice) -> dict[str, Tensor]:
@@ -52,7 +50,7 @@ class SignLinks(HostLinks[Tensor]):
         sign_step(own, [(1.0, values) for values in parts.values()], rate)
 
 
-class SignSlice(SteppingSlice):
+class SignSlice(HeldSlice):
     """A host's side: what takes workers' messages, which norms are told, and what a step does."""
 
     def _receiver_for(self, session_id: int) -> Receiver:
@@ -70,7 +68,7 @@ class SignSlice(SteppingSlice):
 
 def test_a_rule_of_ones_own_steps_on_two_hosts_as_on_one() -> None:
     run, log = local_settings().run_config("test-run", "edp"), logging.getLogger("test")
-    options = {"run": run, "codec": "fp32", "incarnation": "here", "log": log}
+    options: dict[str, Any] = {"run": run, "codec": "fp32", "incarnation": "here", "log": log}
     replica, expected = new_replica(), new_replica().params
     patience = Patience(start_s=9.0, lost_s=9.0)
     links = SignLinks(replica, ("mini1", "win"), patience=patience, **options)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from smolcluster.configs.schema import GradientClipping
-from smolcluster.server.store import Store, Stores
+from smolcluster.server.slices import spans
+from smolcluster.server.store import Store
 from smolcluster.training.optimizer import CLASSES, FlatOptimizer, clip_factor
 from smolcluster.training.replica import Replica
 
@@ -28,6 +29,33 @@ def gradients(replica: Replica, count: int = 5) -> Iterator[Tensor]:
     for scale in range(count):
         raw = torch.randn(replica.num_params, generator=generator, dtype=replica.params.dtype)
         yield raw * 0.1 * scale
+
+
+class Stores:
+    """A replica's weights in so many slices, as if these were on as many hosts."""
+
+    def __init__(self, replica: Replica, num_stores: int = 1) -> None:
+        cut = spans(len(replica.buckets), [1] * num_stores)
+        self.stores = [Store.of(replica, span) for span in cut]
+
+    def take(self, gradient: Tensor) -> None:
+        for store in self.stores:
+            store.take(gradient[store.place])
+
+    def take_difference(self, weights: Tensor) -> None:
+        for store in self.stores:
+            store.take_difference(weights[store.place])
+
+    def norm(self) -> float:
+        return math.hypot(*(norm for store in self.stores for norm in store.norms()))
+
+    def step(self, clip: float, learning_rate: float) -> None:
+        for store in self.stores:
+            store.step(clip, learning_rate)
+
+    def mix(self, share: float) -> None:
+        for store in self.stores:
+            store.mix(share)
 
 
 def train(stores: Stores, gradient: Tensor) -> float:
@@ -53,7 +81,8 @@ def test_several_take_the_steps_of_one_bit_for_bit(
         assert torch.equal(one.params, cut.params)
     for name, tensor in one.optimizer.state.items():
         assert torch.equal(tensor, cut.optimizer.state[name]), name
-    assert alone.digests() == several.digests()
+    [whole] = alone.stores
+    assert whole.digests() == [each for store in several.stores for each in store.digests()]
 
 
 @pytest.mark.parametrize("clipped", [False, True])
@@ -157,8 +186,8 @@ def test_the_least_difference_changes_the_digest_of_its_bucket_only(
     number: int, dtype: torch.dtype
 ) -> None:
     replica, other = new_replica("sgd", dtype), new_replica("sgd", dtype)
-    assert Stores(replica).digests() == Stores(other).digests()
+    assert Store.of(replica).digests() == Store.of(other).digests()
     last = other.params[other.buckets[number].stop - 1]
     last.copy_(torch.nextafter(last, torch.ones_like(last)))
-    pairs = zip(Stores(replica).digests(), Stores(other).digests(), strict=True)
+    pairs = zip(Store.of(replica).digests(), Store.of(other).digests(), strict=True)
     assert [one != changed for one, changed in pairs] == [each == number for each in range(10)]

@@ -3,7 +3,7 @@
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,12 +11,14 @@ from torch import nn
 
 from harness import local_settings
 from smolcluster.errors import ClusterEmpty
-from smolcluster.server.hosted_stores import HostedStores, NormsArrived, StepsUndone
+from smolcluster.server.hosted_stores import HostedStores
 from smolcluster.server.push import Pushed
 from smolcluster.server.slices import place_of, slice_frames
 from smolcluster.server.store_links import (
     GATHER_SLOWER,
+    NormsArrived,
     Patience,
+    StepsUndone,
     StoreLinks,
 )
 from smolcluster.training.replica import Replica
@@ -110,7 +112,7 @@ def spread(lost_s: float = 60.0, on_undone: StepsUndone = ignore) -> HostedStore
     return stores
 
 
-def open_session(stores: StoreLinks, node: str, session_id: int) -> FakeSession:
+def open_session(stores: StoreLinks[Any], node: str, session_id: int) -> FakeSession:
     hello = introduce(node, sets=(SESSION, STORE))
     answer = stores.admit(session_id, hello)
     assert isinstance(answer, Accepted)

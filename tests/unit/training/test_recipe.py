@@ -12,7 +12,7 @@ from harness import digits_config
 from smolcluster.configs.schema import DatasetPlace, GradientClipping
 from smolcluster.data.digits import load_digits
 from smolcluster.errors import UserCodeError
-from smolcluster.server.store import Stores
+from smolcluster.server.store import Store
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.builtin import builtin_workload
 from smolcluster.training.checkpoint import (
@@ -78,7 +78,7 @@ def test_each_value_is_clipped_as_by_pytorch() -> None:
     replica.grads.copy_(gradient)
     assert replica.clip(clipping) == pytest.approx(gradient.norm().item())
     assert torch.equal(replica.grads, expected[0].grad)
-    stores, before = Stores(replica), replica.params.clone()
+    stores, before = Store.of(replica), replica.params.clone()
     kept = gradient.clone()
     stores.take(gradient)
     stores.step(1.0, 0.25, clipping.bound)

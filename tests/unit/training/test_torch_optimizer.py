@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from smolcluster.configs.schema import GradientClipping, TrainConfig
 from smolcluster.errors import ConfigError, UserCodeError
-from smolcluster.server.store import Stores
+from smolcluster.server.store import Store
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.training.recipe import OptimizerSpec, Training
 from smolcluster.training.replica import Replica
@@ -123,7 +123,7 @@ def test_a_step_leaves_a_gradient_as_it_is_that_others_may_need(
     if kind == "SGD":
         arguments = {**arguments, "nesterov": True}
     replica = replica_of(kind, arguments, decay=decay_of(CLASSES.get(kind, kind)))
-    stores = Stores(replica)
+    stores = Store.of(replica)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         gradient = torch.randn(replica.num_params, generator=generator)

@@ -1,6 +1,6 @@
 """The server's side of the weights θ, on one host or several: when they step, and along which changes.
 
-A change comes bucket by bucket to where each belongs: see `server/hosted_stores.py`. An outer step names the
+A change comes bucket by bucket to where each belongs: see `server/store_links.py`. An outer step names the
 changes, with what they count. In a synchronous beginning changes are gradients, whose mean takes one step of
 the inner optimizer with all fragments. The other side is `store.py`.
 """
@@ -18,9 +18,14 @@ from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.algorithms.DiLoCo.outer_store import WHOLE, OuterStore
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError
-from smolcluster.server.hosted_stores import HostLinks, NormsArrived, Pending, StepsUndone
-from smolcluster.server.store import Stores, mean_of
-from smolcluster.server.store_links import RemoteStore
+from smolcluster.server.store import Store, mean_of
+from smolcluster.server.store_links import (
+    NormsArrived,
+    Pending,
+    RemoteStore,
+    StepsUndone,
+    StoreLinks,
+)
 from smolcluster.training.buffers import BufferValues, mean_buffers
 from smolcluster.training.optimizer import bucket_norms, clip_factor
 from smolcluster.training.replica import Replica
@@ -68,7 +73,7 @@ class Change:
     num_samples: int
 
 
-class OuterLinks(HostLinks[DeltaArrived]):
+class OuterLinks(StoreLinks[DeltaArrived]):
     """θ on all hosts, with the outer optimizer's state. Only the deciding thread calls it.
 
     The replica holds all weights, and `outer` all state; what lies elsewhere is in them as it was gathered
@@ -118,7 +123,6 @@ class OuterLinks(HostLinks[DeltaArrived]):
         """By fragment: the mean gradient that the next step of all takes, as far as hosts have it ready."""
         self._keeps_inner = False
         """Whether slices hold the state of the inner optimizer, which takes the run's first steps."""
-        self._on_store_lost: Callable[[], None]
 
     @property
     def versions(self) -> Sequence[int]:
@@ -155,11 +159,11 @@ class OuterLinks(HostLinks[DeltaArrived]):
 
         `begins_together`: steps of the inner optimizer come before the outer ones.
         """
-        self._on_store_lost, self._keeps_inner = on_store_lost, begins_together
+        self._keeps_inner = begins_together
         if self._residual is not None:
             for fragment, feedback in zip(self._whole.fragments, self._own.residuals, strict=True):
                 fragment.scatter(feedback.committed, self._residual)
-        super().begin(version, on_undone)
+        super().begin(version, on_undone, on_store_lost)
 
     # what slices hold
 
@@ -195,15 +199,14 @@ class OuterLinks(HostLinks[DeltaArrived]):
                 feedback.committed[start:] = gathered[start:]
 
     def _on_lost(self, store: RemoteStore) -> None:
-        super()._on_lost(store)
         self._forget(self._pending)
         self._means.clear()
-        self._on_store_lost()
+        super()._on_lost(store)
 
     # changes
 
     def hear(self, told: NormsArrived) -> bool:
-        """See `HostLinks.hear`; also whether it concerns a change, and no mean."""
+        """See `StoreLinks.hear`; also whether it concerns a change, and no mean."""
         is_there = super().hear(told)
         if told.key is None and is_there and told.fragment in self._means:
             self._means[told.fragment].take(told)
@@ -288,8 +291,7 @@ class OuterLinks(HostLinks[DeltaArrived]):
         self.version += len(changes)
         replica = self._replica
         with replica.meter("apply"):
-            [inner] = Stores(replica, span=self.own_span).stores
-            self._own.step_along(inner, own, step)
+            self._own.step_along(Store.of(replica, self.own_span), own, step)
             buffers = [(each.num_samples, each.arrived.buffers) for each in changes[0]]
             replica.buffers.add(mean_buffers(buffers))
         return True
@@ -317,7 +319,7 @@ class OuterLinks(HostLinks[DeltaArrived]):
             WHOLE, [replace(change, weight=share)], one_by_one=True, moves_by=moves_by
         )
         with self._replica.meter("apply"):
-            worker = change.arrived.key.instance
+            worker = change.arrived.key.worker
             self._own.apply(worker, change.arrived.values, share, moves_by, self.version)
             buffers = change.arrived.buffers
             self._replica.buffers.add({each: added * share for each, added in buffers.items()})

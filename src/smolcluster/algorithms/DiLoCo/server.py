@@ -67,10 +67,10 @@ from smolcluster.data.permutation import Range
 from smolcluster.runs.summary import Summary
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.gathering import Gathering
-from smolcluster.server.hosted_stores import NormsArrived
 from smolcluster.server.leases import Dispatcher, DispatcherState
 from smolcluster.server.plausible import Failures, Norms, PushRefused, check_norm
 from smolcluster.server.saver import CheckpointSource
+from smolcluster.server.store_links import NormsArrived
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.checkpoint import Progress, parse_progress

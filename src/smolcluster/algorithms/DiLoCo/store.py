@@ -1,6 +1,6 @@
 """A store of DiLoCo: a slice of the weights θ with the outer optimizer, on a machine other than the server.
 
-It takes the steps that the server says, along what workers have changed: see `server/stepping_slice.py`;
+It takes the steps that the server says, along what workers have changed: see `server/store_host.py`;
 `outer_links.py` is the other side. Of each fragment it has what lies in its buckets, which may be nothing.
 Which machines have one: `servers` in the cluster file.
 By hand: `uv run store.py win`.
@@ -26,8 +26,8 @@ from smolcluster.algorithms.DiLoCo.outer_links import RESIDUAL
 from smolcluster.algorithms.DiLoCo.outer_store import OuterStore
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ConfigError, ProtocolError
-from smolcluster.server.stepping_slice import Part, PartArrived, SteppingSlice, store_of
-from smolcluster.server.store import Counted
+from smolcluster.server.store import Counted, store_of
+from smolcluster.server.store_host import HeldSlice, Part, PartArrived
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
@@ -46,7 +46,7 @@ CHANGES_HELD = 2
 """Of a worker and a fragment: one that is void, as the coordinator has still to say, and the next."""
 
 
-class Held(SteppingSlice):
+class Held(HeldSlice):
     """A slice of θ that takes outer steps; before the first one steps of the inner optimizer."""
 
     def __init__(self, *session: Any) -> None:
@@ -134,7 +134,7 @@ class Held(SteppingSlice):
         if len(parts) != 1 or not isinstance(self._outer, DelayedNesterov):
             raise ProtocolError("it applied changes one by one that are taken together")
         [(share, values)] = parts
-        self._store.apply(keys[0].instance, values, share, step.moves_by, step.version)
+        self._store.apply(keys[0].worker, values, share, step.moves_by, step.version)
 
     def _step_along(self, step: TakeStep, means: Mapping[int, Tensor]) -> None:
         if self._inner is None:

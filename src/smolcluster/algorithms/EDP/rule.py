@@ -30,7 +30,7 @@ from torch import Tensor
 from smolcluster.algorithms.EDP.config import StalenessConfig
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.server.plausible import check_norm
-from smolcluster.server.store import TakesSteps
+from smolcluster.server.store import Store
 from smolcluster.training.optimizer import clip_factor
 
 
@@ -58,7 +58,7 @@ def mixing_weight(tau: int, mixing_rate: float, exponent: float) -> float:
     return mixing_rate * scale(tau, exponent)
 
 
-def mix(stores: TakesSteps, weights: Tensor, alpha: float, limit: float = math.inf) -> float:
+def mix(store: Store, weights: Tensor, alpha: float, limit: float = math.inf) -> float:
     """w <- (1 - α) w + α w_worker; return the L2 norm of w_worker - w.
 
     `weights` (num_params,) are the worker's.
@@ -66,14 +66,14 @@ def mix(stores: TakesSteps, weights: Tensor, alpha: float, limit: float = math.i
     Raises:
         PushRefused: the norm is not finite, or above `limit`; the weights are as before.
     """
-    stores.take_difference(weights)
-    distance = check_norm(stores.norm(), limit)
-    stores.mix(alpha)
+    store.take_difference(weights)
+    distance = check_norm(store.norm(), limit)
+    store.mix(alpha)
     return distance
 
 
 def apply_gradient(
-    stores: TakesSteps,
+    store: Store,
     gradient: Tensor,
     learning_rate: float,
     clipping: GradientClipping,
@@ -84,7 +84,7 @@ def apply_gradient(
     Raises:
         PushRefused: the norm is not finite, or above `limit` and not clipped; the weights are as before.
     """
-    stores.take(gradient)
-    norm = check_norm(stores.norm(), math.inf if clipping.enabled else limit)
-    stores.step(clip_factor(norm, clipping), learning_rate, clipping.bound)
+    store.take(gradient)
+    norm = check_norm(store.norm(), math.inf if clipping.enabled else limit)
+    store.step(clip_factor(norm, clipping), learning_rate, clipping.bound)
     return norm

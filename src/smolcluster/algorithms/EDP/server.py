@@ -34,11 +34,11 @@ from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.gathering import Gathering
-from smolcluster.server.hosted_stores import NormsArrived
 from smolcluster.server.leases import Dispatcher, DispatcherState, Lease
 from smolcluster.server.plausible import Failures, Norms, PushRefused
 from smolcluster.server.push import GradientBuffers, GradientReceiver, Pushed
 from smolcluster.server.saver import CheckpointSource
+from smolcluster.server.store_links import NormsArrived
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.checkpoint import Progress, parse_progress
@@ -334,17 +334,20 @@ class Server:
         push, config = pushed.push, self.config
         epoch, rate = self.dispatcher.epoch, self.learning_rate()
         layer_norms: Mapping[str, float] = {}
-        stores = self.stores.of(key_of(peer, push.lease))
+        store = self.stores.of(key_of(peer, push.lease))
         if push.overflow is not None:
             norm = 0.0
         elif config.update_rule == "mixing":
             alpha = rule.mixing_weight(tau, config.mixing_rate, config.staleness.exponent)
-            norm = rule.mix(stores, pushed.gradient, alpha, self.norms.limit)
+            with self.replica.meter("apply"):
+                norm = rule.mix(store, pushed.gradient, alpha, self.norms.limit)
             layer_norms = self.report.layer_norms(self.replica.grads)
         else:
             rate *= rule.scale(tau, config.staleness.exponent)
             clipping = self.train.gradient_clipping
-            norm = rule.apply_gradient(stores, pushed.gradient, rate, clipping, self.norms.limit)
+            what = pushed.gradient, rate, clipping, self.norms.limit
+            with self.replica.meter("apply"):
+                norm = rule.apply_gradient(store, *what)
             layer_norms = self.report.layer_norms(pushed.gradient)
         # Each worker's own statistics move the whole way to its data between two pulls: all of theirs
         # together may move the server's as far, and no further.

@@ -1,6 +1,6 @@
 """A store of EDP: a slice of the weights with its optimizer, on a machine that need not be the server's.
 
-It takes an optimizer step with each push that the server says so of: see `server/stepping_slice.py`. Which
+It takes an optimizer step with each push that the server says so of: see `server/store_host.py`. Which
 machines have one: `servers` in the cluster file.
 By hand: `uv run store.py win`.
 """
@@ -19,9 +19,8 @@ from torch import Tensor
 
 from smolcluster.errors import PeerLost, ProtocolError
 from smolcluster.server.push import GradientBuffers, GradientReceiver, Pushed
-from smolcluster.server.stepping_slice import Part, PartArrived, SteppingSlice, store_of
-from smolcluster.server.store import Counted
-from smolcluster.server.store_host import TICK_S
+from smolcluster.server.store import Counted, store_of
+from smolcluster.server.store_host import TICK_S, HeldSlice, Part, PartArrived
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import WEIGHTS, Message, PartKey, TakeStep
 
@@ -29,7 +28,7 @@ PUSHES_HELD = 2
 """Of a worker: one that is to be applied, and one that arrives meanwhile."""
 
 
-class Held(SteppingSlice):
+class Held(HeldSlice):
     """A slice that steps by the run's optimizer."""
 
     def __init__(self, *session: Any) -> None:

@@ -12,7 +12,6 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from smolcluster.algorithms.SynchronousPS.sharing import (
     Cost,
@@ -23,21 +22,22 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
     with_probes,
 )
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
-from smolcluster.server.slices import content_pieces
-from smolcluster.server.store import Stores, state_of
+from smolcluster.server.buffers import buffer_frames
+from smolcluster.server.slices import slice_frames
+from smolcluster.server.store import state_of
 from smolcluster.server.worker import Worker
+from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import (
     WEIGHTS,
     Cancel,
     LeaseKey,
     Park,
+    PartKey,
     Push,
     Skip,
-    State,
 )
 from smolcluster.wire.session import Session
-from smolcluster.wire.streams import stream_frames
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 5.0, 320.0
 """How long a parked member waits for the state at least: twice as long each time, up to the second."""
@@ -153,7 +153,7 @@ class Members:
 
     def __init__(
         self,
-        stores: Stores,
+        replica: Replica,
         batch_share: Mapping[str, float] | None,
         incarnation: str,
         num_buffers: int,
@@ -166,13 +166,13 @@ class Members:
         """
         self._is_whole = is_whole
         self._num_buffers = num_buffers
-        self._stores = stores
+        self._replica = replica
         self._batch_share = batch_share
         self._incarnation = incarnation
         self._members: dict[int, StepMember] = {}
         self._last_pushes: dict[str, PartAssignment] = {}
         """By instance, what its worker last pushed."""
-        self._state = state_of(stores.replica)
+        self._state = state_of(replica)
         self._copies: dict[str, list[Frame]] = {}
         """Frames of tensors of the state, as they are since the last commit, for all who are sent them."""
 
@@ -201,18 +201,16 @@ class Members:
 
         return member
 
-    def send_state(
-        self, member: StepMember, version: int, buffers: Sequence[Frame], means: Sequence[Frame]
-    ) -> None:
+    def send_state(self, member: StepMember, version: int, means: Sequence[Frame]) -> None:
         """Send a member the whole state of `version`, and what the open step has of its `means`.
 
-        It hears of all that follows. `buffers`: those that the model has changed.
+        It hears of all that follows.
         """
-        for frame in (
-            *buffers,
-            *(each for name in self._state for each in self._copy(name, version)),
-        ):
-            member.session.send_frame(frame)
+        replica = self._replica
+        buffers = buffer_frames(replica.buffers.values(), replica.bucket_bytes, version=version)
+        for frames in (buffers, *(self._copy(name, version) for name in self._state)):
+            for frame in frames:
+                member.session.send_frame(frame)
         member.state_end = member.last_mean = member.session.num_queued
         member.allowance = len(self._state) + 1
         for frame in means:
@@ -229,14 +227,12 @@ class Members:
         member = self._members.get(session_id)
         return None if member is None else member.unanswered.get(lease)
 
-    def session_of(self, instance: str) -> int | None:
-        """The session of the member that is this process."""
-        own = (
-            session_id
-            for session_id, member in self._members.items()
-            if member.worker.member.instance == instance
-        )
-        return next(own, None)
+    def unanswered_by(self, key: PartKey) -> PartAssignment | None:
+        """The same, by the process that a store has heard."""
+        for member in self._members.values():
+            if member.worker.member.instance == key.instance and isinstance(key.of, LeaseKey):
+                return member.unanswered.get(key.of)
+        return None
 
     @property
     def workers(self) -> list[Worker]:
@@ -419,7 +415,7 @@ class Members:
         member = self._members.get(session_id)
         if member is None or not member.joined or not buckets:
             return None
-        if max(buckets) >= len(self._stores.buckets):
+        if max(buckets) >= len(self._replica.buckets):
             member.session.cut("it asked for a bucket that does not exist")
             return None
         frames = self._copy(WEIGHTS, version)
@@ -431,15 +427,12 @@ class Members:
     def _copy(self, name: str, version: int) -> list[Frame]:
         """Frames of a tensor of the state at `version`, the last one that was committed."""
         if name not in self._copies:
-            values = self._state[name].to("cpu", copy=True)
-            make = partial(
-                State,
+            scaler = self._replica.scaler
+            self._copies[name] = slice_frames(
+                {name: self._state[name]},
+                self._replica.buckets,
                 incarnation=self._incarnation,
                 version=version,
-                num_skipped=self._stores.num_skipped,
-            )
-            pieces = content_pieces(name, values, self._stores.buckets)
-            self._copies[name] = stream_frames(
-                make, pieces, (values[piece.place] for piece in pieces)
+                num_skipped=0 if scaler is None else scaler.num_overflows,
             )
         return self._copies[name]

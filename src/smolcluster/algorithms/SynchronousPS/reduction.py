@@ -22,7 +22,7 @@ from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.server.buffers import BufferCollector
-from smolcluster.server.push import digests_spec, push_assembler
+from smolcluster.server.push import push_assembler
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import DIVERGENCE_REMEDY
@@ -30,13 +30,11 @@ from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
     Buffers,
-    Commit,
     LeaseKey,
     Message,
     Push,
     Reduced,
     Skip,
-    frame_of,
 )
 from smolcluster.wire.session import Receiver
 from smolcluster.wire.streams import bucket_length, span_pieces, stream_frames
@@ -47,7 +45,7 @@ MAX_BUFFERS = 64
 
 
 @dataclass(eq=False)
-class PartArrived(Event):
+class PushArrived(Event):
     """A frame of a push arrived. `reduced`: it completed its bucket; `whole`: it was the push's last one."""
 
     session_id: int
@@ -331,7 +329,7 @@ class PartReceiver(Receiver):
         reduced = self._reduction.add(self._session_id, message, *self._decoded(message, payload))
         if not (whole or reduced):
             return None
-        return PartArrived(self._session_id, message, reduced=reduced, whole=whole)
+        return PushArrived(self._session_id, message, reduced=reduced, whole=whole)
 
     def _decoded(self, push: Push, payload: memoryview) -> tuple[Tensor, float]:
         """The bucket's values (n,), and what no magnitude of theirs exceeds."""
@@ -340,22 +338,3 @@ class PartReceiver(Receiver):
             return values, absmax(values)
         values = self._scratch[: push.tensor.shape[0]]
         return values, self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
-
-
-def commit_of(step: Step, clip: float, rate: float, attempt: int = 0) -> Commit:
-    """What ends a step, taken or skipped; `attempt`: that of stores' means."""
-    return Commit(
-        attempt=attempt,
-        version=step.version,
-        num_samples=step.batch.num_samples,
-        num_terms=step.loss.num_terms,
-        clip=clip,
-        is_skipped=step.overflow is not None,
-        learning_rate=rate,
-    )
-
-
-def commit_frame(commit: Commit, digests: Sequence[bytes]) -> Frame:
-    """The frame that ends a step, with digests of the weights before it or without any."""
-    spec = digests_spec(len(digests)) if digests else None
-    return frame_of(commit.model_copy(update={"tensor": spec}), b"".join(digests))

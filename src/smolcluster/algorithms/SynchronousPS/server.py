@@ -28,11 +28,9 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.SynchronousPS.config import SyncPSConfig
 from smolcluster.algorithms.SynchronousPS.members import Members, StepMember
 from smolcluster.algorithms.SynchronousPS.reduction import (
-    PartArrived,
     PartReceiver,
+    PushArrived,
     Reduction,
-    commit_frame,
-    commit_of,
 )
 from smolcluster.algorithms.SynchronousPS.sharing import rest_after, sizes_by_share
 from smolcluster.algorithms.SynchronousPS.step import (
@@ -43,13 +41,14 @@ from smolcluster.algorithms.SynchronousPS.step import (
     is_overdue,
     needs_holder,
 )
-from smolcluster.algorithms.SynchronousPS.store import MeanArrived, ReducingLinks
+from smolcluster.algorithms.SynchronousPS.store import ReducingLinks
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
-from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.server.buffers import BufferCollector, buffer_frames
+from smolcluster.server.push import digests_spec
 from smolcluster.server.saver import CheckpointSource
+from smolcluster.server.store import Store
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.loop import StepTaken
@@ -60,7 +59,16 @@ from smolcluster.utils.units import format_bytes, format_duration
 from smolcluster.utils.words import a_few
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
-from smolcluster.wire.messages import Assignment, Counted, Fault, Pull, Push, Skip
+from smolcluster.wire.messages import (
+    Arrived,
+    Assignment,
+    Commit,
+    Pull,
+    Push,
+    Reduced,
+    Skip,
+    frame_of,
+)
 from smolcluster.wire.session import HEARTBEATS_PER_TIMEOUT
 
 TICK_S = 0.02
@@ -107,10 +115,10 @@ class Server:
         if state := context.resume(source, self.report):
             self.version, self.samples_applied = state.step, state.samples_applied
             self.reduction.resume()
-        self.links.begin(self.version, self.on_store_lost)
-        self.stores = context.open_stores()
+        self.links.begin(self.version, self.report.steps_undone, self.on_store_lost)
+        self.store = Store.of(replica)
         self.members = Members(
-            self.stores,
+            replica,
             self.shares,
             context.incarnation,
             self.reduction.num_buffers,
@@ -332,18 +340,28 @@ class Server:
         rate = self.learning_rate() if step.learning_rate is None else step.learning_rate
         clip = clip_factor(norm, self.train.gradient_clipping)
         compare = step.version % self.cluster.worker_update_interval == 0
-        commit = commit_of(step, clip, rate, self.links.attempt if self.links.others else 0)
+        digests = self.store.digests() if compare else []
+        commit = Commit(
+            version=step.version,
+            num_samples=step.batch.num_samples,
+            num_terms=step.loss.num_terms,
+            clip=clip,
+            is_skipped=step.overflow is not None,
+            learning_rate=rate,
+            tensor=digests_spec(len(digests)) if digests else None,
+        )
         self.members.settle(step)
         for part in step.parts:
             self.feed.applied(Range(step.batch.epoch, part.start, part.stop))
-        digests = self.stores.digests() if compare else []
-        self.members.broadcast(*self.commit_buffers(step), commit_frame(commit, digests))
+        committed = frame_of(commit, b"".join(digests))
+        self.members.broadcast(*self.commit_buffers(step), committed)
         self.links.commit(commit)
-        self.reduction.close(is_skipped=step.overflow is not None)
+        self.reduction.close(is_skipped=commit.is_skipped)
         layer_norms = self.report.layer_norms(mean)
-        if step.overflow is None:
-            self.stores.take(mean, owned=not self.reduction.is_lossless)
-            self.stores.step(clip, rate, self.train.gradient_clipping.bound)
+        if not commit.is_skipped:
+            with self.replica.meter("apply"):
+                self.store.take(mean, owned=not self.reduction.is_lossless)
+                self.store.step(clip, rate, self.train.gradient_clipping.bound)
             self.replica.update_average()
         self.replica.note_step(overflow=step.overflow)
         self.version, self.step, self.num_reduced = step.version, None, 0
@@ -357,7 +375,7 @@ class Server:
             grad_norm=norm,
             layer_norms=layer_norms,
             num_terms=step.loss.num_terms,
-            is_skipped=step.overflow is not None,
+            is_skipped=commit.is_skipped,
         )
 
     def commit_buffers(self, step: Step) -> list[Frame]:
@@ -397,7 +415,7 @@ class Server:
     def handle(self, event: Event) -> None:
         """Note what has come; `advance` acts on it."""
         match event:
-            case PartArrived(session_id=session_id, push=push):
+            case PushArrived(session_id=session_id, push=push):
                 if event.whole:
                     self.on_end(session_id, push)
             case MessageReceived(session_id=session_id, message=Skip() as skip):
@@ -418,14 +436,10 @@ class Server:
 
     def handle_stores(self, event: Event) -> None:
         match event:
-            case MeanArrived():
-                self.links.take_mean(event)
-            case MessageReceived(session_id=session_id, message=Counted() as counted):
-                self.on_counted(session_id, counted)
-            case MessageReceived(message=Fault(sentence=sentence), session_id=session_id) if (
-                self.links.node_of(session_id)
-            ):
-                raise NonFiniteLoss(sentence)
+            case MessageReceived(message=Reduced() as reduced):
+                self.links.take_mean(reduced)
+            case MessageReceived(session_id=store_id, message=Arrived() as told):
+                self.on_counted(store_id, told)
             case _ if self.links.handle(event):
                 for worker in self.waiting.values():
                     self.links.introduce(worker.live_session)
@@ -440,19 +454,14 @@ class Server:
         assignment.step.heard_at = time.monotonic()
         self.ended(assignment, "")
 
-    def on_counted(self, store_id: int, counted: Counted) -> None:
-        """A push has ended at a store."""
-        node, session_id = self.links.node_of(store_id), self.members.session_of(counted.instance)
-        if node is None or session_id is None:
+    def on_counted(self, store_id: int, told: Arrived) -> None:
+        """A push has ended at a store, where some of its buckets have counted."""
+        node, key = self.links.node_of(store_id), told.key
+        assignment = key and self.members.unanswered_by(key)
+        if node is None or not assignment or node not in assignment.push.awaited:
             return
-        assignment = self.members.unanswered(session_id, counted.lease)
-        if assignment is None or node not in assignment.push.awaited:
-            return
-        if counted.num_buckets > self.links.others[node]:
-            self.links.cut(node, "it counted more buckets than it has")
-            return
-        what = assignment, node, counted.num_buckets
-        assignment.step.counted(*what, is_finished=counted.is_finished)
+        num_buckets = told.tensor.shape[1]
+        assignment.step.counted(assignment, node, num_buckets, is_finished=told.is_whole)
         self.ended(assignment, node)
 
     def ended(self, assignment: PartAssignment, node: str) -> None:
@@ -497,7 +506,7 @@ class Server:
         if session_id in self.waiting:
             if self.links.is_ready:
                 worker = self.waiting.pop(session_id)
-                self.links.send_means(worker.member.instance)
+                self.links.send_means(worker.member.instance, self.version)
                 self.welcome(worker)
         elif member is None:
             pass
@@ -517,13 +526,9 @@ class Server:
 
     def send_state(self, member: StepMember) -> None:
         """Send a member all that the last step has left, and what the open one has of its mean."""
-        buffers, version = self.replica.buffers.values(), self.version
-        self.members.send_state(
-            member,
-            version,
-            buffer_frames(buffers, self.replica.bucket_bytes, version=version),
-            [self.reduction.frame(version + 1, number) for number in range(self.num_reduced)],
-        )
+        reduced = range(self.num_reduced)
+        means = [self.reduction.frame(self.version + 1, number) for number in reduced]
+        self.members.send_state(member, self.version, means)
 
     def park(self, member: StepMember, reason: str, now: float) -> None:
         """A member does not keep up: send it no more steps until its link has drained.

@@ -13,18 +13,17 @@ from torch import Tensor
 
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import PeerLost, ProtocolError
-from smolcluster.server.assignment import AssignmentReceiver
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.push import DIGEST_NBYTES, digests_spec
 from smolcluster.server.slices import content_pieces, place_of
 from smolcluster.server.store import state_of
+from smolcluster.server.weights import StateReceiver
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import (
     WEIGHTS,
-    Assignment,
     Buffers,
     Commit,
     LeaseKey,
@@ -32,7 +31,6 @@ from smolcluster.wire.messages import (
     Park,
     Push,
     Reduced,
-    Served,
     Skip,
     State,
     StoreList,
@@ -80,15 +78,10 @@ class FellBehind(Event):
 
 @dataclass
 class Mean:
-    """A mean gradient (num_params,) on its way, and how many buckets of each span have arrived.
-
-    A store that begins a step anew sends its means anew, with another `attempt`.
-    """
+    """A mean gradient (num_params,) on its way, and how many buckets of each span have arrived."""
 
     gradient: Tensor
     num_reduced: Counter[range] = field(default_factory=Counter)
-    attempts: dict[range, int] = field(default_factory=dict)
-    """Of which attempt they are; 0: of the only one."""
 
 
 class Means:
@@ -133,21 +126,18 @@ class Means:
                 self._changed.notify_all()
             return self._open[version].gradient
 
-    def arrived(self, version: int, span: range, attempt: int = 0) -> None:
+    def arrived(self, version: int, span: range) -> None:
         """The next bucket of a span is in its place."""
         with self._changed:
-            mean = self._open[version]
-            if mean.attempts.setdefault(span, attempt) != attempt:
-                mean.attempts[span], mean.num_reduced[span] = attempt, 0
-            mean.num_reduced[span] += 1
+            self._open[version].num_reduced[span] += 1
             self._changed.notify_all()
 
-    def is_whole(self, commit: Commit, spans: Sequence[range] | None = None) -> bool:
-        """Whether all buckets of these spans are there for a step that is committed; None: of all spans."""
+    def is_whole(self, version: int, spans: Sequence[range] | None = None) -> bool:
+        """Whether all buckets of these spans are there of a step's mean; None: of all spans."""
         with self._changed:
-            mean = self._open.get(commit.version)
+            mean = self._open.get(version)
             return mean is not None and all(
-                mean.num_reduced[span] == len(span) and mean.attempts[span] in (0, commit.attempt)
+                mean.num_reduced[span] == len(span)
                 for span in (self.spans if spans is None else spans)
             )
 
@@ -233,17 +223,11 @@ class MeanReceiver(Receiver):
         """What is on its way is left out."""
         self._stream.first = None
 
-    def _begin_attempt(self, reduced: Reduced) -> None:
-        """A store that begins a step anew does not finish the mean that it was sending."""
-        if self._stream.first is not None and self._stream.first.attempt != reduced.attempt:
-            self._stream.first = None
-
     def place_for(self, message: Message) -> memoryview | None:
         """A lossless mean goes straight to its place, which is nobody's until its commit."""
         is_placed = self._is_lossless and not self._means.has_fallen_behind
         if not isinstance(message, Reduced) or not is_placed:
             return None
-        self._begin_attempt(message)
         return self._stream.place_for(message)
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
@@ -255,15 +239,14 @@ class MeanReceiver(Receiver):
         if not isinstance(message, Reduced):
             raise ProtocolError(f"a store sent {type(message).__name__}")
         if not (self._is_lossless or self._means.has_fallen_behind):
-            self._begin_attempt(message)
             self._stream.take(message, payload)
         if self._means.has_fallen_behind:
             return None
-        self._means.arrived(message.version, self._span, message.attempt)
+        self._means.arrived(message.version, self._span)
         return MeanWhole() if self._stream.first is None else None
 
 
-class StepReceiver(Receiver):
+class StepReceiver(StateReceiver):
     """A worker's receiver: puts means and the server's state together, and passes all else on.
 
     A worker that is too far behind reads on, and leaves out the steps for which it has no memory.
@@ -279,7 +262,9 @@ class StepReceiver(Receiver):
         """`patience_s`: how long a push waits for the mean at most, each time; `longest_wait_s`: how long
         the reader waits for a buffer.
         """
-        self._buckets, self._codec_name = replica.buckets, codec_name
+        collector = BufferCollector(replica.buffers, replica.bucket_bytes)
+        super().__init__(replica.buckets, replica.params.dtype, collector)
+        self._codec_name = codec_name
         span = range(len(replica.buckets))
         self.means = Means(
             replica.num_params, get_codec(codec_name).dtype, span, patience_s, longest_wait_s
@@ -287,10 +272,6 @@ class StepReceiver(Receiver):
         self._own = MeanReceiver(self.means, self._buckets, codec_name, span)
         self._is_told = False
         """Whether it has been said that the worker has fallen behind."""
-        self._collector = BufferCollector(replica.buffers, replica.bucket_bytes)
-        self._buffers: BufferValues = {}
-        """What has come of the server's buffers since the last state or commit."""
-        self._assignments = AssignmentReceiver()
         self._contents = state_of(replica)
         self._missing = list(self._contents)
         """Tensors of the state that are still to come; none: what comes are buckets of the weights."""
@@ -306,35 +287,25 @@ class StepReceiver(Receiver):
         self.means.close()
 
     def place_for(self, message: Message) -> memoryview | None:
-        if isinstance(message, Served):
-            return self._assignments.place_for(message)
-        return self._own.place_for(message)
+        return self._own.place_for(message) or super().place_for(message)
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         if isinstance(message, Reduced | Commit | Buffers):
             return self._of_step(message, payload)
-        match message:
-            case Served():
-                return None
-            case State():
-                return self._state(message, payload)
-            case Assignment():
-                return self._assignments.assigned(message, payload)
-            case Park():
-                self._begin_anew()
-            case StoreList():
-                span = range(min(place.first for place in message.stores))
-                self.means.spans[0] = span
-                self._own = MeanReceiver(self.means, self._buckets, self._codec_name, span)
-        return MessageReceived(0, message)
+        event = super().__call__(message, payload)
+        if isinstance(message, Park):
+            self._begin_anew()
+        elif isinstance(message, StoreList):
+            self.means.spans[0] = self._span
+            self._own = MeanReceiver(self.means, self._buckets, self._codec_name, self._span)
+        return event
 
     def _begin_anew(self) -> None:
         """Forget the steps and the state that are on their way: the whole state follows."""
         self._own.forget()
         self.means.forget()
         self._is_told = False
-        self._collector.forget()
-        self._buffers, self._states.first = {}, None
+        self.forget()
         self._missing = list(self._contents)
 
     def _of_step(self, message: Reduced | Commit | Buffers, payload: memoryview) -> Event | None:
@@ -344,23 +315,23 @@ class StepReceiver(Receiver):
         if self.means.has_fallen_behind:
             is_news, self._is_told = not self._is_told, True
             return FellBehind() if is_news else None
-        if isinstance(message, Buffers):
-            self._buffers = self._collector.take(message, payload) or self._buffers
-        return self._committed(message, payload) if isinstance(message, Commit) else None
+        if isinstance(message, Commit):
+            return self._committed(message, payload)
+        return super().__call__(message, payload) if isinstance(message, Buffers) else None
 
-    def _state(self, state: State, payload: memoryview) -> StateArrived | None:
+    def _take(self, state: State, payload: memoryview) -> StateArrived | None:
         _, values = self._states.take(state, payload)
         if values is None:
             return None
         del self._missing[:1]
-        return StateArrived(state, values, self._take_buffers())
+        return StateArrived(state, values, self.take_buffers())
 
     def _committed(self, commit: Commit, payload: memoryview) -> Committed:
-        if not self.means.is_whole(commit, self.means.spans[:1]):
+        if not self.means.is_whole(commit.version, self.means.spans[:1]):
             raise ProtocolError(
                 f"the server committed step {commit.version} before it had sent all of its mean gradient"
             )
-        return Committed(commit, self._digests(commit, payload), self._take_buffers())
+        return Committed(commit, self._digests(commit, payload), self.take_buffers())
 
     def _digests(self, commit: Commit, payload: memoryview) -> list[bytes]:
         if commit.tensor is None:
@@ -369,10 +340,6 @@ class StepReceiver(Receiver):
             raise ProtocolError("the server's digests are not one a bucket")
         starts = range(0, payload.nbytes, DIGEST_NBYTES)
         return [bytes(payload[start : start + DIGEST_NBYTES]) for start in starts]
-
-    def _take_buffers(self) -> BufferValues:
-        buffers, self._buffers = self._buffers, {}
-        return buffers
 
     def _pieces_of(self, first: State) -> Sequence[Piece]:
         """Of the state each tensor in its turn, whole; after that single buckets of the weights."""

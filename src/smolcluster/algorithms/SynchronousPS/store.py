@@ -1,14 +1,16 @@
 """A store of SyncPS: adds up the gradients of its buckets, on a machine that need not be the server's.
 
-    coordinator -> OpenStep         the parts of a step
-    worker      -> Push             added to the sum of each of its buckets; Counted when it has ended
+    coordinator -> TakeMean         the parts of a step, whoever sends them
+    worker      -> Push             added to the sum of each of its buckets; Arrived when it has ended
     store       -> Reduced          the mean of a bucket, to all workers and the coordinator
-    coordinator -> Commit           the step is over
+    coordinator -> TakeStep         the step is over
+    coordinator -> Drop             the step is void: it is done again
 
-It holds no weights: all replicas, the coordinator's too, take the step themselves. So when it is lost nothing
-is but the open step, which is done again. With as many stores as workers, on their machines, each link
-carries what it does in a ring: 2 (N - 1) / N times the gradient a step (Patarasuk and Yuan 2009, "Bandwidth
-optimal all-reduce algorithms"), and the coordinator's the gradient once more.
+What it says and hears is that of every store: see `server/store_host.py`. It holds no weights: all replicas,
+the coordinator's too, take the step themselves. So when it is lost nothing is but the open step, which is
+done again. With as many stores as workers, on their machines, each link carries what it does in a ring:
+2 (N - 1) / N times the gradient a step (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"),
+and the coordinator's the gradient once more.
 
 Which machines have one: `servers` in the cluster file. By hand: `uv run store.py win`.
 """
@@ -21,8 +23,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,30 +31,34 @@ from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS.reduction import (
     RESIDUAL,
-    PartArrived,
     PartReceiver,
+    PushArrived,
     Reduction,
 )
-from smolcluster.algorithms.SynchronousPS.step import SliceStep, Step
+from smolcluster.algorithms.SynchronousPS.step import Part, SliceStep, Step
 from smolcluster.codec.registry import get_codec
 from smolcluster.data.permutation import Range
 from smolcluster.errors import NonFiniteLoss, PeerLost, ProtocolError
-from smolcluster.server.slices import place_of
+from smolcluster.server.slices import arrived, place_of, read_norms
 from smolcluster.server.store_host import TICK_S, HeldSlice
 from smolcluster.server.store_links import RemoteStore, StoreLinks
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
+    Arrived,
     Commit,
-    Counted,
+    CountedPart,
+    Drop,
     Fault,
     LeaseKey,
     Message,
-    OpenStep,
+    PartKey,
     Reduced,
-    SendMeans,
+    SendWeights,
     Skip,
+    TakeMean,
+    TakeStep,
 )
 from smolcluster.wire.session import Session
 from smolcluster.wire.streams import Assembler, span_pieces
@@ -77,10 +82,11 @@ class Held(HeldSlice):
             residual[RESIDUAL].copy_(self._contents[RESIDUAL])
             self._reduction.resume()
         self._contents = residual
-        self._step: SliceStep | None = None
+        self._open: SliceStep | None = None
+        """The newest step, perhaps void."""
         self._opened = threading.Condition()
-        self._means: list[Frame] = []
-        """Of the open step, from the first bucket on, as far as they are there."""
+        self._reduced: list[Frame] = []
+        """Of the open step's mean, from the first bucket on, as far as it is there."""
         self._followers: set[str] = set()
         """Instances of the workers that are sent all means."""
 
@@ -102,14 +108,14 @@ class Held(HeldSlice):
             PeerLost: the store has lost its slice.
         """
         with self._opened:
-            while self._step is None or self._step.version < version:
+            while self._open is None or self._open.version < version:
                 if self._closed.is_set():
                     raise PeerLost("the store has lost its slice")
                 self._opened.wait(TICK_S)
 
     def _on_event(self, event: Event, coordinator: Session) -> None:
         match event:
-            case PartArrived(session_id=session_id, push=push):
+            case PushArrived(session_id=session_id, push=push):
                 if event.whole:
                     self._tell_counted(session_id, push.lease, coordinator)
                 self._spread(coordinator)
@@ -117,17 +123,18 @@ class Held(HeldSlice):
                 self._tell_counted(session_id, lease, coordinator)
 
     def _tell_counted(self, session_id: int, lease: LeaseKey, coordinator: Session) -> None:
+        """A push has ended here."""
         instance = self._instance_of(session_id)
         if instance is None:  # the coordinator hears that it has gone
             return
-        count, is_finished = (0, False) if self._step is None else self._step.counted_here(lease)
-        told = Counted(instance=instance, lease=lease, num_buckets=count, is_finished=is_finished)
-        coordinator.send(told)
+        count, is_whole = (0, False) if self._open is None else self._open.counted_here(lease)
+        key, no_norms = PartKey(instance=instance, of=lease), torch.empty(0, count)
+        coordinator.send(*arrived(key, 0, self._span.start, no_norms, is_whole=is_whole))
 
     def _spread(self, coordinator: Session) -> None:
         """Send means to everybody, once, in the order of their buckets."""
-        while (step := self._step) is not None and len(self._means) < len(self._span):
-            number = self._span.start + len(self._means)
+        while (step := self._open) is not None and len(self._reduced) < len(self._span):
+            number = self._span.start + len(self._reduced)
             if not self._reduction.is_reduced(number):
                 return
             try:
@@ -135,54 +142,55 @@ class Held(HeldSlice):
             except NonFiniteLoss as error:
                 coordinator.send(Fault(code="non-finite", sentence=str(error)))
                 return
-            self._means.append(frame)
+            self._reduced.append(frame)
             coordinator.send_frame(frame)
             for instance in self._followers:
                 self._send(instance, [frame])
 
-    def _obey(self, message: Message, _coordinator: Session) -> None:
-        match message:
-            case OpenStep():
-                self._open(message)
-            case Commit(is_skipped=is_skipped) if self._step is not None:
-                self._means.clear()
-                self._reduction.close(is_skipped=is_skipped)
-                self._contents = self._reduction.residual()
-            case SendMeans(instance=instance):
-                self._followers.add(instance)
-                self._send(instance, self._means)
-
-    def _open(self, opened: OpenStep) -> None:
-        self._reduction.abandon()  # if one is open, it is void
-        self._means.clear()
-        batch = Range(opened.epoch, opened.start, opened.start + sum(opened.sizes))
-        step = SliceStep(opened.version, batch, opened.sizes, self._span)
-        self._reduction.attempt = opened.attempt
+    def _take_mean(self, wanted: TakeMean, _coordinator: Session) -> None:
+        """Begin to add up the parts of a step."""
+        self._abandon()  # if one is open, it is void
+        start, sizes = wanted.parts[0].key.of, [int(part.weight) for part in wanted.parts]
+        if not isinstance(start, int):
+            raise ProtocolError("it wanted a mean of a worker's own parts")
+        batch = Range(wanted.epoch, start, start + sum(sizes))
+        step = SliceStep(wanted.version, batch, sizes, self._span)
+        self._reduction.attempt = wanted.attempt
         self._reduction.open(step)
         with self._opened:
-            self._step = step
+            self._open = step
             self._opened.notify_all()
+
+    def _step_along(self, step: TakeStep, _means: Mapping[int, Tensor]) -> None:
+        self._reduced.clear()
+        self._reduction.close(is_skipped=step.learning_rate is None)
+        self._contents = self._reduction.residual()
+
+    def _drop(self, _key: PartKey) -> None:
+        """The open step is void, and its workers begin anew."""
+        self._abandon()
+        self._followers.clear()
+
+    def _abandon(self) -> None:
+        self._reduction.abandon()
+        self._reduced.clear()
+
+    def _send_whole(self, instance: str, _version: int) -> None:
+        self._followers.add(instance)
+        self._send(instance, self._reduced)
 
     def _on_gone(self, instance: str) -> None:
         super()._on_gone(instance)
         self._followers.discard(instance)
 
     def _forget(self, session_id: int) -> None:
-        """A worker that comes back begins anew with a SendMeans: what comes before is not for it."""
+        """A worker that comes back begins anew with a SendWeights: what comes before is not for it."""
         if (instance := self._instance_of(session_id)) is not None:
             self._followers.discard(instance)
         super()._forget(session_id)
 
 
-@dataclass(frozen=True)
-class MeanArrived(Event):
-    """The mean of a bucket has come from the store that has added it up."""
-
-    bucket: int
-    attempt: int
-
-
-class ReducingLinks(StoreLinks):
+class ReducingLinks(StoreLinks[None]):
     """The stores on other hosts that add up a part of the buckets. The replica here has all weights.
 
     What a lossy codec owes is a slice's own, and gathered for checkpoints.
@@ -193,13 +201,11 @@ class ReducingLinks(StoreLinks):
     ) -> None:
         super().__init__(replica, nodes, **links)
         self._reduction = reduction
-        self.attempt = 0
-        """Counts the steps that were opened, also those that had to be done again."""
-        self._version = 0
-        """What the last commit made."""
-        self._open_version = 0
-        self._on_store_lost: Callable[[], None] = lambda: None
-        self._arrived: set[int] = set()
+        self._has_stepped = False
+        """Whether a step has been taken since the slices were gathered."""
+        self._wanted = TakeMean(parts=(_part_of(Part(0, 0, 1)),))
+        """What stores were told to add up last."""
+        self._reduced: set[int] = set()
         """Buckets of the open step whose mean has come."""
         self._means = {store.node: self._stream_from(store) for store in self._stores}
 
@@ -211,13 +217,8 @@ class ReducingLinks(StoreLinks):
         return Assembler(
             "mean gradient",
             lambda _: pieces,
-            lambda *_, **__: self._reduction.mean(self._open_version)[place],
+            lambda *_, **__: self._reduction.mean(self._wanted.version)[place],
         )
-
-    def begin(self, version: int, on_store_lost: Callable[[], None]) -> None:
-        """The run stands at `version`; `on_store_lost` hears that the open step cannot be finished."""
-        self._on_store_lost, self._version = on_store_lost, version
-        self._remember_copy(version)
 
     @property
     def others(self) -> dict[str, int]:
@@ -229,75 +230,87 @@ class ReducingLinks(StoreLinks):
         return None if store is None else store.node
 
     def open_step(self, step: Step) -> None:
-        self.attempt += 1
-        self._open_version = step.version
-        self._arrived.clear()
-        self._tell(
-            self.others,
-            OpenStep(
-                attempt=self.attempt,
-                version=step.version,
-                epoch=step.batch.epoch,
-                start=step.batch.start,
-                sizes=tuple(part.num_samples for part in step.parts),
-            ),
+        self._wanted = TakeMean(
+            attempt=self._wanted.attempt + 1,
+            version=step.version,
+            epoch=step.batch.epoch,
+            parts=tuple(map(_part_of, step.parts)),
         )
+        self._reduced.clear()
+        self._tell(self.others, self._wanted)
 
-    def take_mean(self, event: MeanArrived) -> None:
+    def take_mean(self, reduced: Reduced) -> None:
         """A store has added up a bucket, and sent it to everybody.
 
         Raises:
             NonFiniteLoss: it is not finite.
         """
-        if event.attempt == self.attempt:
-            self._reduction.check(self._open_version, event.bucket)
-            self._arrived.add(event.bucket)
+        if reduced.attempt == self._wanted.attempt:
+            self._reduction.check(reduced.version, reduced.bucket)
+            self._reduced.add(reduced.bucket)
 
     @property
     def has_all_means(self) -> bool:
         """Whether all means that stores owe of the open step are here."""
-        return len(self._arrived) == sum(self.others.values())
+        return len(self._reduced) == sum(self.others.values())
 
     def cut_silent(self, since: float, now: float) -> None:
         """Cut stores that owe means, though they have all parts `since` then, and say nothing for long."""
         for store in self._stores:
-            is_owed = not self._arrived >= set(store.span)
+            is_owed = not self._reduced >= set(store.span)
             silent_s = now - max(since, store.heard_at)
             if store.session is not None and is_owed and silent_s > self._patience.lost_s:
                 store.session.cut("it does not send the means of its buckets")
 
     def commit(self, commit: Commit) -> None:
-        self._version = commit.version
-        self._tell(self.others, commit)
+        self._has_stepped = True
+        rate = None if commit.is_skipped else commit.learning_rate
+        step = TakeStep(version=commit.version, parts=(), clip=commit.clip, learning_rate=rate)
+        self._tell(self.others, step)
 
-    def send_means(self, instance: str) -> None:
-        """Let a worker have all means from the open step on."""
-        self._tell(self.others, SendMeans(instance=instance))
+    def send_means(self, instance: str, version: int) -> None:
+        """Let a worker, which gets the weights of `version`, have all means that lead on from there."""
+        self._tell(self.others, SendWeights(instance=instance, version=version))
 
     def _contents(self, place: slice) -> dict[str, Tensor]:
         return {name: values[place] for name, values in self._reduction.residual().items()}
 
     def _owes_residual(self) -> bool:
-        return self._copied_version == self._version  # else a step has paid it
+        return not self._has_stepped  # else the step has paid it
 
-    def _on_lost(self, _store: RemoteStore) -> None:
-        self._on_store_lost()
+    def _remember_copy(self, version: int) -> None:
+        super()._remember_copy(version)
+        self._has_stepped = False
+
+    def _on_lost(self, store: RemoteStore) -> None:
+        self._tell(self.others, Drop(key=self._wanted.parts[0].key))
+        super()._on_lost(store)
 
     def _hear(
         self, store: RemoteStore, session_id: int, message: Message, payload: memoryview
     ) -> Event | None:
         store.heard_at = time.monotonic()
-        if not isinstance(message, Reduced):
-            return MessageReceived(session_id, message)
-        if message.attempt != self.attempt:  # it is of a step that is done again
-            return None
-        if message.version != self._open_version:
+        if isinstance(message, Arrived):
+            read_norms(message, payload, store.span)
+        elif isinstance(message, Reduced):
+            if message.attempt != self._wanted.attempt:  # it is of a step that is done again
+                return None
+            self._take(store, message, payload)
+        return MessageReceived(session_id, message)
+
+    def _take(self, store: RemoteStore, reduced: Reduced, payload: memoryview) -> None:
+        """Put the mean of a bucket into its place."""
+        if reduced.version != self._wanted.version:
             raise ProtocolError(
-                f"it sent a mean of step {message.version}, open is {self._open_version}"
+                f"it sent a mean of step {reduced.version}, open is {self._wanted.version}"
             )
         means = self._means[store.node]
-        if means.first is not None and means.first.attempt != message.attempt:
+        if means.first is not None and means.first.attempt != reduced.attempt:
             means.first = None
-        mean, _ = means.take(message, payload)
-        self._reduction.arrived(message.bucket, mean)
-        return MeanArrived(message.bucket, message.attempt)
+        mean, _ = means.take(reduced, payload)
+        self._reduction.arrived(reduced.bucket, mean)
+
+
+def _part_of(part: Part) -> CountedPart:
+    """A part of a step, from whichever workers send it."""
+    return CountedPart(key=PartKey(instance=None, of=part.start), weight=part.num_samples)

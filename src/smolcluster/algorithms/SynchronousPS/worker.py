@@ -39,7 +39,7 @@ from smolcluster.server.assignment import Assigned
 from smolcluster.server.buffers import buffer_frames
 from smolcluster.server.link import Link
 from smolcluster.server.push import GradientSender
-from smolcluster.server.store import Stores, state_of
+from smolcluster.server.store import Store, state_of
 from smolcluster.server.store_client import StoreClient
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
@@ -77,7 +77,7 @@ class Worker:
         self.train = welcome.run.train
         self.orders = EpochOrders(training.order)
         self.replica = training.replica
-        self.stores = Stores(training.replica)
+        self.store = Store.of(training.replica)
         """The same as the server's, and they take the same steps."""
         self.sender = GradientSender(welcome.codec, training.replica, in_place=True)
         self.version = 0
@@ -242,7 +242,7 @@ class Worker:
         """Whether it need not wait for means; of a commit that does not follow none are to come."""
         if not isinstance(event, Committed) or event.commit.version != self.version + 1:
             return True
-        return self.receiver.means.is_whole(event.commit)
+        return self.receiver.means.is_whole(event.commit.version)
 
     def act(self, event: Event) -> None:
         match event:
@@ -276,8 +276,9 @@ class Worker:
             self.compare(committed.digests)
         mean = self.receiver.means.take(commit.version)
         if not commit.is_skipped:
-            self.stores.take(mean, owned=True)  # the replica's `grads` may still be on their way
-            self.stores.step(commit.clip, commit.learning_rate, self.bound)
+            with self.replica.meter("apply"):
+                self.store.take(mean, owned=True)  # the replica's `grads` may still be on their way
+                self.store.step(commit.clip, commit.learning_rate, self.bound)
         self.receiver.means.give_back(mean)
         if committed.buffers:
             self.replica.buffers.load(committed.buffers)
@@ -288,7 +289,7 @@ class Worker:
         self.num_computed = 0
 
     def compare(self, digests: Sequence[bytes]) -> None:
-        pairs = zip(self.stores.digests(), digests, strict=True)
+        pairs = zip(self.store.digests(), digests, strict=True)
         drifted = tuple(number for number, (own, theirs) in enumerate(pairs) if own != theirs)
         if drifted:
             self.link.send(Pull(buckets=drifted[:MAX_PULLED_BUCKETS]))

@@ -27,10 +27,9 @@ from smolcluster.algorithms.DiLoCo.outer_links import (
 from smolcluster.algorithms.DiLoCo.store import Held
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.server.buffers import BufferCollector
-from smolcluster.server.hosted_stores import NormsArrived
 from smolcluster.server.slices import by_name, slice_pieces
 from smolcluster.server.store_host import COORDINATOR, buckets_of
-from smolcluster.server.store_links import Patience
+from smolcluster.server.store_links import NormsArrived, Patience
 from smolcluster.training.optimizer import FlatOptimizer
 from smolcluster.wire.acceptor import SessionOpened
 from smolcluster.wire.frames import Buffer, Frame

@@ -19,8 +19,8 @@ from smolcluster.algorithms.DiLoCo.outer_links import Change
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ProtocolError
 from smolcluster.server import store_host
-from smolcluster.server.hosted_stores import NormsArrived
 from smolcluster.server.slices import arrived
+from smolcluster.server.store_links import NormsArrived
 from smolcluster.training.optimizer import FlatOptimizer
 from smolcluster.wire.messages import MAX_CHANGES, Collect, OuterStep, PartKey
 from unit.algorithms.DiLoCo.hosting import Hosting, Line, StoreHost

@@ -13,7 +13,7 @@ from smolcluster.algorithms.DiLoCo.rounds import Round
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.sync_beginning import SyncBeginning
 from smolcluster.errors import CheckpointError, ConfigError
-from smolcluster.server.hosted_stores import NormsArrived
+from smolcluster.server.store_links import NormsArrived
 from smolcluster.training.build import build
 from smolcluster.wire.messages import PartKey
 

@@ -10,7 +10,7 @@ from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.config import StalenessConfig
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.server.plausible import Norms, PushRefused
-from smolcluster.server.store import Stores
+from smolcluster.server.store import Store
 from smolcluster.training.build import build
 from smolcluster.training.replica import Replica
 
@@ -81,7 +81,7 @@ def gradient_for(replica: Replica, norm: float) -> torch.Tensor:
 def test_a_push_is_one_step_of_plain_gradient_descent() -> None:
     ours = replica("sgd")
     before, gradient = ours.snapshot(), gradient_for(ours, 3.0)
-    norm = rule.apply_gradient(Stores(ours), gradient, 0.1, UNCLIPPED)
+    norm = rule.apply_gradient(Store.of(ours), gradient, 0.1, UNCLIPPED)
     assert norm == pytest.approx(3.0, rel=1e-5)
     torch.testing.assert_close(ours.params, before - 0.1 * gradient)
 
@@ -90,7 +90,7 @@ def test_a_long_gradient_is_clipped_and_its_length_before_is_told() -> None:
     ours = replica("sgd")
     before, gradient = ours.snapshot(), gradient_for(ours, 3.0)
     norm = rule.apply_gradient(
-        Stores(ours), gradient, 0.1, GradientClipping(enabled=True, max_norm=1.0)
+        Store.of(ours), gradient, 0.1, GradientClipping(enabled=True, max_norm=1.0)
     )
     assert norm == pytest.approx(3.0, rel=1e-5)
     torch.testing.assert_close(ours.params, before - 0.1 * gradient / 3.0, rtol=1e-5, atol=1e-6)
@@ -101,13 +101,13 @@ def test_a_long_gradient_is_clipped_and_its_length_before_is_told() -> None:
 def test_a_push_out_of_all_proportion_is_refused_before_it_changes_anything(norm: float) -> None:
     ours, norms = replica("adam"), Norms()
     norms.add(2.0, "worker 1")
-    rule.apply_gradient(Stores(ours), gradient_for(ours, 1.0), 0.1, UNCLIPPED, norms.limit)
+    rule.apply_gradient(Store.of(ours), gradient_for(ours, 1.0), 0.1, UNCLIPPED, norms.limit)
     before = ours.snapshot(), {name: each.clone() for name, each in ours.optimizer.state.items()}
     gradient = gradient_for(ours, 1.01) * norm
     with pytest.raises(PushRefused):
-        rule.apply_gradient(Stores(ours), gradient, 0.1, UNCLIPPED, norms.limit)
+        rule.apply_gradient(Store.of(ours), gradient, 0.1, UNCLIPPED, norms.limit)
     with pytest.raises(PushRefused):
-        rule.mix(Stores(ours), gradient, 0.5, norms.limit)
+        rule.mix(Store.of(ours), gradient, 0.5, norms.limit)
     assert torch.equal(ours.params, before[0])
     assert all(torch.equal(each, before[1][name]) for name, each in ours.optimizer.state.items())
 
@@ -115,7 +115,9 @@ def test_a_push_out_of_all_proportion_is_refused_before_it_changes_anything(norm
 def test_what_is_clipped_may_be_of_any_length() -> None:
     ours = replica("sgd")
     before = ours.params.clone()
-    rule.apply_gradient(Stores(ours), gradient_for(ours, 1e12), 0.1, GradientClipping(), limit=1e6)
+    rule.apply_gradient(
+        Store.of(ours), gradient_for(ours, 1e12), 0.1, GradientClipping(), limit=1e6
+    )
     assert 0 < (ours.params - before).norm() <= 0.1 * 1.0 * 1.001
 
 
@@ -145,8 +147,8 @@ def test_adam_moves_less_for_a_stale_push() -> None:
     """A factor on the gradient would be cancelled by Adam; one on the learning rate is not."""
     fresh, stale = replica("adam"), replica("adam")
     before, gradient = fresh.snapshot(), gradient_for(fresh, 1.0)
-    rule.apply_gradient(Stores(fresh), gradient, 1e-3 * rule.scale(0, 0.5), UNCLIPPED)
-    rule.apply_gradient(Stores(stale), gradient, 1e-3 * rule.scale(3, 0.5), UNCLIPPED)
+    rule.apply_gradient(Store.of(fresh), gradient, 1e-3 * rule.scale(0, 0.5), UNCLIPPED)
+    rule.apply_gradient(Store.of(stale), gradient, 1e-3 * rule.scale(3, 0.5), UNCLIPPED)
     moved, moved_less = (fresh.params - before).norm(), (stale.params - before).norm()
     assert moved_less / moved == pytest.approx(0.5, rel=1e-3)
 
@@ -165,7 +167,7 @@ def test_staleness_lowers_the_weight_as_in_fedasync(
 def test_mixing_goes_so_much_of_the_way_to_a_workers_weights(alpha: float) -> None:
     ours = replica("sgd")
     before, theirs = ours.snapshot(), gradient_for(ours, 7.0)
-    distance = rule.mix(Stores(ours), theirs, alpha)
+    distance = rule.mix(Store.of(ours), theirs, alpha)
     torch.testing.assert_close(ours.params, (1 - alpha) * before + alpha * theirs)
     torch.testing.assert_close(ours.grads, theirs - before)
     assert distance == pytest.approx((theirs - before).norm().item(), rel=1e-5)
@@ -174,5 +176,5 @@ def test_mixing_goes_so_much_of_the_way_to_a_workers_weights(alpha: float) -> No
 def test_weights_that_are_the_servers_own_change_nothing() -> None:
     ours = replica("sgd")
     before = ours.snapshot()
-    assert rule.mix(Stores(ours), before.clone(), 0.6) == 0.0
+    assert rule.mix(Store.of(ours), before.clone(), 0.6) == 0.0
     assert torch.equal(ours.params, before)

@@ -7,6 +7,7 @@ from itertools import count
 import pytest
 import torch
 
+from peers import opened
 from smolcluster.algorithms.SynchronousPS.members import (
     FIRST_PAUSE_S,
     Members,
@@ -17,10 +18,10 @@ from smolcluster.algorithms.SynchronousPS.members import (
 from smolcluster.algorithms.SynchronousPS.sharing import FIRST_PROBE
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.data.permutation import Range
-from smolcluster.server.store import Stores
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import (
+    Buffers,
     Cancel,
     Commit,
     LeaseKey,
@@ -52,7 +53,7 @@ class House:
 
     def __init__(self, replica: Replica, shares: Mapping[str, float] | None = None) -> None:
         self.replica = replica
-        self.members = Members(Stores(replica), shares, "here", num_buffers=2)
+        self.members = Members(replica, shares, "here", num_buffers=2)
         self.step = Step(1, Range(0, 0, 32), [8, 8, 16], 3, "here")
         self.grants = count(1)
 
@@ -62,7 +63,7 @@ class House:
         """A member whose session holds the whole state."""
         worker = worker_at(session_id, node, samples_per_s=samples_per_s)
         member = self.members.welcome(worker)
-        self.members.send_state(member, 0, [], [])
+        self.members.send_state(member, 0, [])
         return member
 
     def member(
@@ -135,10 +136,12 @@ def test_a_joiner_gets_its_buffers_before_the_state_and_the_open_mean_after_it(
     house: House,
 ) -> None:
     member = house.members.welcome(worker_at(1))
-    before, after = frame_of_commit(7), frame_of_commit(8)
-    house.members.send_state(member, 6, [before], [after])
+    after, changed = frame_of_commit(8), {0: torch.ones(2, dtype=torch.float64)}
+    house.replica.buffers.values = lambda: changed  # type: ignore[method-assign]
+    house.members.send_state(member, 6, [after])
     frames = post_of(member.worker).frames
-    assert (frames[0], frames[-1], len(frames)) == (before, after, 11)
+    assert isinstance(opened(frames[0])[0], Buffers)
+    assert (frames[-1], len(frames)) == (after, 11)
     assert member.last_mean == 11
 
 
@@ -506,7 +509,7 @@ def parked_for(house: House, member: StepMember, now: float) -> float:
     member.has_asked = True
     clear(member)
     assert house.members.returning(member.resumed_at, at_once=False) == [member]
-    house.members.send_state(member, 0, [], [])
+    house.members.send_state(member, 0, [])
     return paused_s
 
 

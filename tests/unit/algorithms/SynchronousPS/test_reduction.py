@@ -12,8 +12,8 @@ from peers import opened
 from smolcluster.algorithms.SynchronousPS import reduction as module
 from smolcluster.algorithms.SynchronousPS.reduction import (
     MAX_BUFFERS,
-    PartArrived,
     PartReceiver,
+    PushArrived,
     Reduction,
 )
 from smolcluster.algorithms.SynchronousPS.step import Step
@@ -325,7 +325,7 @@ def test_a_push_is_added_as_it_comes(codec: str) -> None:
     assert [
         (event.session_id, event.push.bucket, event.reduced, event.whole)
         for event in events
-        if isinstance(event, PartArrived)
+        if isinstance(event, PushArrived)
     ] == [(SEAT, 0, True, False), (SEAT, 1, True, False), (SEAT, 2, True, True)]
     if codec in LOSSLESS:
         assert torch.equal(mean_of(reduction, 1), expected)
@@ -341,7 +341,7 @@ def test_of_a_push_that_completes_nothing_only_its_end_is_told() -> None:
     frames = pushed(replica, "fp32", step.assignments[0].key, random_gradient(610, 1))
     events = [deliver(frame, receiver) for frame in frames]
     assert events[:2] == [None, None]
-    assert isinstance(events[2], PartArrived)
+    assert isinstance(events[2], PushArrived)
     assert (events[2].reduced, events[2].whole) == (False, True)
 
 
@@ -355,7 +355,7 @@ def test_a_backup_is_lossless_and_begins_where_it_is_wanted(codec: str) -> None:
     step.claim(mine.session_id, push_of(mine.key, 0))
     frames = pushed(replica, codec, backup.key, gradient, first_bucket=1)
     events = [deliver(frame, receiver) for frame in frames]
-    assert [isinstance(event, PartArrived) for event in events] == [False, True]
+    assert [isinstance(event, PushArrived) for event in events] == [False, True]
     assert step.parts[1].finished_by is backup
 
 

@@ -18,7 +18,7 @@ from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.data.permutation import Range, global_batches
 from smolcluster.errors import CheckpointError
 from smolcluster.runs.events import RunResumed
-from smolcluster.server.store import Stores
+from smolcluster.server.store import Store
 from smolcluster.training.checkpoint import (
     Checkpoint,
     CheckpointStore,
@@ -120,7 +120,7 @@ def train(replica: Replica, reduction: Reduction, versions: range) -> list[Tenso
         add_part(reduction, replica, step.assignments[0], gradient)
         means.append(reduction.mean(version).clone())
         reduction.close()
-        stores = Stores(replica)
+        stores = Store.of(replica)
         stores.take(reduction.mean(version))
         stores.step(0.5, 0.1)
     return means

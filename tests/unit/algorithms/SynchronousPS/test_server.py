@@ -16,7 +16,7 @@ from harness import local_settings
 from peers import DEADLINE_S, Hand, hello, server_parts
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.members import FIRST_PAUSE_S, StepMember
-from smolcluster.algorithms.SynchronousPS.reduction import PartArrived
+from smolcluster.algorithms.SynchronousPS.reduction import PushArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Need, Part, Step, needs_holder
 from smolcluster.algorithms.SynchronousPS.store import ReducingLinks
@@ -29,19 +29,21 @@ from smolcluster.runs.events import (
     WorkerParked,
 )
 from smolcluster.server.push import GradientSender
-from smolcluster.server.store import Stores
+from smolcluster.server.slices import arrived
+from smolcluster.server.store import Store
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.optimizer import clip_coefficient
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import (
+    Arrived,
     Assignment,
     Cancel,
     Commit,
-    Counted,
     LeaseKey,
     Park,
+    PartKey,
     Pull,
     Reduced,
     Skip,
@@ -84,7 +86,7 @@ class Stage(stages.Stage[Server]):
 
     def answers(self) -> int:
         """How many pushes have come to their end."""
-        return sum(isinstance(each, PartArrived) and each.whole for each in self.house.events)
+        return sum(isinstance(each, PushArrived) and each.whole for each in self.house.events)
 
     def newcomer(
         self,
@@ -288,7 +290,7 @@ def test_a_step_is_the_optimizers_step_with_the_weighted_mean(stage: Stage) -> N
     assert commit == as_well
     assert (commit.version, commit.num_samples, commit.tensor) == (1, BATCH, None)
     assert commit.clip == pytest.approx(clip, rel=1e-6)
-    stores = Stores(one.replica)
+    stores = Store.of(one.replica)
     stores.take(reduced)
     stores.step(commit.clip, commit.learning_rate)
     assert torch.equal(one.replica.params, stage.weights), "every replica takes the same step"
@@ -834,17 +836,17 @@ def test_what_a_fenced_session_still_pushes_does_not_count(stage: Stage) -> None
 
 @pytest.fixture
 def other_host(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As if a store on another host had one more bucket; why it was cut."""
+    """As if a store on another host had one more bucket; what was said of it."""
     cuts: list[str] = []
     monkeypatch.setattr(ReducingLinks, "others", {"win": 1})
     monkeypatch.setattr(stage.server.links, "node_of", lambda _: "win")
-    monkeypatch.setattr(stage.server.links, "cut", lambda _, reason: cuts.append(reason))
     monkeypatch.setattr(stage.server.links, "cut_silent", lambda *_: cuts.append("it owes means"))
     return cuts
 
 
-def counted(part: Assignment, num_buckets: int) -> Counted:
-    return Counted(instance=INSTANCE, lease=part.lease, num_buckets=num_buckets, is_finished=True)
+def counted(part: Assignment, num_buckets: int) -> Arrived:
+    key = PartKey(instance=INSTANCE, of=part.lease)
+    return arrived(key, 0, 3, torch.empty(0, num_buckets), is_whole=True)[0]
 
 
 def test_a_store_owes_means_when_members_have_brought_all(
@@ -876,13 +878,18 @@ def test_who_wins_here_and_was_beaten_at_a_store_keeps_no_residual(
     assert other_host == []
 
 
-def test_a_store_that_counts_more_buckets_than_it_has_is_cut(
+def test_a_part_is_finished_when_it_is_whole_at_every_store(
     stage: Stage, other_host: list[str]
 ) -> None:
-    _, its_part, _, _ = two(stage)
-    stage.server.on_counted(0, counted(its_part, 2))
-    assert other_host == ["it counted more buckets than it has"]
-    assert stage.step.parts[0].waits_for == {"win"}
+    one, its_part, _, _ = two(stage)
+    part = stage.step.parts[0]
+    one.push(its_part)
+    told = counted(its_part, 1)
+    stage.server.on_counted(0, told.model_copy(update={"is_whole": False}))
+    assert part.finished_by is None
+    stage.server.on_counted(0, told)
+    assert part.finished_by is None, "that push had ended there before"
+    assert other_host == []
 
 
 @with_overrides("worker_update_interval=2")
@@ -890,7 +897,7 @@ def test_digests_of_the_weights_before_the_step_come_every_now_and_then(stage: S
     puppet = stage.member(1)
     stage.advance()
     for version in (1, 2, 3, 4):
-        before = b"".join(stage.server.stores.digests())
+        before = b"".join(stage.server.store.digests())
         puppet.push(puppet.part(), seed=version)
         for _ in range(NUM_BUCKETS):
             puppet.hand.hear_a(Reduced)
@@ -960,7 +967,7 @@ def overtaken(stage: Stage) -> Callable[[], None]:
         stage.handle(event)
     assert stage.server.version == 1
     last = held[2]
-    assert isinstance(last, PartArrived)
+    assert isinstance(last, PushArrived)
     return lambda: stage.handle(last)
 
 

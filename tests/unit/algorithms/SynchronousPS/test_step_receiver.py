@@ -12,8 +12,7 @@ from torch import Tensor
 from connection_pairs import connection_pair
 from peers import opened
 from smolcluster.algorithms.SynchronousPS.members import Members
-from smolcluster.algorithms.SynchronousPS.reduction import Reduction, commit_frame
-from smolcluster.algorithms.SynchronousPS.reduction import commit_of as step_commit
+from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step_receiver import (
     Committed,
     FellBehind,
@@ -26,7 +25,7 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import (
 from smolcluster.errors import PeerLost, ProtocolError
 from smolcluster.server.assignment import Assigned, assignment_of
 from smolcluster.server.push import digests_spec
-from smolcluster.server.store import Stores, state_of
+from smolcluster.server.store import Store, state_of
 from smolcluster.training.replica import Replica
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire.frames import Frame
@@ -50,7 +49,6 @@ from unit.algorithms.SynchronousPS.actors import (
     commit_of,
     committed,
     deliver,
-    opened_step,
     post_of,
     push_of,
     random_gradient,
@@ -235,35 +233,10 @@ def test_a_store_is_not_believed_a_bucket_that_it_has_not_or_has_sent(
     with pytest.raises(ProtocolError, match="bucket 1 of 3, expected 2 of 3"):
         deliver(frames[1], store)
     deliver_all(frames[:2], server)
-    assert not receiver.means.is_whole(commit_of(1))
+    assert not receiver.means.is_whole(1)
     assert [type(each) for each in deliver_all(frames[2:], store)] == [MeanWhole]
-    assert receiver.means.is_whole(commit_of(1))
+    assert receiver.means.is_whole(1)
     assert torch.equal(committed(receiver, 1), random_gradient(610, 1))
-
-
-@pytest.mark.parametrize("num_sent", [1, 2])
-def test_what_a_store_has_sent_of_an_attempt_that_is_void_does_not_count(
-    replica: Replica, num_sent: int
-) -> None:
-    """It was asked for means before it knew that the step is done again."""
-    reduction, span = reduction_of(replica, "fp32"), range(1, 3)
-    receiver = StepReceiver(replica, "fp32")
-    receiver.means.spans[0] = range(1)
-    store = receiver.from_store(span)
-    frames = {}
-    for attempt in (4, 5):
-        reduction.attempt = attempt
-        gradient = random_gradient(610, attempt)
-        frames[attempt] = reduce_step(reduction, replica, 1, [gradient])[1:]
-    receiver.means.memory_for(1)
-    receiver.means.arrived(1, range(1))
-    deliver_all(frames[4][:num_sent], store)
-    final = commit_of(1, attempt=5)
-    assert not receiver.means.is_whole(final)
-    assert [type(each) for each in deliver_all(frames[5], store)] == [MeanWhole]
-    assert receiver.means.is_whole(final)
-    place = slice(replica.buckets[1].start, 610)
-    assert torch.equal(receiver.means.take(1)[place], random_gradient(610, 5)[place])
 
 
 def test_a_commit_may_come_before_what_a_store_has_of_its_mean(
@@ -293,7 +266,7 @@ def test_readers_of_two_stores_wait_for_one_buffer_and_both_go_on(
         finally:
             receiver.close()
     assert not receiver.means.has_fallen_behind
-    assert receiver.means.is_whole(commit_of(1))
+    assert receiver.means.is_whole(1)
 
 
 def test_readers_of_two_stores_share_no_codecs_scratch() -> None:
@@ -377,17 +350,14 @@ def test_only_a_lossless_mean_has_a_place_of_its_own(replica: Replica) -> None:
 def test_digests_are_those_of_the_weights_bucket_by_bucket(
     replica: Replica, receiver: StepReceiver, mean_of: MakeFrames
 ) -> None:
-    digests = Stores(replica).digests()
-    step = opened_step(4, [8])
-    message, payload = opened(commit_frame(step_commit(step, 0.5, 0.1), digests))
+    digests = Store.of(replica).digests()
+    commit = commit_of(4, clip=0.5, tensor=digests_spec(len(digests)))
     deliver_all(mean_of(4), receiver)
-    event = receiver(message, payload)
+    event = receiver(commit, memoryview(b"".join(digests)))
     assert isinstance(event, Committed)
-    assert event.digests == digests
-    assert (event.commit.version, event.commit.num_samples) == (4, 8)
-    assert (event.commit.clip, event.commit.learning_rate) == (0.5, 0.1)
+    assert (event.digests, event.commit) == (digests, commit)
     replica.params[replica.buckets[1].start] += 1e-6
-    differ = [one != other for one, other in zip(digests, Stores(replica).digests(), strict=True)]
+    differ = [one != other for one, other in zip(digests, Store.of(replica).digests(), strict=True)]
     assert differ == [False, True, False]
 
 
@@ -411,9 +381,9 @@ def test_digests_of_another_number_or_kind_are_refused(
 
 def states(replica: Replica) -> list[Frame]:
     """The whole state, as a joiner is sent it."""
-    members = Members(Stores(replica), None, "here", num_buffers=2)
+    members = Members(replica, None, "here", num_buffers=2)
     worker = worker_at(1)
-    members.send_state(members.welcome(worker), 3, [], [])
+    members.send_state(members.welcome(worker), 3, [])
     return post_of(worker).frames
 
 

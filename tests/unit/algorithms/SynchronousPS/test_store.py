@@ -2,18 +2,21 @@
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import cast
 
 import pytest
+import torch
 
 from connection_pairs import one_of_each
 from harness import local_settings
 from peers import store_setup
 from smolcluster.algorithms.SynchronousPS.step import SliceStep
-from smolcluster.algorithms.SynchronousPS.store import Held, MeanArrived, ReducingLinks
+from smolcluster.algorithms.SynchronousPS.store import Held, ReducingLinks
 from smolcluster.codec.registry import get_codec
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
+from smolcluster.server.slices import arrived
 from smolcluster.server.store_host import COORDINATOR
 from smolcluster.server.store_links import Patience
 from smolcluster.wire.acceptor import SessionOpened
@@ -21,11 +24,18 @@ from smolcluster.wire.handshake import Authenticated
 from smolcluster.wire.inbox import Inbox, MessageReceived, SessionClosed
 from smolcluster.wire.messages import (
     Accepted,
+    Arrived,
+    CountedPart,
+    Drop,
     LeaseKey,
+    Message,
+    PartKey,
     Push,
     Reduced,
-    SendMeans,
+    SendWeights,
     Slice,
+    TakeMean,
+    TakeStep,
     TensorSpec,
 )
 from smolcluster.wire.session import Session
@@ -36,6 +46,7 @@ from unit.server.test_store_links import (
     NODES,
     Client,
     FakeSession,
+    ignore,
     new_replica,
     open_session,
 )
@@ -98,8 +109,17 @@ def links_of(codec: str) -> ReducingLinks:
         patience=Patience(start_s=10.0, lost_s=60.0),
         log=logging.getLogger("test"),
     )
-    links.begin(5, lambda: None)
+    links.begin(5, ignore)
     return links
+
+
+BUCKET = bucket_spec(get_codec("fp32"), slice(0, 64))
+
+
+def reduced(links: ReducingLinks, bucket: int, **changes: int) -> Reduced:
+    """The mean of a bucket of the open step."""
+    fields = {"attempt": links._wanted.attempt, "version": 6, **changes}
+    return Reduced(bucket=bucket, num_buckets=10, tensor=BUCKET, **fields)
 
 
 def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
@@ -109,8 +129,8 @@ def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
         links.handle(MessageReceived(each.session_id, LISTENING))
     links.open_step(opened_step(6, [8], len(links.own_span)))
     for bucket in range(3, 6):
-        links.take_mean(MeanArrived(bucket, links.attempt))
-    links.take_mean(MeanArrived(6, links.attempt - 1))
+        links.take_mean(reduced(links, bucket))
+    links.take_mean(reduced(links, 6, attempt=0))
     assert links.others == {"win": 3, "pi5": 4}
     now = time.monotonic()
     links.cut_silent(now, now + 59.0)
@@ -120,7 +140,7 @@ def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
     assert not win.is_cut
     assert not links.has_all_means
     for bucket in range(6, 10):
-        links.take_mean(MeanArrived(bucket, links.attempt))
+        links.take_mean(reduced(links, bucket))
     assert links.has_all_means
 
 
@@ -145,32 +165,131 @@ def test_a_store_is_not_believed_a_mean_of_another_step() -> None:
     links.open_step(opened_step(6, [8], len(links.own_span)))
     receiver = links.receiver_for(1)
     assert receiver is not None
-    bucket = bucket_spec(get_codec("fp32"), slice(0, 64))
-    own = Reduced(attempt=links.attempt, version=6, bucket=3, num_buckets=10, tensor=bucket)
-    payload = memoryview(bytearray(bucket.nbytes))
-    assert receiver(own.model_copy(update={"attempt": 7}), payload) is None, (
-        "of a step that is void"
-    )
-    assert isinstance(receiver(own, payload), MeanArrived)
+    own, payload = reduced(links, 3), memoryview(bytearray(BUCKET.nbytes))
+    assert receiver(reduced(links, 3, attempt=7), payload) is None, "of a step that is void"
+    assert receiver(own, payload) == MessageReceived(1, own)
     with pytest.raises(ProtocolError, match="bucket 3 of 10, expected 4 of 10"):
         receiver(own, payload)
     links.open_step(opened_step(6, [8], len(links.own_span)))
-    own = own.model_copy(update={"attempt": links.attempt})
-    assert isinstance(receiver(own, payload), MeanArrived), "it begins anew"
+    own = reduced(links, 3)
+    assert receiver(own, payload) == MessageReceived(1, own), "it begins anew"
     with pytest.raises(ProtocolError, match="a mean of step 7, open is 6"):
-        receiver(own.model_copy(update={"version": 7}), payload)
+        receiver(reduced(links, 4, version=7), payload)
 
 
-def test_who_comes_back_is_sent_nothing_before_it_asks() -> None:
-    """Its StepReceiver is a new one, and the server lets it have all means from the open step on."""
-    given = SLICE.model_copy(update={"contents": (), "rule": None})
+def test_a_store_is_not_believed_that_more_buckets_have_counted_than_it_has() -> None:
+    links = links_of("fp32")
+    open_session(links, "win", 1)
+    receiver = links.receiver_for(1)
+    assert receiver is not None
+    key = PartKey(instance="a" * 16, of=push(1, 2).lease)
+    for count in (0, 3):
+        told, norms = arrived(key, 0, 3, torch.empty(0, count))
+        assert receiver(told, norms) == MessageReceived(1, told)
+    with pytest.raises(ProtocolError, match="bucket 3 of fragment 0, which it has not"):
+        receiver(*arrived(key, 0, 3, torch.empty(0, 4)))
+
+
+def test_what_other_stores_have_of_a_step_is_void_when_one_is_lost() -> None:
+    links = links_of("fp32")
+    win, pi5 = (open_session(links, node, 1 + n) for n, node in enumerate(NODES[1:]))
+    links.open_step(opened_step(6, [8], len(links.own_span)))
+    wanted = win.sent[-1]
+    assert isinstance(wanted, TakeMean)
+    links.handle(SessionClosed(1, "its power is gone"))
+    assert pi5.sent[-1] == Drop(key=wanted.parts[0].key)
+    assert win.sent[-1] is wanted
+
+
+INSTANCE = "a" * 16
+
+
+@pytest.fixture
+def held() -> Held:
+    """Bucket 1 of 2 at a store, which adds up the only part of a step, and a worker's session with it."""
+    given = SLICE.model_copy(update={"contents": (), "rule": None, "codec": "fp32"})
     setup = store_setup(Held)
     answer = Accepted(node="mini1", bucket_bytes=512 * 4, heartbeat_timeout_s=1.0)
     held = Held(setup, answer, Inbox(), given, {})
-    instance, session = "a" * 16, cast("Session", FakeSession(1))
-    hello = setup.hello.model_copy(update={"instance": instance})
+    hello = setup.hello.model_copy(update={"instance": INSTANCE})
+    session = cast("Session", FakeSession(1))
     held.handle(SessionOpened(session, cast("Authenticated", Client(hello))), session)
-    held.handle(MessageReceived(COORDINATOR, SendMeans(instance=instance)), session)
-    assert held._followers == {instance}
-    held.handle(SessionClosed(1, "the cable was pulled"), session)
-    assert held._followers == set()
+    return held
+
+
+def obey(held: Held, *messages: Message) -> FakeSession:
+    """The coordinator says something; what it hears."""
+    coordinator = Hearing(COORDINATOR)
+    for message in messages:
+        held.handle(MessageReceived(COORDINATOR, message), cast("Session", coordinator))
+    return coordinator
+
+
+@dataclass
+class Hearing(FakeSession):
+    """The coordinator's session, on which tensors may be said as well."""
+
+    def send(self, message: Message, _payload: object = None) -> None:
+        self.sent.append(message)
+
+
+def bring(held: Held, value: float) -> FakeSession:
+    """The worker pushes the whole part, whose gradient is `value` everywhere; what the coordinator hears."""
+    spec = bucket_spec(get_codec("fp32"), slice(512, 1000))
+    own = push(1, 1, 0, 8, base_version=0).model_copy(update={"num_buckets": 2, "tensor": spec})
+    event = held._receiver_for(1)(own, memoryview(bytearray(torch.full((488,), value).numpy())))
+    coordinator = Hearing(COORDINATOR)
+    assert event is not None
+    held.handle(event, cast("Session", coordinator))
+    return coordinator
+
+
+def mean(attempt: int) -> TakeMean:
+    part = CountedPart(key=PartKey(instance=None, of=0), weight=8)
+    return TakeMean(parts=(part,), epoch=1, version=1, attempt=attempt)
+
+
+def values_in(session: FakeSession) -> list[float]:
+    """The first value of each mean that was sent."""
+    return [torch.frombuffer(f.payload, dtype=torch.float32)[0].item() for f in session.frames]
+
+
+def test_a_store_adds_up_what_comes_tells_what_has_counted_and_sends_the_mean(held: Held) -> None:
+    obey(held, SendWeights(instance=INSTANCE, version=0), mean(1))
+    heard = bring(held, 2.0)
+    [told] = heard.sent
+    assert isinstance(told, Arrived)
+    assert told.key is not None
+    assert (told.key.instance, told.tensor.shape, told.is_whole) == (INSTANCE, (0, 1), True)
+    worker = cast("FakeSession", held._workers[INSTANCE])
+    assert values_in(heard) == values_in(worker) == [2.0]
+    [again] = bring(held, 3.0).sent
+    assert isinstance(again, Arrived)
+    assert again.tensor.shape == (0, 1), "it counts once"
+    obey(held, TakeStep(version=1, parts=(), learning_rate=0.1))
+    assert held._reduced == []
+
+
+def test_nothing_of_a_step_that_is_void_is_sent_any_more(held: Held) -> None:
+    """Who comes back has a new StepReceiver, and may ask before the step is done again."""
+    obey(held, SendWeights(instance=INSTANCE, version=0), mean(1))
+    bring(held, 2.0)
+    worker = cast("FakeSession", held._workers[INSTANCE])
+    worker.frames.clear()
+    obey(held, Drop(key=mean(1).parts[0].key))
+    assert bring(held, 3.0).frames == []
+    obey(held, SendWeights(instance=INSTANCE, version=0))
+    assert worker.frames == []
+    obey(held, mean(2))
+    heard = bring(held, 4.0)
+    assert values_in(heard) == values_in(worker) == [4.0]
+
+
+def test_who_comes_back_is_sent_nothing_before_it_asks(held: Held) -> None:
+    """Its StepReceiver is a new one, and the server lets it have all means from the open step on."""
+    obey(held, SendWeights(instance=INSTANCE, version=0))
+    held.handle(SessionClosed(1, "the cable was pulled"), cast("Session", None))
+    obey(held, mean(1))
+    assert held._owed == {}
+    assert bring(held, 2.0).sent == [], "the coordinator hears that it has gone"
+    assert held._owed == {}

@@ -18,7 +18,7 @@ from smolcluster.server.assignment import Assigned, assignment_of
 from smolcluster.server.link import Link
 from smolcluster.server.push import GradientSender
 from smolcluster.server.slices import content_pieces
-from smolcluster.server.store import Stores, state_of
+from smolcluster.server.store import Store, state_of
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.recipe import Training
@@ -473,12 +473,12 @@ def test_a_commit_to_who_has_not_the_state_ends_the_session(shop: Shop) -> None:
 
 
 def test_equal_weights_are_not_asked_for(shop: Shop) -> None:
-    shop.worker.handle(shop.commit(4, digests=Stores(shop.replica).digests()))
+    shop.worker.handle(shop.commit(4, digests=Store.of(shop.replica).digests()))
     assert shop.wire.said == []
 
 
 def test_weights_are_compared_before_the_step(shop: Shop) -> None:
-    digests = Stores(shop.replica).digests()
+    digests = Store.of(shop.replica).digests()
     shop.worker.handle(shop.commit(4))
     shop.worker.handle(shop.commit(5, digests=digests))
     assert shop.wire.said == [Pull(buckets=(0, 1, 2))]
@@ -488,7 +488,7 @@ def test_weights_are_compared_before_the_step(shop: Shop) -> None:
 def test_exactly_the_buckets_that_drifted_are_asked_for(
     shop: Shop, drifted: tuple[int, ...]
 ) -> None:
-    digests = Stores(shop.replica).digests()
+    digests = Store.of(shop.replica).digests()
     for number in drifted:
         shop.replica.params[shop.replica.buckets[number].stop - 1] += 1e-6
     shop.worker.handle(shop.commit(4, digests=digests))
