@@ -3,9 +3,9 @@
 Samples that the worker has not itself come first, as a batch in pieces no larger than a bucket.
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from psutil import virtual_memory
@@ -231,36 +231,15 @@ class ServedBatch:
 
 
 def assignment_of(
-    lease: LeaseKey,
-    indices: Tensor,
-    batch: ServedBatch | None = None,
-    *,
-    version: int,
-    learning_rate: float,
-    loss_scale: float = 1.0,
-    batch_samples: int = 0,
-    first_bucket: int = 0,
-    backup: bool = False,
-    fragments: Sequence[int] | None = None,
-    is_gradient: bool = False,
+    lease: LeaseKey, indices: Tensor, batch: ServedBatch | None = None, **said: Any
 ) -> tuple[Assignment, memoryview]:
-    """The message that hands samples out at `version` of the weights, and its payload.
+    """The message that hands samples out, and its payload; `said`: its other fields.
 
     `indices` (num_samples,) int32; `batch`: the samples, where they are sent as well: before it.
     """
-    return Assignment(
-        lease=lease,
-        version=version,
-        learning_rate=learning_rate,
-        loss_scale=loss_scale,
-        batch_samples=batch_samples,
-        first_bucket=first_bucket,
-        backup=backup,
-        tensor=_indices_spec(indices.numel()),
-        batch_nbytes=None if batch is None else batch.nbytes,
-        fragments=None if fragments is None else tuple(fragments),
-        is_gradient=is_gradient,
-    ), bytes_of(indices)
+    tensor, nbytes = _indices_spec(indices.numel()), None if batch is None else batch.nbytes
+    assignment = Assignment(lease=lease, tensor=tensor, batch_nbytes=nbytes, **said)
+    return assignment, bytes_of(indices)
 
 
 def send_assignment(

@@ -2,9 +2,15 @@
 
 It knows no leases and decides nothing: which changes count, and how much, is said by the server, which has
 one of these in its own process; stores on other hosts have others (`store.py`).
+
+A store applies what it encodes, as its receivers do, so that all who begin at one version come to the same
+bits at another, and no copy of a receiver's weights is needed to know what it lacks.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -12,14 +18,62 @@ from smolcluster.algorithms.DiLoCo.exchange import Encoder, Layout, outer_frames
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import lossless_for
-from smolcluster.server.history import Update, UpdateHistory
 from smolcluster.server.store import Counted, Store, mean_of
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import TakeStep
 
+T = TypeVar("T")
 WHOLE = 0
 """The one fragment, where all weights are exchanged at once."""
+
+
+@dataclass(frozen=True)
+class Update(Generic[T]):
+    """What leads from the weights of `base_version` to those of `version`: `nbytes`, in whatever form."""
+
+    base_version: int
+    version: int
+    nbytes: int
+    encoded: T
+
+
+class UpdateHistory(Generic[T]):
+    """Consecutive updates up to the newest version, of fewer than `whole_nbytes` bytes together.
+
+    Whoever is a few versions behind applies them in order: with `int8` 3, with `int4` 7. Whoever is further
+    behind gets the whole weights.
+    """
+
+    def __init__(self, whole_nbytes: int) -> None:
+        self._whole_nbytes = whole_nbytes
+        self._updates: deque[Update[T]] = deque()
+
+    def add(self, update: Update[T]) -> None:
+        """Keep the newest update.
+
+        Raises:
+            ValueError: it does not follow on the last one.
+        """
+        if self._updates and self._updates[-1].version != update.base_version:
+            raise ValueError(
+                f"an update from version {update.base_version} does not follow on version "
+                f"{self._updates[-1].version}"
+            )
+        self._updates.append(update)
+        while self._updates and self._nbytes() >= self._whole_nbytes:
+            self._updates.popleft()
+
+    def since(self, version: int) -> Sequence[Update[T]] | None:
+        """The updates that lead from `version` to the newest, in order; None: send the whole weights."""
+        updates = list(self._updates)
+        for index, update in enumerate(updates):
+            if update.base_version == version:
+                return updates[index:]
+        return None
+
+    def _nbytes(self) -> int:
+        return sum(update.nbytes for update in self._updates)
 
 
 class OuterStore:

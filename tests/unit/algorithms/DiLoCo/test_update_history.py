@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from smolcluster.algorithms.DiLoCo.outer_store import Update, UpdateHistory
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec
-from smolcluster.server.history import Update, UpdateHistory
 
 NUMEL = 700
 
