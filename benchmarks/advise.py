@@ -24,7 +24,8 @@ from common import NEVER, free_port, report, say
 from exchange import Children, hosts_of
 from paced import Machine
 from smolcluster.algorithms.planning.costs import Forecast, Job, Site, costs_of
-from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import algorithms, get_algorithm
 from smolcluster.launch.advise.command import site_of
 from smolcluster.launch.advise.measuring import measure_ways

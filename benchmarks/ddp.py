@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paced import Machine, Pace
-from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import Settings
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.evaluate import evaluate, evaluation_of

@@ -62,7 +62,8 @@ from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.store import Held
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.codec.registry import get_codec
-from smolcluster.configs.resolve import Settings, resolve
+from smolcluster.configs.resolve import resolve
+from smolcluster.configs.schema import Settings
 from smolcluster.data.dataset import Split
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog

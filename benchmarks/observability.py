@@ -28,7 +28,8 @@ import torch
 from common import free_port, report
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.observed import metrics_served
-from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import Settings
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import Metrics

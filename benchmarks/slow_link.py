@@ -30,7 +30,7 @@ from exchange import BATCH_SIZE, Case, Children, Prefilled, context_of, make_ben
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.runs.events import kind_of, read_events
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import StepTaken

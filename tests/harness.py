@@ -29,8 +29,14 @@ from smolcluster.algorithms.PipelineParallel.worker import Worker as PipelineWor
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
-from smolcluster.configs.resolve import Settings, load_settings
-from smolcluster.configs.schema import AlgorithmName, DatasetConfig, SimpleNNConfig, TrainConfig
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import (
+    AlgorithmName,
+    DatasetConfig,
+    Settings,
+    SimpleNNConfig,
+    TrainConfig,
+)
 from smolcluster.configs.spec import get_algorithm, spec_of
 from smolcluster.data.permutation import Range, global_batches
 from smolcluster.observability.metrics import MetricRecord, Metrics

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness import Cluster, local_settings
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.data.dataset import Batch
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.loop import training_steps

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from harness import SECRET, Lines, Recorder
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import AlgorithmName, RunConfig
+from smolcluster.configs.schema import AlgorithmName, RunConfig, Settings
 from smolcluster.errors import PeerLost
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import Event as RunEvent

@@ -7,7 +7,7 @@ import pytest
 
 import harness
 from harness import Cluster, Outcome
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.training.build import build
 
 NODES = ("mini1", "worker1", "worker2", "worker3")

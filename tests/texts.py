@@ -10,8 +10,8 @@ from harness import free_port
 from smolcluster.algorithms import single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.owner import Owner, own_run
-from smolcluster.configs.resolve import Settings, load_settings
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.observability.logs import NodeLog
 from smolcluster.runs.summary import Summary
 

@@ -33,7 +33,7 @@ from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
 from smolcluster.wire.security import GROUP_SECRET, new_secret
 
 if TYPE_CHECKING:
-    from smolcluster.configs.resolve import Settings
+    from smolcluster.configs.schema import Settings
 
 PASSED_ON = (Rejected.exit_code, UserCodeError.exit_code, ConfigError.exit_code)
 """Exit codes of ranks that say what to change, and are those of who has started them."""
@@ -231,7 +231,8 @@ def configuration(
         ConfigError: a file, key or value is wrong.
     """
     from smolcluster.configs.meant import SMALL_GPT, training_source  # noqa: PLC0415
-    from smolcluster.configs.resolve import load_settings, workload_overrides  # noqa: PLC0415
+    from smolcluster.configs.overrides import workload_overrides  # noqa: PLC0415
+    from smolcluster.configs.resolve import load_settings  # noqa: PLC0415
     from smolcluster.configs.schema import config_of  # noqa: PLC0415 - they take time
 
     keys = stated_keys(args) if args.cluster else mesh_keys(args, world_size or 1)

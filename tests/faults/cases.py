@@ -31,7 +31,7 @@ from smolcluster.algorithms.DiLoCo.rounds import Pace
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.data.permutation import Range
 from smolcluster.runs.events import Event, LeaseReturned, WorkerJoined, WorkerLost
 from smolcluster.runs.summary import Summary

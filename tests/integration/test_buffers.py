@@ -28,8 +28,7 @@ from own_workloads import (
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS.sharing import sizes_by_share
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import Rejected
 from smolcluster.server.assignment import Assigned

@@ -15,8 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from harness import WORKERS, Cluster, MakeParticipant, local_settings
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import AlgorithmName, DatasetPlace
+from smolcluster.configs.schema import AlgorithmName, DatasetPlace, Settings
 from smolcluster.data.dataset import Batch
 from smolcluster.data.loading import Data
 from smolcluster.errors import DataError, RunFailed

@@ -16,7 +16,8 @@ from own_workloads import assert_same, buffers_of, normed
 from smolcluster.algorithms.DiLoCo.ledger import Applied
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
-from smolcluster.configs.resolve import Settings, check_algorithm
+from smolcluster.configs.checks import check_algorithm
+from smolcluster.configs.schema import Settings
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import (
     ConfigError,

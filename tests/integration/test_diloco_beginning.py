@@ -17,7 +17,7 @@ from own_workloads import Rows
 from smolcluster.algorithms.DiLoCo import sync_beginning
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import PeerLost
 from smolcluster.runs.events import BeginningEnded
 from smolcluster.server.assignment import Assigned

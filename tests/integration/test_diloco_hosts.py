@@ -19,7 +19,7 @@ from smolcluster.algorithms.DiLoCo.outer_links import WholeChange
 from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError
 from smolcluster.runs.events import BeginningEnded
 from smolcluster.training.local_copy import InProcess

@@ -17,7 +17,7 @@ from harness import DEADLINE_S, Cluster, local_settings
 from smolcluster.algorithms.DiLoCo import pacing, sync_beginning
 from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.algorithms.DiLoCo.peers import Peer
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.utils.retry import Deadline
 from waiting import eventually

@@ -10,8 +10,7 @@ from torch import nn
 
 from harness import Cluster, local_settings
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.data.dataset import Batch
 from smolcluster.data.digits import load_digits
 from smolcluster.data.permutation import EpochOrders

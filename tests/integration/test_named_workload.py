@@ -9,7 +9,7 @@ import pytest
 
 from harness import Cluster, free_port, local_settings
 from processes import Processes
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError, Rejected, SmolclusterError
 from smolcluster.runs.events import RunStarted, WorkerRejected, read_events
 from smolcluster.runs.paths import find_run

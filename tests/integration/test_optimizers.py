@@ -12,8 +12,7 @@ import torch
 from harness import DEADLINE_S, Cluster, local_settings
 from smolcluster.algorithms.SynchronousPS.step_receiver import StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.server.assignment import Assigned
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.loop import training_steps

@@ -22,8 +22,7 @@ from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
 from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.worker import Worker
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import GPTConfig
+from smolcluster.configs.schema import GPTConfig, Settings
 from smolcluster.errors import (
     ConfigError,
     ConnectTimeout,

@@ -26,8 +26,7 @@ from smolcluster.algorithms.PipelineParallel import worker
 from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.head import Head, spread
 from smolcluster.algorithms.PipelineParallel.worker import Worker as StageWorker
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import GPTConfig, NodeConfig, StagesConfig
+from smolcluster.configs.schema import GPTConfig, NodeConfig, Settings, StagesConfig
 from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import GPT
 from smolcluster.runs.paths import find_run

@@ -14,7 +14,7 @@ from several_hosts import many_buckets, on_hosts  # noqa: F401 - a fixture
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import ClusterEmpty, RunFailed
 from smolcluster.server.assignment import Assigned
 from smolcluster.training.loop import StepTaken

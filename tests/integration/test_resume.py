@@ -23,8 +23,7 @@ from smolcluster.algorithms import context
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.reduction import RESIDUAL
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import CheckpointError
 from smolcluster.observability.metrics import MetricRecord

@@ -16,7 +16,8 @@ from several_hosts import many_buckets, on_hosts  # noqa: F401 - a fixture
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP.server import Peer, Server
 from smolcluster.algorithms.EDP.worker import Worker
-from smolcluster.configs.resolve import Settings, check_algorithm
+from smolcluster.configs.checks import check_algorithm
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import ClusterEmpty, ConfigError, Rejected, RunFailed
 from smolcluster.server.assignment import Assigned
 from smolcluster.server.push import Pushed

@@ -19,7 +19,7 @@ from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import NonFiniteLoss, RunFailed
 from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import (

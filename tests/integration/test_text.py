@@ -13,8 +13,7 @@ from processes import Processes
 from smolcluster.algorithms import single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cli import main
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.errors import ConfigError
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.observability.sinks.jsonl import read_metrics

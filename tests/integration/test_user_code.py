@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from harness import Cluster, local_settings
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.errors import RunFailed, UserCodeError
 from smolcluster.runs.events import RunEnded, WorkerLost
 from smolcluster.training.hooks import (

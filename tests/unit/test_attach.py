@@ -15,7 +15,7 @@ from smolcluster.api.attach import attach
 from smolcluster.api.attached_optimizer import LoopOptimizer
 from smolcluster.api.attached_process import own_name
 from smolcluster.api.synchronous_optimizer import describe_optimizer
-from smolcluster.configs.layers import ATTACH_VARIABLE, NAME_VARIABLE
+from smolcluster.configs.overrides import ATTACH_VARIABLE, NAME_VARIABLE
 from smolcluster.errors import ConfigError, ProtocolError
 from smolcluster.server.offering import Layer, Plan
 

@@ -12,7 +12,7 @@ import pytest
 from xxhash import xxh3_64
 
 from smolcluster.codec.registry import CODECS
-from smolcluster.configs.layers import from_overrides
+from smolcluster.configs.overrides import from_overrides
 from smolcluster.configs.schema import RunConfig
 from smolcluster.wire import frames, messages
 

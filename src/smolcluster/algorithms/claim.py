@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import AlgorithmName, TrainConfig
+from smolcluster.configs.schema import AlgorithmName, Settings, TrainConfig
 from smolcluster.configs.spec import spec_of
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.observability.view.snapshot import read_snapshot

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from smolcluster.codec.registry import get_codec, lossless_for
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import MeshSizes, RunConfig, config_of
+from smolcluster.configs.schema import MeshSizes, RunConfig, Settings, config_of
 from smolcluster.configs.spec import spec_of
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.server.buffers import most_buffer_frames

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import RunConfig, TrainConfig
+from smolcluster.configs.schema import RunConfig, Settings, TrainConfig
 from smolcluster.configs.spec import title_of
 from smolcluster.observability.exporter import (
     ProcessLabels,

@@ -17,10 +17,8 @@ from smolcluster.algorithms.claim import Claimed, claim_run
 from smolcluster.algorithms.context import ServerContext, check_resumable
 from smolcluster.algorithms.observed import metrics_served
 from smolcluster.configs.begun import remember_workload
-from smolcluster.configs.keys import show
-from smolcluster.configs.nested import saying
-from smolcluster.configs.resolve import Settings, load_resolved
-from smolcluster.configs.schema import AlgorithmName, ClusterConfig, RunConfig
+from smolcluster.configs.resolve import load_resolved
+from smolcluster.configs.schema import AlgorithmName, ClusterConfig, RunConfig, Settings
 from smolcluster.configs.spec import spec_of
 from smolcluster.data.marks import SAME_DATA, SAME_ORDER, first_difference
 from smolcluster.errors import CheckpointError, SmolclusterError
@@ -46,6 +44,7 @@ from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.device import pick_device, use_threads
 from smolcluster.utils.folders import user_state
 from smolcluster.utils.stopping import StopRequest
+from smolcluster.utils.words import show
 from smolcluster.wire.security import Secret
 
 LOCAL_BUCKET_BYTES = 4 << 20
@@ -97,8 +96,7 @@ def own_run(
         _told_if_it_cannot_begin(owner, claimed, log),
     ):
         paths = claimed.paths
-        with saying(settings.data_section):
-            training = _build(owner, log.logger, begins=claimed.checkpoint is None)
+        training = _build(owner, log.logger, begins=claimed.checkpoint is None)
         settings = settings.with_batch_size(training.workload.batch_size)
         owner = replace(owner, settings=settings)
         run = owner.run_config(paths.run_id)
@@ -242,15 +240,14 @@ def _other_data(started: RunStarted, training: TrainingContext) -> str | None:
 
 
 def _changes(before: Settings, now: Settings, run: RunConfig) -> Iterator[str]:
-    """The settings that differ, as `key: old -> new`, in the words of who set the new ones."""
+    """The settings that differ, as `key: old -> new`."""
     old = dict(_leaves(before.run_config(run.run_id, run.algorithm).model_dump(mode="json")))
     new = dict(_leaves(run.model_dump(mode="json")))
     root = "dataset.root"
     old[root], new[root] = (str(each.node.dataset.root or "") or None for each in (before, now))
     for key in {**old, **new}:
         if old.get(key) != new.get(key):
-            said = key.replace("dataset.", f"{now.data_section}.", 1)
-            yield f"{said}: {_shown(old.get(key))} -> {_shown(new.get(key))}"
+            yield f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}"
 
 
 def _shown(value: object) -> str:

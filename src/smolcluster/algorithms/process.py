@@ -29,18 +29,12 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.supervision import TOOK_PART
+from smolcluster.configs.checks import check_algorithm, check_has_local_steps
 from smolcluster.configs.function_name import known_here
 from smolcluster.configs.meant import cluster_source, training_source
-from smolcluster.configs.resolve import (
-    Settings,
-    check_algorithm,
-    check_has_local_steps,
-    check_node_overrides,
-    load_settings,
-    server_overrides,
-    workload_overrides,
-)
-from smolcluster.configs.schema import AlgorithmName, ClusterConfig, RunConfig
+from smolcluster.configs.overrides import check_node_overrides, server_overrides, workload_overrides
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import AlgorithmName, ClusterConfig, RunConfig, Settings
 from smolcluster.configs.spec import algorithm_of_groups, algorithm_of_stages, get_algorithm
 from smolcluster.errors import ConfigError, RunFailed, SmolclusterError
 from smolcluster.observability.exporter import ProcessLabels

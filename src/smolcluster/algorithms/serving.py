@@ -9,8 +9,10 @@ from pydantic import ValidationError
 
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
-from smolcluster.configs.keys import wrong_value
-from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
+from smolcluster.configs.checks import check_algorithm
+from smolcluster.configs.keys import refused
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import (
     AlgorithmSpec,
     algorithms,
@@ -69,10 +71,7 @@ def settings_for(settings: Settings, algorithm: AlgorithmSpec, offer: Offer) -> 
     try:
         train = type(settings.train).model_validate(dict(settings.train) | told)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = tuple(map(str, first["loc"]))
-        problem = wrong_value(type(settings.train), path, first, ".".join(path) or "settings")
-        raise ConfigError(f"the process that attached: {problem}") from None
+        raise refused(type(settings.train), error, "the process that attached") from None
     return replace(settings, train=train)
 
 

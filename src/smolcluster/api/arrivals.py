@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Self
 
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import ClusterEmpty
 from smolcluster.server.listening import listening_addresses
 from smolcluster.utils.retry import Deadline

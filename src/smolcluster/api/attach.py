@@ -45,8 +45,8 @@ from smolcluster.api.attached_optimizer import (
 from smolcluster.api.attached_process import Told, own_name, told_by_launcher
 from smolcluster.api.settings import secret_of
 from smolcluster.api.synchronous_optimizer import check_rule, describe_optimizer
-from smolcluster.configs.resolve import Settings, load_settings
-from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import RunConfig, Settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.data.marks import Mark, chosen, marks_of
 from smolcluster.errors import ConfigError, NonFiniteLoss, Rejected

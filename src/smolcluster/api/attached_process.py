@@ -6,7 +6,7 @@ import socket
 import sys
 from dataclasses import dataclass
 
-from smolcluster.configs.layers import ATTACH_VARIABLE, NAME_VARIABLE
+from smolcluster.configs.overrides import ATTACH_VARIABLE, NAME_VARIABLE
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pydantic import (
     ValidationError,
 )
 
-from smolcluster.configs.keys import wrong_value
+from smolcluster.configs.keys import setting_errors
 from smolcluster.configs.schema import AlgorithmName, HeartbeatTimeout, MeshSizes, NodeName, Wait
 from smolcluster.configs.spec import (
     algorithm_of_groups,
@@ -275,7 +275,5 @@ def _read(cls: type[BaseModel], name: str, text: str) -> Any:
 
 def _refused(error: ValidationError) -> ConfigError:
     """The first thing that is wrong."""
-    first = error.errors(include_url=False)[0]
-    path = tuple(map(str, first["loc"]))
-    key = ".".join(("DistributedConfig", *path))
-    return ConfigError(wrong_value(DistributedConfig, path, first, key))
+    first, *_ = setting_errors(DistributedConfig, error)
+    return first.placed(("DistributedConfig", *first.place), "")

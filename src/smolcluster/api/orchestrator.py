@@ -36,7 +36,7 @@ from smolcluster.api.settings import (
     secret_of,
     server_settings,
 )
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import SINGLE, get_algorithm
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.observability.logs import NodeLog, console_logger

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from smolcluster.algorithms.entry import guarded, supervise_process, worker_parser
 from smolcluster.api.attached_process import Told
-from smolcluster.configs.layers import ATTACH_VARIABLE, NAME_VARIABLE
-from smolcluster.configs.resolve import server_overrides
+from smolcluster.configs.overrides import ATTACH_VARIABLE, NAME_VARIABLE, server_overrides
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, SmolclusterError
 

@@ -8,7 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from smolcluster.api.config import DistributedConfig
-from smolcluster.configs.resolve import Settings, check_algorithm, node_overrides, resolve
+from smolcluster.configs.checks import check_algorithm
+from smolcluster.configs.overrides import node_overrides
+from smolcluster.configs.resolve import resolve
+from smolcluster.configs.schema import Settings
 from smolcluster.observability.logs import NodeLog
 from smolcluster.wire.security import Secret, default_secret_path, ensure_secret, load_secret
 

@@ -185,7 +185,7 @@ def _resume(
     override: Overrides = None,
 ) -> int:
     """Start a whole run again on its machines, from its newest good checkpoint."""
-    from smolcluster.configs.resolve import workload_overrides  # noqa: PLC0415 - see above
+    from smolcluster.configs.overrides import workload_overrides  # noqa: PLC0415 - see above
     from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415 - see above
     from smolcluster.launch.saved import resume  # noqa: PLC0415
 

@@ -70,7 +70,7 @@ def _train(
 ) -> int:
     """Train in this single process: the baseline that a cluster is compared with."""
     from smolcluster.configs.meant import training_source  # noqa: PLC0415 - takes time
-    from smolcluster.configs.resolve import workload_overrides  # noqa: PLC0415
+    from smolcluster.configs.overrides import workload_overrides  # noqa: PLC0415
     from smolcluster.launch.saved import train_or_go_on  # noqa: PLC0415 - see above
 
     return train_or_go_on(

@@ -9,9 +9,8 @@ from typing import Any, Literal, Optional, Union
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from smolcluster.configs.function_name import ARGS, from_environment
-from smolcluster.configs.keys import show
 from smolcluster.errors import ConfigError
-from smolcluster.utils.words import one_line
+from smolcluster.utils.words import one_line, show
 
 _TYPES: Mapping[str, Any] = MappingProxyType(
     {each.__name__: each for each in (bool, int, float, str, list, tuple, dict)}

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from smolcluster.configs.load import Kind
-from smolcluster.configs.nested import DATA, DATASET, TRAINING, nested_path
 from smolcluster.configs.schema import (
     GPTConfig,
     SimpleNNConfig,
@@ -17,6 +16,7 @@ from smolcluster.configs.schema import (
     own_keys,
     train_section,
 )
+from smolcluster.configs.sections import DATA, DATASET, TRAINING, nested_path
 from smolcluster.configs.spec import algorithms
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

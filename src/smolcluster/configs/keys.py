@@ -2,16 +2,14 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from smolcluster.configs.schema import REMOTE_PATH
+from smolcluster.configs.problems import HAS_KEY, SettingError, UnknownKey
 from smolcluster.utils.words import nearest
 
 KeyPath = tuple[str, ...]
@@ -20,7 +18,9 @@ Json = Mapping[str, Any]
 A_NAME = "a name of at most 64 letters, digits, '.', '_' and '-'"
 A_REMOTE_PATH = "a path that begins with / or ~/, without backslashes"
 
-_LONGEST_SHOWN = 60
+REMOTE_PATH = r"^(~|~?/[^\x00-\x1f\\]*)$"
+MODEL = "model"
+"""The key whose section is of one of several kinds."""
 
 
 @dataclass(frozen=True)
@@ -139,17 +139,59 @@ def find_shape(section: type[BaseModel], path: KeyPath) -> KeySchema | None:
     return shape
 
 
-def wrong_value(section: type[BaseModel], path: KeyPath, details: ErrorDetails, key: str) -> str:
-    """A sentence about a value that a section refuses, which stands at `path` and is called `key`."""
-    if details["type"] == "value_error":
-        sentence = str(details["ctx"]["error"])
-        if isinstance(details["input"], dict):
-            return f"{key}: {sentence}"
-        return f"{key} is {show(details['input'])}, {sentence}"
-    shape = find_shape(section, path)
-    allowed = shape.allowed(details["input"]) if shape else details["msg"]
-    state = "missing" if details["type"] == "missing" else show(details["input"])
-    return f"{key} is {state}, must be {allowed}"
+def setting_errors(
+    section: type[BaseModel], error: ValidationError, source: str = ""
+) -> list[SettingError]:
+    """What a section refuses, each with its place in the section.
+
+    A list or mapping is not among them where one of its items is.
+    """
+    found = error.errors(include_url=False)
+    places = [details["loc"] for details in found]
+    return [
+        _setting_error(section, details, source)
+        for details, place in zip(found, places, strict=True)
+        if not any(len(each) > len(place) and each[: len(place)] == place for each in places)
+    ]
+
+
+def refused(section: type[BaseModel], error: ValidationError, source: str = "") -> SettingError:
+    """All that a section refuses, as one error."""
+    first, *others = setting_errors(section, error, source)
+    first.others = tuple(others)
+    return first
+
+
+def _setting_error(section: type[BaseModel], details: ErrorDetails, source: str) -> SettingError:
+    place, kind, value = details["loc"], "", details["input"]
+    if place[:1] == (MODEL,) and len(place) > 1:
+        place, kind = (MODEL, *place[2:]), str(place[1])
+    match details["type"]:
+        case "value_error":
+            raised = details["ctx"]["error"]
+            if not isinstance(raised, SettingError):
+                return SettingError(place, value, str(raised), source=source)
+            raised.also = tuple((*place, *each) for each in raised.also)
+            return raised.placed((*place, *raised.place), source)
+        case "extra_forbidden":
+            *above, name = map(str, place)
+            if find_shape(section, (*above, name)) is not None:
+                return UnknownKey(place, kind=kind, source=source)
+            parent = find_shape(section, tuple(above))
+            known = parent.keys if parent else ()
+            return UnknownKey(place, nearest=nearest(name, known), known=known, source=source)
+        case "union_tag_invalid":
+            place, value = (*place, "type"), value["type"]
+        case "missing":
+            value = ...
+    if "[key]" in place:
+        above, name, also = place[:-2], place[-2], (place[:-1],)
+        return SettingError(above, name, verb=HAS_KEY, allowed=A_NAME, also=also, source=source)
+    shape = find_shape(section, tuple(map(str, place)))
+    allowed = shape.allowed(value) if shape else ""
+    return SettingError(
+        place, value, "" if shape else details["msg"], allowed=allowed, source=source
+    )
 
 
 def fixed_paths(section: type[BaseModel]) -> Iterator[KeyPath]:
@@ -163,43 +205,6 @@ def fixed_paths(section: type[BaseModel]) -> Iterator[KeyPath]:
                 yield from below(child, (*path, key))
 
     yield from below(shape_of(section), ())
-
-
-def nearest_key(
-    path: KeyPath, siblings: tuple[str, ...], known: Iterable[KeyPath], depth: int
-) -> KeyPath | None:
-    """Which key `path` most likely means, whose part at `depth` nothing knows; `siblings` may stand there."""
-    known = tuple(known)
-    of_that_name = [other for other in known if other[-1] == path[-1]]
-    if of_that_name:
-        return min(of_that_name, key=len)
-    close = nearest(path[depth], siblings)
-    if close and path[depth] == path[-1]:
-        return (*path[:-1], close)
-    dotted = {".".join(other): other for other in known}
-    by_name = {other[-1]: other for other in reversed(known)}
-    near, near_name = nearest(".".join(path), dotted), nearest(path[-1], by_name)
-    return dotted[near] if near else by_name[near_name] if near_name else None
-
-
-def show(value: Any) -> str:
-    """A value as it would be written in YAML, shortened."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case dict():
-            return "a mapping" if value else "an empty mapping"
-        case list() | tuple():
-            text = f"[{', '.join(map(show, value))}]"
-        case str() | Path():
-            text = repr(str(value))
-        case date():
-            text = value.isoformat()
-        case _:
-            text = str(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def _limits(schema: Json) -> str:

@@ -13,13 +13,15 @@ a key without naming its file:
 
 import json
 import math
+import os
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -45,13 +47,13 @@ from pydantic import (
 )
 
 from smolcluster.configs.function_name import FunctionName, check_name
+from smolcluster.configs.keys import REMOTE_PATH, refused
+from smolcluster.configs.load import NODE_SECTION, SECTIONS, dump_yaml
+from smolcluster.configs.problems import Place, SettingError
 from smolcluster.configs.spec import AlgorithmSpec, algorithms, spec_of
 from smolcluster.errors import ConfigError
 from smolcluster.utils.addresses import is_loopback_name
-from smolcluster.utils.words import hint_at
-
-if TYPE_CHECKING:
-    from smolcluster.configs.resolve import Settings
+from smolcluster.utils.words import nearest
 
 
 def _expand_user(path: Path) -> Path:
@@ -61,8 +63,6 @@ def _expand_user(path: Path) -> Path:
     except RuntimeError:
         raise ValueError("must not begin with the home folder of an unknown user") from None
 
-
-REMOTE_PATH = r"^(~|~?/[^\x00-\x1f\\]*)$"
 
 # A YAML list is no tuple and YAML text no Path: these two are converted, all else must have its type.
 # A node's name is part of the names of log files. A destination must not look like an option of ssh.
@@ -137,6 +137,9 @@ OptimizerName = Annotated[
 PlainValue = bool | int | float | str | None
 OptimizerArgs = dict[str, PlainValue | Annotated[tuple[PlainValue, ...], Strict(False)]]
 
+ENV = "env"
+"""The key of a machine's section whose values may be secrets, such as tokens and passwords."""
+HIDDEN = "***"
 BYTES = "bytes"
 """The tokenizer that needs no files."""
 OWN_FILES = "<files>"
@@ -646,65 +649,6 @@ class ClusterConfig(Section):
         others = {name: values[node] for name, node in self.local_names.items() if node in values}
         return {**values, **others}
 
-    @model_validator(mode="after")
-    def _names_agree(self) -> Self:
-        if self.num_workers != len(self.workers):
-            raise ValueError(
-                f"num_workers is {self.num_workers}, but workers lists {len(self.workers)} "
-                f"({', '.join(self.workers) or 'none'}); the two must agree"
-            )
-        self.check_known("server is", self.server)
-        self._check_servers()
-        self._check_listed("workers", self.workers)
-        for name in self.nodes:
-            self.check_known("nodes has the key", name)
-        self._check_stages()
-        if self.min_workers > self.num_workers and not self.elastic:
-            raise ValueError(
-                f"min_workers is {self.min_workers}, must be at most num_workers, "
-                f"{self.num_workers}, unless elastic is true"
-            )
-        return self
-
-    def _check_stages(self) -> None:
-        taken: dict[str, str] = {}
-        for name, node in self.nodes.items():
-            if node.stages is None:
-                continue
-            if name not in self.workers:
-                raise ValueError(
-                    f"nodes.{name} has stages, but {name} is not one of workers "
-                    f"({', '.join(self.workers)}): list it there, or set nodes.{name}.stages to null"
-                )
-            for each in node.stages.host_ip:
-                self.check_known(f"nodes.{name}.stages lists", each)
-                if each in taken:
-                    raise ValueError(
-                        f"nodes.{name}.stages lists {each!r}, which is a stage of {taken[each]} already"
-                    )
-                taken[each] = name
-        self._check_ports_of_stages()
-
-    def _check_ports_of_stages(self) -> None:
-        """Refuse two listeners on one port of a machine, as far as addresses tell that it is one."""
-        is_one_machine = all(map(is_loopback_name, self.host_ip.values()))
-        taken = {(each, self.port): "port" for each in (self.server, *self.host_ip.values())}
-        for name, node in self.nodes.items():
-            if node.stages is None:
-                continue
-            key, port = f"nodes.{name}.stages.port", node.stages.port
-            addresses = {
-                each for each in node.stages.host_ip.values() if not is_loopback_name(each)
-            }
-            if is_one_machine:
-                addresses.update(self.host_ip.values())
-            places = [(each, port) for each in (name, *sorted(addresses))]
-            if other := next((taken[each] for each in places if each in taken), None):
-                raise ValueError(
-                    f"{key} is {port}, and {other} of the same machine as well: give it another one"
-                )
-            taken |= dict.fromkeys(places, key)
-
     def stages_with(self, name: NodeName) -> StagesConfig | None:
         """Those of the worker that this node is a stage of; None: of none."""
         name = self.node_of(name)
@@ -717,31 +661,6 @@ class ClusterConfig(Section):
         stages = (self.nodes[name].stages for name in self.workers if name in self.nodes)
         return tuple(name for each in stages if each is not None for name in each.host_ip)
 
-    def _check_servers(self) -> None:
-        if self.store_shares is not None and len(self.store_shares) != len(self.store_nodes):
-            raise ValueError(
-                f"store_shares has {len(self.store_shares)} shares, must have one for each of servers, "
-                f"{len(self.store_nodes)}"
-            )
-        if self.servers is None:
-            return
-        if self.stores == "auto":
-            raise ValueError(
-                f"stores is auto and servers lists {', '.join(self.servers)}; set one of them to null"
-            )
-        if not self.servers or self.servers[0] != self.server:
-            raise ValueError(
-                f"servers is [{', '.join(self.servers)}], must begin with server, {self.server!r}"
-            )
-        self._check_listed("servers", self.servers)
-
-    def _check_listed(self, key: str, names: tuple[str, ...]) -> None:
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice:
-            raise ValueError(f"{key} lists {twice!r} twice, must list each node once")
-        for name in names:
-            self.check_known(f"{key} lists", name)
-
     @property
     def store_nodes(self) -> tuple[str, ...]:
         """The nodes that hold slices of the weights, the server first."""
@@ -751,15 +670,6 @@ class ClusterConfig(Section):
     def machines(self) -> tuple[str, ...]:
         """All nodes that take part, each once, the server first."""
         return tuple(dict.fromkeys((*self.store_nodes, *self.workers, *self.stage_nodes)))
-
-    @model_validator(mode="after")
-    def _one_codec_is_meant(self) -> Self:
-        if self.use_quantization and self.codec not in (None, "int8"):
-            raise ValueError(
-                f"use_quantization is true, which means int8, but codec is {self.codec}; "
-                "the two must agree"
-            )
-        return self
 
     def check_average(self, ema_decay: float | None) -> None:
         """Where weights lie on several hosts there is no average of them.
@@ -773,15 +683,17 @@ class ClusterConfig(Section):
                 "of them lie; set ema_decay or servers to null"
             )
 
-    def check_known(self, place: str, name: str) -> None:
-        """Refuse a name that is no node's, as a sentence that begins with `place`.
+    def check_known(self, place: Place, name: str, verb: str = "lists") -> None:
+        """Refuse a name that is no node's; the key at `place` lists it, or has it as a key.
 
         Raises:
-            ValueError: there is no such node.
+            SettingError: there is no such node.
         """
         if name not in self.host_ip:
-            known, hint = ", ".join(self.host_ip) or "none", hint_at(name, self.host_ip)
-            raise ValueError(f"{place} {name!r}, must be a node of host_ip (known: {known}){hint}")
+            allowed = f"a node of host_ip (known: {', '.join(self.host_ip) or 'none'})"
+            meant = nearest(name, self.host_ip)
+            also = ((*place, name),)
+            raise SettingError(place, name, verb=verb, allowed=allowed, nearest=meant, also=also)
 
 
 class GradientClipping(Section):
@@ -805,12 +717,11 @@ class GradientClipping(Section):
     @model_validator(mode="after")
     def _only_one_of_them(self) -> Self:
         if self.max_norm is not None and self.max_value is not None:
-            raise ValueError(
-                f"must not have both max_norm ({self.max_norm:g}) and max_value ({self.max_value:g}); set "
-                "one of them to null"
-            )
+            problem = f"but max_norm is {self.max_norm:g}; set one of them to null"
+            raise SettingError(("max_value",), self.max_value, problem, also=(("max_norm",),))
         if self.enabled and self.max_norm is None and self.max_value is None:
-            raise ValueError("must have max_norm or max_value, or enabled set to false")
+            problem = "must have max_norm or max_value, or be set to false"
+            raise SettingError(("enabled",), True, problem, also=(("max_norm",), ("max_value",)))
         return self
 
     @property
@@ -849,9 +760,8 @@ class GPTConfig(Section):
     @model_validator(mode="after")
     def _heads_divide_the_width(self) -> Self:
         if self.model_dim % self.num_heads:
-            raise ValueError(
-                f"model.num_heads is {self.num_heads}, must divide model.model_dim, {self.model_dim}"
-            )
+            problem = f"must divide model.model_dim, {self.model_dim}"
+            raise SettingError(("num_heads",), self.num_heads, problem, also=(("model_dim",),))
         return self
 
 
@@ -1038,9 +948,11 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _learning_rate_falls(self) -> Self:
         if self.lr_schedule and self.lr_schedule.min_lr > self.learning_rate:
-            raise ValueError(
-                f"lr_schedule.min_lr is {self.lr_schedule.min_lr:g}, "
-                f"above learning_rate = {self.learning_rate:g}"
+            raise SettingError(
+                ("lr_schedule", "min_lr"),
+                self.lr_schedule.min_lr,
+                f"above learning_rate = {self.learning_rate:g}",
+                also=(("learning_rate",),),
             )
         return self
 
@@ -1071,9 +983,7 @@ class RunConfig(Section):
         try:
             return config.model_validate_json(json.dumps(self.own))
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{self.algorithm}: {key}: {first['msg']}") from None
+            raise refused(config, error, self.algorithm) from None
 
     @model_validator(mode="after")
     def _holds_nothing_of_one_machine(self) -> Self:
@@ -1090,6 +1000,92 @@ def config_of(spec: AlgorithmSpec) -> type[AlgorithmConfig]:
     """The class of what the algorithm alone understands."""
     found: type[AlgorithmConfig] = pkgutil.resolve_name(spec.config)
     return found
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a process on one machine has been told."""
+
+    cluster: ClusterConfig
+    train: TrainConfig
+    node: NodeConfig
+    name: str | None = field(default=None, compare=False)
+    """The machine's; None: the server's."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a step that all workers take together, however many of them are present."""
+        return (
+            self.train.global_batch_size or self.train.samples_per_push * self.cluster.num_workers
+        )
+
+    def num_threads(self, environ: Mapping[str, str] = os.environ) -> int | None:
+        """Compute threads of one of the run's processes; None: PyTorch's choice.
+
+        Where the user has set no number, the server and the workers that reach it on this very machine share
+        its cores: with more threads than cores in all they hinder each other.
+        """
+        if self.node.threads is not None or "OMP_NUM_THREADS" in environ:
+            return self.node.threads
+        server, host_ip = self.cluster.server, self.cluster.host_ip
+        others = (node for node in self.cluster.machines if node != server)
+        here = [server, *(node for node in others if is_loopback_name(host_ip.get(node, "")))]
+        is_alone = len(here) == 1 or (self.name or server) not in here
+        return None if is_alone else max(1, (os.cpu_count() or 1) // len(here))
+
+    def with_batch_size(self, batch_size: int | None) -> "Settings":
+        """The same with so many samples a batch; None: as the configuration says."""
+        if batch_size is None:
+            return self
+        return replace(self, train=self.train.model_copy(update={"batch_size": batch_size}))
+
+    def run_config(self, run_id: str, algorithm: AlgorithmName) -> RunConfig:
+        """What travels to the workers: nothing of any one machine."""
+        cluster = self.cluster
+        train: dict[str, object] = {"dataset": self.train.dataset.anywhere, "workload": None}
+        own = self.of(config_of(spec_of(algorithm)))
+        train |= own.pinned(self)
+        trained = self.train.without_weights()
+        shared = {name: getattr(trained, name) for name in TrainConfig.model_fields}
+        return RunConfig(
+            run_id=run_id,
+            algorithm=algorithm,
+            seed=cluster.seed,
+            worker_update_interval=cluster.worker_update_interval,
+            use_quantization=cluster.use_quantization,
+            codec=cluster.codec,
+            heartbeat_timeout_s=cluster.heartbeat_timeout_s,
+            reconnect_timeout_s=cluster.reconnect_timeout_s,
+            workload=self.train.workload_label,
+            own=own.model_dump(mode="json"),
+            train=TrainConfig.model_validate(shared | train),
+        )
+
+    def of(self, config: type[C]) -> C:
+        """What an algorithm alone understands."""
+        told = {**dict(self.cluster), **dict(self.train)}
+        return config.model_validate(
+            {name: told[name] for name in config.model_fields if name in told}
+        )
+
+    def to_yaml(self, *, env_names: bool = False) -> str:
+        """The resolved configuration with all defaults, one mapping a section, to keep with a run.
+
+        The machines' `env` is left out, for others may read the file; with `env_names` its names are there,
+        each with `***` as its value.
+        """
+        sections = {
+            SECTIONS["cluster"]: self.cluster,
+            SECTIONS["training"]: self.train,
+            NODE_SECTION: self.node,
+        }
+        dumped = {name: part.model_dump(mode="json") for name, part in sections.items()}
+        for node in (dumped[NODE_SECTION], *dumped[SECTIONS["cluster"]]["nodes"].values()):
+            if env_names:
+                node[ENV] = dict.fromkeys(node[ENV], HIDDEN)
+            else:
+                del node[ENV]
+        return dump_yaml(dumped)
 
 
 @cache
@@ -1115,7 +1111,7 @@ def _with_algorithms(shared: type[F], *, of_training: bool) -> type[F]:
     fields: dict[str, Any] = {}
     for spec in algorithms().values():
         config = config_of(spec)
-        for name, field in config.model_fields.items():
+        for name, key in config.model_fields.items():
             origin = next(each for each in config.__mro__ if name in each.__annotations__)
             if declared.get(name) is origin and origin is not config:  # they have it from one class
                 continue
@@ -1126,5 +1122,5 @@ def _with_algorithms(shared: type[F], *, of_training: bool) -> type[F]:
                 )
             owners[name] = f"the algorithm {spec.name}'s"
             if (name in config.training_keys) is of_training:
-                fields[name] = (field.annotation, field)
+                fields[name] = (key.annotation, key)
     return create_model(shared.__name__, __base__=shared, __doc__=shared.__doc__, **fields)

@@ -7,8 +7,7 @@ on top.
 from dataclasses import dataclass
 
 from smolcluster.algorithms.planning.costs import FLOAT_NBYTES, Job, costs_of, num_moments
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import GPTConfig, SimpleNNConfig
+from smolcluster.configs.schema import GPTConfig, Settings, SimpleNNConfig
 from smolcluster.configs.spec import get_algorithm
 
 VOCABULARIES = {"bytes": 256, "openai-community/gpt2": 50257, "gpt2": 50257}

@@ -7,11 +7,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from smolcluster.configs.resolve import (
-    Settings,
-    check_unencrypted,
-)
-from smolcluster.configs.schema import ClusterConfig, NodeConfig, config_of
+from smolcluster.configs.checks import check_unencrypted
+from smolcluster.configs.schema import ClusterConfig, NodeConfig, Settings, config_of
 from smolcluster.errors import ConfigError
 from smolcluster.launch.plan import (
     NO_PROGRESS,

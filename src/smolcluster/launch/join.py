@@ -19,7 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from smolcluster.configs.begun import brought_workload, check_workload
 from smolcluster.configs.function_name import FunctionName, known_here
-from smolcluster.configs.resolve import LOOPBACK, load_resolved
+from smolcluster.configs.machines import LOOPBACK
+from smolcluster.configs.resolve import load_resolved
 from smolcluster.configs.schema import ClusterConfig, NodeName
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError

@@ -7,10 +7,10 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.meant import written_here
-from smolcluster.configs.resolve import Settings, check_algorithm
-from smolcluster.configs.schema import ClusterConfig, config_of
+from smolcluster.configs.schema import ClusterConfig, Settings, config_of
 from smolcluster.errors import ConfigError, PortBusy
 from smolcluster.launch.group_plan import plan
 from smolcluster.launch.host import Host

@@ -13,7 +13,7 @@ from pathlib import Path
 import smolcluster
 from smolcluster.configs.begun import WORKLOAD_FOLDER
 from smolcluster.configs.function_name import FunctionName
-from smolcluster.configs.resolve import node_overrides, public_overrides, without_workload
+from smolcluster.configs.overrides import node_overrides, public_overrides, without_workload
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.configs.spec import AlgorithmSpec
 from smolcluster.errors import ConfigError

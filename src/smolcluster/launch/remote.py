@@ -13,16 +13,13 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict
 
 from smolcluster.configs.begun import is_known, remember
+from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.load import dump_yaml, find_config, read_config
 from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
-from smolcluster.configs.nested import flatten, is_nested
-from smolcluster.configs.resolve import (
-    Settings,
-    check_algorithm,
-    cluster_without,
-    workload_overrides,
-)
-from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, NodeConfig
+from smolcluster.configs.overrides import workload_overrides
+from smolcluster.configs.resolve import cluster_without
+from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, NodeConfig, Settings
+from smolcluster.configs.sections import flatten, is_nested
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.checks_links import check_packets

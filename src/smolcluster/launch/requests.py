@@ -15,8 +15,9 @@ from smolcluster.configs.meant import (
     cluster_source,
     training_source,
 )
-from smolcluster.configs.resolve import Settings, load_settings, workload_overrides
-from smolcluster.configs.schema import config_of
+from smolcluster.configs.overrides import workload_overrides
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import Settings, config_of
 from smolcluster.configs.spec import AlgorithmSpec, LaunchCommand, default_algorithm
 from smolcluster.errors import ConfigError
 from smolcluster.launch.estimate import tensors_of

@@ -20,9 +20,10 @@ from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
 from smolcluster.configs.begun import check_workload
 from smolcluster.configs.function_name import known_here
-from smolcluster.configs.layers import Draft, from_environment, from_overrides
-from smolcluster.configs.resolve import LOOPBACK, Settings, load_resolved, load_settings
-from smolcluster.configs.schema import GPTConfig, NodeConfig, config_of
+from smolcluster.configs.machines import LOOPBACK
+from smolcluster.configs.overrides import from_environment, from_overrides
+from smolcluster.configs.resolve import Draft, load_resolved, load_settings
+from smolcluster.configs.schema import GPTConfig, NodeConfig, Settings, config_of
 from smolcluster.configs.spec import SINGLE, default_algorithm, get_algorithm, spec_of
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find, in_folder

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.launch.estimate import LINKS_MB_S, StepCost, cost_of
 from smolcluster.launch.host import shell_path
 from smolcluster.launch.workload_code import WorkloadCode

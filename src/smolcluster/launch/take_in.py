@@ -17,8 +17,7 @@ from typing import Any
 
 from smolcluster.configs.begun import WORKLOAD_FOLDER, remember
 from smolcluster.configs.load import dump_yaml, parse_yaml, read_config
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import ClusterConfig
+from smolcluster.configs.schema import ClusterConfig, Settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, Rejected
 from smolcluster.launch.host import shell_path

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from smolcluster.configs.resolve import Settings, save_resolved
-from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.resolve import save_resolved
+from smolcluster.configs.schema import RunConfig, Settings
 from smolcluster.configs.spec import title_of
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import Metrics, Sink

@@ -5,14 +5,38 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 from smolcluster.utils.folders import checkout
+
+_LONGEST_SHOWN = 60
 
 
 def one_line(text: str) -> str:
     """`text` with everything that a terminal cannot print on one line escaped."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def show(value: Any) -> str:
+    """A value as it would be written in YAML, shortened."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case dict():
+            return "a mapping" if value else "an empty mapping"
+        case list() | tuple():
+            text = f"[{', '.join(map(show, value))}]"
+        case str() | Path():
+            text = repr(str(value))
+        case date():
+            text = value.isoformat()
+        case _:
+            text = str(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def say(line: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from harness import free_port, local_settings, summary_of
 from peers import logger
 from smolcluster.algorithms.claim import AUTO, Claimed, claim_run
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import CheckpointError, ConfigError, PortBusy, RunBusy, SmolclusterError
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import LATEST, RunPaths, create_run

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 from harness import digits_config
 from smolcluster.algorithms import owner, single
 from smolcluster.algorithms.owner import Owner, own_run
-from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import (
     ClusterConfig,
     GradientClipping,
     NodeConfig,
+    Settings,
     TrainConfig,
 )
 from smolcluster.data.dataset import Batch, Place

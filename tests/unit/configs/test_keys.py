@@ -3,8 +3,9 @@ from typing import Any
 
 import pytest
 
-from smolcluster.configs.keys import find_shape, fixed_paths, show
+from smolcluster.configs.keys import find_shape, fixed_paths
 from smolcluster.configs.schema import NodeConfig, Section, cluster_section, train_section
+from smolcluster.utils.words import show
 
 
 @pytest.mark.parametrize("section", [cluster_section(), train_section(), NodeConfig])

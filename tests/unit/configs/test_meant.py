@@ -11,8 +11,7 @@ from smolcluster.cli import main
 from smolcluster.configs import load
 from smolcluster.configs.load import find_config
 from smolcluster.configs.meant import AS_SHIPPED, content_digest, training_source
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import TrainConfig
+from smolcluster.configs.schema import Settings, TrainConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.distributed_training import configuration, parser
 from smolcluster.errors import ConfigError

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smolcluster.configs.load import find_config, read_yaml
-from smolcluster.configs.nested import flatten, saying
-from smolcluster.configs.resolve import Settings, load_settings, resolve
-from smolcluster.configs.schema import GPTConfig, SimpleNNConfig, train_section
-from smolcluster.errors import ConfigError, DataError
+from smolcluster.configs.problems import SettingError
+from smolcluster.configs.resolve import load_settings, resolve
+from smolcluster.configs.schema import GPTConfig, Settings, SimpleNNConfig, train_section
+from smolcluster.configs.sections import flatten
 
 CLUSTER: dict[str, Any] = {
     "host_ip": {"mini1": "127.0.0.1", "pi5": "127.0.0.1"},
@@ -40,10 +40,16 @@ def settle(
     )
 
 
-def refusal(train: dict[str, Any], *overrides: str, environ: dict[str, str] | None = None) -> str:
-    with pytest.raises(ConfigError) as raised:
+def raised(
+    train: dict[str, Any], *overrides: str, environ: dict[str, str] | None = None
+) -> SettingError:
+    with pytest.raises(SettingError) as caught:
         settle(train, *overrides, environ=environ)
-    text = str(raised.value)
+    return caught.value
+
+
+def refusal(train: dict[str, Any], *overrides: str, environ: dict[str, str] | None = None) -> str:
+    text = str(raised(train, *overrides, environ=environ))
     assert text.isprintable()
     assert "pydantic" not in text
     return text
@@ -192,14 +198,20 @@ def test_no_argument_is_changed() -> None:
     [
         ({"batch_size": 3}, "batch_size", "training.batch_size"),
         ({"num_epochs": 3}, "num_epochs", "training.epochs"),
-        ({"dataset": {"tokenizer": "bytes"}}, "dataset", "data.name"),
+        ({"dataset": {"name": "snli"}}, "dataset.name", "data.name"),
     ],
 )
 def test_a_key_in_both_shapes_is_refused(extra: dict[str, Any], here: str, there: str) -> None:
-    text = refusal(NESTED | extra)
-    assert text == f"{FILE}: {here} is also set as {there}; keep one of them"
-    turned = refusal(extra | NESTED)
-    assert turned == f"{FILE}: {there} is also set as {here}; keep one of them"
+    for first, last, train in ((there, here, NESTED | extra), (here, there, extra | NESTED)):
+        error = raised(train)
+        assert (error.source, error.key) == (FILE, last)
+        assert str(error).endswith(f", and also set as {first}; keep one of them")
+
+
+def test_where_the_data_lie_may_be_told_in_either_shape() -> None:
+    """As messages about the data advise, which say `dataset.root`."""
+    train = settle(NESTED | {"dataset": {"root": "/data"}}).train
+    assert (train.dataset.name, str(train.dataset.root)) == ("stdlib", "/data")
 
 
 @pytest.mark.parametrize("norm", [1.0, None])
@@ -262,8 +274,9 @@ def test_what_is_wrong_in_a_flag_or_variable_is_said_in_its_words(
 @pytest.mark.parametrize("section", ["training", "data"])
 @pytest.mark.parametrize("content", [None, [1], "x"])
 def test_a_section_that_is_no_mapping_is_refused(section: str, content: Any) -> None:
-    text = refusal(NESTED | {section: content})
-    assert text == f"{FILE}: {section} must be a mapping of keys to values"
+    error = raised(NESTED | {section: content})
+    assert (error.source, error.key, error.value) == (FILE, section, content)
+    assert error.allowed == "a mapping of keys to values"
 
 
 # What null means
@@ -458,31 +471,3 @@ def test_a_largest_norm_switches_clipping_on(
 ) -> None:
     clipping = resolve(cluster=CLUSTER, train=content, overrides=override).train.gradient_clipping
     assert (clipping.enabled, clipping.max_norm) == expected
-
-
-@pytest.mark.parametrize(
-    ("section", "says"),
-    [
-        ("dataset", "dataset.root is /my/dataset.root, set dataset.name"),
-        ("data", "data.root is /my/dataset.root, set data.name"),
-    ],
-)
-def test_errors_of_the_data_are_said_in_the_users_words(section: str, says: str) -> None:
-    with pytest.raises(DataError) as error, saying(section):
-        raise DataError("dataset.root is /my/dataset.root, set dataset.name")
-    assert str(error.value) == says
-
-
-@pytest.mark.parametrize(
-    ("train", "overrides", "section"),
-    [
-        (NESTED, (), "data"),
-        ({"dataset": {"name": "text"}}, (), "dataset"),
-        ({"dataset": {"name": "text"}}, ("data.root=/text",), "data"),
-        (NESTED, ("dataset.root=/text",), "dataset"),
-    ],
-)
-def test_the_section_of_the_data_is_called_what_the_user_calls_it(
-    train: dict[str, Any], overrides: tuple[str, ...], section: str
-) -> None:
-    assert settle(train, *overrides).data_section == section

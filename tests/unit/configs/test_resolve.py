@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,22 +11,26 @@ import pytest
 from smolcluster.algorithms.EDP.config import EDPConfig
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.SynchronousPS.config import SyncPSConfig
-from smolcluster.configs.layers import from_overrides
+from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.load import find_config, parse_yaml, read_yaml, shipped_names
-from smolcluster.configs.resolve import (
-    Settings,
-    check_algorithm,
+from smolcluster.configs.machines import localise
+from smolcluster.configs.overrides import (
     check_node_overrides,
-    load_resolved,
-    load_settings,
-    localise,
+    from_overrides,
     node_overrides,
     public_overrides,
-    resolve,
-    save_resolved,
 )
-from smolcluster.configs.schema import AlgorithmName, SimpleNNConfig, cluster_section, train_section
+from smolcluster.configs.problems import SettingError, UnknownKey
+from smolcluster.configs.resolve import load_resolved, load_settings, resolve, save_resolved
+from smolcluster.configs.schema import (
+    AlgorithmName,
+    Settings,
+    SimpleNNConfig,
+    cluster_section,
+    train_section,
+)
 from smolcluster.errors import ConfigError, SmolclusterError
+from smolcluster.utils.words import one_line, show
 
 HOSTS = {"mini1": "10.10.0.1", "macbook": "10.10.0.1", "pi5": "192.168.50.1", "win": "10.10.0.1"}
 CLUSTER: dict[str, Any] = {
@@ -70,11 +75,18 @@ def settle(
     )
 
 
+def raised(*overrides: str, **layers: Any) -> SettingError:
+    """The error with which a configuration is refused."""
+    with pytest.raises(SettingError) as caught:
+        settle(*overrides, **layers)
+    return caught.value
+
+
 def refusal(*overrides: str, **layers: Any) -> str:
     """The one line with which a configuration is refused."""
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as caught:
         settle(*overrides, **layers)
-    text = str(raised.value)
+    text = str(caught.value)
     assert text.isprintable()
     for jargon in ("Traceback", "pydantic", "input_value", "[type=", "Input should"):
         assert jargon not in text
@@ -291,87 +303,147 @@ def test_a_worker_list_and_its_number_can_be_changed_together() -> None:
 # Refusals
 
 
-ABOVE_0 = "must be a whole number above 0"
-WAIT = "must be a number above 0 and of 1000000 or less"
-NAME = "must be a name of at most 64 letters"
-NODE = "must be a node of host_ip (known: mini1, macbook, pi"
+ABOVE_0 = "a whole number above 0"
+WAIT = "a number above 0 and of 1000000 or less"
+NAME = "a name of at most 64 letters, digits, '.', '_' and '-'"
+NODE = "a node of host_ip (known: mini1, macbook, pi5, win)"
 
 
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("foo", "'foo' has no '=', must be key=value, such as port=6000"),
-        ("=5", "the key '' is empty or has an empty part, must be like a.b"),
-        ("model..hidden=5", "the key 'model..hidden' is empty or has an empty part"),
-        ("learning_rte=1", "learning_rte is not a setting; did you mean learning_rate?"),
-        ("modle.hiden=1", "modle.hiden is not a setting; did you mean model.hidden?"),
-        ("model={hiden: 1}", "model.hiden is not a setting; did you mean model.hidden?"),
-        ("training.epoch=1", "training.epoch is not a setting; did you mean training.epochs?"),
-        ("max_norm=1", "max_norm is not a setting; did you mean gradient_clipping.max_norm?"),
-        ("nodes.pi5.thread=1", "nodes.pi5.thread is not a setting; did you mean nodes.pi5.threa"),
-        ("xyzzy=1", "xyzzy is not a setting; known here: "),
-        ("port.x=1", "port has no keys, so port.x is not a setting; set port itself"),
-        ("workers.0=pi5", "workers has no keys, so workers.0 is not a setting; set workers itself"),
-        ("model={}", "model is an empty mapping; name the keys to set"),
-        ("port=[1", "the value of port, '[1', line 1: is not valid YAML"),
-        ("num_workers=three", f"num_workers is 'three', {ABOVE_0}"),
-        ("num_workers=2.0", f"num_workers is 2.0, {ABOVE_0}"),
-        ("num_workers=true", f"num_workers is true, {ABOVE_0}"),
-        ("num_workers=4", "num_workers is 4, but workers lists 3 (pi5, win, macbook)"),
-        ("port=0", "port is 0, must be a whole number from 1 to 65535"),
-        ("learning_rate=null", "learning_rate is null, must be a number above 0"),
-        ("learning_rate=.inf", "learning_rate is inf, must be a finite number above 0"),
-        ("learning_rate=.nan", "learning_rate is nan, must be a finite number above 0"),
-        ("use_quantization=yes", "use_quantization is 'yes', must be true or false"),
-        ("optimizer=adm", "optimizer is 'adm', must be one of adam, adamw, sgd"),
-        ("model=5", "model is 5, must be a mapping with keys of type, input_dim, hidden, out"),
+        ("foo", "--override: 'foo' has no '=', must be key=value, such as port=6000"),
+        ("=5", "--override: the key '' is empty or has an empty part, must be like a.b"),
         (
-            "lr_schedule=5",
-            "lr_schedule is 5, must be a mapping with keys of warmup_iters, min_lr, o",
+            "model..hidden=5",
+            "--override: the key 'model..hidden' is empty or has an empty part, must be like a.b",
         ),
-        ("batch_share=5", "batch_share is 5, must be a mapping of names to values, or null"),
-        ("dataset.name=null", "dataset.name is null, must be text"),
-        (
-            "project_dir=x",
-            "project_dir is 'x', must be a path that begins with / or ~/, without bac",
-        ),
-        (
-            "bind=127.0.0.1",
-            "bind is '127.0.0.1', must be a list of at least one, such as [a, b], or",
-        ),
-        ("bind=[]", "bind is [], must be a list of at least one, such as [a, b], or null"),
-        ("workers=[pi5, 2, win]", f"workers[1] is 2, {NAME}"),
-        ("workers=[pi5, win, pi5]", "workers lists 'pi5' twice"),
-        ("server=mini2", f"server is 'mini2', {NODE}"),
-        ("nodes.pi4.threads=1", f"nodes has the key 'pi4', {NODE}"),
-        ("host_ip.a/b=1.1.1.1", f"host_ip has the key 'a/b', {NAME}"),
-        ("host_ip.pi5=", "host_ip.pi5 is null, must be text that is not empty"),
-        ("timeout=0", f"timeout is 0, {WAIT}, or null"),
-        ("timeout=1e300", f"timeout is 1e+300, {WAIT}"),
-        ("start_timeout_s=1e300", f"start_timeout_s is 1e+300, {WAIT}"),
-        ("prepare_timeout_s=1e300", f"prepare_timeout_s is 1e+300, {WAIT}"),
-        ("empty_cluster_timeout_s=1e9", f"empty_cluster_timeout_s is 1000000000.0, {WAIT}"),
-        ("reconnect_timeout_s=1e300", f"reconnect_timeout_s is 1e+300, {WAIT}"),
-        ("heartbeat_timeout_s=1e300", "heartbeat_timeout_s is 1e+300, must be a number from 0.1 t"),
-        ("heartbeat_timeout_s=1e-300", "heartbeat_timeout_s is 1e-300, must be a number from 0.1 "),
-        ("model.activation=rely", "model.activation is 'rely', must be one of relu, gelu, silu, t"),
-        ("codec=zip", "codec is 'zip', must be one of fp32, bf16, fp16, int8, int4, or null"),
-        ("polyak_alpha=2", "polyak_alpha is 2, must be a number from 0 to 1"),
-        ("mixing_rate=0", "mixing_rate is 0, must be a number above 0"),
-        ("mixing_rate=1", "mixing_rate is 1, must be below 1: a fresh worker's weights would"),
-        ("update_rule=mix", "update_rule is 'mix', must be one of gradient, mixing"),
-        ("global_batch_size=0", f"global_batch_size is 0, {ABOVE_0}, or null"),
-        ("microbatch=0", f"microbatch is 0, {ABOVE_0}, or null"),
-        ("batch_share.pi5=-1", "batch_share.pi5 is -1, must be a number of 0 or more"),
-        ("staleness.exponent=-1", "staleness.exponent is -1, must be a number of 0 or more"),
-        ("threads=0", f"threads is 0, {ABOVE_0}, or null"),
-        ("secret_file=~nobody-here/x", "secret_file is '~nobody-here/x', must not begin with the"),
-        ("port=6\n7", "port is "),
-        ("po\nrt=6", r"po\nrt is not a setting; did you mean port?"),
     ],
 )
-def test_a_bad_override_is_refused_with_what_is_allowed(override: str, says: str) -> None:
-    assert refusal(override).startswith(f"--override: {says}")
+def test_what_is_no_assignment_is_refused(override: str, says: str) -> None:
+    assert refusal(override) == says
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "nearest"),
+    [
+        ("learning_rte=1", "learning_rte", "learning_rate"),
+        ("modle.hiden=1", "modle.hiden", "model.hidden"),
+        ("model={hiden: 1}", "model.hiden", "model.hidden"),
+        ("training.epoch=1", "training.epoch", "training.epochs"),
+        ("max_norm=1", "max_norm", "gradient_clipping.max_norm"),
+        ("nodes.pi5.thread=1", "nodes.pi5.thread", "nodes.pi5.threads"),
+        ("xyzzy=1", "xyzzy", None),
+        ("port.x=1", "port.x", "port"),
+        ("workers.0=pi5", "workers.0", "workers"),
+        ("po\nrt=6", "po\nrt", "port"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(
+    override: str, key: str, nearest: str | None
+) -> None:
+    error = raised(override)
+    assert isinstance(error, UnknownKey)
+    assert (error.source, error.key, error.nearest) == ("--override", key, nearest)
+    hint = f"did you mean {nearest}?" if nearest else "known here: "
+    assert refusal(override).startswith(one_line(f"--override: {key} is not a setting; {hint}"))
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value", "says"),
+    [
+        ("model={}", "model", {}, "name the keys to set"),
+        (
+            "port=[1",
+            "port",
+            "[1",
+            "which cannot be read: line 1: is not valid YAML (expected ',' or ']', but got '<stream end>')",
+        ),
+        ("num_workers=three", "num_workers", "three", ABOVE_0),
+        ("num_workers=2.0", "num_workers", 2.0, ABOVE_0),
+        ("num_workers=true", "num_workers", True, ABOVE_0),
+        (
+            "num_workers=4",
+            "num_workers",
+            4,
+            "but workers lists 3 (pi5, win, macbook); the two must agree",
+        ),
+        ("port=0", "port", 0, "a whole number from 1 to 65535"),
+        ("learning_rate=null", "learning_rate", None, "a number above 0"),
+        ("learning_rate=.inf", "learning_rate", math.inf, "a finite number above 0"),
+        ("learning_rate=.nan", "learning_rate", math.nan, "a finite number above 0"),
+        ("use_quantization=yes", "use_quantization", "yes", "true or false"),
+        (
+            "optimizer=adm",
+            "optimizer",
+            "adm",
+            "one of adam, adamw, sgd, muon, auto, ASGD, Adadelta, Adagrad",
+        ),
+        ("model=5", "model", 5, "a mapping with keys of type, input_dim, hidden, out, activat"),
+        ("lr_schedule=5", "lr_schedule", 5, "a mapping with keys of warmup_iters, min_lr, or null"),
+        ("batch_share=5", "batch_share", 5, "a mapping of names to values, or null"),
+        ("dataset.name=null", "dataset.name", None, "text"),
+        (
+            "project_dir=x",
+            "project_dir",
+            "x",
+            "a path that begins with / or ~/, without backslashes",
+        ),
+        ("bind=127.0.0.1", "bind", "127.0.0.1", "a list of at least one, such as [a, b], or null"),
+        ("bind=[]", "bind", [], "a list of at least one, such as [a, b], or null"),
+        ("workers=[pi5, 2, win]", "workers[1]", 2, NAME),
+        ("workers=[pi5, win, pi5]", "workers", ("pi5", "win", "pi5"), "must list each node once"),
+        ("server=mini2", "server", "mini2", NODE),
+        ("nodes.pi4.threads=1", "nodes", "pi4", NODE),
+        ("host_ip.a/b=1.1.1.1", "host_ip", "a/b", NAME),
+        ("host_ip.pi5=", "host_ip.pi5", None, "text that is not empty"),
+        ("timeout=0", "timeout", 0, f"{WAIT}, or null"),
+        ("timeout=1e300", "timeout", 1e300, f"{WAIT}, or null"),
+        ("start_timeout_s=1e300", "start_timeout_s", 1e300, WAIT),
+        ("prepare_timeout_s=1e300", "prepare_timeout_s", 1e300, WAIT),
+        ("empty_cluster_timeout_s=1e9", "empty_cluster_timeout_s", 1000000000.0, WAIT),
+        ("reconnect_timeout_s=1e300", "reconnect_timeout_s", 1e300, WAIT),
+        ("heartbeat_timeout_s=1e300", "heartbeat_timeout_s", 1e300, "a number from 0.1 to 1000000"),
+        (
+            "heartbeat_timeout_s=1e-300",
+            "heartbeat_timeout_s",
+            1e-300,
+            "a number from 0.1 to 1000000",
+        ),
+        ("model.activation=rely", "model.activation", "rely", "one of relu, gelu, silu, tanh"),
+        ("codec=zip", "codec", "zip", "one of fp32, bf16, fp16, int8, int4, or null"),
+        ("polyak_alpha=2", "polyak_alpha", 2, "a number from 0 to 1"),
+        ("mixing_rate=0", "mixing_rate", 0, "a number above 0"),
+        (
+            "mixing_rate=1",
+            "mixing_rate",
+            1,
+            "must be below 1: a fresh worker's weights would replace the server's outright",
+        ),
+        ("update_rule=mix", "update_rule", "mix", "one of gradient, mixing"),
+        ("global_batch_size=0", "global_batch_size", 0, f"{ABOVE_0}, or null"),
+        ("microbatch=0", "microbatch", 0, f"{ABOVE_0}, or null"),
+        ("batch_share.pi5=-1", "batch_share.pi5", -1, "a number of 0 or more"),
+        ("staleness.exponent=-1", "staleness.exponent", -1, "a number of 0 or more"),
+        ("threads=0", "threads", 0, f"{ABOVE_0}, or null"),
+        (
+            "secret_file=~nobody-here/x",
+            "secret_file",
+            "~nobody-here/x",
+            "must not begin with the home folder of an unknown user",
+        ),
+        ("port=6\n7", "port", "6 7", "a whole number from 1 to 65535"),
+    ],
+)
+def test_a_bad_override_is_refused_with_what_is_allowed(
+    override: str, key: str, value: object, says: str
+) -> None:
+    error = raised(override)
+    assert (error.source, error.key) == ("--override", key)
+    assert show(error.value) == show(value)
+    assert (error.allowed or error.problem).startswith(says)
+    told = f"--override: {key} {error.verb} {show(value)}, {'must be ' * bool(error.allowed)}"
+    assert refusal(override).startswith(f"{told}{says}")
 
 
 @pytest.mark.parametrize(
@@ -403,13 +475,13 @@ HERE = "is not a setting here; did you mean"
         ({"model": {}}, f"model {HERE} model in the training file?"),
         ({"hidden": 1}, f"hidden {HERE} model.hidden in the training file?"),
         ({"threads": 1}, f"threads {HERE} threads in nodes.<name> of the cluster file?"),
-        ({"num_workers": "3"}, f"num_workers is '3', {ABOVE_0}"),
+        ({"num_workers": "3"}, f"num_workers is '3', must be {ABOVE_0}"),
         ({"num_workers": 2}, "num_workers is 2, but workers lists 3 (pi5, win, macbook)"),
         ({"workers": "pi5"}, "workers is 'pi5', must be a list such as [a, b]"),
         ({"host_ip": ["10.0.0.1"]}, "host_ip is ['10.0.0.1'], must be a mapping of names to valu"),
         ({"host_ip": HOSTS | {"pi5": 10.5}}, "host_ip.pi5 is 10.5, must be text that is not empty"),
         ({"nodes": {"pi5": {"devise": ""}}}, "nodes.pi5.devise is not a setting; did you mean n"),
-        ({"nodes": {"pi5": {"threads": "x"}}}, f"nodes.pi5.threads is 'x', {ABOVE_0}"),
+        ({"nodes": {"pi5": {"threads": "x"}}}, f"nodes.pi5.threads is 'x', must be {ABOVE_0}"),
         (
             {"nodes": {"pi5": {"runs_dir": [1]}}},
             "nodes.pi5.runs_dir is [1], must be a path, or null",
@@ -548,7 +620,7 @@ SHARES = "batch_share={pi5: 0.25, win: 0.25, macbook: 0.5}"
         (
             "syncps",
             ["update_rule=mixing"],
-            "update_rule is mixing, which is EDP's: all other servers apply gradients; "
+            "update_rule is 'mixing', which is EDP's: all other servers apply gradients; "
             "set update_rule to gradient, or launch edp",
         ),
         (
@@ -763,7 +835,7 @@ def test_pipelines_on_one_machine_have_a_port_each(tmp_path: Path) -> None:
     fewer = load_settings(path, "digits", environ={}, local=True, local_workers=2).cluster
     assert fewer.stage_nodes == ("worker1", "worker2")
     with pytest.raises(
-        ConfigError, match=r"nodes\.worker2\.stages\.port is 65433, and nodes\.work"
+        ConfigError, match=r"nodes\.win\.stages\.port is 65433, and nodes\.worker1\."
     ):
         load_settings(path, "digits", None, ["nodes.win.stages.port=65433"], environ={}, local=True)
 
@@ -914,8 +986,11 @@ def test_an_algorithm_s_keys_may_stand_below_its_name(
         ({"edp": {"mixing_rate": 2}}, "edp.mixing_rate is 2, must be below 1"),
         ({"edp": {"timeout": 2}}, "edp.timeout is not a setting"),
         ({"edp": {"port": 2}}, "edp.port is not a setting; did you mean port?"),
-        ({"edp": 5}, "edp must be a mapping of keys to values"),
-        ({"edp": SECTION, "update_rule": "mixing"}, "update_rule is also set as edp.update_rule"),
+        ({"edp": 5}, "edp is 5, must be a mapping of keys to values"),
+        (
+            {"edp": SECTION, "update_rule": "mixing"},
+            "update_rule is 'mixing', and also set as edp.update_rule",
+        ),
         ({"syncps": {"polyak_alpha": 0.1}}, "did you mean polyak_alpha in the training file?"),
     ],
 )

@@ -10,8 +10,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from smolcluster.configs.load import Kind, dump_yaml, parse_yaml, read_config, shipped_names
-from smolcluster.configs.resolve import Settings, load_resolved, load_settings, save_resolved
-from smolcluster.configs.schema import LONGEST_WAIT_S
+from smolcluster.configs.resolve import load_resolved, load_settings, save_resolved
+from smolcluster.configs.schema import LONGEST_WAIT_S, Settings
 from smolcluster.errors import ConfigError
 
 SECTIONS = ["cluster", "train", "node"]

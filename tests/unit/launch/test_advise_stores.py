@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from smolcluster.configs.resolve import check_algorithm
+from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.launch.advise import run
 from smolcluster.launch.advise.measuring import Way

@@ -10,8 +10,8 @@ import torch
 from smolcluster.algorithms.planning.costs import VALUE_NBYTES
 from smolcluster.codec.registry import get_codec
 from smolcluster.configs.load import shipped_names
-from smolcluster.configs.resolve import Settings, load_settings
-from smolcluster.configs.schema import CodecName, GPTConfig, SimpleNNConfig
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import CodecName, GPTConfig, Settings, SimpleNNConfig
 from smolcluster.launch.estimate import FEATURES, VOCABULARIES, cost_of, params_of, tensors_of
 from smolcluster.models.registry import build_model
 from smolcluster.training.build import build

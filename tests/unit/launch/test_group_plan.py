@@ -10,8 +10,9 @@ import pytest
 
 from smolcluster.algorithms.Mesh.config import config_of
 from smolcluster.cli import main
-from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
-from smolcluster.configs.schema import MeshSizes
+from smolcluster.configs.checks import check_algorithm
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import MeshSizes, Settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.distributed_training import configuration, parser
 from smolcluster.errors import ConfigError

@@ -8,7 +8,8 @@ import pytest
 
 from smolcluster.algorithms.planning.layers import Link, Problem, one_more, plan_layers
 from smolcluster.algorithms.planning.measured import problem_of
-from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError
 from smolcluster.launch.advise import layer_plan as module
 from smolcluster.launch.advise.layer_plan import (

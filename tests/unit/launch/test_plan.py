@@ -14,7 +14,7 @@ from smolcluster.algorithms.entry import (
     worker_parser,
 )
 from smolcluster.algorithms.process import serve, worker_settings
-from smolcluster.configs.resolve import localise
+from smolcluster.configs.machines import localise
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig, StagesConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import algorithms, get_algorithm
 from smolcluster.errors import ConfigError
 from smolcluster.launch.local import launch

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.launch.estimate import cost_of
 from smolcluster.launch.plan import NodePaths, Request, plan_roles

@@ -24,7 +24,7 @@ from peers import (
     server_parts,
     wait_for_threads,
 )
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.data.loading import MapSamples
 from smolcluster.errors import (
     ClusterEmpty,

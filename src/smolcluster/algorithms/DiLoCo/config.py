@@ -10,7 +10,7 @@ from smolcluster.configs.schema import AlgorithmConfig, CodecName, Wait
 from smolcluster.errors import ConfigError
 
 if TYPE_CHECKING:
-    from smolcluster.configs.resolve import Settings
+    from smolcluster.configs.schema import Settings
 
 DEFAULT_FRAGMENTS, MAX_FRAGMENTS = 4, 4096
 

@@ -33,7 +33,7 @@ from smolcluster.algorithms.planning.costs import (
     up_rates,
 )
 from smolcluster.algorithms.planning.stores import Traffic, as_spread, with_stores
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 
 UNKNOWN_EPOCH = 100_000
 """Samples, where it is not known how many there are."""

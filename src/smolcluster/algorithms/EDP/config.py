@@ -9,7 +9,7 @@ from smolcluster.configs.schema import AlgorithmConfig, Section
 from smolcluster.errors import ConfigError
 
 if TYPE_CHECKING:
-    from smolcluster.configs.resolve import Settings
+    from smolcluster.configs.schema import Settings
 
 SPREAD = ("adam", "adamw", "sgd")
 """Optimizers whose step of a part of the weights is that of the whole."""

@@ -21,7 +21,7 @@ from smolcluster.algorithms.planning.costs import (
 )
 from smolcluster.algorithms.planning.simulation import Done, Flow, Process, Simulation, Sleep
 from smolcluster.algorithms.planning.stores import Traffic, as_spread, with_stores
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 
 CYCLES = 30
 """From one pull to the next; so many of the slowest worker are simulated."""

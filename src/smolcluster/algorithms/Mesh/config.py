@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, ValidationError
 
 from smolcluster.algorithms.Mesh.sharding import Cut, groups_of, read_sharding
 from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig, check_whole, mesh_schedule
+from smolcluster.configs.keys import refused
 from smolcluster.configs.schema import (
     FLAT_OPTIMIZERS,
     GPTConfig,
@@ -20,7 +21,7 @@ from smolcluster.training.schedules.instructions import Schedule
 from smolcluster.utils.units import format_count
 
 if TYPE_CHECKING:
-    from smolcluster.configs.resolve import Settings
+    from smolcluster.configs.schema import Settings
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]
 Recompute = Literal["none", "full", "selective"]
@@ -263,11 +264,9 @@ def config_of(keys: dict[str, Any]) -> MeshConfig:
     """From the keys of a file or a command line.
 
     Raises:
-        ConfigError: a key is unknown or of a wrong type.
+        SettingError: a key is unknown or of a wrong type.
     """
     try:
         return MeshConfig.model_validate(keys)
-    except ValueError as error:
-        first = error.errors()[0] if hasattr(error, "errors") else {"loc": (), "msg": str(error)}
-        place = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{place} is wrong: {first['msg']}") from error
+    except ValidationError as error:
+        raise refused(MeshConfig, error) from error

@@ -16,7 +16,7 @@ from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.process import be_rank, device_and_backend, together
 from smolcluster.algorithms.Mesh.ranks import Ranks
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.runs.summary import Summary
 from smolcluster.training.hooks import Hooks

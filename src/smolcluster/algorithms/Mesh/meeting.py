@@ -25,7 +25,7 @@ from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT
 from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks, has_agent_store
 from smolcluster.algorithms.Mesh.store import GroupStore, Host, Way
 from smolcluster.algorithms.Mesh.watch import FAILED, Store
-from smolcluster.configs.resolve import check_unencrypted
+from smolcluster.configs.checks import check_unencrypted
 from smolcluster.configs.schema import Encryption
 from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy, SmolclusterError
 from smolcluster.utils.addresses import is_loopback, is_loopback_name

@@ -21,7 +21,7 @@ from smolcluster.algorithms.Mesh.ranks import Ranks
 from smolcluster.algorithms.Mesh.watch import Failure, Watch
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import SINGLE
 from smolcluster.errors import ConfigError
 from smolcluster.observability.logs import NodeLog

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from smolcluster.configs.keys import show
 from smolcluster.configs.load import parse_yaml, read_yaml
 from smolcluster.errors import ConfigError
-from smolcluster.utils.words import hint_at
+from smolcluster.utils.words import hint_at, show
 
 STAGE = re.compile(r"^pp_stage(\d+)(?:_(colpar|rowpar))?$")
 BOUNDARY = re.compile(r"^stage(\d+)_to_stage(\d+)$")

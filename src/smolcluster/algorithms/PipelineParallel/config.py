@@ -13,7 +13,7 @@ from smolcluster.training.schedules.instructions import SCHEDULES
 from smolcluster.utils.words import hint_at
 
 if TYPE_CHECKING:
-    from smolcluster.configs.resolve import Settings
+    from smolcluster.configs.schema import Settings
     from smolcluster.training.recipe import Training
 
 

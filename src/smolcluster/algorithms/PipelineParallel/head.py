@@ -43,8 +43,7 @@ from smolcluster.algorithms.PipelineParallel.part_copy import (
 )
 from smolcluster.algorithms.spreading import SpreadContext, check_can_be_spread, parts_of
 from smolcluster.algorithms.supervision import is_started_again
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import RunConfig, StagesConfig, TrainConfig, config_of
+from smolcluster.configs.schema import RunConfig, Settings, StagesConfig, TrainConfig, config_of
 from smolcluster.configs.spec import algorithm_of_stages, get_algorithm
 from smolcluster.errors import (
     ClusterEmpty,
@@ -486,8 +485,10 @@ def naming(key: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ConfigError, PortBusy) as error:
-        raise type(error)(f"{key}: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    except PortBusy as error:
+        raise PortBusy(f"{key}: {error}") from error
 
 
 def pipeline_run(run: RunConfig, stages: StagesConfig) -> RunConfig:

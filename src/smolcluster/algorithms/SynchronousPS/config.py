@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, NonNegativeFloat
 
+from smolcluster.configs.problems import HAS_KEY
 from smolcluster.configs.schema import AlgorithmConfig, NodeName, Wait
 from smolcluster.errors import ConfigError
 
 if TYPE_CHECKING:
-    from smolcluster.configs.resolve import Settings
+    from smolcluster.configs.problems import HAS_KEY
+from smolcluster.configs.schema import Settings
 
 SHARES_TOLERANCE = 1e-6
 """How far from 1 shares may add up: three times 0.333333 is meant as a whole."""
@@ -57,10 +59,7 @@ class SyncPSConfig(AlgorithmConfig):
         if self.batch_share is None:
             return
         for name in self.batch_share:
-            try:
-                cluster.check_known("batch_share has the key", name)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+            cluster.check_known(("batch_share",), name, verb=HAS_KEY)
         without = next((name for name in cluster.workers if name not in self.batch_share), None)
         if without:
             raise ConfigError(

@@ -23,7 +23,7 @@ from smolcluster.algorithms.planning.costs import (
 )
 from smolcluster.algorithms.planning.stores import Traffic, as_spread, with_stores
 from smolcluster.algorithms.SynchronousPS.sharing import Cost, sizes_by_cost
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 
 BUCKET_VALUES = 1 << 18
 """Values of a bucket of 1 MiB of float32."""

@@ -10,8 +10,7 @@ from importlib import import_module
 from math import inf
 from typing import Any, Protocol, cast
 
-from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import TrainConfig
+from smolcluster.configs.schema import Settings, TrainConfig
 from smolcluster.configs.spec import AlgorithmSpec
 
 FLOAT_NBYTES = 4

@@ -13,7 +13,7 @@ from math import inf, isfinite
 from typing import Any, NamedTuple
 
 from smolcluster.algorithms.planning.costs import Interface, Site
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 
 LEAST_SHARE = 0.04
 """Who would hold less holds nothing: each host is one more that can be lost."""

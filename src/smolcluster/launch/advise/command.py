@@ -15,9 +15,11 @@ from typing import Any
 
 from smolcluster.algorithms.planning.advice import Advice, Option, advise, best_settings
 from smolcluster.algorithms.planning.costs import Interface, Job, Site, Worker, costs_of
+from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.load import find_config
 from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
-from smolcluster.configs.resolve import Settings, check_algorithm, without_workload
+from smolcluster.configs.overrides import without_workload
+from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import AlgorithmSpec, algorithms, get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.advise.measuring import (

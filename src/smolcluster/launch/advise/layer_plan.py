@@ -17,7 +17,7 @@ from smolcluster.algorithms.planning.layers import (
     plan_layers,
 )
 from smolcluster.algorithms.planning.measured import problem_of
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.advise.command import (
     ALONE,

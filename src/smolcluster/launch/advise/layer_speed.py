@@ -8,7 +8,7 @@ import sys
 from math import ceil
 from pathlib import Path
 
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.advise.speed import asked_in, settings_in
 from smolcluster.runs.model_file import ModelFile

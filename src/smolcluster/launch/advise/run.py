@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from smolcluster.algorithms.planning.costs import Job, Site, Worker, costs_of
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.launch.advise.command import (
     Found,
     can_follow,

@@ -14,7 +14,9 @@ from statistics import median
 from pydantic import BaseModel, ConfigDict
 
 from smolcluster.configs.function_name import FunctionName
-from smolcluster.configs.resolve import Settings, load_settings, workload_overrides
+from smolcluster.configs.overrides import workload_overrides
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import DataError, SmolclusterError
 from smolcluster.runs.model_file import ModelFile
 

@@ -16,7 +16,8 @@ from typing import Any
 from smolcluster.configs.function_name import known_here
 from smolcluster.configs.load import find_config, read_config
 from smolcluster.configs.meant import cluster_source, training_source
-from smolcluster.configs.resolve import load_settings, workload_overrides
+from smolcluster.configs.overrides import workload_overrides
+from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.doctor.check_report import as_json_text, exit_code, show

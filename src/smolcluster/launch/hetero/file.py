@@ -23,10 +23,11 @@ from pydantic import (
     model_validator,
 )
 
-from smolcluster.configs.keys import find_shape, wrong_value
-from smolcluster.configs.resolve import HIDDEN
+from smolcluster.configs.keys import setting_errors
+from smolcluster.configs.problems import SettingError
+from smolcluster.configs.schema import HIDDEN
 from smolcluster.errors import ConfigError
-from smolcluster.utils.words import hint_at, one_line
+from smolcluster.utils.words import one_line
 
 DEFAULT_FILE = "hetero_config.json"
 DEFAULT_PORT = 9999
@@ -213,26 +214,17 @@ def read_hetero(path: Path) -> HeteroConfig:
     try:
         config = HeteroConfig.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(one_line(f"{path}: {_problem(error)}")) from None
+        raise _problem(error, path) from None
     check_plan(config, str(path))
     return config
 
 
-def _problem(error: ValidationError) -> str:
-    """What is wrong first, as a sentence."""
-    first = error.errors(include_url=False)[0]
-    *section, key = first["loc"] or ("the file",)
-    where = ".".join(map(str, section))
-    if first["type"] == "extra_forbidden":
-        shape = find_shape(HeteroConfig, tuple(map(str, section)))
-        known = shape.keys if shape else ()
-        allowed = f"it knows {', '.join(known)}"
-        return f"{where or 'the file'} has no key {str(key)!r}{hint_at(str(key), known)}; {allowed}"
-    path = tuple(map(str, first["loc"]))
-    at = ".".join(path) or "the file"
-    if path == ("secret",):
-        first["input"] = HIDDEN
-    return wrong_value(HeteroConfig, path, first, at)
+def _problem(error: ValidationError, path: Path) -> SettingError:
+    """What is wrong first; the secret is not shown."""
+    first, *_ = setting_errors(HeteroConfig, error, str(path))
+    if first.place == ("secret",):
+        first.value = HIDDEN
+    return first
 
 
 def check_plan(config: HeteroConfig, told: str) -> None:

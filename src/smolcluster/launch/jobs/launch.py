@@ -5,16 +5,11 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+from smolcluster.configs.checks import check_algorithm, check_unencrypted
 from smolcluster.configs.load import find_config
 from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
-from smolcluster.configs.resolve import (
-    Settings,
-    check_algorithm,
-    check_unencrypted,
-    public_overrides,
-    without_workload,
-    workload_overrides,
-)
+from smolcluster.configs.overrides import public_overrides, without_workload, workload_overrides
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import LaunchError
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.group_plan import PROGRAM, ROLE, num_ranks, portable_request

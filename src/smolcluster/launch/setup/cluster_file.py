@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 
-from smolcluster.configs.layers import Draft
 from smolcluster.configs.load import find_config, parse_yaml
+from smolcluster.configs.resolve import Draft
 from smolcluster.configs.schema import cluster_section
 
 _COMMENT_COLUMN = 28

@@ -6,10 +6,12 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
+from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.json_schema import json_schema
 from smolcluster.configs.load import NODE_SECTION, SECTIONS, Kind
 from smolcluster.configs.meant import cluster_source, training_source
-from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import algorithms
 from smolcluster.errors import ConfigError
 from smolcluster.utils.units import format_count

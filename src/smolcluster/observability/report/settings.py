@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from smolcluster.configs.keys import show
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import Settings
+from smolcluster.utils.words import show
 
 
 class Setting(NamedTuple):

@@ -6,7 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from smolcluster.configs.resolve import Settings, load_resolved
+from smolcluster.configs.resolve import load_resolved
+from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError, DataError, SmolclusterError
 from smolcluster.observability.logs import traceback_of
 from smolcluster.observability.parsing import LogLine

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from harness import local_settings
 from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
-from smolcluster.configs.resolve import check_algorithm
+from smolcluster.configs.checks import check_algorithm
 from smolcluster.errors import ConfigError
 
 

@@ -7,7 +7,8 @@ import pytest
 from smolcluster.algorithms.DiLoCo import costs
 from smolcluster.algorithms.DiLoCo.costs import candidates, predict, step_nbytes
 from smolcluster.algorithms.planning.costs import Job, Site, Worker
-from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import Settings
 
 JOB = Job(1_000_000, num_samples=1_000_000)
 

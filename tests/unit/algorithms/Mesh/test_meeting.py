@@ -31,7 +31,7 @@ from smolcluster.algorithms.Mesh.meeting import (
 from smolcluster.algorithms.Mesh.ranks import Ranks
 from smolcluster.algorithms.Mesh.store import GroupStore
 from smolcluster.algorithms.Mesh.watch import FAILED
-from smolcluster.configs.resolve import check_unencrypted
+from smolcluster.configs.checks import check_unencrypted
 from smolcluster.errors import AuthError, ConfigError, ConnectTimeout, PortBusy
 from smolcluster.wire.security import Secret
 from waiting import DEADLINE_S

@@ -9,7 +9,8 @@ import pytest
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut, written_cut
-from smolcluster.configs.resolve import check_algorithm, load_settings
+from smolcluster.configs.checks import check_algorithm
+from smolcluster.configs.resolve import load_settings
 from smolcluster.errors import ConfigError
 
 Ranges = dict[str, list[tuple[int, int]]]

@@ -4,7 +4,8 @@ import pytest
 
 from smolcluster.algorithms.planning.costs import Interface, Job, Site, Worker
 from smolcluster.algorithms.SynchronousPS.costs import predict, shared_out, step_nbytes
-from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import Settings
 
 FAST_BYTES_S = 50e6 / 8 * 1448 / 1514
 """A link of 50 Mbit/s, without the headers of its packets."""

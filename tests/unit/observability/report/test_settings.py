@@ -1,4 +1,5 @@
-from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import Settings
 from smolcluster.observability.report.settings import Setting, changed_settings, differing
 
 

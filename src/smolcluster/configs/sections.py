@@ -1,0 +1,248 @@
+"""The sections of a configuration: where each key may stand, and what else it may be called there.
+
+A training file may also have a nested shape, as for language models:
+
+    model: {…}   training: {batch_size, epochs, grad_clip_norm, …}   lr_schedule: {…}   data: {tokenizer, …}
+
+It says the same as the flat shape of `TrainConfig` with other words, and has other defaults: a GPT on
+WikiText-2, trained by AdamW, and no clipping unless it says so. Single keys may be given in either shape.
+An algorithm's own keys may stand below its name.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from smolcluster.configs.keys import KeyPath, KeySchema, find_shape, fixed_paths, shape_of
+from smolcluster.configs.problems import Place, SettingError, UnknownKey
+from smolcluster.configs.schema import (
+    NodeConfig,
+    Section,
+    cluster_section,
+    own_keys,
+    train_section,
+)
+from smolcluster.configs.spec import algorithms
+from smolcluster.utils.words import nearest
+
+TRAINING, DATA, DATASET = "training", "data", "dataset"
+CLIP_NORM: KeyPath = ("gradient_clipping", "max_norm")
+CLIP_ENABLED: KeyPath = ("gradient_clipping", "enabled")
+A_SECTION = "a mapping of keys to values"
+
+_FLAT: Mapping[str, KeyPath] = MappingProxyType(
+    {"epochs": ("num_epochs",), "grad_clip_norm": CLIP_NORM}
+)
+_DEFAULTS: Mapping[KeyPath, Any] = MappingProxyType(
+    {
+        ("model", "type"): "GPT",
+        (DATASET, "name"): "wikitext",
+        ("optimizer",): "adamw",
+        CLIP_ENABLED: False,
+    }
+)
+
+
+def is_nested(content: Mapping[str, Any]) -> bool:
+    return TRAINING in content or DATA in content
+
+
+def is_other_section(name: str) -> bool:
+    """Whether keys of that section stand elsewhere in the flat shape."""
+    return name in (TRAINING, DATA, *algorithms())
+
+
+def flat_path(path: KeyPath) -> KeyPath:
+    """What the flat shape calls a key of either shape, or of an algorithm's own section."""
+    match path:
+        case (str() as section, str() as name, *below) if section == TRAINING:
+            return (*_FLAT.get(name, (name,)), *below)
+        case (str() as section, *below) if section == DATA:
+            return (DATASET, *below)
+        case (str() as section, str() as name, *below) if name in own_keys(section):
+            return (name, *below)
+    return path
+
+
+def nested_path(path: KeyPath) -> KeyPath:
+    """What the nested shape calls a key of the flat one."""
+    if path[0] == DATASET:
+        return (DATA, *path[1:])
+    if path[0] in ("model", "lr_schedule", "logging"):
+        return path
+    return (TRAINING, *{flat: (name,) for name, flat in _FLAT.items()}.get(path, path))
+
+
+def flat_values(written: KeyPath, value: Any) -> Iterator[tuple[KeyPath, KeyPath, Any]]:
+    """A key of either shape and its value, as keys of the flat shape.
+
+    Yields the flat path, the path as it was written, and the value. Of a section that stands elsewhere in the
+    flat shape, each key comes by itself. A largest norm switches clipping on.
+    """
+    if len(written) == 1 and is_other_section(written[0]):
+        for name, below in value.items():
+            yield from flat_values((*written, name), below)
+        return
+    flat = flat_path(written)
+    if flat != CLIP_NORM or (written == flat and value is None):
+        yield flat, written, value
+        return
+    yield CLIP_ENABLED, written, value is not None
+    if value is not None:
+        yield CLIP_NORM, written, value
+
+
+def flatten(
+    content: Mapping[str, Any], source: str
+) -> tuple[dict[str, Any], dict[KeyPath, KeyPath]]:
+    """A file as one in the flat shape, and how it calls each of its keys.
+
+    Of the nested shape the defaults are filled in.
+
+    Raises:
+        SettingError: a section is no mapping, or a key is set in both shapes.
+    """
+    flat: dict[str, Any] = {}
+    words: dict[KeyPath, KeyPath] = {}
+    for section, told in content.items():
+        if is_other_section(section) and not isinstance(told, dict):
+            raise SettingError((section,), told, allowed=A_SECTION, source=source)
+        by_key = section == DATASET and isinstance(told, dict)
+        parts = [((section, name), told[name]) for name in told] if by_key else [((section,), told)]
+        for path, written, item in (each for part in parts for each in flat_values(*part)):
+            if other := _said_before(words, path, written):
+                also = f"and also set as {'.'.join(other)}; keep one of them"
+                raise SettingError(written, item, also, source=source)
+            words[path] = written
+            _put(flat, path, copy.deepcopy(item))
+    for path, item in _DEFAULTS.items() if is_nested(content) else ():
+        if path != CLIP_ENABLED or CLIP_ENABLED[0] not in flat:
+            _put(flat, path, item, only_if_missing=True)
+    return flat, words
+
+
+def _said_before(
+    words: Mapping[KeyPath, KeyPath], path: KeyPath, written: KeyPath
+) -> KeyPath | None:
+    """What else says the same as a key, or something of what it says."""
+    for known, other in words.items():
+        length = min(len(known), len(path))
+        if other != written and known[:length] == path[:length]:
+            return other
+    return None
+
+
+def _put(values: Any, path: KeyPath, item: Any, *, only_if_missing: bool = False) -> None:
+    *above, last = path
+    for name in above:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            return  # the schema will say that a mapping must stand here
+    if not (only_if_missing and last in values):
+        values[last] = item
+
+
+def _sections() -> tuple[tuple[type[Section], str], ...]:
+    return (
+        (cluster_section(), "the cluster file"),
+        (train_section(), "the training file"),
+        (NodeConfig, "nodes.<name> of the cluster file"),
+    )
+
+
+def locate(path: KeyPath, origin: str, written: KeyPath) -> tuple[KeyPath, KeySchema]:
+    """The shape at `path`; a name with dots that ends a path is one part of it (`host_ip.pi5.local`).
+
+    `written` is the path in the words of who set it.
+
+    Raises:
+        UnknownKey: the schema has no such key.
+    """
+    tops = {
+        key: shape_of(section)
+        for section, _ in reversed(_sections())
+        for key in shape_of(section).keys
+    }
+    unknown = UnknownKey(written, source=origin)
+    shape = tops.get(path[0])
+    if shape is None:
+        raise with_nearest(unknown, path, tuple(tops), depth=0)
+    for depth, name in enumerate(path):
+        if shape.is_value:
+            unknown.nearest = ".".join(path[:depth])
+            raise unknown
+        below = shape.child(name)
+        if below is None:
+            raise with_nearest(unknown, path, shape.keys, depth=depth)
+        if shape.holds_names and below.is_value:
+            return (*path[:depth], ".".join(path[depth:])), below
+        shape = below
+    return path, shape
+
+
+def explained(unknown: UnknownKey, section: type[Section], value: Any, words: Place) -> UnknownKey:
+    """An unknown key of a file's section with the name that was most likely meant, and where that stands.
+
+    Args:
+        unknown: its place is the key's in the flat shape.
+        section: what the file holds.
+        value: what stands there.
+        words: the key's place, as the file calls it.
+    """
+    path = tuple(map(str, unknown.place))
+    if len(path) == 1 and path[0] in algorithms() and isinstance(value, dict):
+        path = (path[0], *list(value)[:1])  # what `flatten` has left there
+        words = path
+        siblings = tuple(own_keys(path[0]) & set(section.model_fields))
+    else:
+        parent = find_shape(section, path[:-1])
+        siblings = parent.keys if parent else ()
+    unknown.place = words
+    return with_nearest(unknown, path, siblings, dict(_sections())[section])
+
+
+def with_nearest(
+    unknown: UnknownKey,
+    path: KeyPath,
+    siblings: tuple[str, ...],
+    here: str | None = None,
+    depth: int = -1,
+) -> UnknownKey:
+    """The same with the key that was most likely meant, in the words of whoever set it.
+
+    Args:
+        unknown: its place is in the words of whoever set it.
+        path: the key in the flat shape; its part at `depth` is the one that nothing knows.
+        siblings: what could stand there instead.
+        here: where the key stands; None where every key may stand, as in a flag.
+        depth: index into `path`.
+    """
+    sections = {
+        each: name for section, name in reversed(_sections()) for each in fixed_paths(section)
+    }
+    unknown.known = siblings
+    meant = _nearest_key(path, siblings, tuple(sections), depth)
+    if meant is None:
+        return unknown
+    section = sections.get(meant, here)
+    unknown.section = section if here and section and section != here else ""
+    is_nested_here = unknown.place[0] in (TRAINING, DATA) and find_shape(train_section(), meant)
+    unknown.nearest = ".".join(nested_path(meant) if is_nested_here else meant)
+    return unknown
+
+
+def _nearest_key(
+    path: KeyPath, siblings: tuple[str, ...], known: tuple[KeyPath, ...], depth: int
+) -> KeyPath | None:
+    """Which key `path` most likely means, whose part at `depth` nothing knows; `siblings` may stand there."""
+    of_that_name = [other for other in known if other[-1] == path[-1]]
+    if of_that_name:
+        return min(of_that_name, key=len)
+    close = nearest(path[depth], siblings)
+    if close and path[depth] == path[-1]:
+        return (*path[:-1], close)
+    dotted = {".".join(other): other for other in known}
+    by_name = {other[-1]: other for other in reversed(known)}
+    near, near_name = nearest(".".join(path), dotted), nearest(path[-1], by_name)
+    return dotted[near] if near else by_name[near_name] if near_name else None
