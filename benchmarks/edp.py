@@ -48,7 +48,7 @@ from smolcluster.runs.summary import Summary, read_summary
 
 NUM_WORKERS = (1, 2, 3)
 EXPONENTS = (0.0, 0.5, 1.0)
-CODECS = {"fp32": "false", "int8": "true"}
+CODECS = ("fp32", "int8")
 FIRST_SEED = 42
 SAMPLE_EVERY_S = 0.02
 WORKERS_OWN = ("dataset.root=", "dataset.download=")
@@ -246,7 +246,7 @@ def one_accuracy(bench: Bench, codec: str, exponent: float | None, overrides: Se
     """One run to its end: of the single process when there is no exponent."""
     if exponent is None:
         return bench.single((*overrides, "threads=1"))
-    rule = (f"use_quantization={CODECS[codec]}", f"staleness.exponent={exponent}")
+    rule = (f"codec={codec}", f"staleness.exponent={exponent}")
     return bench.cluster(max(NUM_WORKERS), (*overrides, *rule))
 
 

@@ -199,8 +199,9 @@ class Case:
         address = self.hosts[0].address
         cluster = {
             "host_ip": dict.fromkeys(("server", *names), address),
-            "servers": ["server", *names] if self.is_spread else None,
-            "store_shares": self.shares if self.is_spread else None,
+            "servers": dict(zip(("server", *names), self.shares, strict=True))
+            if self.is_spread
+            else None,
             "bind": [address],
             "port": self.port,
             "server": "server",

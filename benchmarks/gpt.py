@@ -325,7 +325,7 @@ def shakespeare(folder: Path, text: list[str], epochs: int) -> list[list[str]]:
     each = commands([*overrides, "learning_rate=6e-4", "lr_schedule.warmup_iters=10"])
     each["one process"] += ["batch_size=16"]
     each["SyncPS"] += ["global_batch_size=16", "batch_size=8"]
-    each["EDP"] += ["batch_size=4", "use_quantization=true", "worker_update_interval=1"]
+    each["EDP"] += ["batch_size=4", "codec=int8", "worker_update_interval=1"]
     runs: dict[str, tuple[Summary, dict[int, float]]] = {}
     for name, arguments in each.items():
         run = run_to_its_end(folder / name, *arguments)

@@ -107,7 +107,7 @@ def attach(rounds: int) -> Measured:
         file = folder / "cluster.yaml"
         file.write_text(
             "host_ip: {home: 127.0.0.1, ann: 127.0.0.1}\nserver: home\nworkers: [ann]\nnum_workers: 1\n"
-            f"algorithm: edp\nport: {free_port()}\nmetrics_port: null\nuse_quantization: true\n"
+            f"algorithm: edp\nport: {free_port()}\nmetrics_port: null\ncodec: int8\n"
         )
         secret = ensure_secret(folder / "secret")
         command = ("-m", "smolcluster.cli", "serve", str(file), "--no-progress", "--override")

@@ -79,7 +79,13 @@ def shipped(name: str, keys: Mapping[str, Json]) -> str:
     """What the cluster file that comes with an algorithm sets to something else than the default."""
     file = CONFIGS / f"cluster_config_{name}.yaml"
     told = read_yaml(file)
-    other = [key for key in told if key not in SITE and told[key] != keys[key].get("default")]
+    other = [
+        key
+        for key in told
+        if key not in SITE
+        and not keys[key].get("deprecated")
+        and told[key] != keys[key].get("default")
+    ]
     if not other:
         return ""
     settings = ", ".join(f"`{key}: {_yaml(told[key])}`" for key in other)
@@ -137,6 +143,8 @@ def _key_rows(
     properties: Mapping[str, Json], definitions: Mapping[str, Json], above: str
 ) -> Iterator[tuple[str, str, str]]:
     for key, each in properties.items():
+        if each.get("deprecated"):
+            continue
         told = " ".join(each.get("description", "").split())
         name, section = _section(each, definitions)
         if section is not None:

@@ -23,7 +23,7 @@ RUN = RunConfig(
     algorithm="edp",
     seed=42,
     worker_update_interval=10,
-    use_quantization=True,
+    codec="int8",
     heartbeat_timeout_s=10.0,
     reconnect_timeout_s=60.0,
     train=TrainConfig(dataset=DatasetConfig(name="digits")),

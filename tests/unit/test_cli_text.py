@@ -96,7 +96,7 @@ def test_train_py_takes_the_documented_options_and_prints_what_any_console_can_s
         ("training.epochs=0", "--override: training.epochs is 0, must be a whole number above 0"),
         ("training.epoch=1", "--override: training.epoch is not a setting; did you mean"),
         ("model.hidden=3", "--override: model.hidden is not a setting of a GPT"),
-        ("data.name=stdlibs", "data.name is 'stdlibs', allowed: "),
+        ("data.name=stdlibs", "dataset.name is 'stdlibs', allowed: "),
         ("model.num_heads=3", "--override: model.num_heads is 3, must divide model.model_dim, 16"),
     ],
 )
@@ -120,8 +120,8 @@ def test_a_text_that_may_not_be_fetched_is_one_line(
     assert main(["train", "--config", "gpt", "--override", *overrides]) == 1
     line = only_error(capsys.readouterr().err)
     assert "Salesforce/wikitext was not fetched before" in line
-    assert "data.download is false" in line
-    assert "data.name=stdlib data.tokenizer=bytes" in line
+    assert "dataset.download is false" in line
+    assert "dataset.name=stdlib dataset.tokenizer=bytes" in line
 
 
 # train --resume
@@ -172,7 +172,8 @@ def test_a_path_that_does_not_exist_is_a_wrong_setting(
 ) -> None:
     for key in ("data.root", "dataset.root", "data.tokenizer", "model.pretrained"):
         assert main(["train", *tiny, f"{key}={tmp_path}/nothing"]) == 2
-        assert f"{key} is {tmp_path}/nothing, which " in only_error(capsys.readouterr().err)
+        said = key.replace("data.", "dataset.")
+        assert f"{said} is {tmp_path}/nothing, which " in only_error(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -378,9 +378,7 @@ def codec_for(run: RunConfig, dtype: torch.dtype) -> str:
         ConfigError: the codec that is asked for cannot hold them.
     """
     own = run.of(config_of(spec_of(run.algorithm)))
-    name = (
-        own.uplink_codec or run.codec or ("int8" if run.use_quantization else lossless_for(dtype))
-    )
+    name = own.uplink_codec or run.codec or lossless_for(dtype)
     check_codec("codec", name, dtype)
     return name
 

@@ -376,14 +376,13 @@ def server_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Setti
 def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Settings:
     """What the command line, environment and cluster file of a worker, or a store, say.
 
-    `servers` and `store_shares` are not read: `--override server=NODE` need not agree with the file's.
+    `servers` is not read: `--override server=NODE` need not agree with the file's.
 
     Raises:
         ConfigError: one line with what is wrong, such as an override that is the server's.
     """
     check_node_overrides(args.override)
-    unread = ["servers=null", "store_shares=null"]
-    overrides = [*unread, *args.override, *server_overrides(args.server, args.node)]
+    overrides = ["servers=null", *args.override, *server_overrides(args.server, args.node)]
     return load_settings(
         cluster_source(args.config, algorithm),
         "digits",

@@ -1,8 +1,6 @@
-"""The keys of algorithms that run a pipeline's schedule: they mean the same to each of them."""
+"""Schedules of a pipeline, as a mesh and a pipeline are told them."""
 
-from pydantic import Field, PositiveInt
-
-from smolcluster.configs.schema import AlgorithmConfig, TrainConfig
+from smolcluster.configs.schema import TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
 from smolcluster.utils.words import hint_at
@@ -11,20 +9,6 @@ ALIASES = {"zbv": "zb-v"}
 """What others call a schedule."""
 NAMES = f"{', '.join(SCHEDULES)} ({', '.join(f'{old} is also called {new}' for new, old in ALIASES.items())})"
 """Of a mesh, for messages."""
-
-
-class ScheduledConfig(AlgorithmConfig):
-    """What a pipeline and a mesh both understand."""
-
-    schedule: str = Field(
-        "1f1b",
-        description=f"PipelineParallel, Mesh: order of computations, one of {', '.join(SCHEDULES)}.",
-    )
-    microbatches: PositiveInt = Field(
-        4,
-        description="PipelineParallel, Mesh: parts of a batch (of a mesh: of a rank's share of it) that are "
-        "on their way at the same time.",
-    )
 
 
 def check_whole(train: TrainConfig, num_parts: int, what: str) -> None:

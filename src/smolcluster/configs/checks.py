@@ -31,9 +31,6 @@ def check_cluster(cluster: ClusterConfig) -> None:
     for name in cluster.nodes:
         cluster.check_known(("nodes",), name, verb=HAS_KEY)
     _check_stages(cluster)
-    if cluster.use_quantization and cluster.codec not in (None, "int8"):
-        problem = f"which means int8, but codec is {cluster.codec}; the two must agree"
-        raise SettingError(("use_quantization",), True, problem, also=(("codec",),))
     if cluster.min_workers > num_workers and not cluster.elastic:
         raise SettingError(
             ("min_workers",),
@@ -88,16 +85,10 @@ def _check_ports_of_stages(cluster: ClusterConfig) -> None:
 
 
 def _check_servers(cluster: ClusterConfig) -> None:
-    shares, servers = cluster.store_shares, cluster.servers
-    if shares is not None and len(shares) != len(cluster.store_nodes):
-        problem = f"must have one share for each of servers, {len(cluster.store_nodes)}"
-        raise SettingError(("store_shares",), shares, problem, also=(("servers",),))
-    if servers is None:
+    if cluster.servers in (None, "auto"):
         return
-    if cluster.stores == "auto":
-        problem = f"and servers lists {', '.join(servers)}; set one of them to null"
-        raise SettingError(("stores",), cluster.stores, problem, also=(("servers",),))
-    if not servers or servers[0] != cluster.server:
+    servers = tuple(cluster.servers)
+    if servers[:1] != (cluster.server,):
         problem = f"must begin with server, {cluster.server!r}"
         raise SettingError(("servers",), servers, problem, also=(("server",),))
     _check_listed(cluster, "servers", servers)

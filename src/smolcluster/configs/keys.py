@@ -52,8 +52,9 @@ class KeySchema:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of a section; none for a mapping of free names and for a value."""
-        return tuple(self.schema.get("properties", ()))
+        """The keys of a section but for old ones; none for a mapping of free names and for a value."""
+        told = self.schema.get("properties", {})
+        return tuple(name for name, each in told.items() if not each.get("deprecated"))
 
     @property
     def holds_names(self) -> bool:
@@ -174,12 +175,12 @@ def _setting_error(section: type[BaseModel], details: ErrorDetails, source: str)
             raised.also = tuple((*place, *each) for each in raised.also)
             return raised.placed((*place, *raised.place), source)
         case "extra_forbidden":
-            *above, name = map(str, place)
-            if find_shape(section, (*above, name)) is not None:
+            path = tuple(map(str, place))
+            if find_shape(section, path) is not None:
                 return UnknownKey(place, kind=kind, source=source)
-            parent = find_shape(section, tuple(above))
+            parent = find_shape(section, path[:-1])
             known = parent.keys if parent else ()
-            return UnknownKey(place, nearest=nearest(name, known), known=known, source=source)
+            return UnknownKey(place, nearest=nearest(path[-1], known), known=known, source=source)
         case "union_tag_invalid":
             place, value = (*place, "type"), value["type"]
         case "missing":

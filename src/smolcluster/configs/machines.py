@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 LOCAL_NAMES = "local_names"
 
 _LISTS = frozenset({"workers", "servers"})
-_SECTIONS = frozenset({"host_ip", "nodes", "stages"})
+_SECTIONS = frozenset({"host_ip", "nodes", "servers", "stages"})
 """Top-level keys below which nodes are named, besides those of algorithms."""
 
 
@@ -54,7 +54,7 @@ def rename_in_value(path: KeyPath, value: Any, rename: Callable[[str], str]) -> 
 
 def _keys_by_node() -> frozenset[str]:
     """Keys that hold a mapping of nodes, wherever they stand."""
-    return frozenset({"host_ip", "nodes"}) | _keys_of_algorithms()
+    return frozenset({"host_ip", "nodes", "servers"}) | _keys_of_algorithms()
 
 
 def _keys_of_algorithms() -> frozenset[str]:
@@ -144,16 +144,12 @@ def without_nodes(
     if not workers:
         raise ConfigError(f"--without {' --without '.join(names)} leaves no worker")
     flat = {**flat, "workers": workers, "num_workers": len(workers)}
-    if stated.servers is not None:
-        shares = stated.store_shares or (1.0,) * len(stated.servers)
-        kept = [
-            (node, share)
-            for node, share in zip(stated.servers, shares, strict=True)
-            if node == stated.server or node not in names
-        ]
-        flat["servers"] = [node for node, _ in kept]
-        if stated.store_shares is not None:
-            flat["store_shares"] = [share for _, share in kept]
+    if stated.servers not in (None, "auto"):
+        kept = [each for each in stated.store_nodes if each == stated.server or each not in names]
+        shares = stated.servers
+        flat["servers"] = (
+            {each: shares[each] for each in kept} if isinstance(shares, dict) else kept
+        )
     if flat.get("batch_share"):
         flat["batch_share"] = _shares_without(flat["batch_share"], names)
     flat["nodes"] = {

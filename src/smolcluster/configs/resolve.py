@@ -29,6 +29,7 @@ from smolcluster.configs.load import (
     read_yaml,
 )
 from smolcluster.configs.machines import LOCAL_NAMES, check_server, localise, without_nodes
+from smolcluster.configs.old_keys import OLD_KEYS, read_old_key
 from smolcluster.configs.overrides import WORKLOAD, OverrideValue, from_environment, from_overrides
 from smolcluster.configs.problems import Place, SettingError, UnknownKey
 from smolcluster.configs.schema import (
@@ -85,9 +86,18 @@ class Draft(Generic[S]):
             if not isinstance(target, dict):
                 return  # check() will say that a mapping must stand here
         name = _existing(target, last, assignment)
-        target[name] = assignment.value
-        self._origins[(*path, name)] = assignment.origin
-        self.words[(*path, name)] = assignment.written
+        before = dict(target)
+        if name in OLD_KEYS and (not path or path[-1] == "stages"):
+            try:
+                read_old_key(target, name, assignment.value)
+            except SettingError as error:
+                raise error.placed(assignment.written, assignment.origin) from None
+        else:
+            target[name] = assignment.value
+            before.pop(name, None)
+        for each in target.keys() - {key for key in before if before[key] is target[key]}:
+            self._origins[(*path, each)] = assignment.origin
+            self.words[(*path, each)] = assignment.written
 
     def check(self, fits: Callable[[S], None] = _anything) -> S:
         """The finished section, whose values agree with each other as `fits` says.
@@ -244,7 +254,8 @@ def resolve(
     """
     cluster, cluster_words = flatten(cluster, cluster_file)
     train, words = flatten(train, train_file)
-    stated = (*from_environment(environ or {}), *from_overrides(overrides))
+    layers = (from_environment(environ or {}), from_overrides(overrides))
+    stated = [each for layer in layers for each in sorted(layer, key=_is_old)]
     local_names = cluster.get(LOCAL_NAMES)
     names = local_names if isinstance(local_names, dict) else {}
     assignments = [assignment.of_nodes(names) for assignment in stated]
@@ -311,6 +322,11 @@ def save_resolved(settings: Settings, path: Path) -> None:
         raise SmolclusterError(
             one_line(f"{path}: cannot be written ({error.strerror or error})")
         ) from error
+
+
+def _is_old(assignment: OverrideValue) -> bool:
+    """Whether it sets an old key, which is read when the others of its layer are known."""
+    return assignment.path[-1] in OLD_KEYS
 
 
 def _known_node(node_name: str | None, cluster: ClusterConfig) -> str:

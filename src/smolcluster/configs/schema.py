@@ -49,6 +49,7 @@ from pydantic import (
 from smolcluster.configs.function_name import FunctionName, check_name
 from smolcluster.configs.keys import REMOTE_PATH, refused
 from smolcluster.configs.load import NODE_SECTION, SECTIONS, dump_yaml
+from smolcluster.configs.old_keys import OLD_KEYS, with_old_keys
 from smolcluster.configs.problems import Place, SettingError
 from smolcluster.configs.spec import AlgorithmSpec, algorithms, spec_of
 from smolcluster.errors import ConfigError
@@ -80,7 +81,6 @@ HUB_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 TorchBackend = Annotated[str, StringConstraints(pattern=r"^[a-z0-9.]+$")]
 NodeNames = Annotated[tuple[NodeName, ...], Strict(False)]
-Shares = Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Strict(False)]
 Addresses = Annotated[tuple[Address, ...], Strict(False), Field(min_length=1)]
 LocalPath = Annotated[Path, Strict(False), AfterValidator(_expand_user)]
 Texts = Annotated[
@@ -292,44 +292,80 @@ LayerRange = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
 """Layers `[start, end)`."""
 
 
-def _shard_plan(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Raises ValueError: in one sentence, for whichever kind of plan it was meant to be."""
-    try:
-        return check(value)
-    except ValidationError:
-        raise ValueError(
-            "must be auto, even, or ranges of layers by node, such as {mini1: [0, 12], pi5: [12, 20]}"
-        ) from None
+def _one_sentence(allowed: str) -> WrapValidator:
+    """Says in one sentence what is allowed, for whichever of several kinds the value was meant to be."""
+
+    def checked(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(value)
+        except ValidationError:
+            raise SettingError((), value, allowed=allowed) from None
+
+    return WrapValidator(checked)
 
 
 ShardPlan = Annotated[
-    Literal["auto", "even"] | dict[str, LayerRange | list[LayerRange]], WrapValidator(_shard_plan)
+    Literal["auto", "even"] | dict[str, LayerRange | list[LayerRange]],
+    _one_sentence(
+        "auto, even, or ranges of layers by node, such as {mini1: [0, 12], pi5: [12, 20]}"
+    ),
+]
+Servers = Annotated[
+    Literal["auto"]
+    | NodeNames
+    | dict[NodeName, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    | None,
+    _one_sentence(
+        "auto, a list of nodes, nodes with what each takes, such as {mini1: 2, pi5: 1}, or null"
+    ),
 ]
 ActivationCodec = Literal["fp32", "bf16", "int8"]
+ActivationCheckpointing = Literal["none", "full", "selective"]
 
 
-class StagesConfig(Section):
+class ScheduleKeys(Section):
+    """How layers that lie one after the other on several processes compute a batch."""
+
+    schedule: str = Field(
+        "1f1b",
+        description="Order of computations, one of gpipe, 1f1b, eager-1f1b, interleaved, zero-bubble, "
+        "dualpipev, zb-v.",
+    )
+    microbatches: PositiveInt = Field(
+        4,
+        description="Parts of a batch (of a mesh: of a rank's share of it) that are on their way at the same "
+        "time.",
+    )
+    activation_checkpointing: ActivationCheckpointing = Field(
+        "none",
+        description="Layers whose activations are computed again in the backward, for less memory and a "
+        "third more work: full is all, selective (of a mesh) every second one.",
+    )
+
+
+class PipelineKeys(ScheduleKeys):
+    """How the stages of a pipeline share its layers, and what travels between them."""
+
+    shard_plan: ShardPlan = Field(
+        "auto",
+        description="Which layers are whose, such as {mini1: [0, 12], pi5: [12, 16]}, end not included; "
+        "auto: by what layers take on the machines that are there; even: as many for each.",
+    )
+    activation_codec: ActivationCodec = Field(
+        "fp32", description="How activations and their gradients are sent between stages."
+    )
+
+
+class StagesConfig(PipelineKeys):
     """The machines that have the layers of one worker, how they reach it, and how they compute a batch."""
+
+    model_config = ConfigDict(json_schema_extra=with_old_keys("recompute"))
 
     host_ip: dict[NodeName, Address] = Field(
         min_length=1,
         description="The nodes, and the address at which each reaches the worker, whose own may be one.",
     )
     port: int = Field(65433, ge=1, le=65535, description="The worker's TCP port for them.")
-    shard_plan: ShardPlan = Field(
-        "auto", description="Which layers are whose, as of PipelineParallel."
-    )
-    schedule: str = Field("1f1b", description="Order of computations, as of PipelineParallel.")
-    microbatches: PositiveInt = Field(
-        4, description="Parts of a batch that are on their way at the same time; must divide it."
-    )
-    activation_codec: ActivationCodec = Field(
-        "fp32", description="How activations and their gradients are sent between stages."
-    )
-    recompute: bool = Field(
-        False,
-        description="Keep a microbatch's input alone, and compute the rest again: less memory.",
-    )
 
     def __str__(self) -> str:
         return ", ".join(self.host_ip)
@@ -436,7 +472,7 @@ class AlgorithmConfig(Section):
 
     @property
     def uplink_codec(self) -> str | None:
-        """The codec of what workers send; None: what `codec` and `use_quantization` say."""
+        """The codec of what workers send; None: what `codec` says."""
         return None
 
     def pinned(self, settings: "Settings") -> dict[str, Any]:  # noqa: ARG002 - for those below
@@ -529,6 +565,8 @@ class KubernetesConfig(Section):
 class ClusterConfig(Section):
     """The machines and how they work together (`cluster_config_*.yaml`)."""
 
+    model_config = ConfigDict(json_schema_extra=with_old_keys(*OLD_KEYS))
+
     host_ip: dict[NodeName, Address] = Field(
         description="Address at which each node reaches the server."
     )
@@ -536,20 +574,12 @@ class ClusterConfig(Section):
     num_workers: PositiveInt = Field(description="Number of workers; equals len(workers).")
     workers: NodeNames = Field(description="Names of the worker nodes.")
     server: NodeName = Field(description="Name of the server's node.")
-    servers: NodeNames | None = Field(
+    servers: Servers = Field(
         None,
         description="Nodes among which the weights and their optimizer are spread (EDP, DiLoCo), or that add "
         "up the gradients (SyncPS), the server first; each worker sends them in pieces what it has "
-        "computed. null: the server alone.",
-    )
-    store_shares: Shares | None = Field(
-        None,
-        description="How much each of `servers` takes, in their order, as in [2, 1, 1]; null: as much each.",
-    )
-    stores: Literal["auto"] | None = Field(
-        None,
-        description="auto: `launch` measures the links, and chooses `servers` and `store_shares` by them; "
-        "null: as `servers` says.",
+        "computed. A list: as much each; a mapping: how much each takes, as in {mini1: 2, pi5: 1}; auto: "
+        "`launch` measures the links and chooses by them; null: the server alone.",
     )
     algorithm: AlgorithmName | None = Field(
         None, description="What `smolcluster serve` serves; null: edp."
@@ -559,10 +589,8 @@ class ClusterConfig(Section):
         description="EDP: steps between two pulls of the server's weights by a worker. SyncPS: between two "
         "comparisons of its weights with the server's.",
     )
-    use_quantization: bool = Field(False, description="Push gradients in 8 bits instead of 32.")
     codec: CodecName | None = Field(
-        None,
-        description="How gradients travel; null: int8 with use_quantization, else fp32.",
+        None, description="How gradients travel, such as int8: in 8 bits; null: as they are."
     )
     seed: int = Field(42, ge=0, lt=2**63, description="Seed of weights, split and sample order.")
     elastic: bool = Field(True, description="Accept worker ids above num_workers.")
@@ -664,7 +692,12 @@ class ClusterConfig(Section):
     @property
     def store_nodes(self) -> tuple[str, ...]:
         """The nodes that hold slices of the weights, the server first."""
-        return self.servers or (self.server,)
+        return (self.server,) if self.servers in (None, "auto") else tuple(self.servers)
+
+    @property
+    def store_shares(self) -> tuple[float, ...] | None:
+        """How much each of `store_nodes` takes; None: as much each."""
+        return tuple(self.servers.values()) if isinstance(self.servers, dict) else None
 
     @property
     def machines(self) -> tuple[str, ...]:
@@ -964,7 +997,6 @@ class RunConfig(Section):
     algorithm: AlgorithmName
     seed: int
     worker_update_interval: PositiveInt
-    use_quantization: bool
     codec: CodecName | None = None
     heartbeat_timeout_s: HeartbeatTimeout
     reconnect_timeout_s: Wait
@@ -1052,7 +1084,6 @@ class Settings:
             algorithm=algorithm,
             seed=cluster.seed,
             worker_update_interval=cluster.worker_update_interval,
-            use_quantization=cluster.use_quantization,
             codec=cluster.codec,
             heartbeat_timeout_s=cluster.heartbeat_timeout_s,
             reconnect_timeout_s=cluster.reconnect_timeout_s,

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from smolcluster.configs.keys import KeyPath, KeySchema, find_shape, fixed_paths, shape_of
+from smolcluster.configs.old_keys import read_old_keys, todays_key
 from smolcluster.configs.problems import Place, SettingError, UnknownKey
 from smolcluster.configs.schema import (
     NodeConfig,
@@ -60,7 +61,7 @@ def flat_path(path: KeyPath) -> KeyPath:
             return (*_FLAT.get(name, (name,)), *below)
         case (str() as section, *below) if section == DATA:
             return (DATASET, *below)
-        case (str() as section, str() as name, *below) if name in own_keys(section):
+        case (str() as section, str() as name, *below) if todays_key(name) in own_keys(section):
             return (name, *below)
     return path
 
@@ -98,10 +99,10 @@ def flatten(
 ) -> tuple[dict[str, Any], dict[KeyPath, KeyPath]]:
     """A file as one in the flat shape, and how it calls each of its keys.
 
-    Of the nested shape the defaults are filled in.
+    Of the nested shape the defaults are filled in; keys of earlier versions are replaced.
 
     Raises:
-        SettingError: a section is no mapping, or a key is set in both shapes.
+        SettingError: a section is no mapping, a key is set in both shapes, or an old key is wrong.
     """
     flat: dict[str, Any] = {}
     words: dict[KeyPath, KeyPath] = {}
@@ -119,6 +120,7 @@ def flatten(
     for path, item in _DEFAULTS.items() if is_nested(content) else ():
         if path != CLIP_ENABLED or CLIP_ENABLED[0] not in flat:
             _put(flat, path, item, only_if_missing=True)
+    read_old_keys(flat, source)
     return flat, words
 
 
@@ -159,15 +161,12 @@ def locate(path: KeyPath, origin: str, written: KeyPath) -> tuple[KeyPath, KeySc
     Raises:
         UnknownKey: the schema has no such key.
     """
-    tops = {
-        key: shape_of(section)
-        for section, _ in reversed(_sections())
-        for key in shape_of(section).keys
-    }
+    shapes = [shape_of(section) for section, _ in _sections()]
     unknown = UnknownKey(written, source=origin)
-    shape = tops.get(path[0])
+    shape = next((each for each in shapes if each.child(path[0]) is not None), None)
     if shape is None:
-        raise with_nearest(unknown, path, tuple(tops), depth=0)
+        tops = tuple(dict.fromkeys(key for each in shapes for key in each.keys))
+        raise with_nearest(unknown, path, tops, depth=0)
     for depth, name in enumerate(path):
         if shape.is_value:
             unknown.nearest = ".".join(path[:depth])

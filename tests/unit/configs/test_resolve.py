@@ -493,14 +493,6 @@ def test_a_bad_cluster_file_is_refused_by_its_name(cluster: dict[str, Any], says
     assert refusal(cluster=cluster).startswith(f"cluster configuration: {says}")
 
 
-def test_a_codec_that_contradicts_the_file_is_refused() -> None:
-    text = refusal("codec=bf16", cluster={"use_quantization": True})
-    assert text == (
-        "--override: use_quantization is true, which means int8, but codec is bf16; "
-        "the two must agree"
-    )
-
-
 def test_a_missing_key_is_named_with_what_it_must_be() -> None:
     with pytest.raises(ConfigError) as raised:
         resolve(cluster=CLUSTER, train={"batch_size": 32})
@@ -557,7 +549,7 @@ EDP_OWN = EDPConfig().model_dump()
     ("override", "field", "value"),
     [
         ("codec=bf16", "codec", "bf16"),
-        ("use_quantization=true", "use_quantization", True),
+        ("use_quantization=true", "codec", "int8"),
         ("update_rule=mixing", "own", EDP_OWN | {"update_rule": "mixing"}),
         ("mixing_rate=0.25", "own", EDP_OWN | {"mixing_rate": 0.25}),
     ],
@@ -635,17 +627,14 @@ SHARES = "batch_share={pi5: 0.25, win: 0.25, macbook: 0.5}"
             "batch_share is a mapping, which is SyncPS's: any other worker takes as many batches as it can; "
             "set batch_share to null, or launch syncps",
         ),
-        (
-            "edp",
-            ["update_rule=mixing", "use_quantization=true"],
-            "update_rule is mixing and use_quantization is true, but weights must travel whole; "
-            "set codec to fp32 and use_quantization to false, or update_rule to gradient",
-        ),
-        (
-            "edp",
-            ["update_rule=mixing", "codec=fp16"],
-            "update_rule is mixing and codec is fp16, but weights must travel whole; "
-            "set codec to fp32 and use_quantization to false, or update_rule to gradient",
+        *(
+            (
+                "edp",
+                ["update_rule=mixing", override],
+                f"update_rule is mixing and codec is {codec}, but weights must travel whole; set codec to "
+                "fp32, or update_rule to gradient",
+            )
+            for override, codec in (("use_quantization=true", "int8"), ("codec=fp16", "fp16"))
         ),
         (
             "edp",

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,18 @@ from smolcluster.configs.schema import (
     OWN_FILES,
     AlgorithmName,
     ClusterConfig,
-    CodecName,
     DatasetConfig,
     DatasetPlace,
     NodeConfig,
     RunConfig,
+    ScheduleKeys,
     TrainConfig,
     cluster_section,
     config_of,
 )
 from smolcluster.configs.spec import SINGLE, algorithms, get_algorithm
 from smolcluster.errors import ConfigError
+from smolcluster.training.schedules.instructions import SCHEDULES
 
 
 def cluster(**changes: Any) -> ClusterConfig:
@@ -81,12 +83,10 @@ NODE = "a node of host_ip (known: mini1, pi5, win)"
         ({"servers": ["pi5"]}, "servers", ("pi5",), "must begin with server, 'mini1'"),
         ({"servers": ["mini1", "mac"]}, "servers", "mac", NODE),
         ({"servers": ["mini1", "pi5", "pi5"]}, "servers", ..., "must list each node once"),
-        ({"store_shares": [1, 2]}, "store_shares", (1, 2), "must have one share for each of "),
-        ({"servers": ["mini1", "pi5"], "stores": "auto"}, "stores", "auto", "and servers lists"),
+        ({"servers": {"pi5": 1, "mini1": 2}}, "servers", ..., "must begin with server, 'mini1'"),
         ({"workers": ["pi5", "mac"]}, "workers", "mac", NODE),
         ({"nodes": {"wim": {}}}, "nodes", "wim", NODE),
         ({"min_workers": 3, "elastic": False}, "min_workers", 3, "must be at most num_workers, 2"),
-        ({"use_quantization": True, "codec": "bf16"}, "use_quantization", True, "which means int8"),
         (
             {"nodes": {"mini1": stages(mini1="127.0.0.1")}},
             "nodes.mini1.stages",
@@ -118,9 +118,29 @@ def test_contradictions_are_refused(
     assert (error.allowed or error.problem).startswith(says)
 
 
-def test_shares_are_above_nothing() -> None:
-    with pytest.raises(ValidationError, match="greater than 0"):
-        cluster(servers=["mini1", "pi5"], store_shares=[1, 0])
+@pytest.mark.parametrize("servers", [{"mini1": 1, "pi5": 0}, {"mini1": "x"}, "all", 5])
+def test_what_names_no_servers_is_refused(servers: object) -> None:
+    with pytest.raises(
+        ValidationError, match="must be auto, a list of nodes, nodes with what each"
+    ):
+        cluster(servers=servers)
+
+
+@pytest.mark.parametrize(
+    ("servers", "nodes", "shares"),
+    [
+        (None, ("mini1",), None),
+        ("auto", ("mini1",), None),
+        (["mini1", "win"], ("mini1", "win"), None),
+        ({"mini1": 2, "win": 0.5}, ("mini1", "win"), (2, 0.5)),
+    ],
+)
+def test_servers_may_be_nodes_with_shares(
+    servers: object, nodes: tuple[str, ...], shares: tuple[float, ...] | None
+) -> None:
+    config = cluster(servers=servers)
+    check_cluster(config)
+    assert (config.store_nodes, config.store_shares) == (nodes, shares)
 
 
 def test_pipelines_on_machines_of_their_own_may_have_one_port() -> None:
@@ -130,13 +150,13 @@ def test_pipelines_on_machines_of_their_own_may_have_one_port() -> None:
     assert config.stage_nodes == ("pi5", "mini1", "win")
 
 
+def test_all_schedules_are_described() -> None:
+    told = ScheduleKeys.model_fields["schedule"].description or ""
+    assert set(SCHEDULES) <= set(re.findall(r"[\w-]+", told))
+
+
 def test_an_elastic_cluster_may_wait_for_more_workers_than_it_lists() -> None:
     check_cluster(cluster(min_workers=3))
-
-
-@pytest.mark.parametrize("codec", [None, "int8"])
-def test_quantization_goes_with_the_codec_that_it_means(codec: CodecName | None) -> None:
-    check_cluster(cluster(use_quantization=True, codec=codec))
 
 
 def test_the_server_s_own_node_may_be_a_worker() -> None:
@@ -165,7 +185,6 @@ def run(dataset: DatasetConfig, algorithm: AlgorithmName = "edp") -> RunConfig:
         algorithm=algorithm,
         seed=42,
         worker_update_interval=10,
-        use_quantization=False,
         codec="bf16",
         own={"staleness": {"exponent": 0.25, "bound": 4}},
         heartbeat_timeout_s=10,

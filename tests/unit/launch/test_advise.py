@@ -293,9 +293,9 @@ def test_an_algorithm_that_cannot_follow_the_files_is_left_out_with_a_line(
 
 
 def test_overrides_are_as_they_are_typed() -> None:
-    assert as_overrides({"codec": "int8", "use_quantization": False, "local_steps": 8}) == (
+    assert as_overrides({"codec": "int8", "elastic": False, "local_steps": 8}) == (
         "codec=int8",
-        "use_quantization=false",
+        "elastic=false",
         "local_steps=8",
     )
 

@@ -178,10 +178,10 @@ def test_processes_understand_their_commands(tmp_path: Path) -> None:
 
 def test_workers_and_stores_dial_the_server_that_an_override_names(tmp_path: Path) -> None:
     """Their copy of the cluster file has the other one, first among `servers`, too."""
-    stated = CLUSTER.model_copy(update={"servers": ("mini1", "pi5"), "store_shares": (2.0, 1.0)})
+    stated = CLUSTER.model_copy(update={"servers": {"mini1": 2.0, "pi5": 1.0}})
     config = tmp_path / "cluster.yaml"
     config.write_text(stated.model_dump_json(exclude_unset=True))
-    overrides = ("server=pi5", "servers=[pi5, mini1, mac.book-2]", "store_shares=[1, 1, 1]")
+    overrides = ("server=pi5", "servers={pi5: 1, mini1: 1, mac.book-2: 1}")
     cluster = load_settings(config, "digits", overrides=overrides).cluster
     launched = planned(*overrides, cluster=cluster)
     assert launched.server.node == "pi5"
@@ -306,7 +306,7 @@ def test_a_machine_that_is_left_out_is_in_no_command_and_may_join_later(tmp_path
     path.write_text(dump_yaml(kept))  # as it is kept with the run
     cluster = load_settings(path, "digits").cluster
     assert cluster.machines == ("mini1", "mini2")
-    assert (kept["store_shares"], kept["batch_share"]) == ([3], {"mini2": 1.0})
+    assert (kept["servers"], kept["batch_share"]) == ({"mini1": 3}, {"mini2": 1.0})
     path.write_text(dump_yaml(with_worker(kept, "pi5", str(kept["host_ip"]["pi5"]), {})))
     back = load_settings(path, "digits", "pi5").cluster
     assert (back.workers, str(back.host_ip["pi5"])) == (("mini2", "pi5"), "10.0.0.7")

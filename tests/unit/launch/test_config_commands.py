@@ -81,7 +81,9 @@ def test_it_says_which_algorithm_can(capsys: Out) -> None:
 
 
 def test_files_that_no_algorithm_can_follow_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^edp: .*; syncps: update_rule is mixing, which is EDP"):
+    with pytest.raises(
+        ConfigError, match=r"^edp: .*; syncps: update_rule is 'mixing', which is EDP"
+    ):
         check("edp", "nn", ["update_rule=mixing", "codec=int8"], environ={})
 
 

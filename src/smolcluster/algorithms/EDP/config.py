@@ -71,10 +71,8 @@ class EDPConfig(AlgorithmConfig):
                 f"update_rule is mixing and servers lists {', '.join(cluster.store_nodes)}, but weights are "
                 "mixed on one host; set servers to null, or update_rule to gradient"
             )
-        is_lossy = cluster.use_quantization or cluster.codec not in (None, "fp32")
-        if self.update_rule == "mixing" and is_lossy:
-            stated = f"codec is {cluster.codec}" if cluster.codec else "use_quantization is true"
+        if self.update_rule == "mixing" and cluster.codec not in (None, "fp32"):
             raise ConfigError(
-                f"update_rule is mixing and {stated}, but weights must travel whole; set codec to fp32 and "
-                "use_quantization to false, or update_rule to gradient"
+                f"update_rule is mixing and codec is {cluster.codec}, but weights must travel whole; set "
+                "codec to fp32, or update_rule to gradient"
             )

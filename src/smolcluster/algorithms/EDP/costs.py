@@ -13,7 +13,6 @@ from smolcluster.algorithms.planning.costs import (
     Forecast,
     Job,
     Site,
-    codec_choices,
     codec_of,
     lost_share,
     samples_alone,
@@ -112,5 +111,5 @@ def _after(first: Done, flow: Flow) -> Process:
 
 def candidates(site: Site, job: Job, settings: Settings) -> Iterator[dict[str, Any]]:
     """Stores and codecs."""
-    choices = codec_choices(settings, "fp32", "int8", "int4")
+    choices = ({"codec": name} for name in ("fp32", "int8", "int4"))
     return with_stores(site, settings, choices, Traffic(*step_nbytes(job, settings)))

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveFloat, ValidationError
 
 from smolcluster.algorithms.Mesh.sharding import Cut, groups_of, read_sharding
-from smolcluster.algorithms.scheduled import ALIASES, ScheduledConfig, check_whole, mesh_schedule
+from smolcluster.algorithms.scheduled import ALIASES, check_whole, mesh_schedule
 from smolcluster.configs.keys import refused
 from smolcluster.configs.schema import (
     FLAT_OPTIMIZERS,
+    AlgorithmConfig,
     GPTConfig,
     LocalPath,
     MeshSizes,
     ProfileConfig,
+    ScheduleKeys,
 )
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import Schedule
@@ -24,20 +26,14 @@ if TYPE_CHECKING:
     from smolcluster.configs.schema import Settings
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]
-Recompute = Literal["none", "full", "selective"]
 SPLIT = frozenset({"zero-bubble", "zb-v", "dualpipev"})
 """Schedules that put weight gradients off."""
 
 
-class MeshConfig(ScheduledConfig):
+class MeshConfig(AlgorithmConfig, ScheduleKeys):
     """A mesh's own keys, all of the cluster file."""
 
     mesh: MeshSizes = Field(MeshSizes(), description="Mesh: ranks along each dimension.")
-    activation_checkpointing: Recompute = Field(
-        "none",
-        description="Mesh: layers whose activations are computed again in the backward: full is all, "
-        "selective every second one.",
-    )
     compile: bool = Field(
         False, description="Mesh: whether each rank has its layers compiled by torch.compile."
     )

@@ -160,7 +160,7 @@ def problem_for(
         num_microbatches=config.microbatches,
         schedule=config.schedule,
         codec=config.activation_codec,
-        recompute=config.recompute,
+        recompute=config.recomputes,
         num_copies=num_copies,
     )
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from smolcluster.algorithms.scheduled import ScheduledConfig, check_whole
-from smolcluster.configs.schema import FLAT_OPTIMIZERS, ActivationCodec, ShardPlan, TrainConfig
+from smolcluster.algorithms.scheduled import check_whole
+from smolcluster.configs.schema import FLAT_OPTIMIZERS, AlgorithmConfig, PipelineKeys, TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES
 from smolcluster.utils.words import hint_at
@@ -17,31 +17,22 @@ if TYPE_CHECKING:
     from smolcluster.training.recipe import Training
 
 
-class PipelineConfig(ScheduledConfig):
+class PipelineConfig(AlgorithmConfig, PipelineKeys):
     """PipelineParallel's own keys, all of the cluster file."""
 
     local: ClassVar[Mapping[str, Any]] = MappingProxyType({"shard_plan": "auto"})
     by_node: ClassVar[frozenset[str]] = frozenset({"shard_plan"})
 
-    shard_plan: ShardPlan = Field(
-        "auto",
-        description="PipelineParallel: which layers are whose, such as {mini1: [0, 12], pi5: [12, 16]}, end "
-        "not included; auto: by what layers take on the machines that are there; even: as many for each.",
-    )
-    activation_codec: ActivationCodec = Field(
-        "fp32",
-        description="PipelineParallel: how activations and their gradients are sent between stages.",
-    )
     redundancy: PositiveInt | None = Field(
         None,
         description="PipelineParallel: after so many steps the server keeps what the stages have, from which "
         "training goes on when one is lost; null: checkpoint_steps.",
     )
-    recompute: bool = Field(
-        False,
-        description="PipelineParallel: keep a microbatch's input alone, and compute the rest again for its "
-        "backward: less memory, a third more work.",
-    )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a stage keeps a microbatch's input alone, and computes the rest again for its backward."""
+        return self.activation_checkpointing == "full"
 
     def check(self, settings: "Settings") -> None:
         """Refuse what cannot be cut, or not so."""
@@ -49,6 +40,11 @@ class PipelineConfig(ScheduledConfig):
             raise ConfigError(
                 f"schedule is {self.schedule!r}, must be one of {', '.join(SCHEDULES)}"
                 f"{hint_at(self.schedule, SCHEDULES)}"
+            )
+        if self.activation_checkpointing == "selective":
+            raise ConfigError(
+                "activation_checkpointing is selective, but a stage computes all of its layers again or "
+                "none: set it to full or none"
             )
         self._check_train(settings.train)
         if isinstance(self.shard_plan, dict):

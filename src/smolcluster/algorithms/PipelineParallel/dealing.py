@@ -141,7 +141,7 @@ class Dealer:
         rank = crew.peers.index(peer)
         what = f"out of memory: {peer.worker.name}, layers {crew.map.layers_of(rank)}: {reason}"
         if crew.plan is None or peer.measured is None:
-            advice = "set recompute, raise microbatches, or set shard_plan to auto"
+            advice = "set activation_checkpointing to full, raise microbatches, or set shard_plan to auto"
             if cut := crew.map.relieved(rank):
                 advice = f"less is {cut} as shard_plan; or {advice}"
             raise OutOfMemory(f"{what}; {advice}")

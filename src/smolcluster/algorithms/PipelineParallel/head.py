@@ -501,7 +501,6 @@ def pipeline_run(run: RunConfig, stages: StagesConfig) -> RunConfig:
             "own": config.model_dump(mode="json"),
             "train": run.train.model_copy(update={"global_batch_size": None, "ema_decay": None}),
             "codec": None,
-            "use_quantization": False,
         }
     )
 

@@ -269,7 +269,7 @@ class Worker:
                 layers = range(plan.cuts[stage], plan.cuts[stage + 1])
                 replica = stage_replica(training, self.train, layers, device, place.log)
                 self.stages[stage] = OwnStage.of(
-                    replica, training.workload, training.seed, recompute=self.config.recompute
+                    replica, training.workload, training.seed, recompute=self.config.recomputes
                 )
         if plan.step is not None:
             self.load_state(plan)

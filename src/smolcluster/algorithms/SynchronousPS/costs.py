@@ -13,7 +13,6 @@ from smolcluster.algorithms.planning.costs import (
     Forecast,
     Job,
     Site,
-    codec_choices,
     codec_of,
     down_rates,
     lost_share,
@@ -100,5 +99,5 @@ def _computing(site: Site, settings: Settings, place: int) -> Cost:
 def candidates(site: Site, job: Job, settings: Settings) -> Iterator[dict[str, Any]]:
     """Stores and codecs."""
     sent, received = step_nbytes(job, settings)
-    choices = codec_choices(settings, "fp32", "int8", "int4")
+    choices = ({"codec": name} for name in ("fp32", "int8", "int4"))
     return with_stores(site, settings, choices, Traffic(sent, received, to_server=received))

@@ -141,15 +141,7 @@ def costs_of(spec: AlgorithmSpec) -> CostModel | None:
 
 def codec_of(settings: Settings) -> str:
     """How gradients travel, as the cluster file says."""
-    cluster = settings.cluster
-    return cluster.codec or ("int8" if cluster.use_quantization else "fp32")
-
-
-def codec_choices(settings: Settings, *names: str) -> Iterator[dict[str, Any]]:
-    """What the cluster file would say for each codec; the two keys that name one must agree."""
-    for name in names:
-        is_refused = settings.cluster.use_quantization and name != "int8"
-        yield {"codec": name} | ({"use_quantization": False} if is_refused else {})
+    return settings.cluster.codec or "fp32"
 
 
 def samples_alone(site: Site, settings: Settings) -> list[float]:

@@ -208,8 +208,7 @@ def chosen_stores(site: Site, settings: Settings, traffic: Traffic) -> dict[str,
     if len(shares) < 2:
         return {}
     rounded = [max(0.01, round(share, 2)) for share in shares.values()]
-    chosen = {"stores": None} if settings.cluster.stores == "auto" else {}
-    return {**chosen, "servers": list(shares), "store_shares": rounded}
+    return {"servers": dict(zip(shares, rounded, strict=True))}
 
 
 def with_stores(

@@ -1,4 +1,4 @@
-"""The command `advise`, `launch --auto`, which does what it says, and `stores: auto`: hosts by links."""
+"""The command `advise`, `launch --auto`, which does what it says, and `servers: auto`: hosts by links."""
 
 import sys
 from dataclasses import replace
@@ -29,7 +29,7 @@ DO_NOT_DISTRIBUTE = 4
 """Exit code: one machine alone is about as fast, or faster."""
 ANY_SIZE = Job(1_000_000)
 """Which hosts are best does not depend on how large a model is."""
-KEYS = ("stores", "servers", "store_shares", "optimizer")
+KEYS = ("servers", "optimizer")
 
 
 def advise_command(request: Request, *, local: bool, sync: bool, in_json: bool) -> int:
@@ -48,7 +48,7 @@ def advise_command(request: Request, *, local: bool, sync: bool, in_json: bool) 
 
 
 def launch_as_stated(request: Request, how: LaunchOptions, *, local: bool) -> int:
-    """Launch what the files say; with `stores: auto` where the links say; returns the exit code.
+    """Launch what the files say; with `servers: auto` where the links say; returns the exit code.
 
     Raises:
         SmolclusterError: what prevents it, in one line.
@@ -90,7 +90,7 @@ def with_stores_chosen(request: Request, say: Say, *, local: bool) -> Request:
         LaunchError: the server's links cannot be measured.
     """
     settings = settings_of(request, local=local)
-    if settings.cluster.stores is None or local or request.script is not None:
+    if settings.cluster.servers != "auto" or local or request.script is not None:
         return request
     cluster = settings.cluster
     server = host_of(cluster, cluster.server)
@@ -105,9 +105,9 @@ def with_stores_chosen(request: Request, say: Say, *, local: bool) -> Request:
             "hold parts of what is trained so"
         )
         return request
-    total = sum(keys["store_shares"])
-    told = zip(keys["servers"], keys["store_shares"], strict=True)
-    say(f"stores: {', '.join(f'{node} {share / total:.0%}' for node, share in told)}")
+    shares = keys["servers"]
+    total = sum(shares.values())
+    say(f"stores: {', '.join(f'{node} {share / total:.0%}' for node, share in shares.items())}")
     return with_keys(request, keys)
 
 

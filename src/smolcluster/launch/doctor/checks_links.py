@@ -258,7 +258,7 @@ def judge_link(answer: Answer, node: NodeChecks) -> Finding:
     if told["mb_per_s"] < LOW_SPEED_MB_PER_S:
         return warn(
             f"the link to the server is slow: {shown}",
-            "use a cable; or `--override use_quantization=true worker_update_interval=50`",
+            "use a cable; or `--override codec=int8 worker_update_interval=50`",
         )
     if told["ms"] > LARGE_LATENCY_MS:
         return warn(

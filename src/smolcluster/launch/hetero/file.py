@@ -56,10 +56,10 @@ class Machine(_Section):
     def _check_index(self) -> Self:
         index = self.device_index
         if index is not None and self.device not in ("auto", "cuda", f"cuda:{index}"):
-            raise ValueError(
-                f"device_index is {index}, which says a GPU of CUDA, but device is {self.device}: leave out "
-                "one of them"
+            problem = (
+                f"which says a GPU of CUDA, but device is {self.device}: leave out one of them"
             )
+            raise SettingError(("device_index",), index, problem)
         return self
 
     @property

@@ -137,7 +137,7 @@ def test_rank_0_listens_at_its_address_only(open_store: Callable[..., GroupStore
 
 def test_between_machines_that_nothing_is_encrypted_must_be_said() -> None:
     check_unencrypted("off")
-    with pytest.raises(ConfigError, match=r"encryption is auto, .* --override encryption=off"):
+    with pytest.raises(ConfigError, match=r"encryption is 'auto', .* --override encryption=off"):
         check_unencrypted("auto")
     assert stays_here((HERE, "127.0.1.1")) and stays_here((HEAD, HEAD))
     assert not stays_here((WORKER, HEAD))

@@ -60,7 +60,7 @@ def test_a_machine_gets_layers_by_its_speed() -> None:
 
 
 def test_layers_that_are_computed_again_take_longer_but_for_the_last_stage_s() -> None:
-    config = PipelineConfig(shard_plan="auto", microbatches=32, recompute=True)
+    config = PipelineConfig(shard_plan="auto", microbatches=32, activation_checkpointing="full")
     machines = {"a": reported(0.001), "b": reported(0.001, host="b")}
     found = automatic_cut(NUM_LAYERS, machines, config, TRAIN).map
     assert found.cuts == (0, 14, 32)

@@ -67,7 +67,7 @@ def test_processes_of_one_machine_need_their_memory_together() -> None:
 
 
 def test_what_is_computed_again_is_not_held() -> None:
-    config = PipelineConfig(recompute=True)
+    config = PipelineConfig(activation_checkpointing="full")
     needed = 6 * 4000 + 2 * 10 + 6 * 100
     check(reported(needed, "a"), reported(10**6, "b"), config=config)
     with pytest.raises(ConfigError):
