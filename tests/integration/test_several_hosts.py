@@ -252,6 +252,6 @@ def test_loops_of_ones_own_with_several_servers_are_refused(
 def test_an_algorithm_without_stores_refuses_several_servers() -> None:
     settings = local_settings("servers=[mini1, worker1]", algorithm="pipeline")
     with pytest.raises(
-        ConfigError, match=r"servers lists mini1, worker1, but .* keeps its weights"
+        ConfigError, match=r"servers is \['mini1', 'worker1'\], but .* keeps its weights"
     ):
         check_algorithm(settings, "pipeline")
