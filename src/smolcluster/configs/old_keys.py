@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from smolcluster.configs.keys import KeySchema
 from smolcluster.configs.problems import SettingError
 
 Values = dict[str, Any]
@@ -21,13 +22,11 @@ class OldKey:
 
     Attributes:
         kind: the type of its value.
-        allowed: the same in words, as the end of "must be …".
         now: what says the same today.
         read: puts what the key says into the mapping in which it stood.
     """
 
     kind: Any
-    allowed: str
     now: str
     read: Callable[[Values, Any], None]
 
@@ -69,15 +68,10 @@ _SHARE = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 OLD_KEYS: Mapping[str, OldKey] = MappingProxyType(
     {
-        "use_quantization": OldKey(bool, "true or false", "codec: int8", _use_quantization),
-        "stores": OldKey(Literal["auto"] | None, "auto, or null", "servers: auto", _stores),
-        "store_shares": OldKey(
-            list[_SHARE] | None,
-            "a list of numbers above 0, or null",
-            "servers: {NODE: SHARE}",
-            _store_shares,
-        ),
-        "recompute": OldKey(bool, "true or false", "activation_checkpointing: full", _recompute),
+        "use_quantization": OldKey(bool, "codec: int8", _use_quantization),
+        "stores": OldKey(Literal["auto"] | None, "servers: auto", _stores),
+        "store_shares": OldKey(list[_SHARE] | None, "servers: {NODE: SHARE}", _store_shares),
+        "recompute": OldKey(bool, "activation_checkpointing: full", _recompute),
     }
 )
 
@@ -93,11 +87,12 @@ def read_old_key(values: Values, name: str, told: Any) -> None:
     Raises:
         SettingError: it holds what it may not, or contradicts today's key.
     """
-    key = OLD_KEYS[name]
+    key, adapter = OLD_KEYS[name], TypeAdapter(OLD_KEYS[name].kind)
     try:
-        TypeAdapter(key.kind).validate_python(told, strict=True)
+        adapter.validate_python(told, strict=True)
     except ValidationError:
-        raise SettingError((name,), told, allowed=key.allowed) from None
+        allowed = KeySchema.build(adapter.json_schema(), {}).allowed(told)
+        raise SettingError((name,), told, allowed=allowed) from None
     key.read(values, told)
 
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from smolcluster.configs.begun import check_workload
 from smolcluster.configs.checks import check_cluster
 from smolcluster.configs.function_name import check_secrets
-from smolcluster.configs.keys import KeyPath, find_shape, refused
+from smolcluster.configs.keys import KeyPath, find_shape, setting_errors
 from smolcluster.configs.load import (
     NODE_SECTION,
     find_config,
@@ -42,7 +42,7 @@ from smolcluster.configs.schema import (
     config_of,
     train_section,
 )
-from smolcluster.configs.sections import explained, flatten
+from smolcluster.configs.sections import Told, flatten, unknown_key
 from smolcluster.configs.spec import algorithms
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.utils.words import hint_at, one_line
@@ -61,14 +61,13 @@ class Draft(Generic[S]):
     Attributes:
         source: what the lowest layer is called in messages.
         values: changed in place; give it a copy.
-        words: what those who set a key call it, where that is not its path.
+        told: of each key that was set, what it is called there, and the file, flag or variable.
     """
 
     section: type[S]
     source: str
     values: dict[str, Any]
-    words: dict[KeyPath, KeyPath] = field(default_factory=dict)
-    _origins: dict[KeyPath, str] = field(default_factory=dict)
+    told: Told = field(default_factory=dict)
 
     def take(self, assignment: OverrideValue) -> None:
         """Set the value, if its key is one of this section's."""
@@ -96,8 +95,7 @@ class Draft(Generic[S]):
             target[name] = assignment.value
             before.pop(name, None)
         for each in target.keys() - {key for key in before if before[key] is target[key]}:
-            self._origins[(*path, each)] = assignment.origin
-            self.words[(*path, each)] = assignment.written
+            self.told[(*path, each)] = (assignment.written, assignment.origin)
 
     def check(self, fits: Callable[[S], None] = _anything) -> S:
         """The finished section, whose values agree with each other as `fits` says.
@@ -109,47 +107,39 @@ class Draft(Generic[S]):
             section = self.section.model_validate(self.values)
             fits(section)
         except ValidationError as error:
-            found = refused(self.section, error)
+            found = setting_errors(self.section, error)
         except SettingError as error:
-            found = error
+            found = [error]
         else:
             return section
-        for each in (found, *found.others):
-            self._place(each)
-        raise found
+        first, *others = map(self._placed, found)
+        first.others = tuple(others)
+        raise first
 
-    def _place(self, error: SettingError) -> None:
-        """Give an error of the section the words and the source of whoever set the key."""
-        place = error.place
-        keys = [tuple(map(str, each)) for each in (place, *error.also)]
-        origins = [self._origin(key) for key in keys] + [
-            self._origin_below(key) for key in keys[1:]
+    def _placed(self, error: SettingError) -> SettingError:
+        """An error of the section in the words, and with the source, of whoever set the key."""
+        place, source = self._told(error.place)
+        below = [
+            said
+            for also in error.also
+            for key, (_, said) in self.told.items()
+            if key[: len(also)] == also
         ]
-        source = next((each for each in origins if each is not None), self.source)
+        sources = [source, *(self._told(also)[1] for also in error.also), *below]
+        source = next((each for each in sources if each != self.source), self.source)
         if isinstance(error, UnknownKey) and not error.kind:
-            explained(error, self.section, self.values.get(keys[0][0]), self._named(place))
-            place = error.place
-        else:
-            place = self._named(place)
-        error.placed(place, source)
+            path = tuple(map(str, error.place))
+            return unknown_key(path, place, error.known, source, here=self.section)
+        return error.placed(place, source)
 
-    def _named(self, place: Place) -> Place:
-        """A place in the words of who set what is there."""
+    def _told(self, place: Place) -> tuple[Place, str]:
+        """A place as whoever set it calls it, and the file, flag or variable."""
         path = tuple(map(str, place))
         for length in range(len(path), 0, -1):
-            if path[:length] in self.words:
-                return (*self.words[path[:length]], *place[length:])
-        return place
-
-    def _origin(self, path: KeyPath) -> str | None:
-        """The flag or variable that set the value at `path`, or above it; None: the file did."""
-        above = (path[:length] for length in range(len(path), 0, -1))
-        return next((self._origins[part] for part in above if part in self._origins), None)
-
-    def _origin_below(self, path: KeyPath) -> str | None:
-        """The flag or variable that set something of what stands at `path`; None: the file set all of it."""
-        found = (said for key, said in self._origins.items() if key[: len(path)] == path)
-        return next(found, None)
+            if path[:length] in self.told:
+                written, source = self.told[path[:length]]
+                return (*written, *place[length:]), source
+        return place, self.source
 
 
 def _existing(mapping: Mapping[str, Any], part: str, assignment: OverrideValue) -> str:
@@ -231,8 +221,8 @@ def cluster_without(path: Path, names: Collection[str]) -> dict[str, Any]:
 
 def _read_cluster(content: Mapping[str, Any], source: str) -> tuple[dict[str, Any], ClusterConfig]:
     """A cluster file in the flat shape, and checked."""
-    flat, words = flatten(content, source)
-    return flat, Draft(cluster_section(), source, flat, words).check(check_cluster)
+    flat, told = flatten(content, source)
+    return flat, Draft(cluster_section(), source, flat, told).check(check_cluster)
 
 
 def resolve(
@@ -252,15 +242,15 @@ def resolve(
     Raises:
         ConfigError: as `load_settings`.
     """
-    cluster, cluster_words = flatten(cluster, cluster_file)
-    train, words = flatten(train, train_file)
+    cluster, cluster_told = flatten(cluster, cluster_file)
+    train, train_told = flatten(train, train_file)
     layers = (from_environment(environ or {}), from_overrides(overrides))
     stated = [each for layer in layers for each in sorted(layer, key=_is_old)]
     local_names = cluster.get(LOCAL_NAMES)
     names = local_names if isinstance(local_names, dict) else {}
     assignments = [assignment.of_nodes(names) for assignment in stated]
-    cluster_draft = Draft(cluster_section(), cluster_file, copy.deepcopy(cluster), cluster_words)
-    train_draft = Draft(train_section(), train_file, copy.deepcopy(train), words)
+    cluster_draft = Draft(cluster_section(), cluster_file, copy.deepcopy(cluster), cluster_told)
+    train_draft = Draft(train_section(), train_file, copy.deepcopy(train), train_told)
     for assignment in assignments:
         cluster_draft.take(assignment)
         train_draft.take(assignment)

@@ -31,6 +31,8 @@ TRAINING, DATA, DATASET = "training", "data", "dataset"
 CLIP_NORM: KeyPath = ("gradient_clipping", "max_norm")
 CLIP_ENABLED: KeyPath = ("gradient_clipping", "enabled")
 A_SECTION = "a mapping of keys to values"
+Told = dict[KeyPath, tuple[KeyPath, str]]
+"""What each key of the flat shape is called where it was set, and the file, flag or variable that set it."""
 
 _FLAT: Mapping[str, KeyPath] = MappingProxyType(
     {"epochs": ("num_epochs",), "grad_clip_norm": CLIP_NORM}
@@ -78,10 +80,11 @@ def nested_path(path: KeyPath) -> KeyPath:
 def flat_values(written: KeyPath, value: Any) -> Iterator[tuple[KeyPath, KeyPath, Any]]:
     """A key of either shape and its value, as keys of the flat shape.
 
-    Yields the flat path, the path as it was written, and the value. Of a section that stands elsewhere in the
-    flat shape, each key comes by itself. A largest norm switches clipping on.
+    Yields the flat path, the path as it was written, and the value. Of the data, and of a section that stands
+    elsewhere in the flat shape, each key comes by itself. A largest norm switches clipping on.
     """
-    if len(written) == 1 and is_other_section(written[0]):
+    by_key = is_other_section(written[0]) or (value and written[0] == DATASET)
+    if len(written) == 1 and by_key and isinstance(value, dict):
         for name, below in value.items():
             yield from flat_values((*written, name), below)
         return
@@ -94,41 +97,37 @@ def flat_values(written: KeyPath, value: Any) -> Iterator[tuple[KeyPath, KeyPath
         yield CLIP_NORM, written, value
 
 
-def flatten(
-    content: Mapping[str, Any], source: str
-) -> tuple[dict[str, Any], dict[KeyPath, KeyPath]]:
-    """A file as one in the flat shape, and how it calls each of its keys.
+def flatten(content: Mapping[str, Any], source: str) -> tuple[dict[str, Any], Told]:
+    """A file as one in the flat shape, and what it calls each of its keys.
 
     Of the nested shape the defaults are filled in; keys of earlier versions are replaced.
 
     Raises:
-        SettingError: a section is no mapping, a key is set in both shapes, or an old key is wrong.
+        SettingError: a section is no mapping, a key is unknown or set in both shapes, or an old key is wrong.
     """
     flat: dict[str, Any] = {}
-    words: dict[KeyPath, KeyPath] = {}
-    for section, told in content.items():
-        if is_other_section(section) and not isinstance(told, dict):
-            raise SettingError((section,), told, allowed=A_SECTION, source=source)
-        by_key = section == DATASET and isinstance(told, dict)
-        parts = [((section, name), told[name]) for name in told] if by_key else [((section,), told)]
-        for path, written, item in (each for part in parts for each in flat_values(*part)):
-            if other := _said_before(words, path, written):
+    told: Told = {}
+    for section, values in content.items():
+        if is_other_section(section) and not isinstance(values, dict):
+            raise SettingError((section,), values, allowed=A_SECTION, source=source)
+        for path, written, item in flat_values((section,), values):
+            if is_other_section(path[0]):
+                locate(path, source, written)
+            if other := _said_before(told, path, written):
                 also = f"and also set as {'.'.join(other)}; keep one of them"
                 raise SettingError(written, item, also, source=source)
-            words[path] = written
+            told[path] = (written, source)
             _put(flat, path, copy.deepcopy(item))
     for path, item in _DEFAULTS.items() if is_nested(content) else ():
         if path != CLIP_ENABLED or CLIP_ENABLED[0] not in flat:
             _put(flat, path, item, only_if_missing=True)
     read_old_keys(flat, source)
-    return flat, words
+    return flat, told
 
 
-def _said_before(
-    words: Mapping[KeyPath, KeyPath], path: KeyPath, written: KeyPath
-) -> KeyPath | None:
+def _said_before(told: Told, path: KeyPath, written: KeyPath) -> KeyPath | None:
     """What else says the same as a key, or something of what it says."""
-    for known, other in words.items():
+    for known, (other, _) in told.items():
         length = min(len(known), len(path))
         if other != written and known[:length] == path[:length]:
             return other
@@ -162,73 +161,55 @@ def locate(path: KeyPath, origin: str, written: KeyPath) -> tuple[KeyPath, KeySc
         UnknownKey: the schema has no such key.
     """
     shapes = [shape_of(section) for section, _ in _sections()]
-    unknown = UnknownKey(written, source=origin)
     shape = next((each for each in shapes if each.child(path[0]) is not None), None)
     if shape is None:
+        if own := sorted(own_keys(path[0])):
+            raise unknown_key(path, written, tuple(own), origin)
         tops = tuple(dict.fromkeys(key for each in shapes for key in each.keys))
-        raise with_nearest(unknown, path, tops, depth=0)
+        raise unknown_key(path, written, tops, origin, depth=0)
     for depth, name in enumerate(path):
         if shape.is_value:
-            unknown.nearest = ".".join(path[:depth])
-            raise unknown
+            raise UnknownKey(written, nearest=".".join(path[:depth]), source=origin)
         below = shape.child(name)
         if below is None:
-            raise with_nearest(unknown, path, shape.keys, depth=depth)
+            raise unknown_key(path, written, shape.keys, origin, depth=depth)
         if shape.holds_names and below.is_value:
             return (*path[:depth], ".".join(path[depth:])), below
         shape = below
     return path, shape
 
 
-def explained(unknown: UnknownKey, section: type[Section], value: Any, words: Place) -> UnknownKey:
-    """An unknown key of a file's section with the name that was most likely meant, and where that stands.
-
-    Args:
-        unknown: its place is the key's in the flat shape.
-        section: what the file holds.
-        value: what stands there.
-        words: the key's place, as the file calls it.
-    """
-    path = tuple(map(str, unknown.place))
-    if len(path) == 1 and path[0] in algorithms() and isinstance(value, dict):
-        path = (path[0], *list(value)[:1])  # what `flatten` has left there
-        words = path
-        siblings = tuple(own_keys(path[0]) & set(section.model_fields))
-    else:
-        parent = find_shape(section, path[:-1])
-        siblings = parent.keys if parent else ()
-    unknown.place = words
-    return with_nearest(unknown, path, siblings, dict(_sections())[section])
-
-
-def with_nearest(
-    unknown: UnknownKey,
+def unknown_key(
     path: KeyPath,
+    written: Place,
     siblings: tuple[str, ...],
-    here: str | None = None,
+    source: str,
+    *,
     depth: int = -1,
+    here: type[Section] | None = None,
 ) -> UnknownKey:
-    """The same with the key that was most likely meant, in the words of whoever set it.
+    """An unknown key with the one that was most likely meant, in the words of whoever set it.
 
     Args:
-        unknown: its place is in the words of whoever set it.
         path: the key in the flat shape; its part at `depth` is the one that nothing knows.
+        written: the key as it was set.
         siblings: what could stand there instead.
-        here: where the key stands; None where every key may stand, as in a flag.
+        source: the file, flag or variable.
         depth: index into `path`.
+        here: the section of the file; None where every key may stand, as in a flag.
     """
-    sections = {
+    places = {
         each: name for section, name in reversed(_sections()) for each in fixed_paths(section)
     }
-    unknown.known = siblings
-    meant = _nearest_key(path, siblings, tuple(sections), depth)
+    meant = _nearest_key(path, siblings, tuple(places), depth)
     if meant is None:
-        return unknown
-    section = sections.get(meant, here)
-    unknown.section = section if here and section and section != here else ""
-    is_nested_here = unknown.place[0] in (TRAINING, DATA) and find_shape(train_section(), meant)
-    unknown.nearest = ".".join(nested_path(meant) if is_nested_here else meant)
-    return unknown
+        return UnknownKey(written, known=siblings, source=source)
+    own = dict(_sections())[here] if here else None
+    there = places.get(meant, own) if own else None
+    if written[0] in (TRAINING, DATA) and find_shape(train_section(), meant):
+        meant = nested_path(meant)
+    elsewhere = there if there and there != own else ""
+    return UnknownKey(written, nearest=".".join(meant), section=elsewhere, source=source)
 
 
 def _nearest_key(

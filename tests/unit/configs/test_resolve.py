@@ -43,8 +43,8 @@ CLUSTER: dict[str, Any] = {
     "use_quantization": False,
     "seed": 42,
 }
-SYNCPS = CLUSTER | {"worker_update_interval": 4, "timeout": 0.1}
-del SYNCPS["use_quantization"]
+TODAY = {key: value for key, value in CLUSTER.items() if key != "use_quantization"}
+SYNCPS = TODAY | {"worker_update_interval": 4, "timeout": 0.1}
 NN: dict[str, Any] = {
     "batch_size": 32,
     "learning_rate": 0.001,
@@ -111,7 +111,7 @@ def test_the_shipped_files_hold_exactly_what_users_have() -> None:
 
 def test_keys_that_users_do_not_have_get_their_defaults() -> None:
     settings = settle()
-    assert settings.cluster == cluster_section().model_validate(CLUSTER)
+    assert settings.cluster == cluster_section().model_validate(TODAY)
     assert settings.train == train_section().model_validate(NN)
     assert (settings.train.optimizer, settings.cluster.elastic) == ("adam", True)
     assert settings.cluster.codec is None
@@ -801,7 +801,7 @@ def test_overrides_hold_on_a_local_cluster_too() -> None:
 
 def test_a_local_cluster_forgets_the_deadline_for_late_workers_and_keeps_the_rest() -> None:
     stated = cluster_section().model_validate(
-        CLUSTER
+        TODAY
         | {"timeout": 0.1, "min_workers": 3, "elastic": False, "nodes": {"pi5": {"threads": 2}}}
     )
     cluster = localise(stated, 2)

@@ -1,16 +1,13 @@
 """What DiLoCo alone understands of a configuration."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from smolcluster.algorithms.DiLoCo.fragments import cut, filled, too_many_fragments
-from smolcluster.configs.schema import AlgorithmConfig, CodecName, Wait
+from smolcluster.configs.schema import AlgorithmConfig, CodecName, Settings, Wait
 from smolcluster.errors import ConfigError
-
-if TYPE_CHECKING:
-    from smolcluster.configs.schema import Settings
 
 DEFAULT_FRAGMENTS, MAX_FRAGMENTS = 4, 4096
 
@@ -82,7 +79,7 @@ class DiLoCoConfig(AlgorithmConfig):
             return 1
         return self.fragments or min(DEFAULT_FRAGMENTS, num_tensors)
 
-    def check(self, settings: "Settings") -> None:
+    def check(self, settings: Settings) -> None:
         """Refuse keys that mean nothing to `mode`, and momentum beside that of `codec_up: topk`.
 
         What topk leaves out and sends later is momentum already (SparseLoCo, 2508.15706).

@@ -1,15 +1,12 @@
 """What EDP alone understands of a configuration."""
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
 
-from smolcluster.configs.schema import AlgorithmConfig, Section
+from smolcluster.configs.schema import AlgorithmConfig, Section, Settings
 from smolcluster.errors import ConfigError
-
-if TYPE_CHECKING:
-    from smolcluster.configs.schema import Settings
 
 SPREAD = ("adam", "adamw", "sgd")
 """Optimizers whose step of a part of the weights is that of the whole."""
@@ -56,7 +53,7 @@ class EDPConfig(AlgorithmConfig):
     def status_fields(self) -> dict[str, Any]:
         return {"staleness_bound": self.staleness.bound}
 
-    def check(self, settings: "Settings") -> None:
+    def check(self, settings: Settings) -> None:
         """Weights must travel whole, and be mixed where all of them lie; on several hosts any may be cut."""
         cluster, optimizer = settings.cluster, settings.train.optimizer
         cluster.check_average(settings.train.ema_decay)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, ValidationError
 
@@ -17,13 +17,11 @@ from smolcluster.configs.schema import (
     MeshSizes,
     ProfileConfig,
     ScheduleKeys,
+    Settings,
 )
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import Schedule
 from smolcluster.utils.units import format_count
-
-if TYPE_CHECKING:
-    from smolcluster.configs.schema import Settings
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]
 SPLIT = frozenset({"zero-bubble", "zb-v", "dualpipev"})
@@ -118,7 +116,7 @@ class MeshConfig(AlgorithmConfig, ScheduleKeys):
         """
         return mesh_schedule(self.schedule, self.mesh.pp, self.microbatches)
 
-    def check(self, settings: "Settings") -> None:
+    def check(self, settings: Settings) -> None:
         """Refuse what a mesh cannot follow, as far as the files tell it."""
         train = settings.train
         num_parts = self.mesh.num_shares * self.microbatches

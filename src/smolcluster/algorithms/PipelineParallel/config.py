@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, PositiveInt
 
 from smolcluster.algorithms.scheduled import check_whole
-from smolcluster.configs.schema import FLAT_OPTIMIZERS, AlgorithmConfig, PipelineKeys, TrainConfig
+from smolcluster.configs.schema import (
+    FLAT_OPTIMIZERS,
+    AlgorithmConfig,
+    PipelineKeys,
+    Settings,
+    TrainConfig,
+)
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES
 from smolcluster.utils.words import hint_at
 
 if TYPE_CHECKING:
-    from smolcluster.configs.schema import Settings
     from smolcluster.training.recipe import Training
 
 
@@ -34,7 +39,7 @@ class PipelineConfig(AlgorithmConfig, PipelineKeys):
         """Whether a stage keeps a microbatch's input alone, and computes the rest again for its backward."""
         return self.activation_checkpointing == "full"
 
-    def check(self, settings: "Settings") -> None:
+    def check(self, settings: Settings) -> None:
         """Refuse what cannot be cut, or not so."""
         if self.schedule not in SCHEDULES:
             raise ConfigError(

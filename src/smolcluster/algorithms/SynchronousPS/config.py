@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, NonNegativeFloat
 
 from smolcluster.configs.problems import HAS_KEY
-from smolcluster.configs.schema import AlgorithmConfig, NodeName, Wait
+from smolcluster.configs.schema import AlgorithmConfig, NodeName, Settings, Wait
 from smolcluster.errors import ConfigError
 
 if TYPE_CHECKING:
     from smolcluster.configs.problems import HAS_KEY
-from smolcluster.configs.schema import Settings
 
 SHARES_TOLERANCE = 1e-6
 """How far from 1 shares may add up: three times 0.333333 is meant as a whole."""
@@ -44,10 +43,10 @@ class SyncPSConfig(AlgorithmConfig):
         0.5, ge=0, le=1, description="SyncPS: weight of the server when replicas are blended."
     )
 
-    def pinned(self, settings: "Settings") -> dict[str, Any]:
+    def pinned(self, settings: Settings) -> dict[str, Any]:
         return {"global_batch_size": settings.global_batch_size}
 
-    def check(self, settings: "Settings") -> None:
+    def check(self, settings: Settings) -> None:
         """Every worker has a sample of each step; shares are of the workers and make a whole."""
         cluster, samples = settings.cluster, settings.global_batch_size
         if samples < cluster.num_workers:
