@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,16 @@ def write(package: Path, files: dict[str, str]) -> Path:
 def test_no_import_runs_up() -> None:
     assert list(arrows(PACKAGE)), "the imports were not found at all"
     assert upward_arrows(PACKAGE) == []
+
+
+def test_no_circle_of_modules_reads_the_configuration() -> None:
+    """Imports for type checking alone count as well."""
+    above: dict[str, set[str]] = {}
+    for file, _, target in arrows(PACKAGE):
+        if file.startswith("configs/") and target.startswith("smolcluster.configs."):
+            above.setdefault(Path(file).stem, set()).add(target.split(".")[2])
+    assert above
+    list(TopologicalSorter(above).static_order())  # CycleError: these modules import each other
 
 
 def test_every_room_has_its_floor() -> None:
