@@ -23,7 +23,7 @@ from torch import Tensor
 import harness
 from faults.proxy import HANDSHAKE, HARMLESS, POINTS, SILENT, Fault, FaultProxy
 from harness import Cluster, MakeParticipant, Outcome, Server, local_settings
-from smolcluster.algorithms.DiLoCo import pacing
+from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.algorithms.DiLoCo.config import Mode
 from smolcluster.algorithms.DiLoCo.ledger import Applied
@@ -334,7 +334,7 @@ def _patches(case: Case | None) -> Iterator[None]:
     """Small buckets, workers that never wait in async; and short handshakes where one falls silent."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "build", partial(build, bucket_bytes=SMALL_BUCKET))
-        patch.setattr(pacing, "plan_round", in_equal_parts)
+        patch.setattr(rounds, "plan_round", in_equal_parts)
         patch.setattr(diloco, "SYNCHRONOUS_ROUNDS", 0)
         if case is not None and case.point in HANDSHAKE and case.fault in SILENT:
             patch.setattr(node, "HANDSHAKE_TIMEOUT_S", QUICK_S)

@@ -14,7 +14,7 @@ import own_workloads
 import several_hosts
 from harness import Cluster, local_settings
 from own_workloads import Rows
-from smolcluster.algorithms.DiLoCo import sync_beginning
+from smolcluster.algorithms.DiLoCo import beginning
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.schema import Settings
@@ -47,7 +47,7 @@ def settings_for(*overrides: str, workers: int = 2) -> Settings:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that take no time are short beside any exchange."""
-    monkeypatch.setattr(sync_beginning, "MOST_WAITING", math.inf)
+    monkeypatch.setattr(beginning, "MOST_WAITING", math.inf)
 
 
 def model() -> nn.Module:

@@ -11,8 +11,8 @@ import pytest
 from harness import Cluster, local_settings
 from proxy import Proxy
 from smolcluster.algorithms.DiLoCo.ledger import Applied
-from smolcluster.algorithms.DiLoCo.pacing import MOST_BEHIND
 from smolcluster.algorithms.DiLoCo.peers import Peer
+from smolcluster.algorithms.DiLoCo.rounds import MOST_BEHIND
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
 from smolcluster.server.assignment import Assigned

@@ -14,7 +14,7 @@ import torch
 
 from faults.cases import in_equal_parts
 from harness import DEADLINE_S, Cluster, local_settings
-from smolcluster.algorithms.DiLoCo import pacing, sync_beginning
+from smolcluster.algorithms.DiLoCo import beginning, rounds
 from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.configs.schema import Settings
@@ -103,7 +103,7 @@ def test_one_worker_goes_on_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From between two rounds, from within the synchronous beginning, and from its end."""
-    monkeypatch.setattr(sync_beginning, "MOST_WAITING", math.inf)
+    monkeypatch.setattr(beginning, "MOST_WAITING", math.inf)
     settings = settings_for(codec, optimizer=optimizer, sync_fraction=sync_fraction)
     whole = run(settings, tmp_path / "whole")
     step = first_saved(whole)
@@ -169,7 +169,7 @@ def test_two_workers_go_on_as_if_nothing_had_happened(
 
     While fragments are sent behind computation, times decide which weights a batch meets.
     """
-    monkeypatch.setattr(pacing, "plan_round", in_equal_parts)
+    monkeypatch.setattr(rounds, "plan_round", in_equal_parts)
     monkeypatch.setattr(Peer, "num_wanted", lambda _peer, _busy_s: 1000)
     settings = settings_for("int8", workers=2)
 

@@ -6,20 +6,34 @@ batches in it. Where exchanges are behind computation nothing is lost, but what 
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import harmonic_mean
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from smolcluster.algorithms.DiLoCo.config import DEFAULT_FRAGMENTS, DiLoCoConfig, gradient_codec
-from smolcluster.algorithms.DiLoCo.fast_motion import FastMotion, Found, Run
-from smolcluster.algorithms.DiLoCo.rounds import (
-    choose_local_steps,
-    hiding_round_s,
-    most_local_steps,
-    waiting_round_s,
+from smolcluster.algorithms.DiLoCo.beginning import MOST_WAITING, why_none
+from smolcluster.algorithms.DiLoCo.config import (
+    DEFAULT_FRAGMENTS,
+    DiLoCoConfig,
+    Mode,
+    gradient_codec,
 )
-from smolcluster.algorithms.DiLoCo.sync_beginning import MOST_WAITING, why_none
+from smolcluster.algorithms.DiLoCo.rounds import (
+    SYNCHRONOUS_ROUNDS,
+    Round,
+    Timing,
+    choose_local_steps,
+    has_enough,
+    hiding_round_s,
+    measured_steps,
+    most_local_steps,
+    num_exchanges,
+    shared_out,
+    waiting_round_s,
+    warmed_up,
+)
 from smolcluster.algorithms.planning.costs import (
     HANDLING_S,
     Forecast,
@@ -32,51 +46,355 @@ from smolcluster.algorithms.planning.costs import (
     seconds_of,
     up_rates,
 )
+from smolcluster.algorithms.planning.simulation import Done, Flow, Process, Simulation, Sleep
 from smolcluster.algorithms.planning.stores import Traffic, as_spread, with_stores
 from smolcluster.configs.schema import Settings
 
 UNKNOWN_EPOCH = 100_000
 """Samples, where it is not known how many there are."""
+STEADY = 0.1
+"""A round is like the one before if it is longer by less than this share."""
+FIRST_ROUNDS, COUNTED_ROUNDS = 4, 6
+"""Before which none is counted, for times are not known yet; and how many are."""
+LEAST_COUNTED = 2
+"""So many beginnings of rounds must have been seen."""
+Row = TypeVar("Row", bound=tuple[float, int, *tuple[int, ...]])
+"""A time, H, and counts."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the rule must know of a run; bytes are of all weights."""
+
+    mode: Mode
+    num_fragments: int
+    local_steps: int | None
+    total_batches: int
+    up_nbytes: int
+    down_nbytes: int
+    gradient_nbytes: int
+    """To the server, in the synchronous beginning."""
+
+
+class Found(NamedTuple):
+    """Of a run in its steady state: batches a second of all workers, exchanges of the whole by each a second,
+    and H."""
+
+    batches_s: float
+    exchanges_s: float
+    local_steps: int
+
+
+class Line:
+    """What travels between the server and a worker in one direction, in order."""
+
+    def __init__(
+        self, simulation: Simulation, worker: int, way: Literal["up", "down"], latency_s: float
+    ) -> None:
+        """`latency_s`: of one direction."""
+        self._simulation = simulation
+        self._worker, self._way, self._latency_s = worker, way, latency_s
+        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
+        self._wake = Done()
+        simulation.start(self._carry())
+
+    def put(self, nbytes: float, arrive: Callable[[], None]) -> None:
+        """Send so many bytes behind all before them."""
+        self._waiting.append((nbytes, arrive))
+        self._simulation.finish(self._wake)
+
+    def _carry(self) -> Process:
+        while True:
+            yield self._wake
+            while self._waiting:
+                nbytes, arrive = self._waiting.popleft()
+                if nbytes:
+                    yield Flow(self._worker, self._way, nbytes)
+                self._simulation.start(_later(self._latency_s, arrive))
+            self._wake = Done()
+
+
+def _later(seconds: float, do: Callable[[], None]) -> Process:
+    yield Sleep(seconds)
+    do()
+
+
+@dataclass
+class Machine:
+    """A worker, and what the server knows of it."""
+
+    timing: Timing
+    up: Line
+    down: Line
+    todo: deque[int | None] = field(default_factory=deque)
+    """Fragments whose changes are wanted, between batches, which are None."""
+    wake: Done = field(default_factory=Done)
+    weights: Done = field(default_factory=Done)
+    """It has them, and may go on."""
+    uncovered: list[int] = field(default_factory=list)
+    """By fragment: batches that it was given since its change was asked for."""
+    num_given: int = 0
+    """Batches, which are numbered."""
+    num_stepped: int = 0
+    num_exchanges: int = 0
+    """Since workers no longer wait for each other."""
+    owed: set[int] = field(default_factory=set)
+    """Fragments whose changes are on their way."""
+
+
+def _counted(rows: list[Row], first: int) -> list[Row]:
+    """Rounds or exchanges, at the earliest from `first` on, from the one whose H is like that before it."""
+    for number in range(first, len(rows)):
+        if rows[number][1] <= (1 + STEADY) * rows[number - 1][1]:
+            return rows[number:]
+    return []
+
+
+class FastMotion:
+    """A run in fast motion: the server's own rule over machines and links that are known.
+
+    What each worker is given, when its changes are asked for and how long a round is are said by `rounds.py`,
+    as in a run. Messages to a worker, and from it, come in order: a step is heard of behind the fragment that
+    is on its way. Samples do not run out, and all begin with the same weights.
+    """
+
+    def __init__(self, site: Site, run: Run) -> None:
+        self._site, self._run = site, run
+        self._simulation = Simulation(site)
+        self._round = Round(run.num_fragments)
+        self._numbers = range(run.num_fragments)
+        self._machines = [self._machine(place) for place in range(len(site.workers))]
+        self._timings = [each.timing for each in self._machines]
+        self._num_outer_steps = self._num_batches = 0
+        self._is_async = False
+        """Whether workers no longer wait for each other."""
+        self._rounds: list[tuple[float, int, int]] = []
+        """When each began, its H, and how many batches had been handed out before."""
+        self._exchanges: list[tuple[float, int, int, int]] = []
+        """Of those that do not wait: when each had had one more exchange; H then; by then, steps that were
+        heard of and exchanges of all."""
+
+    def find(self) -> Found | None:
+        """Go on until rounds are alike, then count; None: rounds are too long for a simulation."""
+        for place in range(len(self._machines)):
+            self._simulation.start(self._work(place))
+        self._begin_round()
+        self._decide()
+        self._simulation.run(math.inf, lambda: self._is_over)
+        if self._is_async:
+            return self._found_of_exchanges()
+        counted = _counted(self._rounds, FIRST_ROUNDS)
+        if len(counted) < LEAST_COUNTED:
+            return None
+        (began_s, _, before), (ended_s, local_steps, after) = counted[0], counted[-1]
+        seconds = ended_s - began_s
+        return Found((after - before) / seconds, (len(counted) - 1) / seconds, local_steps)
+
+    def _found_of_exchanges(self) -> Found | None:
+        counted = _counted(self._exchanges, 1)
+        if len(counted) < LEAST_COUNTED:
+            return None
+        (began_s, _, before, first), (ended_s, _, after, last) = counted[0], counted[-1]
+        seconds = ended_s - began_s
+        exchanges_s = (last - first) / seconds / len(self._machines)
+        return Found((after - before) / seconds, exchanges_s, self._round.local_steps)
+
+    @property
+    def _is_over(self) -> bool:
+        if self._is_async:
+            return len(_counted(self._exchanges, 1)) > COUNTED_ROUNDS
+        return len(_counted(self._rounds, FIRST_ROUNDS)) > COUNTED_ROUNDS
+
+    def _machine(self, place: int) -> Machine:
+        worker = self._site.workers[place]
+        one_way_s = (worker.latency_s + HANDLING_S) / 2
+        return Machine(
+            Timing(worker.step_s, progressed_at=0.0, stepped_at=0.0),
+            Line(self._simulation, place, "up", one_way_s),
+            Line(self._simulation, place, "down", one_way_s),
+            uncovered=[0] * self._run.num_fragments,
+        )
+
+    # a worker, as `worker.py` has it
+
+    def _work(self, place: int) -> Process:
+        machine, step_s = self._machines[place], self._site.workers[place].step_s
+        while True:
+            while not machine.todo:
+                machine.wake = Done()
+                yield machine.wake
+            wanted = machine.todo.popleft()
+            if wanted is None:
+                yield Sleep(step_s)
+                machine.up.put(0, lambda: self._on_stepped(place))
+                continue
+            machine.weights = Done()
+            waits = self._waits
+            machine.up.put(
+                self._run.up_nbytes / self._run.num_fragments,
+                partial(self._on_change, place, wanted),
+            )
+            if waits:
+                yield machine.weights
+
+    def _wants(self, machine: Machine, wanted: int | None) -> None:
+        machine.todo.append(wanted)
+        self._simulation.finish(machine.wake)
+
+    # the server, as `server.py` has it
+
+    @property
+    def _waits(self) -> bool:
+        return self._run.mode == "sync" or (self._run.mode == "async" and not self._is_async)
+
+    def _on_stepped(self, place: int) -> None:
+        machine = self._machines[place]
+        machine.timing.unanswered.discard(machine.num_stepped)
+        machine.num_stepped += 1
+        machine.timing.stepped(self._site.workers[place].step_s, self._simulation.now)
+        self._num_batches += 1
+        self._decide()
+
+    def _on_change(self, place: int, number: int) -> None:
+        self._simulation.start(self._take(place, number))
+
+    def _take(self, place: int, number: int) -> Process:
+        """Take a change in, which is the server's work."""
+        machine = self._machines[place]
+        machine.timing.answered(number, self._simulation.now)
+        yield self._simulation.serve(self._site.apply_s / self._run.num_fragments)
+        machine.owed.discard(number)
+        if self._is_async:
+            self._send_weights(machine)
+            machine.num_exchanges += 1
+            self._num_outer_steps += 1
+            self._choose_steps()
+            done = [each.num_exchanges for each in self._machines]
+            if min(done) > len(self._exchanges):
+                local_steps, num_batches = self._round.local_steps, self._num_batches
+                self._exchanges.append((self._simulation.now, local_steps, num_batches, sum(done)))
+        self._decide()
+
+    def _send_weights(self, machine: Machine) -> None:
+        def arrive() -> None:
+            self._simulation.finish(machine.weights)
+
+        machine.down.put(self._run.down_nbytes / self._run.num_fragments, arrive)
+
+    def _choose_steps(self) -> None:
+        run, num_workers = self._run, len(self._machines)
+        if run.local_steps is not None:
+            self._round.begin(run.local_steps)
+            return
+        steps = measured_steps(self._round, self._timings, run.total_batches, run.mode)
+        num_rounds = num_exchanges(self._num_outer_steps, run.num_fragments, run.mode, num_workers)
+        most_steps = most_local_steps(run.total_batches, num_workers)
+        self._round.begin(warmed_up(num_rounds, steps), most_steps)
+
+    def _begin_round(self) -> None:
+        self._choose_steps()
+        for timing in self._timings:
+            timing.begin()
+        num_given = sum(each.num_given for each in self._machines)
+        self._rounds.append((self._simulation.now, self._round.local_steps, num_given))
+        self._is_async = self._run.mode == "async" and self._num_outer_steps >= SYNCHRONOUS_ROUNDS
+
+    def _decide(self) -> None:
+        """What the server's main thread does whenever it has heard of something."""
+        if not self._is_async:
+            self._step()
+        for _ in self._numbers:
+            self._hand_out()
+            self._collect()
+
+    def _step(self) -> None:
+        now = self._simulation.now
+        for number in list(self._round.gathering):
+            if not any(number in each.owed for each in self._machines):
+                self._round.gathered(number, now)
+                self._num_outer_steps += 1
+                for machine in self._machines:
+                    self._send_weights(machine)
+        if self._round.is_asked and (not self._waits or not self._round.gathering):
+            self._begin_round()
+
+    def _hand_out(self) -> None:
+        if self._round.asked and self._waits:
+            return
+        takers = {
+            place: timing for place, timing in enumerate(self._timings) if not timing.is_asked
+        }
+        mode: Mode = "sync" if self._waits else self._run.mode
+        now, num_workers = self._simulation.now, len(self._machines)
+        self._round.plan, at_once = shared_out(self._round, takers, num_workers, now, mode)
+        for place, number in at_once.items():
+            for _ in range(number):
+                self._give(place)
+
+    def _give(self, place: int) -> None:
+        machine = self._machines[place]
+        machine.timing.gets(machine.num_given, self._simulation.now)
+        machine.num_given += 1
+        machine.uncovered = [each + 1 for each in machine.uncovered]
+        self._round.num_handed += 1
+        self._round.plan[place] -= 1
+        machine.down.put(0, lambda: self._wants(machine, None))
+
+    def _collect(self) -> None:
+        if self._is_async:
+            for machine in self._machines:
+                if not machine.owed and has_enough(self._round, machine.timing, self._timings):
+                    self._ask(machine, 0)
+            return
+        num_workers = len(self._machines)
+        for number in list(self._round.unasked):
+            everybody = all(each.is_asked for each in self._timings)
+            if everybody or self._round.is_due(number, num_workers):
+                self._round.ask(number, self._simulation.now)
+                for machine in self._machines:
+                    self._ask(machine, number)
+        if self._waits and not self._round.asked:
+            for place, machine in enumerate(self._machines):
+                if self._round.plan.get(place, 1) <= 0:
+                    self._ask(machine, 0)
+
+    def _ask(self, machine: Machine, number: int) -> None:
+        if not machine.uncovered[number]:
+            return
+        machine.timing.is_asked, machine.timing.num_since_asked = self._waits, 0
+        machine.timing.asked(number, self._simulation.now)
+        machine.uncovered[number] = 0
+        machine.owed.add(number)
+        machine.down.put(0, lambda: self._wants(machine, number))
 
 
 def step_nbytes(job: Job, settings: Settings) -> tuple[int, int]:
     """Bytes of a worker's step to the server and from it: a round's, spread over its steps."""
-    local_steps = settings.of(DiLoCoConfig).local_steps or _most_steps(job, settings)
-    up, down = _round_nbytes(job, settings)
-    return up // local_steps, down // local_steps
+    run = _run_of(job, settings)
+    most_steps = most_local_steps(run.total_batches, settings.cluster.num_workers)
+    local_steps = run.local_steps or most_steps
+    return run.up_nbytes // local_steps, run.down_nbytes // local_steps
 
 
 def predict(site: Site, job: Job, settings: Settings) -> Forecast:
     """What a run will be like once its rounds are as long as they get, with its synchronous beginning."""
-    config, (up, down) = settings.of(DiLoCoConfig), _round_nbytes(job, settings)
-    site = as_spread(site, settings, Traffic(up, down))
-    run = Run(
-        mode=config.mode,
-        num_fragments=config.num_fragments(DEFAULT_FRAGMENTS),
-        local_steps=config.local_steps,
-        total_batches=_total_batches(job, settings),
-        up_nbytes=up,
-        down_nbytes=down,
-    )
+    run = _run_of(job, settings)
+    site = as_spread(site, settings, Traffic(run.up_nbytes, run.down_nbytes))
     found = FastMotion(site, run).find() or _of_long_rounds(site, run)
     has_none = why_none(len(settings.cluster.store_nodes), settings.train.optimizer)
-    fraction = 0.0 if has_none else config.sync_fraction
+    fraction = 0.0 if has_none else settings.of(DiLoCoConfig).sync_fraction
     in_steps = replace(
-        run,
-        mode="sync",
-        num_fragments=1,
-        local_steps=1,
-        up_nbytes=job.encoded_nbytes(gradient_codec(_codec_up(settings))),
+        run, mode="sync", num_fragments=1, local_steps=1, up_nbytes=run.gradient_nbytes
     )
     batches_s = _with_beginning(site, in_steps, found.batches_s, fraction)
     samples_per_s = settings.train.samples_per_push * batches_s
     exchanges_s = len(site.workers) * found.exchanges_s
     return Forecast(
         samples_per_s=samples_per_s,
-        received_bytes_s=up * exchanges_s,
-        sent_bytes_s=down * exchanges_s,
+        received_bytes_s=run.up_nbytes * exchanges_s,
+        sent_bytes_s=run.down_nbytes * exchanges_s,
         lost=lost_share(samples_per_s, samples_alone(site, settings)),
-        chosen=f"local_steps of about {found.local_steps}" if config.local_steps is None else "",
+        chosen=f"local_steps of about {found.local_steps}" if run.local_steps is None else "",
     )
 
 
@@ -86,7 +404,8 @@ def candidates(site: Site, job: Job, settings: Settings) -> Iterator[dict[str, A
     choices: Iterator[dict[str, Any]] = (
         {"codec_up": codec, "codec_down": codec, "local_steps": None} for codec in codecs
     )
-    return with_stores(site, settings, choices, Traffic(*_round_nbytes(job, settings)))
+    run = _run_of(job, settings)
+    return with_stores(site, settings, choices, Traffic(run.up_nbytes, run.down_nbytes))
 
 
 def _with_beginning(site: Site, in_steps: Run, batches_s: float, sync_fraction: float) -> float:
@@ -139,18 +458,15 @@ def _round_s(num_batches: int, steps_s: list[float], away_s: list[float]) -> flo
     return round_s
 
 
-def _round_nbytes(job: Job, settings: Settings) -> tuple[int, int]:
-    down = settings.of(DiLoCoConfig).codec_down or "fp32"
-    return job.encoded_nbytes(_codec_up(settings)), job.encoded_nbytes(down)
-
-
-def _codec_up(settings: Settings) -> str:
-    return settings.of(DiLoCoConfig).codec_up or codec_of(settings)
-
-
-def _total_batches(job: Job, settings: Settings) -> int:
-    return settings.train.num_batches(job.num_samples or UNKNOWN_EPOCH)
-
-
-def _most_steps(job: Job, settings: Settings) -> int:
-    return most_local_steps(_total_batches(job, settings), settings.cluster.num_workers)
+def _run_of(job: Job, settings: Settings) -> Run:
+    config = settings.of(DiLoCoConfig)
+    codec_up = config.codec_up or codec_of(settings)
+    return Run(
+        mode=config.mode,
+        num_fragments=config.num_fragments(DEFAULT_FRAGMENTS),
+        local_steps=config.local_steps,
+        total_batches=settings.train.num_batches(job.num_samples or UNKNOWN_EPOCH),
+        up_nbytes=job.encoded_nbytes(codec_up),
+        down_nbytes=job.encoded_nbytes(config.codec_down or "fp32"),
+        gradient_nbytes=job.encoded_nbytes(gradient_codec(codec_up)),
+    )

@@ -1,5 +1,7 @@
 """Fragments on the wire: what a worker has changed, and what the server made of it, a frame for each bucket.
 
+A worker exchanges them with all hosts that hold weights: see `Hosts`.
+
 Both ways may be lossy. What a codec loses of a worker's change is added to its next one; what is lost of an
 outer step, to the next outer step. The server takes the same decoded step as it sends, so that who had the
 same weights before has the same weights after it, bit for bit.
@@ -7,7 +9,8 @@ same weights before has the same weights after it, bit for bit.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -19,12 +22,15 @@ from smolcluster.algorithms.DiLoCo.fragments import Fragment
 from smolcluster.codec.base import Codec, NonFiniteValue
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
-from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.errors import NonFiniteLoss, PeerLost, ProtocolError
 from smolcluster.server.buffers import BufferCollector
-from smolcluster.server.weights import StateReceiver
+from smolcluster.server.link import Link
+from smolcluster.server.store_client import StoreClient
+from smolcluster.server.weights import StateReceiver, WeightsArrived
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.local_copy import Values
+from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
@@ -100,6 +106,11 @@ class Layout:
     def buckets(self, number: int) -> list[slice]:
         """Places in the fragment's values, laid one after the other."""
         return [place for _, place in self._buckets[number]]
+
+    def norms(self, number: int, values: Tensor) -> list[float]:
+        """L2 norms of a fragment's values (numel,), by bucket."""
+        buckets = self.buckets(number)
+        return bucket_norms(values, buckets) if buckets else []
 
     def pieces(self, number: int, codec: Codec) -> list[Piece]:
         """A fragment on the wire, as far as it is held here.
@@ -255,28 +266,47 @@ def step_assembler(codec_name: str, layout: Layout) -> Assembler[OuterStep]:
     )
 
 
-class DeltaReceiver(Receiver):
-    """The server's, of one worker: puts its changes together, of which one a fragment may be unapplied."""
+class ChangeReceiver(Receiver):
+    """A host's, of one worker: puts its changes together, as far as they belong here."""
 
-    def __init__(
-        self, session_id: int, codec_name: str, layout: Layout, collector: BufferCollector
-    ) -> None:
+    most_held = 1
+    """So many changes of a fragment may be undecided on."""
+
+    def __init__(self, session_id: int, codec_name: str, layout: Layout) -> None:
         self._session_id = session_id
         self._layout = layout
         self._deltas = change_assembler(codec_name, layout)
-        self._collector = collector
-        self._buffers: BufferValues = {}
-        self._taken: set[int] = set()
-        self.heard_at = -math.inf
-        """When the last bucket came, of the monotonic clock: a slow link is not a worker that is late."""
+        self._held = Counter[int]()
+        """By fragment: changes that have not been decided on."""
 
     @property
     def in_progress(self) -> bool:
         return self._deltas.first is not None
 
     def free(self, fragment: int) -> None:
-        """Its last change is needed no more."""
-        self._taken.discard(fragment)
+        """A change of it is needed no more. Any thread."""
+        self._held[fragment] = max(0, self._held[fragment] - 1)
+
+    def _hold(self, fragment: int) -> None:
+        """All of a change is here."""
+        self._held[fragment] += 1
+
+    def _check_is_answered(self, fragment: int) -> None:
+        if self._held[fragment] >= self.most_held:
+            raise ProtocolError(f"it sent fragment {fragment} again before it was answered")
+
+
+class DeltaReceiver(ChangeReceiver):
+    """The server's, of one worker."""
+
+    def __init__(
+        self, session_id: int, codec_name: str, layout: Layout, collector: BufferCollector
+    ) -> None:
+        super().__init__(session_id, codec_name, layout)
+        self._collector = collector
+        self._buffers: BufferValues = {}
+        self.heard_at = -math.inf
+        """When the last bucket came, of the monotonic clock: a slow link is not a worker that is late."""
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         if isinstance(message, Buffers):
@@ -285,8 +315,7 @@ class DeltaReceiver(Receiver):
             return None
         if not isinstance(message, Delta | DeltaSent):
             return MessageReceived(self._session_id, message)
-        if message.fragment in self._taken:
-            raise ProtocolError(f"it sent fragment {message.fragment} again before it was answered")
+        self._check_is_answered(message.fragment)
         values: Tensor | None
         if isinstance(message, DeltaSent):
             values = self._none_of(message.fragment)
@@ -295,7 +324,7 @@ class DeltaReceiver(Receiver):
         self.heard_at = time.monotonic()
         if values is None:
             return None
-        self._taken.add(message.fragment)
+        self._hold(message.fragment)
         added, self._buffers = self._buffers, {}
         return DeltaArrived(self._session_id, message.request, message.fragment, values, added)
 
@@ -348,3 +377,106 @@ def name_of(fragment: Fragment, index: int, replica: Replica) -> str:
 def cannot_be_sent(error: NonFiniteValue, fragment: Fragment, replica: Replica) -> NonFiniteLoss:
     name = name_of(fragment, error.index, replica)
     return NonFiniteLoss(f"what training has changed at layer {name} cannot be sent: {error}")
+
+
+SERVER = 0
+"""The first bucket that is on the server's host, by which hosts are named here."""
+
+
+class Hosts(StoreClient):
+    """The server, and the stores on other hosts if it names any.
+
+    On each link all comes in the order in which the server has said it, but not so on two of them. A worker
+    must not see that: whole weights count when all hosts' parts are here, and what a host has sent behind its
+    part waits for these; a fragment is taken when all have sent theirs.
+    """
+
+    def __init__(
+        self, layout: Layout, num_buckets: int, receiver_for: Callable[[range], FragmentReceiver]
+    ) -> None:
+        """`layout`: of the whole; `receiver_for`: takes what a store sends that holds these flat buckets."""
+        super().__init__(num_buckets, receiver_for)
+        self._layout = layout
+        self._holders: list[list[int]] = []
+        """By fragment: the hosts that hold something of it."""
+        self._fragments: list[dict[int, deque[FragmentArrived]]] = []
+        """By fragment and host: what has come, and not from all yet."""
+        self._behind: dict[int, list[Event]] = {}
+        """By host whose part of whole weights is here, and not yet all others': what has come behind it."""
+
+    @property
+    def is_several(self) -> bool:
+        return self._is_spread
+
+    def begin(self, link: Link) -> None:
+        super().begin(link)
+        self._behind = {}
+        self._hold({SERVER: range(self._num_buckets)})
+
+    def reach(self, stores: StoreList) -> None:
+        super().reach(stores)
+        own = range(min(store.first for store in stores.stores))
+        others = {store.first: range(store.first, store.stop) for store in stores.stores}
+        self._hold({SERVER: own} | others)
+
+    def _hold(self, spans: dict[int, range]) -> None:
+        parts = {first: self._layout.part(span) for first, span in spans.items()}
+        self._holders = [
+            [first for first, part in sorted(parts.items()) if part.numbers[number]]
+            for number in range(len(self._layout.fragments))
+        ]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._fragments = [{first: deque() for first in each} for each in self._holders]
+
+    def send(self, collect: Collect, buffers: Sequence[Frame], frames: Sequence[Frame]) -> None:
+        """Send a fragment's change, a frame for each of its buckets, to where these belong."""
+        for frame in buffers:
+            self._server.send_frame(frame)
+        for home, frame in zip(self._layout.homes(collect.fragment), frames, strict=True):
+            self.session_of(home).send_frame(frame)
+        if SERVER not in self._holders[collect.fragment]:
+            self._server.send(DeltaSent(request=collect.request, fragment=collect.fragment))
+
+    def take(self, event: Event) -> Iterator[Event]:
+        """What may be known of now that this has come, in order.
+
+        Raises:
+            PeerLost: what hosts have sent does not belong together.
+        """
+        host = event.first if isinstance(event, WeightsArrived | FragmentArrived) else SERVER
+        if host in self._behind:
+            self._behind[host].append(event)
+        elif isinstance(event, WeightsArrived):
+            yield from self._take_weights(event)
+        elif isinstance(event, FragmentArrived):
+            yield from self._take_fragment(event, host)
+        else:
+            yield event
+
+    def _take_weights(self, part: WeightsArrived) -> Iterator[Event]:
+        self._behind[part.first] = []
+        parts = self.weights(part)
+        if not parts:
+            return
+        self._forget()  # what has come of fragments was before
+        behind, self._behind = self._behind, {}
+        weights = [bucket for each in parts for bucket in each.weights]
+        yield WeightsArrived(part.version, weights, parts[0].buffers)
+        for events in behind.values():
+            for event in events:
+                yield from self.take(event)
+
+    def _take_fragment(self, part: FragmentArrived, host: int) -> Iterator[Event]:
+        arrived = self._fragments[part.fragment]
+        arrived[host].append(part)
+        if not all(arrived.values()):
+            return
+        parts = [each.popleft() for each in arrived.values()]
+        place = part.fragment, part.base_version, part.version
+        if any((each.fragment, each.base_version, each.version) != place for each in parts):
+            raise PeerLost("the hosts have sent a fragment of two versions")
+        buffers = {number: values for each in parts for number, values in each.buffers.items()}
+        values = parts[0].values if len(parts) == 1 else torch.cat([each.values for each in parts])
+        yield FragmentArrived(*place, values, buffers)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, Layout
-from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
-from smolcluster.algorithms.DiLoCo.outer_store import WHOLE, OuterStore
+from smolcluster.algorithms.DiLoCo.outer import WHOLE, DelayedNesterov, OuterOptimizer, OuterStore
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError
 from smolcluster.server.store import Store, mean_of
@@ -27,7 +26,7 @@ from smolcluster.server.store_links import (
     StoreLinks,
 )
 from smolcluster.training.buffers import BufferValues, mean_buffers
-from smolcluster.training.optimizer import bucket_norms, clip_factor
+from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import (
@@ -224,13 +223,9 @@ class OuterLinks(StoreLinks[DeltaArrived]):
             number,
             own.values,
             own.buffers,
-            math.hypot(*self._own_norms(number, own.values), *pending.others()),
+            math.hypot(*self.layout.norms(number, own.values), *pending.others()),
             math.hypot(*self._own.norms(number), *pending.others(1)),
         )
-
-    def _own_norms(self, number: int, values: Tensor) -> list[float]:
-        buckets = self.layout.buckets(number)
-        return bucket_norms(values, buckets) if buckets else []
 
     def drop(self, change: WholeChange) -> None:
         """A change that has arrived is not to be applied."""
@@ -277,7 +272,7 @@ class OuterLinks(StoreLinks[DeltaArrived]):
         norms = (
             norm
             for number, values in own.items()
-            for norm in (*self._own_norms(number, values), *means[number].others())
+            for norm in (*self.layout.norms(number, values), *means[number].others())
         )
         does_count = any(each.weight for of_fragment in changes for each in of_fragment)
         step = TakeStep(

@@ -39,20 +39,10 @@ from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, Mode, gradient_co
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver
 from smolcluster.algorithms.DiLoCo.fragments import filled
 from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
+from smolcluster.algorithms.DiLoCo.outer import WHOLE
 from smolcluster.algorithms.DiLoCo.outer_links import (
     Change,
     WholeChange,
-)
-from smolcluster.algorithms.DiLoCo.outer_store import WHOLE
-from smolcluster.algorithms.DiLoCo.pacing import (
-    LEAST_STEP_S,
-    MOST_BEHIND,
-    MOST_STEP_S,
-    SYNCHRONOUS_ROUNDS,
-    has_enough,
-    measured_steps,
-    num_exchanges,
-    shared_out,
 )
 from smolcluster.algorithms.DiLoCo.peers import (
     Contribution,
@@ -62,7 +52,19 @@ from smolcluster.algorithms.DiLoCo.peers import (
     share_of,
     tell,
 )
-from smolcluster.algorithms.DiLoCo.rounds import Round, most_local_steps, warmed_up
+from smolcluster.algorithms.DiLoCo.rounds import (
+    LEAST_STEP_S,
+    MOST_BEHIND,
+    MOST_STEP_S,
+    SYNCHRONOUS_ROUNDS,
+    Round,
+    has_enough,
+    measured_steps,
+    most_local_steps,
+    num_exchanges,
+    shared_out,
+    warmed_up,
+)
 from smolcluster.data.permutation import Range
 from smolcluster.runs.summary import Summary
 from smolcluster.server.buffers import BufferCollector
@@ -456,7 +458,7 @@ class Server:
         self.replica.update_average(len(applied) / self.num_optimizers)
         for each in contributions:
             name = self.workers[each.request.holder].name
-            self.norms.add(each.norm, f"{name} in outer step {self.stores.version}")
+            self.norms.add(each.change.arrived.norm, f"{name} in outer step {self.stores.version}")
             if each.request.holder in self.peers:
                 self.receiver_of(self.peers[each.request.holder]).free(number)
         self.count(applied)
@@ -588,13 +590,13 @@ class Server:
             peer.worker.live_session.cut("it sent a change before it had taken its steps")
             return
         try:
-            norm = check_norm(arrived.norm, self.norms.limit)
+            check_norm(arrived.norm, self.norms.limit)
         except PushRefused as error:
             self.stores.drop(arrived)
             self.refuse(peer, request, str(error))
             return
         if not self.is_synchronous:
-            peer.drift = norm / (arrived.weights_norm or 1.0)
+            peer.drift = arrived.norm / (arrived.weights_norm or 1.0)
             self.report.board.measured(peer.worker, local_steps=len(steps), drift=peer.drift)
         change = Change(
             arrived,
@@ -606,7 +608,7 @@ class Server:
         if steps:
             peer.step_terms = change.weight / len(steps)
         share = share_of(peer, [each for each in self.active if each is not peer])
-        self.contributions[request.fragment].append(Contribution(request, change, norm, share))
+        self.contributions[request.fragment].append(Contribution(request, change, share))
 
     def on_skip(self, peer: Peer, skip: Skip) -> None:
         """A worker's copy has come to NaN or infinity: it begins again, and its samples go to others.

@@ -11,7 +11,6 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
     raise SystemExit(main("diloco", "store"))
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -19,11 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-from smolcluster.algorithms.DiLoCo.exchange import Layout, change_assembler
+from smolcluster.algorithms.DiLoCo.exchange import ChangeReceiver, Layout
 from smolcluster.algorithms.DiLoCo.fragments import Fragment, cut
-from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
+from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer, OuterStore
 from smolcluster.algorithms.DiLoCo.outer_links import RESIDUAL
-from smolcluster.algorithms.DiLoCo.outer_store import OuterStore
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ConfigError, ProtocolError
 from smolcluster.server.store import Counted, store_of
@@ -40,10 +38,6 @@ from smolcluster.wire.messages import (
     Slice,
     TakeStep,
 )
-from smolcluster.wire.session import Receiver
-
-CHANGES_HELD = 2
-"""Of a worker and a fragment: one that is void, as the coordinator has still to say, and the next."""
 
 
 class Held(HeldSlice):
@@ -186,32 +180,20 @@ def _outer_of(rule: OuterRule, contents: Mapping[str, Tensor]) -> OuterOptimizer
     return optimizer
 
 
-class DeltaSliceReceiver(Receiver):
-    """Puts one worker's changes together; each bucket is told of as it comes."""
+class DeltaSliceReceiver(ChangeReceiver):
+    """A store's, of one worker; each bucket is told of as it comes."""
 
-    def __init__(self, session_id: int, codec_name: str, layout: Layout) -> None:
-        self._session_id = session_id
-        self._deltas = change_assembler(codec_name, layout)
-        self._held = Counter[int]()
-        """By fragment: changes that the coordinator has not decided on."""
-
-    @property
-    def in_progress(self) -> bool:
-        return self._deltas.first is not None
+    most_held = 2
+    """One that is void, as the coordinator has still to say, and the next."""
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         if not isinstance(message, Delta):
             return MessageReceived(self._session_id, message)
-        if self._held[message.fragment] >= CHANGES_HELD:
-            raise ProtocolError(f"it sent fragment {message.fragment} again before it was answered")
+        self._check_is_answered(message.fragment)
         bucket, values = self._deltas.take(message, payload)
         part = None
         if values is not None:
-            self._held[message.fragment] += 1
-            part = Part(message.fragment, values, partial(self._free, message.fragment))
+            self._hold(message.fragment)
+            part = Part(message.fragment, values, partial(self.free, message.fragment))
         what = self._session_id, message.request, message.fragment, message.bucket
         return PartArrived(*what, bucket, part)
-
-    def _free(self, fragment: int) -> None:
-        """The coordinator has decided on a change. Any thread."""
-        self._held[fragment] -= 1

@@ -32,12 +32,12 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     Encoder,
     FragmentArrived,
     FragmentReceiver,
+    Hosts,
     Layout,
     cannot_be_sent,
     delta_frames,
 )
 from smolcluster.algorithms.DiLoCo.fragments import cut, filled
-from smolcluster.algorithms.DiLoCo.hosts import Hosts
 from smolcluster.codec.base import NonFiniteValue
 from smolcluster.codec.registry import lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError

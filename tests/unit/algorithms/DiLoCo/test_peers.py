@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from smolcluster.algorithms.DiLoCo.pacing import MOST_STEP_S
 from smolcluster.algorithms.DiLoCo.peers import LEAST_PATIENCE_S, Peer, share_of
-from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round
+from smolcluster.algorithms.DiLoCo.rounds import MOST_STEP_S, Pace, plan_round
 from smolcluster.wire.messages import LeaseKey
 
 STEP_S = 1.0

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from harness import local_settings
-from smolcluster.algorithms.DiLoCo.beginning import RoundsState, new_outer, new_stores
+from smolcluster.algorithms.DiLoCo.beginning import (
+    RoundsState,
+    SyncBeginning,
+    new_outer,
+    new_stores,
+)
 from smolcluster.algorithms.DiLoCo.rounds import Round
 from smolcluster.algorithms.DiLoCo.server import Server
-from smolcluster.algorithms.DiLoCo.sync_beginning import SyncBeginning
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.server.store_links import NormsArrived
 from smolcluster.training.build import build

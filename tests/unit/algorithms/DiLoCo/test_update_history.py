@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from smolcluster.algorithms.DiLoCo.outer_store import Update, UpdateHistory
 from torch import Tensor
 
-from smolcluster.algorithms.DiLoCo.outer_store import Update, UpdateHistory
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec
 

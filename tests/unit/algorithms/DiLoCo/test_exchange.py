@@ -11,11 +11,11 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     Encoder,
     FragmentArrived,
     FragmentReceiver,
+    Hosts,
     Layout,
     delta_frames,
 )
 from smolcluster.algorithms.DiLoCo.fragments import cut
-from smolcluster.algorithms.DiLoCo.hosts import Hosts
 from smolcluster.errors import PeerLost
 from smolcluster.server.link import Link
 from smolcluster.server.weights import WeightsArrived
