@@ -42,8 +42,7 @@ from exchange import Children, Host, hosts_of
 from pipelines import even_cuts, executions, parts_of, run_step, stages_of
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
-from smolcluster.algorithms.PipelineParallel.tensors import encode
-from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
+from smolcluster.algorithms.PipelineParallel.transfers import Neighbour, encode
 from smolcluster.algorithms.planning.layers import Layer, Machine, Problem, plan_layers, predict
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.data.dataset import Batch, Place

@@ -18,8 +18,8 @@ from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pretrained_models import adapters, saved
 from smolcluster.algorithms.PipelineParallel import coordinator, dealing, moving, worker
 from smolcluster.algorithms.PipelineParallel.automatic import Reported, measure
+from smolcluster.algorithms.PipelineParallel.crew import Peer
 from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
-from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.worker import Worker
 from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
 from smolcluster.configs.schema import GPTConfig, Settings

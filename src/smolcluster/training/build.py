@@ -1,9 +1,11 @@
 """From a configuration and a workload to what a process trains with."""
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from smolcluster.data.dataset import Batch, Elsewhere, Place
 from smolcluster.data.loading import StreamSamples
 from smolcluster.data.prefetch import Prefetch, prefetch_of
 from smolcluster.data.pytree import sliced
-from smolcluster.errors import ConfigError, DataError, NonFiniteLoss, SmolclusterError
+from smolcluster.errors import ConfigError, DataError, NonFiniteLoss, OutOfMemory, SmolclusterError
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
 from smolcluster.training.cutting import NUM_SAMPLES, FirstLook
@@ -24,7 +26,6 @@ from smolcluster.training.labels import lacks_labels
 from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
 from smolcluster.training.lazy import give_shapes
 from smolcluster.training.local_copy import Executor, InProcess
-from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.muon import MuonOptimizer
 from smolcluster.training.optimizer import LocalOptimizer
 from smolcluster.training.recipe import Training
@@ -32,6 +33,7 @@ from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.stages.build import build_stage, model_layers, outline
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
+from smolcluster.utils.device_errors import empty_cache, first_line, is_out_of_memory
 from smolcluster.utils.gpu import no_gpu, watched
 from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.meter import Meter
@@ -76,6 +78,75 @@ class UnusedParameters:
                 "with a gradient of zero; leave them out of the model, or set requires_grad=False",
                 *(NUM_BATCHES, a_few(names)),
             )
+
+
+T = TypeVar("T")
+
+
+class Microbatching:
+    """So many samples of a batch at once; half of them once the device has run out of memory, and so on.
+
+    Attributes:
+        size: None: all that are asked for.
+    """
+
+    def __init__(
+        self,
+        size: int | None,
+        what: str = "microbatch",
+        log: logging.Logger | None = None,
+        *,
+        is_whole: bool = False,
+    ) -> None:
+        """`is_whole`: batches must not be cut, whatever the memory."""
+        self.size = size
+        self._is_whole = is_whole
+        self._what = what
+        self._log = log or logging.getLogger("smolcluster")
+
+    def fitted(
+        self,
+        num_samples: int,
+        compute: Callable[[int], T],
+        undo: Callable[[], None] = lambda: None,
+    ) -> T:
+        """What `compute` returns of `num_samples` samples, so many at once; again with fewer if need be.
+
+        `undo` puts back what a computation that ran out of memory may have changed.
+
+        Raises:
+            OutOfMemory: the device has too little memory for one sample.
+        """
+        while True:
+            microbatch = min(self.size or num_samples, num_samples)
+            try:
+                return compute(microbatch)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = first_line(error)
+            # Only now, without the traceback, are the tensors of the attempt free.
+            self._halve(microbatch, reason)
+            gc.collect()
+            empty_cache()
+            undo()
+
+    def _halve(self, microbatch: int, reason: str) -> None:
+        if microbatch <= 1:
+            raise OutOfMemory(
+                f"out of memory with one sample at a time: {reason}; choose a smaller model, "
+                "precision bf16 or another device"
+            )
+        if self._is_whole:
+            raise OutOfMemory(
+                f"out of memory with {microbatch} samples at once, and batch is whole: {reason}; lower "
+                "batch_size, or set batch to cut"
+            )
+        self.size = (microbatch + 1) // 2
+        self._log.warning(
+            "out of memory with %d samples at once: from now on it is %d (%s): %s",
+            *(microbatch, self.size, self._what, reason),
+        )
 
 
 @dataclass(frozen=True)

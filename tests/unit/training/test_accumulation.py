@@ -20,12 +20,11 @@ from smolcluster.data.dataset import NO_TERM, Dataset
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.models.gpt import GPT
-from smolcluster.training.build import TrainingContext, build, most_at_once
+from smolcluster.training.build import Microbatching, TrainingContext, build, most_at_once
 from smolcluster.training.builtin import builtin_workload
 from smolcluster.training.compute import Microbatch
 from smolcluster.training.compute import forward_backward as step_of
 from smolcluster.training.loop import training_steps
-from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedule import learning_rate
 from smolcluster.training.workload import Workload

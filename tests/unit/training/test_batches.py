@@ -17,8 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from smolcluster.data.pytree import decode, encode, tensors_in
 from smolcluster.errors import UserCodeError
 from smolcluster.training.batches import placed
-from smolcluster.training.build import TrainingContext
-from smolcluster.training.microbatching import Microbatching
+from smolcluster.training.build import Microbatching, TrainingContext
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
 

@@ -13,9 +13,8 @@ from computing import evaluated
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import ConfigError, NonFiniteLoss, OutOfMemory
-from smolcluster.training.build import TrainingContext, most_at_once
+from smolcluster.training.build import Microbatching, TrainingContext, most_at_once
 from smolcluster.training.cutting import FirstLook
-from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import LossFunction, Workload
 

@@ -16,10 +16,9 @@ from smolcluster.configs.schema import GPTConfig
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import GPT
-from smolcluster.training.build import TrainingContext
+from smolcluster.training.build import Microbatching, TrainingContext
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
-from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedules.instructions import generate
 from smolcluster.training.stages.build import build_stage, num_layers

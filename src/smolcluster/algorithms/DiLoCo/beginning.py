@@ -1,4 +1,4 @@
-"""What a DiLoCo server begins with: a synchronous beginning, outer optimizer, stores, a checkpoint's rounds."""
+"""What a DiLoCo server begins with: synchronous steps, outer optimizer, stores, and a checkpoint's rounds."""
 
 from collections.abc import Callable, Collection
 from functools import partial

@@ -8,28 +8,43 @@ dealer.relieve(...)            # a stage was out of memory: the next cut counts 
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 from smolcluster.algorithms.PipelineParallel.automatic import (
     Cut,
+    Reported,
     automatic_cut,
     is_measured,
+    problem_for,
+    speeds_of,
     unmeasured,
 )
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
-from smolcluster.algorithms.PipelineParallel.crew import Crew
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, named, reported
 from smolcluster.algorithms.PipelineParallel.link_speed import (
     PATIENCE_S,
     UNMEASURED,
     Survey,
     in_words,
 )
-from smolcluster.algorithms.PipelineParallel.memory import check_memory
-from smolcluster.algorithms.PipelineParallel.peers import Peer, named, reported
-from smolcluster.algorithms.PipelineParallel.plan import even_cut, written_cut
-from smolcluster.algorithms.planning.layers import Link
+from smolcluster.algorithms.PipelineParallel.plan import (
+    StageMap,
+    even_cut,
+    schedule_of,
+    written_cut,
+)
+from smolcluster.algorithms.planning.layers import (
+    Link,
+    Problem,
+    gigabytes,
+    held_by_stage,
+    memory_of,
+    plan_layers,
+)
 from smolcluster.configs.schema import ClusterConfig, TrainConfig
 from smolcluster.errors import ClusterEmpty, ConfigError, OutOfMemory
+from smolcluster.training.schedules.simulation import Costs
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
 from smolcluster.wire.messages import LinkMeasured, MeasureLink
@@ -236,3 +251,65 @@ class Dealer:
             for (one, a), (other, b) in pairs
             if (a.instance, b.instance) in known
         }
+
+
+def check_memory(
+    stages: StageMap,
+    machines: Mapping[str, Reported],
+    config: PipelineConfig,
+    train: TrainConfig,
+    num_copies: int = 0,
+) -> None:
+    """Refuse a cut in which a machine has more layers than fit; where one has not measured, nothing is known.
+
+    `num_copies`: see `problem_of`.
+
+    Raises:
+        ConfigError: names the machine, what it needs and has, and a cut that would fit if there is one.
+    """
+    machines = {node: machines[node] for node in stages.nodes}
+    known = speeds_of(stages.cuts[-1], machines)
+    if len(known) < len(machines):
+        return
+    problem = problem_for(known, {}, config, train, num_copies)
+    needed = _needed(problem, stages, config)
+    for place in dict.fromkeys(each.place for each in machines.values()):
+        nodes = [node for node, each in machines.items() if each.place == place]
+        has = max(_memory_bytes(machines[node]) for node in nodes)
+        needs = sum(needed[node] for node in nodes)
+        if needs > has:
+            told = " and ".join(
+                f"layers {stages.layers_of(stages.nodes.index(node))} of {node}" for node in nodes
+            )
+            raise ConfigError(
+                f"shard_plan: {told} need {gigabytes(needs)}, the device has {gigabytes(has)} free: "
+                f"{_remedy(problem)}"
+            )
+
+
+def _memory_bytes(machine: Reported) -> int:
+    return 0 if machine.measured is None else machine.measured.memory_bytes
+
+
+def _needed(problem: Problem, stages: StageMap, config: PipelineConfig) -> dict[str, float]:
+    """The bytes that each node's stages take together."""
+    schedule = schedule_of(config, len(stages.nodes), problem.num_microbatches)
+    found = dict.fromkeys(stages.nodes, 0.0)
+    for stage, held in enumerate(held_by_stage(schedule)):
+        layers = stages.layers(stage)
+        found[stages.nodes[stages.ranks[stage]]] += memory_of(
+            problem, layers.start, layers.stop, held
+        )
+    return found
+
+
+def _remedy(problem: Problem) -> str:
+    """A cut that fits, on machines that are taken for equally fast."""
+    alike = (Costs(1.0, 1.0, 1.0),) * len(problem.layers)
+    machines = tuple(replace(each, costs=alike) for each in problem.machines)
+    try:
+        plan = plan_layers(replace(problem, machines=machines))
+    except ConfigError as error:
+        return str(error)
+    told = ", ".join(f"{each.machine}: [{each.start}, {each.end}]" for each in plan.stages)
+    return f"{{{told}}} would fit"

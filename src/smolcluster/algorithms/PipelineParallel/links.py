@@ -24,13 +24,16 @@ import psutil
 import torch
 from torch import Tensor
 
-from smolcluster.algorithms.PipelineParallel.tensors import decode, encode, nbytes_of, on_cpu
 from smolcluster.algorithms.PipelineParallel.transfers import (
     Direction,
     Key,
     Mailbox,
     Neighbour,
+    decode,
+    encode,
     key_of,
+    nbytes_of,
+    on_cpu,
 )
 from smolcluster.codec.base import bytes_of
 from smolcluster.data.dataset import Batch

@@ -1,18 +1,28 @@
 """Microbatches of a stage of a mesh, in one process."""
 
+from inspect import currentframe
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from smolcluster.algorithms.Mesh.compute import adding_up, stage_compute
+from smolcluster.algorithms.Mesh.compute import (
+    adding_up,
+    compile_layers,
+    compiler_named,
+    stage_compute,
+)
 from smolcluster.algorithms.Mesh.config import config_of
 from smolcluster.algorithms.Mesh.parallel import seed_parts
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.data.dataset import Place
+from smolcluster.errors import ConfigError, UserCodeError
 from smolcluster.models.gpt import GPT
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.stages.cut import Stage
+from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
 
 SEED = 5
@@ -41,3 +51,56 @@ def gradients(recompute: str) -> Tensor:
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_what_is_computed_again_has_the_dropout_of_its_own_microbatch(recompute: str) -> None:
     assert torch.equal(gradients(recompute), gradients("none"))
+
+
+def test_without_a_compiler_the_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("/no/compiler",))
+    monkeypatch.setattr(config, "force_disable_caches", True)
+    model = nn.Sequential(nn.Linear(3, 5), nn.GELU())
+    stage = Stage(model, [model], 0, 1)
+    compile_layers(stage)
+    with pytest.raises(ConfigError, match="compile is true, but") as raised, compiler_named():
+        stage(torch.ones(2, 3))
+    assert "set compile to false" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_mistake_in_a_layer_is_not_blamed_on_the_compiler() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(4, 4))
+    stage = Stage(model, [model], 0, 1)
+    compile_layers(stage)
+    with (
+        pytest.raises(UserCodeError, match="TorchRuntimeError"),
+        user_code("model"),
+        compiler_named(),
+    ):
+        stage(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("is_cached", "says", "is_removed"),
+    [
+        (True, "file too short", True),
+        (True, "invalid ELF header", True),
+        (True, "undefined symbol: omp_get_thread_num", False),
+        (False, "file too short", False),
+    ],
+)
+def test_half_a_library_in_the_cache_is_removed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_cached: bool,
+    says: str,
+    is_removed: bool,
+) -> None:
+    from torch._inductor.exc import InductorError
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    library = tmp_path / ("cache" if is_cached else "elsewhere") / "i5" / "layer.main.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    with pytest.raises(ConfigError) as raised, compiler_named():
+        raise InductorError(ImportError(f"{library}: {says}"), currentframe())
+    assert library.exists() != is_removed
+    assert ("start again" in str(raised.value)) == is_removed

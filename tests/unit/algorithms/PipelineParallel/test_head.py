@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from harness import local_settings
 from peers import opened, small_replica
-from smolcluster.algorithms.PipelineParallel.builders import Builders
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
-from smolcluster.algorithms.PipelineParallel.crew import Crew
+from smolcluster.algorithms.PipelineParallel.coordinator import Builders
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer
 from smolcluster.algorithms.PipelineParallel.head import (
     Head,
     Order,
@@ -31,7 +31,6 @@ from smolcluster.algorithms.PipelineParallel.head import (
     without_average,
 )
 from smolcluster.algorithms.PipelineParallel.part_copy import CopyStream, copy_frames
-from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.plan import StageMap
 from smolcluster.algorithms.spreading import SpreadContext
 from smolcluster.configs.schema import StagesConfig

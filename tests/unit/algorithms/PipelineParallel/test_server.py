@@ -7,11 +7,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from smolcluster.algorithms.PipelineParallel.builders import Builders
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
-from smolcluster.algorithms.PipelineParallel.crew import Crew
+from smolcluster.algorithms.PipelineParallel.coordinator import Builders
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
-from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.plan import even_cut
 from smolcluster.algorithms.PipelineParallel.server import Server
 from smolcluster.errors import ClusterEmpty

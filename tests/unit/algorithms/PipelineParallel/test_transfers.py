@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smolcluster.algorithms.PipelineParallel.tensors import decode, encode, nbytes_of, on_cpu
+from smolcluster.algorithms.PipelineParallel.transfers import decode, encode, nbytes_of, on_cpu
 from smolcluster.data import pytree
 from smolcluster.data.dataset import Batch
 from smolcluster.data.pytree import Encoded

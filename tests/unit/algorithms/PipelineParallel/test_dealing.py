@@ -8,10 +8,9 @@ import pytest
 
 from smolcluster.algorithms.PipelineParallel.automatic import Reported, automatic_cut, message_of
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
-from smolcluster.algorithms.PipelineParallel.dealing import Dealer
-from smolcluster.algorithms.PipelineParallel.memory import check_memory
+from smolcluster.algorithms.PipelineParallel.crew import Peer
+from smolcluster.algorithms.PipelineParallel.dealing import Dealer, check_memory
 from smolcluster.algorithms.PipelineParallel.part_copy import MOST_COPIES
-from smolcluster.algorithms.PipelineParallel.peers import Peer
 from smolcluster.algorithms.PipelineParallel.plan import StageMap
 from smolcluster.configs.schema import DatasetConfig, SimpleNNConfig, TrainConfig
 from smolcluster.errors import ConfigError

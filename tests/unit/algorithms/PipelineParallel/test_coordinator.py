@@ -1,6 +1,6 @@
 """Which workers can still build layers."""
 
-from smolcluster.algorithms.PipelineParallel.builders import MOST_LOST, Builders
+from smolcluster.algorithms.PipelineParallel.coordinator import MOST_LOST, Builders
 
 ONE, TWO = 1, 2
 
