@@ -29,7 +29,6 @@ from smolcluster.algorithms.process import process_log
 from smolcluster.configs.schema import DatasetPlace, RunConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.builtin import load_workload
-from smolcluster.training.named import load_named
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device import pick_device, use_threads
 
@@ -79,7 +78,7 @@ def join_group(setup: Setup, workload: Workload, log: logging.Logger) -> GroupRa
         timeout=STEP_TIMEOUT,
     )
     groups = Groups(setup.mesh.mesh, device)
-    groups.check_agreed([("torch", torch.__version__)])
+    groups.check_agreed({"torch": torch.__version__})
     groups.check_data(workload, setup.run.seed)
     train = setup.run.train.model_copy(update={"global_batch_size": None})
     trainer = MeshTrainer(workload, train, setup.mesh, groups, seed=setup.run.seed)
@@ -99,7 +98,10 @@ def _be_rank() -> None:
     threading.Thread(target=_read, args=(orders,), name="orders", daemon=True).start()
     use_threads(setup.num_threads)
     with process_log("rank", setup.node, setup.rank) as log:
-        own = join_group(setup, _workload(setup, log.logger), log.logger)
+        run = setup.run
+        train = run.train.model_copy(update={"workload": setup.workload})
+        workload = load_workload(train, run.seed, setup.dataset, log.logger)
+        own = join_group(setup, workload, log.logger)
         while (order := orders.get())[0] != END:
             name, arguments = order
             if name not in ORDERS:
@@ -111,13 +113,6 @@ def _be_rank() -> None:
                     time.sleep(QUIET_S)  # rank 0 names the other one, and ends this one
                 raise
         dist.destroy_process_group()
-
-
-def _workload(setup: Setup, log: logging.Logger) -> Workload:
-    run = setup.run
-    if setup.workload is not None:
-        return load_named(setup.workload, run.train.workload_args, run.seed)
-    return load_workload(run.train, run.seed, setup.dataset, log)
 
 
 def _read(orders: "queue.SimpleQueue[tuple[str, dict[str, Any]]]") -> None:

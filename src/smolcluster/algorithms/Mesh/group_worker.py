@@ -20,14 +20,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.group import GroupRank, is_of_another
 from smolcluster.algorithms.Mesh.group_rank import END, Setup, join_group
-from smolcluster.algorithms.Mesh.groups import check_torch
+from smolcluster.algorithms.Mesh.groups import check_torch, own_device
 from smolcluster.algorithms.spreading import SpreadContext, check_can_be_spread, parts_of
 from smolcluster.configs.schema import MeshSizes, NodeConfig
 from smolcluster.errors import DEVICE_FAILED, ConfigError, RankLost, UserCodeError
@@ -35,7 +34,6 @@ from smolcluster.training.build import TrainingContext, most_at_once
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.local_copy import ends
 from smolcluster.utils.bugs import EXIT_CODE as BUG
-from smolcluster.utils.device import pick_device
 from smolcluster.utils.units import format_duration
 from smolcluster.wire.messages import Welcome
 
@@ -234,7 +232,7 @@ def spread(
             node=name,
             rank=rank,
             store=str(Path(folder.name) / "store"),
-            device=device_of(node.device, rank),
+            device=str(own_device(node.device, rank, "ranks to null")),
             num_threads=node.threads or max(1, (os.cpu_count() or 1) // size),
             dataset=node.dataset,
             workload=workload,
@@ -267,27 +265,6 @@ def mesh_for(sizes: MeshSizes, batch_size: int, at_once: int | None, name: str) 
     wanted = max(2 * sizes.pp if sizes.pp > 1 else 1, math.ceil(share / (at_once or share)))
     number = next((each for each in possible if each >= wanted), possible[-1])
     return MeshConfig(mesh=sizes, microbatches=number)
-
-
-def device_of(name: str | None, rank: int) -> str:
-    """The device of a rank: of several GPUs its own.
-
-    Raises:
-        ConfigError: torch.distributed cannot use it, or there are too few.
-    """
-    device = pick_device(name)
-    if device.type == "mps":
-        raise ConfigError(
-            "device is mps, which ranks cannot use: set device to cpu, or ranks to null"
-        )
-    if device.type == "cuda":
-        if rank >= torch.cuda.device_count():
-            raise ConfigError(
-                f"rank {rank} of this machine has no GPU: it has {torch.cuda.device_count()}; set ranks to "
-                "fewer"
-            )
-        return f"cuda:{rank}"
-    return str(device)
 
 
 def _started(setup: Setup) -> "subprocess.Popen[bytes]":

@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from smolcluster.data.marks import SAME_DATA, SAME_ORDER, first_difference
 from smolcluster.errors import ConfigError, PeerLost, Rejected, UserCodeError
 from smolcluster.server.process_stats import ProcessStats
 from smolcluster.training.workload import Workload
+from smolcluster.utils.device import pick_device
 from smolcluster.utils.meter import Meter
 from smolcluster.wire.messages import Telemetry
 
@@ -39,6 +40,43 @@ def check_torch(version: str = torch.__version__) -> None:
     if (int(major), int(minor)) < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
         raise ConfigError(f"torch is {version}, a mesh needs {least} or newer: run `uv sync`")
+
+
+def own_device(name: str | None, rank: int, instead: str) -> torch.device:
+    """The device of the `rank`-th rank of this machine: of several GPUs its own.
+
+    `instead`: what else to do where ranks cannot use the machine's device.
+
+    Raises:
+        ConfigError: torch.distributed cannot use it, or there are too few.
+    """
+    device = pick_device(name)
+    if device.type == "mps":
+        raise ConfigError(
+            f"device is mps, which torch.distributed cannot use: set device to cpu, or {instead}"
+        )
+    if device.type != "cuda":
+        return device
+    if rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {rank} of this machine has no GPU: it has {torch.cuda.device_count()}; start fewer ranks"
+        )
+    return torch.device("cuda", rank)
+
+
+def compare(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> None:
+    """See to it that a rank has rank 0's values.
+
+    Raises:
+        ConfigError: one differs.
+    """
+    for name in {**first, **own}:
+        here, there = (each.get(name, "not known") for each in (own, first))
+        if here != there:
+            raise ConfigError(
+                f"{name} is {there} on rank 0 and {here} on rank {rank}: start all ranks with the same code "
+                "and configuration"
+            )
 
 
 class Groups:
@@ -129,20 +167,15 @@ class Groups:
             for each, size in zip(texts, sizes, strict=True)
         ]
 
-    def check_agreed(self, told: Sequence[tuple[str, str]]) -> None:
-        """See to it that all ranks have the same values, each (what it is, value).
+    def check_agreed(self, told: Mapping[str, str]) -> None:
+        """See to it that all ranks have the same values, by what they are.
 
         Raises:
             ConfigError: two differ; names the first rank that has another one than rank 0.
         """
-        everyone = self.all_told([list(each) for each in told])
+        everyone = self.all_told(dict(told))
         for rank, values in enumerate(everyone):
-            for (name, own), (_, first) in zip(values, everyone[0], strict=True):
-                if own != first:
-                    raise ConfigError(
-                        f"{name} is {first} on rank 0 and {own} on rank {rank}: start all ranks "
-                        "with the same code and configuration"
-                    )
+            compare(rank, values, everyone[0])
 
     def check_data(self, workload: Workload, seed: int) -> None:
         """See to it that all ranks have the same training data in the same order.
@@ -151,7 +184,7 @@ class Groups:
             ConfigError: their fingerprints differ.
             Rejected: a sample or the order does; names the first rank that has another one than rank 0.
         """
-        self.check_agreed([("the dataset", workload.fingerprint)])
+        self.check_agreed({"the dataset": workload.fingerprint})
         everyone = self.all_told([workload.sample_marks, workload.order_mark(seed)])
         firsts, first_order = everyone[0]
         for rank, (marks, order) in enumerate(everyone):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pydantic import Field, StringConstraints, TypeAdapter
 from torch._C._distributed_c10d import TCPStore
 
-from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT
+from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT, compare
 from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks, has_agent_store
 from smolcluster.algorithms.Mesh.store import GroupStore, Host, Way
 from smolcluster.algorithms.Mesh.watch import FAILED, Store
@@ -292,21 +292,6 @@ def _check_not_one_a_node(world_size: int, missing: set[int]) -> None:
             f"only ranks {names} of {world_size} have come, one a node: give each node --nproc-per-node "
             f"{share} to start the {share} ranks from its --rank on"
         )
-
-
-def compare(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> None:
-    """See to it that this rank has rank 0's values.
-
-    Raises:
-        ConfigError: one differs.
-    """
-    for name in {**first, **own}:
-        here, there = (each.get(name, "not known") for each in (own, first))
-        if here != there:
-            raise ConfigError(
-                f"{name} is {there} on rank 0 and {here} on rank {rank}: start all ranks with the same code "
-                "and configuration"
-            )
 
 
 def connect(

@@ -15,7 +15,7 @@ import torch
 import smolcluster
 from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig, config_of, pick_backend
-from smolcluster.algorithms.Mesh.groups import Groups, check_torch, lost_named
+from smolcluster.algorithms.Mesh.groups import Groups, check_torch, lost_named, own_device
 from smolcluster.algorithms.Mesh.meeting import connect, is_elsewhere, meet, open_store, part
 from smolcluster.algorithms.Mesh.ranks import Ranks
 from smolcluster.algorithms.Mesh.watch import Failure, Watch
@@ -29,7 +29,7 @@ from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.paths import create_run, runs_root
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.workload import Workload
-from smolcluster.utils.device import pick_device, use_threads
+from smolcluster.utils.device import use_threads
 from smolcluster.wire.security import (
     GROUP_SECRET,
     Secret,
@@ -120,7 +120,10 @@ def device_and_backend(config: MeshConfig, settings: Settings) -> tuple[torch.de
         ConfigError: this machine cannot do that.
     """
     check_torch()
-    device = _device(settings)
+    local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    device = own_device(settings.node.device, local, "take a parameter server")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     backend = pick_backend(config.backend, device.type)
     if backend == "nccl" and config.mesh.pp > 1:
         raise ConfigError(
@@ -248,22 +251,3 @@ def _sizes(config: MeshConfig, ranks: Ranks) -> Any:
             f"{ranks.world_size}: change mesh, or start as many processes"
         )
     return config.mesh
-
-
-def _device(settings: Settings) -> torch.device:
-    """This rank's device: of several GPUs its own."""
-    device = pick_device(settings.node.device)
-    if device.type == "mps":
-        raise ConfigError(
-            "device is mps, which torch.distributed cannot use: set device to cpu, or take a parameter server"
-        )
-    if device.type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
-        if local >= torch.cuda.device_count():
-            raise ConfigError(
-                f"rank {local} of this machine has no GPU: it has {torch.cuda.device_count()}; start "
-                "fewer ranks"
-            )
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-    return device

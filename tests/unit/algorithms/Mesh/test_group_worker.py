@@ -8,7 +8,6 @@ import pytest
 
 from smolcluster.algorithms.Mesh.group import is_of_another
 from smolcluster.algorithms.Mesh.group_worker import (
-    device_of,
     is_stopped,
     loss_of,
     mesh_for,
@@ -48,10 +47,6 @@ def test_a_batch_that_cannot_be_divided_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"nodes.gpubox.ranks .* a multiple of {multiple}"):
         mesh_for(sizes, batch_size, None, "gpubox")
-
-
-def test_ranks_compute_on_the_cpu_where_that_is_wanted() -> None:
-    assert device_of("cpu", 3) == "cpu"
 
 
 @pytest.mark.parametrize(

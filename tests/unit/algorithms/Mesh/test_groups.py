@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from own_workloads import normed
-from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.algorithms.Mesh import groups
+from smolcluster.algorithms.Mesh.groups import Groups, compare, own_device
 from smolcluster.errors import ConfigError, Rejected
 from smolcluster.training.workload import Workload
 
@@ -44,8 +45,8 @@ def check(*workloads: Workload) -> None:
             pass
 
         def all_told(self, value: Any) -> list[Any]:
-            if isinstance(value[0][0], str) and len(value) == 1:
-                return [[["the dataset", each.fingerprint]] for each in workloads]
+            if isinstance(value, dict):
+                return [{"the dataset": each.fingerprint} for each in workloads]
             assert value == [workloads[-1].sample_marks, workloads[-1].order_mark(SEED)]
             return [
                 [list(map(list, each.sample_marks)), each.order_mark(SEED)] for each in workloads
@@ -71,3 +72,30 @@ def test_a_rank_with_another_order_is_refused() -> None:
 def test_a_rank_with_another_fingerprint_is_refused() -> None:
     with pytest.raises(ConfigError, match="the dataset is f on rank 0 and g on rank 1"):
         check(of([1.0]), of([1.0], fingerprint="g"))
+
+
+def test_ranks_of_other_code_or_configuration_are_named() -> None:
+    first = {"smolcluster": "1.0", "batch_size": "16"}
+    compare(2, first, dict(first))
+    with pytest.raises(ConfigError, match="batch_size is 16 on rank 0 and 32 on rank 2"):
+        compare(2, {**first, "batch_size": "32"}, first)
+    with pytest.raises(ConfigError, match="ema is 1 on rank 0 and not known on rank 1"):
+        compare(1, first, {**first, "ema": "1"})
+
+
+def test_ranks_compute_on_the_cpu_where_that_is_wanted() -> None:
+    assert own_device("cpu", 3, "ranks to null").type == "cpu"
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert own_device(None, 1, "ranks to null") == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="rank 2 of this machine has no GPU: it has 2"):
+        own_device(None, 2, "ranks to null")
+
+
+def test_a_device_that_ranks_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "pick_device", lambda _: torch.device("mps"))
+    with pytest.raises(ConfigError, match=r"device is mps.*, or ranks to null"):
+        own_device(None, 0, "ranks to null")

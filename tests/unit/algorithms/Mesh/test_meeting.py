@@ -20,7 +20,6 @@ from harness import free_port
 from smolcluster.algorithms.Mesh import meeting
 from smolcluster.algorithms.Mesh.meeting import (
     Meeting,
-    compare,
     connect,
     interface_of,
     is_elsewhere,
@@ -60,15 +59,6 @@ def open_store(opened: list[Meeting]) -> Callable[..., GroupStore]:
         return opened[-1].store
 
     return open_
-
-
-def test_ranks_of_other_code_or_configuration_are_named() -> None:
-    first = {"smolcluster": "1.0", "batch_size": "16"}
-    compare(2, first, dict(first))
-    with pytest.raises(ConfigError, match="batch_size is 16 on rank 0 and 32 on rank 2"):
-        compare(2, {**first, "batch_size": "32"}, first)
-    with pytest.raises(ConfigError, match="ema is 1 on rank 0 and not known on rank 1"):
-        compare(1, first, {**first, "ema": "1"})
 
 
 def test_ranks_that_never_come_are_named(open_store: Callable[..., GroupStore]) -> None:
