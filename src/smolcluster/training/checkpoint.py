@@ -179,11 +179,11 @@ class Snapshot:
             base=replica.base,
             model={
                 name: flat[places[name]].view(tensor.shape) if name in places else _copy(tensor)
-                for name, tensor in _tensors_of(replica).items()
+                for name, tensor in model_tensors(replica).items()
             },
             optimizer={
                 name: _copy(tensor, old.get(name))
-                for name, tensor in _optimizer_tensors(replica, extra).items()
+                for name, tensor in optimizer_tensors(replica, extra).items()
             },
             weights=flat,
         )
@@ -652,7 +652,7 @@ def restore(
             the first tensor that differs. Nothing has been changed.
     """
     state, folder = checkpoint.state, checkpoint.path
-    model, optimizer = _tensors_of(replica), _optimizer_tensors(replica, extra or {})
+    model, optimizer = model_tensors(replica), optimizer_tensors(replica, extra)
     buffers = replica.buffers.by_name()
     model |= {name: buffers[name] for name in checkpoint.model if name in buffers}
     remedy = f"resume with the configuration of run {state.run_id}"
@@ -775,22 +775,20 @@ def averaged(checkpoint: Checkpoint) -> dict[str, Tensor]:
     }
 
 
-def tensors_to_save(replica: Replica) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a checkpoint holds of a replica: of the model, and of what the optimizer keeps, by name."""
-    return _tensors_of(replica), _optimizer_tensors(replica, {})
-
-
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _tensors_of(replica: Replica) -> dict[str, Tensor]:
+def model_tensors(replica: Replica) -> dict[str, Tensor]:
     """What is saved of the model: `Replica.saved_parameters`, and the buffers of its state."""
     return {**replica.saved_parameters(), **replica.buffers.to_save()}
 
 
-def _optimizer_tensors(replica: Replica, extra: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {**replica.optimizer.state, **replica.kept(), **extra}
+def optimizer_tensors(
+    replica: Replica, extra: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """What is saved of what the optimizer and the replica keep, and the tensors `extra`."""
+    return {**replica.optimizer.state, **replica.kept(), **(extra or {})}
 
 
 def _copy(tensor: Tensor, out: Tensor | None = None) -> Tensor:

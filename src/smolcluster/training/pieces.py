@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 
 from smolcluster.errors import CheckpointError
-from smolcluster.training.checkpoint import MODEL_FILE, OPTIMIZER_FILE, tensors_to_save
+from smolcluster.training.checkpoint import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    model_tensors,
+    optimizer_tensors,
+)
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.training.replica import Replica
 
@@ -53,23 +58,24 @@ class Layout:
     """Where the tensors of a checkpoint of a model lie; `outline` has its names, shapes and types."""
 
     def __init__(self, outline: Replica) -> None:
-        model, optimizer = tensors_to_save(outline)
+        model, optimizer = model_tensors(outline), optimizer_tensors(outline)
         self.headers: dict[str, bytes] = {}
         self.sizes: dict[str, int] = {}
         starts = {
             MODEL_FILE: self._lay_out(MODEL_FILE, model),
             OPTIMIZER_FILE: self._lay_out(OPTIMIZER_FILE, optimizer),
         }
-        self._places: dict[tuple[str, str], Place] = {}
-        for name, tensor in model.items():
-            place = Place(MODEL_FILE, starts[MODEL_FILE][name], tensor.nbytes)
-            self._places[WEIGHTS, name] = place
+        self.places = {
+            (WEIGHTS, name): Place(MODEL_FILE, starts[MODEL_FILE][name], tensor.nbytes)
+            for name, tensor in model.items()
+        }
+        """By content and name: the model's tensors, and parameters' parts of what the optimizer keeps."""
         for content, tensor in outline.optimizer.moments.items():
             first = starts[OPTIMIZER_FILE][content]
             for name, within in outline.layers:
                 nbytes = (within.stop - within.start) * tensor.itemsize
                 place = Place(OPTIMIZER_FILE, first + within.start * tensor.itemsize, nbytes)
-                self._places[content, name] = place
+                self.places[content, name] = place
         self.step_count = starts[OPTIMIZER_FILE].get(STEP_COUNT)
         """Where the optimizer counts its steps; None: it does not."""
 
@@ -89,14 +95,6 @@ class Layout:
         self.sizes[file] = len(self.headers[file]) + end
         return {name: len(self.headers[file]) + at for name, at in offsets.items()}
 
-    def place(self, content: str, name: str) -> Place | None:
-        """Where a tensor of the model lies, or a parameter's part of what the optimizer keeps."""
-        return self._places.get((content, name))
-
-    def names(self) -> Iterator[tuple[str, str]]:
-        """All of these: (content, name)."""
-        return iter(self._places)
-
 
 class PieceWriter:
     """Writes the files of a checkpoint in a folder; any thread may bring a piece."""
@@ -108,9 +106,7 @@ class PieceWriter:
             OSError: they cannot be made.
         """
         self._layout, self._lock = layout, threading.Lock()
-        self._left = {
-            each: place.nbytes for each in layout.names() if (place := layout.place(*each))
-        }
+        self._left = {each: place.nbytes for each, place in layout.places.items()}
         self._files = {
             name: os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             for name in layout.headers
@@ -128,7 +124,7 @@ class PieceWriter:
         Raises:
             OSError: the disk is full, or fails.
         """
-        place = self._layout.place(content, name)
+        place = self._layout.places.get((content, name))
         if place is None or offset + data.nbytes > place.nbytes:
             return False
         os.pwrite(self._files[place.file], data, place.start + offset)
@@ -162,9 +158,7 @@ class PieceReader:
         self._places: dict[tuple[str, str], Place] = {}
         found = {file: _offsets(folder / file) for file in own.headers}
         expected = {file: _offsets_in(own.headers[file]) for file in own.headers}
-        for content, name in own.names():
-            place = own.place(content, name)
-            assert place is not None  # noqa: S101 - it is one of its names
+        for (content, name), place in own.places.items():
             tensor = name if content == WEIGHTS else content
             there, here = found[place.file].get(tensor), expected[place.file][tensor]
             if there is None or there[1] - there[0] != here[1] - here[0]:

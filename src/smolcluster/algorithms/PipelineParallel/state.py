@@ -22,7 +22,7 @@ from torch import Tensor
 
 from smolcluster.algorithms.PipelineParallel.execution import OwnStage
 from smolcluster.errors import CheckpointError, ProtocolError, SmolclusterError
-from smolcluster.training.checkpoint import CheckpointStore, TrainingState
+from smolcluster.training.checkpoint import CheckpointStore, TrainingState, model_tensors
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.training.pieces import WEIGHTS, Layout, PieceReader, PieceWriter
 from smolcluster.training.replica import Replica
@@ -41,7 +41,7 @@ from smolcluster.wire.streams import Assembler, Piece, byte_frames, byte_parts, 
 def tensors_of(stage: OwnStage) -> Iterator[tuple[str, str, Tensor]]:
     """Content, name and tensor of all that a checkpoint holds of a stage: views."""
     replica = stage.replica
-    for name, tensor in {**replica.saved_parameters(), **replica.buffers.to_save()}.items():
+    for name, tensor in model_tensors(replica).items():
         yield WEIGHTS, name, tensor.detach()
     for content, flat in replica.optimizer.moments.items():
         for name, place in replica.layers:
