@@ -23,7 +23,6 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 import math
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 from statistics import fmean
 
@@ -42,6 +41,7 @@ from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
 from smolcluster.algorithms.DiLoCo.outer import WHOLE
 from smolcluster.algorithms.DiLoCo.outer_links import (
     Change,
+    OuterLinks,
     WholeChange,
 )
 from smolcluster.algorithms.DiLoCo.peers import (
@@ -65,18 +65,15 @@ from smolcluster.algorithms.DiLoCo.rounds import (
     shared_out,
     warmed_up,
 )
+from smolcluster.algorithms.leasing import LeasingServer
 from smolcluster.data.permutation import Range
 from smolcluster.runs.summary import Summary
 from smolcluster.server.buffers import BufferCollector
-from smolcluster.server.gathering import Gathering
-from smolcluster.server.leases import Dispatcher, DispatcherState
-from smolcluster.server.plausible import Failures, Norms, PushRefused, check_norm
-from smolcluster.server.saver import CheckpointSource
+from smolcluster.server.plausible import PushRefused, check_norm
 from smolcluster.server.store_links import NormsArrived
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.checkpoint import Progress, parse_progress
-from smolcluster.training.schedule import SCHEDULE, ScheduleState, learning_rate
 from smolcluster.utils.units import format_count
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
@@ -92,38 +89,30 @@ from smolcluster.wire.messages import (
     Stepped,
 )
 
-DISPATCHER, ROUNDS = "dispatcher", "rounds"
+ROUNDS = "rounds"
 """Where a checkpoint's progress has their state."""
-TICK_S = 0.1
 LONGEST_SILENCE_S = 120.0
 """Who was left behind, and is silent for so long, is cut."""
 UNKNOWN_STEP_S = 1.0
 
 
-class Server:
-    """One run of DiLoCo."""
+class Server(LeasingServer):
+    """One run of DiLoCo. `version` counts batches that have been applied, `stores.version` outer steps."""
+
+    stores: OuterLinks
+    peers: dict[int, Peer]
 
     def __init__(self, context: ServerContext) -> None:
-        self.context = context
-        self.train = context.training.recipe.applied_to(context.settings.train)
+        # each worker's optimizer takes the schedule's steps, however many workers are present
+        super().__init__(context, context.settings.cluster.num_workers)
         self.config = context.run.of(DiLoCoConfig)
-        self.replica = replica = context.training.replica
-        self.num_optimizers = context.settings.cluster.num_workers
-        """By which the schedule counts its steps, however many workers are present; a resumed run's stays."""
-        self.dispatcher = Dispatcher(
-            incarnation=context.incarnation,
-            num_samples=context.training.num_samples,
-            total_samples=self.train.total_samples(context.training.num_samples),
-            batch_size=self.train.samples_per_push,
-            permutation=context.training.order,
-        )
         epoch_batches = math.ceil(context.training.num_samples / self.train.samples_per_push)
         self.total_batches = self.train.num_batches(context.training.num_samples)
         warn_of_long_rounds(context, epoch_batches)
         self.is_streaming = self.config.mode == "streaming"
         self.is_async = False
         """Whether workers no longer wait for each other, nor have rounds."""
-        num_fragments = self.config.num_fragments(len(filled(replica.layers)))
+        num_fragments = self.config.num_fragments(len(filled(self.replica.layers)))
         self.numbers = range(num_fragments)
         """Of the fragments."""
         self.outer = new_outer(context, self.total_batches)
@@ -131,24 +120,12 @@ class Server:
         self.ledger = Ledger(num_fragments)
         self.round = Round(num_fragments)
         self.beginning = new_beginning(context, self.total_batches)
-        self.feed = context.open_feed()
-        self.pool = context.open_pool(
-            self.receiver_for, self.stores, num_more=self.stores.num_frames + MOST_BEHIND
+        state = self.open(
+            lambda: self.stores.tensors, num_more=self.stores.num_frames + MOST_BEHIND
         )
-        self.report = self.pool.listener
-        self.evaluator = context.new_evaluator()
-        self.version = 0
-        """Batches that have been applied: the run's steps. `stores.version` counts outer steps."""
-        source = CheckpointSource(replica, self.progress, lambda: self.stores.tensors)
-        self.resumed_at: int | None = None
+        self.resumed_at = None if state is None else state.step
         """The batches applied when the run went on from a checkpoint; with the next it is over."""
-        if state := context.resume(source, self.report):
-            self.resumed_at = state.step
-            self.version = state.step
-            stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
-            self.dispatcher.resume(stored, state.samples_applied)
-            schedule = parse_progress(ScheduleState, state.progress.get(SCHEDULE, {}), state.step)
-            self.num_optimizers = schedule.num_optimizers
+        if state is not None:
             rounds = parse_progress(RoundsState, state.progress.get(ROUNDS), state.step)
             self.go_on_from(rounds)
         self.stores.begin(
@@ -158,14 +135,10 @@ class Server:
             begins_together=self.is_synchronous and not self.beginning.reason,
         )
         self.sender = Sender(context, self.stores)
-        self.saver = context.new_saver(source, self.report)
-        self.hosts = Gathering(self.stores, self.saver, lambda: self.version, context.check_stop)
-        self.peers: dict[int, Peer] = {}
+        self.peers = {}
         self.workers: dict[int, Worker] = {}
         """All that have ever taken part, by session."""
         self.contributions: dict[int, list[Contribution]] = {each: [] for each in self.numbers}
-        self.norms = Norms()
-        self.failures = Failures()
 
     def go_on_from(self, rounds: RoundsState) -> None:
         """Take up a checkpoint's state, and what the run has begun with where nothing is said.
@@ -192,48 +165,23 @@ class Server:
         rounds = RoundsState.of(
             self.stores, self.outer, self.ledger, self.round.local_steps, self.beginning
         )
-        return {
-            DISPATCHER: self.dispatcher.state.model_dump(mode="json"),
-            ROUNDS: rounds.model_dump(mode="json"),
-            SCHEDULE: ScheduleState(num_optimizers=self.num_optimizers).model_dump(mode="json"),
-        }
+        return super().progress() | {ROUNDS: rounds.model_dump(mode="json")}
 
     def receiver_for(self, session_id: int) -> DeltaReceiver:
         collector = BufferCollector(self.replica.buffers, self.replica.bucket_bytes)
         return DeltaReceiver(session_id, self.context.codec, self.stores.layout, collector)
 
-    def run(self) -> Summary:
-        """Serve until every sample of every epoch has been applied.
-
-        Raises:
-            NonFiniteLoss: the weights are ruined; the message names the change that may have done it.
-        """
-        told = self.stores.told(lambda: self.report.counts.ending)
-        at_the_end = self.hosts.at_the_end(self.norms)
-        with closing(self.feed), self.pool, told, self.evaluator, self.saver, at_the_end:
-            return self.serve()
-
     def serve(self) -> Summary:
         self.begin_round()
-        while not (self.dispatcher.done or self.report.counts.is_over):
-            self.serve_next()
-        while not self.hosts.gather():
-            self.serve_next()
-        self.replica.check_weights("at the end of the run")
+        self.serve_all()
         return self.saver.summary()
 
-    def serve_next(self) -> None:
-        for event in self.pool.next_events(TICK_S):
-            self.handle(event)
-        now = time.monotonic()
+    def decide(self, now: float) -> None:
         self.leave_late(now)
         self.step(now)
         for _ in self.numbers:
             self.hand_out(now)
             self.collect(now)
-        self.saver.tick()
-        self.report.tick()
-        self.hosts.gather_if_due(now, is_at_work=bool(self.peers))
 
     def begin_round(self) -> None:
         """Take in workers anew, and choose how many batches each takes on average in this round."""
@@ -484,7 +432,7 @@ class Server:
         )
         if not applied or not is_due:
             return
-        if not self.hosts.gather():
+        if not self.gather():
             self.context.log.warning("step %d is neither evaluated nor saved", self.version)
             return
         is_evaluated = self.evaluator.after_step(self.version, applied[-1].key.epoch, num_steps)
@@ -711,10 +659,6 @@ class Server:
     def learning_rate(self) -> float:
         """That of the next batch to be handed out: where all before it have been applied."""
         return self.rate_after(self.dispatcher.samples_applied + self.ledger.num_open_samples)
-
-    def rate_after(self, samples_before: int) -> float:
-        total, own = self.dispatcher.total_samples, self.context.training.recipe.schedule
-        return learning_rate(self.train, samples_before, total, own, self.num_optimizers)
 
 
 def serve(context: ServerContext) -> Summary:

@@ -22,36 +22,30 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.config import EDPConfig
+from smolcluster.algorithms.leasing import LeasingServer
 from smolcluster.data.permutation import Range
 from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.server.buffers import BufferCollector
-from smolcluster.server.gathering import Gathering
-from smolcluster.server.leases import Dispatcher, DispatcherState, Lease
-from smolcluster.server.plausible import Failures, Norms, PushRefused
+from smolcluster.server.hosted_stores import HostedStores
+from smolcluster.server.leases import Lease
+from smolcluster.server.plausible import PushRefused
 from smolcluster.server.push import GradientBuffers, GradientReceiver, Pushed
-from smolcluster.server.saver import CheckpointSource
 from smolcluster.server.store_links import NormsArrived
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
-from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.loop import StepTaken
-from smolcluster.training.schedule import SCHEDULE, ScheduleState, learning_rate
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import Ack, LeaseKey, Outcome, PartKey, Pull, Skip
 
-DISPATCHER = "dispatcher"
-"""Where a checkpoint's progress has its state."""
 LEASES_PER_WORKER = 2
 """One that it computes, and one whose push is on the wire."""
-TICK_S = 0.1
 LONGEST_EXPECTED_S = 600.0
 """However slow a worker says it is, its leases expire."""
 
@@ -76,52 +70,22 @@ def key_of(peer: Peer, lease: LeaseKey) -> PartKey:
     return PartKey(instance=peer.worker.member.instance, of=lease)
 
 
-class Server:
+class Server(LeasingServer):
     """One run of EDP."""
 
+    stores: HostedStores
+    peers: dict[int, Peer]
+
     def __init__(self, context: ServerContext) -> None:
-        self.context = context
-        self.train = context.training.recipe.applied_to(context.settings.train)
         self.config = context.run.of(EDPConfig)
-        self.replica = context.training.replica
-        self.version = 0
-        self.dispatcher = Dispatcher(
-            incarnation=context.incarnation,
-            num_samples=context.training.num_samples,
-            total_samples=self.train.total_samples(context.training.num_samples),
-            batch_size=self.train.samples_per_push,
-            permutation=context.training.order,
-        )
-        self.num_optimizers = 1
-        """That take the schedule's steps: the server's; with mixing each worker's, of which a resumed run
-        counts as many as it began with."""
-        if self.config.update_rule == "mixing":
-            self.num_optimizers = context.settings.cluster.num_workers
-        self.feed = context.open_feed()
+        steps_each = self.config.update_rule == "mixing"  # then each worker's optimizer does
+        super().__init__(context, context.settings.cluster.num_workers if steps_each else 1)
         self.push_memory = GradientBuffers()
         self.stores = context.hosted_stores()
-        self.pool = context.open_pool(self.receiver_for, self.stores)
-        self.report = self.pool.listener
-        self.evaluator = context.new_evaluator()
-        source = CheckpointSource(self.replica, self.progress, dict)
-        if state := context.resume(source, self.report):
-            self.version = state.step
-            stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
-            self.dispatcher.resume(stored, state.samples_applied)
-            schedule = parse_progress(ScheduleState, state.progress.get(SCHEDULE, {}), state.step)
-            self.num_optimizers = schedule.num_optimizers
+        self.open()
         self.stores.begin(self.version, self.report.steps_undone)
-        self.saver = context.new_saver(source, self.report)
-        self.hosts = Gathering(self.stores, self.saver, lambda: self.version, context.check_stop)
-        self.peers: dict[int, Peer] = {}
+        self.peers = {}
         self.last_applied: dict[str, LeaseKey] = {}
-        self.norms, self.failures = Norms(), Failures()
-
-    def progress(self) -> Progress:
-        return {
-            DISPATCHER: self.dispatcher.state.model_dump(mode="json"),
-            SCHEDULE: ScheduleState(num_optimizers=self.num_optimizers).model_dump(mode="json"),
-        }
 
     def receiver_for(self, session_id: int) -> GradientReceiver:
         replica = self.replica
@@ -132,36 +96,15 @@ class Server:
             span=self.stores.own_span,
         )
 
-    def run(self) -> Summary:
-        """Serve until every sample of every epoch has been applied.
-
-        Raises:
-            NonFiniteLoss: the weights are ruined; the message names the push that may have done it.
-        """
-        told = self.stores.told(lambda: self.report.counts.ending)
-        at_the_end = self.hosts.at_the_end(self.norms)
-        with closing(self.feed), self.pool, told, self.evaluator, self.saver, at_the_end:
-            return self.serve()
+    def decide(self, now: float) -> None:
+        self.take_back_expired(now)
+        self.hand_out()
 
     def serve(self) -> Summary:
-        while not (self.dispatcher.done or self.report.counts.is_over):
-            self.serve_next()
-        while not self.hosts.gather():
-            self.serve_next()
-        self.replica.check_weights("at the end of the run")
+        self.serve_all()
         if self.context.is_attached:
             self.give_result()
         return self.saver.summary()
-
-    def serve_next(self) -> None:
-        for event in self.pool.next_events(TICK_S):
-            self.handle(event)
-        self.take_back_expired(time.monotonic())
-        self.hand_out()
-        self.saver.tick()
-        self.report.tick()
-        now = time.monotonic()
-        self.hosts.gather_if_due(now, is_at_work=bool(self.peers))
 
     def give_result(self) -> None:
         """Send the final weights to loops of a user's own, which go on with them."""
@@ -380,7 +323,7 @@ class Server:
             )
         )
         is_due = self.evaluator.is_due(self.version) or self.saver.is_due(self.version)
-        if is_due and not self.hosts.gather():
+        if is_due and not self.gather():
             self.context.log.warning("step %d is neither evaluated nor saved", self.version)
             return
         self.saver.after_step(is_evaluated=self.evaluator.after_step(self.version, epoch))
@@ -433,13 +376,7 @@ class Server:
                 self.pool.stalled(peer.worker, now - peer.heard_at, reason)
 
     def learning_rate(self) -> float:
-        return learning_rate(
-            self.train,
-            self.dispatcher.samples_applied,
-            self.dispatcher.total_samples,
-            self.context.training.recipe.schedule,
-            self.num_optimizers,
-        )
+        return self.rate_after(self.dispatcher.samples_applied)
 
 
 def serve(context: ServerContext) -> Summary:
