@@ -178,7 +178,7 @@ def warn_of_long_rounds(context: ServerContext, epoch_batches: int) -> None:
 def new_beginning(context: ServerContext, total_batches: int) -> SyncBeginning:
     """The synchronous beginning, which ends before its first step where there is to be none."""
     config, cluster = context.run.of(DiLoCoConfig), context.settings.cluster
-    total = context.settings.train.num_epochs * context.training.num_samples
+    total = context.settings.train.total_samples(context.training.num_samples)
     beginning = SyncBeginning(round(config.sync_fraction * total), total_batches)
     optimizer = context.training.replica.optimizer.name
     beginning.end(why_none(len(cluster.store_nodes), optimizer))

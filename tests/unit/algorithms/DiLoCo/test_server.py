@@ -11,6 +11,7 @@ from harness import local_settings
 from smolcluster.algorithms.DiLoCo.beginning import (
     RoundsState,
     SyncBeginning,
+    new_beginning,
     new_outer,
     new_stores,
 )
@@ -91,6 +92,20 @@ def test_the_outer_step_is_that_of_the_rule_where_the_user_has_said_nothing(
     context: Any = SimpleNamespace(settings=settings, run=run, training=training)
     outer = new_outer(context, total_batches=648)
     assert (outer.learning_rate, outer.momentum) == pytest.approx(expected)
+
+
+def test_a_run_that_ends_after_some_steps_begins_with_its_share_of_these() -> None:
+    more = "num_steps=100", "sync_fraction=0.1", "batch_size=16"
+    settings = local_settings("model.hidden=8", *more, workers=2, algorithm="diloco")
+    node, run = settings.node, settings.run_config("test-run", "diloco")
+    training = build(settings.train, 1, node.dataset, torch.device("cpu"))
+    context: Any = SimpleNamespace(settings=settings, run=run, training=training)
+    beginning = new_beginning(context, total_batches=100)
+    share = round(settings.train.total_samples(training.num_samples) / 10)
+    beginning.begin_step(share - 16, [])
+    assert not beginning.is_over
+    beginning.begin_step(share, [])
+    assert beginning.is_over
 
 
 @pytest.mark.parametrize("codec", ["int4", "fp16", None])
