@@ -6,6 +6,7 @@ the fault has struck and the struck worker is back, so that nothing depends on w
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -274,6 +275,7 @@ def play(
     joins_late = case is not None and case.point == "state_transfer"
     timeline = Timeline()
     patience = Deadline(patience_s)
+    is_made = threading.Event()
 
     def all_there() -> bool:
         present = cluster.core.pool.workers
@@ -282,7 +284,8 @@ def play(
         return len(present) == len(NODES)
 
     def may_begin() -> bool:
-        return cluster.core.version > 0 or joins_late or all_there()
+        # the server is asked while the cluster is still being made
+        return is_made.is_set() and (cluster.core.version > 0 or joins_late or all_there())
 
     def may_go_on() -> bool:
         if case is None or case.point == "end" or patience.expired:
@@ -299,6 +302,7 @@ def play(
             cluster = Cluster(
                 settings, folder, gated(algorithm, may_begin, may_go_on), algorithm=algorithm
             )
+            is_made.set()
             cluster.log.addHandler(timeline)
             played = Played(algorithm, cluster, [], timeline)
             _watch(played)
