@@ -390,6 +390,7 @@ def test_with_8_bits_it_goes_on_and_what_the_server_owes_is_kept(
         *((each, "model.hidden=64", "another model") for each in ALGORITHMS),
         *((each, "seed=43", "began with seed 42, not 43") for each in ALGORITHMS),
         *((each, "num_epochs=1", "raise num_epochs") for each in ALGORITHMS),
+        ("edp", "num_steps=2", "raise num_steps"),
         *((each, "optimizer=sgd", "optimizer.safetensors") for each in ALGORITHMS),
     ],
 )

@@ -354,7 +354,7 @@ def check_resumable(state: CheckpointState, run: RunConfig, training: TrainingCo
     """See to it that a run goes on with what it began with.
 
     Raises:
-        CheckpointError: another algorithm, seed, dataset or model, or fewer epochs than it has done.
+        CheckpointError: another algorithm, seed, dataset or model, or fewer epochs or steps than it has done.
     """
     check_same(
         state,
@@ -363,11 +363,12 @@ def check_resumable(state: CheckpointState, run: RunConfig, training: TrainingCo
         algorithm=run.algorithm,
         seed=run.seed,
     )
-    total = run.train.num_epochs * training.num_samples
+    total = run.train.total_samples(training.num_samples)
     if state.samples_applied > total:
+        key = "num_epochs" if run.train.num_steps is None else "num_steps"
         raise CheckpointError(
             f"step {state.step} of run {state.run_id} has applied {state.samples_applied:,} samples, "
-            f"num_epochs = {run.train.num_epochs} has {total:,}: raise num_epochs"
+            f"{key} = {getattr(run.train, key)} has {total:,}: raise {key}"
         )
 
 
