@@ -28,9 +28,9 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import algorithms, get_algorithm
 from smolcluster.launch.advise.command import site_of
-from smolcluster.launch.advise.measuring import measure_ways
 from smolcluster.launch.advise.speed import Speed
 from smolcluster.launch.host import Host
+from smolcluster.launch.links import measure_all_ways
 from smolcluster.runs.files import or_none
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
@@ -121,7 +121,7 @@ def files(folder: Path, machines: Sequence[Machine]) -> list[str]:
 def measured_site(machines: Sequence[Machine], settings: Settings) -> Site:
     """What `smolcluster advise` finds out of these machines."""
     server, *workers = (InNamespace(machine.name, machine.host.namespace) for machine in machines)
-    ways = measure_ways(server, workers, settings.cluster.host_ip, free_port(), say)
+    ways = measure_all_ways(server, workers, settings.cluster.host_ip, free_port(), say)
     speeds = {
         machine.name: Speed(
             compute_s=(machine.batch_s,) * 3,

@@ -2,7 +2,8 @@
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,11 @@ class FakeHost(Host):
     before: Callable[[str, str, float], None] = lambda *_: None
     calls: list[str] = field(default_factory=list)
 
+    @contextmanager
+    def holding(self, script: str, *, stdin: bytes, timeout_s: float) -> Iterator[Done]:
+        yield self.run(script, stdin=stdin, timeout_s=timeout_s)
+        self.calls.append("ended")
+
     def run(
         self,
         script: str,
@@ -88,7 +94,7 @@ HEALTHY = {
     '"machine": "aarch64"}}\n',
     "workload": "missing []\n",
     "port": '{{"places": {{"10.10.0.1": {{"state": "listening", "port": 65432}}, "192.168.50.1": '
-    '{{"state": "listening", "port": 65432}}}}, "own": ["10.10.0.1"], "pid": 4711}}\n',
+    '{{"state": "listening", "port": 65432}}}}, "own": ["10.10.0.1"]}}\n',
     "server": 'outside {{"error": null}}\ninside {{"error": null}}\n',
     "link": '{{"error": null, "ms": 0.31, "mb_per_s": 112.4}}\n',
 }

@@ -8,11 +8,14 @@ into a script passes through `shlex.quote`, `shlex.join` or `shell_path`.
 
 import os
 import re
+import select
 import shlex
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +26,8 @@ HERE = "local"
 """What `nodes.<name>.ssh` says of the machine that launches."""
 CONNECT_TIMEOUT_S = 6
 COMMAND_TIMEOUT_S = 20.0
+END_S = 5.0
+"""How long a script may take to end when its standard input has."""
 PERSIST_S = 300
 """How long a connection that nobody uses stays open."""
 MAX_SOCKET_PATH = 86
@@ -165,15 +170,56 @@ class Host:
             argv = self.argv(greeted, alone=alone)
             done = run_here(argv, stdin=stdin, timeout_s=timeout_s, shielded=shielded)
         except subprocess.TimeoutExpired as error:
-            raise TookTooLong(
-                f"{self.node} ({self.shown}): a command did not end within {timeout_s:g} s"
-            ) from error
+            raise self._too_long(timeout_s) from error
         except OSError as error:
             raise LaunchError(f"cannot run ssh: {error.strerror or error}") from error
         if self.destination is not None and done.code == SSH_FAILED:
             raise self.unreachable(done.stderr)
         _, greeting, stdout = done.stdout.partition(f"{GREETING}\n")
         return replace(done, stdout=stdout) if greeting else done
+
+    @contextmanager
+    def holding(self, script: str, *, stdin: bytes, timeout_s: float) -> Iterator[Done]:
+        """Run a POSIX shell script there until the block ends, when its standard input does.
+
+        Yields the first line that it says; one that ends before is yielded with its exit code.
+
+        Raises:
+            Unreachable: the machine cannot be reached, or does not let us in.
+            TookTooLong: it says nothing for `timeout_s`.
+        """
+        argv = self.argv(f"echo {GREETING}; {script}")
+        with (
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen(  # noqa: S603 - an argument list; a script in it is quoted
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            ) as process,
+        ):
+            assert process.stdin is not None  # noqa: S101 - it was asked for
+            try:
+                with suppress(BrokenPipeError):
+                    process.stdin.write(stdin)
+                    process.stdin.flush()
+                try:
+                    code, stdout = _begun(process, timeout_s)
+                except subprocess.TimeoutExpired as error:
+                    raise self._too_long(timeout_s) from error
+                errors.seek(0)
+                stderr = errors.read().decode("utf-8", "replace")
+                if self.destination is not None and code == SSH_FAILED:
+                    raise self.unreachable(stderr)
+                yield Done(code, stdout, stderr)
+            finally:
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+                process.kill()
+
+    def _too_long(self, timeout_s: float) -> TookTooLong:
+        return TookTooLong(
+            f"{self.node} ({self.shown}): a command did not end within {timeout_s:g} s"
+        )
 
     def unreachable(self, said: str) -> Unreachable:
         lowered = said.lower()
@@ -221,6 +267,24 @@ def run_here(
     return Done(
         ended.returncode, ended.stdout.decode("utf-8", "replace"), said.decode("utf-8", "replace")
     )
+
+
+def _begun(process: "subprocess.Popen[bytes]", timeout_s: float) -> tuple[int, str]:
+    """The line after the greeting, with 0; of one that ends without, its exit code.
+
+    Raises:
+        TimeoutExpired: neither came in time.
+    """
+    assert process.stdout is not None  # noqa: S101 - it was asked for
+    said, end = b"", time.monotonic() + timeout_s
+    while select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+        more = os.read(process.stdout.fileno(), 65_536)
+        said += more
+        line, newline, _ = said.partition(f"{GREETING}\n".encode())[2].partition(b"\n")
+        if newline or not more:
+            code = 0 if newline else process.wait(max(0.0, end - time.monotonic()))
+            return code, line.decode("utf-8", "replace")
+    raise subprocess.TimeoutExpired(process.args, timeout_s)
 
 
 def host_of(cluster: ClusterConfig, node: str) -> Host:

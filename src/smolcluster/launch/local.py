@@ -10,12 +10,11 @@ from pathlib import Path
 from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.meant import written_here
-from smolcluster.configs.schema import ClusterConfig, Settings, config_of
-from smolcluster.errors import ConfigError, PortBusy
+from smolcluster.configs.schema import Settings, config_of
+from smolcluster.errors import ConfigError
 from smolcluster.launch.group_plan import plan
 from smolcluster.launch.host import Host
 from smolcluster.launch.jobs.launch import launch_job
-from smolcluster.launch.link_probe import release
 from smolcluster.launch.observe.beside import announce, beside_others, stack_for, within_reach
 from smolcluster.launch.plan import NodePaths, PathsByNode, Request
 from smolcluster.launch.prepare import Machine
@@ -83,7 +82,7 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
         for process in planned().processes:
             sys.stdout.write(f"{process.title}:\n  {shlex.join(process.argv)}\n")
         return 0
-    check_free_port(settings.cluster)
+    check_port(settings.cluster)
     ensure_secret(settings.node.secret_file or default_secret_path())
     paths = create_run(root, run_id, newest=False)
     if how.prediction is not None:
@@ -116,20 +115,6 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
         announce(stack, run_id, launched.processes, settings.cluster, ssh=lambda _: None, say=say)
     run.start(loki_of(settings.cluster, stack))
     return go_on(run, launched, how)
-
-
-def check_free_port(cluster: ClusterConfig) -> None:
-    """See that our workers will not find somebody else's server; what a cut launcher measured with is ended.
-
-    Raises:
-        PortBusy: another process listens there.
-    """
-    try:
-        check_port(cluster)
-    except PortBusy:
-        if not release(cluster.port):
-            raise
-        check_port(cluster)
 
 
 def _places(request: Request, settings: Settings, root: Path) -> PathsByNode:

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from smolcluster.errors import LaunchError, PortBusy, SmolclusterError
 from smolcluster.launch.host import Host, Unreachable, shell_path
-from smolcluster.launch.probing import release
 from smolcluster.launch.project import Project, bring, look_at_clone
 from smolcluster.utils.units import format_count
 
@@ -189,15 +188,16 @@ def check(host: Host, project_dir: str, tools: Sequence[str]) -> None:
 
 
 def check_port(host: Host, port: int) -> None:
-    """See that nobody on the server's machine listens on a port; what a cut launcher measured with is ended.
+    """See that nobody on the server's machine listens on a port.
 
     Raises:
         PortBusy: somebody does; the message offers the next free one.
         LaunchError: the machine cannot be asked.
     """
-    taken = _taken(host)
-    if port in taken and release(host, port):
-        taken = _taken(host)
+    done = host.run(
+        "if command -v ss >/dev/null; then ss -Htln; else netstat -an -p tcp; fi 2>/dev/null"
+    )
+    taken = listening_ports(done.stdout)
     if port in taken:
         others = (*range(port + 1, 65536), *range(1024, port))
         free = next(number for number in others if number not in taken)
@@ -205,13 +205,6 @@ def check_port(host: Host, port: int) -> None:
             f"{host.node} ({host.shown}): port {port} is in use, perhaps by another run (smolcluster runs "
             f"lists them); take another one: --override port={free}"
         )
-
-
-def _taken(host: Host) -> set[int]:
-    done = host.run(
-        "if command -v ss >/dev/null; then ss -Htln; else netstat -an -p tcp; fi 2>/dev/null"
-    )
-    return listening_ports(done.stdout)
 
 
 def listening_ports(output: str) -> set[int]:

@@ -25,10 +25,11 @@ from smolcluster.launch.advise.command import (
     site_of,
     stated,
 )
-from smolcluster.launch.advise.measuring import Computer, Files, Way, busy, measure_all
+from smolcluster.launch.advise.measuring import Computer, Files, busy, measure_all
 from smolcluster.launch.advise.show import advice_line, as_json, lines, show
 from smolcluster.launch.advise.speed import ASKED_FILE, Asked, Speed, meet
 from smolcluster.launch.host import Done, Host
+from smolcluster.launch.links import Way
 from smolcluster.launch.plan import Request
 from smolcluster.launch.remote import keep_prediction
 from smolcluster.launch.requests import plain_request, settings_of

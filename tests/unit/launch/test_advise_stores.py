@@ -10,8 +10,8 @@ import pytest
 from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.launch.advise import run
-from smolcluster.launch.advise.measuring import Way
 from smolcluster.launch.advise.run import with_stores_chosen
+from smolcluster.launch.links import Way
 from smolcluster.launch.plan import Request
 from smolcluster.launch.requests import plain_request, settings_of
 
@@ -48,7 +48,7 @@ def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chosen:
             node: Way("10.0.0.1", "eth0", 1e-3, rate, rate, "fast", share, share)
             for node, rate in rates.items()
         }
-        monkeypatch.setattr(run, "measure_ways", lambda *_: ways)
+        monkeypatch.setattr(run, "measure_all_ways", lambda *_: ways)
         said: list[str] = []
         return with_stores_chosen(request, said.append, local=False), said
 

@@ -20,12 +20,12 @@ from smolcluster.launch.doctor.checks_links import (
     reach_script,
 )
 from smolcluster.launch.doctor.findings import Answer, Finding, MachineFacts
-from smolcluster.launch.probing import Listener
+from smolcluster.launch.links import Listener
 
 
 def listener(state: str = "listening") -> Listener:
     place = {"state": state, "port": 65432}
-    told = {"places": {"192.168.50.1": place}, "own": ["10.10.0.1"], "pid": 1}
+    told = {"places": {"192.168.50.1": place}, "own": ["10.10.0.1"]}
     return Listener.model_validate(told)
 
 

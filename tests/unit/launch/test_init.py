@@ -14,6 +14,7 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.host import Host
+from smolcluster.launch.links import Way
 from smolcluster.launch.setup import init as init_module
 from smolcluster.launch.setup.cluster_file import ClusterFile
 from smolcluster.launch.setup.discover import Neighbour
@@ -21,16 +22,14 @@ from smolcluster.launch.setup.init import (
     NEEDED,
     InitOptions,
     Terminal,
-    chosen,
     init,
     most_used,
     parse_machine,
     settings_of,
 )
-from smolcluster.launch.setup.links import Interface, MeasuredLink
 
 TODAY = date(2026, 11, 22)
-LOOPBACK = Interface("127.0.0.1", "lo")
+LOOPBACK = Way("127.0.0.1", "lo")
 
 
 @dataclass
@@ -66,17 +65,18 @@ def console(printed: io.StringIO) -> Console:
 @pytest.fixture
 def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's address is the loopback's, so that no network is needed."""
-    monkeypatch.setattr(init_module, "interfaces_of", lambda _host: [LOOPBACK])
+    monkeypatch.setattr(init_module, "addresses_of", lambda _host: [LOOPBACK])
 
 
 @pytest.fixture
 def measured_before(on_loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All workers' links are alike and known, which saves time."""
 
-    def links(_server: Host, workers: list[Host], *_: object) -> dict[str, list[MeasuredLink]]:
-        return {worker.node: [MeasuredLink(LOOPBACK, 0.3, 117.5)] for worker in workers}
+    def ways(_server: Host, workers: list[Host], *_: object, **__: object) -> dict[str, Way]:
+        measured = Way("127.0.0.1", "lo", 0.3e-3, 117.5, 117.5, "118 MB/s, 0.3 ms")
+        return {worker.node: measured for worker in workers}
 
-    monkeypatch.setattr(init_module, "measured", links)
+    monkeypatch.setattr(init_module, "measure_ways", ways)
 
 
 @pytest.fixture
@@ -348,21 +348,20 @@ def test_a_shell_that_is_none_is_told(target: Path, monkeypatch: pytest.MonkeyPa
         init(options(target, server="mini1=m"))
 
 
-def test_a_worker_without_a_way_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interfaces = [Interface("127.0.0.1", "lo"), Interface("192.0.2.200", "eth7")]
-    links = {
-        "pi5": [MeasuredLink(each, failure="no answer") for each in interfaces],
-        "win": [
-            MeasuredLink(interfaces[0], 1.0, 1.0),
-            MeasuredLink(interfaces[1], failure="refused"),
-        ],
-    }
+def test_all_workers_without_a_way_are_told(
+    target: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = [Way("192.0.2.200", "eth7"), Way("192.0.2.201", "eth8")]
+    monkeypatch.setattr(init_module, "addresses_of", lambda _host: foreign)
+    why = "192.0.2.200 (eth7): nobody may listen there; 192.0.2.201 (eth8): nobody may listen there"
     with pytest.raises(LaunchError) as caught:
-        chosen(Host("mini1", "m"), links, 65432)
-    assert str(caught.value) == (
-        "pi5: no way to mini1 (127.0.0.1 (lo): no answer; 192.0.2.200 (eth7): no answer): let port 65432 "
-        "through its firewall, or connect them to one network"
+        init(options(target, workers=("pi5=local", "win=local")), console=console)
+    assert str(caught.value) == "; ".join(
+        f"{node}: no way to mini1 ({why}): let port 65432 through its firewall, or connect them to one "
+        "network"
+        for node in ("pi5", "win")
     )
+    assert not target.exists()
 
 
 def test_the_server_has_the_address_that_most_workers_use() -> None:

@@ -21,9 +21,9 @@ from smolcluster.launch.advise.layer_plan import (
     num_microbatches,
     relayed,
 )
-from smolcluster.launch.advise.measuring import Way
 from smolcluster.launch.advise.show_layer_plan import lines, plan_file
 from smolcluster.launch.host import Host
+from smolcluster.launch.links import Way
 from smolcluster.launch.requests import plain_request
 from smolcluster.training.stages.measure import LayerSpeeds
 from smolcluster.wire.messages import MeasuredLayer
@@ -96,7 +96,7 @@ def test_all_pairs_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.extend((server.node, each.node) for each in workers)
         return {each.node: Way("ip", "eth0", 0.01, 12.0, 6.0, "") for each in workers}
 
-    monkeypatch.setattr(module, "measure_ways", ways)
+    monkeypatch.setattr(module, "measure_all_ways", ways)
     hosts = [Host("a", "a.lan"), Host("b", "b.lan"), Host("c", "c.lan")]
     links = measure_pairs(hosts, 1, print)
     assert asked == [("a", "b"), ("a", "c"), ("b", "c")]

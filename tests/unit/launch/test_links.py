@@ -2,31 +2,36 @@
 
 import socket
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness import free_port
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host
-from smolcluster.launch.probing import Listener, Place, listening, probe_script
-from smolcluster.launch.setup.links import (
-    Interface,
-    MeasuredLink,
-    choose,
-    interfaces_of,
+from smolcluster.launch.links import (
+    Listener,
+    Place,
+    Way,
+    addresses_of,
+    best_of,
+    listening,
     measure,
-    parse_interfaces,
-    read_link,
+    parse_addresses,
+    probe_script,
+    read_way,
 )
-from waiting import DEADLINE_S, eventually
+from waiting import eventually
 
 HERE = Host("mini1", None)
 MEASURE = probe_script("", "measure", "127.0.0.1", 1, "x")
 TOKEN = "t0"
-NOBODY = Listener(places={"127.0.0.1": Place(state="busy", port=1)}, own=(), pid=0)
-IPV4, IPV6 = Interface("127.0.0.1", "lo"), Interface("::1", "lo")
+UV = "run --no-project --quiet python"
+NOBODY = Listener(places={"127.0.0.1": Place(state="busy", port=1)}, own=())
+IPV4, IPV6 = Way("127.0.0.1", "lo"), Way("::1", "lo")
 
 IP_ADDR = """\
 1: lo    inet 127.0.0.1/8 scope host lo\\       valid_lft forever preferred_lft forever
@@ -93,10 +98,11 @@ eth0      Link encap:Ethernet  HWaddr 02:42:AC:11:00:02
 """
 
 
-def way(ip: str, mb_s: float = 0.0, ms: float = 1.0, failure: str = "") -> MeasuredLink:
-    return MeasuredLink(
-        Interface(ip, "Wi-Fi" if ip.startswith("192.168.1.") else "eth0"), ms, mb_s, failure
-    )
+def way(ip: str, mb_s: float = 0.0, ms: float = 1.0, failure: str = "") -> Way:
+    interface = "Wi-Fi" if ip.startswith("192.168.1.") else "eth0"
+    if failure:
+        return Way(ip, interface, reason=failure)
+    return Way(ip, interface, ms / 1e3, mb_s, mb_s)
 
 
 @pytest.mark.parametrize(
@@ -130,19 +136,19 @@ def way(ip: str, mb_s: float = 0.0, ms: float = 1.0, failure: str = "") -> Measu
     ids=["ip", "macOS", "net-tools", "busybox", "nonsense", "nothing"],
 )
 def test_addresses_that_others_can_use_are_found(text: str, found: list[str]) -> None:
-    assert [interface.shown for interface in parse_interfaces(text)] == found
+    assert [each.place for each in parse_addresses(text)] == found
 
 
 def test_this_machine_tells_its_addresses() -> None:
     try:
-        found = interfaces_of(HERE)
+        found = addresses_of(HERE)
     except LaunchError as error:
         pytest.skip(str(error))
-    assert all(not each.ip.startswith("127.") for each in found)
-    for interface in found:
-        family = socket.AF_INET6 if ":" in interface.ip else socket.AF_INET
+    assert all(not each.address.startswith("127.") for each in found)
+    for each in found:
+        family = socket.AF_INET6 if ":" in each.address else socket.AF_INET
         with socket.socket(family) as sock:
-            sock.bind((interface.ip, 0))  # else it were somebody else's
+            sock.bind((each.address, 0))  # else it were somebody else's
 
 
 @pytest.mark.parametrize(
@@ -155,63 +161,85 @@ def test_this_machine_tells_its_addresses() -> None:
     ],
     ids=["bandwidth", "round trip", "first", "open"],
 )
-def test_the_best_way_is_taken_and_the_others_are_told(ways: list[MeasuredLink], ip: str) -> None:
-    best = choose(ways)
-    assert best is not None
-    assert best[0] == ip
+def test_the_best_way_is_taken_and_the_others_are_told(ways: list[Way], ip: str) -> None:
+    best = best_of(ways)
+    assert best.address == ip
     for each in ways:
-        assert each.shown in best[1]
+        assert each.shown in best.reason
 
 
-def test_a_way_that_is_closed_is_never_taken() -> None:
-    assert choose([way("10.0.0.1", failure="refused")]) is None
-    assert choose([]) is None
+def test_of_ways_that_are_closed_it_is_told_why() -> None:
+    best = best_of([way("10.0.0.1", failure="refused"), way("10.0.1.1", failure="no route")])
+    assert not best.is_open
+    assert best.reason == "10.0.0.1 (eth0): refused; 10.0.1.1 (eth0): no route"
+
+
+TOLD = {"error": None, "ms": 0.3, "mb_per_s": 117.5, "down_mb_per_s": 7.0}
 
 
 @pytest.mark.parametrize(
-    ("found", "link"),
+    ("found", "failure"),
     [
-        ({"error": None, "ms": 0.3, "mb_per_s": 117.5}, MeasuredLink(IPV4, 0.3, 117.5)),
-        ({"error": "ECONNREFUSED", "why": "x"}, MeasuredLink(IPV4, failure="refused")),
-        ({"error": "ETIMEDOUT"}, MeasuredLink(IPV4, failure="no answer")),
-        ({"error": "stranger"}, MeasuredLink(IPV4, failure="somebody else answers")),
-        ({"error": "E\x1b[2J\n# x"}, MeasuredLink(IPV4, failure="broke off")),
-        (
-            {"error": None, "ms": float("nan"), "mb_per_s": 1},
-            MeasuredLink(IPV4, failure="not measured"),
-        ),
-        ({"error": None, "ms": [], "mb_per_s": 1}, MeasuredLink(IPV4, failure="not measured")),
-        ({}, MeasuredLink(IPV4, failure="not measured")),
+        ({"error": "ECONNREFUSED", "why": "x"}, "refused"),
+        ({"error": "ETIMEDOUT"}, "no answer"),
+        ({"error": "stranger"}, "somebody else answers"),
+        ({"error": "E\x1b[2J\n# x"}, "broke off"),
+        (TOLD | {"ms": float("nan")}, "not measured"),
+        (TOLD | {"ms": []}, "not measured"),
+        (TOLD | {"down_mb_per_s": "inf"}, "not measured"),
+        ({}, "not measured"),
     ],
 )
-def test_what_the_probe_says_is_read(found: dict[str, Any], link: MeasuredLink) -> None:
-    assert read_link(IPV4, found) == link
+def test_why_there_is_no_way_is_read(found: dict[str, Any], failure: str) -> None:
+    assert read_way(IPV4, found) == Way("127.0.0.1", "lo", reason=failure)
+
+
+def test_what_the_probe_says_is_read() -> None:
+    assert read_way(IPV4, TOLD) == Way("127.0.0.1", "lo", 0.3e-3, 117.5, 7.0)
 
 
 def test_the_ways_to_this_machine_are_measured() -> None:
     """Also where the wanted port is taken at one address; an address that is none of its own has no way."""
-    interfaces = [IPV4, *([IPV6] if has_ipv6() else []), Interface("192.0.2.250", "eth0")]
-    with socket.create_server((IPV4.ip, 0)) as taken:
+    ways = [IPV4, *([IPV6] if has_ipv6() else []), Way("192.0.2.250", "eth0")]
+    with socket.create_server((IPV4.address, 0)) as taken:
         port = taken.getsockname()[1]
-        words = ("listen", port, TOKEN, 60, *(each.ip for each in interfaces))
+        words = ("listen", port, TOKEN, 60, *(each.address for each in ways))
         with listening(HERE, probe_script("", *words), 60.0) as listener:
-            *links, foreign = (measure(HERE, each, listener, TOKEN) for each in interfaces)
-    assert listener.ports[IPV4.ip] != port
-    assert all(not link.failure and link.ms > 0 and link.mb_s > 0 for link in links)
-    assert foreign.failure == "nobody may listen there"
-    assert measure(HERE, IPV4, listener, TOKEN).failure == "refused", "it has ended"
+            *links, foreign = (measure(HERE, each, listener, TOKEN) for each in ways)
+    assert listener.ports[IPV4.address] != port
+    assert all(each.is_open and each.up_mb_s > 0 and each.down_mb_s > 0 for each in links)
+    assert foreign.reason == "nobody may listen there"
+    assert measure(HERE, IPV4, listener, TOKEN).reason == "refused", "it has ended"
 
 
-def test_a_listener_that_takes_its_time_to_end_is_waited_for(tmp_path: Path) -> None:
-    code = "trap 'sleep 0.5; echo over; exit' TERM; echo here; while :; do sleep 0.1; done"
-    said = tmp_path / "said"
-    with said.open("wb") as output:
-        started = subprocess.Popen(["sh", "-c", f"({code}) & exec echo $!"], stdout=output)
-    assert started.wait(DEADLINE_S) == 0
-    eventually(lambda: said.read_text().count("\n") == 2)
-    pid = next(int(line) for line in said.read_text().split() if line.isdigit())
-    Listener(places={}, own=(), pid=pid).end(HERE)
-    assert said.read_text().endswith("over\n")
+MEASURES = """
+import sys
+from smolcluster.launch.host import Host
+from smolcluster.launch.links import listening, probe_script
+script = probe_script("", "listen", sys.argv[1], "t0", 600, "127.0.0.1")
+with listening(Host("mini1", None), script, 60.0) as found:
+    print("listens", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_who_is_killed_while_it_measures_leaves_no_listener_behind() -> None:
+    port = free_port()
+    command = [sys.executable, "-c", MEASURES, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout
+        assert launcher.stdout.readline() == b"listens\n"
+        socket.create_connection(("127.0.0.1", port)).close()
+        launcher.kill()
+
+    def is_free() -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    eventually(is_free)
 
 
 def has_ipv6() -> bool:
@@ -225,7 +253,7 @@ def has_ipv6() -> bool:
 @pytest.mark.parametrize(
     ("programs", "code", "said"),
     [
-        ({"uv": "echo $* >&2"}, 0, "run --no-project --quiet python - measure 127.0.0.1 1 x"),
+        ({"uv": "echo $1 $2 $3 $4 $5 $7 $8 $9 >&2"}, 0, f"{UV} -c measure 127.0.0.1 1"),
         ({"python3": "exit 1", "uv": "echo this is uv >&2"}, 0, "this is uv"),
         ({"python3": "echo it is python3 >&2"}, 0, "it is python3"),
         ({}, 69, "there is neither python3 (3.9 or newer) nor uv"),
@@ -279,7 +307,7 @@ def test_why_nothing_can_be_measured_is_told(host: Host, why: str) -> None:
 
 def test_a_machine_without_addresses_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"^mini1 \(m\) has no address in any network: check its"):
-        interfaces_of(ALONE)
+        addresses_of(ALONE)
 
 
 @pytest.mark.parametrize(
@@ -291,24 +319,14 @@ def test_a_machine_without_addresses_is_refused() -> None:
     ],
 )
 def test_of_equal_ways_a_cable_comes_before_wi_fi(names: tuple[str, ...], best: str) -> None:
-    links = [
-        MeasuredLink(Interface(f"10.0.0.{number}", name), ms=number + 1.0, mb_s=100.0)
+    ways = [
+        Way(f"10.0.0.{number}", name, (number + 1.0) / 1e3, 100.0, 100.0)
         for number, name in enumerate(names)
     ]
-    choice = choose(links)
-    assert choice is not None
-    assert choice[0] == f"10.0.0.{names.index(best)}"
+    assert best_of(ways).interface == best
 
 
 def test_wi_fi_that_carries_far_more_is_taken_all_the_same() -> None:
-    slow = MeasuredLink(Interface("10.0.0.1", "Ethernet"), ms=1.0, mb_s=11.0)
-    fast = MeasuredLink(Interface("10.0.0.2", "Wi-Fi"), ms=3.0, mb_s=60.0)
-    choice = choose([slow, fast])
-    assert choice is not None
-    assert choice[0] == "10.0.0.2"
-
-
-def test_the_way_back_is_read_too() -> None:
-    told = {"error": None, "ms": 1.0, "mb_per_s": 5.0, "down_mb_per_s": 7.0}
-    assert read_link(IPV4, told).down_mb_s == 7.0
-    assert read_link(IPV4, told | {"down_mb_per_s": "inf"}).failure
+    slow = Way("10.0.0.1", "Ethernet", 1e-3, 11.0, 11.0)
+    fast = Way("10.0.0.2", "Wi-Fi", 3e-3, 60.0, 60.0)
+    assert best_of([slow, fast]).address == "10.0.0.2"

@@ -4,18 +4,14 @@ import os
 import shutil
 import socket
 import stat
-import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from harness import free_port, local_settings
 from smolcluster.errors import LaunchError, PortBusy
 from smolcluster.launch.host import Done, Host
-from smolcluster.launch.local import check_free_port
 from smolcluster.launch.prepare import (
     MIN_FREE_KIB,
     TOOLS,
@@ -26,7 +22,6 @@ from smolcluster.launch.prepare import (
     listening_ports,
     run_on_all,
 )
-from smolcluster.launch.probing import probe_script, probe_source
 from waiting import DEADLINE_S
 
 HERE = Host("pi5")
@@ -185,17 +180,6 @@ def test_a_busy_port_is_told_with_a_free_one(
         with pytest.raises(PortBusy, match=rf"pi5 .*: port {port} is in use.* port=\d+$"):
             check_port(HERE, port)
     check_port(HERE, port)
-
-
-def test_what_a_cut_launcher_measured_with_gives_its_port_back() -> None:
-    port = free_port()
-    script = probe_script(sys.executable, "listen", port, "t0", 60, "127.0.0.1")
-    cluster = local_settings(f"port={port}").cluster
-    for look in (partial(check_port, HERE, port), partial(check_free_port, cluster)):
-        assert HERE.run(script, stdin=probe_source()).ok
-        with pytest.raises(ConnectionRefusedError):
-            look()
-            socket.create_connection(("127.0.0.1", port)).close()
 
 
 def test_the_port_that_is_offered_is_free() -> None:

@@ -25,15 +25,13 @@ from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.advise.measuring import (
     Computer,
     Files,
-    Say,
-    Way,
     measure_all,
-    measure_ways,
     this_machine,
 )
 from smolcluster.launch.advise.speed import Asked, Speed
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import host_of
+from smolcluster.launch.links import Say, Way, measure_all_ways
 from smolcluster.launch.plan import Request
 from smolcluster.launch.prepare import Machine, bring_project, settings_in
 from smolcluster.launch.project import read_project
@@ -224,7 +222,7 @@ def _measured_there(
     server = host_of(cluster, cluster.server)
     workers = [host_of(cluster, node) for node in cluster.workers if node in speeds]
     apart = [each for each in workers if each.destination != server.destination]
-    ways = measure_ways(server, apart, cluster.host_ip, cluster.port, say)
+    ways = measure_all_ways(server, apart, cluster.host_ip, cluster.port, say)
     lost = {each.node for each in apart} - set(ways)
     return {node: speed for node, speed in speeds.items() if node not in lost}, ways
 

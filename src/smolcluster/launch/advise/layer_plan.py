@@ -31,14 +31,13 @@ from smolcluster.launch.advise.layer_speed import LAYER_SPEEDS
 from smolcluster.launch.advise.measuring import (
     Computer,
     Files,
-    Say,
-    measure_ways,
     probe_all,
     run_probe,
     this_machine,
 )
 from smolcluster.launch.advise.speed import Asked
 from smolcluster.launch.host import Host
+from smolcluster.launch.links import Say, measure_all_ways
 from smolcluster.launch.plan import Request
 from smolcluster.launch.requests import naming_workload, settings_of
 from smolcluster.training.stages.measure import LayerSpeeds
@@ -177,7 +176,7 @@ def measure_pairs(hosts: Sequence[Host], port: int, say: Say) -> dict[tuple[str,
     links: dict[tuple[str, str], Link] = {}
     for place, host in enumerate(hosts):
         others = [each for each in hosts[place + 1 :] if each.destination != host.destination]
-        for node, way in measure_ways(host, others, {}, port, say).items():
+        for node, way in measure_all_ways(host, others, {}, port, say).items():
             links[node, host.node] = Link(1e6 * way.up_mb_s, way.latency_s / 2)
             links[host.node, node] = Link(1e6 * way.down_mb_s, way.latency_s / 2)
     apart = [

@@ -1,13 +1,11 @@
-"""Machines and links are measured: one probe a machine, JSON back. Who does not answer is left out."""
+"""How fast machines train: one probe a machine, JSON back. Who does not answer is left out."""
 
 import io
-import math
-import secrets
 import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from smolcluster.errors import LaunchError, SmolclusterError
@@ -22,16 +20,7 @@ from smolcluster.launch.advise.speed import (
     Speed,
 )
 from smolcluster.launch.host import Host, shell_path
-from smolcluster.launch.probing import Listener, ask, listening, probe_script
-from smolcluster.launch.setup.links import (
-    MEASURE_S,
-    START_S,
-    Interface,
-    MeasuredLink,
-    choose,
-    interfaces_of,
-    measure,
-)
+from smolcluster.launch.links import Say
 from smolcluster.launch.workload_code import WorkloadCode
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.utils.at_once import at_once
@@ -41,10 +30,7 @@ SPEED_S = 300.0
 """Longest time in which a machine loads PyTorch and the data, and is measured; steps may be long."""
 UNSTEADY = 1.3
 """Rounds that differ by more are of a machine that has other things to do."""
-STATED = "host_ip"
-"""The name of an interface of which only the address is known, which the cluster file states."""
 
-Say = Callable[[str], None]
 R = TypeVar("R")
 
 
@@ -145,111 +131,6 @@ def busy(node: str, speed: Speed) -> str | None:
         f"{node} is busy: the same batch took {jumps:.1f} times as long from one second to the next; what it "
         "has to do besides makes the prediction worse"
     )
-
-
-@dataclass(frozen=True)
-class Way:
-    """The best way from a worker to the server.
-
-    Attributes:
-        up_mb_s, down_mb_s: megabytes a second while nobody else sends.
-        crowd_up_mb_s, crowd_down_mb_s: while all workers send; None: not measured.
-        reason: what was measured of this address of the server, and of the others.
-    """
-
-    address: str
-    interface: str
-    latency_s: float
-    up_mb_s: float
-    down_mb_s: float
-    reason: str
-    crowd_up_mb_s: float | None = None
-    crowd_down_mb_s: float | None = None
-
-    @property
-    def via(self) -> str:
-        """What it shares with others: the server's interface, which may have several addresses."""
-        return self.address if self.interface == STATED else self.interface
-
-
-def measure_ways(
-    server: Host, workers: Sequence[Host], stated: Mapping[str, str], port: int, say: Say
-) -> dict[str, Way]:
-    """The best way from each worker to the server; who has none, or does not answer, is left out.
-
-    `stated`: the server's address that each of them was told, if any, which is measured too.
-
-    Raises:
-        LaunchError: the server cannot be measured.
-    """
-    if not workers:
-        return {}
-    interfaces = interfaces_of(server)
-    known = {interface.ip for interface in interfaces}
-    extra = [
-        ip
-        for ip in dict.fromkeys(stated[each.node] for each in workers if each.node in stated)
-        if ip not in known
-    ]
-    interfaces += [Interface(ip, STATED) for ip in extra]
-    token = secrets.token_hex(16)
-    seconds = int((len(workers) * len(interfaces) + 2) * MEASURE_S)
-    listen = probe_script(
-        "", "listen", port, token, seconds, *(interface.ip for interface in interfaces)
-    )
-    with listening(server, listen, START_S) as listener:
-        ways = {}
-        for worker in workers:
-            say(f"measuring the ways from {worker.node} to {server.node} …")
-            try:
-                ways[worker.node] = _best_way(worker, server, interfaces, listener, token)
-            except LaunchError as error:
-                say(f"{error}; it is left out")
-        crowd = [worker for worker in workers if worker.node in ways]
-        return _together(crowd, ways, listener, token, say) if crowd[1:] else ways
-
-
-def _best_way(
-    worker: Host, server: Host, interfaces: Sequence[Interface], listener: Listener, token: str
-) -> Way:
-    links = [measure(worker, each, listener, token, "both") for each in interfaces]
-    choice = choose(links)
-    if choice is None:
-        why = "; ".join(f"{link.interface.shown}: {link.failure}" for link in links)
-        raise LaunchError(f"{worker.node} has no way to {server.node} ({why})")
-    address, reason = choice
-    return _way(next(link for link in links if link.interface.ip == address), reason)
-
-
-def _way(link: MeasuredLink, reason: str) -> Way:
-    down = link.mb_s if link.down_mb_s is None else link.down_mb_s
-    name = link.interface.name
-    return Way(link.interface.ip, name, link.ms / 1e3, link.mb_s, down, reason)
-
-
-def _together(
-    workers: Sequence[Host],
-    ways: Mapping[str, Way],
-    listener: Listener,
-    token: str,
-    say: Say,
-) -> dict[str, Way]:
-    """The same ways, with what they carry while all workers send."""
-    say(f"measuring all {len(workers)} at the same time …")
-
-    def share(worker: Host) -> Way:
-        way = ways[worker.node]
-        words = (way.address, listener.ports[way.address], token, len(workers))
-        try:
-            found = ask(worker, probe_script("", "crowd", *words), MEASURE_S)
-            up, down = float(found["mb_per_s"]), float(found["down_mb_per_s"])
-        except (LaunchError, KeyError, TypeError, ValueError):
-            return way
-        if not (math.isfinite(up) and math.isfinite(down)):
-            return way
-        return replace(way, crowd_up_mb_s=up, crowd_down_mb_s=down)
-
-    return dict(zip((each.node for each in workers), at_once(share, workers), strict=True))
 
 
 def measure_all(

@@ -16,9 +16,9 @@ from smolcluster.launch.advise.command import (
     with_keys,
     with_way,
 )
-from smolcluster.launch.advise.measuring import Say, Way, measure_ways
 from smolcluster.launch.advise.show import advice_line, as_json, show
 from smolcluster.launch.host import host_of
+from smolcluster.launch.links import Say, Way, measure_all_ways
 from smolcluster.launch.local import launch
 from smolcluster.launch.plan import Request
 from smolcluster.launch.remote import LaunchOptions
@@ -96,7 +96,7 @@ def with_stores_chosen(request: Request, say: Say, *, local: bool) -> Request:
     server = host_of(cluster, cluster.server)
     hosts = [host_of(cluster, node) for node in cluster.workers]
     apart = [each for each in hosts if each.destination != server.destination]
-    ways = measure_ways(server, apart, cluster.host_ip, cluster.port, say)
+    ways = measure_all_ways(server, apart, cluster.host_ip, cluster.port, say)
     site = site_of_links(settings, ways, {each.node for each in apart})
     keys = chosen_keys(request, settings, site)
     if "servers" not in keys:

@@ -27,9 +27,7 @@ from smolcluster.launch.doctor.findings import (
     warn,
 )
 from smolcluster.launch.host import Host
-from smolcluster.launch.plan import PathsByNode
-from smolcluster.launch.prepare import run_on_all
-from smolcluster.launch.probing import (
+from smolcluster.launch.links import (
     Listener,
     ask,
     listening,
@@ -38,6 +36,8 @@ from smolcluster.launch.probing import (
     python_lines,
     read_listener,
 )
+from smolcluster.launch.plan import PathsByNode
+from smolcluster.launch.prepare import run_on_all
 from smolcluster.utils.units import format_address, format_rate
 from smolcluster.utils.words import as_command
 

@@ -9,8 +9,9 @@ as long as the slowest machine. Only the workers' measurements of their links ta
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from smolcluster.configs.function_name import known_here
@@ -31,8 +32,8 @@ from smolcluster.launch.doctor.checks import (
 from smolcluster.launch.doctor.checks_links import PORT_CHECK, link_checks
 from smolcluster.launch.doctor.checks_project import PROJECT_CHECKS, WORKLOAD_CHECKS
 from smolcluster.launch.doctor.findings import Answer, Check, Finding, NodeChecks, fail, ok, skipped
-from smolcluster.launch.host import Host, TookTooLong, Unreachable, host_of
-from smolcluster.launch.probing import Listener, read_listener
+from smolcluster.launch.host import Done, TookTooLong, Unreachable, host_of
+from smolcluster.launch.links import Listener, read_listener
 from smolcluster.launch.project import read_project
 from smolcluster.launch.remote import project_root
 from smolcluster.launch.workload_code import check_source, packages_of
@@ -46,6 +47,7 @@ MAX_SESSIONS = 6
 """At once on one machine: its SSH server allows 10 over one connection."""
 PLAIN_WIDTH = 100
 """Columns where the output is no terminal."""
+Run = Callable[..., Done]
 SSH, HOST_KEY, SYSTEM, IDENTITY = "SSH", "host key", "system", "identity"
 
 
@@ -135,7 +137,8 @@ def examine_machine(node: NodeChecks) -> None:
 def make_contact(node: NodeChecks) -> None:
     findings, is_here = node.findings, node.is_here
     try:
-        answer = ask(node.host, SYSTEM, CONTACT_SCRIPT, CONTACT_S, alone=True)
+        run = partial(node.host.run, alone=True)
+        answer = ask(run, SYSTEM, CONTACT_SCRIPT, CONTACT_S)
     except LaunchError as error:
         wrong = refused(error, node, CONTACT_S)
         if isinstance(error, Unreachable) and error.cause.startswith("host_key"):
@@ -161,28 +164,29 @@ def look_at_all(node: NodeChecks, checks: Sequence[Check]) -> None:
     node.findings |= {check.name: each for check, each in zip(checks, found, strict=True)}
 
 
-def look_at(node: NodeChecks, check: Check) -> tuple[Finding, Answer | None]:
-    """Make a check; the finding, and the answer where there is one."""
+def look_at(
+    node: NodeChecks, check: Check, run: Run | None = None
+) -> tuple[Finding, Answer | None]:
+    """Make a check; the finding, and the answer where there is one. `run` as `Host.run`."""
     if reason := not_reached(node) or check.why_not(node):
         return skipped(reason), None
     script = check.script if isinstance(check.script, str) else check.script(node)
     try:
-        answer = ask(node.host, check.name, script, check.limit_s, check.stdin(node))
+        stdin = check.stdin(node)
+        answer = ask(run or node.host.run, check.name, script, check.limit_s, stdin=stdin)
     except LaunchError as error:
         return refused(error, node, check.limit_s), None
     return judged(check, answer, node), answer
 
 
-def ask(
-    host: Host, name: str, script: str, limit_s: float, stdin: bytes = b"", *, alone: bool = False
-) -> Answer:
-    """Run a check's script; `ps` there shows which check it is. `alone`: see `Host.argv`.
+def ask(run: Run, name: str, script: str, limit_s: float, stdin: bytes = b"") -> Answer:
+    """Run a check's script; `ps` there shows which check it is.
 
     Raises:
         LaunchError: it did not end in time, or the machine is out of reach.
     """
     begun, start = time.time(), time.monotonic()
-    done = host.run(f": 'doctor: {name}'\n{script}", stdin=stdin, timeout_s=limit_s, alone=alone)
+    done = run(f": 'doctor: {name}'\n{script}", stdin=stdin, timeout_s=limit_s)
     return Answer(done.code, done.stdout, done.stderr, begun, time.monotonic() - start)
 
 
@@ -210,11 +214,10 @@ def refused(error: LaunchError, node: NodeChecks, limit_s: float) -> Finding:
 @contextmanager
 def listening(server: NodeChecks) -> Iterator[Listener | None]:
     """Look at the server's port; the listener is there as long as the block lasts."""
-    finding, answer = look_at(server, PORT_CHECK)
-    server.findings[PORT_CHECK.name] = finding
-    listener = read_listener(answer) if answer else None
-    try:
-        yield listener
-    finally:
-        if listener:
-            listener.end(server.host)
+    with ExitStack() as stack:
+
+        def hold(script: str, **how: Any) -> Done:
+            return stack.enter_context(server.host.holding(script, **how))
+
+        server.findings[PORT_CHECK.name], answer = look_at(server, PORT_CHECK, hold)
+        yield read_listener(answer) if answer else None

@@ -9,7 +9,7 @@ from typing import Literal
 
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.launch.host import Done, Host
-from smolcluster.launch.probing import Listener
+from smolcluster.launch.links import Listener
 from smolcluster.launch.project import LATEST
 
 State = Literal["ok", "warn", "fail", "skipped"]

@@ -4,14 +4,14 @@ It logs in to each, measures every way from each worker to the server, and write
 the reason. What flags leave open is asked, where there is a terminal.
 """
 
-import secrets
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,14 @@ from rich.console import Console
 from smolcluster.configs.keys import A_NAME, A_REMOTE_PATH
 from smolcluster.configs.schema import NodeName, RemotePath, SshDestination
 from smolcluster.configs.spec import default_algorithm, get_algorithm
-from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.host import HERE, Host
-from smolcluster.launch.prepare import run_on_all
-from smolcluster.launch.probing import listening, probe_script
+from smolcluster.launch.links import addresses_of, measure_ways
+from smolcluster.launch.prepare import NotFit, run_on_all
 from smolcluster.launch.setup.cluster_file import ClusterFile
 from smolcluster.launch.setup.discover import Neighbour, discover
-from smolcluster.launch.setup.links import (
-    MEASURE_S,
-    START_S,
-    Interface,
-    MeasuredLink,
-    choose,
-    interfaces_of,
-    measure,
-)
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.utils.replacing import replacing
-from smolcluster.utils.units import format_count
 from smolcluster.utils.words import as_command, one_line
 
 DEFAULT_PORT = 65432
@@ -323,67 +313,25 @@ def draft(
         LaunchError: a machine cannot be reached, or a worker has no way to the server.
     """
     others = [worker for worker in workers if worker.node != server.node]
-    interfaces = interfaces_of(server)
-    links = measured(server, others, interfaces, options.port, console)
-    best = chosen(server, links, options.port)
-    for node, (address, reason) in best.items():
-        print_line(console, f"{node} reaches {server.node} best at {address}: {reason}")
-    addresses = {node: address for node, (address, _) in best.items()}
-    own = most_used(list(addresses.values()) or [interfaces[0].ip])
+    addresses = addresses_of(server)
+    lost: list[SmolclusterError] = []
+    say = partial(print_line, console)
+    best = measure_ways(server, others, addresses, options.port, say, lost=lost.append)
+    if lost:
+        raise NotFit(lost)
+    for node, way in best.items():
+        say(f"{node} reaches {server.node} best at {way.address}: {way.reason}")
+    host_ip = {node: way.address for node, way in best.items()}
+    own = most_used([*host_ip.values()] or [addresses[0].address])
     return ClusterFile(
         algorithm=algorithm,
         server=server.node,
         workers=[worker.node for worker in workers],
         port=options.port,
-        host_ip={server.node: own} | addresses,
-        remarks={server.node: "Server"} | {node: reason for node, (_, reason) in best.items()},
+        host_ip={server.node: own} | host_ip,
+        remarks={server.node: "Server"} | {node: way.reason for node, way in best.items()},
         nodes=settings_of([server, *others], options.project_dir),
     )
-
-
-def measured(
-    server: Host,
-    workers: Sequence[Host],
-    interfaces: Sequence[Interface],
-    port: int,
-    console: Console,
-) -> dict[str, list[MeasuredLink]]:
-    """The links from each worker to each address of the server, one worker after the other.
-
-    Raises:
-        LaunchError: a machine cannot be reached, or has no Python.
-    """
-    if not workers:
-        return {}
-    links = {}
-    token, seconds = secrets.token_hex(16), int(len(workers) * len(interfaces) * MEASURE_S)
-    addresses = (interface.ip for interface in interfaces)
-    listen = probe_script("", "listen", port, token, seconds, *addresses)
-    with listening(server, listen, START_S) as listener:
-        for worker in workers:
-            ways = format_count(len(interfaces), "way")
-            print_line(console, f"measuring {ways} from {worker.node} to {server.node} …")
-            links[worker.node] = [measure(worker, each, listener, token) for each in interfaces]
-    return links
-
-
-def chosen(
-    server: Host, links: Mapping[str, Sequence[MeasuredLink]], port: int
-) -> dict[str, tuple[str, str]]:
-    """Each worker's best address of the server, and why.
-
-    Raises:
-        LaunchError: a worker has none.
-    """
-    choices = {node: choose(ways) for node, ways in links.items()}
-    lost = [node for node, choice in choices.items() if choice is None]
-    if lost:
-        ways = "; ".join(f"{link.interface.shown}: {link.failure}" for link in links[lost[0]])
-        raise LaunchError(
-            f"{' and '.join(lost)}: no way to {server.node} ({ways}): let port {port} through its "
-            "firewall, or connect them to one network"
-        )
-    return {node: choice for node, choice in choices.items() if choice}
 
 
 def most_used(addresses: Sequence[str]) -> str:
