@@ -27,7 +27,7 @@ from smolcluster.launch.advise.command import (
 )
 from smolcluster.launch.advise.measuring import Computer, Files, busy, measure_all
 from smolcluster.launch.advise.show import advice_line, as_json, lines, show
-from smolcluster.launch.advise.speed import ASKED_FILE, Asked, Speed, meet
+from smolcluster.launch.advise.speed import ASKED_FILE, SPEED, Asked, Speed, meet
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.links import Way
 from smolcluster.launch.plan import Request
@@ -324,11 +324,10 @@ def test_who_cannot_be_measured_is_left_out_with_a_line(monkeypatch: pytest.Monk
         return Done(0, f"welcome\n{speed(0.5).model_dump_json()}\n", "")
 
     monkeypatch.setattr(Host, "run", run)
-    computers = [Computer(Host(node, node), "python", "~") for node in ("far", "bare", "odd", "ok")]
+    nodes = ("far", "bare", "odd", "ok")
+    computers = [Computer(Host(node, node), "python", "~", b"") for node in nodes]
     said: list[str] = []
-    asked = {computer.host.node: Asked() for computer in computers}
-    speeds = measure_all(computers, Files(b"", b""), asked, said.append)
-    assert speeds == {"ok": speed(0.5)}
+    assert measure_all(computers, said.append, SPEED) == {"ok": speed(0.5)}
     told = [line for line in said if line.endswith("it is left out")]
     assert len(told) == 3
     assert all("\n" not in line for line in told)

@@ -5,6 +5,7 @@ machines prepared -> real steps on each -> ways to the server -> what each algor
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,15 +23,10 @@ from smolcluster.configs.overrides import without_workload
 from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import AlgorithmSpec, algorithms, get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
-from smolcluster.launch.advise.measuring import (
-    Computer,
-    Files,
-    measure_all,
-    this_machine,
-)
-from smolcluster.launch.advise.speed import Asked, Speed
+from smolcluster.launch.advise.measuring import Computer, Files, busy, measure_all
+from smolcluster.launch.advise.speed import SPEED, Asked, Speed
 from smolcluster.launch.find import all_runs
-from smolcluster.launch.host import host_of
+from smolcluster.launch.host import Host, host_of
 from smolcluster.launch.links import Say, Way, measure_all_ways
 from smolcluster.launch.plan import Request
 from smolcluster.launch.prepare import Machine, bring_project, settings_in
@@ -133,23 +129,26 @@ def _measured_here(
     named: Request, settings: Settings, say: Say
 ) -> tuple[dict[str, Speed], dict[str, float]]:
     """Workers side by side, then this machine alone."""
-    cluster, folder = settings.cluster, str(Path.cwd())
-    files = files_of(named)
-    asked = asked_of(named, files, is_local=True, num_workers=cluster.num_workers)
+    nodes, files = settings.cluster.workers, files_of(named)
+    of_all = {"is_local": True, "num_workers": len(nodes)}
     with tempfile.TemporaryDirectory() as meeting:
-        crowd = {
-            node: asked.model_copy(
-                update={
-                    "node": node,
-                    "meeting": meeting,
-                    "crowd": cluster.num_workers,
-                    "overrides": (*one_thread(named, node), *asked.overrides),
-                }
+        crowd = [
+            this_machine(
+                node,
+                asked_of(
+                    one_thread(named, node),
+                    files,
+                    node=node,
+                    meeting=meeting,
+                    crowd=len(nodes),
+                    **of_all,
+                ),
+                files,
             )
-            for node in cluster.workers
-        }
-        speeds = measure_all([this_machine(node, folder) for node in crowd], files, crowd, say)
-    alone = measure_all([this_machine(ALONE, folder)], files, {ALONE: asked}, say)
+            for node in nodes
+        ]
+        speeds = _speeds(crowd, say)
+    alone = _speeds([this_machine(ALONE, asked_of(named, files, **of_all), files)], say)
     if not alone:
         raise LaunchError("this machine cannot be measured: see the line above")
     # With one thread, or beside others, it cannot be faster; if it was, the machine had other things to do.
@@ -157,57 +156,52 @@ def _measured_here(
     return speeds, {ALONE: best}
 
 
-def one_thread(named: Request, node: str) -> tuple[str, ...]:
+def _speeds(computers: Sequence[Computer], say: Say) -> dict[str, Speed]:
+    speeds = measure_all(computers, say, SPEED)
+    for line in filter(None, (busy(node, speed) for node, speed in speeds.items())):
+        say(line)
+    return speeds
+
+
+def this_machine(node: str, asked: Asked, files: Files) -> Computer:
+    return Computer(Host(node), sys.executable, str(Path.cwd()), files.packed(asked))
+
+
+def one_thread(named: Request, node: str) -> Request:
     """As a launch with --local has it: side by side more threads get into each other's way."""
-    return () if settings_of(named, True, node).node.threads is not None else ("threads=1",)
+    if settings_of(named, True, node).node.threads is not None:
+        return named
+    return replace(named, overrides=("threads=1", *named.overrides))
 
 
-@dataclass(frozen=True)
-class Reached:
-    """The machines of a cluster file that answer, and what each of them is asked."""
-
-    computers: Sequence[Computer]
-    asked: Mapping[str, Asked]
-    files: Files
-
-
-def reach(named: Request, settings: Settings, say: Say, *, sync: bool, **asked: Any) -> Reached:
+def reach(
+    named: Request, settings: Settings, say: Say, *, sync: bool, **asked: Any
+) -> list[Computer]:
     """Log in to the machines of a cluster file, and send them the project; who does not answer is left out.
 
     `asked`: fields of what all are asked.
     """
-    cluster = settings.cluster
     cluster_file, train_file = config_files(named)
     project = read_project(project_root())
-    places = places_of(named, cluster, cluster_file, train_file, here=all_runs(), project=project)
+    places = places_of(
+        named, settings.cluster, cluster_file, train_file, here=all_runs(), project=project
+    )
     machines = machines_of(named, settings, places, cluster_file)
     files = files_of(named)
     say(f"looking at {', '.join(machines)}")
 
-    def ready(machine: Machine) -> bool:
+    def ready(machine: Machine) -> Computer | None:
+        host, env = machine.host, dict(machine.env)
         try:
-            machine.host.run("true")
+            host.run("true")
             bring_project([machine], say, project=project, sync=sync)
         except SmolclusterError as error:
             say(f"{error}; it is left out")
-            return False
-        return True
+            return None
+        packed = files.packed(asked_of(named, files, node=host.node, environ=env, **asked))
+        return Computer(host, places[host.node].python, machine.project_dir, packed)
 
-    present = [
-        machine
-        for machine, is_ready in zip(
-            machines.values(), at_once(ready, list(machines.values())), strict=True
-        )
-        if is_ready
-    ]
-    computers = [
-        Computer(each.host, places[each.host.node].python, each.project_dir) for each in present
-    ]
-    questions = {
-        each.host.node: asked_of(named, files, node=each.host.node, environ=dict(each.env), **asked)
-        for each in present
-    }
-    return Reached(computers, questions, files)
+    return [each for each in at_once(ready, list(machines.values())) if each is not None]
 
 
 def _measured_there(
@@ -215,10 +209,10 @@ def _measured_there(
 ) -> tuple[dict[str, Speed], dict[str, Way]]:
     """The machines of a cluster file, each for itself, then their ways to the server."""
     cluster = settings.cluster
-    reached = reach(named, settings, say, sync=sync)
-    if cluster.server not in reached.asked:
+    computers = reach(named, settings, say, sync=sync)
+    if cluster.server not in [each.host.node for each in computers]:
         raise LaunchError(f"nothing can be said without {cluster.server}, the server's machine")
-    speeds = measure_all(reached.computers, reached.files, reached.asked, say)
+    speeds = _speeds(computers, say)
     server = host_of(cluster, cluster.server)
     workers = [host_of(cluster, node) for node in cluster.workers if node in speeds]
     apart = [each for each in workers if each.destination != server.destination]

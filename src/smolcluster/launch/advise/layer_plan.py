@@ -6,7 +6,6 @@ machines prepared -> each layer on each -> links of all pairs -> order and cut -
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 
 from smolcluster.algorithms.planning.costs import VALUE_NBYTES
 from smolcluster.algorithms.planning.layers import (
@@ -21,27 +20,21 @@ from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.advise.command import (
     ALONE,
-    Reached,
     asked_of,
     files_of,
     one_thread,
     reach,
-)
-from smolcluster.launch.advise.layer_speed import LAYER_SPEEDS
-from smolcluster.launch.advise.measuring import (
-    Computer,
-    Files,
-    probe_all,
-    run_probe,
     this_machine,
 )
-from smolcluster.launch.advise.speed import Asked
+from smolcluster.launch.advise.measuring import Computer, measure_all
 from smolcluster.launch.host import Host
 from smolcluster.launch.links import Say, measure_all_ways
 from smolcluster.launch.plan import Request
 from smolcluster.launch.requests import naming_workload, settings_of
+from smolcluster.runs.model_file import ModelFile
 from smolcluster.training.stages.measure import LayerSpeeds
 
+LAYER_SPEEDS = ModelFile[LayerSpeeds](LayerSpeeds, "is damaged")
 MICROBATCHES_A_STAGE = 4
 NO_WAY = Link(bytes_s=1.0)
 """Between machines that do not reach each other, not by way of a third one either."""
@@ -143,12 +136,10 @@ def _measured_here(
     named: Request, settings: Settings, num: int, say: Say
 ) -> dict[str, LayerSpeeds]:
     """This machine, as each of `--workers` processes side by side that share its memory."""
-    nodes = settings.cluster.workers
-    files = files_of(named)
-    asked = asked_of(named, files, is_local=True, num_workers=len(nodes), num_microbatches=num)
-    alone = asked.model_copy(update={"overrides": (*one_thread(named, nodes[0]), *asked.overrides)})
-    computers = [this_machine(ALONE, str(Path.cwd()))]
-    found = probe_all(computers, files, {ALONE: alone}, say, _probe)
+    nodes, files = settings.cluster.workers, files_of(named)
+    alone = one_thread(named, nodes[0])
+    asked = asked_of(alone, files, is_local=True, num_workers=len(nodes), num_microbatches=num)
+    found = measure_all([this_machine(ALONE, asked, files)], say, LAYER_SPEEDS)
     return {
         node: each.model_copy(update={"memory_bytes": each.memory_bytes // len(nodes)})
         for node in nodes
@@ -157,18 +148,14 @@ def _measured_here(
 
 
 def _measured_there(
-    reached: Reached, settings: Settings, say: Say
+    reached: Sequence[Computer], settings: Settings, say: Say
 ) -> tuple[dict[str, LayerSpeeds], dict[tuple[str, str], Link]]:
     """The workers' machines, each for itself, then the ways between all pairs of them."""
     cluster = settings.cluster
-    computers = [each for each in reached.computers if each.host.node in cluster.workers]
-    speeds = probe_all(computers, reached.files, reached.asked, say, _probe)
+    computers = [each for each in reached if each.host.node in cluster.workers]
+    speeds = measure_all(computers, say, LAYER_SPEEDS)
     hosts = [each.host for each in computers if each.host.node in speeds]
     return speeds, measure_pairs(hosts, cluster.port, say)
-
-
-def _probe(computer: Computer, files: Files, asked: Asked) -> LayerSpeeds:
-    return run_probe(computer, files, asked, "layer_speed", LAYER_SPEEDS)
 
 
 def measure_pairs(hosts: Sequence[Host], port: int, say: Say) -> dict[tuple[str, str], Link]:

@@ -1,9 +1,8 @@
 """How fast machines train: one probe a machine, JSON back. Who does not answer is left out."""
 
 import io
-import sys
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,7 +13,6 @@ from smolcluster.launch.advise.speed import (
     ASKED_FILE,
     CLUSTER_FILE,
     CODE_FOLDER,
-    SPEED,
     TRAIN_FILE,
     Asked,
     Speed,
@@ -41,11 +39,13 @@ class Computer:
     Attributes:
         python: the interpreter there, relative to `folder` or absolute.
         folder: the project's.
+        packed: what it is asked, and what it needs to know of the run, as `Files.packed` has it.
     """
 
     host: Host
     python: str
     folder: str
+    packed: bytes
 
 
 @dataclass(frozen=True)
@@ -74,24 +74,29 @@ class Files:
         return archive.getvalue()
 
 
-def measure_speed(computer: Computer, files: Files, asked: Asked) -> Speed:
-    """How fast a machine trains.
+def measure_all(computers: Sequence[Computer], say: Say, answer: ModelFile[R]) -> dict[str, R]:
+    """What each machine finds, all at once; who cannot be measured is left out, with one line."""
+    names = ", ".join(computer.host.node for computer in computers)
+    say(f"measuring real steps on {names}; loading PyTorch takes some seconds …")
+
+    def one(computer: Computer) -> R | None:
+        try:
+            return _measure(computer, answer)
+        except SmolclusterError as error:
+            say(f"{error}; it is left out")
+            return None
+
+    found = dict(zip((each.host.node for each in computers), at_once(one, computers), strict=True))
+    return {node: each for node, each in found.items() if each is not None}
+
+
+def _measure(computer: Computer, answer: ModelFile[R]) -> R:
+    """What `speed`, run on a machine, prints there.
 
     Raises:
         LaunchError: it cannot be reached, has no environment, or cannot train this.
     """
-    return run_probe(computer, files, asked, "speed", SPEED)
-
-
-def run_probe(
-    computer: Computer, files: Files, asked: Asked, module: str, answer: ModelFile[R]
-) -> R:
-    """What a module of this package, run on a machine, prints there.
-
-    Raises:
-        LaunchError: it cannot be reached, has no environment, or cannot train this.
-    """
-    host, python = computer.host, computer.python
+    host, python = computer.host, shell_path(computer.python)
     done = host.run(
         f"""
 umask 077
@@ -103,9 +108,9 @@ if [ -e "$dir/{CODE_FOLDER}.tgz" ]; then
   mkdir "$dir/{CODE_FOLDER}" && tar -xzf "$dir/{CODE_FOLDER}.tgz" -C "$dir/{CODE_FOLDER}" || exit 9
 fi
 cd {shell_path(computer.folder)} || exit 9
-[ -x {shell_path(python)} ] || {{ echo 'the project has no environment there' >&2; exit 9; }}
-{shell_path(python)} -m smolcluster.launch.advise.{module} "$dir" </dev/null""",
-        stdin=files.packed(asked),
+[ -x {python} ] || {{ echo 'the project has no environment there' >&2; exit 9; }}
+{python} -m smolcluster.launch.advise.speed "$dir" </dev/null""",
+        stdin=computer.packed,
         timeout_s=SPEED_S,
     )
     with suppress(IndexError):
@@ -117,54 +122,12 @@ cd {shell_path(computer.folder)} || exit 9
     )
 
 
-def unsteadiness(speed: Speed) -> float:
-    """How many times as long a batch took in the slowest round as in the fastest."""
-    return max(speed.compute_s) / min(speed.compute_s)
-
-
 def busy(node: str, speed: Speed) -> str | None:
-    """A line about a machine whose speed jumps; None: it does not."""
-    jumps = unsteadiness(speed)
+    """A line about a machine whose speed jumps from one round to the next; None: it does not."""
+    jumps = max(speed.compute_s) / min(speed.compute_s)
     if jumps <= UNSTEADY:
         return None
     return (
         f"{node} is busy: the same batch took {jumps:.1f} times as long from one second to the next; what it "
         "has to do besides makes the prediction worse"
     )
-
-
-def measure_all(
-    computers: Sequence[Computer], files: Files, asked: Mapping[str, Asked], say: Say
-) -> dict[str, Speed]:
-    """How fast each machine trains, all at once; who cannot be measured is left out, with one line."""
-    speeds = probe_all(computers, files, asked, say, measure_speed)
-    for node, speed in speeds.items():
-        if (line := busy(node, speed)) is not None:
-            say(line)
-    return speeds
-
-
-def probe_all(
-    computers: Sequence[Computer],
-    files: Files,
-    asked: Mapping[str, Asked],
-    say: Say,
-    probe: Callable[[Computer, Files, Asked], R],
-) -> dict[str, R]:
-    """What `probe` finds on each machine, all at once; who cannot be measured is left out, with one line."""
-    names = ", ".join(computer.host.node for computer in computers)
-    say(f"measuring real steps on {names}; loading PyTorch takes some seconds …")
-
-    def one(computer: Computer) -> R | None:
-        try:
-            return probe(computer, files, asked[computer.host.node])
-        except SmolclusterError as error:
-            say(f"{error}; it is left out")
-            return None
-
-    found = dict(zip((each.host.node for each in computers), at_once(one, computers), strict=True))
-    return {node: each for node, each in found.items() if each is not None}
-
-
-def this_machine(node: str, folder: str) -> Computer:
-    return Computer(Host(node), sys.executable, folder)

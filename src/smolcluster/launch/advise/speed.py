@@ -1,13 +1,15 @@
-"""How fast this machine trains: real steps for a few seconds, as a process of its own.
+"""How fast this machine trains: real steps for a few seconds, or each layer, as a process of its own.
 
 `python -m smolcluster.launch.advise.speed FOLDER` finds in the folder what it is asked (`Asked`) and the
-configuration, and prints one JSON object, a `Speed`. Nothing is written, and what was trained is forgotten.
+configuration, and prints one JSON object, a `Speed` or `LayerSpeeds`. Nothing is written, and what was
+trained is forgotten.
 """
 
 import os
 import sys
 import time
 from contextlib import closing
+from math import ceil
 from pathlib import Path
 from statistics import median
 
@@ -39,14 +41,14 @@ class Asked(BaseModel):
         environ: settings and keys of the environment.
         workload: the function, as it is seen from the folder of the code; None: what the training file names.
         has_code: whether the code lies in the folder; else it is installed.
-        num_microbatches: of a pipeline's step, where layers are measured.
+        num_microbatches: of a pipeline's step, of whose layers each is measured; None: whole steps are.
         is_local: whether all of the cluster is on one machine, with `num_workers` workers.
         meeting: a folder in which as many processes as `crowd` meet before they measure; None: nobody waits.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_microbatches: int = 1
+    num_microbatches: int | None = None
     node: str | None = None
     overrides: tuple[str, ...] = ()
     environ: dict[str, str] = {}
@@ -86,13 +88,6 @@ ASKED = ModelFile[Asked](Asked, "is damaged")
 SPEED = ModelFile[Speed](Speed, "is damaged")
 
 
-def asked_in(folder: Path) -> Asked:
-    """What is asked of this process, whose environment is then as it says."""
-    asked = ASKED.read(folder / ASKED_FILE)
-    os.environ.update(asked.environ)
-    return asked
-
-
 def settings_in(folder: Path, asked: Asked) -> Settings:
     """The settings of a process of the run on this machine.
 
@@ -112,6 +107,23 @@ def settings_in(folder: Path, asked: Asked) -> Settings:
         local=asked.is_local,
         local_workers=asked.num_workers,
     )
+
+
+def measure_layers(settings: Settings, num_microbatches: int) -> BaseModel:
+    """What each layer takes for a microbatch of the training data: `LayerSpeeds`.
+
+    Raises:
+        SmolclusterError: the model cannot be cut, or not be computed here.
+    """
+    from smolcluster.training.builtin import load_workload  # noqa: PLC0415 - the process says first what is wrong
+    from smolcluster.training.stages.measure import measure_workload  # noqa: PLC0415
+    from smolcluster.utils.device import pick_device, use_threads  # noqa: PLC0415
+
+    train, node, seed = settings.train, settings.node, settings.cluster.seed
+    use_threads(node.threads)
+    workload = load_workload(train, seed, node.dataset)
+    size = (workload.batch_size or train.batch_size) * train.gradient_accumulation
+    return measure_workload(workload, seed, ceil(size / num_microbatches), pick_device(node.device))
 
 
 def measure(settings: Settings, meeting: Path | None = None, crowd: int = 1) -> Speed:
@@ -190,10 +202,15 @@ def main(folder: Path) -> None:
     Raises:
         SmolclusterError: it cannot be measured.
     """
-    asked = asked_in(folder)
+    asked = ASKED.read(folder / ASKED_FILE)
+    os.environ.update(asked.environ)
     settings = settings_in(folder, asked)
-    speed = measure(settings, Path(asked.meeting) if asked.meeting else None, asked.crowd)
-    sys.stdout.write(f"{speed.model_dump_json()}\n")
+    if asked.num_microbatches is None:
+        meeting = Path(asked.meeting) if asked.meeting else None
+        found: BaseModel = measure(settings, meeting, asked.crowd)
+    else:
+        found = measure_layers(settings, asked.num_microbatches)
+    sys.stdout.write(f"{found.model_dump_json()}\n")
 
 
 if __name__ == "__main__":
