@@ -7,12 +7,11 @@ not reach each other the server relays, and what that carries is what is measure
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, count, islice
 
 import torch
-from torch import Tensor
 
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.planning.layers import Link
@@ -20,6 +19,7 @@ from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.utils.units import format_bytes, format_duration
 from smolcluster.wire.session import Session
 
+VALUE_NBYTES = 4
 NUM_ROUND_TRIPS = 3
 LEAST_NBYTES, MOST_NBYTES = 64 * 1024, 1024 * 1024
 ENOUGH_S = 0.05
@@ -42,49 +42,30 @@ def measure_link(links: Links, route: Route, server: Session | None) -> Link:
     """
     route = replace(route, patience_s=SILENCE_TIMEOUT_S)
     links.connect(route, server, CONNECT_TIMEOUT_S)
-    is_first = route.rank == 0
-    ops = (Op.FORWARD, Op.BACKWARD)
-    sent, received = ops if is_first else reversed(ops)
+    sent, received = (Op.FORWARD, Op.BACKWARD) if route.rank == 0 else (Op.BACKWARD, Op.FORWARD)
+    numbers = count(0)
 
-    def send(number: int, value: Tensor) -> None:
-        links.send(Instruction(sent, number, route.rank), value)
-
-    def receive(number: int) -> None:
-        links.receive(Instruction(received, number, route.rank))
-
-    num = NUM_ROUND_TRIPS + 2
-    own, other = (range(num), range(num, 2 * num))[:: 1 if is_first else -1]
-    if not is_first:
-        _answer(other, send, receive)
-    found = _ask(own, send, receive)
-    if is_first:
-        _answer(other, send, receive)
-    return found
-
-
-def _answer(
-    numbers: Sequence[int], send: Callable[[int, Tensor], None], receive: Callable[[int], None]
-) -> None:
-    for number in numbers:
-        receive(number)
-        send(number, torch.zeros(1))
-
-
-def _ask(
-    numbers: Sequence[int], send: Callable[[int, Tensor], None], receive: Callable[[int], None]
-) -> Link:
-    def seconds(number: int, nbytes: int) -> float:
-        value = torch.zeros(nbytes // 4)
+    def ask(nbytes: int) -> float:
+        """Seconds until so much has arrived, and the answer has come."""
+        number, value = next(numbers), torch.zeros(nbytes // VALUE_NBYTES)
         started = time.perf_counter()
-        send(number, value)
-        receive(number)
+        links.send(Instruction(sent, number, route.rank), value)
+        links.receive(Instruction(received, number, route.rank))
         return time.perf_counter() - started
 
-    *short, least, most = numbers
-    round_trip_s = min(seconds(number, 4) for number in short)
-    took_s = seconds(least, LEAST_NBYTES) - round_trip_s
+    def answer() -> None:
+        for number in islice(numbers, NUM_ROUND_TRIPS + 2):
+            links.receive(Instruction(received, number, route.rank))
+            links.send(Instruction(sent, number, route.rank), torch.zeros(1))
+
+    if route.rank > 0:
+        answer()
+    round_trip_s = min(ask(VALUE_NBYTES) for _ in range(NUM_ROUND_TRIPS))
+    took_s = ask(LEAST_NBYTES) - round_trip_s
     nbytes = MOST_NBYTES if took_s < ENOUGH_S else LEAST_NBYTES
-    took_s = seconds(most, nbytes) - round_trip_s
+    took_s = ask(nbytes) - round_trip_s
+    if route.rank == 0:
+        answer()
     return Link(nbytes / max(took_s, 1e-6), round_trip_s / 2)
 
 
