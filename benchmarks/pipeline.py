@@ -58,7 +58,7 @@ from smolcluster.training.schedules.instructions import (
 )
 from smolcluster.training.schedules.simulation import Boundary, Costs, Span, Timeline, simulate
 from smolcluster.training.stages.cut import Stage
-from smolcluster.training.stages.measure import LayerToMeasure, measure_layers
+from smolcluster.training.stages.measure import measure_layers
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.utils.meter import Meter
 from smolcluster.wire.handshake import introduce
@@ -407,10 +407,7 @@ def unequal(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def as_measured(pace: Costs) -> Costs:
     """What a worker measures of a layer of that pace when it joins: sleeps last longer than asked for."""
     width = Case("1f1b", 1, (), 0.26, ()).width
-    layers = [
-        LayerToMeasure(place, partial(PacedLayer, pace, width, is_first=place == 0))
-        for place in range(3)
-    ]
+    layers = [(place, partial(PacedLayer, pace, width, is_first=place == 0)) for place in range(3)]
     value, device = torch.zeros(ROWS, width), torch.device("cpu")
     _, found, _ = measure_layers(layers, value, torch.Tensor.mean, device)
     return Costs(found.forward_s, found.input_s, found.weight_s)

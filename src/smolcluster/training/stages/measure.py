@@ -6,7 +6,6 @@ before it returns, so only those that are measured are ever in memory, one at a 
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -32,8 +31,10 @@ from smolcluster.wire.messages import MeasuredLayer
 LEAST_REPEATS, MOST_REPEATS, MEASURE_S = 3, 50, 0.3
 """Of a layer, after one that is not counted: so often, or for so long."""
 
-Finish = Callable[[Any], Tensor]
+Finish = Callable[[Any], Batch]
 """The last layer's output to the loss, ()."""
+LayerToMeasure = tuple[Hashable, Callable[[], nn.Module]]
+"""What is equal of layers that cost the same for the same input; what makes one where it is measured."""
 
 
 class LayerSpeeds(BaseModel):
@@ -50,31 +51,6 @@ class LayerSpeeds(BaseModel):
     layers: tuple[MeasuredLayer, ...]
     memory_bytes: int
     device: str
-
-
-@dataclass(frozen=True)
-class LayerToMeasure:
-    """One layer of a model.
-
-    Attributes:
-        key: equal of layers that cost the same for the same input.
-        build: makes it on the device; called only where it is measured.
-    """
-
-    key: Hashable
-    build: Callable[[], nn.Module]
-
-
-def layers_of_workload(workload: Workload, seed: int, device: torch.device) -> list[LayerToMeasure]:
-    """A model's layers, each of which is made only where it is measured.
-
-    Raises:
-        ConfigError: the model cannot be cut.
-    """
-    return [
-        LayerToMeasure(key_of(layer), partial(build_stage, workload, at, at + 1, seed, device))
-        for at, layer in enumerate(outlines(workload))
-    ]
 
 
 def measure_workload(
@@ -101,7 +77,10 @@ def measure_workload(
     def finish(output: object) -> Tensor:
         return count_terms(loss(output, batch), len(indices), of=loss)[0]
 
-    layers = layers_of_workload(workload, seed, device)
+    layers = [
+        (key_of(layer), partial(build_stage, workload, place, place + 1, seed, device))
+        for place, layer in enumerate(outlines(workload))
+    ]
     value = model_input(workload, batch)
     found = measure_layers(layers, value, finish, device, is_timed=is_timed)
     return LayerSpeeds(layers=tuple(found), memory_bytes=memory_bytes, device=describe(device))
@@ -139,19 +118,24 @@ def measure_layers(
     """
     pending, found = list(layers), list[MeasuredLayer]()
     known: dict[Hashable, tuple[MeasuredLayer, Batch]] = {}
-    for place, layer in enumerate(pending):
+    for place, (of_layer, build) in enumerate(pending):
         is_last = place + 1 == len(pending)
-        key = (layer.key, is_last, place == 0, _shape_of(value))
+        key = (of_layer, is_last, place == 0, _shape_of(value))
         if key not in known:
-            own_finish = finish if is_last else None
-            known[key] = _measured(layer.build(), value, own_finish, device, is_timed=is_timed)
+            ending = finish if is_last else _as_it_is
+            known[key] = _measured(build(), value, ending, device, is_timed=is_timed)
         measured, value = known[key]
         found.append(measured)
+    found[-1:] = [each.model_copy(update={"output_bytes": 0}) for each in found[-1:]]
     return found
 
 
+def _as_it_is(output: Batch) -> Batch:
+    return output
+
+
 def _measured(
-    layer: nn.Module, value: Batch, finish: Finish | None, device: torch.device, *, is_timed: bool
+    layer: nn.Module, value: Batch, finish: Finish, device: torch.device, *, is_timed: bool
 ) -> tuple[MeasuredLayer, Batch]:
     """What a layer costs, and its output, detached."""
     trained: list[Tensor] = [each for each in layer.parameters() if each.requires_grad]
@@ -168,7 +152,7 @@ def _measured(
         trained_bytes=sum(sizes),
         frozen_bytes=sum(each.nbytes for each in own) - sum(sizes),
         activation_bytes=nbytes,
-        output_bytes=0 if finish else sum(each.nbytes for each in tensors_in(output)),
+        output_bytes=sum(each.nbytes for each in tensors_in(output)),
         input_bytes=sum(each.nbytes for each in tensors_in(value)),
     )
     return measured, output
@@ -178,7 +162,7 @@ def _median_times(
     layer: nn.Module,
     value: Batch,
     trained: list[Tensor],
-    finish: Finish | None,
+    finish: Finish,
     device: torch.device,
 ) -> tuple[float, float, float]:
     """Of several times what `_timed` returns."""
@@ -192,9 +176,7 @@ def _median_times(
     return forward, gradient, weight
 
 
-def _held(
-    layer: nn.Module, value: Batch, own: list[Tensor], finish: Finish | None
-) -> tuple[Batch, int]:
+def _held(layer: nn.Module, value: Batch, own: list[Tensor], finish: Finish) -> tuple[Batch, int]:
     """The output, detached, and how many bytes autograd and the stage keep for the backward."""
     weights = {each.untyped_storage().data_ptr() for each in own}
     held: dict[int, int] = {}
@@ -210,8 +192,7 @@ def _held(
         note(tensor)
     with saved_tensors_hooks(note, lambda tensor: tensor), user_code("model"):
         output = layer(given)
-        if finish is not None:
-            finish(output)
+        finish(output)
     return map_tensors(output, Tensor.detach), sum(held.values())
 
 
@@ -219,7 +200,7 @@ def _timed(
     layer: nn.Module,
     value: Batch,
     trained: list[Tensor],
-    finish: Finish | None,
+    finish: Finish,
     device: torch.device,
 ) -> tuple[float, float, float]:
     """Seconds of forward, of the gradients of the input, and of those of the weights."""
@@ -228,9 +209,8 @@ def _timed(
     marks = [_now(device)]
     with user_code("model"):
         output = layer(value)
-    if finish is not None:
-        with user_code("loss"):
-            output = finish(output)
+    with user_code("loss"):
+        output = finish(output)
     marks.append(_now(device))
     entering = [(get_gradient_edge(each), torch.ones_like(each)) for each in _with_gradient(output)]
     with user_code("backward of the model"):

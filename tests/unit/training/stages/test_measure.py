@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smolcluster.training.stages.build import model_input, output_loss
 from smolcluster.training.stages.measure import (
     LayerToMeasure,
     key_of,
-    layers_of_workload,
     measure_layers,
+    measure_workload,
 )
-from smolcluster.training.workload import Workload, count_terms
+from smolcluster.training.workload import Workload
 from waiting import Clock
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -50,7 +49,7 @@ def test_bytes_are_exact_and_blocks_are_measured_once() -> None:
                 built.append(place)
                 return layer
 
-            yield LayerToMeasure(key_of(layer), build)
+            yield key_of(layer), build
 
     tokens = torch.arange(6).reshape(2, 3)
     found = measure_layers(layers(), tokens, lambda output: output.sum(), CPU)
@@ -67,7 +66,7 @@ def test_bytes_are_exact_and_blocks_are_measured_once() -> None:
 def test_weights_without_gradients_are_frozen_and_cost_no_weight_gradients() -> None:
     layer = nn.Linear(4, 4).requires_grad_(False)
     lora = nn.Linear(4, 4, bias=False)
-    layers = [LayerToMeasure(key_of(each), lambda each=each: each) for each in (layer, lora)]  # type: ignore[misc]
+    layers = [(key_of(each), lambda each=each: each) for each in (layer, lora)]
     frozen, trained = measure_layers(layers, torch.ones(2, 4), lambda output: output.sum(), CPU)
     assert (frozen.trained_bytes, frozen.frozen_bytes) == (0, 4 * 20)
     assert (trained.trained_bytes, trained.frozen_bytes) == (4 * 16, 0)
@@ -78,7 +77,7 @@ def test_what_takes_longer_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("smolcluster.training.stages.measure._now", lambda _device: clock())
     quick, slow = Slow(1, clock), Slow(40, clock)
-    layers = [LayerToMeasure(key_of(each), lambda each=each: each) for each in (quick, slow)]  # type: ignore[misc]
+    layers = [(key_of(each), lambda each=each: each) for each in (quick, slow)]
     one, other = measure_layers(layers, torch.ones(4, 8), lambda output: output.sum(), CPU)
     assert (one.forward_s, one.input_s, one.weight_s) == (1, 1, 0)
     assert (other.forward_s, other.input_s, other.weight_s) == (40, 40, 0)
@@ -104,16 +103,10 @@ def test_a_hugging_face_model_is_measured_block_by_block() -> None:
     workload = Workload(
         lambda: transformers.AutoModelForCausalLM.from_config(config), loss, [tokens[0]]
     )
-    ending = output_loss(workload)
-
-    def finish(output: object) -> Tensor:
-        return count_terms(ending(output, tokens), 2, of=ending)[0]
-
-    layers = layers_of_workload(workload, 0, CPU)
-    found = measure_layers(layers, model_input(workload, tokens), finish, CPU)
+    found = measure_workload(workload, 0, 1, CPU).layers
     block = found[1].trained_bytes
     assert found[2] == found[1]
     assert found[0].trained_bytes == block + 4 * 50 * 16
     assert found[3].trained_bytes == block + 4 * 50 * 16 + 4 * 16
-    assert found[1].output_bytes == 4 * 2 * 8 * 16
+    assert found[1].output_bytes == 4 * 1 * 8 * 16
     assert found[3].activation_bytes > found[1].activation_bytes
