@@ -22,31 +22,23 @@ from harness import free_port
 from reading import fake_ssh
 from smolcluster.launch.doctor.checks import (
     CONTACT_SCRIPT,
-    MACHINE_CHECKS,
     MIN_PYTHON,
     installing,
     judge_system,
     read_facts,
 )
-from smolcluster.launch.doctor.checks_links import PORT_CHECK, link_checks
 from smolcluster.launch.doctor.checks_project import (
-    PROJECT_CHECKS,
     WORKLOAD_CHECKS,
     environment_script,
     torch_script,
 )
-from smolcluster.launch.doctor.examine import listening, look_at
+from smolcluster.launch.doctor.examine import listening
 from smolcluster.launch.doctor.findings import Answer, Check, Finding, MachineFacts, NodeChecks, ok
+from smolcluster.launch.doctor.table import TABLE, look_at
 from smolcluster.launch.host import Host
 from smolcluster.launch.project import LATEST, Project
 
-CHECKS = {
-    check.name: check
-    for check in (
-        Check("system", CONTACT_SCRIPT, judge_system),
-        *(*MACHINE_CHECKS, *PROJECT_CHECKS, PORT_CHECK, *link_checks(cluster())),
-    )
-}
+CHECKS = {check.name: check for check in (Check("system", CONTACT_SCRIPT, judge_system), *TABLE)}
 DF = "Filesystem 1024-blocks Used Available Capacity Mounted on\n/dev/disk 99 9 {kb} 99% /\n"
 THERE = "environment there\n"
 VM_STAT = """\
@@ -242,8 +234,7 @@ def test_a_planted_fault_is_found_with_its_fix(home: Path, fault: Fault) -> None
         (home / path).chmod(0o755 if is_program else 0o644)
     node = node_checks(**{"sums": OURS, **stated})
     node.findings["system"] = ok("reached")
-    found, _ = look_at(node, CHECKS[name])
-    check_found(found, state, words)
+    check_found(look_at(node, CHECKS[name]), state, words)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from smolcluster.launch.doctor.findings import Finding, NodeChecks, State
+from smolcluster.launch.doctor.table import ORDER
 from smolcluster.observability.terminal import displayable, steady
 from smolcluster.utils.units import format_count
 
@@ -25,11 +26,6 @@ STYLES: Mapping[State, str] = {
     "fail": "bold red",
     "skipped": "dim",
 }
-ORDER = (
-    *("SSH", "host key", "system", "identity", "clock", "Python", "uv", "tmux", "rsync"),
-    *("disk", "memory", "sleep", "secret", "code", "environment", "torch", "workload"),
-    *("port", "server", "link"),
-)
 
 
 def count(nodes: Sequence[NodeChecks], state: State) -> int:

@@ -10,7 +10,7 @@ where that runs: a run's sessions will be there too.
 import json
 import secrets
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 
 from smolcluster.configs.schema import ClusterConfig
@@ -67,12 +67,12 @@ def listening_addresses(cluster: ClusterConfig) -> list[str]:
 
 
 def listen_seconds(cluster: ClusterConfig) -> int:
-    return int(LISTEN_S + REACH_S + link_limit_s(cluster))
+    return int(LISTEN_S + 2 * REACH_S + TURN_S * cluster.num_workers)
 
 
-def link_limit_s(cluster: ClusterConfig) -> float:
+def link_limit_s(node: NodeChecks) -> float:
     """How long a worker may wait for its turn and take it."""
-    return REACH_S + TURN_S * cluster.num_workers
+    return REACH_S + TURN_S * node.cluster.num_workers
 
 
 def listen_script(node: NodeChecks) -> str:
@@ -271,17 +271,13 @@ def probe_stdin(_node: NodeChecks) -> bytes:
     return probe_source()
 
 
-PORT_CHECK = Check("port", listen_script, judge_port, LISTEN_S, stdin=probe_stdin)
-"""What is looked at on the server's machine, and leaves the listener there."""
-
-
-def link_checks(cluster: ClusterConfig) -> Sequence[Check]:
-    """What is looked at from every worker, while the listener waits."""
-    limit_s = link_limit_s(cluster)
-    return (
-        Check("server", reach_script, judge_reach, REACH_S, needs_server, probe_stdin),
-        Check("link", link_script, judge_link, limit_s, needs_address, probe_stdin),
-    )
+PORT_CHECK = Check("port", listen_script, judge_port, LISTEN_S, stdin=probe_stdin, of="server")
+"""Leaves the listener there."""
+LINK_CHECKS = (
+    Check("server", reach_script, judge_reach, REACH_S, needs_server, probe_stdin, "worker"),
+    Check("link", link_script, judge_link, link_limit_s, needs_address, probe_stdin, "worker"),
+)
+"""While the listener waits."""
 
 
 def check_packets(cluster: ClusterConfig, places: PathsByNode) -> None:

@@ -8,8 +8,7 @@ as long as the slowest machine. Only the workers' measurements of their links ta
 
 import secrets
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,15 +23,22 @@ from smolcluster.errors import LaunchError
 from smolcluster.launch.doctor.check_report import as_json_text, exit_code, show
 from smolcluster.launch.doctor.checks import (
     CONTACT_SCRIPT,
-    MACHINE_CHECKS,
     find_twins,
     judge_system,
     read_facts,
 )
-from smolcluster.launch.doctor.checks_links import PORT_CHECK, link_checks
-from smolcluster.launch.doctor.checks_project import PROJECT_CHECKS, WORKLOAD_CHECKS
-from smolcluster.launch.doctor.findings import Answer, Check, Finding, NodeChecks, fail, ok, skipped
-from smolcluster.launch.host import Done, TookTooLong, Unreachable, host_of
+from smolcluster.launch.doctor.findings import NodeChecks, ok, skipped
+from smolcluster.launch.doctor.table import (
+    HOST_KEY,
+    IDENTITY,
+    SSH,
+    SYSTEM,
+    ask,
+    not_reached,
+    refused,
+    run_table,
+)
+from smolcluster.launch.host import Done, Unreachable, host_of
 from smolcluster.launch.links import Listener, read_listener
 from smolcluster.launch.project import read_project
 from smolcluster.launch.remote import project_root
@@ -40,15 +46,10 @@ from smolcluster.launch.workload_code import check_source, packages_of
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_count
-from smolcluster.utils.words import condensed
 
 CONTACT_S = 15.0
-MAX_SESSIONS = 6
-"""At once on one machine: its SSH server allows 10 over one connection."""
 PLAIN_WIDTH = 100
 """Columns where the output is no terminal."""
-Run = Callable[..., Done]
-SSH, HOST_KEY, SYSTEM, IDENTITY = "SSH", "host key", "system", "identity"
 
 
 def doctor(
@@ -121,17 +122,14 @@ def examine(nodes: Sequence[NodeChecks]) -> None:
     with listening(server) as listener:
         for worker in workers:
             worker.listener = listener
-        checks = link_checks(server.cluster)
-        at_once(lambda worker: look_at_all(worker, checks), workers)
+        at_once(lambda worker: run_table(worker, "worker"), workers)
 
 
 def examine_machine(node: NodeChecks) -> None:
     make_contact(node)
     why = not_reached(node)
     node.findings[IDENTITY] = skipped(why) if why else ok("one name")
-    look_at_all(
-        node, [*MACHINE_CHECKS, *PROJECT_CHECKS, *(WORKLOAD_CHECKS if node.packages else ())]
-    )
+    run_table(node, "machine")
 
 
 def make_contact(node: NodeChecks) -> None:
@@ -152,72 +150,15 @@ def make_contact(node: NodeChecks) -> None:
     node.facts = read_facts(answer)
 
 
-def not_reached(node: NodeChecks) -> str | None:
-    """Why nothing can be looked at on a machine; None: it can."""
-    if SYSTEM not in node.findings:
-        return "needs SSH"
-    return None if node.findings[SYSTEM].state == "ok" else "unknown system"
-
-
-def look_at_all(node: NodeChecks, checks: Sequence[Check]) -> None:
-    found = at_once(lambda check: look_at(node, check)[0], checks, most=MAX_SESSIONS)
-    node.findings |= {check.name: each for check, each in zip(checks, found, strict=True)}
-
-
-def look_at(
-    node: NodeChecks, check: Check, run: Run | None = None
-) -> tuple[Finding, Answer | None]:
-    """Make a check; the finding, and the answer where there is one. `run` as `Host.run`."""
-    if reason := not_reached(node) or check.why_not(node):
-        return skipped(reason), None
-    script = check.script if isinstance(check.script, str) else check.script(node)
-    try:
-        stdin = check.stdin(node)
-        answer = ask(run or node.host.run, check.name, script, check.limit_s, stdin=stdin)
-    except LaunchError as error:
-        return refused(error, node, check.limit_s), None
-    return judged(check, answer, node), answer
-
-
-def ask(run: Run, name: str, script: str, limit_s: float, stdin: bytes = b"") -> Answer:
-    """Run a check's script; `ps` there shows which check it is.
-
-    Raises:
-        LaunchError: it did not end in time, or the machine is out of reach.
-    """
-    begun, start = time.time(), time.monotonic()
-    done = run(f": 'doctor: {name}'\n{script}", stdin=stdin, timeout_s=limit_s)
-    return Answer(done.code, done.stdout, done.stderr, begun, time.monotonic() - start)
-
-
-def judged(check: Check, answer: Answer, node: NodeChecks) -> Finding:
-    """What is thought of an answer, also of one that makes no sense."""
-    try:
-        return check.judge(answer, node)
-    except (ValueError, LookupError):
-        said = condensed(answer.stderr_tail)
-        return fail(
-            f"the answer makes no sense ({said})", f"{node.there('true')} should say nothing"
-        )
-
-
-def refused(error: LaunchError, node: NodeChecks, limit_s: float) -> Finding:
-    if isinstance(error, Unreachable):
-        return fail(error.what, error.fix)
-    if isinstance(error, TookTooLong):
-        return fail(
-            f"no answer within {limit_s:g} s", f"see what keeps it busy: {node.there('uptime')}"
-        )
-    return fail(str(error), "mend this machine")
-
-
 @contextmanager
 def listening(server: NodeChecks) -> Iterator[Listener | None]:
     """Look at the server's port; the listener is there as long as the block lasts."""
+    answers = list[Done]()
     with ExitStack() as stack:
 
         def hold(script: str, **how: Any) -> Done:
-            return stack.enter_context(server.host.holding(script, **how))
+            answers.append(stack.enter_context(server.host.holding(script, **how)))
+            return answers[0]
 
-        server.findings[PORT_CHECK.name], answer = look_at(server, PORT_CHECK, hold)
-        yield read_listener(answer) if answer else None
+        run_table(server, "server", hold)
+        yield read_listener(answers[0]) if answers else None

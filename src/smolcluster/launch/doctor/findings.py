@@ -141,23 +141,25 @@ class NodeChecks:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to look at.
+    """A row of the table: one thing to look at.
 
     Attributes:
         name: heads its line in the table.
         script: for the machine's POSIX shell; what makes it of what is known of the node.
         judge: what to think of the answer; ValueError and LookupError mean that it makes no sense.
-        limit_s: seconds that the script may take.
+        limit_s: seconds that the script may take, or what makes them of what is known of the node.
         why_not: why it is not looked at there; None: it is.
         stdin: gives what the script reads.
+        of: whether each machine is looked at, the server's, or each worker's.
     """
 
     name: str
     script: str | Callable[[NodeChecks], str]
     judge: Callable[[Answer, NodeChecks], Finding]
-    limit_s: float = QUICK_S
+    limit_s: float | Callable[[NodeChecks], float] = QUICK_S
     why_not: Callable[[NodeChecks], str | None] = lambda _: None
     stdin: Callable[[NodeChecks], bytes] = lambda _: b""
+    of: Literal["machine", "server", "worker"] = "machine"
 
 
 def fields(text: str) -> dict[str, str]:
