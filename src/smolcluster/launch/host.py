@@ -172,7 +172,7 @@ class Host:
         except subprocess.TimeoutExpired as error:
             raise self._too_long(timeout_s) from error
         except OSError as error:
-            raise LaunchError(f"cannot run ssh: {error.strerror or error}") from error
+            raise _no_ssh(error) from error
         if self.destination is not None and done.code == SSH_FAILED:
             raise self.unreachable(done.stderr)
         _, greeting, stdout = done.stdout.partition(f"{GREETING}\n")
@@ -188,33 +188,35 @@ class Host:
             Unreachable: the machine cannot be reached, or does not let us in.
             TookTooLong: it says nothing for `timeout_s`.
         """
-        argv = self.argv(f"echo {GREETING}; {script}")
-        with (
-            tempfile.TemporaryFile() as errors,
-            subprocess.Popen(  # noqa: S603 - an argument list; a script in it is quoted
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-            ) as process,
-        ):
-            assert process.stdin is not None  # noqa: S101 - it was asked for
+        argv, patience_s = self.argv(f"echo {GREETING}; {script}"), 0.0
+        with tempfile.TemporaryFile() as errors:
             try:
-                with suppress(BrokenPipeError):
-                    process.stdin.write(stdin)
-                    process.stdin.flush()
+                process = subprocess.Popen(  # noqa: S603 - an argument list; a script in it is quoted
+                    argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+                )
+            except OSError as error:
+                raise _no_ssh(error) from error
+            with process:
+                assert process.stdin is not None  # noqa: S101 - it was asked for
                 try:
+                    with suppress(BrokenPipeError):
+                        process.stdin.write(stdin)
+                        process.stdin.flush()
                     code, stdout = _begun(process, timeout_s)
+                    patience_s = END_S
+                    errors.seek(0)
+                    stderr = errors.read().decode("utf-8", "replace")
+                    if self.destination is not None and code == SSH_FAILED:
+                        raise self.unreachable(stderr)
+                    yield Done(code, stdout, stderr)
                 except subprocess.TimeoutExpired as error:
                     raise self._too_long(timeout_s) from error
-                errors.seek(0)
-                stderr = errors.read().decode("utf-8", "replace")
-                if self.destination is not None and code == SSH_FAILED:
-                    raise self.unreachable(stderr)
-                yield Done(code, stdout, stderr)
-            finally:
-                with suppress(BrokenPipeError):
-                    process.stdin.close()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(END_S)
-                process.kill()
+                finally:
+                    with suppress(BrokenPipeError):
+                        process.stdin.close()
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(patience_s)
+                    process.kill()
 
     def _too_long(self, timeout_s: float) -> TookTooLong:
         return TookTooLong(
@@ -267,6 +269,10 @@ def run_here(
     return Done(
         ended.returncode, ended.stdout.decode("utf-8", "replace"), said.decode("utf-8", "replace")
     )
+
+
+def _no_ssh(error: OSError) -> LaunchError:
+    return LaunchError(f"cannot run ssh: {error.strerror or error}")
 
 
 def _begun(process: "subprocess.Popen[bytes]", timeout_s: float) -> tuple[int, str]:

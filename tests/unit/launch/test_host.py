@@ -22,6 +22,7 @@ from smolcluster.launch.host import (
     shell_path,
     ssh_options,
 )
+from waiting import DEADLINE_S
 
 STRANGE_NAMES = [
     "plain",
@@ -173,10 +174,40 @@ def test_a_command_that_takes_too_long_is_given_up(destination: str | None, ssh_
         Host("pi5", destination).run("exec sleep 6000", timeout_s=0.2)
 
 
+def test_a_script_that_is_held_ends_with_its_input(tmp_path: Path) -> None:
+    script = f"read name; echo hello $name; cat; echo over > {tmp_path}/said"
+    with Host("pi5").holding(script, stdin=b"you\n", timeout_s=DEADLINE_S) as done:
+        assert (done.code, done.stdout) == (0, "hello you")
+        assert not (tmp_path / "said").exists()
+    assert (tmp_path / "said").read_text() == "over\n"
+
+
+def test_a_script_that_ends_before_it_says_anything_is_no_error_of_the_machine() -> None:
+    script = "echo no >&2; exit 7"
+    with Host("pi5").holding(script, stdin=b"", timeout_s=DEADLINE_S) as done:
+        assert (done.code, done.stdout, done.stderr) == (7, "", "no\n")
+
+
+@pytest.mark.parametrize("destination", [None, "pi5"])
+def test_a_script_that_says_nothing_is_given_up(destination: str | None, ssh_that: Path) -> None:
+    ssh_that.write_text("#!/bin/sh\nexec sleep 6000\n")
+    host = Host("pi5", destination)
+    with (
+        pytest.raises(TookTooLong, match=r"did not end within 0\.2 s"),
+        host.holding("exec sleep 6000", stdin=b"", timeout_s=0.2),
+    ):
+        pytest.fail("it has begun")
+
+
 def test_without_ssh_there_is_one_line(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     monkeypatch.setenv("PATH", str(home))
     with pytest.raises(LaunchError, match="cannot run ssh: No such file"):
         Host("pi5", "pi5").run("true")
+    with (
+        pytest.raises(LaunchError, match="cannot run ssh: No such file"),
+        Host("pi5", "pi5").holding("true", stdin=b"", timeout_s=1),
+    ):
+        pytest.fail("it has begun")
 
 
 # Options
