@@ -49,9 +49,9 @@ def adapters(*targets: str) -> Any:
     return lora_config(2, None, list(targets) or None, 0.0)
 
 
-def text_arguments(folder: Path) -> dict[str, Any]:
+def text_arguments(folder: Path, **sizes: int) -> dict[str, Any]:
     """The arguments of `WORKLOAD` for a model with a tokenizer and a text, which are made in `folder`."""
-    model = saved(folder / "model")
+    model = saved(folder / "model", "llama", torch.float32, "5GB", **sizes)
     vocabulary = {chr(97 + number): number for number in range(19)} | {"</s>": 19}
     (model / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (model / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")

@@ -735,7 +735,7 @@ def test_a_clock_that_jumps_by_hours_changes_nothing(
 STAMPS = {
     *("training/checkpoint.py", "runs/events.py"),
     *("server/board.py", "server/report.py", "observability/spans.py"),
-    *("launch/doctor/examine.py", "launch/watch/probe.py"),  # which compare clocks of machines
+    *("launch/doctor/table.py", "launch/watch/probe.py"),  # which compare clocks of machines
     *("wire/clocks.py", "server/process_stats.py", "utils/meter.py"),  # and these
     *(f"observability/report/{name}.py" for name in ("comparison", "page")),
     *(f"observability/view/{name}.py" for name in ("facts", "run", "snapshot")),

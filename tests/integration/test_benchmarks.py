@@ -89,3 +89,15 @@ def test_a_pipelines_step_is_measured_beside_torchs(tmp_path: Path) -> None:
     assert first["simulated_s"] == pytest.approx(0.033)
     assert first["measured_s"] > 0.033
     assert first["torch_s"] > 0.033
+
+
+@pytest.mark.bench
+def test_the_check_of_gpus_runs_without_one(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.md"
+    command = [sys.executable, str(PROJECT / "benchmarks" / "gpu.py"), "--device", "cpu"]
+    only = ("--only", "one process, float32", "mesh of all GPUs")
+    done = subprocess.run([*command, *only, "--to", str(file)], timeout=550, check=False)
+    assert done.returncode == 0
+    rows = json.loads(file.with_suffix(".json").read_text())["rows"]
+    assert [row["state"] for row in rows] == ["ok", "ok"]
+    assert "on the CPU" in file.read_text()
