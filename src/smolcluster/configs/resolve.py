@@ -183,7 +183,7 @@ def load_settings(
     train_path = find_config(train_source, "training")
     cluster = cluster_without(cluster_path, without)
     if local:
-        _, stated = _read_cluster(cluster, str(cluster_path))
+        _, stated = checked_cluster(cluster, str(cluster_path))
         cluster = localise(stated, local_workers).model_dump(exclude_unset=True)
     settings = resolve(
         cluster=cluster,
@@ -215,12 +215,16 @@ def cluster_without(path: Path, names: Collection[str]) -> dict[str, Any]:
     content = read_config(path, "cluster")
     if not names:
         return content
-    flat, stated = _read_cluster(content, str(path))
+    flat, stated = checked_cluster(content, str(path))
     return without_nodes(flat, stated, names)
 
 
-def _read_cluster(content: Mapping[str, Any], source: str) -> tuple[dict[str, Any], ClusterConfig]:
-    """A cluster file in the flat shape, and checked."""
+def checked_cluster(content: Mapping[str, Any], source: str) -> tuple[dict[str, Any], ClusterConfig]:
+    """A cluster file in the flat shape, and what it says.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
     flat, told = flatten(content, source)
     return flat, Draft(cluster_section(), source, flat, told).check(check_cluster)
 

@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 
-from smolcluster.configs.checks import check_cluster
 from smolcluster.configs.load import find_config, parse_yaml
-from smolcluster.configs.resolve import Draft
-from smolcluster.configs.schema import cluster_section
+from smolcluster.configs.resolve import checked_cluster
 
 _COMMENT_COLUMN = 28
 """As in the shipped files."""
@@ -55,7 +53,7 @@ port: {self.port}
 {_commented(workers, "Names from host_ip")}
 {_commented(f"server: {_word(self.server)}", "Name from host_ip")}
 {shared}{self._nodes()}"""
-        Draft(cluster_section(), name, parse_yaml(text)).check(check_cluster)
+        checked_cluster(parse_yaml(text), name)
         return text
 
     def _addresses(self) -> str:
