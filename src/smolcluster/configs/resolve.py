@@ -219,7 +219,9 @@ def cluster_without(path: Path, names: Collection[str]) -> dict[str, Any]:
     return without_nodes(flat, stated, names)
 
 
-def checked_cluster(content: Mapping[str, Any], source: str) -> tuple[dict[str, Any], ClusterConfig]:
+def checked_cluster(
+    content: Mapping[str, Any], source: str
+) -> tuple[dict[str, Any], ClusterConfig]:
     """A cluster file in the flat shape, and what it says.
 
     Raises:
