@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
-from smolcluster.algorithms import context
-from smolcluster.algorithms.EDP import server as edp
+from smolcluster.algorithms import context, leasing
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.reduction import RESIDUAL
 from smolcluster.configs.schema import AlgorithmName, Settings
@@ -461,7 +460,7 @@ def forget_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """The learning rate begins anew."""
-    for module in (edp, syncps):
+    for module in (leasing, syncps):
         monkeypatch.setattr(
             module,
             "learning_rate",

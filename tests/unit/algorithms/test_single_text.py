@@ -240,7 +240,7 @@ def test_another_seed_text_or_model_does_not_go_on(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             run.train(change, resume="mine")
     other = write_text(tmp_path / "other.txt", 200)
-    with pytest.raises(CheckpointError, match=r"other data .* data\.root: .* -> .*/other\.txt"):
+    with pytest.raises(CheckpointError, match=r"other data .* dataset\.root: .* -> .*/other\.txt"):
         run.train(f"data.root={other}", resume="mine")
     assert run.paths.config.read_bytes() == before
 
