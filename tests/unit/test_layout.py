@@ -1,11 +1,13 @@
 """The house's rules: a module imports from lower floors only, and no name hides the standard library."""
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -144,26 +146,243 @@ def test_algorithms_know_nothing_of_each_other() -> None:
             assert file.split("/")[1] == parts[2], f"{file}:{line} imports {target}"
 
 
-READ_PAYLOADS = {
-    "wire/streams.py": "all that comes in several frames",
-    "server/assignment.py": "indices, of one frame",
-    "server/slices.py": "norms, of one frame",
-    "algorithms/SynchronousPS/reduction.py": "buckets that are added up without memory of their own",
-    "algorithms/Mesh/groups.py": "nothing that comes in frames",
-    "algorithms/Mesh/profiling.py": "nothing that comes in frames",
+def calls(node: ast.AST, *names: str) -> bool:
+    """Whether it calls a function, class or method of one of these names."""
+    if not isinstance(node, ast.Call):
+        return False
+    return ast.unparse(node.func).rpartition(".")[2] in names
+
+
+def imports(node: ast.AST, module: str, *names: str) -> bool:
+    """Whether it imports one of these names of a module that ends so; without names, anything of it."""
+    if not isinstance(node, ast.ImportFrom) or not (node.module or "").endswith(module):
+        return False
+    return not names or bool({alias.name for alias in node.names}.intersection(names))
+
+
+def defines(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name in names
+
+
+def overrides(node: ast.AST, base: str, *methods: str) -> bool:
+    """Whether it is a subclass of `base` with a method of its own of one of these names."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    bases = {ast.unparse(each).partition("[")[0] for each in node.bases}
+    return base in bases and any(defines(each, *methods) for each in node.body)
+
+
+def extends(node: ast.AST, base: str) -> bool:
+    return overrides(node, base, *(each.name for each in methods_of(node)))
+
+
+def methods_of(node: ast.AST) -> Iterator[ast.FunctionDef]:
+    if isinstance(node, ast.ClassDef):
+        yield from (each for each in node.body if isinstance(each, ast.FunctionDef))
+
+
+def lets_in(node: ast.AST) -> bool:
+    is_listener = calls(node, "bind", "create_server") and bool(node.args)  # type: ignore[attr-defined]
+    is_accepting = calls(node, "accept") and not node.args  # type: ignore[attr-defined]
+    is_server = imports(node, "socketserver") or imports(node, "http.server")
+    return imports(node, "connection", "accept_next") or is_listener or is_accepting or is_server
+
+
+def dials(node: ast.AST) -> bool:
+    return imports(node, "connection", "connect") or calls(node, "create_connection")
+
+
+def does_orders(node: ast.AST) -> bool:
+    """Whether it is an `Executor.order`: the name of an order, and whatever belongs to it."""
+    is_order = defines(node, "order") and node.args.kwarg is not None  # type: ignore[attr-defined]
+    return is_order and node.args.vararg is not None  # type: ignore[attr-defined]
+
+
+def simulates(node: ast.AST) -> bool:
+    is_named = isinstance(node, ast.FunctionDef | ast.ClassDef)
+    return is_named and "simulat" in node.name.lower()  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """How a file that builds it is recognised, and the only files that may, each with its reason."""
+
+    is_built_by: Callable[[ast.AST], bool]
+    files: Mapping[str, str]
+    second: str
+    """Lines of another one, which must be found."""
+    rooms: tuple[str, ...] = ("",)
+
+
+COORDINATION = (
+    *("admit", "check_patience", "gather", "handle", "introduce", "receiver_for", "worker_gone"),
+    *("are_silent", "collect", "close"),
+)
+SLICE_PROTOCOL = ("listen", "close", "handle", "_gather", "_obey", "_on_worker", "_send")
+
+MECHANISMS = {
+    "letting peers in": Mechanism(
+        lets_in,
+        {
+            "wire/connection.py": "makes every listening socket of the wire",
+            "wire/local.py": "the same listener once more, for processes of its machine",
+            "wire/acceptor.py": "the door",
+            "observability/exporter.py": "serves /metrics to Prometheus",
+            "observability/dashboard/serve.py": "serves pages to browsers",
+            "launch/link_probe.py": "runs as one file on nodes that have no smolcluster",
+            "launch/observe/beside.py": "asks whether an address is of this machine",
+            "utils/addresses.py": "looks for a free port",
+        },
+        "listener.bind((host, port))",
+    ),
+    "dialling": Mechanism(
+        dials,
+        {
+            "wire/node.py": "dials, proves, and is let in",
+            "wire/connection.py": "makes every connection of the wire",
+            "algorithms/Mesh/meeting.py": "asks whether anybody is at torch's own store",
+            "launch/link_probe.py": "runs as one file on nodes that have no smolcluster",
+            "launch/observe/targets.py": "asks whether a port answers",
+            "observability/sinks/wandb_child.py": "asks whether W&B answers",
+        },
+        "from smolcluster.wire.connection import connect",
+    ),
+    "tensors in several frames": Mechanism(
+        lambda node: isinstance(node, ast.Attribute) and node.attr == "frombuffer",
+        {
+            "wire/streams.py": "all that comes in several frames",
+            "server/assignment.py": "indices, of one frame",
+            "server/slices.py": "norms, of one frame",
+            "algorithms/SynchronousPS/reduction.py": "buckets that are added up without memory of their own",
+            "algorithms/Mesh/groups.py": "nothing that comes in frames",
+            "algorithms/Mesh/profiling.py": "nothing that comes in frames",
+        },
+        "torch.frombuffer(payload)",
+        rooms=("wire", "server", "algorithms"),
+    ),
+    "a slice of the weights on a host": Mechanism(
+        lambda node: extends(node, "HeldSlice"),
+        {
+            "algorithms/EDP/store.py": "its rule: a step of the run's optimizer",
+            "algorithms/DiLoCo/store.py": "its rule: an outer step",
+            "algorithms/SynchronousPS/store.py": "its rule: the mean of a sum",
+        },
+        "class Held(HeldSlice):\n    def _norms(self): ...",
+    ),
+    "the protocol of a slice, on its host": Mechanism(
+        lambda node: overrides(node, "HeldSlice", *SLICE_PROTOCOL),
+        {},  # a rule has none
+        "class Held(HeldSlice):\n    def _obey(self, message): ...",
+    ),
+    "the coordinator's links to slices": Mechanism(
+        lambda node: extends(node, "StoreLinks"),
+        {
+            "server/hosted_stores.py": "slices that step by the run's optimizer",
+            "algorithms/DiLoCo/outer_links.py": "slices that take outer steps",
+            "algorithms/SynchronousPS/store.py": "slices that add up",
+        },
+        "class Links(StoreLinks[None]):\n    def _contents(self): ...",
+    ),
+    "the protocol of slices, at the coordinator": Mechanism(
+        lambda node: overrides(node, "StoreLinks", *COORDINATION),
+        {},  # a subclass has none
+        "class Links(StoreLinks[None]):\n    def gather(self): ...",
+    ),
+    "a worker's local copy": Mechanism(
+        lambda node: calls(node, "LocalCopy") or defines(node, "mark_sent"),
+        {
+            "training/local_copy.py": "the one copy, and what a process has of it",
+            "algorithms/DiLoCo/worker.py": "trains it",
+        },
+        "class Copy:\n    def mark_sent(self, fragment): ...",
+    ),
+    "who does a local copy's work": Mechanism(
+        does_orders,
+        {
+            "training/local_copy.py": "this process",
+            "algorithms/Mesh/group_worker.py": "ranks",
+            "algorithms/PipelineParallel/head.py": "stages",
+        },
+        "class Other:\n    def order(self, name, *given, **told): ...",
+    ),
+    "executing an instruction list": Mechanism(
+        lambda node: calls(node, "backward_weight"),
+        {"training/stages/execution.py": "over any transport"},
+        "stage.backward_weight(number)",
+    ),
+    "who executes instruction lists": Mechanism(
+        lambda node: imports(node, "stages.execution", "execute"),
+        {
+            "algorithms/PipelineParallel/execution.py": "over links between machines",
+            "algorithms/Mesh/trainer.py": "over a process group",
+        },
+        "from smolcluster.training.stages.execution import execute",
+    ),
+    "a simulation": Mechanism(
+        simulates,
+        {
+            "training/schedules/simulation.py": "a step of a schedule, by its instructions",
+            "algorithms/planning/simulation.py": "a run: machines, and flows that share links",
+        },
+        "def simulate_again(schedule): ...",
+    ),
+    "what a launch starts": Mechanism(
+        lambda node: calls(node, "Launched"),
+        {
+            "launch/plan.py": "a server and its workers",
+            "launch/group_plan.py": "a mesh, a command a machine",
+            "launch/jobs/launch.py": "a mesh, one job of a scheduler",
+            "runs/launched.py": "reads what an earlier version has launched",
+        },
+        "Launched(run_id=run_id, processes=())",
+    ),
+    "a process that is launched": Mechanism(
+        lambda node: calls(node, "LaunchedProcess"),
+        {
+            "launch/plan.py": "of a server and its workers",
+            "launch/group_plan.py": "of a mesh",
+            "launch/jobs/launch.py": "the scheduler's command",
+            "launch/join.py": "a worker of a run that is not this machine's",
+            "launch/hetero/start.py": "this machine's, of a file that each machine starts itself",
+            "launch/watch/logs.py": "starts nothing: names a log's process",
+            "launch/watch/top/source.py": "starts nothing: names a folder's server",
+            "runs/launched.py": "reads what an earlier version has launched",
+        },
+        "LaunchedProcess(node=node, role='worker')",
+    ),
 }
+"""Each mechanism that `src` holds once. A file more here needs a reason that no file in the table covers."""
 
 
-def test_tensors_in_several_frames_are_put_together_in_one_place() -> None:
-    rooms = ("wire", "server", "algorithms")
-    files = [path for room in rooms for path in sorted((PACKAGE / room).rglob("*.py"))]
-    found = [
-        str(path.relative_to(PACKAGE))
+@functools.cache
+def nodes_of(path: Path) -> Sequence[ast.AST]:
+    """Of a file, which is read once for all mechanisms."""
+    return list(ast.walk(ast.parse(path.read_bytes())))
+
+
+def built_in(package: Path, mechanism: Mechanism) -> set[str]:
+    """The files that build a mechanism."""
+    files = [path for room in mechanism.rooms for path in (package / room).rglob("*.py")]
+    return {
+        str(path.relative_to(package))
         for path in files
-        for node in ast.walk(ast.parse(path.read_bytes()))
-        if isinstance(node, ast.Attribute) and node.attr == "frombuffer"
-    ]
-    assert set(found) == READ_PAYLOADS.keys()
+        if any(map(mechanism.is_built_by, nodes_of(path)))
+    }
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_no_mechanism_is_there_twice(name: str) -> None:
+    """Also: no file stays in the table that has it no more."""
+    mechanism = MECHANISMS[name]
+    assert built_in(PACKAGE, mechanism) == mechanism.files.keys()
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("file", ["server/second.py", "algorithms/EDP/second.py"])
+def test_a_second_one_is_found(tmp_path: Path, name: str, file: str) -> None:
+    mechanism = MECHANISMS[name]
+    package = write(tmp_path / "smolcluster", {file: mechanism.second, "server/other.py": "x = 1"})
+    assert built_in(package, mechanism) == {file}
 
 
 def algorithm_folders() -> list[Path]:
