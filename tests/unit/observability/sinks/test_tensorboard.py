@@ -1,6 +1,8 @@
 """TensorBoard's event files, as TensorBoard reads them."""
 
+import errno
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from tensorboardX.proto.event_pb2 import Event
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.tensorboard import TensorBoardSink
 
+DEADLINE_S = 10.0
 STEP = MetricRecord("step", 3, 0, {"loss": 0.5, "start": 64.0})
 REPORT = MetricRecord("worker", 3, 0, {"cpu": 0.25}, rank=1, node="mini2")
 
@@ -67,3 +70,26 @@ def test_a_folder_that_cannot_be_written_is_told_of_once(tmp_path: Path) -> None
     sink.close()
     (line,) = told
     assert line.startswith("TensorBoard gets no more values: ")
+
+
+def test_a_disk_that_fills_up_is_told_of_once_and_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_writer: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.flush", full)
+    told: list[str] = []
+    sink = TensorBoardSink(tmp_path, warn=told.append)
+
+    def train() -> None:
+        for _ in range(100):  # more than any queue between holds
+            sink.log(STEP)
+            sink.tick()
+        sink.close()
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert told == ["TensorBoard gets no more values: No space left on device"]
