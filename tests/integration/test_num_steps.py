@@ -58,9 +58,14 @@ def test_a_run_that_has_taken_its_steps_goes_on_only_for_more(tmp_path: Path) ->
     summary = tmp_path / "short" / "summary.json"
     assert json.loads(summary.read_text())["steps"] == 3
     assert json.loads(summary.read_text())["epochs"] == 1
+    less = train(tmp_path, "--resume", "short", "--num-steps", "2")
+    assert less.returncode != 0
     again = train(tmp_path, "--resume", "short", *steps)
     assert again.returncode != 0
     assert "raise num_steps above 3" in again.stderr
     more = train(tmp_path, "--resume", "short", "--num-steps", "5")
     assert more.returncode == 0, more.stderr
     assert json.loads(summary.read_text())["steps"] == 5
+    whole = train(tmp_path, "--resume", "short", "--override", "num_steps=null", "num_epochs=1")
+    assert whole.returncode == 0, whole.stderr
+    assert json.loads(summary.read_text())["steps"] == 15, "the rest of the epoch that had begun"

@@ -111,7 +111,7 @@ def expand_overrides(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` unless given) and return the exit code."""
     arguments = expand_overrides(sys.argv[1:] if argv is None else argv)
-    if OVERWRITE in arguments:
+    if arguments[:1] in (["launch"], ["join"], ["resume"]) and OVERWRITE in arguments:
         arguments.remove(OVERWRITE)
         sys.stderr.write(f"{OVERWRITE} has no effect: a launch replaces nothing on a machine\n")
     if arguments[:1] in (["launch"], ["train"], ["serve"]) and STOP_ON_STDIN_EOF not in arguments:

@@ -55,7 +55,15 @@ class Author:
         self._tokens = [self._tokenizer.end_of_text]
 
     def read(self, text: str) -> None:
-        """Put text behind what has been read and written so far."""
+        """Put text behind what has been read and written so far.
+
+        Raises:
+            ConfigError: it is no text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{text!a} is not text in this terminal's encoding") from None
         self._tokens += self._tokenizer.encode_batch([text])[0].tolist()
 
     def write(self, *, stops_at_end: bool = False) -> Iterator[str]:
@@ -90,10 +98,6 @@ def generate(run: str, prompt: str, options: GenerateOptions) -> int:
         ConfigError, CheckpointError: as `Author` says.
     """
     author = Author(run, options)
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise ConfigError("--prompt is not text in this terminal's encoding") from None
     author.read(prompt)
     _print("".join([prompt, *author.write(), "\n"]))
     return 0

@@ -199,7 +199,7 @@ def check_unfinished(paths: RunPaths, train: TrainConfig) -> None:
                 f"run {paths.run_id} has ended; to train on, raise num_steps above {summary.steps} or "
                 "set it to null"
             )
-    elif ended_with >= train.num_epochs:
+    elif summary.samples_applied >= train.num_epochs * summary.train_samples:
         raise CheckpointError(
             f"run {paths.run_id} has ended; to train on, raise num_epochs above {ended_with}, such as by "
             f"--override num_epochs={2 * ended_with}"

@@ -414,8 +414,9 @@ class StoreLinks(ABC, Generic[Own]):
                 return self._listens(session_id, listens)
             case MessageReceived(session_id=session_id, message=Goodbye() as goodbye):
                 self._closed(session_id, goodbye.reason)
-            case MessageReceived(message=Fault() as fault):
-                raise NonFiniteLoss(fault.sentence)
+            case MessageReceived(session_id=session_id, message=Fault() as fault):
+                if self._of_session(session_id):  # of one that was lost nothing counts
+                    raise NonFiniteLoss(fault.sentence)
         return False
 
     def session_of(self, node: str) -> Session | None:

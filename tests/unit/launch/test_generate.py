@@ -155,6 +155,11 @@ def test_a_chat_goes_on_from_all_that_was_typed_and_written(
     assert capsys.readouterr().out == expected
 
 
+def test_what_is_typed_must_be_text(run: RunPaths) -> None:
+    with pytest.raises(ConfigError, match=r"'\\udcff\\n' is not text in this terminal's encoding"):
+        Author(str(run.root), WISH).read("\udcff\n")
+
+
 def test_pieces_are_whole_characters_and_together_the_text(run: RunPaths) -> None:
     wish = replace(WISH, temperature=3.0)
     author = Author(str(run.root), wish)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harness import local_settings
-from smolcluster.errors import ClusterEmpty
+from smolcluster.errors import ClusterEmpty, NonFiniteLoss
 from smolcluster.server.hosted_stores import HostedStores
 from smolcluster.server.push import Pushed
 from smolcluster.server.slices import place_of, slice_frames
@@ -32,6 +32,7 @@ from smolcluster.wire.messages import (
     STORE,
     Accepted,
     Drop,
+    Fault,
     HostPort,
     LeaseKey,
     Listening,
@@ -242,6 +243,16 @@ def test_a_second_process_of_one_store_is_told_that_it_is_busy() -> None:
     assert second.sent[-1].code == "busy"
     assert stores.session_of("win") is cast("Session", win)
     assert stores.is_ready
+
+
+def test_a_fault_ends_the_run_unless_its_store_was_refused_or_lost() -> None:
+    stores = spread()
+    win, _ = ready(stores)
+    second = open_session(stores, "win", 9)
+    fault = Fault(code="non-finite", sentence="the norm of bucket 3 is nan")
+    stores.handle(MessageReceived(second.session_id, fault))
+    with pytest.raises(NonFiniteLoss, match="bucket 3"):
+        stores.handle(MessageReceived(win.session_id, fault))
 
 
 def step(stores: HostedStores, sessions: list[FakeSession]) -> None:
