@@ -25,7 +25,8 @@ from smolcluster.errors import LaunchError
 HERE = "local"
 """What `nodes.<name>.ssh` says of the machine that launches."""
 CONNECT_TIMEOUT_S = 6
-COMMAND_TIMEOUT_S = 20.0
+COMMAND_TIMEOUT_S = 60.0
+"""A machine that trains, or writes to a slow card, may take long for little."""
 END_S = 5.0
 """How long a script may take to end when its standard input has."""
 PERSIST_S = 300
