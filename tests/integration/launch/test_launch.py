@@ -298,6 +298,7 @@ def test_a_folder_of_something_else_is_refused_untouched(launching: Launching) -
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_launches_of_different_code_run_side_by_side_and_change_no_clone(
     launching: Launching,
 ) -> None:
