@@ -12,7 +12,7 @@ from tensorboardX.proto.event_pb2 import Event
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.tensorboard import TensorBoardSink
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 STEP = MetricRecord("step", 3, 0, {"loss": 0.5, "start": 64.0})
 REPORT = MetricRecord("worker", 3, 0, {"cpu": 0.25}, rank=1, node="mini2")
 
