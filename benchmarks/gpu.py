@@ -96,14 +96,20 @@ class Bench:
             raise Failed(f"exit code {done.returncode}: {' '.join(said)[:200]}")
         return read_summary(RunPaths((new - before).pop().parent).summary)
 
-    def gpt(self, *words: str, size: Sequence[str] = SMALL, **changes: object) -> Summary:
-        """A run of a GPT on the text of Python's library; `changes` are keys, and the device."""
-        device = changes.pop("device", None)
+    def gpt(
+        self,
+        *words: str,
+        size: Sequence[str] = SMALL,
+        num_steps: int | None = None,
+        device: str | None = None,
+        **changes: object,
+    ) -> Summary:
+        """A run of a GPT on the text of Python's library; `changes` are keys."""
         stated = [f"{key}={value}" for key, value in changes.items()]
         train = ("--config", "stdlib") if words[0] == "train" else ("--train-config", "stdlib")
         return self.run(
-            *(*words, *train, "--num-steps", str(self.num_steps)),
-            device=None if device is None else str(device),
+            *(*words, *train, "--num-steps", str(num_steps or self.num_steps)),
+            device=device,
             overrides=(*size, *FLAT, *stated),
         )
 
@@ -170,14 +176,10 @@ def edp(bench: Bench) -> str:
 
 
 def diloco(bench: Bench) -> str:
-    bench.num_steps *= 8
-    try:
-        words = ("launch", "diloco", "--local", "--workers", "4")
-        summary = bench.gpt(*words, size=bench.size, batch_size=8)
-        bench.num_steps //= 4
-        expected = loss_of(bench.gpt("train", size=bench.size, batch_size=32))
-    finally:
-        bench.num_steps = 60 if bench.is_gpu else 12
+    num_steps, words = 8 * bench.num_steps, ("launch", "diloco", "--local", "--workers", "4")
+    summary = bench.gpt(*words, size=bench.size, num_steps=num_steps, batch_size=8)
+    alone = bench.gpt("train", size=bench.size, num_steps=num_steps // 4, batch_size=32)
+    expected = loss_of(alone)
     return (
         f"loss {loss_of(summary):.4f}, one process {expected:.4f} at equal tokens, {speed(summary)}"
     )

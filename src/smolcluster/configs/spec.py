@@ -30,7 +30,8 @@ class LaunchCommand:
     Attributes:
         local_workers: number of workers with --local; None: as many as the cluster file lists.
         local_overrides: `key=value` texts with --local, below the user's own and the environment's.
-        train_overrides: the same wherever it runs, where the training file is this one.
+        train_overrides: the same wherever it runs, where the training file is this one; `num_steps` among
+            them gives way to epochs that the user sets.
         cluster_overrides: the same on the machines of a cluster, where the training file is this one.
     """
 

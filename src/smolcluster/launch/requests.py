@@ -15,7 +15,7 @@ from smolcluster.configs.meant import (
     cluster_source,
     training_source,
 )
-from smolcluster.configs.overrides import workload_overrides
+from smolcluster.configs.overrides import ENVIRONMENT_PREFIX, workload_overrides
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import Settings, config_of
 from smolcluster.configs.spec import AlgorithmSpec, LaunchCommand, default_algorithm
@@ -156,7 +156,7 @@ def request_of(
 
 def _variable_of(override: str) -> str:
     """The environment's variable of the key in `key=value`."""
-    return f"SMOLCLUSTER_{override.partition('=')[0].replace('.', '__').upper()}"
+    return f"{ENVIRONMENT_PREFIX}{override.partition('=')[0].replace('.', '__').upper()}"
 
 
 EPOCHS = frozenset(map(_variable_of, ("num_epochs", "training.epochs", "training.num_epochs")))

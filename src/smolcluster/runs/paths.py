@@ -2,7 +2,7 @@
 
 <runs>/<run id>/config.yaml  status.json  events.jsonl  metrics.jsonl  series.json  spans.jsonl
                 summary.json  curves.png  report.html  sample.txt  trace.json  launch.json
-                logs/  checkpoints/  own/
+                logs/  checkpoints/  own/  tensorboard/
 <runs>/latest -> the newest run that has begun: a server that listens, or a single process that trains
 """
 

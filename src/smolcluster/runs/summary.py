@@ -176,7 +176,7 @@ def _number(value: float | None) -> str:
 
 
 def check_unfinished(paths: RunPaths, train: TrainConfig) -> None:
-    """A run that has ended may only go on with more epochs, or more patience.
+    """A run that has ended may only go on with more epochs or steps, or more patience.
 
     Raises:
         CheckpointError: it has ended, and `train` does not ask for more than it had.
@@ -185,7 +185,7 @@ def check_unfinished(paths: RunPaths, train: TrainConfig) -> None:
     if not paths.summary.is_file():
         return
     summary = read_summary(paths.summary)
-    in_vain, ended_with = summary.num_bad_evals, summary.epochs
+    in_vain = summary.num_bad_evals
     if in_vain is not None:
         if train.patience is not None and train.patience <= in_vain:
             raise CheckpointError(
@@ -199,7 +199,9 @@ def check_unfinished(paths: RunPaths, train: TrainConfig) -> None:
                 f"run {paths.run_id} has ended; to train on, raise num_steps above {summary.steps} or "
                 "set it to null"
             )
-    elif summary.samples_applied >= train.num_epochs * summary.train_samples:
+        return
+    ended_with = summary.samples_applied // summary.train_samples
+    if ended_with >= train.num_epochs:
         raise CheckpointError(
             f"run {paths.run_id} has ended; to train on, raise num_epochs above {ended_with}, such as by "
             f"--override num_epochs={2 * ended_with}"

@@ -346,7 +346,7 @@ class HeldSlice(ABC):
 
     def _norms(self, _fragment: int, _bucket: int, _values: Tensor) -> Sequence[Sequence[float]]:
         """L2 norms by bucket of a fragment's values from a bucket on; a second row may be of the weights."""
-        raise NotImplementedError
+        raise ProtocolError("it was sent parts of a slice that keeps none")
 
     def _step(
         self,

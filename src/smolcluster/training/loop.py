@@ -66,13 +66,16 @@ def training_steps(
     train = training.recipe.applied_to(train)
     orders = EpochOrders(training.order)
     total_samples = train.total_samples(num_samples)
-    for batch in global_batches(
-        num_samples, total_samples, train.samples_per_step, samples_applied
-    ):
+    batches = global_batches(num_samples, total_samples, train.samples_per_step, samples_applied)
+    following = next(batches, None)
+    while (batch := following) is not None:
+        following = next(batches, None)
         epoch, start = batch.epoch, batch.start
         indices = orders[epoch][start : batch.stop]
         training.want(indices, epoch, start)  # first: a stream is read in order
-        _want_next(training, orders, epoch, start + len(indices), train)
+        if following is not None:
+            wanted = orders[following.epoch][following.start : following.stop]
+            training.want(wanted, following.epoch, following.start)
         step += 1
         rate = learning_rate(train, samples_applied, total_samples, training.recipe.schedule)
         if replica.buffers.changing:
@@ -93,7 +96,7 @@ def training_steps(
         samples_applied += len(indices)
         yield StepTaken(
             version=step,
-            samples=Range(epoch, start, start + len(indices)),
+            samples=batch,
             loss=loss.mean,
             learning_rate=rate,
             grad_norm=grad_norm,
@@ -101,15 +104,3 @@ def training_steps(
             num_terms=loss.num_terms,
             is_skipped=loss.overflow is not None,
         )
-
-
-def _want_next(
-    training: TrainingContext, orders: EpochOrders, epoch: int, start: int, train: TrainConfig
-) -> None:
-    """Begin to load the batch after the one that is computed now."""
-    if training.prefetch is None:
-        return
-    if start == training.num_samples:
-        epoch, start = epoch + 1, 0
-    if epoch < train.num_epochs:
-        training.want(orders[epoch][start : start + train.samples_per_step], epoch, start)

@@ -202,13 +202,11 @@ def share_done(step: MetricRecord) -> list[str]:
     return [f"{done / total:.0%}"] if done is not None and total else []
 
 
-def time_left(step: MetricRecord) -> list[str]:
-    """How long the rest of the run takes at the speed of now, if both are known."""
-    names = ("samples_applied", "total_samples", "samples_per_s")
-    done, total, speed = (step.values.get(name) for name in names)
+def time_left(done: float | None, total: float | None, speed: float | None) -> list[str]:
+    """How long the rest of a run takes: samples that are done, all, and applied a second; [] : unknown."""
     if done is None or not total or not speed or done >= total:
         return []
-    return [f"{format_duration(max(1, round((total - done) / speed)))} left"]
+    return [f"{format_duration(max(1.0, (total - done) / speed))} left"]
 
 
 def status_parts(step: MetricRecord, num_epochs: int | None, measured: str) -> list[str]:
@@ -221,7 +219,8 @@ def status_parts(step: MetricRecord, num_epochs: int | None, measured: str) -> l
         parts.append(f"loss {values['loss']:.3f}")
     if measured:
         parts.append(measured)
-    parts += time_left(step)
+    names = ("samples_applied", "total_samples", "samples_per_s")
+    parts += time_left(*(values.get(name) for name in names))
     if "tokens_per_s" in values:
         parts.append(f"{values['tokens_per_s']:,.0f} tokens/s")
     elif "samples_per_s" in values:

@@ -117,7 +117,7 @@ def test_a_terminal_shows_one_bar_line_with_everything() -> None:
     show(view, EVAL)
     clock.now = 1.0
     show(view, step(674))
-    assert bar(console).endswith(f" 50% {LINE.format(step=674, left=7)}")
+    assert bar(console).endswith(f" 50% {LINE.format(step=674, left=6.7)}")
     view.close()
 
 

@@ -18,7 +18,7 @@ from smolcluster.launch.watch.report import ProcessReport
 from smolcluster.launch.watch.status import STYLES, measured, notes, progress, title
 from smolcluster.launch.watch.top import bars
 from smolcluster.launch.watch.top.source import AT_END, EventLine, Snapshot
-from smolcluster.observability.sinks.console import fit
+from smolcluster.observability.sinks.console import fit, time_left
 from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.status import RunStatus, WorkerStatus
 from smolcluster.utils.units import format_duration, format_megabytes
@@ -139,19 +139,12 @@ def _title(snapshot: Snapshot, canvas: Canvas) -> Text:
 def _progress(snapshot: Snapshot, status: RunStatus, canvas: Canvas) -> Text:
     done = status.samples_applied / max(1, status.total_samples)
     parts = progress(snapshot.report)
-    if left := _time_left(snapshot):
-        parts.insert(0, left)
+    if snapshot.report.state == "training":
+        counts = (status.samples_applied, status.total_samples, status.samples_per_s)
+        parts = [*time_left(*counts), *parts]
     bar = bars.progress_bar(done, max(8, min(30, canvas.width // 4)), plain=canvas.is_plain)
     said = fit(parts, canvas.width - len(bar) - 6)
     return Text.assemble(bar, f" {done:.0%}  ", canvas.show(said))
-
-
-def _time_left(snapshot: Snapshot) -> str | None:
-    status = snapshot.status
-    if status is None or snapshot.report.state != "training" or not status.samples_per_s:
-        return None
-    left = status.total_samples - status.samples_applied
-    return f"{format_duration(max(1.0, left / status.samples_per_s))} left"
 
 
 def _measured(snapshot: Snapshot, status: RunStatus) -> list[str]:
