@@ -27,7 +27,8 @@ from torch.nn.functional import cross_entropy
 from common import DEFAULT_DATA, report
 from equal_tokens import ARMS, MODELS, measure_loss
 from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
-from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round, warmed_up
+from smolcluster.algorithms.DiLoCo.rounds import warmed_up
+from smolcluster.algorithms.DiLoCo.timing import Pace, plan_round
 from smolcluster.data.dataset import Split
 from smolcluster.data.digits import load_digits
 

@@ -28,7 +28,7 @@ from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.algorithms.DiLoCo.config import Mode
 from smolcluster.algorithms.DiLoCo.ledger import Applied
-from smolcluster.algorithms.DiLoCo.rounds import Pace
+from smolcluster.algorithms.DiLoCo.timing import Pace
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step

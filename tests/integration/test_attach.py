@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from harness import SECRET, Cluster, Outcome, free_port
 from peers import logger
-from smolcluster.algorithms.DiLoCo import beginning
+from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.serving import ATTACHED, settings_for
 from smolcluster.api import attach as attaching
 from smolcluster.configs.resolve import load_settings
@@ -256,7 +256,7 @@ def test_loops_begin_diloco_with_the_steps_of_one_with_their_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is all beginning: two loops' batches of 10 are one's of 20."""
-    monkeypatch.setattr(beginning, "MOST_WAITING", math.inf)
+    monkeypatch.setattr(rounds, "MOST_WAITING", math.inf)
     own = "min_workers=2", "batch_size=10", "sync_fraction=1", "codec=null"
     served = Served(tmp_path, "diloco", *own)
 

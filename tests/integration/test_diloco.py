@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,10 @@ from torch import nn
 import own_workloads
 from harness import DEADLINE_S, Cluster, computing_after, local_settings
 from own_workloads import assert_same, buffers_of, normed
+from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo.ledger import Applied
 from smolcluster.algorithms.DiLoCo.server import Server
+from smolcluster.algorithms.DiLoCo.timing import Timing
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.schema import Settings
@@ -198,7 +200,7 @@ def test_three_workers_learn_and_apply_every_sample_once(
     assert summary.final.val_accuracy > least, "few rounds for topk, and for delayed momentum"
     assert isinstance(cluster.core, Server)
     if mode != ASYNC:  # else a change holds what was handed out while the last was on its way
-        assert cluster.core.num_rounds > 20
+        assert cluster.core.pacing.num_rounds(cluster.core.stores.version) > 20
     for weights in held.values() if mode != ASYNC else []:  # bit for bit, also by steps in 8 bits
         assert all(torch.equal(each, weights[0]) for each in weights)
 
@@ -228,17 +230,16 @@ def test_the_first_weights_are_sent_to_who_has_not_made_the_same_itself(
     assert summary.final.val_accuracy > 0.5
 
 
-def test_local_steps_are_chosen_by_measured_times_and_at_first_few(tmp_path: Path) -> None:
+def test_local_steps_are_chosen_by_measured_times_and_at_first_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen: list[int] = []
+    monkeypatch.setattr(rounds, "measured_steps", lambda *_: 6)
 
     class Watched(Server):
         def begin_round(self) -> None:
             super().begin_round()
             chosen.append(self.round.local_steps)
-
-        def measured_steps(self) -> int:
-            super().measured_steps()
-            return 6
 
     settings = settings_for("num_epochs=4", "sync_fraction=0", workers=2)
     cluster = Cluster(settings, tmp_path, Watched, algorithm="diloco")
@@ -246,20 +247,20 @@ def test_local_steps_are_chosen_by_measured_times_and_at_first_few(tmp_path: Pat
     assert chosen[:5] == [1, 2, 4, 6, 6]
 
 
-def test_local_steps_are_chosen_again_when_workers_no_longer_wait(tmp_path: Path) -> None:
+def test_local_steps_are_chosen_again_when_workers_no_longer_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen: list[int] = []
+    monkeypatch.setattr(rounds, "measured_steps", lambda *_: 24)
+    choose_steps = rounds.Pacing.choose_steps
 
-    class Watched(Server):
-        def choose_steps(self) -> None:
-            super().choose_steps()
-            chosen.append(self.round.local_steps)
+    def watched(pacing: rounds.Pacing, workers: Collection[Timing], num_outer_steps: int) -> None:
+        choose_steps(pacing, workers, num_outer_steps)
+        chosen.append(pacing.round.local_steps)
 
-        def measured_steps(self) -> int:
-            super().measured_steps()
-            return 24
-
+    monkeypatch.setattr(rounds.Pacing, "choose_steps", watched)
     settings = settings_for("num_epochs=4", "sync_fraction=0", *ASYNC, workers=2)
-    cluster = Cluster(settings, tmp_path, Watched, algorithm="diloco")
+    cluster = Cluster(settings, tmp_path, Server, algorithm="diloco")
     cluster.finish(*(cluster.worker(rank + 1) for rank in range(2)))
     assert chosen[:7] == [1, 2, 4, 8, 16, 16, 24], "then a round is a change of each"
     assert set(chosen[7:]) <= {24}

@@ -14,7 +14,7 @@ import own_workloads
 import several_hosts
 from harness import Cluster, local_settings
 from own_workloads import Rows
-from smolcluster.algorithms.DiLoCo import beginning
+from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.schema import Settings
@@ -47,7 +47,7 @@ def settings_for(*overrides: str, workers: int = 2) -> Settings:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that take no time are short beside any exchange."""
-    monkeypatch.setattr(beginning, "MOST_WAITING", math.inf)
+    monkeypatch.setattr(rounds, "MOST_WAITING", math.inf)
 
 
 def model() -> nn.Module:
@@ -169,7 +169,9 @@ def test_rounds_follow_when_its_share_of_the_samples_has_been_applied(tmp_path: 
     class Watched(Server):
         def begin_round(self) -> None:
             super().begin_round()
-            told.append((self.dispatcher.samples_applied, self.round.local_steps, self.waits))
+            told.append(
+                (self.dispatcher.samples_applied, self.round.local_steps, self.pacing.waits)
+            )
 
     cluster = run(
         settings_for(*LOSSLESS, "num_epochs=4", "sync_fraction=0.25", *STREAMING), tmp_path, Watched

@@ -12,7 +12,7 @@ import several_hosts
 from harness import Cluster, local_settings
 from integration.test_diloco_resume import first_saved, killed_after
 from several_hosts import many_buckets, on_hosts  # noqa: F401 - a fixture
-from smolcluster.algorithms.DiLoCo import beginning
+from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo.exchange import delta_frames
 from smolcluster.algorithms.DiLoCo.ledger import Request
 from smolcluster.algorithms.DiLoCo.outer_links import WholeChange
@@ -75,7 +75,7 @@ def when_changes_wait(cluster: Cluster, step: int, act: Callable[[], None]) -> N
 def test_any_number_of_hosts_gives_the_same_bits(
     tmp_path: Path, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beginning, "MOST_WAITING", math.inf)
+    monkeypatch.setattr(rounds, "MOST_WAITING", math.inf)
     momentum = "outer_momentum=0" if "codec_up=topk" in overrides else "outer_momentum=0.5"
     own = (*overrides, momentum, "checkpoint_steps=30", "eval_steps=20")
     whole, *others = (run(settings_for(hosts, *own), tmp_path / str(hosts)) for hosts in (1, 2, 3))
@@ -136,7 +136,7 @@ def test_a_run_goes_on_with_more_hosts_or_fewer(
 
     That lies between two rounds, or within the synchronous beginning.
     """
-    monkeypatch.setattr(beginning, "MOST_WAITING", math.inf)
+    monkeypatch.setattr(rounds, "MOST_WAITING", math.inf)
     begins = f"sync_fraction={sync_fraction}"
     own = "mode=sync", "codec_up=int8", "codec_down=int4", "outer_momentum=0.5", "local_steps=5"
     saved = "checkpoint_steps=30", "keep_last=100"
@@ -156,7 +156,7 @@ def test_a_run_goes_on_with_more_hosts_or_fewer(
 def test_a_store_that_is_lost_costs_no_sample(
     tmp_path: Path, mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beginning, "MOST_WAITING", math.inf)
+    monkeypatch.setattr(rounds, "MOST_WAITING", math.inf)
     own = (*mode, "codec_up=int8", "codec_down=int8", "num_epochs=8", "eval_steps=20")
     settings = settings_for(3, *own, workers=2)
     cluster, stores = start(settings, tmp_path)

@@ -14,7 +14,7 @@ import torch
 
 from faults.cases import in_equal_parts
 from harness import DEADLINE_S, Cluster, local_settings
-from smolcluster.algorithms.DiLoCo import beginning, rounds
+from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.configs.schema import Settings
@@ -103,7 +103,7 @@ def test_one_worker_goes_on_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From between two rounds, from within the synchronous beginning, and from its end."""
-    monkeypatch.setattr(beginning, "MOST_WAITING", math.inf)
+    monkeypatch.setattr(rounds, "MOST_WAITING", math.inf)
     settings = settings_for(codec, optimizer=optimizer, sync_fraction=sync_fraction)
     whole = run(settings, tmp_path / "whole")
     step = first_saved(whole)
@@ -130,12 +130,10 @@ def test_without_what_a_worker_kept_it_goes_on_with_cold_moments(tmp_path: Path)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_resumed_run_begins_with_the_local_steps_it_had(tmp_path: Path, mode: str) -> None:
+def test_a_resumed_run_begins_with_the_local_steps_it_had(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[int] = []
-
-    class Measured(diloco.Server):
-        def measured_steps(self) -> int:
-            return 5
 
     class Watched(diloco.Server):
         def begin_round(self) -> None:
@@ -147,7 +145,9 @@ def test_a_resumed_run_begins_with_the_local_steps_it_had(tmp_path: Path, mode: 
         workers=1,
         algorithm="diloco",
     )
-    whole = run(settings, tmp_path / "whole", Measured)
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds, "measured_steps", lambda *_: 5)
+        whole = run(settings, tmp_path / "whole")
     step = first_saved(whole)
     folder = killed_after(whole.folder, tmp_path / "resumed", step)
     run(settings, folder, Watched, resume=True)

@@ -20,7 +20,7 @@ import mesh_group
 import own_workloads
 from harness import SECRET, START_TIMEOUT_S, Cluster, Outcome, free_port, local_settings
 from processes import Processes
-from smolcluster.algorithms.DiLoCo import beginning
+from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.algorithms.PipelineParallel import worker
 from smolcluster.algorithms.PipelineParallel.automatic import measure
@@ -162,7 +162,7 @@ def test_a_pipeline_takes_part_in_the_synchronous_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its batches and a single machine's, of 8 each, are one process's of 16, whoever computes them."""
-    monkeypatch.setattr(beginning, "MOST_WAITING", math.inf)
+    monkeypatch.setattr(rounds, "MOST_WAITING", math.inf)
     own = "sync_fraction=1", "mode=streaming", "fragments=3", "gradient_clipping.max_norm=0.5"
     settings = settings_for(*PLAIN, *own, workers=2)
     made = partial(gpt, torch.float64, 48)

@@ -13,7 +13,7 @@ from functools import partial
 from statistics import harmonic_mean
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from smolcluster.algorithms.DiLoCo.beginning import MOST_WAITING, why_none
+from smolcluster.algorithms.DiLoCo.beginning import why_none
 from smolcluster.algorithms.DiLoCo.config import (
     DEFAULT_FRAGMENTS,
     DiLoCoConfig,
@@ -21,19 +21,15 @@ from smolcluster.algorithms.DiLoCo.config import (
     gradient_codec,
 )
 from smolcluster.algorithms.DiLoCo.rounds import (
-    SYNCHRONOUS_ROUNDS,
-    Round,
-    Timing,
+    MOST_WAITING,
+    Pacing,
+    SyncBeginning,
     choose_local_steps,
-    has_enough,
     hiding_round_s,
-    measured_steps,
     most_local_steps,
-    num_exchanges,
-    shared_out,
     waiting_round_s,
-    warmed_up,
 )
+from smolcluster.algorithms.DiLoCo.timing import Timing
 from smolcluster.algorithms.planning.costs import (
     HANDLING_S,
     Forecast,
@@ -151,23 +147,27 @@ def _counted(rows: list[Row], first: int) -> list[Row]:
 
 
 class FastMotion:
-    """A run in fast motion: the server's own rule over machines and links that are known.
+    """A run in fast motion: the server's own `Pacing` over machines and links that are known.
 
-    What each worker is given, when its changes are asked for and how long a round is are said by `rounds.py`,
-    as in a run. Messages to a worker, and from it, come in order: a step is heard of behind the fragment that
-    is on its way. Samples do not run out, and all begin with the same weights.
+    Messages to a worker, and from it, come in order: a step is heard of behind the fragment that is on its
+    way. Samples do not run out, and all begin with the same weights.
     """
 
     def __init__(self, site: Site, run: Run) -> None:
         self._site, self._run = site, run
         self._simulation = Simulation(site)
-        self._round = Round(run.num_fragments)
-        self._numbers = range(run.num_fragments)
+        self._pacing = Pacing(
+            run.mode,
+            run.num_fragments,
+            local_steps=run.local_steps,
+            total_batches=run.total_batches,
+            num_workers=len(site.workers),
+            beginning=SyncBeginning(0, run.total_batches),
+        )
+        self._round = self._pacing.round
         self._machines = [self._machine(place) for place in range(len(site.workers))]
-        self._timings = [each.timing for each in self._machines]
+        self._timings = {place: each.timing for place, each in enumerate(self._machines)}
         self._num_outer_steps = self._num_batches = 0
-        self._is_async = False
-        """Whether workers no longer wait for each other."""
         self._rounds: list[tuple[float, int, int]] = []
         """When each began, its H, and how many batches had been handed out before."""
         self._exchanges: list[tuple[float, int, int, int]] = []
@@ -181,7 +181,7 @@ class FastMotion:
         self._begin_round()
         self._decide()
         self._simulation.run(math.inf, lambda: self._is_over)
-        if self._is_async:
+        if self._pacing.is_async:
             return self._found_of_exchanges()
         counted = _counted(self._rounds, FIRST_ROUNDS)
         if len(counted) < LEAST_COUNTED:
@@ -201,7 +201,7 @@ class FastMotion:
 
     @property
     def _is_over(self) -> bool:
-        if self._is_async:
+        if self._pacing.is_async:
             return len(_counted(self._exchanges, 1)) > COUNTED_ROUNDS
         return len(_counted(self._rounds, FIRST_ROUNDS)) > COUNTED_ROUNDS
 
@@ -229,7 +229,7 @@ class FastMotion:
                 machine.up.put(0, lambda: self._on_stepped(place))
                 continue
             machine.weights = Done()
-            waits = self._waits
+            waits = self._pacing.waits
             machine.up.put(
                 self._run.up_nbytes / self._run.num_fragments,
                 partial(self._on_change, place, wanted),
@@ -242,10 +242,6 @@ class FastMotion:
         self._simulation.finish(machine.wake)
 
     # the server, as `server.py` has it
-
-    @property
-    def _waits(self) -> bool:
-        return self._run.mode == "sync" or (self._run.mode == "async" and not self._is_async)
 
     def _on_stepped(self, place: int) -> None:
         machine = self._machines[place]
@@ -264,11 +260,11 @@ class FastMotion:
         machine.timing.answered(number, self._simulation.now)
         yield self._simulation.serve(self._site.apply_s / self._run.num_fragments)
         machine.owed.discard(number)
-        if self._is_async:
+        if self._pacing.is_async:
             self._send_weights(machine)
             machine.num_exchanges += 1
             self._num_outer_steps += 1
-            self._choose_steps()
+            self._pacing.choose_steps(self._timings.values(), self._num_outer_steps)
             done = [each.num_exchanges for each in self._machines]
             if min(done) > len(self._exchanges):
                 local_steps, num_batches = self._round.local_steps, self._num_batches
@@ -281,29 +277,16 @@ class FastMotion:
 
         machine.down.put(self._run.down_nbytes / self._run.num_fragments, arrive)
 
-    def _choose_steps(self) -> None:
-        run, num_workers = self._run, len(self._machines)
-        if run.local_steps is not None:
-            self._round.begin(run.local_steps)
-            return
-        steps = measured_steps(self._round, self._timings, run.total_batches, run.mode)
-        num_rounds = num_exchanges(self._num_outer_steps, run.num_fragments, run.mode, num_workers)
-        most_steps = most_local_steps(run.total_batches, num_workers)
-        self._round.begin(warmed_up(num_rounds, steps), most_steps)
-
     def _begin_round(self) -> None:
-        self._choose_steps()
-        for timing in self._timings:
-            timing.begin()
+        self._pacing.begin_round(self._timings.values(), self._num_outer_steps)
         num_given = sum(each.num_given for each in self._machines)
         self._rounds.append((self._simulation.now, self._round.local_steps, num_given))
-        self._is_async = self._run.mode == "async" and self._num_outer_steps >= SYNCHRONOUS_ROUNDS
 
     def _decide(self) -> None:
         """What the server's main thread does whenever it has heard of something."""
-        if not self._is_async:
+        if not self._pacing.is_async:
             self._step()
-        for _ in self._numbers:
+        for _ in self._pacing.numbers:
             self._hand_out()
             self._collect()
 
@@ -315,18 +298,12 @@ class FastMotion:
                 self._num_outer_steps += 1
                 for machine in self._machines:
                     self._send_weights(machine)
-        if self._round.is_asked and (not self._waits or not self._round.gathering):
+        if self._pacing.is_round_over:
             self._begin_round()
 
     def _hand_out(self) -> None:
-        if self._round.asked and self._waits:
-            return
-        takers = {
-            place: timing for place, timing in enumerate(self._timings) if not timing.is_asked
-        }
-        mode: Mode = "sync" if self._waits else self._run.mode
-        now, num_workers = self._simulation.now, len(self._machines)
-        self._round.plan, at_once = shared_out(self._round, takers, num_workers, now, mode)
+        takers = {place: each for place, each in self._timings.items() if not each.is_asked}
+        at_once = self._pacing.batches(takers, len(self._machines), self._simulation.now)
         for place, number in at_once.items():
             for _ in range(number):
                 self._give(place)
@@ -336,33 +313,22 @@ class FastMotion:
         machine.timing.gets(machine.num_given, self._simulation.now)
         machine.num_given += 1
         machine.uncovered = [each + 1 for each in machine.uncovered]
-        self._round.num_handed += 1
-        self._round.plan[place] -= 1
+        self._round.given(place)
         machine.down.put(0, lambda: self._wants(machine, None))
 
     def _collect(self) -> None:
-        if self._is_async:
-            for machine in self._machines:
-                if not machine.owed and has_enough(self._round, machine.timing, self._timings):
-                    self._ask(machine, 0)
-            return
-        num_workers = len(self._machines)
-        for number in list(self._round.unasked):
-            everybody = all(each.is_asked for each in self._timings)
-            if everybody or self._round.is_due(number, num_workers):
-                self._round.ask(number, self._simulation.now)
-                for machine in self._machines:
-                    self._ask(machine, number)
-        if self._waits and not self._round.asked:
-            for place, machine in enumerate(self._machines):
-                if self._round.plan.get(place, 1) <= 0:
-                    self._ask(machine, 0)
+        asked = self._pacing.requests(
+            self._timings,
+            self._simulation.now,
+            owes_change=lambda place: bool(self._machines[place].owed),
+        )
+        for place, number in asked:
+            self._ask(self._machines[place], number)
 
     def _ask(self, machine: Machine, number: int) -> None:
         if not machine.uncovered[number]:
             return
-        machine.timing.is_asked, machine.timing.num_since_asked = self._waits, 0
-        machine.timing.asked(number, self._simulation.now)
+        machine.timing.asked(number, self._simulation.now, waits=self._pacing.waits)
         machine.uncovered[number] = 0
         machine.owed.add(number)
         machine.down.put(0, lambda: self._wants(machine, number))

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.DiLoCo.ledger import Applied, Request
 from smolcluster.algorithms.DiLoCo.outer_links import Change, OuterLinks
-from smolcluster.algorithms.DiLoCo.rounds import Timing
+from smolcluster.algorithms.DiLoCo.timing import Timing
 from smolcluster.data.permutation import Range
 from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.server.leases import Lease

@@ -1,4 +1,4 @@
-"""How many local steps a round has, and whose they are, by measured times; and where the present one stands.
+"""How many local steps a round has, and when they are handed out and exchanged, by measured times.
 
 A round of DiLoCo (Douillard et al., 2311.08105) is H local steps on every worker and one exchange.
 Departures: H is the mean over the workers, each of which takes as many steps as lets all arrive together,
@@ -8,26 +8,18 @@ Everything here depends on the times that are passed in, in seconds of any one c
 it, and what a run will cost is predicted by it.
 """
 
-import heapq
 import math
-import time
-from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from statistics import harmonic_mean, median
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from statistics import harmonic_mean
 
 from smolcluster.algorithms.DiLoCo.config import Mode
-
-WorkerId = TypeVar("WorkerId", bound=Hashable)
+from smolcluster.algorithms.DiLoCo.timing import Timing, plan_round
 
 COMPUTING = 0.95
 """The least share of a round that workers should compute, where exchanging is not behind computation."""
 HEADROOM = 1.5
 """Where it is, a round lasts so many times as long as the exchanges that it hides: they do not always take
 the same time."""
-FIRST_RETRY = 16
-"""After 16, 32, 64, … rounds without a batch a worker gets one: should it still be slow, all wait for it."""
 LEAST_ROUNDS = 25
 """So many a run has at least: momentum takes some rounds to come to its speed.
 
@@ -35,34 +27,17 @@ A GPT of 0.1 million parameters on four unlike workers, 340,000 bytes, streaming
 validation loss after 33 rounds was 2.530, after 133 rounds 2.540 (one seed).
 """
 
+SYNCHRONOUS_ROUNDS = 4
+"""With which an asynchronous run begins: early on the workers' ways part fastest, and their speeds are not
+known yet."""
+MOST_WAITING = 0.15
+"""So large a share of the time that all computing takes workers may wait in what is left of the beginning.
 
-@dataclass(frozen=True)
-class Pace:
-    """How fast a worker is, as measured.
-
-    Attributes:
-        step_s: seconds a local step takes, above 0; infinity: it takes none.
-        upload_s: seconds from its last step until all that it changed has arrived.
-        busy_until: when it is done with the batches that it holds, in seconds of any one clock.
-    """
-
-    step_s: float
-    upload_s: float = 0.0
-    busy_until: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (self.step_s > 0 and self.upload_s >= 0 and math.isfinite(self.busy_until)):
-            raise ValueError(f"no pace can be {self}")
-
-    def arrival(self, num_steps: float) -> float:
-        """When its change has arrived if it takes so many more steps."""
-        return self.busy_until + self.upload_s + num_steps * self.step_s
-
-    def steps_until(self, arrival: float) -> int:
-        """How many more steps it can take to have arrived by then."""
-        if not math.isfinite(self.step_s + self.upload_s):
-            return 0
-        return max(0, math.floor((arrival - self.arrival(0)) / self.step_s))
+In a simulator a tenth of the steps was worth 0.02 to 0.03 nats after 1,500 steps, about as much as a fifth
+more steps. Where links are slow it costs more than that (`benchmarks/results/time_to_loss-muon.md`).
+"""
+NUM_TRIED = 3
+"""Steps after which it is known how long workers wait."""
 
 
 def warmed_up(round_index: int, local_steps: int) -> int:
@@ -120,55 +95,6 @@ def choose_local_steps(step_s: float, round_s: float, total_batches: int, num_wo
     most = most_local_steps(total_batches, num_workers)
     wanted = round_s / step_s
     return most if wanted >= most else max(1, math.ceil(wanted))
-
-
-def is_retried(num_idle_rounds: int) -> bool:
-    """Whether who had nothing to do in so many rounds is given a batch, which measures its speed anew."""
-    return num_idle_rounds >= FIRST_RETRY and num_idle_rounds.bit_count() == 1
-
-
-def plan_round(budget: int, workers: Mapping[WorkerId, Pace]) -> dict[WorkerId, int]:
-    """Share out `budget` more steps so that the last worker arrives as early as it can.
-
-    Water-filling: all workers are filled up to a common time of arrival, what remains goes to who arrives
-    first with one step more. Who would arrive later without a step of its own gets none. It can be asked
-    anew at any time in a round: what workers hold then is in their `busy_until`.
-
-    Returns:
-        Steps for each worker, Σ = budget; all 0 if nobody can take any.
-    """
-    able = {worker: pace for worker, pace in workers.items() if math.isfinite(pace.arrival(1))}
-    plan = dict.fromkeys(workers, 0)
-    if not able or budget <= 0:
-        return plan
-    level = _water_level(budget, list(able.values()))
-    plan |= {worker: pace.steps_until(level) for worker, pace in able.items()}
-    order = {worker: number for number, worker in enumerate(able)}
-    queue = [
-        (pace.arrival(plan[worker] + 1), order[worker], worker) for worker, pace in able.items()
-    ]
-    heapq.heapify(queue)
-    for _ in range(budget - sum(plan.values())):
-        _, number, worker = queue[0]
-        plan[worker] += 1
-        heapq.heapreplace(queue, (able[worker].arrival(plan[worker] + 1), number, worker))
-    return plan
-
-
-def _water_level(budget: int, paces: list[Pace]) -> float:
-    """The arrival by which steps, if they could be broken, come to `budget`; a hair less, for rounding.
-
-    That of the workers which begin before it: n(T) = Σ (T - arrival_i(0)) / step_i = budget.
-    """
-    speed = started = level = 0.0
-    by_start = sorted(paces, key=lambda pace: pace.arrival(0))
-    for number, pace in enumerate(by_start):
-        speed += 1 / pace.step_s
-        started += pace.arrival(0) / pace.step_s
-        level = (budget + started) / speed
-        if number + 1 < len(by_start) and level <= by_start[number + 1].arrival(0):
-            break
-    return level - 1e-9 * max(1.0, abs(level))
 
 
 class Round:
@@ -243,6 +169,11 @@ class Round:
             if number not in self.asked and number not in self.gathering:
                 yield number
 
+    def given(self, id_: int) -> None:
+        """This worker has been given a batch."""
+        self.num_handed += 1
+        self.plan[id_] -= 1
+
     def ask(self, number: int, now: float) -> None:
         """A fragment's changes are asked for; `now` is of any one clock, in seconds."""
         self.asked.add(number)
@@ -256,127 +187,6 @@ class Round:
     def is_asked(self) -> bool:
         """Whether all fragments have been asked for."""
         return len(self.asked) == len(self._numbers)
-
-
-AHEAD_S, LEAST_AHEAD, MOST_AHEAD = 0.25, 2, 16
-"""A worker holds batches for so many seconds, and so many, so that it never waits for the next."""
-MOST_BEHIND = 256
-"""So many at most where messages wait behind a fragment on its link."""
-LEAST_STEP_S, MOST_STEP_S = 1e-6, 1e6
-NUM_RECENT = 3
-"""A step counts as long as the median of so many: a machine may be held up once."""
-SYNCHRONOUS_ROUNDS = 4
-"""With which an asynchronous run begins: early on the workers' ways part fastest, and their speeds are not
-known yet."""
-
-
-@dataclass
-class Timing:
-    """How fast a worker is, and what it holds. Its defaults are of the monotonic clock."""
-
-    step_s: float
-    """How long a batch takes it."""
-    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
-    """How long its newest steps took."""
-    num_idle_rounds: int = 0
-    """Rounds that have begun since it was given a batch last."""
-    is_measured_anew: bool = False
-    """Whether its next step alone says how fast it is."""
-    unanswered: set[Hashable] = field(default_factory=set)
-    """Batches that it was given, and has not yet taken a step with."""
-    is_asked: bool = False
-    """Whether it was asked for its change, and gets nothing to compute before its new weights."""
-    progressed_at: float = field(default_factory=time.monotonic)
-    """When it was last seen to go on with what it is to do, or to be sent something, or had nothing to do."""
-    began_at: float = 0.0
-    """When it was given a batch after it had had none."""
-    stepped_at: float = field(default_factory=time.monotonic)
-    """When it joined, or was heard to have taken its last step."""
-    upload_s: float = 0.0
-    """How long after its last step its change is here."""
-    num_before: dict[int, int] = field(default_factory=dict)
-    """By fragment whose change it owes: batches that it has to take a step with before it sends it."""
-    ready_at: dict[int, float] = field(default_factory=dict)
-    """By fragment whose change it owes: since when it has been on its way."""
-    on_way_s: dict[int, float] = field(default_factory=dict)
-    """By fragment: how long its newest change was on its way."""
-    num_since_asked: int = 0
-    """Batches that it was given since it was asked for its change last."""
-    waited_s: float | None = None
-    """How long it had nothing to compute before this round's first step; None: that is to come."""
-
-    @property
-    def link_busy_s(self) -> float:
-        """How long at most its change is on its way, and then new weights are."""
-        return 2 * max(self.on_way_s.values(), default=0.0)
-
-    def num_wanted(self, busy_s: float) -> int:
-        """How many more batches it should hold, while its link may be busy with other things for so long."""
-        ahead = min(MOST_AHEAD, math.ceil(AHEAD_S / self.step_s))
-        behind = min(MOST_BEHIND, math.ceil(busy_s / self.step_s))
-        return max(LEAST_AHEAD, ahead, 1 + behind) - len(self.unanswered)
-
-    def pace(self, now: float, *, is_streaming: bool) -> Pace:
-        """How fast it is; who is silent with batches in hand is as slow as it has been silent.
-
-        In streaming nobody waits for an upload.
-        """
-        silent_s = now - max(self.stepped_at, self.began_at) if self.unanswered else 0.0
-        step_s = max(self.step_s, silent_s)
-        upload_s = 0.0 if is_streaming else self.upload_s
-        return Pace(step_s, upload_s, now + len(self.unanswered) * step_s - silent_s)
-
-    def gets(self, lease: Hashable, now: float) -> None:
-        """It is given a batch."""
-        if not self.unanswered:
-            self.began_at = now
-        self.unanswered.add(lease)
-        self.num_since_asked += 1
-        self.is_measured_anew = self.is_measured_anew or self.is_tried_again
-        self.num_idle_rounds = 0
-
-    def stepped(self, compute_s: float, now: float) -> None:
-        """Learn from a step how fast it is: as it says, or as its steps come, if that is slower."""
-        if self.waited_s is None:
-            self.waited_s = max(0.0, now - self.stepped_at - compute_s)
-        went_on = self.began_at < self.stepped_at  # it held more batches at its last step
-        took_s = max(compute_s, now - self.stepped_at if went_on else 0.0)
-        if self.is_measured_anew:
-            self.is_measured_anew, self.step_s = False, took_s
-            self.recent_s.clear()
-        self.recent_s.append(took_s)
-        smoothed_s = 0.7 * self.step_s + 0.3 * median(self.recent_s)
-        self.step_s = min(MOST_STEP_S, max(LEAST_STEP_S, smoothed_s))
-        self.stepped_at = self.progressed_at = now
-        for fragment in self.num_before:
-            self.num_before[fragment] -= 1
-            if self.num_before[fragment] == 0:
-                self.ready_at[fragment] = now
-
-    def asked(self, fragment: int, now: float) -> None:
-        """It is asked for its change in a fragment."""
-        self.num_before[fragment] = len(self.unanswered)
-        if not self.unanswered:
-            self.ready_at[fragment] = now
-
-    def answered(self, fragment: int, now: float) -> None:
-        """Its change in a fragment has come."""
-        self.progressed_at = now
-        self.num_before.pop(fragment, None)
-        upload_s = max(0.0, now - self.stepped_at)
-        self.upload_s = 0.5 * self.upload_s + 0.5 * upload_s if self.on_way_s else upload_s
-        if (ready_at := self.ready_at.pop(fragment, None)) is not None:
-            self.on_way_s[fragment] = now - ready_at
-
-    def begin(self) -> None:
-        """A round begins with new weights, or it is to begin again."""
-        self.is_asked, self.waited_s, self.num_since_asked = False, None, 0
-        self.num_idle_rounds += 1
-
-    @property
-    def is_tried_again(self) -> bool:
-        """Whether it should be given a batch because it was too slow for so long: it may not be any more."""
-        return is_retried(self.num_idle_rounds - 1)  # the round of now may still give it one
 
 
 def shared_out(
@@ -441,18 +251,184 @@ def measured_steps(
     return choose_local_steps(step_s, round_s, total_batches, len(workers))
 
 
-def num_exchanges(num_outer_steps: int, num_fragments: int, mode: Mode, num_workers: int) -> int:
-    """How many times all has been exchanged with everybody, after so many outer steps.
+class SyncBeginning:
+    """How long a run begins synchronously: its first share of samples, or hardly where that takes too long.
 
-    When workers no longer wait for each other, an outer step is one worker's.
+    Early on the workers' ways part fastest. So in the beginning each exchange is one step of the inner
+    optimizer along the mean gradient of all workers, as in synchronous training. A worker's own step updates
+    the moments of its optimizer and leaves its weights; it keeps these moments for the rounds. After
+    post-local SGD (Lin et al., 1808.07217). Debts of the codec are paid as those of changes are, not by a
+    batch's share.
     """
-    if mode != "async":
-        return num_outer_steps // num_fragments
-    num_own = max(0, num_outer_steps - SYNCHRONOUS_ROUNDS)
-    return min(num_outer_steps, SYNCHRONOUS_ROUNDS) + num_own // num_workers
+
+    def __init__(self, num_samples: int, total_batches: int) -> None:
+        """`num_samples`: the most that it takes; `total_batches`: batches of the whole run."""
+        self._num_samples, self._total_batches = num_samples, total_batches
+        self.num_steps = 0
+        self.waited_s = 0.0
+        """How long workers have waited between their steps, a mean weighted by their speeds."""
+        self.is_over = not num_samples
+        self.reason = ""
+        """Why it ends before its time."""
+        self._num_undisturbed = 0
+        """Steps of this process since its first one, or since a worker was lost or late."""
+
+    def stepped(self) -> None:
+        self.num_steps += 1
+        self._num_undisturbed += 1
+
+    def begin_step(self, samples_applied: int, workers: Collection[Timing]) -> None:
+        """Decide whether another step is taken, by what was applied and by measured times.
+
+        Before the first step workers have waited for each other to come, which says nothing of exchanges.
+        """
+        waits = [(each.waited_s, 1 / each.step_s) for each in workers if each.waited_s is not None]
+        if self._num_undisturbed > 1 and waits:
+            speed = sum(speed for _, speed in waits)
+            self.waited_s += sum(waited_s * speed for waited_s, speed in waits) / speed
+        if workers and self.num_steps >= NUM_TRIED and samples_applied:
+            left_s = self.waited_s * (self._num_samples / samples_applied - 1)
+            if left_s > MOST_WAITING * self.computing_s(workers):
+                self.end(f"workers would wait {left_s:.3g} s for each other and its exchanges")
+        self.is_over = bool(self.reason) or samples_applied >= self._num_samples
+
+    def computing_s(self, workers: Collection[Timing]) -> float:
+        """Seconds that these workers compute in the whole run."""
+        step_s = harmonic_mean([each.step_s for each in workers])
+        return self._total_batches * step_s / len(workers)
+
+    def end(self, reason: str) -> None:
+        """End it after the step of now, for `reason`."""
+        self.reason = self.reason or reason
+
+    def disturb(self) -> None:
+        """A worker was lost or late: how long others have waited for it says nothing of exchanges."""
+        self._num_undisturbed = min(1, self._num_undisturbed)
 
 
-def has_enough(round_: Round, worker: Timing, workers: Collection[Timing]) -> bool:
-    """Whether one of those that do not wait for each other has been given what is its own in a round."""
-    steps_s = [each.step_s for each in workers]
-    return worker.num_since_asked >= own_steps(round_.local_steps, worker.step_s, steps_s)
+class Pacing:
+    """Who is given a batch, and whose change is asked for, by measured times: what a server decides.
+
+    A run is predicted by the same decisions (`costs.py`). Workers are known by a number, such as a session's.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        num_fragments: int,
+        *,
+        local_steps: int | None,
+        total_batches: int,
+        num_workers: int,
+        beginning: SyncBeginning,
+    ) -> None:
+        """Begin before the first round.
+
+        Args:
+            local_steps: H, as the user has set it; None: it follows from what is measured.
+            total_batches: of the whole run.
+            num_workers: that the run is meant for.
+        """
+        self.mode = mode
+        self.local_steps, self.total_batches = local_steps, total_batches
+        self.num_workers, self.beginning = num_workers, beginning
+        self.numbers = range(num_fragments)
+        """Of the fragments."""
+        self.round = Round(num_fragments)
+        self.is_async = False
+        """Whether workers no longer wait for each other, nor have rounds."""
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the run is in its synchronous beginning."""
+        return not self.beginning.is_over
+
+    @property
+    def waits(self) -> bool:
+        """Whether a worker that was asked for its change waits for new weights."""
+        return self.is_synchronous or not (self.mode == "streaming" or self.is_async)
+
+    @property
+    def is_round_over(self) -> bool:
+        """Whether all was asked for, and has come where workers wait for it."""
+        return self.round.is_asked and not (self.waits and self.round.gathering)
+
+    def num_rounds(self, num_outer_steps: int) -> int:
+        """How many times all has been exchanged with everybody, after so many outer steps.
+
+        When workers no longer wait for each other, an outer step is one worker's.
+        """
+        if self.mode != "async":
+            return num_outer_steps // len(self.numbers)
+        num_own = max(0, num_outer_steps - SYNCHRONOUS_ROUNDS)
+        return min(num_outer_steps, SYNCHRONOUS_ROUNDS) + num_own // self.num_workers
+
+    def choose_steps(self, workers: Collection[Timing], num_outer_steps: int) -> None:
+        """Choose how many batches each of `workers` takes on average until its next exchange."""
+        if self.is_synchronous:
+            self.round.begin(1, is_whole=True)
+        elif self.local_steps is not None:
+            self.round.begin(self.local_steps)
+        else:
+            steps = measured_steps(self.round, workers, self.total_batches, self.mode)
+            most_steps = most_local_steps(self.total_batches, len(workers))
+            self.round.begin(warmed_up(self.num_rounds(num_outer_steps), steps), most_steps)
+
+    def begin_round(self, workers: Collection[Timing], num_outer_steps: int) -> None:
+        self.choose_steps(workers, num_outer_steps)
+        for each in workers:
+            each.begin()
+        is_past = num_outer_steps >= SYNCHRONOUS_ROUNDS and not self.is_synchronous
+        self.is_async = self.mode == "async" and is_past
+
+    def batches(
+        self, takers: Mapping[int, Timing], num_workers: int, now: float
+    ) -> Mapping[int, int]:
+        """How many batches each of `takers` is to be given at once, in a round that `num_workers` share."""
+        if self.round.asked and self.waits:
+            return {}
+        mode: Mode = "sync" if self.waits else self.mode
+        self.round.plan, at_once = shared_out(self.round, takers, num_workers, now, mode)
+        return at_once
+
+    def requests(
+        self,
+        workers: Mapping[int, Timing],
+        now: float,
+        *,
+        owes_change: Callable[[int], bool],
+        has_more: bool = True,
+        has_open: bool = True,
+    ) -> Iterator[tuple[int, int]]:
+        """Whose change is to be asked for in which fragment; each is asked before the next is decided on.
+
+        At the end of a round that exchanges the whole, who gets no more batches is asked before the others.
+
+        Args:
+            owes_change: whether a worker was asked for a change that has not come.
+            has_more: whether there are batches to hand out.
+            has_open: whether any that were handed out have not been applied.
+        """
+        if self.is_async:
+            for id_, each in workers.items():
+                is_due = not has_more or self._has_enough(each, workers.values())
+                if is_due and not owes_change(id_):
+                    yield id_, 0
+            return
+        for number in list(self.round.unasked):
+            if not has_more or all(each.is_asked for each in workers.values()):
+                is_due = has_open
+            else:
+                is_due = self.round.is_due(number, len(workers))
+            if is_due:
+                self.round.ask(number, now)
+                yield from ((id_, number) for id_ in workers)
+        if self.waits and not self.round.asked:
+            for id_ in workers:
+                if self.round.plan.get(id_, 1) <= 0:
+                    yield from ((id_, number) for number in self.numbers)
+
+    def _has_enough(self, worker: Timing, workers: Collection[Timing]) -> bool:
+        """Whether one of those that do not wait for each other has been given what is its own in a round."""
+        steps_s = [each.step_s for each in workers]
+        return worker.num_since_asked >= own_steps(self.round.local_steps, worker.step_s, steps_s)

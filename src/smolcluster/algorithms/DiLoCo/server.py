@@ -34,7 +34,7 @@ from smolcluster.algorithms.DiLoCo.beginning import (
     new_stores,
     warn_of_long_rounds,
 )
-from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, Mode, gradient_codec
+from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, gradient_codec
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver
 from smolcluster.algorithms.DiLoCo.fragments import filled
 from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
@@ -52,19 +52,8 @@ from smolcluster.algorithms.DiLoCo.peers import (
     share_of,
     tell,
 )
-from smolcluster.algorithms.DiLoCo.rounds import (
-    LEAST_STEP_S,
-    MOST_BEHIND,
-    MOST_STEP_S,
-    SYNCHRONOUS_ROUNDS,
-    Round,
-    has_enough,
-    measured_steps,
-    most_local_steps,
-    num_exchanges,
-    shared_out,
-    warmed_up,
-)
+from smolcluster.algorithms.DiLoCo.rounds import Pacing
+from smolcluster.algorithms.DiLoCo.timing import LEAST_STEP_S, MOST_BEHIND, MOST_STEP_S
 from smolcluster.algorithms.leasing import LeasingServer
 from smolcluster.data.permutation import Range
 from smolcluster.runs.summary import Summary
@@ -107,19 +96,24 @@ class Server(LeasingServer):
         super().__init__(context, context.settings.cluster.num_workers)
         self.config = context.run.of(DiLoCoConfig)
         epoch_batches = math.ceil(context.training.num_samples / self.train.samples_per_push)
-        self.total_batches = self.train.num_batches(context.training.num_samples)
+        total_batches = self.train.num_batches(context.training.num_samples)
         warn_of_long_rounds(context, epoch_batches)
-        self.is_streaming = self.config.mode == "streaming"
-        self.is_async = False
-        """Whether workers no longer wait for each other, nor have rounds."""
         num_fragments = self.config.num_fragments(len(filled(self.replica.layers)))
         self.numbers = range(num_fragments)
         """Of the fragments."""
-        self.outer = new_outer(context, self.total_batches)
+        self.outer = new_outer(context, total_batches)
         self.stores = new_stores(context, self.outer, num_fragments)
         self.ledger = Ledger(num_fragments)
-        self.round = Round(num_fragments)
-        self.beginning = new_beginning(context, self.total_batches)
+        self.beginning = new_beginning(context, total_batches)
+        self.pacing = Pacing(
+            self.config.mode,
+            num_fragments,
+            local_steps=self.config.local_steps,
+            total_batches=total_batches,
+            num_workers=context.settings.cluster.num_workers,
+            beginning=self.beginning,
+        )
+        self.round = self.pacing.round
         state = self.open(
             lambda: self.stores.tensors, num_more=self.stores.num_frames + MOST_BEHIND
         )
@@ -132,7 +126,7 @@ class Server(LeasingServer):
             self.version,
             self.report.steps_undone,
             self.on_store_lost,
-            begins_together=self.is_synchronous and not self.beginning.reason,
+            begins_together=self.pacing.is_synchronous and not self.beginning.reason,
         )
         self.sender = Sender(context, self.stores)
         self.peers = {}
@@ -185,20 +179,11 @@ class Server(LeasingServer):
 
     def begin_round(self) -> None:
         """Take in workers anew, and choose how many batches each takes on average in this round."""
-        if self.is_synchronous:
+        if self.pacing.is_synchronous:
             self.beginning.begin_step(self.dispatcher.samples_applied, self.active)
             if self.beginning.is_over:
                 self.end_beginning()
-        self.choose_steps()
-        for peer in self.active:
-            peer.begin()
-        is_past = self.stores.version >= SYNCHRONOUS_ROUNDS and not self.is_synchronous
-        self.is_async = self.config.mode == "async" and is_past
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether the run is in its synchronous beginning."""
-        return not self.beginning.is_over
+        self.pacing.begin_round(self.active, self.stores.version)
 
     def end_beginning(self) -> None:
         """Go on in rounds: workers step by themselves, and exchanges are measured anew."""
@@ -213,44 +198,18 @@ class Server(LeasingServer):
         way = f", gradients sent as {codec}" if codec != self.context.codec else ""
         self.report.beginning_ended(f"{steps}, {share:.1%} of the samples{way}{why}")
 
-    def choose_steps(self) -> None:
-        """Ask the rule how many batches a worker takes on average until its next exchange."""
-        if self.is_synchronous:
-            self.round.begin(1, is_whole=True)
-        elif self.config.local_steps is not None:
-            self.round.begin(self.config.local_steps)
-        else:
-            steps = warmed_up(self.num_rounds, self.measured_steps())
-            self.round.begin(steps, most_local_steps(self.total_batches, len(self.active)))
-
-    def measured_steps(self) -> int:
-        return measured_steps(self.round, self.active, self.total_batches, self.config.mode)
-
-    @property
-    def num_rounds(self) -> int:
-        """How many times every fragment has been exchanged."""
-        num_workers = self.context.settings.cluster.num_workers
-        return num_exchanges(self.stores.version, len(self.numbers), self.config.mode, num_workers)
-
-    @property
-    def waits(self) -> bool:
-        """Whether a worker that was asked for its change waits for new weights."""
-        return self.is_synchronous or not (self.is_streaming or self.is_async)
-
     def hand_out(self, now: float) -> None:
         """Give workers a few of the batches that they are to have in this round."""
-        if not (self.pool.started and self.stores.is_ready) or (self.round.asked and self.waits):
+        if not (self.pool.started and self.stores.is_ready):
             return
         takers = {
             peer.id: peer
             for peer in self.active
-            if not (peer.is_asked or (peer.steps_alone and self.is_synchronous))
+            if not (peer.is_asked or (peer.steps_alone and self.pacing.is_synchronous))
         }
-        mode: Mode = "sync" if self.waits else self.config.mode
-        self.round.plan, at_once = shared_out(self.round, takers, len(self.active), now, mode)
-        for id_, peer in takers.items():
-            for _ in range(at_once[id_]):
-                self.give(peer)
+        for id_, number in self.pacing.batches(takers, len(self.active), now).items():
+            for _ in range(number):
+                self.give(takers[id_])
 
     def give(self, peer: Peer) -> None:
         lease = self.dispatcher.grant(peer.id, time.monotonic(), is_sent=False, may_copy=False)
@@ -259,9 +218,8 @@ class Server(LeasingServer):
         rate = self.learning_rate()
         fragments = self.ledger.assign(lease.key, peer.id, rate)
         peer.gets(lease.key, time.monotonic())
-        self.round.num_handed += 1
-        self.round.plan[peer.id] -= 1
-        fill, is_gradient = peer.outbox.place(), self.is_synchronous
+        self.round.given(peer.id)
+        fill, is_gradient = peer.outbox.place(), self.pacing.is_synchronous
         self.feed.deliver(
             lease.range,
             lease.indices,
@@ -279,42 +237,21 @@ class Server(LeasingServer):
         )
 
     def collect(self, now: float) -> None:
-        """Ask for what workers have changed in the fragments whose turn has come.
-
-        At the end of a round that exchanges the whole, who gets no more batches is asked before the others.
-        """
-        if self.is_async:
-            self.collect_by_worker()
-            return
-        for number in list(self.round.unasked):
-            if self.is_due(number):
-                self.round.ask(number, now)
-                for peer in self.active:
-                    self.ask(peer, number)
-        if self.waits and not self.round.asked:
-            for peer in self.active:
-                if self.round.plan.get(peer.id, 1) <= 0:
-                    for number in self.numbers:
-                        self.ask(peer, number)
-
-    def collect_by_worker(self) -> None:
-        """Ask each worker that has its own number of batches, and whose last change has been applied."""
-        for peer in self.active:
-            is_due = has_enough(self.round, peer, self.active) or not self.dispatcher.has_more
-            if is_due and not self.ledger.owes_change(peer.id):
-                self.ask(peer, WHOLE)
-
-    def is_due(self, number: int) -> bool:
-        """Whether a fragment's turn has come: by what was handed out, or because there is no more."""
-        if not self.dispatcher.has_more or all(peer.is_asked for peer in self.active):
-            return self.ledger.num_open_samples > 0
-        return self.round.is_due(number, len(self.active))
+        """Ask for what workers have changed in the fragments whose turn has come."""
+        asked = self.pacing.requests(
+            {peer.id: peer for peer in self.active},
+            now,
+            owes_change=self.ledger.owes_change,
+            has_more=self.dispatcher.has_more,
+            has_open=self.ledger.num_open_samples > 0,
+        )
+        for id_, number in asked:
+            self.ask(self.peers[id_], number)
 
     def ask(self, peer: Peer, number: int) -> None:
         if not self.ledger.has_uncovered(peer.id, number):
             return
-        peer.is_asked, peer.num_since_asked = self.waits, 0
-        peer.asked(number, time.monotonic())
+        peer.asked(number, time.monotonic(), waits=self.pacing.waits)
         request = self.ledger.request(peer.id, number).number
         # at a request that waits the worker reads no further one
         waits = peer.is_asked and number == self.numbers[-1]
@@ -322,14 +259,14 @@ class Server(LeasingServer):
 
     def step(self, now: float) -> None:
         """Take the outer steps for which all have brought what they have changed; then a round may end."""
-        if self.is_async:
+        if self.pacing.is_async:
             changes, self.contributions[WHOLE] = self.contributions[WHOLE], []
             for each in changes:
                 self.apply(each)
-                self.choose_steps()
+                self.pacing.choose_steps(self.active, self.stores.version)
             return
         waiting = [each for each in self.round.gathering if self.ledger.is_waiting(each)]
-        if self.is_synchronous:
+        if self.pacing.is_synchronous:
             if self.round.is_asked and not waiting and self.take_synchronous_step():
                 for number in self.numbers:
                     self.round.gathered(number, now)
@@ -343,7 +280,7 @@ class Server(LeasingServer):
             self.round.gathered(number, now)
             if self.contributions[number]:
                 self.take_outer_step(number)
-        if self.round.is_asked and (self.is_streaming or not self.round.gathering):
+        if self.pacing.is_round_over:
             self.begin_round()
 
     def apply(self, contribution: Contribution) -> None:
@@ -470,7 +407,7 @@ class Server(LeasingServer):
         self.workers[peer.id] = worker
         peer.is_joining = True
         peer.steps_alone = ready.steps_alone
-        if peer.steps_alone and self.is_synchronous:
+        if peer.steps_alone and self.pacing.is_synchronous:
             self.beginning.end(f"{worker.name} is a loop whose optimizer the server has not")
         if self.stores.introduce(worker.live_session):
             self.welcome(peer, has_weights=self.sender.has_first_weights(ready))
@@ -543,7 +480,7 @@ class Server(LeasingServer):
             self.stores.drop(arrived)
             self.refuse(peer, request, str(error))
             return
-        if not self.is_synchronous:
+        if not self.pacing.is_synchronous:
             peer.drift = arrived.norm / (arrived.weights_norm or 1.0)
             self.report.board.measured(peer.worker, local_steps=len(steps), drift=peer.drift)
         change = Change(

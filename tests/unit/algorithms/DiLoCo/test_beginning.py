@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from smolcluster.algorithms.DiLoCo.beginning import SyncBeginning
+from smolcluster.algorithms.DiLoCo.rounds import SyncBeginning
 
 
 def waiting(waited_s: float | None, step_s: float = 1.0) -> Any:

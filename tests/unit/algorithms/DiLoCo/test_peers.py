@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from smolcluster.algorithms.DiLoCo.peers import LEAST_PATIENCE_S, Peer, share_of
-from smolcluster.algorithms.DiLoCo.rounds import MOST_STEP_S, Pace, plan_round
+from smolcluster.algorithms.DiLoCo.timing import MOST_STEP_S, Pace, plan_round
 from smolcluster.wire.messages import LeaseKey
 
 STEP_S = 1.0
@@ -141,14 +141,14 @@ def test_a_worker_holds_more_while_fragments_are_on_its_link() -> None:
 
 def test_how_long_a_change_is_on_its_way_counts_from_the_last_step_that_it_holds() -> None:
     peer = peer_with(2)
-    peer.asked(0, 10.0)
+    peer.asked(0, 10.0, waits=True)
     peer.gets(key(7), 10.5)  # it is not of this change
     for now in (11.0, 12.0, 13.0):
         peer.stepped(1.0, now)
     peer.answered(0, 14.5)
     assert peer.on_way_s == {0: 2.5}
     idle = peer_with(0)
-    idle.asked(1, 10.0)
+    idle.asked(1, 10.0, waits=True)
     idle.answered(1, 11.0)
     assert idle.on_way_s == {1: 1.0}
 

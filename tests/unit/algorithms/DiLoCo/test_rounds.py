@@ -9,19 +9,18 @@ from hypothesis import strategies as st
 
 from smolcluster.algorithms.DiLoCo.config import Mode
 from smolcluster.algorithms.DiLoCo.rounds import (
-    Pace,
+    Pacing,
     Round,
-    Timing,
+    SyncBeginning,
     choose_local_steps,
     hiding_round_s,
     measured_steps,
-    num_exchanges,
     own_steps,
-    plan_round,
     shared_out,
     waiting_round_s,
     warmed_up,
 )
+from smolcluster.algorithms.DiLoCo.timing import Pace, Timing, plan_round
 
 REPEATABLE = settings(derandomize=True, deadline=None, database=None)
 PACES = st.builds(
@@ -263,7 +262,7 @@ def heard(step_s: float, *upload_s: float) -> Timing:
     worker, now = at_rest(step_s), 0.0
     for each in upload_s:
         worker.gets("a batch", now)
-        worker.asked(0, now)
+        worker.asked(0, now, waits=False)
         worker.unanswered.clear()
         worker.stepped(step_s, now + step_s)
         now += step_s + each
@@ -297,4 +296,88 @@ def test_an_exchange_is_one_of_all_fragments_with_all_workers(
     mode: Mode, num_outer_steps: int, number: int
 ) -> None:
     num_fragments = 4 if mode == "streaming" else 1
-    assert num_exchanges(num_outer_steps, num_fragments, mode, 3) == number
+    assert pacing(mode, num_fragments).num_rounds(num_outer_steps) == number
+
+
+def pacing(mode: Mode, num_fragments: int = 1, *, num_workers: int = 3) -> Pacing:
+    """Of a run past its synchronous beginning, with rounds of two batches a worker."""
+    return Pacing(
+        mode,
+        num_fragments,
+        local_steps=2,
+        total_batches=1000,
+        num_workers=num_workers,
+        beginning=SyncBeginning(0, 1000),
+    )
+
+
+def asked(rule: Pacing, workers: dict[int, Timing], **state: bool) -> list[tuple[int, int]]:
+    """Who is asked for which fragment, one after the other, as a server does it."""
+    all_asked = []
+    for id_, number in rule.requests(workers, 1.0, owes_change=lambda _: False, **state):
+        workers[id_].asked(number, 1.0, waits=rule.waits)
+        all_asked.append((id_, number))
+    return all_asked
+
+
+def hand_out(rule: Pacing, workers: dict[int, Timing]) -> dict[int, int]:
+    takers = {id_: each for id_, each in workers.items() if not each.is_asked}
+    at_once = rule.batches(takers, len(workers), 0.0)
+    for id_, number in at_once.items():
+        for batch in range(number):
+            workers[id_].gets(batch, 0.0)
+            rule.round.given(id_)
+    return dict(at_once)
+
+
+def test_a_round_is_handed_out_then_asked_for_and_is_over_when_all_has_come() -> None:
+    workers = {1: at_rest(1.0), 2: at_rest(1.0)}
+    rule = pacing("sync")
+    rule.begin_round(workers.values(), 0)
+    assert asked(rule, workers) == [], "nothing has been handed out"
+    assert hand_out(rule, workers) == {1: 2, 2: 2}
+    assert asked(rule, workers) == [(1, 0), (2, 0)]
+    assert hand_out(rule, workers) == {}, "they wait for new weights"
+    assert not rule.is_round_over
+    rule.round.gathered(0, 2.0)
+    assert rule.is_round_over
+
+
+def test_who_gets_no_more_of_a_round_is_asked_before_the_others() -> None:
+    workers = {1: at_rest(0.01), 2: at_rest(100.0)}
+    rule = pacing("sync")
+    rule.begin_round(workers.values(), 0)
+    assert hand_out(rule, workers) == {1: 4, 2: 0}
+    rule.round.num_handed -= 1  # one is still to be handed out
+    rule.round.plan[1] = 1
+    assert asked(rule, workers) == [(2, 0)]
+
+
+def test_streaming_goes_on_before_a_fragment_has_come() -> None:
+    workers = {1: at_rest(1.0), 2: at_rest(1.0)}
+    rule = pacing("streaming", 2)
+    rule.begin_round(workers.values(), 0)
+    assert hand_out(rule, workers) == {1: 1, 2: 1}
+    assert asked(rule, workers) == [(1, 0), (2, 0)]
+    assert hand_out(rule, workers) == {1: 1, 2: 1}
+    assert asked(rule, workers) == [(1, 1), (2, 1)]
+    assert rule.is_round_over
+
+
+def test_what_is_left_at_the_end_is_asked_for_though_no_round_is_full() -> None:
+    workers = {1: at_rest(1.0)}
+    rule = pacing("sync")
+    rule.begin_round(workers.values(), 0)
+    assert asked(rule, workers, has_more=False, has_open=False) == []
+    assert asked(rule, workers, has_more=False) == [(1, 0)]
+
+
+def test_after_the_first_rounds_an_asynchronous_run_asks_each_by_itself() -> None:
+    workers = {1: at_rest(1.0), 2: at_rest(1.0)}
+    rule = pacing("async")
+    rule.begin_round(workers.values(), 3)
+    assert (rule.is_async, rule.waits) == (False, True)
+    rule.begin_round(workers.values(), 4)
+    assert (rule.is_async, rule.waits) == (True, False)
+    workers[2].num_since_asked = 2
+    assert asked(rule, workers) == [(2, 0)]

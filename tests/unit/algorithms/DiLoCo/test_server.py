@@ -10,12 +10,11 @@ import torch
 from harness import local_settings
 from smolcluster.algorithms.DiLoCo.beginning import (
     RoundsState,
-    SyncBeginning,
     new_beginning,
     new_outer,
     new_stores,
 )
-from smolcluster.algorithms.DiLoCo.rounds import Round
+from smolcluster.algorithms.DiLoCo.rounds import Round, SyncBeginning
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.server.store_links import NormsArrived
