@@ -8,7 +8,7 @@ are medians over the rounds of a round's mean, so that digests are paid for, whi
 commit; ratios are medians of the rounds' ratios.
 
 * `--network loopback`: all processes share this machine's cores and memory, which is what is measured.
-* `--network namespaces` (Linux, root): a network namespace a host, at 100 Mbit/s in both directions through a
+* `--network namespaces` (Linux, root): a network namespace a host, at `--mbit` in both directions through a
   bridge, with cubic as congestion control, as on most systems. `wire` is what the busiest link needs for what
   comes to it (with one server N pushes), at the speed at which a plain socket fills it, while it sends.
 
@@ -544,8 +544,8 @@ def measure(case: Case, steps: int, rounds: int, wire_bytes_per_s: float) -> Mea
 
 
 @contextmanager
-def hosts_of(network: str, num_workers: int) -> Iterator[tuple[Host, ...]]:
-    """The server's host and the workers', for as long as the block lasts."""
+def hosts_of(network: str, num_workers: int, mbit: float = MBIT) -> Iterator[tuple[Host, ...]]:
+    """The server's host and the workers', for as long as the block lasts; links carry `mbit` Mbit/s."""
     if network == "loopback":
         yield (Host("127.0.0.1", "lo"),) * (num_workers + 1)
         return
@@ -558,13 +558,13 @@ def hosts_of(network: str, num_workers: int) -> Iterator[tuple[Host, ...]]:
             run(f"ip netns add {space}")
         run(f"ip -n {bridge} link add bridge0 type bridge")
         run(f"ip -n {bridge} link set bridge0 up")
-        yield tuple(attach(space, place, bridge) for place, space in enumerate(spaces, 1))
+        yield tuple(attach(space, place, bridge, mbit) for place, space in enumerate(spaces, 1))
     finally:
         for space in (bridge, *spaces):
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
-def attach(space: str, place: int, bridge: str) -> Host:
+def attach(space: str, place: int, bridge: str, mbit: float) -> Host:
     """Plug a namespace into the bridge's, through a link that is as slow in both directions."""
     address, port = f"10.99.0.{place}", f"port{place}"
     run(f"ip -n {bridge} link add {port} type veth peer name eth0 netns {space}")
@@ -574,7 +574,7 @@ def attach(space: str, place: int, bridge: str) -> Host:
     route = f"10.99.0.0/24 dev eth0 proto kernel scope link src {address} congctl cubic"
     run(f"ip -n {space} route replace {route}")
     host = Host(address, "eth0", space)
-    shape(host, place, MBIT)
+    shape(host, place, mbit)
     return host
 
 
@@ -666,6 +666,7 @@ def cases(arguments: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[Case
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A SyncPS step's exchange against Gloo.")
     parser.add_argument("--network", choices=list(NETWORKS), default="loopback")
+    parser.add_argument("--mbit", type=float, default=MBIT, help="of a host's link in namespaces")
     parser.add_argument("--workers", type=int, nargs="+", metavar="N")
     parser.add_argument("--megabytes", type=float, help="size of the gradient in fp32")
     parser.add_argument("--codec", nargs="+", choices=("fp32", "int8"), default=("fp32", "int8"))
@@ -684,7 +685,7 @@ def main() -> None:
     arguments = parse_arguments()
     shaped = arguments.network == "namespaces"
     measured = []
-    with hosts_of(arguments.network, max(arguments.workers)) as hosts:
+    with hosts_of(arguments.network, max(arguments.workers), arguments.mbit) as hosts:
         wire = wire_speed(hosts, round(1e6 * arguments.megabytes)) if shaped else math.inf
         for case in cases(arguments, hosts):
             measured.append(measure(case, arguments.steps, arguments.rounds, wire))
