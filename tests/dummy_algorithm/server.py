@@ -8,92 +8,89 @@ if __name__ == "__main__":
 import time
 
 from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.leasing import LeasingServer
 from smolcluster.data.permutation import Range
 from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import assignment_of
-from smolcluster.server.leases import Dispatcher
+from smolcluster.server.hosted_stores import HostedStores
 from smolcluster.server.push import GradientReceiver, Pushed
-from smolcluster.server.slices import slice_frames
-from smolcluster.server.store import Store
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.loop import StepTaken
 from smolcluster.wire.inbox import Event
-from smolcluster.wire.messages import WEIGHTS, Ack
+from smolcluster.wire.messages import Ack
 
 
-class Server:
+class Server(LeasingServer):
+    stores: HostedStores
+    peers: dict[int, Worker]
+
     def __init__(self, context: ServerContext) -> None:
-        train, self.replica = context.run.train, context.training.replica
-        self.context, self.rate, self.version = context, train.learning_rate, 0
-        num_samples, buckets = context.training.num_samples, self.replica.buckets
-        self.dispatcher = Dispatcher(
-            incarnation=context.incarnation,
-            num_samples=num_samples,
-            total_samples=train.total_samples(num_samples),
-            batch_size=train.batch_size,
-            permutation=context.training.order,
-        )
-        self.pool = context.open_pool(lambda id_: GradientReceiver(id_, context.codec, buckets))
-        self.store, self.evaluator = Store.of(self.replica), context.new_evaluator()
-        self.idle: dict[int, Worker] = {}
-        self.busy: dict[int, Worker] = {}
+        super().__init__(context, num_optimizers=1)
+        self.peers, self.idle = {}, set[int]()
+        self.stores = context.hosted_stores()
+        self.open()
+        self.stores.begin(self.version, self.report.steps_undone)
+
+    def receiver_for(self, session_id: int) -> GradientReceiver:
+        return GradientReceiver(session_id, self.context.codec, self.replica.buckets)
 
     def serve(self) -> Summary:
-        with self.pool, self.evaluator:
-            while not (self.dispatcher.done or self.pool.listener.counts.is_over):
-                for event in self.pool.next_events(0.1):
-                    self.handle(event)
-                self.dispatcher.expire(time.monotonic())
-                for session_id, worker in list(self.idle.items() if self.pool.started else ()):
-                    self.hand_out(session_id, worker)
-                self.pool.listener.tick()
-            return self.pool.listener.summary()
+        self.serve_all()
+        return self.saver.summary()
 
     def handle(self, event: Event) -> None:
         match event:
             case Joined(worker):
-                self.idle[worker.member.session_id] = worker
+                self.peers[worker.member.session_id] = worker
+                self.idle.add(worker.member.session_id)
             case Departed(worker):
-                for workers in (self.idle, self.busy):
-                    workers.pop(worker.member.session_id, None)
+                del self.peers[worker.member.session_id]
+                self.idle.discard(worker.member.session_id)
                 self.dispatcher.release_all(worker.member.session_id)
-            case Pushed(session_id=session_id) if session_id in self.busy:
-                worker = self.idle[session_id] = self.busy.pop(session_id)
+            case Pushed(session_id=session_id) if session_id in self.peers:
+                self.idle.add(session_id)
                 verdict = self.dispatcher.judge(event.push.lease, session_id)
                 if verdict == "open":
-                    self.apply(worker, event)
+                    self.apply(self.peers[session_id], event)
                 event.receiver.free()
                 outcome = "applied" if verdict == "open" else verdict
-                worker.live_session.send(
-                    Ack(lease=event.push.lease, outcome=outcome, version=self.version)
-                )
+                ack = Ack(lease=event.push.lease, outcome=outcome, version=self.version)
+                self.peers[session_id].live_session.send(ack)
 
     def apply(self, worker: Worker, pushed: Pushed) -> None:
-        push, samples, report = pushed.push, Range.of(pushed.push.lease), self.pool.listener
-        self.store.take(pushed.gradient)
-        norm = self.store.norm()
-        self.store.step(1.0, self.rate)
+        push, samples, rate = pushed.push, Range.of(pushed.push.lease), self.learning_rate()
+        store = self.stores.own
+        store.take(pushed.gradient)
+        norm = store.norm()
+        store.step(1.0, rate)
         self.version += 1
         self.dispatcher.commit(push.lease, pushed.session_id, time.monotonic())
-        report.contributed(worker, push.num_samples, push.mean_loss)
-        loss, terms, rate = push.mean_loss, push.num_terms, self.rate
-        step = StepTaken(self.version, samples, loss, rate, norm, {}, terms, **worker.who)
-        report.step_taken(step)
-        self.evaluator.after_step(self.version, samples.epoch)
+        self.report.contributed(worker, push.num_samples, push.mean_loss)
+        self.report.step_taken(
+            StepTaken(
+                *(self.version, samples, push.mean_loss, rate, norm, {}, push.num_terms),
+                **worker.who,
+            )
+        )
+        is_evaluated = self.evaluator.after_step(self.version, samples.epoch)
+        self.saver.after_step(is_evaluated=is_evaluated)
 
-    def hand_out(self, session_id: int, worker: Worker) -> None:
-        lease = self.dispatcher.grant(session_id, time.monotonic())
-        if lease is None:
-            return
-        self.busy[session_id] = self.idle.pop(session_id)
-        version, rate, indices = self.version, self.rate, lease.indices
-        what = {WEIGHTS: self.replica.params}, self.replica.buckets
-        for frame in slice_frames(*what, incarnation=self.context.incarnation, version=version):
-            worker.live_session.send_frame(frame)
-        sent = assignment_of(lease.key, indices, version=version, learning_rate=rate)
-        worker.live_session.send(*sent)
+    def decide(self, now: float) -> None:
+        self.dispatcher.expire(now)
+        for session_id in sorted(self.idle if self.pool.started else ()):
+            if lease := self.dispatcher.grant(session_id, now):
+                self.idle.discard(session_id)
+                member, session = self.peers[session_id].member, self.peers[session_id].live_session
+                for frame in self.stores.send_whole(member.instance, self.version):
+                    session.send_frame(frame)
+                version, rate = self.version, self.learning_rate()
+                sent = assignment_of(lease.key, lease.indices, version=version, learning_rate=rate)
+                session.send(*sent)
+
+    def learning_rate(self) -> float:
+        return self.rate_after(self.dispatcher.samples_applied)
 
 
 def serve(context: ServerContext) -> Summary:
-    return Server(context).serve()
+    return Server(context).run()

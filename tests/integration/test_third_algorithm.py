@@ -70,6 +70,7 @@ def test_an_algorithm_of_another_package_is_launched_and_shown(processes: Proces
         assert sorted(samples) == list(range(summary.train_samples))
     assert summary.final.val_accuracy is not None
     assert summary.final.val_accuracy > 0.5, "ten digits, two epochs"
+    assert (run.checkpoints / f"step-{summary.steps:08d}").is_dir(), "`resume` goes on from there"
 
     shown = smolcluster(processes, "status", run.run_id).output
     assert run.run_id in shown
