@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from processes import Processes
+from skips import pytest_addoption, pytest_sessionfinish  # noqa: F401 - hooks
 from smolcluster.server import worker_pool
 from smolcluster.training import checkpoint
 from smolcluster.utils.stopping import SIGNALS
@@ -30,40 +31,57 @@ for number in SIGNALS:  # nohup, for one, has its children ignore a hang-up, whi
 settings.register_profile("clockless", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("clockless")  # how long an example takes is the machine's affair
 
-STATE = tempfile.mkdtemp(prefix="smolcluster-state-")
-"""What runs of the tests note outside their folders is no user's."""
-os.environ["XDG_STATE_HOME"] = STATE
+
+def own_temporary_folder() -> Path:
+    """The folder of all temporary files of these tests and of the processes that they start.
+
+    The processes of pytest-xdist have that of the one that started them. What tests have in `tmp_path` stays
+    for a look where pytest keeps it.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
+        tempfile.tempdir = None  # it is asked for anew
+    return Path(tempfile.gettempdir())
+
+
+TEMPORARY = own_temporary_folder()
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")  # a user's own is left alone
 os.environ["DOCKER_HOST"] = "unix:///no-docker-for-tests"  # launches would start Grafana in it
 
 
-WITH_PROCESSES = tuple(
-    f"{Path(__file__).parent / name}{os.sep}" for name in ("integration", "faults")
-)
-"""Folders of tests that depend on when the system lets processes, browsers and connections go on."""
-TIMEOUT = pytest.StashKey[object]()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have such tests run once more when they fail; the summary shows the first failure too."""
-    for item in items:
-        if str(item.path).startswith(WITH_PROCESSES):
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
-def pytest_unconfigure() -> None:
-    shutil.rmtree(STATE, ignore_errors=True)
-
-
-def pytest_timeout_set_timer(item: pytest.Item, settings: object) -> None:
-    """Keep the test's time-out for `pytest_runtest_setup`; pytest-timeout itself sets the timer."""
-    item.stash[TIMEOUT] = settings
+TESTS = Path(__file__).parent
+PARTS = {
+    "lab": ("integration/launch/*",),
+    "mesh": ("integration/test_mesh*", "integration/test_orchestrator.py"),
+    "jobs": ("integration/test_mesh_slurm.py", "integration/test_mesh_kubernetes.py"),
+    "browser": ("integration/test_dashboard.py",),
+}
+"""Parts of the tests of whole processes that can be asked for by `-m`: their files."""
+DEADLINES_S = {"integration": 150.0, "faults": 150.0, "mesh": 600.0}
+"""Of a test in such a folder, or of such a part, on a machine that does nothing else."""
+DEADLINE_S = 60.0
+"""Of any other test."""
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Give a test that is run once more its time-out again: pytest-timeout ends it at a failure."""
-    if getattr(item, "execution_count", 1) > 1 and TIMEOUT in item.stash:
-        item.ihook.pytest_timeout_set_timer(item=item, settings=item.stash[TIMEOUT])
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of each part, and give each a deadline: the longer, the busier the machine is."""
+    load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    for item in items:
+        path = item.path.relative_to(TESTS) if item.path.is_relative_to(TESTS) else Path("other")
+        deadline_s = DEADLINES_S.get(path.parts[0], DEADLINE_S)
+        for part, patterns in PARTS.items():
+            if any(path.match(pattern) for pattern in patterns):
+                item.add_marker(part)
+                deadline_s = DEADLINES_S.get(part, deadline_s)
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(load * deadline_s))
+
+
+def pytest_unconfigure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(TEMPORARY, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

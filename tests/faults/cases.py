@@ -72,8 +72,14 @@ PATIENCE_S = 45.0
 LOSS_REL = 1e-6
 WEIGHTS_REL = 1e-5
 """Relative to the largest weight: Adam enlarges what float32 rounds off."""
-VAL_LOSS_ABS = 0.4
-"""Who computes what is nobody's choice in EDP: runs without a fault end between 0.45 and 0.7, from 2.3."""
+VAL_LOSS_SPREAD: Mapping[tuple[Algorithm, Mode], float] = MappingProxyType(
+    {("edp", "sync"): 0.2, ("diloco", "sync"): 0.02, ("diloco", "async"): 0.2}
+)
+"""By how much the validation losses of runs without a fault differ, because nobody chooses who computes what.
+
+Ten of each ended at 0.45 to 0.62, at 0.75 all of them, and at 0.71 to 0.87. They begin at 2.3; one that
+learns nothing after the fault has struck ends at 2.1 or, in `async`, at 1.2.
+"""
 
 
 class Ending(StrEnum):
@@ -174,6 +180,8 @@ class Played:
     struck: bool = False
     struck_at: float = 0.0
     connections: int = 0
+    mode: Mode = "sync"
+    """DiLoCo's."""
 
     @property
     def summary(self) -> Summary:
@@ -204,6 +212,10 @@ class Played:
     def _seconds_until(self, *texts: str) -> float | None:
         at = self.timeline.first(*texts, after=self.struck_at) if self.struck else None
         return None if at is None else at - self.struck_at
+
+
+Reference = Callable[..., Played]
+"""The run without a fault of an algorithm, and in DiLoCo's mode: `reference("diloco", "async")`."""
 
 
 def settings_for(algorithm: Algorithm, fault: Fault | None, mode: Mode) -> Settings:
@@ -304,7 +316,7 @@ def play(
             )
             is_made.set()
             cluster.log.addHandler(timeline)
-            played = Played(algorithm, cluster, [], timeline)
+            played = Played(algorithm, cluster, [], timeline, mode=mode)
             _watch(played)
             played.workers.append(cluster.worker(1, node=NODES[0], start_timeout_s=PATIENCE_S))
             while joins_late and cluster.core.version < LATE_AT and cluster.server.is_alive():
@@ -339,7 +351,7 @@ def _patches(case: Case | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "build", partial(build, bucket_bytes=SMALL_BUCKET))
         patch.setattr(rounds, "plan_round", in_equal_parts)
-        patch.setattr(diloco, "SYNCHRONOUS_ROUNDS", 0)
+        patch.setattr(rounds, "SYNCHRONOUS_ROUNDS", 0)
         if case is not None and case.point in HANDSHAKE and case.fault in SILENT:
             patch.setattr(node, "HANDSHAKE_TIMEOUT_S", QUICK_S)
             patch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", QUICK_S)
@@ -413,15 +425,21 @@ def check_applied_once(played: Played) -> None:
 
 
 def check_same_result(played: Played, reference: Played) -> None:
-    """SyncPS: losses and weights are those of a run without a fault. The others: it learns as well."""
+    """SyncPS: losses and weights are those of a run without a fault. The others: it learns as well, or more.
+
+    A worker that is away leaves the other alone for a while, whose changes are less stale then.
+    """
     if played.algorithm == "syncps":
         assert played.losses == pytest.approx(reference.losses, rel=LOSS_REL)
         largest = float(reference.weights.abs().max())
         assert float((played.weights - reference.weights).abs().max()) <= WEIGHTS_REL * largest
         return
     assert bool(torch.isfinite(played.weights).all())
+    assert played.mode == reference.mode
     mine, theirs = played.summary.final.val_loss, reference.summary.final.val_loss
-    assert mine == pytest.approx(theirs, abs=VAL_LOSS_ABS)
+    assert mine is not None
+    assert theirs is not None
+    assert mine <= theirs + VAL_LOSS_SPREAD[played.algorithm, played.mode]
 
 
 def check_traces(case: Case, played: Played) -> None:

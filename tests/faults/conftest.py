@@ -4,25 +4,32 @@
 """
 
 import os
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from faults.cases import Algorithm, Played, check_applied_once, check_everybody_ended_well, play
+from faults.cases import (
+    Algorithm,
+    Played,
+    Reference,
+    check_applied_once,
+    check_everybody_ended_well,
+    play,
+)
 from faults.table import Entry, markdown
+from smolcluster.algorithms.DiLoCo.config import Mode
 
 ENTRIES = pytest.StashKey[list[Entry]]()
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Algorithm], Played]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """A run of the algorithm without any fault, played when it is first asked for."""
 
     @cache
-    def of(algorithm: Algorithm) -> Played:
-        played = play(algorithm, tmp_path_factory.mktemp(f"reference-{algorithm}"))
+    def of(algorithm: Algorithm, mode: Mode = "sync") -> Played:
+        played = play(algorithm, tmp_path_factory.mktemp(f"reference-{algorithm}"), mode=mode)
         check_everybody_ended_well(played)
         check_applied_once(played)
         return played

@@ -3,12 +3,12 @@
 A choice of the matrix runs always; the rest is marked `faults`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from faults.cases import ALL_CASES, Algorithm, Case, Played, check, play
+from faults.cases import ALL_CASES, Case, Reference, check, play
 from faults.proxy import Fault
 from faults.table import Entry
 
@@ -50,7 +50,7 @@ def cases() -> Iterator[object]:
 def test_a_fault_makes_no_difference(
     case: Case,
     tmp_path: Path,
-    reference: Callable[[Algorithm], Played],
+    reference: Reference,
     entries: list[Entry],
 ) -> None:
     played = play(case.algorithm, tmp_path, case)
@@ -63,9 +63,9 @@ def test_a_fault_makes_no_difference(
     "case", [case for case in ALL_CASES if case.algorithm == "diloco"], ids=str
 )
 def test_a_fault_makes_no_difference_to_asynchronous_workers(
-    case: Case, tmp_path: Path, reference: Callable[[Algorithm], Played]
+    case: Case, tmp_path: Path, reference: Reference
 ) -> None:
-    check(case, play("diloco", tmp_path, case, mode="async"), reference("diloco"))
+    check(case, play("diloco", tmp_path, case, mode="async"), reference("diloco", "async"))
 
 
 def test_the_choice_has_every_point_and_every_fault() -> None:

@@ -1,6 +1,5 @@
 """The matrix's checks find the bugs that they are there for: each is planted once, and must fail a check."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,10 @@ import pytest
 from torch import Tensor
 
 from faults.cases import (
+    HOLD_AT,
     Algorithm,
     Case,
-    Played,
+    Reference,
     check_applied_once,
     check_everybody_ended_well,
     check_same_result,
@@ -18,7 +18,9 @@ from faults.cases import (
     play,
 )
 from faults.proxy import Fault
+from smolcluster.algorithms.DiLoCo.config import Mode
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
+from smolcluster.algorithms.leasing import LeasingServer
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ConnectTimeout
@@ -33,7 +35,6 @@ from smolcluster.wire.frames import Frame, build_frame, check_head
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import LeaseKey, PartKey, Push, Welcome
 
-Reference = Callable[[Algorithm], Played]
 HURRIED_S = 1.0
 """How long a run waits for what will not come, seconds."""
 
@@ -102,6 +103,30 @@ def test_a_push_that_counts_twice_is_found(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(AssertionError):
         check_applied_once(played)
     assert len(played.ranges) > len(set(played.ranges))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "mode"), [("edp", "sync"), ("diloco", "sync"), ("diloco", "async")]
+)
+def test_a_run_that_learns_nothing_more_is_found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reference: Reference,
+    algorithm: Algorithm,
+    mode: Mode,
+) -> None:
+    expected = reference(algorithm, mode)
+    rate_after = LeasingServer.rate_after
+    monkeypatch.setattr(
+        LeasingServer,
+        "rate_after",
+        lambda it, num: rate_after(it, num) if it.version < HOLD_AT else 0.0,
+    )
+    played = play(algorithm, tmp_path, mode=mode)
+    check_everybody_ended_well(played)
+    check_applied_once(played)
+    with pytest.raises(AssertionError):
+        check_same_result(played, expected)
 
 
 def test_a_lease_that_is_taken_for_applied_when_it_returns_is_found(

@@ -34,6 +34,7 @@ from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import StepTaken, training_steps
 from smolcluster.wire.messages import Welcome
+from smolcluster.wire.session import HEARTBEATS_PER_TIMEOUT
 
 NODES = ("pi5", "win", "macbook", "mini1")
 BATCH = 128
@@ -532,9 +533,13 @@ def drifting(scene: Scene, alpha: float) -> dict[int, float]:
 def test_a_replica_that_drifted_is_blended_and_the_run_goes_on(
     tmp_path: Path, alpha: float
 ) -> None:
-    """The digests come with steps 12, 16, 20, ...; what is asked for is there before the next step."""
-    interval = "worker_update_interval=4"
-    settings = settings_for(interval, f"polyak_alpha={alpha}", *shares(0.5, 0.5), workers=2)
+    """The digests come with steps 12, 16, 20, ...; what is asked for is there before the next step.
+
+    No part is overdue before the test is, so no step goes on without a worker that has asked.
+    """
+    patience = f"heartbeat_timeout_s={HEARTBEATS_PER_TIMEOUT * DEADLINE_S}"
+    rule = ("worker_update_interval=4", f"polyak_alpha={alpha}")
+    settings = settings_for(patience, *rule, *shares(0.5, 0.5), workers=2)
     scene = Scene(settings, tmp_path)
     distance = drifting(scene, alpha)
     lines = scene.lines("differ")

@@ -489,5 +489,5 @@ def test_continuous_integration_runs_the_same_checks(checkout: Checkout) -> None
     assert {call.split()[3] for call in checkout.asked() if "run" in call} == {
         *("ruff", "mypy", "pytest")
     }
-    assert "[-m]\n[not faults and not bench]" in done.stdout
+    assert "[-m]\n[not faults and not bench]\n[--refuse-skips]\n[--durations=10]" in done.stdout
     assert done.returncode == 0
