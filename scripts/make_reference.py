@@ -1,30 +1,31 @@
-"""Writes docs/reference.md (commands, keys, exit codes) from the code: `uv run scripts/make_reference.py`."""
+"""Writes the pages of docs/reference/ from the code: `uv run scripts/make_reference.py`."""
 
+import ast
+import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from typer.main import get_command
 
 import smolcluster
+from smolcluster import errors
 from smolcluster.cli import app
 from smolcluster.cli.options import EXIT_CODES
 from smolcluster.configs.load import read_yaml
 from smolcluster.configs.schema import cluster_section, own_keys, train_section
 from smolcluster.configs.spec import algorithms
+from smolcluster.runs import paths as runs_paths
+from smolcluster.wire import messages as wire
 
 CONFIGS = Path(smolcluster.__file__).parent / "configs"
 SITE = frozenset({"host_ip", "port", "num_workers", "workers", "server"})
 """What a cluster file says of machines."""
-FILE = Path(__file__).resolve().parents[1] / "src" / "smolcluster" / "docs" / "reference.md"
-HEAD = """# Reference
-
-Commands, keys and exit codes, written by `uv run scripts/make_reference.py` from the code itself.
-What a run leaves behind: [runs](runs.md#what-a-run-leaves-behind).
-
-"""
+FOLDER = Path(__file__).resolve().parents[1] / "src" / "smolcluster" / "docs" / "reference"
+WRITTEN = "Written from the code by `uv run scripts/make_reference.py`.\n\n"
 KEYS = """What wins, from the top: `--override key=value`; the environment (`SMOLCLUSTER_PORT=6000`,
 `SMOLCLUSTER_MODEL__HIDDEN=64`); `nodes.NAME` of the cluster file, for what belongs to one machine; the file;
 the default. A misspelt key or a wrong value ends in one line that says where it is and what is allowed.
@@ -39,17 +40,25 @@ OF_WHOM = re.compile(r"^(EDP|DiLoCo|PipelineParallel|Mesh|SyncPS)(, Mesh)?: ")
 Json = dict[str, Any]
 
 
-def reference() -> str:
-    """The document."""
-    parts = (commands(), "## Keys\n\n" + KEYS + cluster_keys() + training_keys(), exit_codes())
-    return HEAD + "\n".join(parts)
+def reference() -> dict[str, str]:
+    """The pages, by the name of their file."""
+    titles = {
+        "commands": ("Commands", commands),
+        "keys": ("Keys", keys),
+        "exit_codes": ("Exit codes", exit_codes),
+        "files": ("Files of a run", files),
+        "messages": ("Messages", messages),
+    }
+    return {
+        f"{name}.md": f"# {title}\n\n{WRITTEN}{text()}" for name, (title, text) in titles.items()
+    }
 
 
 def commands() -> str:
     """A row a command: its arguments, what it does, its flags."""
     group: Any = get_command(app)
     rows = list(_rows_of(group, "smolcluster"))
-    return "## Commands\n\nEach has `--help`.\n\n" + _table(("Command", "", "Flags"), rows)
+    return "Each has `--help`.\n\n" + _table(("Command", "", "Flags"), rows)
 
 
 def _rows_of(command: Any, name: str) -> Iterator[tuple[str, str, str]]:
@@ -92,6 +101,11 @@ def shipped(name: str, keys: Mapping[str, Json]) -> str:
     return f"\n`{file.name}` sets {settings}.\n"
 
 
+def keys() -> str:
+    """Those of both files."""
+    return KEYS + cluster_keys() + training_keys()
+
+
 def cluster_keys() -> str:
     """Those of the cluster file: of all algorithms, of each, of a machine, of schedulers."""
     schema = cluster_section().model_json_schema()
@@ -102,14 +116,14 @@ def cluster_keys() -> str:
         for key, each in properties.items()
         if key != SET_BY_LOCAL and not any(key in keys for keys in own.values())
     }
-    parts = ["### The cluster file\n\n" + _keys(shared, definitions)]
+    parts = ["## The cluster file\n\n" + _keys(shared, definitions)]
     for spec in algorithms().values():
         mine = {key: properties[key] for key in properties if key in own[spec.name]}
         title, text = spec.package.rpartition(".")[2], _keys(mine, definitions, of_one=True)
-        parts.append(f"### Keys of {title}\n\n{text}{shipped(spec.name, properties)}")
+        parts.append(f"## Keys of {title}\n\n{text}{shipped(spec.name, properties)}")
     machine = definitions["NodeConfig"]["properties"]
     below = _keys(machine, definitions, "nodes.NAME.")
-    parts.append(f"### Keys of one machine\n\n{below}")
+    parts.append(f"## Keys of one machine\n\n{below}")
     return "\n".join(parts)
 
 
@@ -117,10 +131,10 @@ def training_keys() -> str:
     """Those of the training file; a nested one may also hold them below `training`, `data` and `dataset`."""
     schema = train_section().model_json_schema()
     definitions = schema["$defs"]
-    text = "\n### The training file\n\n" + _keys(schema["properties"], definitions)
+    text = "\n## The training file\n\n" + _keys(schema["properties"], definitions)
     for model in ("SimpleNNConfig", "GPTConfig"):
         each = definitions[model]
-        text += f"\n### A model of type {each['properties']['type']['const']}\n\n"
+        text += f"\n## A model of type {each['properties']['type']['const']}\n\n"
         text += _keys(each["properties"], definitions, "model.")
     return text
 
@@ -180,9 +194,69 @@ def _yaml(value: object) -> str:
 
 
 def exit_codes() -> str:
-    """As each command's help tells them."""
+    """As each command's help tells them, and which errors end with which."""
     found = re.findall(r"(\d+)  +(.+?)(?=;  \d+  |$)", EXIT_CODES, re.MULTILINE)
-    return "## Exit codes\n\n" + _table(("Code", "Meaning"), found)
+    return (
+        _table(("Code", "Meaning"), found)
+        + "\n## Errors\n\nClasses of `smolcluster.errors`. Their sentences say what to do.\n\n"
+        + _table(("Error", "Code", ""), list(_errors_below(errors.SmolclusterError)))
+    )
+
+
+def _errors_below(error: type[errors.SmolclusterError]) -> Iterator[tuple[str, str, str]]:
+    yield f"`{error.__name__}`", str(error.exit_code), _first_sentences(error.__doc__ or "")
+    for each in error.__subclasses__():
+        if each.__module__ == errors.__name__:
+            yield from _errors_below(each)
+
+
+def files() -> str:
+    """What is in a run's folder: the attributes of `RunPaths`, and what they are for."""
+    [paths] = (
+        node
+        for node in ast.parse(inspect.getsource(runs_paths)).body
+        if isinstance(node, ast.ClassDef) and node.name == "RunPaths"
+    )
+    rows = [
+        (f"`{each.value.args[0].value}`", " ".join(told.value.value.split()))
+        for each, told in pairwise(paths.body)
+        if isinstance(each, ast.Assign)
+        and isinstance(each.value, ast.Call)
+        and isinstance(each.value.args[0], ast.Constant)
+        and isinstance(told, ast.Expr)
+        and isinstance(told.value, ast.Constant)
+    ]
+    where = "In `runs/RUN/`; `runs/latest` is a link to the newest run that has begun.\n\n"
+    return where + _table(("File", ""), rows)
+
+
+def messages() -> str:
+    """What may be said in each of the protocol's sets, and by whom."""
+    return (
+        "".join(
+            f"## {each.name}\n\n{_table(('Kind', 'Message', 'Sent by', 'Fields', ''), _message_rows(each))}\n"
+            for each in wire.ALL_SETS
+        ).rstrip("\n")
+        + "\n"
+    )
+
+
+def _message_rows(spoken: wire.MessageSet) -> list[tuple[str, ...]]:
+    sides = {
+        "handshake": spoken.in_handshake,
+        "dialler": spoken.from_dialler,
+        "listener": spoken.from_listener,
+    }
+    return [
+        (
+            str(kind.KIND),
+            f"`{kind.__name__}`",
+            ", ".join(side for side, kinds in sides.items() if kind in kinds),
+            ", ".join(f"`{name}`" for name in kind.model_fields),
+            _first_sentences(kind.__doc__ or ""),
+        )
+        for kind in sorted(spoken.kinds, key=lambda kind: kind.KIND)
+    ]
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -193,4 +267,5 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(reference(), encoding="utf-8")
+    for name, page in reference().items():
+        (FOLDER / name).write_text(page, encoding="utf-8")

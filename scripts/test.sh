@@ -44,6 +44,7 @@ packages=$!
 uv="$(bash scripts/bootstrap.sh --torch cuda)" # the lab of the tests installs PyPI's PyTorch
 check "$uv" run --no-sync ruff check .
 check "$uv" run --no-sync ruff format --check .
+check "$uv" run --isolated --only-group docs mkdocs build --strict --site-dir "$beside/site"
 check_types &
 types=$!
 wait "$packages"

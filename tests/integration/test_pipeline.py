@@ -21,7 +21,7 @@ from smolcluster.algorithms.PipelineParallel.automatic import Reported, measure
 from smolcluster.algorithms.PipelineParallel.crew import Peer
 from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
 from smolcluster.algorithms.PipelineParallel.worker import Worker
-from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
+from smolcluster.algorithms.planning.plan_file import PLAN
 from smolcluster.configs.schema import GPTConfig, Settings
 from smolcluster.errors import (
     ConfigError,
@@ -245,7 +245,7 @@ def test_the_layers_are_dealt_out_by_what_they_take(tmp_path: Path) -> None:
     expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
     assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
     [told] = [line for line in cluster.log_lines if "bottleneck: " in line]
-    plan = PLAN.read(tmp_path / PLAN_NAME)
+    plan = PLAN.read(tmp_path / "plan.json")
     assert plan.step_s > 0
     assert all(each.machine in told and each.device for each in plan.stages)
     assert [plan.stages[0].start, plan.stages[-1].end] == [0, 8]
@@ -312,7 +312,7 @@ def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
     assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
     cuts = [line for line in cluster.log_lines if "bottleneck: " in line]
     assert len(cuts) == 2, "and then they stay"
-    plan = PLAN.read(tmp_path / PLAN_NAME)
+    plan = PLAN.read(tmp_path / "plan.json")
     sizes = {each.machine: each.end - each.start for each in plan.stages}
     assert sum(sizes.values()) == SIZES.num_layers
     assert 1 <= sizes["win"] <= 2, "4 before"
@@ -341,7 +341,7 @@ def test_a_stage_that_is_out_of_memory_gets_fewer_layers(
     cluster.finish(*workers)
     expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
     assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
-    plan = PLAN.read(tmp_path / PLAN_NAME)
+    plan = PLAN.read(tmp_path / "plan.json")
     assert {each.machine: each.end - each.start for each in plan.stages} == {"pi5": 6, "win": 2}
 
 
@@ -492,7 +492,7 @@ def test_a_machine_without_memory_for_a_single_layer_has_none(
     nodes = ((1, "pi5"), (2, "win"), (3, "mini1"))
     workers = [cluster.worker(i, node=node, make=Small if i == 1 else None) for i, node in nodes]
     cluster.finish(*workers)
-    plan = PLAN.read(tmp_path / PLAN_NAME)
+    plan = PLAN.read(tmp_path / "plan.json")
     assert "pi5" not in {each.machine for each in plan.stages}
     assert any("worker 1 (pi5) can have no layers: a single" in each for each in cluster.log_lines)
     assert any("a link is slow: CUDA out of memory" in each for each in cluster.log_lines)
@@ -561,7 +561,7 @@ def test_links_between_machines_are_measured_and_planned_with(
     assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
     [told] = [line for line in cluster.log_lines if "links: " in line]
     assert told.count("/s and ") == 6, "three pairs, both ways"
-    plan = PLAN.read(tmp_path / PLAN_NAME)
+    plan = PLAN.read(tmp_path / "plan.json")
     assert len(plan.stages) == 3
     assert all(each.forward_s > 0 and each.latency_s > 0 for each in plan.links)
     assert any("server relays" in line for line in cluster.log_lines) == is_blocked

@@ -6,6 +6,7 @@ import runpy
 import shlex
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from smolcluster.wire import frames, messages
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "src" / "smolcluster" / "docs"
 WIRE_FORMAT = DOCS / "wire_format.md"
-DOCUMENTS = (*sorted(DOCS.glob("*.md")), *sorted(PROJECT.glob("*.md")))
+DOCUMENTS = (*sorted(DOCS.rglob("*.md")), *sorted(PROJECT.glob("*.md")))
+BY_NAME = partial(pytest.mark.parametrize, ids=lambda path: str(path.relative_to(PROJECT)))
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -40,14 +42,14 @@ def headings(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@BY_NAME("document", DOCUMENTS)
 def test_links_lead_somewhere(document: Path) -> None:
     for file, heading in relative_links(document):
         assert file.exists(), f"{document.name} links to {file}"
         assert not heading or heading in headings(file), f"{document.name} links to #{heading}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@BY_NAME("document", DOCUMENTS)
 def test_elastic_torchrun_is_named_only_to_warn_of_it(document: Path) -> None:
     """Its agents unpickle what an unauthenticated store holds."""
     elastic = re.compile(r"--rdzv|c10d|--standalone|--nnodes[ =]\S*:")
@@ -66,7 +68,7 @@ def stated_settings(text: str) -> Iterator[str]:
         yield from shlex.split(span)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@BY_NAME("document", DOCUMENTS)
 def test_settings_that_are_stated_can_be_set(document: Path) -> None:
     settings = list(stated_settings(document.read_text(encoding="utf-8")))
     assert len(from_overrides(settings)) >= len(settings)
@@ -121,9 +123,12 @@ def test_the_wire_format_names_every_field(
 
 
 def test_the_reference_is_what_the_code_says() -> None:
-    written = runpy.run_path(str(PROJECT / "scripts" / "make_reference.py"))["reference"]()
+    pages = runpy.run_path(str(PROJECT / "scripts" / "make_reference.py"))["reference"]()
     told = "run `uv run scripts/make_reference.py`"
-    assert written == (DOCS / "reference.md").read_text(encoding="utf-8"), told
+    for name, written in pages.items():
+        assert written == (DOCS / "reference" / name).read_text(encoding="utf-8"), told
+    by_hand = {path.name for path in (DOCS / "reference").iterdir()} - pages.keys()
+    assert by_hand == {"python.md"}
 
 
 def test_the_readme_is_short() -> None:

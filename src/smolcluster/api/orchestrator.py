@@ -106,7 +106,8 @@ class Orchestrator:
             loss_fn: `(output, target)` to the mean loss, as PyTorch's losses; a batch is inputs and targets.
                 None: cross-entropy of logits (…, classes) with class indices (…).
             loss: instead, `(model, batch)` to the sum of the batch's loss terms and their number, or a mean.
-            metrics, training: as of a `Workload`; what `training` says wins over the configuration.
+            metrics: as of a `Workload`.
+            training: as of a `Workload`; what it says wins over the configuration.
 
         Raises:
             ConfigError: both kinds of loss are given.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME, PlanFile, PlanLink
+from smolcluster.algorithms.planning.plan_file import PLAN, PlanFile, PlanLink
 from smolcluster.configs.load import find_config, read_config, read_yaml
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.find import find
@@ -68,7 +68,7 @@ def diagram_of(source: str) -> Diagram:
     if path.suffix in (".yaml", ".yml"):
         return of_cluster(read_config(find_config(source, "cluster"), "cluster"), path.stem)
     run = find(source)
-    if (plan := run.root / PLAN_NAME).is_file():
+    if (plan := run.plan).is_file():
         return of_plan(PLAN.read(plan), run.run_id)
     content = read_yaml(run.config)
     cluster = dict(content.get("cluster", content))

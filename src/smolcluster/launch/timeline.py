@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME, PlanFile
+from smolcluster.algorithms.planning.plan_file import PLAN, PlanFile
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.observability.spans import read_spans
 from smolcluster.runs.files import write_whole
@@ -81,7 +81,7 @@ def newest_step(paths: RunPaths) -> StepView:
     Raises:
         DataError: there is none, or the run is no pipeline.
     """
-    plan = PLAN.read(paths.root / PLAN_NAME)
+    plan = PLAN.read(paths.plan)
     names = list(dict.fromkeys(each.machine for each in plan.stages))
     taken = _steps_taken(paths)
     if missing := [name for name in names if name not in taken]:

@@ -2,7 +2,7 @@
 
 <runs>/<run id>/config.yaml  status.json  events.jsonl  metrics.jsonl  series.json  spans.jsonl
                 summary.json  curves.png  report.html  sample.txt  trace.json  launch.json
-                logs/  checkpoints/  own/  tensorboard/
+                advice.json  plan.json  logs/  checkpoints/  launch/  own/  profile/  tensorboard/  wandb/
 <runs>/latest -> the newest run that has begun: a server that listens, or a single process that trains
 """
 
@@ -41,21 +41,21 @@ class RunPaths:
     root: Path
 
     config = _In("config.yaml")
-    """The resolved configuration."""
+    """The resolved configuration, without the machines' `env`."""
     status = _In("status.json")
-    """How it stands; kept up to date by its owner while it lives."""
+    """How the run stands, and who takes part; written every second while it lives."""
     events = _In("events.jsonl")
     """What happened, one JSON object a line."""
     metrics = _In("metrics.jsonl")
     """What was measured, one JSON object a line."""
     series = _In("series.json")
-    """Its curves in a small file; replaced every ten seconds."""
+    """Its curves in at most 200 kB; replaced every ten seconds."""
     spans = _In("spans.jsonl")
     """What its processes did when, of the first steps of every ten seconds, one JSON object a line."""
     trace = _In("trace.json")
-    """Some of these for Chrome and Perfetto; made when asked for."""
+    """Some of these for Chrome and Perfetto; written by `smolcluster trace`."""
     summary = _In("summary.json")
-    """What came of it; written by the server at the end."""
+    """What came of it: accuracy or perplexity, samples, bytes, each worker's share; written at a good end."""
     curves = _In("curves.png")
     """Its learning curves as a picture; drawn at the end."""
     report = _In("report.html")
@@ -67,13 +67,25 @@ class RunPaths:
     launched = _In("launch.json")
     """Its processes, and where they are; on the machine that launched them."""
     advice = _In(ADVICE_FILE)
-    """What was predicted of it; of a launch with --auto."""
+    """What was predicted; written by `launch --auto`."""
+    plan = _In("plan.json")
+    """Which machine has which layers; written by pipelines."""
     standing = _In(".standing.json")
     """How a run on other machines stood when these were asked last; on the machine that launched it."""
     tensorboard = _In("tensorboard")
-    """TensorBoard's event files, where they are wanted."""
+    """TensorBoard's event files; with `tensorboard: true`."""
+    wandb = _In("wandb")
+    """What Weights & Biases keeps."""
     logs = _In("logs")
+    """A log file a process, in JSON lines, with tracebacks."""
     checkpoints = _In("checkpoints")
+    """`step-…/{model.safetensors, optimizer.safetensors, state.json}`, and the links `latest` and `best`."""
+    launch = _In("launch")
+    """What each machine was told at the launch, and the code of a workload of one's own."""
+    own = _In("own")
+    """What a worker keeps for itself: with DiLoCo the state of its optimizer."""
+    profile = _In("profile")
+    """Traces of torch.profiler; of a mesh, with `profile`."""
     lock = _In(".lock")
     """Locked by the process that writes the run."""
 
@@ -83,7 +95,7 @@ class RunPaths:
 
     def own_folder(self, component: str, node: str, rank: int | None = None) -> Path:
         """Where one process keeps what nobody else reads, such as `own/worker-rank0-mini2`."""
-        return self.root / "own" / log_stem(component, node, rank)
+        return self.own / log_stem(component, node, rank)
 
     def log_file(self, component: str, node: str, rank: int | None = None) -> Path:
         """The log file of one process, such as `logs/worker-rank0-mini2.log`."""
@@ -175,9 +187,9 @@ def _check_links(paths: RunPaths) -> None:
 
     Checkpoints may be on another disk, and what W&B keeps is its own.
     """
-    for folder in (paths.root, paths.logs, paths.root / "launch"):
+    for folder in (paths.root, paths.logs, paths.launch):
         for path in folder.iterdir() if folder.is_dir() else ():
-            is_ours = path != paths.checkpoints and path.name != "wandb"
+            is_ours = path not in (paths.checkpoints, paths.wandb)
             if (
                 is_ours
                 and path.is_symlink()

@@ -1153,9 +1153,8 @@ def sets_of(algorithm: str) -> tuple[MessageSet, ...]:
     return tuple(each for each in SETS if each is SESSION or each.name in named)
 
 
-ALL_KINDS: Kinds = frozenset().union(
-    *(each.kinds for each in (SESSION, PS, ROUNDS, STORE, SLICES, LINKS, STAGES))
-)
+ALL_SETS = (SESSION, PS, ROUNDS, STORE, SLICES, LINKS, STAGES)
+ALL_KINDS: Kinds = frozenset().union(*(each.kinds for each in ALL_SETS))
 MESSAGES = MappingProxyType(dict(sorted((kind.KIND, kind) for kind in ALL_KINDS)))
 
 

@@ -18,8 +18,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.configs.schema import ProfileConfig
 from smolcluster.runs.files import write_whole
+from smolcluster.runs.paths import RunPaths
 
-FOLDER, MERGED = "profile", "trace.json"
+MERGED = "trace.json"
 MOST_ALLOCATIONS = 100_000
 """That a snapshot of a GPU's memory tells of."""
 Trace = Mapping[str, Any]
@@ -34,7 +35,7 @@ class StepProfiler:
     ) -> None:
         """`folder`: the run's."""
         self._config, self._groups, self._log = config, groups, log
-        self._folder = folder / FOLDER
+        self._folder = RunPaths(folder).profile
         self._num_steps = 0
         self._has_memory = groups.device.type == "cuda"
         activities = [ProfilerActivity.CPU]

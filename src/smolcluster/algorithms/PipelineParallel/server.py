@@ -34,10 +34,11 @@ from smolcluster.algorithms.PipelineParallel.coordinator import (
 from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, named, stage_figures
 from smolcluster.algorithms.PipelineParallel.moving import Decision, seconds_computed
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
-from smolcluster.algorithms.planning.plan_file import PLAN, PLAN_NAME
+from smolcluster.algorithms.planning.plan_file import PLAN
 from smolcluster.data.loading import every_index
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.server.report import Report
@@ -174,7 +175,7 @@ class Server(Coordinator):
             if each not in self.crew.peers:  # the layers that it had are not its own any more
                 self.report.board.measured(each.worker)
         if self.context.records.folder is not None:
-            PLAN.write(self.context.records.folder / PLAN_NAME, cut.document)
+            PLAN.write(RunPaths(self.context.records.folder).plan, cut.document)
         return cut
 
     def next_turn(self, crew: Crew) -> None:

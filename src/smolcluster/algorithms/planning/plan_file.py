@@ -7,8 +7,6 @@ from pydantic import Field
 from smolcluster.algorithms.planning.layers import LayerPlan, Problem
 from smolcluster.runs.model_file import ModelFile, Strict
 
-PLAN_NAME = "plan.json"
-
 
 class PlanStage(Strict):
     """The layers `[start, end)` of a machine.
