@@ -4,6 +4,7 @@ README.md is the first page, CONTRIBUTING.md a page, the pictures of images/ are
 of the project lead to `repo_url`; where that is not set only their text is left.
 """
 
+import html
 import os
 import re
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,7 @@ DOCS = PROJECT / "src" / "smolcluster" / "docs"
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 """Files of the project that are pages, and their names on the site."""
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s:]+)\)")
+BAR = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -50,7 +52,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{found['picture']}[{found['text']}]({target})"
 
     parts = CODE.split(markdown)
-    return "".join(part if CODE.match(part) else LINK.sub(led, part) for part in parts)
+    return "".join(
+        part if CODE.match(part) else BAR.sub(barred, LINK.sub(led, part)) for part in parts
+    )
+
+
+def barred(found: re.Match[str]) -> str:
+    """Code with a bar in a table, which GitHub wants as `\\|` and Python-Markdown shows as that."""
+    return f"<code>{html.escape(found[1]).replace(chr(92) + '|', '&#124;')}</code>"
 
 
 def place_of(file: Path) -> str | None:

@@ -8,10 +8,15 @@ import textwrap
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from xxhash import xxh3_64
 
+from smolcluster import distributed_training
+from smolcluster.cli import app
+from smolcluster.cli.options import EXIT_CODES
 from smolcluster.codec.registry import CODECS
 from smolcluster.configs.overrides import from_overrides
 from smolcluster.configs.schema import RunConfig
@@ -20,7 +25,9 @@ from smolcluster.wire import frames, messages
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "src" / "smolcluster" / "docs"
 WIRE_FORMAT = DOCS / "wire_format.md"
-DOCUMENTS = (*sorted(DOCS.rglob("*.md")), *sorted(PROJECT.glob("*.md")))
+PAGES = tuple(sorted(DOCS.rglob("*.md")))
+DOCUMENTS = (*PAGES, *sorted(PROJECT.glob("*.md")))
+GENERATED = {path for path in (DOCS / "reference").iterdir() if path.name != "python.md"}
 BY_NAME = partial(pytest.mark.parametrize, ids=lambda path: str(path.relative_to(PROJECT)))
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -127,13 +134,102 @@ def test_the_reference_is_what_the_code_says() -> None:
     told = "run `uv run scripts/make_reference.py`"
     for name, written in pages.items():
         assert written == (DOCS / "reference" / name).read_text(encoding="utf-8"), told
-    by_hand = {path.name for path in (DOCS / "reference").iterdir()} - pages.keys()
-    assert by_hand == {"python.md"}
+    assert pages.keys() == {path.name for path in GENERATED}
 
 
 def test_the_readme_is_short() -> None:
     text = (PROJECT / "README.md").read_text(encoding="utf-8")
     assert len(re.findall(r"[\w'-]+", FENCE.sub("", text.replace("](", "] (")))) < 900
+
+
+def num_words(page: Path) -> int:
+    """Words outside of blocks of code."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    return sum(1 for word in text.split() if re.search(r"\w", word))
+
+
+MOST_WORDS = 2000
+STILL_LONG = {
+    "algorithms.md": 9_303,
+    "architecture.md": 7_151,
+    "wire_format.md": 7_587,
+}
+"""Pages above that, and their words: each number may only fall."""
+
+
+@BY_NAME("page", [each for each in PAGES if each not in GENERATED])
+def test_a_page_is_read_in_ten_minutes(page: Path) -> None:
+    assert num_words(page) <= STILL_LONG.get(page.relative_to(DOCS).as_posix(), MOST_WORDS)
+
+
+def test_no_page_is_called_long_that_is_not() -> None:
+    for name in STILL_LONG:
+        assert num_words(DOCS / name) > MOST_WORDS, name
+
+
+@BY_NAME("document", DOCUMENTS)
+def test_a_list_begins_after_an_empty_line(document: Path) -> None:
+    """GitHub shows a list without one, the site does not."""
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    assert not re.findall(r"^(?![*|>]|\d+\. |  ).+\n(?:\* |1\. ).*", text, re.MULTILINE)
+
+
+def commands_of(document: Path) -> Iterator[tuple[list[str], set[str]]]:
+    """Each command of ours in a document's blocks of code: its words, and its flags."""
+    for block in FENCE.findall(document.read_text(encoding="utf-8")):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.search(
+                r"(?:\bsmolcluster |launch_(\w+)\.sh|-m (smolcluster\.distributed_training)\b)(.*)",
+                re.sub('"[^"]*"', "", line.partition(" #")[0].partition(" | ")[0]),
+            )
+            if found and not line.startswith(("#", "git ", "pip ", " ")):
+                script = ["launch", found[1].replace("_", "-")] if found[1] else []
+                words = [*script, *filter(None, [found[2]]), *found[3].split()]
+                yield words, {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+def known_flags(words: list[str]) -> set[str]:
+    """The flags that a command takes."""
+    if "smolcluster.distributed_training" in words:
+        return set(distributed_training.parser()._option_string_actions)
+    command: Any = get_command(app)
+    for word in ["launch", "auto"] if words[:2] == ["launch", "--auto"] else words:
+        if not hasattr(command, "commands"):
+            break
+        command = command.get_command(None, word) or command
+    script = {"--torch", "--auto"} if words[0] == "launch" else set()
+    return {flag for each in command.params for flag in each.opts + each.secondary_opts} | script
+
+
+@BY_NAME("document", DOCUMENTS)
+def test_the_flags_of_commands_exist(document: Path) -> None:
+    for words, flags in commands_of(document):
+        assert flags - {"--help"} <= known_flags(words), f"{document.name}: {' '.join(words)}"
+
+
+def test_commands_are_found_in_the_documents() -> None:
+    found = [words for each in DOCUMENTS for words, flags in commands_of(each) if flags]
+    assert len(found) > 60
+    assert {"launch", "train", "trace", "smolcluster.distributed_training"} <= {
+        each[0] for each in found
+    }
+
+
+@BY_NAME("document", DOCUMENTS)
+def test_exit_codes_that_are_stated_exist(document: Path) -> None:
+    known = {int(code) for code in re.findall(r"(\d+)   ?", EXIT_CODES)} | {137}
+    text = document.read_text(encoding="utf-8")
+    stated = re.findall(r"exit(?:s|ed)?(?: with)?(?: code)? (\d+)|exits? with code (\d+)", text)
+    assert {int(code or other) for code, other in stated} <= known
+
+
+def test_the_floors_are_those_that_are_checked() -> None:
+    floors = runpy.run_path(str(PROJECT / "tests" / "unit" / "test_layout.py"))["FLOORS"]
+    text = (PROJECT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| (.*) \|$", text, re.MULTILINE)
+    assert [(int(number), tuple(re.findall(r"`(\w+)`", rooms))) for number, rooms in rows] == [
+        (number, rooms) for number, rooms in reversed(list(enumerate(floors, 1)))
+    ]
 
 
 def test_the_wire_format_numbers_every_message() -> None:
