@@ -218,16 +218,20 @@ def files() -> str:
         if isinstance(node, ast.ClassDef) and node.name == "RunPaths"
     )
     rows = [
-        (f"`{each.value.args[0].value}`", " ".join(told.value.value.split()))
+        (f"`{getattr(runs_paths.RunPaths(Path()), each.targets[0].id)}`", _docstring(told))
         for each, told in pairwise(paths.body)
-        if isinstance(each, ast.Assign)
-        and isinstance(each.value, ast.Call)
-        and isinstance(each.value.args[0], ast.Constant)
-        and isinstance(told, ast.Expr)
-        and isinstance(told.value, ast.Constant)
+        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)
     ]
     where = "In `runs/RUN/`; `runs/latest` is a link to the newest run that has begun.\n\n"
     return where + _table(("File", ""), rows)
+
+
+def _docstring(told: ast.stmt) -> str:
+    if isinstance(told, ast.Expr) and isinstance(told.value, ast.Constant):
+        return " ".join(str(told.value.value).split())
+    raise ValueError(
+        f"line {told.lineno} of {runs_paths.__file__} must say what the file before it is"
+    )
 
 
 def messages() -> str:

@@ -27,6 +27,9 @@ from smolcluster.runs.summary import read_summary
 from waiting import eventually
 
 
+PROJECT = Path(__file__).resolve().parents[2]
+
+
 def applied(metrics: Path, num_samples: int, seed: int = 42) -> dict[int, Counter[int]]:
     """How often each sample was applied, by epoch."""
     counts: dict[int, Counter[int]] = defaultdict(Counter)
@@ -122,6 +125,9 @@ def test_a_worker_waits_for_the_server_and_both_leave_readable_files(
     assert first["rank"] == 0
     assert first["run"] == "mine"
     assert run.config.is_file()
+    reference = (PROJECT / "src/smolcluster/docs/reference/files.md").read_text()
+    documented = set(re.findall(r"^\| `(.+?)` \|", reference, re.MULTILINE))
+    assert {path.name for path in run.root.iterdir()} <= documented
 
 
 def test_workers_look_for_a_server_that_was_stopped(processes: Processes) -> None:

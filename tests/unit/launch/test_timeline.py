@@ -9,7 +9,6 @@ import pytest
 from connection_pairs import telemetry
 from smolcluster.algorithms.planning.plan_file import (
     PLAN,
-    PLAN_NAME,
     PlanFile,
     PlanLink,
     PlanStage,
@@ -47,7 +46,7 @@ def planned(paths: RunPaths, schedule: str = "1f1b", num_microbatches: int = 4) 
         stages=tuple(stages),
         links=(link,) * (len(stages) - 1),
     )
-    PLAN.write(paths.root / PLAN_NAME, plan)
+    PLAN.write(paths.root / "plan.json", plan)
 
 
 def taken(paths: RunPaths, timeline: Timeline, num_steps: int, *, lost: Sequence[int] = ()) -> None:
