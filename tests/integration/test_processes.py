@@ -26,7 +26,6 @@ from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
 from waiting import eventually
 
-
 PROJECT = Path(__file__).resolve().parents[2]
 
 
