@@ -17,6 +17,7 @@ import orchestrated_ranks
 import smolcluster
 from harness import SECRET, Outcome, free_port
 from processes import Processes
+from smolcluster.api import arrivals as module
 from smolcluster.api.arrivals import Arrivals
 from smolcluster.api.settings import server_settings
 from smolcluster.data.permutation import epoch_permutation
@@ -251,13 +252,18 @@ def test_too_few_workers_in_time_is_an_error(config: smolcluster.DistributedConf
         one.finish()
 
 
-def test_two_workers_of_one_name_are_one(config: smolcluster.DistributedConfig) -> None:
+def test_two_workers_of_one_name_are_one_until_the_first_has_gone(
+    config: smolcluster.DistributedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = server_settings(config, ["w1", "w2"], {})
     with Arrivals(settings, "syncps", SECRET, logging.Logger("test")) as arrivals:
         for number, name in enumerate(("w1", "w1", "w2")):
             refused = arrivals._answer(number, introduce(name, 0, sets_of("syncps")))
             assert ("taken" in refused.sentence) == (number == 1)
         assert arrivals.names == ["w1", "w2"]
+        monkeypatch.setattr(module, "GONE_S", 0.0)
+        refused = arrivals._answer(3, introduce("w1", 0, sets_of("syncps")))
+        assert "not begun" in refused.sentence
 
 
 def test_a_compiled_model_is_saved_under_its_plain_names(

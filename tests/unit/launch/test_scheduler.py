@@ -1,10 +1,14 @@
-"""What a scheduler's commands say of a run."""
+"""What a scheduler is told of a run, and what its commands say of it."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from smolcluster.configs.schema import SlurmConfig
 from smolcluster.errors import LaunchError
+from smolcluster.launch.jobs.slurm import SlurmJob, sbatch_script
 from smolcluster.launch.sessions import ask_to_end, exit_code
 from smolcluster.runs.launched import LaunchedProcess, Scheduler
 
@@ -67,3 +71,21 @@ def test_of_several_jobs_of_a_name_the_newest_tells(
         'case " $* " in *" --sort=i "*) printf "CANCELLED\\nRUNNING\\n";; *) echo CANCELLED;; esac'
     )
     assert exit_code(job("slurm", tmp_path, monkeypatch, said)) is None
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_job_of_slurm_ends_as_its_ranks_do(code: int, tmp_path: Path) -> None:
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, said in (("scontrol", "echo node1"), ("srun", f"exit {code}")):
+        (commands / name).write_text(f"#!/bin/sh\n{said}\n")
+        (commands / name).chmod(0o755)
+    job = SlurmJob("mesh-1", str(tmp_path), "ranks", "python", ("-m", "x"), num_ranks=2, port=1)
+    environ = os.environ | {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node1",
+    }
+    script = sbatch_script(job, SlurmConfig())
+    ended = subprocess.run(["bash"], input=script, text=True, env=environ, check=False)
+    assert ended.returncode == code
+    assert (tmp_path / "exits" / "ranks").read_text() == f"{code}\n"

@@ -95,6 +95,18 @@ def test_a_run_that_ended_by_itself_is_not_called_stopped(paths: RunPaths, spawn
     assert read_status(paths.status).state == "training"
 
 
+def test_a_run_is_not_over_while_a_worker_goes_on(
+    paths: RunPaths, spawn: Spawn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, worker = spawn(*SERVER), spawn(*WORKER)
+    children_of(paths, server.pid, worker.pid)
+    server.kill()
+    server.wait()
+    assert stop(paths, now=True) == 0
+    assert worker.wait() == -signal.SIGKILL
+    assert "it was over already" not in capsys.readouterr().out
+
+
 def test_workers_are_asked_when_the_server_has_saved_and_while_it_draws(
     paths: RunPaths, spawn: Spawn, tmp_path: Path
 ) -> None:

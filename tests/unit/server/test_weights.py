@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from peers import opened, small_replica
 from smolcluster.errors import ProtocolError
 from smolcluster.server.assignment import Assigned, assignment_of
+from smolcluster.server.buffers import BufferCollector, buffer_frames
 from smolcluster.server.slices import slice_frames
 from smolcluster.server.weights import StateReceiver, WeightsArrived
+from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
@@ -112,3 +114,19 @@ def test_an_assignment_is_unpacked_and_all_else_passed_on(receiver: StateReceive
     assert (event.assignment, event.indices.tolist()) == (message, [5, 3, 8])
     ack = Ack(lease=LEASE, outcome="applied", version=4)
     assert receiver(ack, memoryview(b"")) == MessageReceived(0, ack)
+
+
+def test_buffers_of_weights_that_are_void_are_not_taken_for_the_next_ones(replica: Replica) -> None:
+    buffers = ModelBuffers(model := nn.BatchNorm1d(6))
+    model(torch.randn(5, 6))
+    buffers.find()
+    collector = BufferCollector(buffers, replica.bucket_bytes)
+    receiver = StateReceiver(replica.buckets, replica.params.dtype, collector)
+    told = buffer_frames(buffers.values(), replica.bucket_bytes, version=4)
+    for is_void in (False, True):
+        assert deliver(told, receiver) == []
+        if is_void:
+            receiver.forget()
+        (event,) = deliver(weights_of(replica, 5)[1], receiver)
+        assert isinstance(event, WeightsArrived)
+        assert bool(event.buffers) != is_void

@@ -402,6 +402,20 @@ def test_a_model_that_was_evaluated_is_as_before_whatever_it_does_then(
     assert not model.flag
 
 
+def test_parts_of_a_step_move_the_average_as_the_whole_step_does() -> None:
+    averages = []
+    for num_parts in (1, 4):
+        replica = Replica(perceptron(), "sgd", ema_decay=0.5)
+        replica.params.fill_(0.0)
+        replica.update_average()
+        replica.params.fill_(1.0)
+        for _ in range(num_parts):
+            replica.update_average(1 / num_parts)
+        averages.append(replica.evaluated)
+    torch.testing.assert_close(averages[1], averages[0])
+    torch.testing.assert_close(averages[0], torch.full_like(averages[0], 0.5))
+
+
 def test_what_is_saved_meanwhile_are_the_weights_themselves() -> None:
     replica = Replica(perceptron(), "sgd", ema_decay=0.5)
     replica.update_average()

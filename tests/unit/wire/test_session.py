@@ -37,6 +37,7 @@ from smolcluster.wire.messages import (
     frame_of,
 )
 from smolcluster.wire.session import Receiver, Session
+from waiting import eventually
 
 SEAT = 7
 ACK = Ack(lease=push().lease, outcome="applied", version=4)
@@ -243,6 +244,27 @@ def test_a_flush_waits_until_the_memory_of_all_frames_is_free(ends: Ends) -> Non
             ends.peer.hear_a(Push)
         assert flushed.result(DEADLINE_S)
     assert session.num_sent == session.num_queued == NUM_FRAMES
+
+
+def test_who_waits_for_what_is_taken_back_waits_no_more(ends: Ends) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def held(_: float) -> Frame:
+        begun.set()
+        go_on.wait(DEADLINE_S)
+        return frame_of(ACK)
+
+    session = ends.session()
+    session.send_later(held)
+    assert begun.wait(DEADLINE_S)
+    with ThreadPoolExecutor(1) as pool:
+        flushed = pool.submit(session.flush, DEADLINE_S)
+        try:
+            eventually(lambda: not session._outbound.empty())
+            session.drop_queued()
+            assert flushed.result(DEADLINE_S)
+        finally:
+            go_on.set()
 
 
 def test_a_flush_of_an_idle_session_does_not_wait_for_a_heartbeat(

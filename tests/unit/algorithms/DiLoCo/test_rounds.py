@@ -343,6 +343,26 @@ def test_a_round_is_handed_out_then_asked_for_and_is_over_when_all_has_come() ->
     assert rule.is_round_over
 
 
+def test_h_follows_from_what_was_measured_in_the_round_before() -> None:
+    workers = {1: at_rest(0.1), 2: at_rest(0.1)}
+    rule = Pacing(
+        "sync",
+        1,
+        local_steps=None,
+        total_batches=100_000,
+        num_workers=2,
+        beginning=SyncBeginning(0, 100_000),
+    )
+    rule.begin_round(workers.values(), 100)
+    assert rule.round.local_steps == 1, "nothing has been measured"
+    for waited_s, local_steps in ((1.0, 190), (0.5, 95)):
+        for each in workers.values():
+            each.waited_s = waited_s
+        rule.begin_round(workers.values(), 100)
+        assert rule.round.local_steps == local_steps
+        assert [each.waited_s for each in workers.values()] == [None, None]
+
+
 def test_who_gets_no_more_of_a_round_is_asked_before_the_others() -> None:
     workers = {1: at_rest(0.01), 2: at_rest(100.0)}
     rule = pacing("sync")

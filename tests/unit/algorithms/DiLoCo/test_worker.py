@@ -81,3 +81,22 @@ def test_whole_weights_end_what_a_change_of_unknown_fate_owes() -> None:
     assert not all(map(torch.equal, first, worker.encoder.encode(0, change))), "a residual is added"
     worker.begin_with(WeightsArrived(4, []))
     assert all(map(torch.equal, first, worker.encoder.encode(0, change)))
+
+
+@pytest.mark.parametrize("num_terms", [0.0, 8.0])
+def test_a_change_without_loss_terms_pays_no_debts(num_terms: float) -> None:
+    """It weighs nothing: what it paid would be lost."""
+    replica = small_replica()
+    layout = Layout.of(replica, cut(replica.layers, 1))
+    worker: Any = Worker.__new__(Worker)
+    worker.layout, worker.encoder = layout, Encoder("int4", layout)
+    change = torch.linspace(-1, 1, layout.fragments[0].numel)
+    plain = worker.encoder.encode(0, change)
+    worker.encoder.settle(0, is_applied=True)
+    worker.replica, worker.hosts, worker.versions = replica, Mock(), [3]
+    worker.copy = MagicMock(sent=set(), change=Mock(return_value=change))
+    worker.newest_request, worker.sends_gradients, worker.num_terms = None, False, [num_terms]
+    worker.send_change(Collect(request=1, fragment=0, wait=False))
+    _, _, frames = worker.hosts.send.call_args.args
+    is_plain = [bytes(each.payload) for each in frames] == [bytes(each) for each in plain]
+    assert is_plain == (num_terms == 0)

@@ -1,9 +1,15 @@
-"""Muon's rule of a mesh's rank: its state goes out and comes back by name."""
+"""The rules of a mesh's rank: their state goes out and comes back by name."""
 
+from unittest.mock import Mock
+
+import pytest
 import torch
 from torch import Tensor, nn
 
-from smolcluster.algorithms.Mesh.optimizer import MuonRule
+from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, MuonRule
+from smolcluster.algorithms.Mesh.parallel import Slot
+from smolcluster.configs.schema import GradientClipping
+from smolcluster.training.recipe import OptimizerSpec
 
 RATE = 0.01
 
@@ -59,3 +65,32 @@ def test_an_empty_state_begins_anew() -> None:
     train(first, one, range(3))
     train(second, two, range(3))
     assert all(map(torch.equal, one, two))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [("adam", {}), ("adamw", {}), ("sgd", {"momentum": 0.9}), ("sgd", {})]
+)
+def test_a_rank_goes_on_as_if_it_had_not_been_interrupted(
+    kind: str, arguments: dict[str, float]
+) -> None:
+    def made(weights: list[nn.Parameter]) -> MeshOptimizer:
+        slots = [Slot(str(n), each, tuple(each.shape)) for n, each in enumerate(weights)]
+        return MeshOptimizer(slots, OptimizerSpec(kind, arguments), 0.1, Mock())
+
+    def step(rule: MeshOptimizer, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        gradients = [torch.randn(slot.shape, generator=generator) for slot in rule.slots]
+        rule.step(gradients, 1.0, GradientClipping(enabled=False), RATE)
+
+    whole, resumed = fresh(), fresh()
+    one, other = made(whole), made(resumed)
+    for number in range(4):
+        step(one, number)
+    for mine, its in zip(resumed, whole, strict=True):
+        mine.data.copy_(its.data)
+    other.resume([one.moments(place) for place in range(len(whole))], one.num_steps)
+    for number in range(4, 8):
+        step(one, number)
+        step(other, number)
+    assert all(map(torch.equal, whole, resumed))
+    assert other.num_steps == 8

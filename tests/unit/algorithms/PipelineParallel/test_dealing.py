@@ -112,6 +112,24 @@ def test_as_many_layers_each_are_compared_with_memory_before_the_first_step() ->
         deal(with_copies - 1, MOST_COPIES)
 
 
+def test_of_a_shared_device_less_is_counted_on_for_all_who_share_it() -> None:
+    def peer(name: str, host: str) -> Peer:
+        listening = Listening(places=(HostPort(host=host, port=7777),))
+        worker = Mock()
+        worker.member.node = name
+        return Peer(worker, listening, reported(10**6, host).measured)
+
+    ready = [peer("mini1", "10.0.0.1"), peer("mini2", "10.0.0.1"), peer("pi5", "10.0.0.2")]
+    crew = Mock(peers=ready, plan=Mock(stages=[Mock(memory_bytes=1000)] * 3))
+    config = PipelineConfig(shard_plan="even")
+    dealer = Dealer(config, TRAIN, Mock(num_workers=3), 9, logging.getLogger())
+    for number, less in ((0, 2 * 900), (2, 900)):
+        dealer.relieve(crew, ready[number], "too much", ready)
+        measured = ready[number].measured
+        assert measured is not None
+        assert measured.memory_bytes == less
+
+
 def test_copies_of_a_worker_s_weights_are_planned_for() -> None:
     speeds = LayerSpeeds(
         layers=(LAYER.model_copy(update={"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0}),) * 8,

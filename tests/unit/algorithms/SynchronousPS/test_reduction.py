@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -202,6 +203,26 @@ def test_a_push_that_ends_early_lets_the_next_one_begin() -> None:
     again = step.grant(step.parts[0], assignment.holder, 5, 0.0)
     for frame in pushed(replica, "fp32", again.key, random_gradient(610, 2)):
         deliver(frame, receiver)
+
+
+def test_a_bucket_is_not_added_if_its_step_is_abandoned_when_it_has_been_claimed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica = replica_for("fp32")
+    reduction = reduction_of(replica, "fp32")
+    step = opened_step(1, [8])
+    reduction.open(step)
+    claim = step.claim
+
+    def abandoned_then(*what: Any) -> Any:
+        claimed = claim(*what)
+        reduction.abandon()
+        return claimed
+
+    monkeypatch.setattr(step, "claim", abandoned_then)
+    gradient = random_gradient(replica.num_params, 1)
+    added = add_part(reduction, replica, step.assignments[0], gradient)
+    assert added == [False] * len(replica.buckets)
 
 
 def place_of(frame: Frame) -> int:

@@ -625,6 +625,25 @@ def test_a_debt_is_paid_by_the_share_of_this_batch_whatever_the_last_one_was(
     assert sent == [bytes(payload) for _, payload in pushes]
 
 
+def test_a_push_owes_what_it_lost_of_what_it_has_counted_in_fact() -> None:
+    """Half of the batch's loss terms, though only an eighth of its samples."""
+    shop = Shop("int8")
+    live(shop, task(1))
+    shop.worker.has_state = True
+    num_terms = 2 * shop.worker.unacknowledged_terms
+    commit = shop.commit(4).commit.model_copy(update={"num_terms": num_terms})
+    shop.worker.handle(Committed(commit))
+    shop.wire.frames.clear()
+    shop.worker.work_on(task(2, version=4))
+    sender = GradientSender("int8", shop.replica)
+    for grant in (1, 2):
+        shop.replica.grads.copy_(gradient_for(shop.replica, task(grant).indices))
+        pushes = list(sender.pushes(lease(grant), 3, BatchLoss(0.5, 8), 0.25, share=4 / 32))
+        sender.settle(share=0.5)
+    sent = [bytes(frame.payload) for frame in shop.wire.frames]
+    assert sent == [bytes(payload) for _, payload in pushes]
+
+
 def test_what_is_owed_differs_with_what_counted() -> None:
     """Otherwise the tests before would prove nothing."""
     assert len({b"".join(reference(count)) for count in (0, 1, 2, 3)}) == 4
