@@ -4,11 +4,14 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from pydantic import BaseModel
 from typer.main import get_command
 
 import smolcluster
@@ -235,32 +238,135 @@ def _docstring(told: ast.stmt) -> str:
 
 
 def messages() -> str:
-    """What may be said in each of the protocol's sets, and by whom."""
-    return (
-        "".join(
-            f"## {each.name}\n\n{_table(('Kind', 'Message', 'Sent by', 'Fields', ''), _message_rows(each))}\n"
-            for each in wire.ALL_SETS
-        ).rstrip("\n")
-        + "\n"
+    """What may be said in each of the protocol's sets, by whom, and of what each message consists."""
+    written = _Source.of(wire)
+    shown: set[type[wire.Message]] = set()
+    text = (
+        "A field with a value need not be sent. The text of a row is the class's in\n"
+        "[`messages.py`](../../wire/messages.py). `offer` and `group-store` are in\n"
+        "[conversations](../wire_format/conversations.md#offers).\n\n"
     )
+    for each in wire.ALL_SETS:
+        rows = list(_message_rows(each, written, shown))
+        text += f"## {each.name}\n\n{_table(('Kind', 'Message', 'Sent by', 'Fields', ''), rows)}\n"
+        shown |= each.kinds
+    parts = [
+        (f"`{each.__name__}`", written.fields_of(each), written.told_of(each))
+        for each in vars(wire).values()
+        if isinstance(each, type)
+        and issubclass(each, wire.HeaderModel)
+        and not issubclass(each, wire.Message)
+        and each is not wire.HeaderModel
+    ]
+    text += f"## Parts of messages\n\n{_table(('Part', 'Fields', ''), parts)}\n"
+    return text + f"## Types of fields\n\n{_table(('Type', 'Is', ''), written.types())}"
 
 
-def _message_rows(spoken: wire.MessageSet) -> list[tuple[str, ...]]:
+def _message_rows(
+    spoken: wire.MessageSet, written: "_Source", shown: Collection[type[wire.Message]]
+) -> Iterator[tuple[str, ...]]:
     sides = {
         "handshake": spoken.in_handshake,
         "dialler": spoken.from_dialler,
         "listener": spoken.from_listener,
     }
-    return [
-        (
-            str(kind.KIND),
-            f"`{kind.__name__}`",
-            ", ".join(side for side, kinds in sides.items() if kind in kinds),
-            ", ".join(f"`{name}`" for name in kind.model_fields),
-            _first_sentences(kind.__doc__ or ""),
+    for kind in sorted(spoken.kinds, key=lambda kind: kind.KIND):
+        by = ", ".join(side for side, kinds in sides.items() if kind in kinds)
+        told = (
+            ("as above", "") if kind in shown else (written.fields_of(kind), written.told_of(kind))
         )
-        for kind in sorted(spoken.kinds, key=lambda kind: kind.KIND)
-    ]
+        yield str(kind.KIND), f"`{kind.__name__}`", by, *told
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a module of models says that its classes do not know: types' names, and fields' docstrings."""
+
+    module: ModuleType
+    body: Sequence[ast.stmt]
+
+    @classmethod
+    def of(cls, module: ModuleType) -> "_Source":
+        return cls(module, ast.parse(inspect.getsource(module)).body)
+
+    def fields_of(self, model: type[BaseModel]) -> str:
+        """Each field with its type, and its default if it need not be given."""
+        declared = self._declared(model)
+        return "; ".join(
+            f"`{name}` {self._type(declared[name][0])}"
+            + (
+                ""
+                if field.is_required()
+                else f" = {_json(field.get_default(call_default_factory=True))}"
+            )
+            for name, field in model.model_fields.items()
+        )
+
+    def told_of(self, model: type[BaseModel]) -> str:
+        """Its docstring, and those of its fields."""
+        docs = [" ".join((model.__doc__ or "").replace("Attributes:", "").split())]
+        docs += [f"`{name}`: {told}" for name, (_, told) in self._declared(model).items() if told]
+        return " ".join(docs)
+
+    def types(self) -> list[tuple[str, str, str]]:
+        """The module's own names of types."""
+        return [
+            (f"`{each.targets[0].id}`", f"`{self._type(each.value)}`", told)
+            for each, told in _told(self.body)
+            if isinstance(each, ast.Assign)
+            and isinstance(each.targets[0], ast.Name)
+            and isinstance(each.value, ast.Subscript | ast.BinOp)
+            and re.match("(Annotated|Literal|bool)", ast.unparse(each.value))
+        ]
+
+    def _declared(self, model: type[BaseModel]) -> dict[str, tuple[ast.expr, str]]:
+        """By field: its annotation, and its docstring; what a class inherits as well."""
+        names = [each.__name__ for each in reversed(model.__mro__)]
+        classes = {each.name: each for each in self.body if isinstance(each, ast.ClassDef)}
+        return {
+            ast.unparse(each.target): (each.annotation, told)
+            for name in names
+            if name in classes
+            for each, told in _told(classes[name].body)
+            if isinstance(each, ast.AnnAssign)
+        }
+
+    def _type(self, node: ast.expr) -> str:
+        """As it is written, with bounds in brackets and the values of named numbers."""
+        match node:
+            case ast.Constant(value=None):
+                return "null"
+            case ast.BinOp(left=left, right=right):
+                return f"{self._type(left)} | {self._type(right)}"
+            case ast.Subscript(value=ast.Name("Annotated"), slice=ast.Tuple(elts=[of, *more])):
+                bounds = [
+                    f"{bound.arg} {self._number(bound.value)}"
+                    for call in more
+                    if isinstance(call, ast.Call)
+                    for bound in call.keywords
+                ]
+                return f"{self._type(of)} ({', '.join(bounds)})" if bounds else self._type(of)
+            case ast.Subscript(value=outer, slice=ast.Tuple(elts=elements)):
+                return f"{ast.unparse(outer)}[{', '.join(map(self._type, elements))}]"
+            case ast.Subscript(value=outer, slice=of):
+                return f"{ast.unparse(outer)}[{self._type(of)}]"
+        return ast.unparse(node)
+
+    def _number(self, node: ast.expr) -> str:
+        return re.sub(
+            r"[A-Z]+_[A-Z_]+", lambda name: str(getattr(self.module, name[0])), ast.unparse(node)
+        )
+
+
+def _told(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
+    """Each statement with the docstring that follows it, if one does."""
+    for each, following in pairwise([*body, ast.Pass()]):
+        is_told = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        yield each, " ".join(str(following.value.value).split()) if is_told else ""
+
+
+def _json(value: object) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

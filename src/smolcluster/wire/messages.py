@@ -162,6 +162,7 @@ class LossMessage(Message):
     num_terms: Terms
     learning_rate: Annotated[float, Field(ge=0)] | None = None
     overflow: Scale | None = None
+    """Refused but in float16, and at 2⁻¹⁰ or less."""
     compute_s: Seconds
 
     @property
@@ -177,6 +178,7 @@ class Hello(Message, kind=1):
     sets: Annotated[dict[Identifier, Byte32], Field(max_length=MAX_SETS)]
     """The digest of each set, by name."""
     node: Name
+    """In `host_ip`, unless the run is `elastic`."""
     worker_id: Annotated[int, Field(ge=0, le=2**31)]
     """0: it has none; of a server it asks what the run is and which number is free, and gets no session."""
     instance: Instance
@@ -274,7 +276,11 @@ class Ready(Message, kind=5):
     samples: Annotated[
         tuple[SampleMark, ...], Strict(False), Field(max_length=MAX_SAMPLE_MARKS)
     ] = ()
-    """What its first, middle and last training sample are known by (`data/marks.py`); empty: it has none."""
+    """What its first, middle and last training sample are known by (`data/marks.py`); empty: it has none.
+
+    The XXH3-64 of the structure, then of each value; of numbers of floating point `RMS:PROJECTION`, and `?`
+    of what is not compared.
+    """
     order: Identifier | None = None
     """XXH3-64 of how its own sampler begins the first epoch; null: it has none."""
     first_weights: Identifier | None = None
@@ -309,7 +315,9 @@ class Assignment(Message, kind=7):
     lease: LeaseKey
     version: Count
     learning_rate: Annotated[float, Field(ge=0)]
+    """EDP: for the worker's own steps."""
     loss_scale: Scale = 1.0
+    """The loss is multiplied by it before backward, and the gradient divided by it after."""
     batch_samples: Count = 0
     first_bucket: Count = 0
     backup: bool = False
@@ -485,6 +493,7 @@ class Telemetry(Message, kind=20):
     phase_s: Annotated[
         tuple[Seconds, ...], Strict(False), Field(min_length=NUM_PHASES, max_length=NUM_PHASES)
     ]
+    """data, forward, backward, encode, send, wait, apply."""
     raw_bytes: Count
     encoded_bytes: Count
     cpu_s: Seconds
@@ -839,6 +848,7 @@ class Planned(Message, kind=52):
     ranks: Some[Count]
     neighbours: Many[StageNeighbour]
     turn: Count
+    """Steps and evaluations that the stages take together count on from here."""
     step: Count | None = None
 
 
@@ -917,6 +927,7 @@ class StageDone(Message, kind=54):
     loss: Annotated[float, Field(allow_inf_nan=False)] | None
     num_terms: Terms
     squared_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    """What is tied counts on the first stage."""
     seconds: Annotated[dict[Identifier, Seconds], Field(max_length=8)]
     peak_bytes: Count = 0
     sent_bytes: Many[Count] = ()
