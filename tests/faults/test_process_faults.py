@@ -738,9 +738,8 @@ STAMPS = {
     *("launch/doctor/table.py", "launch/watch/probe.py"),  # which compare clocks of machines
     *("wire/clocks.py", "server/process_stats.py", "utils/meter.py"),  # and these
     *(f"observability/report/{name}.py" for name in ("comparison", "page")),
-    *(f"observability/view/{name}.py" for name in ("facts", "run", "snapshot")),
+    *(f"observability/view/{name}.py" for name in ("snapshot", "view", "workers")),
     "observability/sinks/tensorboard.py",  # events carry it
-    "launch/watch/top/source.py",  # say how old something is
     *("launch/observe/targets.py", "launch/watch/listing.py"),  # compare with a file's time
     *("launch/clean.py", "runs/status.py"),  # and these
     "algorithms/instruction_log.py",  # ranks stand on one axis by it

@@ -14,7 +14,7 @@ import pytest
 from harness import free_port
 from processes import Child, Processes
 from smolcluster.observability.report.page import title_of
-from smolcluster.observability.view.curves import read_series
+from smolcluster.observability.view.view import read_view
 from smolcluster.runs.paths import find_run
 from waiting import DEADLINE_S
 
@@ -54,7 +54,7 @@ def newest_step(folder: Path) -> int:
 
 def where_time_went(folder: Path) -> dict[str, dict[str, float]]:
     """What each process reported, by its title without its host."""
-    processes = read_series(find_run(folder)).processes.values()
+    processes = read_view(find_run(folder)).processes
     return {title_of(each).partition(" (")[0]: each.newest() for each in processes}
 
 

@@ -37,8 +37,7 @@ from smolcluster.observability.exporter import (
     metrics_address,
     serve_metrics,
 )
-from smolcluster.observability.view.facts import read_facts
-from smolcluster.observability.view.run import RunView, files_here
+from smolcluster.observability.view.view import View, files_here, read_view
 from smolcluster.runs.launched import LaunchedProcess, read_launched
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import RunStatus
@@ -312,12 +311,12 @@ def test_everything_tells_one_story_of_a_worker_that_is_killed(
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", port), 5)
 
-    view = RunView(files_here(run))
+    view = View(files_here(run))
     told = view.events()["events"]
     view.close()
     [end] = [event for event in told if event["kind"] == "worker_lost"]
     assert (end["rank"], end["node"]) == (1, lost.node)
-    trouble = read_facts(run).logs.trouble
+    trouble = read_view(run).logs().trouble
     assert trouble is not None
     assert "worker 2 is lost" in trouble.what
     assert trouble.seconds == pytest.approx(end["t"], abs=1.0)

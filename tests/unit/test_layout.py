@@ -345,10 +345,26 @@ MECHANISMS = {
             "launch/join.py": "a worker of a run that is not this machine's",
             "launch/hetero/start.py": "this machine's, of a file that each machine starts itself",
             "launch/watch/logs.py": "starts nothing: names a log's process",
-            "launch/watch/top/source.py": "starts nothing: names a folder's server",
             "runs/launched.py": "reads what an earlier version has launched",
         },
         "LaunchedProcess(node=node, role='worker')",
+    ),
+    "how a run stands": Mechanism(
+        lambda node: calls(node, "Snapshot"),
+        {
+            "observability/view/snapshot.py": "what its folder says",
+            "observability/view/view.py": "before anything was read",
+            "launch/watch/probe.py": "what was seen on its machines",
+        },
+        "Snapshot(paths)",
+    ),
+    "following a file of another machine": Mechanism(
+        lambda node: calls(node, "RemoteTail"),
+        {
+            "launch/watch/logs.py": "lines for a terminal, all of them",
+            "launch/watch/mirror.py": "copies of what a view reads",
+        },
+        "RemoteTail(host, file, on_lines=take)",
     ),
 }
 """Each mechanism that `src` holds once. A file more here needs a reason that no file in the table covers."""

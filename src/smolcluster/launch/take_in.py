@@ -147,7 +147,7 @@ def _who_has_gone(paths: RunPaths) -> str:
     Raises:
         ConfigError: there is none, or several.
     """
-    found = look(paths).processes
+    found = look(paths).seen
     can_join = (each for each in found if each.rank is not None or each.role == STAGE)
     gone = list(dict.fromkeys(each.node for each in can_join if each.process in ("ended", "gone")))
     if len(gone) == 1:

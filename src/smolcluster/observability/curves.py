@@ -22,11 +22,11 @@ from smolcluster.observability.view.curves import (
     Mark,
     Points,
     own_metrics,
-    read_curves,
     smooth,
     thin,
     window_means,
 )
+from smolcluster.observability.view.view import read_view
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.paths import RunPaths
@@ -108,7 +108,7 @@ def draw_curves(paths: RunPaths) -> None:
     Raises:
         SmolclusterError: the run cannot be drawn or written; an older picture is still there.
     """
-    curves = read_curves(paths)
+    curves = read_view(paths).curves
     if curves.series:
         what = f"the curves of {curves.title}"
         write_whole(paths.curves, rendered(lambda: figure_of(curves), "png", what))

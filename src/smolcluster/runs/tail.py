@@ -1,6 +1,7 @@
 """Whole lines of a file that grows, a bounded piece at a time."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,15 @@ class Tail:
         self.offset = offset
         self._max_nbytes = max_piece_nbytes
         self._is_inside = False
+
+    @classmethod
+    def newest(cls, path: Path, nbytes: int) -> "Tail":
+        """One that begins with the first line that begins within the file's last bytes."""
+        tail = cls(path)
+        with suppress(OSError):
+            tail.offset = max(0, path.stat().st_size - nbytes)
+        tail._is_inside = tail.offset > 0
+        return tail
 
     def poll(self) -> list[Line]:
         """Lines that are new and whole, a piece of the file at most; none when all are read.

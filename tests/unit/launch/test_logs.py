@@ -346,6 +346,27 @@ def test_following_ends_with_the_run(
     assert [line.split()[-1] for line in out] == ["m1", "m2"]
 
 
+def test_following_a_group_that_waits_in_a_queue_says_so_and_shows_its_ranks_as_they_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = of_group("slurm", None, str(tmp_path / "r1"), scheduler="slurm")
+    paths = launched_run(tmp_path, process, algorithm="mesh")
+    looks = iter([False, True])
+
+    def begin(_paths: RunPaths) -> bool:
+        if not (has_ended := next(looks)):
+            for stem, seconds in RANKS.items():
+                write(paths.logs / f"{stem}.log", log_line(seconds, stem))
+        return has_ended
+
+    monkeypatch.setattr("smolcluster.launch.watch.logs.is_over", begin)
+    monkeypatch.setattr("smolcluster.launch.watch.logs.LAST_LINES_S", 10.0)
+    assert logs(str(paths.root), node=None, rank=None, level="INFO", follow=True, since=None) == 0
+    out, err = capsys.readouterr()
+    assert sorted(line.split()[-1] for line in out.splitlines()) == sorted(RANKS)
+    assert err == "no process of run r1 has a log yet: waiting\n"
+
+
 def test_following_a_local_run(
     local: RunPaths,
     tmp_path: Path,

@@ -7,10 +7,10 @@ import pytest
 
 from made_runs import MadeRun
 from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
-from smolcluster.launch.watch import probe
+from smolcluster.launch.watch import mirror
 from smolcluster.launch.watch.mirror import Mirror
 from smolcluster.launch.watch.page import open_files
-from smolcluster.observability.view.run import RunView
+from smolcluster.observability.view.view import View
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.series import SeriesFile
@@ -46,15 +46,15 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
     tmp_path: Path, elsewhere: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "SERIES_EVERY_S", 0.0)
+    monkeypatch.setattr(mirror, "SERIES_EVERY_S", 0.0)
     paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@pi5"))
     before = sorted(paths.root.rglob("*"))
-    view = RunView(open_files(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)
+    view = View(open_files(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)
     try:
         eventually(lambda: view.state().get("step") == 120)
-        eventually(lambda: view.series()["steps"]["step"] == [1, 2])
+        eventually(lambda: view.columns()["steps"]["step"] == [1, 2])
         keep_series(elsewhere, 3)
-        eventually(lambda: view.series()["steps"]["step"] == [1, 2, 3])
+        eventually(lambda: view.columns()["steps"]["step"] == [1, 2, 3])
         eventually(lambda: sorted(view.log_files()) == ["server-mini1", "worker-rank0-pi5"])
         assert view.state()["problems"] == []
     finally:
@@ -66,7 +66,8 @@ def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
 def test_a_resumed_runs_old_summary_goes_away(tmp_path: Path, elsewhere: RunPaths) -> None:
     paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@pi5"))
     MadeRun(elsewhere.root.parent, "r1").summary()
-    copied = Mirror(paths, read_launched(paths.launched), tmp_path / "copies" / "r1")
+    copied = Mirror(paths, tmp_path / "copies" / "r1")
+    copied.keep_looking()
     try:
         copy = copied.files().served
         eventually(copy.summary.is_file)
@@ -81,7 +82,7 @@ def test_a_machine_that_cannot_be_reached_is_named_and_the_others_are_shown(
     tmp_path: Path, elsewhere: RunPaths
 ) -> None:
     paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@cut"))
-    view = RunView(open_files(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)
+    view = View(open_files(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)
     try:
         eventually(lambda: view.state().get("step") == 120)
         eventually(lambda: view.state()["problems"])
@@ -108,11 +109,12 @@ def test_a_server_here_is_read_here_and_only_the_others_logs_are_copied(
     paths = launched_run(root, here, worker(0, "pi5", "pi@pi5"))
     write_status(paths.status, status_of())
     write(paths.logs / "server-mini1.log", log_line(1, "listening"))
-    copied = Mirror(paths, read_launched(paths.launched), tmp_path / "copies" / "r1")
+    copied = Mirror(paths, tmp_path / "copies" / "r1")
+    copied.keep_looking()
     try:
         files = copied.files()
         assert (files.served, files.is_here) == (paths, True)
-        view = RunView(files)
+        view = View(files)
         eventually(lambda: sorted(view.log_files()) == ["server-mini1", "worker-rank0-pi5"])
     finally:
         copied.close()

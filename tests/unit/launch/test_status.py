@@ -16,16 +16,11 @@ from smolcluster.cli import main
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch.host import Host, TookTooLong
 from smolcluster.launch.watch.probe import Ask, look, look_at_script
-from smolcluster.launch.watch.report import (
-    Liveness,
-    ProbeResult,
-    ProcessReport,
-    RunReport,
-    report_of,
-)
 from smolcluster.launch.watch.status import gpu_cell, head, look_at, notes, row, status
-from smolcluster.observability.view.snapshot import State
+from smolcluster.observability.view.report import RunReport, report_of
+from smolcluster.observability.view.snapshot import Liveness, ProcessReport, Snapshot, State
 from smolcluster.observability.view.stages import numbers_of
+from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import RankStatus, RunStatus, instant, write_status
 
@@ -232,13 +227,13 @@ def test_whatever_a_machine_answers_is_no_traceback(
     tmp_path: Path, answer: str, expected: tuple[str, int | None]
 ) -> None:
     paths = launched_run(tmp_path, server())
-    [seen] = look(paths, lambda _host, _script: answer).processes
+    [seen] = look(paths, lambda _host, _script: answer).seen
     assert (seen.process, seen.exit_code) == expected
 
 
-def probed(liveness: Liveness, written: RunStatus | None) -> ProbeResult:
-    seen = ProcessReport(node="mini1", role="server", process=liveness)
-    return ProbeResult((seen,), written, None, instant(NOW))
+def probed(*seen: ProcessReport, written: RunStatus, algorithm: str = "edp") -> Snapshot:
+    launched = Launched(run_id="r1", algorithm=algorithm, processes=(server(),))
+    return Snapshot(RunPaths(Path("r1")), launched, written, seen=seen, now=instant(NOW))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +283,8 @@ def test_what_brings_a_worker_back_is_said_when_its_process_is_no_more(
 
 
 def test_a_worker_that_came_by_itself_is_shown_too() -> None:
-    report = report_of("r1", None, probed("running", status_of(workers={7: ("mac", "joined")})))
+    owner = ProcessReport(node="mini1", role="server", process="running")
+    report = report_of(probed(owner, written=status_of(workers={7: ("mac", "joined")})))
     assert row(report.processes[1])[:2] == ["worker 8 (mac)", "joined"]
 
 
@@ -308,7 +304,7 @@ def test_a_mesh_has_a_row_a_rank_which_lives_as_what_started_it() -> None:
         for rank, node in heard.items()
     ]
     written = status_of(now=NOW).model_copy(update={"algorithm": "single", "ranks": ranks})
-    report = report_of("r1", "mesh", ProbeResult(started, written, None, instant(NOW)))
+    report = report_of(probed(*started, written=written, algorithm="mesh"))
     assert [row(each)[:1] + row(each)[4:] for each in report.processes] == [
         ["rank 0 (a)", "10", "2 s ago"],
         ["rank 1 (a)", "11", "2 s ago"],
@@ -448,4 +444,5 @@ def test_watching_ends_with_ctrl_c(
 
 def test_a_run_is_of_the_algorithm_that_was_launched() -> None:
     """The owner of a mesh writes its status as one process does."""
-    assert report_of("r1", "mesh", probed("running", status_of())).algorithm == "mesh"
+    written = status_of().model_copy(update={"algorithm": "single"})
+    assert report_of(probed(written=written, algorithm="mesh")).algorithm == "mesh"

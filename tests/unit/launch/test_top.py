@@ -14,7 +14,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from rich.text import Text
 from exporting import GPU
 from reading import children_of, fake_ssh, launched_run, log_line, server, status_of, worker, write
 from smolcluster.launch.host import Host
-from smolcluster.launch.watch.report import Liveness, ProbeResult, ProcessReport, report_of
+from smolcluster.launch.watch.probe import Ask
 from smolcluster.launch.watch.top.bars import (
     progress_bar,
     short_age,
@@ -35,13 +35,16 @@ from smolcluster.launch.watch.top.bars import (
 )
 from smolcluster.launch.watch.top.command import top
 from smolcluster.launch.watch.top.frame import Canvas, frame
-from smolcluster.launch.watch.top.source import EventLine, Point, Snapshot, SnapshotSource
+from smolcluster.launch.watch.top.source import EventLine, Picture, Point, Source
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.observability.terminal import SteadyConsole, displayable
+from smolcluster.observability.view.report import report_of
+from smolcluster.observability.view.snapshot import Liveness, ProcessReport, Snapshot
 from smolcluster.observability.view.stages import numbers_of
 from smolcluster.runs.events import CheckpointSaved, Evaluated, EventLog, WorkerJoined, WorkerLost
 from smolcluster.runs.files import json_line
+from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.series import MAX_STEPS, SeriesFile
 from smolcluster.runs.status import (
@@ -89,7 +92,7 @@ def picture_of(
     liveness: Liveness = "running",
     points: Sequence[Point] = (),
     news: Sequence[EventLine] = (),
-) -> Snapshot:
+) -> Picture:
     workers: list[WorkerStatus] = [] if status is None else status.workers
     names: list[tuple[str, str, int | None]] = [("mini1", "server", None)]
     names += [(each.node, "worker", each.rank) for each in workers]
@@ -97,8 +100,20 @@ def picture_of(
         ProcessReport(node=node, role=role, rank=rank, process=liveness)
         for node, role, rank in names
     )
-    found = ProbeResult(seen, status, None, instant(NOW))
-    return Snapshot(report_of("r1", "edp", found), status, found.now, points, news)
+    return picture(seen, status, points, news)
+
+
+def picture(
+    seen: Sequence[ProcessReport],
+    status: RunStatus | None,
+    points: Sequence[Point] = (),
+    news: Sequence[EventLine] = (),
+    algorithm: str = "edp",
+) -> Picture:
+    launched = Launched(run_id="r1", algorithm=algorithm, processes=(server(),))
+    paths = RunPaths(Path("r1"))
+    found = Snapshot(paths, launched, status, seen=tuple(seen), now=instant(NOW))
+    return Picture(report_of(found), status, found.now, points, news)
 
 
 def three_workers(process_stats: Mapping[str, float] = PROCESS_STATS) -> RunStatus:
@@ -106,7 +121,7 @@ def three_workers(process_stats: Mapping[str, float] = PROCESS_STATS) -> RunStat
     return with_stats(status_of(now=NOW, workers=nodes), process_stats)  # type: ignore[arg-type]
 
 
-def busy() -> Snapshot:
+def busy() -> Picture:
     points = [Point(step, 2.5 / (1 + step), 100.0 + step) for step in range(120)]
     news = [
         EventLine(NOW - 9, "worker_joined", "worker 1 (mini2) joined, on cpu"),
@@ -133,7 +148,7 @@ def canvas(
     )
 
 
-def lines(snapshot: Snapshot, on: Canvas | None = None) -> list[str]:
+def lines(snapshot: Picture, on: Canvas | None = None) -> list[str]:
     return [line.plain for line in frame(snapshot, on or canvas())]
 
 
@@ -323,8 +338,7 @@ def test_ranks_of_a_mesh_have_their_own_numbers() -> None:
     ]
     written = status_of(now=NOW).model_copy(update={"ranks": ranks})
     starter = ProcessReport(node="a", role="ranks", rank=None, process="running")
-    found = ProbeResult((starter,), written, None, instant(NOW))
-    shown = lines(Snapshot(report_of("r1", "mesh", found), written, found.now, (), ()))
+    shown = lines(picture([starter], written, algorithm="mesh"))
     place = next(place for place, line in enumerate(shown) if line.startswith("node"))
     assert shown[place].split()[:3] == ["node", "rank", "state"]
     assert [line.split()[:4] for line in shown[place + 1 : place + 3]] == [
@@ -335,6 +349,23 @@ def test_ranks_of_a_mesh_have_their_own_numbers() -> None:
 
 
 # --- looking
+
+
+Look = Callable[..., Source]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Look]:
+    """What makes sources, which are closed at the end."""
+    made: list[Source] = []
+
+    def make(paths: RunPaths, ask: Ask | None = None) -> Source:
+        made.append(Source(paths, tmp_path / "copies", ask))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
 
 
 def record(paths: RunPaths, num_steps: int) -> None:
@@ -372,12 +403,12 @@ def local(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def test_a_local_run_is_read_from_the_ends_of_its_files(local: RunPaths) -> None:
+def test_a_local_run_is_read_from_the_ends_of_its_files(local: RunPaths, source: Look) -> None:
     record(local, 20_000)
     tell(local.log_file("server", "mini1"))
     write_status(local.status, status_of().model_copy(update={"step": 20_001}))
-    source = SnapshotSource(local)
-    snapshot = source.look()
+    looking = source(local)
+    snapshot = looking.look()
     steps = [point.step for point in snapshot.points]
     assert steps == sorted(set(steps))
     assert steps[0] < 1000
@@ -393,7 +424,7 @@ def test_a_local_run_is_read_from_the_ends_of_its_files(local: RunPaths) -> None
     events.write(CheckpointSaved(step=7))
     events.close()
     write_status(local.status, status_of().model_copy(update={"step": 7}))
-    again = source.look()
+    again = looking.look()
     assert [each.text for each in again.news[-2:]] == [
         "server mini1: no more",
         "checkpoint of step 7 saved",
@@ -403,20 +434,24 @@ def test_a_local_run_is_read_from_the_ends_of_its_files(local: RunPaths) -> None
 
 
 @pytest.mark.parametrize("num_steps", [1, 25, 250])
-def test_of_a_young_run_the_curve_begins_at_the_first_step(local: RunPaths, num_steps: int) -> None:
+def test_of_a_young_run_the_curve_begins_at_the_first_step(
+    local: RunPaths, source: Look, num_steps: int
+) -> None:
     record(local, num_steps)
-    steps = [point.step for point in SnapshotSource(local).look().points]
+    steps = [point.step for point in source(local).look().points]
     assert steps == list(range(1, num_steps + 1))
 
 
-def test_a_run_with_nothing_written_is_starting_or_broken_off(local: RunPaths) -> None:
-    snapshot = SnapshotSource(local).look()
+def test_a_run_with_nothing_written_is_starting_or_broken_off(
+    local: RunPaths, source: Look
+) -> None:
+    snapshot = source(local).look()
     assert (snapshot.points, snapshot.news) == ([], [])
     assert snapshot.is_over
 
 
 def test_a_run_elsewhere_is_asked_once_a_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = RunPaths(fake_ssh(tmp_path, monkeypatch) / "runs/r1")
     there.logs.mkdir(parents=True)
@@ -430,9 +465,9 @@ def test_a_run_elsewhere_is_asked_once_a_machine(
         asked.append(host.node)
         return host.run(script, timeout_s=20.0).stdout
 
-    source = SnapshotSource(paths, ask)
-    first = source.look()
-    second = source.look()
+    looking = source(paths, ask)
+    first = looking.look()
+    second = looking.look()
     assert sorted(asked) == ["mini1", "mini1", "pi5", "pi5"]
     assert [each.kind for each in first.news] == [
         "worker_joined",
@@ -446,21 +481,24 @@ def test_a_run_elsewhere_is_asked_once_a_machine(
 
 
 def test_what_was_fetched_is_shown_when_the_servers_machine_is_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ssh(tmp_path, monkeypatch)
     paths = launched_run(tmp_path / "runs", server("cut"))
     record(paths, 10)
     write_status(paths.status, status_of("ended", reason="all done"))
-    snapshot = SnapshotSource(paths).look()
+    snapshot = source(paths).look()
     assert snapshot.is_over
     assert snapshot.news[-1].kind == "worker_lost"
 
 
 @pytest.mark.parametrize("answer", ["", "garbage", "::events\n{\n[]\n::series\nnull\n::log 0\n1\n"])
-def test_whatever_a_machine_answers_is_drawn(tmp_path: Path, answer: str) -> None:
-    paths = launched_run(tmp_path, server())
-    assert lines(SnapshotSource(paths, lambda _host, _script: answer).look())
+def test_whatever_a_machine_answers_is_drawn(
+    tmp_path: Path, source: Look, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    fake_ssh(tmp_path, monkeypatch)
+    paths = launched_run(tmp_path / "runs", server())
+    assert lines(source(paths, lambda _host, _script: answer).look())
 
 
 # --- the command

@@ -21,7 +21,8 @@ from smolcluster.observability.curves import (
     short,
     svg_of,
 )
-from smolcluster.observability.view.curves import Curves, Points, read_curves
+from smolcluster.observability.view.curves import Curves, Points
+from smolcluster.observability.view.view import read_view
 from smolcluster.runs.paths import RunPaths
 
 
@@ -94,7 +95,7 @@ def test_the_best_validation_is_marked() -> None:
 
 @pytest.mark.parametrize("num_runs", [1, 9])
 def test_a_page_has_curves_in_its_own_colours(tmp_path: Path, num_runs: int) -> None:
-    runs = [read_curves(made(tmp_path, f"r{number} <&>$x$")) for number in range(num_runs)]
+    runs = [read_view(made(tmp_path, f"r{number} <&>$x$")).curves for number in range(num_runs)]
     svg = svg_of(runs)
     pictures = list(ElementTree.fromstring(f"<div>{svg}</div>"))  # noqa: S314 - ours
     assert len(pictures) == (2 if num_runs == 1 else 1), (

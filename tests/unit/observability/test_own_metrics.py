@@ -10,7 +10,6 @@ from rich.console import Console
 from exporting import NOW, NUMBERS, a_status
 from made_runs import MadeRun, summary_of
 from smolcluster.launch.run import progress_line
-from smolcluster.launch.watch.report import ProbeResult, report_of
 from smolcluster.launch.watch.status import head
 from smolcluster.observability.curves import svg_of
 from smolcluster.observability.exporter import ProcessLabels, RunCollector
@@ -18,9 +17,10 @@ from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.comparison import comparison_of
 from smolcluster.observability.report.page import write_report
 from smolcluster.observability.sinks.console import measured
-from smolcluster.observability.view.curves import read_curves
-from smolcluster.observability.view.facts import read_run
-from smolcluster.observability.view.measured import Measured
+from smolcluster.observability.view.measured import columns_of
+from smolcluster.observability.view.report import report_of
+from smolcluster.observability.view.snapshot import Snapshot
+from smolcluster.observability.view.view import read_view
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.series import SeriesFile
 from smolcluster.runs.status import RunStatus
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> RunPaths:
 def test_on_the_terminal() -> None:
     assert measured(MetricRecord("eval", 1, 0, VALUES)) == "hits 0.4321 · f1 macro 12.5"
     status = a_status_with_metrics()
-    report = report_of("r1", None, ProbeResult((), status, None, NOW))
+    report = report_of(Snapshot(RunPaths(Path("r1")), None, status, now=NOW))
     assert {"validation loss 0.5", "hits 0.4321", "f1 macro 12.5"} <= set(head(report))
     assert report.model_dump()["val_hits"] == 0.4321
     assert "validation hits 0.4321" in progress_line(status)
@@ -74,7 +74,7 @@ def test_in_prometheus() -> None:
 
 
 def test_in_curves_report_and_comparison(folder: RunPaths, tmp_path: Path) -> None:
-    curves = read_curves(folder)
+    curves = read_view(folder).curves
     assert curves.series["val_hits"].y == [0.4321, 0.4321]
     assert curves.panels[0] == ["loss", "val_hits", "val_f1 macro"]
     assert "validation hits" in svg_of([curves])
@@ -84,7 +84,7 @@ def test_in_curves_report_and_comparison(folder: RunPaths, tmp_path: Path) -> No
     assert "0.4321" in page
     other = MadeRun(tmp_path / "other", "edp-2")
     other.summary()
-    rows = comparison_of([read_run(folder), read_run(other.paths)]).outcomes
+    rows = comparison_of([read_view(folder), read_view(other.paths)]).outcomes
     assert rows["hits"] == ["0.4321", "–"]
 
 
@@ -92,7 +92,5 @@ def test_in_the_small_file_that_the_page_reads(folder: RunPaths) -> None:
     file = SeriesFile(folder, warn=pytest.fail)
     file.close()
     folder.metrics.unlink()
-    read = Measured(folder)
-    while read.poll():
-        pass
-    assert read.series()["evaluations"]["val_f1 macro"] == [12.5, 12.5]
+    shown = columns_of(read_view(folder).series)
+    assert shown["evaluations"]["val_f1 macro"] == [12.5, 12.5]

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -21,10 +22,9 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.tmux import TMUX_TIMEOUT_S
 from smolcluster.launch.watch.probe import Ask, command_lines, look
-from smolcluster.launch.watch.report import ProbeResult
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 from smolcluster.observability.view.listing import ListedRun, line_of, remembered
-from smolcluster.observability.view.snapshot import LAST_EPOCH, RunSnapshot, read_snapshot
+from smolcluster.observability.view.snapshot import LAST_EPOCH, Snapshot, read_snapshot
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths, latest_of, runs_in
@@ -88,17 +88,17 @@ def _listed(runs: Sequence[RunPaths], ask: Ask | None) -> list[ListedRun]:
     reads = [read_snapshot(paths) for paths in runs]
     lives = {read.paths.run_id: _lives_here(read, sessions) for read in reads}
 
-    def line(read: RunSnapshot) -> ListedRun:
+    def line(read: Snapshot) -> ListedRun:
         is_alive = lives[read.paths.run_id]
         if read.is_elsewhere and not is_alive and not read.is_over:
             return _elsewhere(read, ask)
         state = read.state_here(lives=is_alive)
-        return line_of(read, state, read.status, read.summary, is_alive=is_alive)
+        return line_of(read, state, is_alive=is_alive)
 
     return sorted(at_once(line, reads, MAX_ASKED), key=lambda run: run.began_at)
 
 
-def _lives_here(read: RunSnapshot, sessions: Sessions) -> bool:
+def _lives_here(read: Snapshot, sessions: Sessions) -> bool:
     if is_held(read.paths.lock):
         return True
     if read.launched is None or read.is_over:
@@ -123,31 +123,29 @@ def _may_live(paths: RunPaths, sessions: Sessions) -> bool:
 # --- on other machines
 
 
-def _elsewhere(read: RunSnapshot, ask: Ask | None) -> ListedRun:
+def _elsewhere(read: Snapshot, ask: Ask | None) -> ListedRun:
     """What the machines of a run say, else what they said last."""
     known = remembered(read.paths)
     if known is not None and known.is_alive is False:
         return known
+    unknown = line_of(replace(read, status=None, summary=None), "unknown", is_alive=None)
     try:
-        probed = look(read.paths, ask)
+        seen = look(read.paths, ask)
     except SmolclusterError:
-        return line_of(read, "unknown", None, None, is_alive=None)
-    if probed.processes[0].process == "unreachable":
-        if known is None:
-            return line_of(read, "unknown", None, None, is_alive=None)
-        return known.model_copy(update={"is_alive": None})
-    told, is_alive = (probed.state, probed.status, probed.summary), _is_alive(probed)
-    run = line_of(read, *told, is_alive=is_alive, as_of=time.time())
+        return unknown
+    if seen.seen[0].process == "unreachable":
+        return unknown if known is None else known.model_copy(update={"is_alive": None})
+    run = line_of(seen, seen.state, is_alive=_is_alive(seen), as_of=time.time())
     with suppress(SmolclusterError):
         write_whole(read.paths.standing, run.model_dump_json() + "\n", durable=False)
     return run
 
 
-def _is_alive(probed: ProbeResult) -> bool | None:
-    seen = {each.process for each in probed.processes}
+def _is_alive(read: Snapshot) -> bool | None:
+    seen = {each.process for each in read.seen}
     if "running" in seen:
         return True
-    is_over = probed.status is not None and probed.status.is_over
+    is_over = read.status is not None and read.status.is_over
     return None if "unreachable" in seen and not is_over else False
 
 

@@ -84,19 +84,22 @@ def logs(
             f"the logs of run {paths.run_id} are its pods': `{pod_logs(launched.server)}` shows them"
         )
     lowest, start = parse_level(level), since_when(since, datetime.now().astimezone())
-    sources = chosen(sources_of(paths), node, rank, role)
-    view = LogView(paths, sources, lowest, start, as_json=as_json)
-    return _follow(view, lambda: is_over(paths)) if follow else _print(view)
+
+    def sources() -> list[LaunchedProcess]:
+        return chosen(sources_of(paths), node, rank, role)
+
+    view = LogView(paths, sources(), lowest, start, as_json=as_json)
+    return _follow(view, lambda: is_over(paths), sources) if follow else _print(view)
 
 
 def is_over(paths: RunPaths) -> bool:
     """Whether nothing more will be said of a run that had begun."""
     try:
-        probed = look(paths)
+        read = look(paths)
     except SmolclusterError:
         return False
-    alive = {each.process for each in probed.processes} - {"ended", "gone"}
-    has_begun = probed.status is not None or probed.summary is not None
+    alive = {each.process for each in read.seen} - {"ended", "gone"}
+    has_begun = read.status is not None or read.summary is not None
     return has_begun and not alive
 
 
@@ -229,18 +232,28 @@ class LogView:
         as_json: bool = False,
     ) -> None:
         self.paths = paths
-        self.sources = sources
+        self.sources: list[LaunchedProcess] = []
         self.console = SteadyConsole()
         self.problems = SteadyConsole(stderr=True)
         self._as_json = as_json
         self._lowest = lowest
         self._start = start
-        self._before = [0.0] * len(sources)
-        width = max((len(source.title) for source in sources), default=0)
+        self._before: list[float] = []
+        self._prefixes: list[Text] = []
+        self.add(sources)
+
+    def add(self, sources: Sequence[LaunchedProcess]) -> list[int]:
+        """Take more sources, but those that it has; returns their numbers."""
+        known = {source.stem for source in self.sources}
+        first = len(self.sources)
+        self.sources += [source for source in sources if source.stem not in known]
+        self._before += [0.0] * (len(self.sources) - first)
+        width = max((len(source.title) for source in self.sources), default=0)
         self._prefixes = [
             Text(displayable(self.console, f"{source.title:<{width}}"), style=colour)
-            for source, colour in zip(sources, itertools.cycle(COLOURS), strict=False)
+            for source, colour in zip(self.sources, itertools.cycle(COLOURS), strict=False)
         ]
+        return list(range(first, len(self.sources)))
 
     def entries(self, source: int, lines: Iterable[bytes]) -> list[Entry]:
         """What the next lines of a source say that is wanted."""
@@ -323,30 +336,45 @@ News = queue.Queue[tuple[int, list[bytes] | None, str]]
 """Of a source: lines; None: all that was there has come, or cannot, of which there may be a word to say."""
 
 
-def _follow(view: LogView, is_over: Callable[[], bool]) -> int:
-    """Print what is there and what comes, until the run is over or Ctrl-C."""
+def _follow(
+    view: LogView, is_over: Callable[[], bool], sources: Callable[[], list[LaunchedProcess]]
+) -> int:
+    """Print what is there and what comes, until the run is over or Ctrl-C.
+
+    `sources` are asked for again and again: the ranks of a group begin their logs by and by.
+    """
     news, over = News(), threading.Event()
-    threading.Thread(target=_wait_for_end, args=(is_over, over), daemon=True).start()
-    followed = Followed([_tail(view, index, news) for index in range(len(view.sources))])
+    more = queue.SimpleQueue[list[LaunchedProcess]]()
+
+    def wait_for_end() -> None:
+        has_ended = False
+        while not has_ended:
+            has_ended = is_over()
+            with suppress(SmolclusterError):
+                more.put(sources())
+            if over.wait(LAST_LINES_S if has_ended else LOOK_EVERY_S):
+                return
+        over.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+    followed = Followed()
+    for index in range(len(view.sources)):
+        followed.add(*_tail(view, index, news))
+    if not view.sources:
+        print_line(view.problems, f"no process of run {view.paths.run_id} has a log yet: waiting")
     try:
         _show_first(view, news)
         while not view.console.quiet and not (over.is_set() and news.empty()):
             _show_next(view, news)
+            while not more.empty():
+                for index in view.add(more.get()):
+                    followed.add(*_tail(view, index, news))
     except KeyboardInterrupt:
         return 0
     finally:
         followed.close()
         over.set()
     return 0  # the run is over, or nobody reads it any more
-
-
-def _wait_for_end(is_over: Callable[[], bool], over: threading.Event) -> None:
-    """Set `over` when a run is, and its last lines have had time to come."""
-    while not is_over():
-        if over.wait(LOOK_EVERY_S):
-            return
-    over.wait(LAST_LINES_S)
-    over.set()
 
 
 def _tail(view: LogView, index: int, news: News) -> tuple[RemoteTail, Told, Callable[[], None]]:

@@ -1,4 +1,4 @@
-"""What a run's view needs of other machines, brought into a folder here; nothing is written there.
+"""What a view needs of a run's other machines, brought into a folder here; nothing is written there.
 
 Of the server's machine these are small files, asked for again and again (`status.json`, `summary.json`,
 `series.json`), and the newest events; of each machine the logs, as they grow.
@@ -7,33 +7,37 @@ Of the server's machine these are small files, asked for again and again (`statu
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.launch.host import shell_path
+from smolcluster.launch.host import CONNECT_TIMEOUT_S, Host, shell_path
 from smolcluster.launch.sessions import host_of
 from smolcluster.launch.watch.fetch import is_here
 from smolcluster.launch.watch.logs import log_of, sources_of
-from smolcluster.launch.watch.probe import Ask, AskMore, look
-from smolcluster.launch.watch.report import ProbeResult
-from smolcluster.launch.watch.tail import Followed, RemoteTail, Told
-from smolcluster.observability.view.run import Files
-from smolcluster.observability.view.snapshot import read_snapshot
+from smolcluster.launch.watch.probe import MARK, Ask, ask_host, look, sections
+from smolcluster.launch.watch.tail import Followed, RemoteTail
+from smolcluster.observability.view.snapshot import Snapshot, read_snapshot
+from smolcluster.observability.view.view import Files
 from smolcluster.runs.files import write_whole
-from smolcluster.runs.launched import Launched, LaunchedProcess
+from smolcluster.runs.launched import Launched, LaunchedProcess, launched_of
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.series import EVERY_S as SERIES_EVERY_S
+from smolcluster.runs.series import MAX_NBYTES
 from smolcluster.runs.status import write_status
 from smolcluster.runs.summary import write_summary
 
 LOOK_EVERY_S = 2.0
 NUM_EVENTS = 5000
+PATIENCE_S = CONNECT_TIMEOUT_S + 1.0
+"""How long the first look waits for the lines that are there."""
 
 
-def is_wholly_here(launched: Launched, paths: RunPaths) -> bool:
+def is_wholly_here(launched: Launched | None, paths: RunPaths) -> bool:
     """Whether nothing needs to be read on another machine: also of a run that is over and was fetched."""
-    if all(is_here(process, paths) for process in launched.processes):
+    if launched is None or all(is_here(process, paths) for process in launched.processes):
         return True
     logs = [paths.logs / f"{process.stem}.log" for process in sources_of(paths)]
     status = read_snapshot(paths).status
@@ -42,38 +46,56 @@ def is_wholly_here(launched: Launched, paths: RunPaths) -> bool:
 
 
 class Mirror:
-    """Brings what one run needs into a folder, in threads of its own, until it is closed.
+    """Brings what is new of a run into a folder, until it is closed; of a run that is here, nothing.
 
     Args:
         paths: the run's own folder.
-        launched: which processes it has, and where.
         folder: beside it is made the one where the copies go, which is removed at the end: a run can be
             opened again while its copies of before are still being removed.
         ask: runs a script on a machine; only tests say another one.
+        num_lines: of each log so many of the newest lines; None: all.
+
+    Raises:
+        DataError: what says which processes the run has is damaged.
     """
 
     def __init__(
-        self, paths: RunPaths, launched: Launched, folder: Path, ask: Ask | None = None
+        self,
+        paths: RunPaths,
+        folder: Path,
+        ask: Ask | None = None,
+        *,
+        num_lines: int | None = None,
     ) -> None:
         self._paths = paths
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        self._copy = RunPaths(Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)))
-        self._copy.logs.mkdir(parents=True, exist_ok=True)
-        self._launched = launched
-        self._is_here = is_here(launched.server, paths)
-        self._ask = AskMore(ask, launched.server, lambda _: "")
+        self._launched = launched = launched_of(paths)
+        self._is_whole = launched is None or is_wholly_here(launched, paths)
+        self._is_here = launched is None or self._is_whole or is_here(launched.server, paths)
+        self._ask = ask or ask_host
+        self._num_lines = num_lines
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._problems: dict[str, str] = {}
-        self._followed = Followed(list(self._tails()))
-        if not self._is_here:
-            threading.Thread(target=self._look, daemon=True).start()
+        self._followed = Followed()
+        self._come: dict[Path, threading.Event] = {}
+        """Of each copy that grows: whether what was there has come, or cannot."""
+        self._series_due_at = 0.0
+        self._copy = paths
+        if launched is not None and not self._is_whole:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            own = tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)
+            self._copy = RunPaths(Path(own))
+            self._copy.logs.mkdir()
+            if not self._is_here:
+                there = f"{shell_path(launched.server.run_dir)}/{paths.events.name}"
+                self._follow(launched.server, there, self._copy.events, NUM_EVENTS)
+            self._follow_logs()
 
     def files(self) -> Files:
         return Files(
             own=self._paths,
             served=self._paths if self._is_here else self._copy,
-            logs=(self._copy.logs, self._paths.logs),
+            logs=(self._paths.logs,) if self._is_whole else (self._copy.logs, self._paths.logs),
             is_here=self._is_here,
             problems=self.problems,
             close=self.close,
@@ -83,56 +105,102 @@ class Mirror:
         with self._lock:
             return list(self._problems.values())
 
+    def look(self) -> Snapshot:
+        """How the run stands now; what its server has written is copied.
+
+        Raises:
+            DataError: what says which processes it has is damaged.
+        """
+        read = look(self._paths, self._asking)
+        if not self._is_here:
+            self._take(read)
+        if self._launched is not None and self._launched.is_group and not self._is_whole:
+            self._follow_logs()  # its ranks begin theirs by and by
+        return read
+
+    def keep_looking(self) -> None:
+        """Look again and again, in a thread."""
+        if not self._is_here:
+            threading.Thread(target=self._keep_looking, daemon=True).start()
+
+    def wait(self) -> None:
+        """Wait until what was there when it began has come, but not long for a machine that says nothing."""
+        end = time.monotonic() + PATIENCE_S
+        for come in self._come.values():
+            come.wait(max(0.0, end - time.monotonic()))
+
     def close(self) -> None:
         self._stopped.set()
         self._followed.close()
-        shutil.rmtree(self._copy.root, ignore_errors=True)
+        if not self._is_whole:
+            shutil.rmtree(self._copy.root, ignore_errors=True)
 
-    def _tails(self) -> Iterator[tuple[RemoteTail, Told, Callable[[], None]]]:
-        """The files that grow and are not in the run's folder here: the logs, and the server's events."""
+    def _follow_logs(self) -> None:
+        """Follow the logs that are not in the run's folder here."""
         for process in sources_of(self._paths):
-            if not is_here(process, self._paths):
-                log = self._copy.logs / f"{process.stem}.log"
-                yield self._tail(process, log_of(process), log)
-        if not self._is_here:
-            server = self._launched.server
-            events = f"{shell_path(server.run_dir)}/{self._copy.events.name}"
-            yield self._tail(server, events, self._copy.events, NUM_EVENTS)
+            log = self._copy.logs / f"{process.stem}.log"
+            if log not in self._come and not is_here(process, self._paths):
+                self._follow(process, log_of(process), log, self._num_lines)
 
-    def _tail(
+    def _follow(
         self, process: LaunchedProcess, there: str, here: Path, newest: int | None = None
-    ) -> tuple[RemoteTail, Told, Callable[[], None]]:
+    ) -> None:
+        come = self._come[here] = threading.Event()
+        has_begun = False
+
         def take(lines: list[bytes]) -> None:
+            nonlocal has_begun
             if not self._stopped.is_set():
-                with suppress(OSError), here.open("ab") as copy:
+                with suppress(OSError), here.open("ab" if has_begun else "wb") as copy:
                     copy.write(b"\n".join(lines) + b"\n")
+                has_begun = True
 
-        node = process.node
-        return (
-            RemoteTail(host_of(process), there, on_lines=take, newest=newest),
-            lambda problem: self._say(node, f"{problem}; trying again"),
-            lambda: self._say(node, None),
-        )
+        def lost(problem: str) -> None:
+            self._say(process.node, f"{problem}; trying again")
+            come.set()
 
-    def _look(self) -> None:
+        tail = RemoteTail(host_of(process), there, on_lines=take, on_whole=come.set, newest=newest)
+        self._followed.add(tail, lost, lambda: self._say(process.node, None))
+
+    def _keep_looking(self) -> None:
         while not self._stopped.is_set():
             try:
-                self._take(look(self._paths, self._ask))
+                self.look()
             except SmolclusterError as error:
                 self._say("", str(error))
             self._stopped.wait(LOOK_EVERY_S)
 
-    def _take(self, probed: ProbeResult) -> None:
-        """Copy what the server has written."""
+    def _asking(self, host: Host, script: str) -> str:
+        """Ask a machine; the server's now and then for the curves as well, with the same command."""
+        is_due = time.monotonic() >= self._series_due_at
+        if self._launched is None or self._is_here or not is_due:
+            return self._ask(host, script)
+        server = self._launched.server
+        if host != host_of(server):
+            return self._ask(host, script)
+        self._series_due_at = time.monotonic() + SERIES_EVERY_S
+        file = f"{shell_path(server.run_dir)}/{self._paths.series.name}"
+        more = f"echo; echo '{MARK}series'\nhead -c {2 * MAX_NBYTES} {file} 2>/dev/null\ntrue"
+        answer = self._ask(host, f"{script}\n{more}")
+        if series := sections(answer).get("series"):
+            with suppress(SmolclusterError):
+                write_whole(self._copy.series, series, durable=False)
+        return answer
+
+    def _take(self, read: Snapshot) -> None:
+        """Copy what the server has written, or what was fetched of it where its machine is off."""
         self._say("", None)
         with suppress(SmolclusterError, OSError):
-            if self._ask.series:
-                write_whole(self._copy.series, self._ask.series, durable=False)
-            if probed.status is not None:
-                write_status(self._copy.status, probed.status)
-            if probed.summary is not None:
-                write_summary(self._copy.summary, probed.summary)
-            elif probed.status is not None:  # it was resumed
+            if read.seen[0].process == "unreachable":
+                for name in (self._paths.events.name, self._paths.series.name):
+                    own, copy = self._paths.root / name, self._copy.root / name
+                    if own.is_file() and not copy.exists():
+                        shutil.copyfile(own, copy)
+            if read.status is not None:
+                write_status(self._copy.status, read.status)
+            if read.summary is not None:
+                write_summary(self._copy.summary, read.summary)
+            elif read.status is not None:  # it was resumed
                 self._copy.summary.unlink(missing_ok=True)
 
     def _say(self, node: str, problem: str | None) -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from smolcluster.errors import DataError
 from smolcluster.launch.find import find
-from smolcluster.launch.watch.mirror import Mirror, is_wholly_here
+from smolcluster.launch.watch.mirror import Mirror
 from smolcluster.observability.dashboard.app import Views
 from smolcluster.observability.dashboard.serve import serve
-from smolcluster.observability.view.run import Files, files_here
-from smolcluster.runs.launched import launched_of
+from smolcluster.observability.view.view import Files, files_here
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.words import say
 
@@ -40,7 +39,7 @@ def dashboard(run: str, *, host: str, port: int | None, opens: bool) -> int:
 def open_files(paths: RunPaths, folder: Path) -> Files:
     """Where a run is read: its own folder, or copies under `folder` that grow with the originals."""
     with suppress(DataError):
-        launched = launched_of(paths)
-        if launched is not None and not is_wholly_here(launched, paths):
-            return Mirror(paths, launched, folder / paths.run_id).files()
+        mirror = Mirror(paths, folder / paths.run_id)
+        mirror.keep_looking()
+        return mirror.files()
     return files_here(paths)

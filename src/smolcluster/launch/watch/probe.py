@@ -26,13 +26,10 @@ from smolcluster.launch.sessions import (
     look_script,
     words_of,
 )
-from smolcluster.launch.watch.report import Liveness, ProbeResult, ProcessReport
 from smolcluster.observability.parsing import parse_log_line
-from smolcluster.observability.view.snapshot import read_snapshot
+from smolcluster.observability.view.snapshot import Liveness, ProcessReport, Snapshot, read_snapshot
 from smolcluster.runs.launched import Launched, LaunchedProcess, Process, launched_of
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.series import EVERY_S as SERIES_EVERY_S
-from smolcluster.runs.series import MAX_NBYTES
 from smolcluster.runs.status import STATUS, instant
 from smolcluster.runs.summary import SUMMARY
 from smolcluster.utils.at_once import at_once
@@ -49,7 +46,7 @@ MARK = "::"
 Ask = Callable[[Host, str], str]
 
 
-def look(paths: RunPaths, ask: Ask | None = None) -> ProbeResult:
+def look(paths: RunPaths, ask: Ask | None = None) -> Snapshot:
     """Look at a run.
 
     Raises:
@@ -59,10 +56,10 @@ def look(paths: RunPaths, ask: Ask | None = None) -> ProbeResult:
     if launched is None:
         return _look_at_owner(paths)
     machines = list(dict.fromkeys(map(host_of, launched.processes)))
-    found = at_once(lambda host: _look_at(host, launched, ask or ask_host), machines)
-    seen = {each.stem: each for part in found for each in part.processes}
+    found = at_once(lambda host: _look_at(host, paths, launched, ask or ask_host), machines)
+    seen = {each.stem: each for part in found for each in part.seen}
     server = found[0]
-    if server.processes[0].process == "unreachable":  # there may be a copy from before
+    if server.seen[0].process == "unreachable":  # there may be a copy from before
         copy = read_snapshot(paths)
         server = replace(server, status=copy.status, summary=copy.summary)
     ordered = [seen[each.stem] for each in launched.processes]
@@ -70,7 +67,7 @@ def look(paths: RunPaths, ask: Ask | None = None) -> ProbeResult:
         # A launcher that was killed has noted no exit codes.
         ordered = [_found(each, "ended") if each.process == "gone" else each for each in ordered]
     words = server.stderr_tail or _last_error(paths, ordered[0])
-    return replace(server, processes=tuple(ordered), stderr_tail=words)
+    return replace(server, seen=tuple(ordered), stderr_tail=words)
 
 
 def ask_host(host: Host, script: str) -> str:
@@ -82,53 +79,21 @@ def ask_host(host: Host, script: str) -> str:
     return host.run(script, timeout_s=LIMIT_S).stdout
 
 
-class AskMore:
-    """Asks machines for more in the same command: what `script` says, and now and then for the curves.
-
-    Attributes:
-        server: the machine that has the curves.
-        said: the sections of each machine's last answer.
-    """
-
-    def __init__(
-        self, ask: Ask | None, server: LaunchedProcess, script: Callable[[Host], str]
-    ) -> None:
-        self._ask = ask or ask_host
-        self._script = script
-        self._run_dir = shell_path(server.run_dir)
-        self._due_at = 0.0
-        self.server = host_of(server)
-        self.said: dict[Host, dict[str, str]] = {}
-
-    @property
-    def series(self) -> str:
-        """The run's `series.json`, if it has come with the last answer."""
-        return self.said.get(self.server, {}).get("series", "")
-
-    def __call__(self, host: Host, script: str) -> str:
-        lines = [script, self._script(host)]
-        if host == self.server and time.monotonic() >= self._due_at:
-            self._due_at = time.monotonic() + SERIES_EVERY_S
-            series = f"head -c {2 * MAX_NBYTES} {self._run_dir}/series.json 2>/dev/null"
-            lines += ["echo", f"echo '{MARK}series'", series]
-        answer = self._ask(host, "\n".join([*lines, "true"]))
-        self.said[host] = sections(answer)
-        return answer
-
-
-def _look_at(host: Host, launched: Launched, ask: Ask) -> ProbeResult:
+def _look_at(host: Host, paths: RunPaths, launched: Launched, ask: Ask) -> Snapshot:
     own = [each for each in launched.processes if host_of(each) == host]
     try:
         said = sections(ask(host, look_at_script(own, launched.server)))
     except LaunchError as error:
         seen = [_found(each, "unreachable", why=_reason(error), fix=str(error)) for each in own]
-        return ProbeResult(tuple(seen), None, None, instant(time.time()))
-    return ProbeResult(
-        tuple(_seen(each, said.get(f"process {index}", "")) for index, each in enumerate(own)),
+        return Snapshot(paths, launched, seen=tuple(seen))
+    return Snapshot(
+        paths,
+        launched,
         STATUS.parse(said.get("status.json", "")),
         SUMMARY.parse(said.get("summary.json", "")),
-        instant(_seconds(said.get("now", "")) or time.time()),
-        words_of(said.get("console", "")),
+        seen=tuple(_seen(each, said.get(f"process {at}", "")) for at, each in enumerate(own)),
+        now=instant(_seconds(said.get("now", "")) or time.time()),
+        stderr_tail=words_of(said.get("console", "")),
         is_full=is_full_disk(said.get("free", "")),
     )
 
@@ -197,7 +162,7 @@ def _seconds(text: str) -> float | None:
     return float(found[0]) if found[2] else int(found[1]) + 0.5
 
 
-def _look_at_owner(paths: RunPaths) -> ProbeResult:
+def _look_at_owner(paths: RunPaths) -> Snapshot:
     """Look at a run that nobody launched: at the process that holds it."""
     read = read_snapshot(paths)
     started = read.started
@@ -212,9 +177,7 @@ def _look_at_owner(paths: RunPaths) -> ProbeResult:
     is_full = False
     with suppress(OSError):
         is_full = shutil.disk_usage(paths.root).free < FULL_BELOW_NBYTES
-    return ProbeResult(
-        (seen,), read.status, read.summary, instant(time.time()), words, is_full=is_full
-    )
+    return replace(read, seen=(seen,), stderr_tail=words, is_full=is_full)
 
 
 def _last_error(paths: RunPaths, server: ProcessReport) -> str | None:

@@ -16,12 +16,11 @@ from rich.text import Text
 from smolcluster.errors import ConfigError
 from smolcluster.launch.find import find
 from smolcluster.launch.watch.probe import Ask, look
-from smolcluster.launch.watch.report import ProcessReport, RunReport, report_of
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
-from smolcluster.observability.view.snapshot import LAST_STEP
+from smolcluster.observability.view.report import RunReport, report_of
+from smolcluster.observability.view.snapshot import LAST_STEP, ProcessReport
 from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.evaluated import metrics_in, told
-from smolcluster.runs.launched import launched_of
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import OLD_S
 from smolcluster.utils.units import format_bytes, format_duration
@@ -64,9 +63,7 @@ def look_at(paths: RunPaths, ask: Ask | None = None) -> RunReport:
     Raises:
         DataError: its list of processes is damaged.
     """
-    launched = launched_of(paths)
-    algorithm = launched.algorithm or None if launched else None
-    return report_of(paths.run_id, algorithm, look(paths, ask))
+    return report_of(look(paths, ask))
 
 
 def _watch(console: Console, draw: Callable[[], RenderableType]) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import IO
@@ -187,27 +187,27 @@ class RemoteTail:
 
 
 class Followed:
-    """Files that are followed, each in a thread of its own, with what hears of breaks, until `close`."""
+    """Files that are followed, each in a thread of its own, until `close`."""
 
-    def __init__(self, tails: Sequence[tuple[RemoteTail, Told, Callable[[], None]]]) -> None:
-        self._tails = [tail for tail, _, _ in tails]
-        self._threads = [
-            threading.Thread(target=tail.follow, args=(on_lost, on_found), daemon=True)
-            for tail, on_lost, on_found in tails
-        ]
-        for thread in self._threads:
-            thread.start()
+    def __init__(self) -> None:
+        self._threads: list[tuple[RemoteTail, threading.Thread]] = []
+
+    def add(self, tail: RemoteTail, on_lost: Told, on_found: Callable[[], None]) -> None:
+        """Follow a file; the others hear of breaks, as `RemoteTail.follow` says."""
+        thread = threading.Thread(target=tail.follow, args=(on_lost, on_found), daemon=True)
+        self._threads.append((tail, thread))
+        thread.start()
 
     def close(self) -> None:
         """Ask all to end; who does not soon is killed."""
-        for tail in self._tails:
+        for tail, _ in self._threads:
             tail.stop()
         end = time.monotonic() + END_S
-        for thread in self._threads:
+        for _, thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        for tail in self._tails:
+        for tail, _ in self._threads:
             tail.kill()
-        for thread in self._threads:
+        for _, thread in self._threads:
             thread.join(END_S)
 
 

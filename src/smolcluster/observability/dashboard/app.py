@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from smolcluster.errors import ConfigError
 from smolcluster.observability.view import lines
 from smolcluster.observability.view.listing import listed, run_of
-from smolcluster.observability.view.run import Files, RunView, files_here
+from smolcluster.observability.view.view import Files, View, files_here
 from smolcluster.runs.files import json_line
 from smolcluster.runs.paths import RunPaths
 
@@ -59,10 +59,10 @@ class Views:
         self.root = root
         self._open_files = open_files
         self._lock = threading.Lock()
-        self._views: OrderedDict[str, RunView] = OrderedDict()
-        self._streams: Counter[RunView] = Counter()
+        self._views: OrderedDict[str, View] = OrderedDict()
+        self._streams: Counter[View] = Counter()
 
-    def get(self, name: str) -> RunView:
+    def get(self, name: str) -> View:
         """The run of that name, or the newest for `latest`.
 
         Raises:
@@ -72,7 +72,7 @@ class Views:
         return self._take(name, num_streams=0)
 
     @contextmanager
-    def streamed(self, name: str) -> Iterator[RunView]:
+    def streamed(self, name: str) -> Iterator[View]:
         """The same, which is not forgotten meanwhile."""
         view = self._take(name, num_streams=1)
         try:
@@ -90,19 +90,19 @@ class Views:
             self._views.clear()
         _close(views)
 
-    def _take(self, name: str, num_streams: int) -> RunView:
+    def _take(self, name: str, num_streams: int) -> View:
         paths = run_of(self.root, name)
         if paths is None:
             raise KeyError(name)
         with self._lock:
-            view = self._views.pop(paths.run_id, None) or RunView(self._open_files(paths))
+            view = self._views.pop(paths.run_id, None) or View(self._open_files(paths))
             self._views[paths.run_id] = view
             self._streams[view] += num_streams
             surplus = self._surplus()
         _close(surplus)
         return view
 
-    def _surplus(self) -> list[RunView]:
+    def _surplus(self) -> list[View]:
         """Takes out those that are too many: the longest unused, but none that is streamed."""
         self._streams = +self._streams
         older = list(self._views)[:-1]
@@ -111,7 +111,7 @@ class Views:
         return [self._views.pop(run_id) for run_id in idle[:num_surplus]]
 
 
-def _close(views: Iterable[RunView]) -> None:
+def _close(views: Iterable[View]) -> None:
     """Takes seconds where copies end: nobody else should wait for it."""
     for view in views:
         view.close()
@@ -140,13 +140,13 @@ def make_app(views: Views, chosen: str = "latest") -> FastAPI:
 router = APIRouter()
 
 
-def _view_of(request: Request, run: str) -> RunView:
+def _view_of(request: Request, run: str) -> View:
     views: Views = request.app.state.views
     with _in_words(views, run):
         return views.get(run)
 
 
-async def _streamed_view(request: Request, run: str) -> AsyncIterator[RunView]:
+async def _streamed_view(request: Request, run: str) -> AsyncIterator[View]:
     """The same for a stream. FastAPI would end each in a thread of its own if it were not asynchronous."""
     views: Views = request.app.state.views
     with _place(request.app.state.streams, "pages are open"):
@@ -170,8 +170,8 @@ def _in_words(views: Views, run: str) -> Iterator[None]:
         raise HTTPException(404, f"there is no run {run[:100]!r} in {views.root}") from error
 
 
-View = Annotated[RunView, Depends(_view_of)]
-StreamedView = Annotated[RunView, Depends(_streamed_view)]
+OneView = Annotated[View, Depends(_view_of)]
+StreamedView = Annotated[View, Depends(_streamed_view)]
 
 
 @router.get("/")
@@ -186,24 +186,24 @@ def _runs(request: Request) -> Response:
 
 
 @router.get("/api/runs/{run}/state")
-def _state(view: View) -> Response:
+def _state(view: OneView) -> Response:
     return _json(view.state())
 
 
 @router.get("/api/runs/{run}/series")
-def _series(view: View) -> Response:
-    return _json(view.series())
+def _series(view: OneView) -> Response:
+    return _json(view.columns())
 
 
 @router.get("/api/runs/{run}/events")
-def _events(view: View) -> Response:
+def _events(view: OneView) -> Response:
     return _json(view.events())
 
 
 @router.get("/api/runs/{run}/logs")
 async def _logs(
     request: Request,
-    view: View,
+    view: OneView,
     *,
     node: str | None = None,
     rank: int | None = None,
@@ -222,7 +222,7 @@ async def _logs(
 
 
 @router.get("/api/runs/{run}/line")
-def _line(view: View, file: str, offset: Annotated[int, Query(ge=0, lt=1 << 60)]) -> Response:
+def _line(view: OneView, file: str, offset: Annotated[int, Query(ge=0, lt=1 << 60)]) -> Response:
     path = lines.file_of(view.log_files(), file)
     entry = lines.line_at(path, offset) if path else None
     if entry is None:

@@ -17,7 +17,7 @@ from smolcluster.observability.report.outcome import Outcome, outcome_of
 from smolcluster.observability.report.render import UNKNOWN, drawn, loss, or_unknown, write_page
 from smolcluster.observability.report.settings import differing
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
-from smolcluster.observability.view.facts import ReportData, read_run
+from smolcluster.observability.view.view import View, read_view
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_bytes, format_duration
@@ -72,15 +72,15 @@ def compare(
     if len({run.root for run in runs}) < 2:
         raise ConfigError(f"compare needs two different runs, and got {runs[0].run_id} only")
     console = console or SteadyConsole()
-    facts = [read_run(run) for run in dict.fromkeys(runs)]
-    compared = comparison_of(facts)
+    views = [read_view(run) for run in dict.fromkeys(runs)]
+    compared = comparison_of(views)
     if as_json:
         _print_json(compared)
     else:
         with steady(console):
             console.print(table(console, compared))
     if page is not None:
-        curves, undrawn = drawn([each.curves for each in facts])
+        curves, undrawn = drawn([each.curves for each in views])
         write_page(
             page,
             "comparison.html.jinja",
@@ -96,9 +96,9 @@ def compare(
                 console.print(Text(displayable(console, str(page))), soft_wrap=True)
 
 
-def comparison_of(facts: Sequence[ReportData]) -> Comparison:
+def comparison_of(views: Sequence[View]) -> Comparison:
     """The runs side by side."""
-    runs = [outcome_of(each) for each in facts]
+    runs = [outcome_of(each) for each in views]
     own = dict.fromkeys(name for run in runs for name in run.__pydantic_extra__)
     cells = [*CELLS, *((name.removeprefix(PREFIX), name, "{:.4g}".format) for name in own)]
     outcomes = {
@@ -108,11 +108,11 @@ def comparison_of(facts: Sequence[ReportData]) -> Comparison:
     for place, run in enumerate(runs):
         if run.is_last_step and run.train_loss is not None:
             outcomes["training loss"][place] += " (last step)"
-    problems = [problem for each in facts for problem in each.problems]
+    problems = [problem for each in views for problem in each.problems]
     problems += [
-        f"{each.paths.run_id}: its settings are not known" for each in facts if not each.settings
+        f"{each.paths.run_id}: its settings are not known" for each in views if not each.settings
     ]
-    settings = differing([each.settings for each in facts])
+    settings = differing([each.settings for each in views])
     return Comparison(
         runs,
         {name: row for name, row in outcomes.items() if set(row) != {UNKNOWN}},

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from smolcluster.configs.spec import STALENESS, spec_of
-from smolcluster.observability.view import snapshot as view
-from smolcluster.observability.view.facts import ReportData, Worker, workers_of
+from smolcluster.observability.view import snapshot
+from smolcluster.observability.view.snapshot import LAST_STEP, numbers_of
+from smolcluster.observability.view.view import View
+from smolcluster.observability.view.workers import Worker, workers_of
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.events import RunEnded
 from smolcluster.runs.model_file import WithMetrics
@@ -36,36 +38,37 @@ class Outcome(WithMetrics):
     num_workers_lost: int | None = None
 
 
-def outcome_of(facts: ReportData) -> Outcome:
-    """What came of a run so far."""
-    summary, status = facts.summary, facts.status
+def outcome_of(view: View) -> Outcome:
+    """What came of a run so far; what its summary says goes before its status."""
+    summary = view.summary
+    told = numbers_of(None if summary else view.status, summary)
     values: dict[str, object] = {
-        "run_id": facts.paths.run_id,
-        "algorithm": facts.algorithm or None,
-        "state": state_of(facts)[0],
+        "run_id": view.paths.run_id,
+        "algorithm": view.algorithm or None,
+        "state": state_of(view)[0],
     }
-    if summary is not None:
-        values |= {**summary.final.model_dump(), "steps": summary.steps}
-    elif status is not None:
-        values |= {name: value for name, value in status if name.startswith(PREFIX)}
-        values |= {"train_loss": status.loss, "is_last_step": True, "steps": status.step}
-    if (known := summary or status) is not None:
-        rate = known.samples_applied / known.wall_s if known.wall_s else None
-        values |= {"samples": known.samples_applied, "wall_s": known.wall_s, "samples_per_s": rate}
-        if workers := workers_of(facts):
-            values |= _of_cluster(facts, workers)
+    if told:
+        samples, wall_s = told["samples_applied"], told["wall_s"]
+        values |= {name: value for name, value in told.items() if name.startswith(PREFIX)}
+        values |= {
+            **{"train_loss": told["loss"], "is_last_step": told["loss_is"] == LAST_STEP},
+            **{"steps": told["step"], "samples": samples, "wall_s": wall_s},
+            "samples_per_s": samples / wall_s if wall_s else None,
+        }
+        if workers := workers_of(view.snapshot, view.story):
+            values |= _of_cluster(view, workers)
     return Outcome.model_validate(values)
 
 
-def _of_cluster(facts: ReportData, workers: Sequence[Worker]) -> dict[str, object]:
+def _of_cluster(view: View, workers: Sequence[Worker]) -> dict[str, object]:
     values: dict[str, object] = {
         "num_workers": len(workers),
         "num_workers_lost": sum(worker.num_losses for worker in workers),
     }
-    if facts.summary is not None:
-        traffic = facts.summary.bytes
+    if view.summary is not None:
+        traffic = view.summary.bytes
         values |= {"received_bytes": traffic.received, "sent_bytes": traffic.sent}
-    if STALENESS in spec_of(facts.algorithm).columns:
+    if STALENESS in spec_of(view.algorithm).columns:
         stale = [(w.samples or 0, w.mean_staleness) for w in workers]
         known = [(samples, tau) for samples, tau in stale if tau is not None]
         total = sum(samples for samples, _ in known)
@@ -74,19 +77,19 @@ def _of_cluster(facts: ReportData, workers: Sequence[Worker]) -> dict[str, objec
     return values
 
 
-def state_of(facts: ReportData) -> tuple[str, str, str]:
+def state_of(view: View) -> tuple[str, str, str]:
     """How the run stands: a word, why, and the look of the word."""
-    status = facts.status
-    ends = [record.event for record in facts.story.of(RunEnded)]
-    if status is None and not facts.is_alive and ends and isinstance(end := ends[-1], RunEnded):
+    status = view.status
+    ends = [record.event for record in view.story.of(RunEnded)]
+    if status is None and not view.is_held and ends and isinstance(end := ends[-1], RunEnded):
         return ("ended", end.reason, "good") if end.ok else ("failed", end.reason, "bad")
-    word = view.state_of(status, facts.summary, facts.is_alive)
+    word = snapshot.state_of(status, view.summary, bool(view.is_held))
     if word == "stopped":
         return word, "", "live"
     if word in ("ended", "failed"):
         reason = status.reason or "" if status else ""
         return word, reason, "bad" if word == "failed" else "good"
-    if facts.is_alive:
+    if view.is_held:
         return word, "it goes on; this is how it stood", "live"
     if status is None:
         return "unknown", "its owner has written nothing here", "bad"

@@ -1,6 +1,6 @@
 """`report.html`: a run on one page, which needs neither network nor scripts to be read.
 
-The template takes from `ReportData` what is there as it is; here are the texts and tables made of it.
+The template takes from a `View` what is there as it is; here are the texts and tables made of it.
 """
 
 import math
@@ -15,9 +15,11 @@ from smolcluster.configs.spec import STALENESS, spec_of
 from smolcluster.observability.report.outcome import outcome_of, state_of
 from smolcluster.observability.report.render import UNKNOWN, drawn, loss, or_unknown, write_page
 from smolcluster.observability.report.settings import changed_settings
-from smolcluster.observability.view.facts import ReportData, Worker, read_facts, workers_of
+from smolcluster.observability.view.first_error import Logs
 from smolcluster.observability.view.stages import WORDS, StageView
 from smolcluster.observability.view.story import Happening, told
+from smolcluster.observability.view.view import View, read_view
+from smolcluster.observability.view.workers import Worker, workers_of
 from smolcluster.runs.advice import Prediction
 from smolcluster.runs.evaluated import cell, metrics_in
 from smolcluster.runs.events import (
@@ -31,6 +33,7 @@ from smolcluster.runs.events import (
     WorkerLost,
     WorkerRejected,
     WorkerStalled,
+    kind_of,
 )
 from smolcluster.runs.files import seconds_of
 from smolcluster.runs.paths import RunPaths, process_title
@@ -70,33 +73,35 @@ def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path
     Raises:
         SmolclusterError: the run cannot be read or the page written; an older page is still there.
     """
-    facts = read_facts(paths, ended_by)
-    workers = workers_of(facts)
-    curves, undrawn = drawn([facts.curves])
-    began = _began(facts)
-    splits = list(_splits(facts))
+    view = read_view(paths)
+    logs = view.logs(ended_by)
+    workers = workers_of(view.snapshot, view.story)
+    curves, undrawn = drawn([view.curves])
+    began = _began(view)
+    splits = list(_splits(view))
     write_page(
         paths.report,
         "report.html.jinja",
-        facts=facts,
-        subtitle=_subtitle(facts),
-        state=state_of(facts),
-        tiles=_tiles(facts),
-        log_notes=_log_notes(facts),
+        view=view,
+        logs=logs,
+        subtitle=_subtitle(view),
+        state=state_of(view),
+        tiles=_tiles(view),
+        log_notes=_log_notes(view, logs),
         curves=curves,
-        workers=_workers(facts, workers),
-        ranks=_ranks(facts),
+        workers=_workers(view, workers),
+        ranks=_ranks(view),
         staleness=_staleness(workers),
-        stages=_stages(facts),
+        stages=_stages(view),
         phases=[each for each in (*SHARES, "other") if any(each in parts for _, parts in splits)],
         splits=splits,
-        peaks=_peaks(facts),
-        links=_links(facts, workers),
-        events=[_event(each, began) for each in facts.story.happenings],
-        routine=_routine(facts),
-        changed=_changed(facts),
-        machines=_machines(facts),
-        problems=[*facts.problems, *undrawn],
+        peaks=_peaks(view),
+        links=_links(view, workers),
+        events=[_event(each, began) for each in view.story.happenings],
+        routine=_routine(view),
+        changed=_changed(view),
+        machines=_machines(logs),
+        problems=[*view.problems, *undrawn],
         began=began,
         now=time.time(),
         version=smolcluster.__version__,
@@ -104,17 +109,17 @@ def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path
     return paths.report
 
 
-def _began(facts: ReportData) -> float:
+def _began(view: View) -> float:
     """Seconds since 1970; 0 when it is not known."""
-    if facts.story.events:
-        return seconds_of(facts.story.events[0].ts, 0.0)
-    return facts.status.started_at.timestamp() if facts.status else 0.0
+    if view.story.events:
+        return seconds_of(view.story.events[0].ts, 0.0)
+    return view.status.started_at.timestamp() if view.status else 0.0
 
 
-def _subtitle(facts: ReportData) -> str:
-    started = facts.started
+def _subtitle(view: View) -> str:
+    started = view.started
     if started is None:
-        return facts.algorithm or "Nothing is known of how it began."
+        return view.algorithm or "Nothing is known of how it began."
     parts = [started.shown_algorithm, f"{started.model} ({started.num_params:,} parameters)"]
     parts.append(f"on {started.dataset}")
     if started.num_workers > 1:
@@ -126,9 +131,9 @@ def _subtitle(facts: ReportData) -> str:
     return " · ".join([*parts, format_count(started.num_epochs, "epoch")])
 
 
-def _tiles(facts: ReportData) -> Iterator[tuple[str, str, str]]:
+def _tiles(view: View) -> Iterator[tuple[str, str, str]]:
     """The numbers that matter: a name, a value, and what is said beside it."""
-    summary, status, outcome = facts.summary, facts.status, outcome_of(facts)
+    summary, status, outcome = view.summary, view.status, outcome_of(view)
     if summary is None and status is None:
         return
     train, val = loss(outcome.train_loss), loss(outcome.val_loss)
@@ -140,19 +145,19 @@ def _tiles(facts: ReportData) -> Iterator[tuple[str, str, str]]:
     steps = outcome.steps or 0
     of_steps = f"of {status.total_steps:,}" if status and status.total_steps > steps else ""
     yield "Steps", f"{steps:,}", of_steps
-    yield "Samples", f"{outcome.samples:,}", _epochs(facts)
+    yield "Samples", f"{outcome.samples:,}", _epochs(view)
     tokens = summary.tokens_per_sample if summary else None
     rate = (outcome.samples_per_s or 0.0) * (tokens or 1)
     speed = f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s" if outcome.wall_s else ""
     yield "Time", format_duration(outcome.wall_s or 0.0), speed
-    if facts.prediction is not None and outcome.samples_per_s:
-        yield _predicted(facts.prediction, outcome.samples_per_s, tokens)
+    if view.snapshot.prediction is not None and outcome.samples_per_s:
+        yield _predicted(view.snapshot.prediction, outcome.samples_per_s, tokens)
     if summary is not None and summary.workers:
         sent = f"and {format_bytes(summary.bytes.sent)} sent by it"
         yield "Received by the server", format_bytes(summary.bytes.received), sent
     pushes = summary.pushes.model_dump() if summary else status.pushes if status else {}
     dropped = {name: count for name, count in pushes.items() if name != "applied" and count}
-    if spec_of(facts.algorithm).has_pushes and (pushes.get("applied") or dropped):
+    if spec_of(view.algorithm).has_pushes and (pushes.get("applied") or dropped):
         more = ", ".join(f"{count:,} {name.replace('_', '-')}" for name, count in dropped.items())
         yield "Pushes", f"{pushes.get('applied', 0):,}", more or "all applied"
 
@@ -168,15 +173,14 @@ def _predicted(
     return "Predicted", f"{prediction.samples_per_s * each:,.0f} {unit}/s", told
 
 
-def _epochs(facts: ReportData) -> str:
-    epochs = facts.summary.epochs if facts.summary else None
-    if epochs is None and facts.status is not None:
-        return f"epoch {facts.status.epoch + 1} of {facts.status.num_epochs}"
+def _epochs(view: View) -> str:
+    epochs = view.summary.epochs if view.summary else None
+    if epochs is None and view.status is not None:
+        return f"epoch {view.status.epoch + 1} of {view.status.num_epochs}"
     return "" if epochs is None else format_count(epochs, "epoch")
 
 
-def _log_notes(facts: ReportData) -> Iterator[str]:
-    logs = facts.logs
+def _log_notes(view: View, logs: Logs) -> Iterator[str]:
     for kind, by_title in (("Errors", logs.num_errors), ("Warnings", logs.num_warnings)):
         if by_title:
             counts = ", ".join(f"{title} {count:,}" for title, count in by_title.most_common(20))
@@ -188,7 +192,7 @@ def _log_notes(facts: ReportData) -> Iterator[str]:
             f"Logs that are not here: {names}. {as_command('fetch')} brings those of other machines, and "
             f"{as_command('report')} then writes this page anew."
         )
-    for process in facts.processes:
+    for process in view.processes:
         offset = process.totals.get("clock_offset_s")
         if process.rank is not None and offset is not None and abs(offset.newest) >= SKEW_S:
             side = "ahead of" if offset.newest > 0 else "behind"
@@ -196,22 +200,22 @@ def _log_notes(facts: ReportData) -> Iterator[str]:
             yield f"The clock of {process.node} is {off} {side} the server's; its lines are moved by it."
 
 
-def _process_of(facts: ReportData, worker: Worker) -> ProcessSeries | None:
-    of_rank = [each for each in facts.processes if each.rank == worker.rank]
+def _process_of(view: View, worker: Worker) -> ProcessSeries | None:
+    of_rank = [each for each in view.processes if each.rank == worker.rank]
     return next((each for each in of_rank if each.node == worker.node), next(iter(of_rank), None))
 
 
-def _workers(facts: ReportData, workers: Sequence[Worker]) -> Table:
-    is_stale = STALENESS in spec_of(facts.algorithm).columns
+def _workers(view: View, workers: Sequence[Worker]) -> Table:
+    is_stale = STALENESS in spec_of(view.algorithm).columns
     stale = ["mean staleness"] if is_stale else []
     numbers = ["samples", "share", *stale, "mean step", "joined", "lost"]
     head = ["worker", "at the end", *numbers, "device", "address"]
-    rows = [_worker_row(facts, worker, is_stale=is_stale) for worker in workers]
+    rows = [_worker_row(view, worker, is_stale=is_stale) for worker in workers]
     return Table(head, rows, range(2, 2 + len(numbers)))
 
 
-def _worker_row(facts: ReportData, worker: Worker, *, is_stale: bool) -> list[str]:
-    process = _process_of(facts, worker)
+def _worker_row(view: View, worker: Worker, *, is_stale: bool) -> list[str]:
+    process = _process_of(view, worker)
     return [
         worker.name,
         worker.state or UNKNOWN,
@@ -226,9 +230,9 @@ def _worker_row(facts: ReportData, worker: Worker, *, is_stale: bool) -> list[st
     ]
 
 
-def _ranks(facts: ReportData) -> Table:
+def _ranks(view: View) -> Table:
     """What each rank of a mesh has reported; none of other runs."""
-    ranks = [each for each in facts.processes if each.role == "rank"]
+    ranks = [each for each in view.processes if each.role == "rank"]
     rows = [
         [
             title_of(rank),
@@ -253,11 +257,11 @@ def _staleness(workers: Sequence[Worker]) -> Table:
     return Table(["worker", *TAUS], rows, range(1, 1 + len(TAUS)))
 
 
-def _stages(facts: ReportData) -> Table:
+def _stages(view: View) -> Table:
     """What each stage of a pipeline did in the newest step; none of other runs."""
     seen = [
         (process_title("worker", each.node, each.rank), stage)
-        for each in (facts.status.workers if facts.status else ())
+        for each in (view.status.workers if view.status else ())
         if (stage := StageView.of(each.process_stats))
     ]
     ops = [name for name in WORDS if any(name in stage.op_s for _, stage in seen)]
@@ -285,18 +289,18 @@ def _short_time(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if 0.0995 <= seconds < 0.9995 else format_duration(seconds)
 
 
-def _splits(facts: ReportData) -> Iterator[tuple[str, dict[str, float]]]:
+def _splits(view: View) -> Iterator[tuple[str, dict[str, float]]]:
     """Where each process's time went: its parts by phase, 0 to 1."""
-    for process in facts.processes:
+    for process in view.processes:
         if parts := {name: part for name, part in shares_of(process).items() if part >= 0.0005}:
             yield title_of(process), parts
 
 
-def _peaks(facts: ReportData) -> Table:
+def _peaks(view: View) -> Table:
     """The most memory of each process by phase; none where it was not measured."""
     measured = {
         title_of(process): {phase: process.totals.get(f"{PEAK}{phase}") for phase in PHASES}
-        for process in facts.processes
+        for process in view.processes
     }
     phases = [phase for phase in PHASES if any(peaks[phase] for peaks in measured.values())]
     rows = [
@@ -307,9 +311,9 @@ def _peaks(facts: ReportData) -> Table:
     return Table(["process", *phases], rows, range(1, 1 + len(phases)))
 
 
-def _links(facts: ReportData, workers: Sequence[Worker]) -> Table:
+def _links(view: View, workers: Sequence[Worker]) -> Table:
     """Each worker's link: what it carried and, where that was measured, what it could carry."""
-    links = facts.prediction.links if facts.prediction else {}
+    links = view.snapshot.prediction.links if view.snapshot.prediction else {}
     has_capacity = any(worker.node in links for worker in workers)
     of = ["link carries"] if has_capacity else []
     head = [
@@ -317,18 +321,18 @@ def _links(facts: ReportData, workers: Sequence[Worker]) -> Table:
         *("round trip", "waiting frames", "codec ratio"),
     ]
     rows = [
-        row for worker in workers if (row := _link_row(facts, worker, has_capacity=has_capacity))
+        row for worker in workers if (row := _link_row(view, worker, has_capacity=has_capacity))
     ]
     return Table(head, rows, range(1, len(head)))
 
 
-def _link_row(facts: ReportData, worker: Worker, *, has_capacity: bool) -> list[str] | None:
+def _link_row(view: View, worker: Worker, *, has_capacity: bool) -> list[str] | None:
     """A worker's link, with rates as it measured them; None: nothing is known of it."""
-    process = _process_of(facts, worker)
+    process = _process_of(view, worker)
     values = process.totals if process else {}
     if not (worker.sent_bytes or worker.received_bytes or "sent_bytes_per_s" in values):
         return None
-    link = facts.prediction.links.get(worker.node) if facts.prediction else None
+    link = view.snapshot.prediction.links.get(worker.node) if view.snapshot.prediction else None
     up = [or_unknown(format_megabytes, link and link.up_bytes_s)] * has_capacity
     down = [or_unknown(format_megabytes, link and link.down_bytes_s)] * has_capacity
     return [
@@ -374,27 +378,27 @@ def _event(happening: Happening, began: float) -> tuple[str, str, str, str]:
     return when, text, happening.first.ts, look
 
 
-def _routine(facts: ReportData) -> str:
+def _routine(view: View) -> str:
     names = (
         (EpochFinished, "epoch finished", "epochs finished"),
         (Evaluated, "evaluation", "evaluations"),
         (CheckpointSaved, "checkpoint", "checkpoints"),
     )
-    counts = [(facts.story.routine[kind], one, many) for kind, one, many in names]
+    counts = [(view.story.counts[kind_of(kind)], one, many) for kind, one, many in names]
     said = [f"{count:,} {one if count == 1 else many}" for count, one, many in counts if count]
     return f"Besides: {', '.join(said)}." if said else ""
 
 
-def _changed(facts: ReportData) -> Table:
+def _changed(view: View) -> Table:
     return Table(
         ["setting", "value", "default"],
-        changed_settings(facts.settings) if facts.settings else [],
+        changed_settings(view.settings) if view.settings else [],
     )
 
 
-def _machines(facts: ReportData) -> Table:
+def _machines(logs: Logs) -> Table:
     head = ["process", "system", "processor", "cores", "memory", "Python", "PyTorch", "smolcluster"]
-    rows = [_machine_row(title, said) for title, said in sorted(facts.logs.machines.items())]
+    rows = [_machine_row(title, said) for title, said in sorted(logs.machines.items())]
     return Table(head, rows, range(3, 5))
 
 

@@ -17,11 +17,9 @@ from smolcluster.runs.events import (
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
-    read_events,
 )
 from smolcluster.runs.files import seconds_of
-from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.series import EVAL_VALUES, Bucket, Curve, Series, SeriesReader
+from smolcluster.runs.series import EVAL_VALUES, Bucket, Curve, Series
 from smolcluster.utils.words import one_line
 
 SMOOTHED_OVER = 50
@@ -76,14 +74,6 @@ def own_metrics(runs: Sequence[Curves]) -> list[str]:
     """The metrics of workloads of a user's own that the runs have."""
     names = dict.fromkeys(name for run in runs for name in run.series)
     return [name for name in names if name.startswith(PREFIX) and name not in EVAL_VALUES]
-
-
-def read_curves(paths: RunPaths) -> Curves:
-    return curves_of(paths.run_id, read_series(paths), read_events(paths.events))
-
-
-def read_series(paths: RunPaths) -> Series:
-    return SeriesReader(paths).poll_all()
 
 
 def curves_of(run_id: str, series: Series, events: Sequence[EventRecord]) -> Curves:

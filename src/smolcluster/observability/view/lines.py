@@ -123,10 +123,15 @@ def line_at(path: Path, offset: int) -> dict[str, Any] | None:
 
 
 class NewLines:
-    """Follows the log files of a run; begins with what comes after it was made."""
+    """Follows the log files of a run; begins with the newest bytes that are there, or with what comes."""
 
-    def __init__(self, files: dict[str, Path]) -> None:
-        self._tails = {stem: Tail(path, _whole_nbytes(path)) for stem, path in files.items()}
+    def __init__(self, files: dict[str, Path], newest_nbytes: int = 0) -> None:
+        self._tails = {
+            stem: Tail.newest(path, newest_nbytes)
+            if newest_nbytes
+            else Tail(path, _whole_nbytes(path))
+            for stem, path in files.items()
+        }
 
     def poll(self, files: dict[str, Path]) -> Found:
         """The lines that have come, in the order of time; of a file's many the newest."""

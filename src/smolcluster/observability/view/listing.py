@@ -5,16 +5,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from smolcluster.observability.view.snapshot import (
-    LAST_EPOCH,
-    LAST_STEP,
-    RunSnapshot,
-    read_snapshot,
-)
+from smolcluster.observability.view.snapshot import Snapshot, numbers_of, read_snapshot
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import LATEST, RunPaths, check_run_id, is_run_folder, latest_of, runs_in
-from smolcluster.runs.status import Instant, RunStatus, instant
-from smolcluster.runs.summary import Summary
+from smolcluster.runs.status import Instant, instant
 
 MAX_LISTED = 200
 
@@ -45,39 +39,23 @@ class ListedRun(BaseModel):
 
 
 def line_of(
-    read: RunSnapshot,
-    state: str,
-    status: RunStatus | None,
-    summary: Summary | None,
-    *,
-    is_alive: bool | None,
-    as_of: float | None = None,
+    read: Snapshot, state: str, *, is_alive: bool | None, as_of: float | None = None
 ) -> ListedRun:
     """A run in a line; `as_of`: when its machines told this, seconds since 1970."""
-    steps, loss, loss_is, val_loss, wall_s = None, None, None, None, None
-    if status is not None and (status.loss is not None or summary is None):
-        steps, loss, loss_is, wall_s = status.step, status.loss, LAST_STEP, status.wall_s
-        val_loss = status.val_loss
-    elif summary is not None:
-        steps, loss, loss_is, wall_s = (
-            summary.steps,
-            summary.final.train_loss,
-            LAST_EPOCH,
-            summary.wall_s,
-        )
-        val_loss = summary.final.val_loss
-    told = status or summary
+    status, summary = read.status, read.summary
+    has_begun_again = status is not None and status.loss is None  # it has told nothing yet
+    told = numbers_of(None if has_begun_again and summary else status, summary)
     launched = () if read.launched is None or read.launched.is_local else read.launched.processes
     return ListedRun(
         run_id=read.paths.run_id,
-        algorithm=read.algorithm or (told.algorithm if told else None),
+        algorithm=read.algorithm,
         state=state,
         is_alive=is_alive,
-        steps=steps,
-        loss=loss,
-        loss_is=None if loss is None else loss_is,
-        val_loss=val_loss,
-        wall_s=wall_s,
+        steps=told.get("step"),
+        loss=told.get("loss"),
+        loss_is=None if told.get("loss") is None else told["loss_is"],
+        val_loss=told.get("val_loss"),
+        wall_s=told.get("wall_s"),
         nodes=tuple(dict.fromkeys(each.node for each in launched)),
         began_at=instant(read.began),
         as_of=None if as_of is None else instant(as_of),
@@ -115,7 +93,7 @@ def run_of(root: Path, name: str) -> RunPaths | None:
     return max(runs_in(root), key=lambda paths: read_snapshot(paths).began, default=None)
 
 
-def _state(read: RunSnapshot) -> str | None:
+def _state(read: Snapshot) -> str | None:
     """How a run stands; None: only other machines know, and have not said that it is over."""
     if not read.is_elsewhere or read.is_over or is_held(read.paths.lock):
         return read.state_here()

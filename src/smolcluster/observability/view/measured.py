@@ -5,63 +5,47 @@ from statistics import median
 from typing import Any
 
 from smolcluster.observability.view.curves import Points, smooth
-from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.series import STEP_VALUES, Bucket, SeriesReader, rounded
+from smolcluster.runs.series import STEP_VALUES, Bucket, Series, rounded
 
 DIGITS = 6
 STANDS_OUT = 10.0
 """So many times the usual distance of a bucket's highest loss from its mean."""
 
 
-class Measured:
-    """The steps of a run, its evaluations, and what its processes reported of themselves."""
+def newest_reports(series: Series) -> dict[int | None, dict[str, float]]:
+    """What each rank reported of itself last; None is the server."""
+    ordered = sorted(series.processes.values(), key=lambda each: each.last_s or 0.0)
+    return {each.rank: each.newest() for each in ordered}
 
-    def __init__(self, paths: RunPaths) -> None:
-        self._reader = SeriesReader(paths)
-        self.poll = self._reader.poll
 
-    @property
-    def version(self) -> int:
-        return self._reader.version
+def staleness_values(series: Series) -> list[float]:
+    """The staleness of the steps that are known, steps."""
+    values = (bucket.mean("staleness") for bucket in series.steps.buckets)
+    return [value for value in values if value is not None]
 
-    def newest_reports(self) -> dict[int | None, dict[str, float]]:
-        """What each rank reported last; None is the server."""
-        processes = self._reader.series.processes.values()
-        ordered = sorted(processes, key=lambda each: each.last_s or 0.0)
-        return {each.rank: each.newest() for each in ordered}
 
-    def staleness_values(self) -> list[float]:
-        """The staleness of the steps that are known, steps."""
-        values = (bucket.mean("staleness") for bucket in self.steps)
-        return [value for value in values if value is not None]
+def columns_of(series: Series) -> dict[str, Any]:
+    """Points of what no later start has undone: of the steps, the evaluations, and of each process.
 
-    def series(self) -> dict[str, Any]:
-        """Points of what no later start has undone: of the steps, the evaluations, and of each process.
-
-        Each has `t` (seconds since 1970), `step`, and a column a value; null is what was not measured or is
-        no finite number. `smoothed` has the columns of the steps as all views smooth them.
-        """
-        series = self._reader.series
-        steps = series.steps.columns()
-        smoothed = {name: _smoothed(steps[name]) for name in STEP_VALUES if name in steps}
-        if "loss" in steps:
-            steps["loss"] = _with_peaks(series.steps.buckets)
-        processes = sorted(
-            series.processes.values(), key=lambda each: -1 if each.rank is None else each.rank
-        )
-        return {
-            "steps": steps,
-            "smoothed": smoothed,
-            "evaluations": series.evaluations.columns(),
-            "processes": [
-                {"role": each.role, "rank": each.rank, "node": each.node, **each.curve.columns()}
-                for each in processes
-            ],
-        }
-
-    @property
-    def steps(self) -> Sequence[Bucket]:
-        return self._reader.series.steps.buckets
+    Each has `t` (seconds since 1970), `step`, and a column a value; null is what was not measured or is no
+    finite number. `smoothed` has the columns of the steps as all views smooth them.
+    """
+    steps = series.steps.columns()
+    smoothed = {name: _smoothed(steps[name]) for name in STEP_VALUES if name in steps}
+    if "loss" in steps:
+        steps["loss"] = _with_peaks(series.steps.buckets)
+    processes = sorted(
+        series.processes.values(), key=lambda each: -1 if each.rank is None else each.rank
+    )
+    return {
+        "steps": steps,
+        "smoothed": smoothed,
+        "evaluations": series.evaluations.columns(),
+        "processes": [
+            {"role": each.role, "rank": each.rank, "node": each.node, **each.curve.columns()}
+            for each in processes
+        ],
+    }
 
 
 def _with_peaks(buckets: Sequence[Bucket]) -> list[float | None]:

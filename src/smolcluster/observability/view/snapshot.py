@@ -1,16 +1,20 @@
-"""What the small files of a run's folder say of it, read once; and how it stands, in a word."""
+"""How a run stands: what the small files of its folder say, and what was seen of its processes."""
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from pydantic import Field
+
 from smolcluster.configs.spec import SINGLE
 from smolcluster.errors import DataError
 from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
+from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.advice import ADVICE, Prediction
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.events import RunStarted, first_start
@@ -18,7 +22,7 @@ from smolcluster.runs.files import Follower, or_none
 from smolcluster.runs.launched import Launched, Process, launched_of
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.status import RunStatus, read_status
+from smolcluster.runs.status import Presence, RunStatus, instant, read_status
 from smolcluster.runs.summary import Summary, read_summary
 
 STARTING_S = 60.0
@@ -32,15 +36,70 @@ LAST_STEP, LAST_EPOCH = "last step", "mean of the last epoch"
 """What a run's training loss is: of a status, and of a run that has left its summary alone."""
 
 
+Liveness = Literal["running", "ended", "gone", "unreachable", "unknown"]
+
+
+class ProcessReport(Process):
+    """How one process stands. Null is what is not known, or does not apply."""
+
+    process: Liveness = Field(
+        description="ended: of itself or when asked to; gone: not there any more, and nobody knows how it "
+        "ended; unreachable: its machine cannot be asked; unknown: this launcher did not start it."
+    )
+    exit_code: int | None = None
+    why: str | None = Field(None, description="Why its machine cannot be asked.")
+    fix: str | None = Field(None, description="The same in a sentence, with what mends it.")
+    presence: Presence | None = Field(None, description="A worker's, as the server sees it.")
+    device: str | None = None
+    step: int | None = None
+    loss: float | None = None
+    samples: int | None = None
+    samples_per_s: float | None = None
+    heartbeat_age_s: float | None = Field(
+        None, description="Since the server's last word; of a worker since the server heard of it."
+    )
+    gpu: dict[str, float] = Field(
+        {},
+        description="What its GPU does, as far as it tells: utilization (of 1), memory_bytes, "
+        "memory_size_bytes, temperature_c, power_w.",
+    )
+    peak_bytes: dict[str, float] = Field(
+        {}, description="Most memory by phase, where memory_profiling is on."
+    )
+    stage: StageView | None = Field(None, description="Of a pipeline: its part in the newest step.")
+    process_stats: dict[str, float] = Field(
+        {}, exclude=True, description="What it reported of itself last, while it takes part."
+    )
+
+
 @dataclass(frozen=True)
-class RunSnapshot:
-    """A run as its folder tells; None is what is missing, or damaged, of which `problems` tells."""
+class Snapshot:
+    """How a run stands; None is what is missing, or damaged, of which `problems` tells.
+
+    Attributes:
+        launched: which processes were started for it, and where.
+        seen: what was found of its processes, the owner's first; empty: nobody has looked.
+        now: when that was, by the clock of the owner's machine.
+        stderr_tail: the owner's last words, where it has ended and left some.
+        is_full: whether the disk of the run's folder has no space left.
+    """
 
     paths: RunPaths
-    launched: Launched | None
-    status: RunStatus | None
-    summary: Summary | None
+    launched: Launched | None = None
+    status: RunStatus | None = None
+    summary: Summary | None = None
     problems: Sequence[str] = ()
+    seen: tuple[ProcessReport, ...] = ()
+    now: datetime = field(default_factory=lambda: instant(time.time()))
+    stderr_tail: str | None = None
+    is_full: bool = False
+
+    @property
+    def state(self) -> State:
+        """What its owner wrote, unless what was seen of that says otherwise."""
+        owner = self.seen[0].process if self.seen else "unknown"
+        is_alive = None if owner in ("unreachable", "unknown") else owner == "running"
+        return state_of(self.status, self.summary, is_alive)
 
     @cached_property
     def started(self) -> RunStarted | None:
@@ -59,10 +118,10 @@ class RunSnapshot:
 
     @property
     def algorithm(self) -> str | None:
-        told = self.status or self.summary or self.launched
-        if told is None or told.algorithm != SINGLE:
-            return None if told is None else told.algorithm
-        return self.started.shown_algorithm if self.started else told.algorithm
+        """Its name for people: a mesh's owner writes as a single process does."""
+        names = (each.algorithm for each in (self.launched, self.status, self.summary) if each)
+        name = next(filter(None, names), None)
+        return self.started.shown_algorithm if name == SINGLE and self.started else name
 
     @property
     def is_over(self) -> bool:
@@ -97,7 +156,7 @@ def measured(paths: RunPaths) -> Follower[MetricLine]:
     return follow_metrics(paths.metrics)
 
 
-def read_snapshot(paths: RunPaths, served: RunPaths | None = None) -> RunSnapshot:
+def read_snapshot(paths: RunPaths, served: RunPaths | None = None) -> Snapshot:
     """What the small files of a run say now; `served`: where a copy is of what its server wrote."""
     problems: list[str] = []
 
@@ -110,7 +169,7 @@ def read_snapshot(paths: RunPaths, served: RunPaths | None = None) -> RunSnapsho
             return None
 
     own = served or paths
-    return RunSnapshot(
+    return Snapshot(
         paths,
         read(lambda root: launched_of(RunPaths(root)), paths.root),
         read(read_status, own.status),
@@ -132,8 +191,13 @@ def state_of(status: RunStatus | None, summary: Summary | None, is_alive: bool |
     return "starting" if status is None else status.state
 
 
-def summed_up(summary: Summary) -> dict[str, Any]:
-    """What a status would say of a run that has left its summary alone."""
+def numbers_of(status: RunStatus | None, summary: Summary | None) -> dict[str, Any]:
+    """How far a run is and what it is worth, by its status, or by its summary where that is all there is."""
+    if status is not None:
+        told_apart = {"run_id", "algorithm", "state", "workers", "ranks", "process_stats"}
+        return status.model_dump(mode="json", exclude=told_apart) | {"loss_is": LAST_STEP}
+    if summary is None:
+        return {}
     final = summary.final
     return {
         "step": summary.steps,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smolcluster.configs.spec import SINGLE, STALENESS, spec_of
-from smolcluster.observability.view.snapshot import LAST_STEP, RunSnapshot, state_of, summed_up
+from smolcluster.observability.view.snapshot import Snapshot, numbers_of, state_of
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.status import OLD_S, STALENESS_EDGES, RunStatus, WorkerStatus
 
@@ -15,7 +15,7 @@ Reports = Mapping[int | None, Mapping[str, float]]
 
 
 def standing(
-    read: RunSnapshot,
+    read: Snapshot,
     started: RunStarted | None,
     reports: Reports,
     *,
@@ -60,7 +60,7 @@ def standing(
     }
 
 
-def _setup(read: RunSnapshot, started: RunStarted | None) -> dict[str, Any]:
+def _setup(read: Snapshot, started: RunStarted | None) -> dict[str, Any]:
     """What does not change while it runs."""
     algorithm = started.shown_algorithm if started else read.algorithm
     spec = spec_of(algorithm)
@@ -78,21 +78,16 @@ def _setup(read: RunSnapshot, started: RunStarted | None) -> dict[str, Any]:
     }
 
 
-def _progress(read: RunSnapshot, *, is_over: bool) -> dict[str, Any]:
-    status, summary = read.status, read.summary
+def _progress(read: Snapshot, *, is_over: bool) -> dict[str, Any]:
+    status, values = read.status, numbers_of(read.status, read.summary)
     if status is None:
-        return {} if summary is None else summed_up(summary)
+        return values
     left = max(0, status.total_samples - status.samples_applied)
     eta_s = left / status.samples_per_s if status.samples_per_s and not is_over else None
-    told_apart = {"run_id", "algorithm", "state", "workers", "process_stats"}
-    names = set(RunStatus.model_fields) - told_apart
-    return status.model_dump(mode="json", include=names) | {
-        "eta_s": eta_s,
-        "loss_is": LAST_STEP,
-    }
+    return values | {"eta_s": eta_s}
 
 
-def _workers(read: RunSnapshot, reports: Reports, age_s: float | None) -> list[dict[str, Any]]:
+def _workers(read: Snapshot, reports: Reports, age_s: float | None) -> list[dict[str, Any]]:
     """A row a worker: those that took part, and those that were started and have not come yet.
 
     `age_s`: of the status; None: the run is over.

@@ -1,10 +1,10 @@
-"""A run's events as a reader wants them: those that repeat themselves in one row, with how often."""
+"""A run's events, read as they come: in words, on a time line, and those that repeat themselves in a row."""
 
-import contextlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from smolcluster.runs.events import (
     BeginningEnded,
@@ -28,15 +28,21 @@ from smolcluster.runs.events import (
     WorkerParked,
     WorkerRejected,
     WorkerStalled,
+    kind_of,
     records_of,
 )
+from smolcluster.runs.files import seconds_of
 from smolcluster.runs.paths import process_title
+from smolcluster.runs.tail import Tail
 from smolcluster.utils.units import format_duration
 
 ROUTINE = (EpochFinished, Evaluated, CheckpointSaved)
 """What is expected to happen: the curves show it."""
 FREQUENT = (LeaseReturned, PushDropped, StepOverdue, WorkerParked, WorkerRejected)
 """Of these there may be as many as there are steps."""
+MAX_OF_A_KIND = 500
+"""On a time line, or up to twice as many: of more every second one between the first and the newest goes."""
+MAX_TEXT = 500
 
 
 @dataclass
@@ -48,55 +54,90 @@ class Happening:
     last_ts: str
 
 
-@dataclass
 class Story:
-    """What happened in a run.
+    """What happened in a run, as far as its file was read.
 
     Attributes:
+        version: grows whenever there is something new.
+        started: how the run began, as the newest start of its owner has said.
+        counts: how many events there were of each kind.
         events: in order, without those of `FREQUENT`.
         happenings: all but the routine, in order.
-        routine: how often each routine kind happened.
     """
 
-    events: list[EventRecord] = field(default_factory=list)
-    happenings: list[Happening] = field(default_factory=list)
-    routine: Counter[type[Event]] = field(default_factory=Counter)
+    def __init__(self, path: Path, newest_nbytes: int | None = None) -> None:
+        """Begin with the file, or with so many of its newest bytes."""
+        self._tail = Tail(path) if newest_nbytes is None else Tail.newest(path, newest_nbytes)
+        self.version = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.started: RunStarted | None = None
+        self.counts: Counter[str] = Counter()
+        self.events: list[EventRecord] = []
+        self.happenings: list[Happening] = []
+        self._repeated: dict[Hashable, Happening] = {}
+        self._kept: dict[str, list[tuple[int, EventRecord]]] = {}
+        """By kind, those of the time line; each with its place in the file."""
+
+    def poll(self) -> bool:
+        """Take what is new, a piece of the file at most; whether there was something."""
+        offset = self._tail.offset
+        lines = self._tail.poll()
+        if self._tail.offset < offset:  # it is another file
+            self.version += 1
+            self._forget()
+        for record in records_of(line.data for line in lines):
+            self.take(record)
+        return bool(lines)
+
+    def take(self, record: EventRecord) -> None:
+        """Take the next event."""
+        event, kind = record.event, kind_of(type(record.event))
+        self.version += 1
+        self.counts[kind] += 1
+        if isinstance(event, RunStarted):
+            self.started = event
+        if not isinstance(event, FREQUENT):
+            self.events.append(record)
+        kept = self._kept.setdefault(kind, [])
+        kept.append((self.version, record))
+        if len(kept) > 2 * MAX_OF_A_KIND:
+            del kept[1:-1:2]
+        if isinstance(event, ROUTINE):
+            return
+        key = _key(event)
+        if key is None:
+            self._repeated.clear()
+        if last := self._repeated.get(key):
+            last.count, last.last_ts = last.count + 1, record.ts
+        else:
+            self._repeated[key] = Happening(record, 1, record.ts)
+            self.happenings.append(self._repeated[key])
 
     def of(self, kind: type[Event]) -> Iterator[EventRecord]:
         """The events of a kind that is not in `FREQUENT`."""
         return (record for record in self.events if isinstance(record.event, kind))
 
+    def shown(self) -> list[dict[str, Any]]:
+        """The events for a time line, in the order of the file: a later start may have an earlier clock.
 
-def read_story(path: Path) -> Story:
-    """What happened, from a file that may be larger than the memory; nothing when it does not exist.
+        Each has `t`, `kind`, `text`, and `rank`, `node` and `step` where they apply.
+        """
+        return [_shown(record) for record in self.kept()]
 
-    Raises:
-        OSError: the file cannot be read.
-    """
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        return story_of(records_of(file))
-    return Story()
+    def kept(self, without: Collection[type[Event]] = ()) -> list[EventRecord]:
+        """Those of the time line, but for some kinds."""
+        left_out = {kind_of(kind) for kind in without}
+        merged = [each for kind, own in self._kept.items() if kind not in left_out for each in own]
+        return [record for _, record in sorted(merged, key=lambda each: each[0])]
 
 
-def story_of(records: Iterable[EventRecord]) -> Story:
-    """Put frequent events that repeat themselves together, and count the routine."""
-    story = Story()
-    repeated: dict[Hashable, Happening] = {}
-    for record in records:
-        if not isinstance(record.event, FREQUENT):
-            story.events.append(record)
-        if isinstance(record.event, ROUTINE):
-            story.routine[type(record.event)] += 1
-            continue
-        key = _key(record.event)
-        if key is None:
-            repeated.clear()
-        if last := repeated.get(key):
-            last.count, last.last_ts = last.count + 1, record.ts
-        else:
-            repeated[key] = Happening(record, 1, record.ts)
-            story.happenings.append(repeated[key])
-    return story
+def _shown(record: EventRecord) -> dict[str, Any]:
+    event, kind = record.event.model_dump(), kind_of(type(record.event))
+    where = {name: event[name] for name in ("rank", "node", "step") if event.get(name) is not None}
+    seconds, text = seconds_of(record.ts, 0.0), told(record.event)[:MAX_TEXT]
+    return {"t": seconds, "kind": kind, "text": text, **where}
 
 
 def _key(event: Event) -> Hashable:

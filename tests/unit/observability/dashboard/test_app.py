@@ -33,7 +33,7 @@ from smolcluster.observability.dashboard.guard import Guard, access_for
 from smolcluster.observability.dashboard.serve import bound, server_config
 from smolcluster.observability.view import lines
 from smolcluster.observability.view.lines import Found, Wanted
-from smolcluster.observability.view.run import Files, RunView, files_here
+from smolcluster.observability.view.view import Files, View, files_here
 from smolcluster.runs.events import Event, kind_of
 from smolcluster.runs.paths import RunPaths
 from waiting import eventually
@@ -302,17 +302,17 @@ def test_a_search_ends_when_its_browser_has_gone(
 ) -> None:
     (tmp_path / "edp-2" / "logs" / "server-mini1.log").write_text("y\n")
     begun, found = threading.Event(), list[Found]()
-    search = RunView.search
+    search = View.search
 
     def search_when_it_has_gone(
-        view: RunView, wanted: Wanted, at_most: int, goes_on: Callable[[], bool]
+        view: View, wanted: Wanted, at_most: int, goes_on: Callable[[], bool]
     ) -> Found:
         begun.set()
         eventually(lambda: not goes_on())
         found.append(search(view, wanted, at_most, goes_on))
         return found[0]
 
-    monkeypatch.setattr(RunView, "search", search_when_it_has_gone)
+    monkeypatch.setattr(View, "search", search_when_it_has_gone)
     address = urlsplit(served)
     with socket.create_connection((address.hostname, address.port)) as browser:
         request = f"GET /api/runs/edp-2/logs?text=y HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n"
@@ -400,15 +400,15 @@ def test_many_connections_that_say_nothing_keep_nobody_out(
 def test_a_stream_that_nobody_reads_is_cut(
     served: str, views: Views, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, state = threading.Event(), RunView.state
+    begun, state = threading.Event(), View.state
 
-    def note_state(view: RunView) -> dict[str, Any]:
+    def note_state(view: View) -> dict[str, Any]:
         begun.set()
         return state(view)
 
     monkeypatch.setattr(app_module, "EVERY_S", 0.001)
     monkeypatch.setattr(serving, "STALL_S", 0.5)
-    monkeypatch.setattr(RunView, "state", note_state)
+    monkeypatch.setattr(View, "state", note_state)
     with socket.socket() as unread:
         unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         unread.connect(("127.0.0.1", urlsplit(served).port or 0))

@@ -9,7 +9,7 @@ from made_runs import MadeRun, killed_run, worker_status
 from smolcluster.cli import main
 from smolcluster.errors import ConfigError
 from smolcluster.observability.report.comparison import compare, comparison_of
-from smolcluster.observability.view.facts import read_run
+from smolcluster.observability.view.view import read_view
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import read_status, write_status
 from smolcluster.runs.summary import Final
@@ -28,7 +28,7 @@ def two(folder: Path) -> tuple[RunPaths, RunPaths]:
 
 
 def rows_of(*runs: RunPaths) -> dict[str, list[str]]:
-    compared = comparison_of([read_run(run) for run in runs])
+    compared = comparison_of([read_view(run) for run in runs])
     return compared.outcomes | compared.settings
 
 

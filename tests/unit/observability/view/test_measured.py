@@ -11,15 +11,14 @@ import pytest
 from made_runs import BEGAN, MadeRun
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.view.curves import Points, smooth
-from smolcluster.observability.view.measured import Measured
-from smolcluster.observability.view.run import RunView, files_here
+from smolcluster.observability.view.measured import columns_of
+from smolcluster.observability.view.view import View, files_here
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.series import SeriesReader
 
 
-def series(measured: Measured) -> dict[str, Any]:
-    while measured.poll():
-        pass
-    return measured.series()
+def columns(paths: RunPaths) -> dict[str, Any]:
+    return columns_of(SeriesReader(paths).poll_all())
 
 
 def test_a_run_as_columns(tmp_path: Path) -> None:
@@ -27,7 +26,7 @@ def test_a_run_as_columns(tmp_path: Path) -> None:
     run.steps(1, 4)
     values = {"cpu": 1.5, "rtt_s": 0.001, "queue": 1.0}
     run.metric(MetricRecord("worker", 4, 0, values, rank=0, node="pi5"))
-    found = series(Measured(run.paths))
+    found = columns(run.paths)
     assert found["steps"]["step"] == [1, 2, 3, 4]
     assert found["steps"]["loss"] == [2.0, 1.0, 0.666667, 0.5]
     assert found["steps"]["t"] == pytest.approx([BEGAN + each / 10 for each in (1, 2, 3, 4)])
@@ -41,7 +40,7 @@ def test_curves_are_smoothed_as_in_the_picture_and_the_report(tmp_path: Path) ->
     run, noise = MadeRun(tmp_path), random.Random(5)  # noqa: S311
     for step in range(1, 301):
         run.steps(step, step, loss=math.nan if step == 200 else noise.random())
-    found = series(Measured(run.paths))
+    found = columns(run.paths)
     known = [value for value in found["steps"]["loss"] if value is not None]
     drawn = smooth(Points(known, known)).y
     assert found["smoothed"]["loss"].pop(199) is None
@@ -52,13 +51,13 @@ def test_points_are_put_together_once_for_all_who_ask(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.steps(1, 2)
     ticks = iter(range(100))
-    view = RunView(files_here(run.paths), clock=lambda: next(ticks))
-    first = view.series()
-    assert view.series() is first
+    view = View(files_here(run.paths), clock=lambda: next(ticks))
+    first = view.columns()
+    assert view.columns() is first
     run.steps(3, 3)
-    assert view.series()["steps"]["step"] == [1, 2, 3]
+    assert view.columns()["steps"]["step"] == [1, 2, 3]
     run.paths.metrics.write_bytes(b"")
-    assert view.series()["steps"]["step"] == []
+    assert view.columns()["steps"]["step"] == []
 
 
 def test_a_long_runs_loss_is_as_high_as_it_was(tmp_path: Path) -> None:
@@ -69,6 +68,6 @@ def test_a_long_runs_loss_is_as_high_as_it_was(tmp_path: Path) -> None:
     lines = (f'{{{head}, "step": {n}, "loss": {loss}}}\n' for n, loss in enumerate(losses))
     paths = RunPaths(tmp_path)
     paths.metrics.write_text("".join(lines))
-    shown = series(Measured(paths))["steps"]["loss"]
+    shown = columns(paths)["steps"]["loss"]
     assert shown.count(200.0) == 1
     assert mean(loss for loss in shown if loss < 200.0) == pytest.approx(2.0, rel=0.02)

@@ -12,8 +12,8 @@ from made_runs import BEGAN, MadeRun, killed_run, rank_status, worker_status
 from reading import children_of, launched_run, server, worker
 from smolcluster.launch.watch.probe import look
 from smolcluster.observability.view.listing import line_of, listed, run_of
-from smolcluster.observability.view.run import RunView, files_here
 from smolcluster.observability.view.snapshot import read_snapshot
+from smolcluster.observability.view.view import View, files_here
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import process_title
 from smolcluster.runs.status import STOPPED
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> MadeRun:
 
 
 def state_of(run: MadeRun, now: float = BEGAN + 20) -> dict[str, Any]:
-    return RunView(files_here(run.paths), now=lambda: now).state()
+    return View(files_here(run.paths), now=lambda: now).state()
 
 
 def states(root: Path) -> list[str | None]:
@@ -97,7 +97,7 @@ def test_age_is_by_this_machines_clock_once_the_server_was_seen_to_write(run: Ma
     """The clock of the server's machine may be an hour off."""
     run.status("training")
     ticks = [100.0]
-    view = RunView(files_here(run.paths), now=lambda: BEGAN - 3600, clock=lambda: ticks[0])
+    view = View(files_here(run.paths), now=lambda: BEGAN - 3600, clock=lambda: ticks[0])
     assert view.state()["age_s"] == 0.0
     run.now = 1.0
     run.status("training")
@@ -117,7 +117,7 @@ def test_workers_that_have_not_come_yet_and_those_that_a_resume_has_added_are_ro
     run: MadeRun,
 ) -> None:
     ticks = iter(range(100))
-    view = RunView(files_here(run.paths), clock=lambda: next(ticks))
+    view = View(files_here(run.paths), clock=lambda: next(ticks))
 
     def workers() -> list[tuple[int, str, str]]:
         return [(each["rank"], each["node"], each["state"]) for each in view.state()["workers"]]
@@ -155,7 +155,7 @@ def test_of_a_run_of_other_machines_no_state_is_made_up(tmp_path: Path) -> None:
     paths = launched_run(tmp_path, server("mini@mini1"), worker(0, "pi5", "pi@pi5"))
     assert states(tmp_path) == [None]
     for state, is_alive, expected in (("stopped", False, "stopped"), ("training", True, None)):
-        heard = line_of(read_snapshot(paths), state, None, None, is_alive=is_alive)
+        heard = line_of(read_snapshot(paths), state, is_alive=is_alive)
         paths.standing.write_text(heard.model_dump_json())
         assert states(tmp_path) == [expected]
 
@@ -201,5 +201,5 @@ def test_the_owner_of_a_mesh_is_called_rank_0_by_its_log_and_its_reports(run: Ma
     run.started(algorithm="single", mesh="dp 2 x fsdp 1 x tp 1 x pp 1", num_ranks=2, node="a")
     run.status("ended")
     run.paths.log_file("rank", "a", None).touch()
-    [probed] = look(run.paths).processes
+    [probed] = look(run.paths).seen
     assert probed.title == process_title("rank", "a", None) == "rank 0 (a)"

@@ -1,8 +1,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from made_runs import MadeRun
-from smolcluster.observability.view.story import Story, read_story, story_of, told
+from made_runs import MadeRun, killed_run
+from smolcluster.observability.view.story import MAX_OF_A_KIND, Story, told
 from smolcluster.runs.events import Evaluated, Event, EventRecord, PushDropped, WorkerLost
 from smolcluster.runs.files import utc_timestamp
 
@@ -17,7 +17,18 @@ def dropped(rank: int) -> PushDropped:
 
 def told_of(events: Sequence[Event]) -> Story:
     """One event a second."""
-    return story_of(EventRecord(utc_timestamp(i), "a1", event) for i, event in enumerate(events))
+    story = Story(Path("none"))
+    for second, event in enumerate(events):
+        story.take(EventRecord(utc_timestamp(second), "a1", event))
+    return story
+
+
+def story_of(run: MadeRun, newest_nbytes: int | None = None) -> Story:
+    """All that its file has."""
+    story = Story(run.paths.events, newest_nbytes)
+    while story.poll():
+        pass
+    return story
 
 
 def test_pushes_that_two_workers_drop_by_turns_are_a_row_a_worker() -> None:
@@ -35,11 +46,54 @@ def test_what_happened_in_between_begins_new_rows() -> None:
 def test_the_routine_does_not_begin_new_rows() -> None:
     story = told_of([dropped(0), EVALUATED] * 10)
     assert [each.count for each in story.happenings] == [10]
-    assert story.routine == {Evaluated: 10}
+    assert story.counts["evaluated"] == 10
 
 
 def test_a_mesh_is_said_to_start_with_its_ranks(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.started(algorithm="single", num_workers=1, mesh="dp 2 x pp 2", num_ranks=4, node="a")
-    [start] = read_story(run.paths.events).happenings
+    [start] = story_of(run).happenings
     assert told(start.first.event) == "mesh started on a with 4 ranks, dp 2 x pp 2"
+
+
+def test_events_come_in_order_with_who_and_what(tmp_path: Path) -> None:
+    shown = story_of(killed_run(tmp_path)).shown()
+    assert [event["kind"] for event in shown] == [
+        *("run_started", "worker_joined", "worker_joined", "worker_joined"),
+        *("worker_lost", "lease_returned", "run_ended"),
+    ]
+    lost = shown[4]
+    assert (lost["rank"], lost["node"], lost["text"]) == (
+        1,
+        "win",
+        "worker 2 (win) is lost: it was cut",
+    )
+
+
+def test_of_a_frequent_kind_not_all_are_kept_but_all_are_counted(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    for number in range(3000):
+        run.now = float(number)
+        drop = {"rank": 0, "node": "pi5", "outcome": "stale", "epoch": 0, "start": 0, "stop": 32}
+        run.event(PushDropped.model_validate(drop | {"reason": "too old"}))
+    run.lost(1)
+    found = story_of(run)
+    kinds = [event["kind"] for event in found.shown()]
+    assert found.counts["push_dropped"] == 3000
+    assert MAX_OF_A_KIND / 2 <= kinds.count("push_dropped") <= 2 * MAX_OF_A_KIND
+    assert kinds.count("worker_lost") == 1
+
+
+def test_of_a_long_file_the_newest_events_are_read_and_another_file_is_begun_anew(
+    tmp_path: Path,
+) -> None:
+    run = MadeRun(tmp_path)
+    for number in range(200):
+        run.lost(number % 2)
+    story = story_of(run, newest_nbytes=2000)
+    assert 5 < len(story.events) < 50
+    assert story.shown()[-1]["rank"] == 1
+    run.paths.events.write_bytes(b"")
+    run.lost(2)
+    assert story.poll()
+    assert {each["rank"] for each in story.shown()} == {2}

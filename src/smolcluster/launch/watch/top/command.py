@@ -3,12 +3,14 @@
 import os
 import select
 import sys
+import tempfile
 import termios
 import threading
 import time
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -18,7 +20,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.launch.find import find
 from smolcluster.launch.watch.probe import Ask
 from smolcluster.launch.watch.top.frame import PLAIN, Canvas, frame
-from smolcluster.launch.watch.top.source import Snapshot, SnapshotSource
+from smolcluster.launch.watch.top.source import Picture, Source
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 
 DRAW_EVERY_S = 1.0
@@ -36,9 +38,17 @@ def top(run: str, *, once: bool, ask: Ask | None = None) -> int:
         ConfigError: there is no such run.
         DataError: its list of processes is damaged.
     """
-    paths = find(run)
-    source, console = SnapshotSource(paths, ask), SteadyConsole()
-    if once or not console.is_terminal:
+    paths, console = find(run), SteadyConsole()
+    with tempfile.TemporaryDirectory(prefix="smolcluster-") as folder:
+        source = Source(paths, Path(folder), ask)
+        try:
+            return _top(source, paths.run_id, console, once=once or not console.is_terminal)
+        finally:
+            source.close()
+
+
+def _top(source: Source, run_id: str, console: Console, *, once: bool) -> int:
+    if once:
         height = console.height if console.is_terminal else PAGE
         with steady(console):
             console.print(drawn(source.look(), console, height), no_wrap=True, crop=False)
@@ -46,7 +56,7 @@ def top(run: str, *, once: bool, ask: Ask | None = None) -> int:
     lookout = Poller(source)
     lookout.start()
     with suppress(KeyboardInterrupt), steady(console):
-        _watch(lookout, console, f"looking at {paths.run_id} …")
+        _watch(lookout, console, f"looking at {run_id} …")
     lookout.stop()
     return 0
 
@@ -54,11 +64,11 @@ def top(run: str, *, once: bool, ask: Ask | None = None) -> int:
 class Poller(threading.Thread):
     """Looks at a run again and again, and keeps the newest picture."""
 
-    def __init__(self, source: SnapshotSource) -> None:
+    def __init__(self, source: Source) -> None:
         super().__init__(name="lookout", daemon=True)
         self._source = source
         self._every_s = LOOK_ELSEWHERE_EVERY_S if source.is_elsewhere else LOOK_EVERY_S
-        self._taken: tuple[Snapshot, float] | None = None
+        self._taken: tuple[Picture, float] | None = None
         self._error: SmolclusterError | None = None
         self._stopped = threading.Event()
 
@@ -72,7 +82,7 @@ class Poller(threading.Thread):
                 return
             self._stopped.wait(max(0.1, began + self._every_s - time.monotonic()))
 
-    def snapshot(self) -> Snapshot | None:
+    def picture(self) -> Picture | None:
         """How the run stands now, as far as is known; None: nothing was seen yet.
 
         Raises:
@@ -82,8 +92,8 @@ class Poller(threading.Thread):
             raise self._error
         if self._taken is None:
             return None
-        snapshot, taken_at = self._taken
-        return snapshot.later(time.monotonic() - taken_at)
+        picture, taken_at = self._taken
+        return picture.later(time.monotonic() - taken_at)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -102,17 +112,17 @@ def _watch(lookout: Poller, console: Console, first_words: str) -> None:
     ):
         live.refresh()
         while True:
-            snapshot = lookout.snapshot()
-            if snapshot is not None:
-                live.update(drawn(snapshot, console, console.height), refresh=True)
-                if snapshot.is_over:
+            picture = lookout.picture()
+            if picture is not None:
+                live.update(drawn(picture, console, console.height), refresh=True)
+                if picture.is_over:
                     break
-            if is_q(descriptor, 0.1 if snapshot is None else DRAW_EVERY_S) or console.quiet:
+            if is_q(descriptor, 0.1 if picture is None else DRAW_EVERY_S) or console.quiet:
                 return
-    console.print(drawn(snapshot, console, console.height - 1), no_wrap=True, crop=False)
+    console.print(drawn(picture, console, console.height - 1), no_wrap=True, crop=False)
 
 
-def drawn(snapshot: Snapshot, console: Console, height: int) -> RenderableType:
+def drawn(picture: Picture, console: Console, height: int) -> RenderableType:
     is_plain = not console.encoding.lower().startswith("utf")
 
     def show(text: str) -> str:
@@ -125,7 +135,7 @@ def drawn(snapshot: Snapshot, console: Console, height: int) -> RenderableType:
         is_plain=is_plain,
         has_colour=console.color_system is not None and not console.no_color,
     )
-    return Text("\n").join(frame(snapshot, canvas))
+    return Text("\n").join(frame(picture, canvas))
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from smolcluster.launch.watch.report import ProcessReport
 from smolcluster.launch.watch.status import STYLES, measured, notes, progress, title
 from smolcluster.launch.watch.top import bars
-from smolcluster.launch.watch.top.source import AT_END, EventLine, Snapshot
+from smolcluster.launch.watch.top.source import AT_END, EventLine, Picture
 from smolcluster.observability.sinks.console import fit, time_left
+from smolcluster.observability.view.snapshot import ProcessReport
 from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.status import RunStatus, WorkerStatus
 from smolcluster.utils.units import format_duration, format_megabytes
@@ -84,17 +84,17 @@ class Column:
     cell: Callable[[Row], str]
 
 
-def frame(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
-    head = _head(snapshot, canvas)
-    rows = _rows(snapshot)
+def frame(picture: Picture, canvas: Canvas) -> list[Text]:
+    head = _head(picture, canvas)
+    rows = _rows(picture)
     table = _table(rows, canvas)
     room = canvas.height - len(head)
     if len(table) > room:
         table = _cut(table, room)
     room -= len(table)
-    news = _news(snapshot.news, canvas)
+    news = _news(picture.news, canvas)
     room -= (least := min(MIN_NEWS, len(news), max(0, room)))
-    curves = _curves(snapshot, canvas)
+    curves = _curves(picture, canvas)
     if len(curves) > room:
         curves = []
     room -= len(curves)
@@ -112,34 +112,34 @@ def frame(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
 # --- head
 
 
-def _head(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
-    report, status = snapshot.report, snapshot.status
-    lines = [_title(snapshot, canvas)]
+def _head(picture: Picture, canvas: Canvas) -> list[Text]:
+    report, status = picture.report, picture.status
+    lines = [_title(picture, canvas)]
     if status is not None:
-        lines.append(_progress(snapshot, status, canvas))
-        lines.append(Text(canvas.show(fit(_measured(snapshot, status), canvas.width))))
+        lines.append(_progress(picture, status, canvas))
+        lines.append(Text(canvas.show(fit(_measured(picture, status), canvas.width))))
     style = "" if report.state in AT_END else "yellow"
     return [*lines, *(Text(canvas.show(note), style=style) for note in notes(report))]
 
 
-def _title(snapshot: Snapshot, canvas: Canvas) -> Text:
+def _title(picture: Picture, canvas: Canvas) -> Text:
     """The run and its state; where there is little room without the algorithm."""
-    report, status = snapshot.report, snapshot.status
+    report, status = picture.report, picture.status
     run_id, *algorithm, state = [Text(canvas.show(part)) for part in title(report)]
     run_id.stylize("bold")
     state.stylize(STYLES.get(report.state, ""))
     names = [run_id, *algorithm, state]
     if status is not None and report.state in ("waiting", "training"):
-        lasted = status.wall_s + status.age_s(snapshot.now)
+        lasted = status.wall_s + status.age_s(picture.now)
         names.append(Text(f"for {format_duration(max(1.0, lasted))}", style="dim"))
     line = Text(" · ").join(names)
     return line if line.cell_len <= canvas.width else Text(" · ").join([run_id, state])
 
 
-def _progress(snapshot: Snapshot, status: RunStatus, canvas: Canvas) -> Text:
+def _progress(picture: Picture, status: RunStatus, canvas: Canvas) -> Text:
     done = status.samples_applied / max(1, status.total_samples)
-    parts = progress(snapshot.report)
-    if snapshot.report.state == "training":
+    parts = progress(picture.report)
+    if picture.report.state == "training":
         counts = (status.samples_applied, status.total_samples, status.samples_per_s)
         parts = [*time_left(*counts), *parts]
     bar = bars.progress_bar(done, max(8, min(30, canvas.width // 4)), plain=canvas.is_plain)
@@ -147,8 +147,8 @@ def _progress(snapshot: Snapshot, status: RunStatus, canvas: Canvas) -> Text:
     return Text.assemble(bar, f" {done:.0%}  ", canvas.show(said))
 
 
-def _measured(snapshot: Snapshot, status: RunStatus) -> list[str]:
-    parts = measured(snapshot.report)
+def _measured(picture: Picture, status: RunStatus) -> list[str]:
+    parts = measured(picture.report)
     if status.learning_rate is not None and not status.is_over:
         parts.append(f"lr {status.learning_rate:.3g}")
     if status.grad_norm is not None and not status.is_over:
@@ -164,8 +164,8 @@ def _measured(snapshot: Snapshot, status: RunStatus) -> list[str]:
 # --- curves
 
 
-def _curves(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
-    points = snapshot.points
+def _curves(picture: Picture, canvas: Canvas) -> list[Text]:
+    points = picture.points
     if len(points) < 2:
         return []
     steps = [point.step for point in points]
@@ -193,12 +193,12 @@ def _curves(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
 # --- table
 
 
-def _rows(snapshot: Snapshot) -> list[Row]:
-    status = snapshot.status
+def _rows(picture: Picture) -> list[Row]:
+    status = picture.status
     workers = {} if status is None else {worker.rank: worker for worker in status.workers}
     return [
-        Row(each, None if each.rank is None else workers.get(each.rank), snapshot.report.state)
-        for each in snapshot.report.processes
+        Row(each, None if each.rank is None else workers.get(each.rank), picture.report.state)
+        for each in picture.report.processes
     ]
 
 

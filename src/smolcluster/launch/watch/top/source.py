@@ -1,46 +1,35 @@
-"""What `top` shows, looked up again and again: on the run's machines, or here for a local run.
+"""What `top` shows: how the run stands, its curve, its newest events and warnings, of a folder or its mirror.
 
-Each machine is asked once a look, by the same command that asks for its processes; it sends the ends of its
-files only. What it sends more than once is known by its text. How loss and speed went tells `series.json`,
-which comes every ten seconds; the newest point is the status'.
+How loss and speed went tells `series.json`, which comes every ten seconds; the newest point is the status'.
 """
 
 import math
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from pathlib import Path
 
-from smolcluster.errors import LaunchError
-from smolcluster.launch.host import Host, shell_path
-from smolcluster.launch.sessions import host_of
-from smolcluster.launch.watch.logs import log_of, sources_of
-from smolcluster.launch.watch.probe import Ask, AskMore, ask_host, look, sections
-from smolcluster.launch.watch.report import RunReport, report_of
-from smolcluster.observability.parsing import parse_log_line
-from smolcluster.observability.view.measured import Measured
+from smolcluster.launch.watch.mirror import Mirror
+from smolcluster.launch.watch.probe import Ask
+from smolcluster.observability.view.lines import NewLines
+from smolcluster.observability.view.report import RunReport, report_of
 from smolcluster.observability.view.story import told
-from smolcluster.runs.events import EpochFinished, Evaluated, kind_of, records_of
+from smolcluster.observability.view.view import View
+from smolcluster.runs.events import EpochFinished, Evaluated, kind_of
 from smolcluster.runs.files import seconds_of
-from smolcluster.runs.launched import LaunchedProcess, launched_of
-from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.series import Bucket, loaded
+from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.runs.status import RunStatus
 
-EVENTS_NBYTES = 8192
-RARE_NBYTES = 1 << 18
-RARE_LINES = 20
-LOG_NBYTES = 65536
-LOG_LINES = 8
+EVENTS_NBYTES, LOG_NBYTES = 1 << 18, 1 << 16
+"""Of each file, so many of the newest bytes are read."""
+LOG_LINES = 500
+"""The same of a log on another machine, in lines."""
 MAX_NEWS = 400
 AT_END = ("ended", "stopped")
 """States of a run with which nothing is wrong."""
 ROUTINE = (EpochFinished, Evaluated)
 """The head of the picture tells them."""
-_FREQUENT = '"kind": ?"(epoch_finished|evaluated|checkpoint_saved|push_dropped|lease_returned)"'
-"""What may hide the rare events that tell more, and is looked for in a shorter end of the file."""
-_SERIOUS = '"level": ?"(WARNING|ERROR|CRITICAL)"'
+SERIOUS = ("WARNING", "ERROR", "CRITICAL")
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ class EventLine:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Picture:
     """A run at one moment; `now` is by its server's clock. The newest points and news come last."""
 
     report: RunReport
@@ -82,7 +71,7 @@ class Snapshot:
         server = self.report.processes[0].process if self.report.processes else "unknown"
         return self.report.state in (*AT_END, "failed", "broken off") and server != "running"
 
-    def later(self, seconds: float) -> "Snapshot":
+    def later(self, seconds: float) -> "Picture":
         """The same picture, so much later: what it tells is older then."""
         if self.status is None or self.status.is_over:
             return self
@@ -97,117 +86,59 @@ class Snapshot:
         return replace(self, report=report, now=self.now + timedelta(seconds=seconds))
 
 
-class SnapshotSource:
-    """Looks at one run; `ask` runs a script on a machine."""
+class Source:
+    """Looks at one run; its copies, if it is elsewhere, are in `folder` until `close`.
 
-    def __init__(self, paths: RunPaths, ask: Ask | None = None) -> None:
-        """Read which processes the run has.
+    `ask` runs a script on a machine.
 
-        Raises:
-            DataError: its list of processes is damaged.
-        """
-        self._launched = launched_of(paths)
-        self.is_elsewhere = self._launched is not None and not self._launched.is_local
+    Raises:
+        DataError: what says which processes it has is damaged.
+    """
+
+    def __init__(self, paths: RunPaths, folder: Path, ask: Ask | None = None) -> None:
+        self._mirror = Mirror(paths, folder / paths.run_id, ask, num_lines=LOG_LINES)
+        self.close = self._mirror.close
+        self._view = View(self._mirror.files(), newest_nbytes=EVENTS_NBYTES)
+        self._lines = NewLines(self._view.log_files(), LOG_NBYTES)
+        self._warnings: list[EventLine] = []
+
+    @property
+    def is_elsewhere(self) -> bool:
         """Whether looking may take a network."""
-        self._paths = paths
-        here = LaunchedProcess(node="this machine", role="server", run_dir=str(paths.root))
-        self._server = self._launched.server if self._launched else here
-        self._ask = AskMore(ask, self._server, self._script)
-        self._logs = sources_of(paths)
-        self._steps: Sequence[Bucket] | None = None
-        """As the server's machine told them last."""
-        self._measured_here = Measured(paths)
-        self._news: dict[str, EventLine] = {}
+        return not self._view.files.is_here
 
-    def look(self) -> Snapshot:
+    def look(self) -> Picture:
         """How the run stands now; takes as long as the slowest machine.
 
         Raises:
-            DataError: its list of processes is damaged.
+            DataError: what says which processes it has is damaged.
         """
-        self._ask.said.clear()
-        if not self.is_elsewhere:
-            self._logs = sources_of(self._paths)
-        probed = look(self._paths, self._ask)
-        if self._ask.server not in self._ask.said:  # it is here, or its machine is off
-            self._ask_here()
-        for said in self._ask.said.values():
-            for place, log in enumerate(self._logs):
-                self._learn_lines(log, said.get(f"log {place}", ""))
-            self._learn_events(said.get("events", ""))
-        while len(self._news) > MAX_NEWS:
-            del self._news[next(iter(self._news))]
-        algorithm = None if self._launched is None else self._launched.algorithm
-        report = report_of(self._paths.run_id, algorithm, probed)
-        news = sorted(self._news.values(), key=lambda each: each.seconds)
-        return Snapshot(report, probed.status, probed.now, self._points(probed.status), news)
-
-    def _script(self, host: Host) -> str:
-        places = enumerate(self._logs)
-        lines = [_log_tail(place, log_of(log)) for place, log in places if host_of(log) == host]
-        if host == self._ask.server:
-            lines.append(_events_tail(self._server.run_dir))
-        return "\n".join(lines)
-
-    def _ask_here(self) -> None:
-        """Read what lies here, of a local run or fetched before."""
-        folder = str(self._paths.root)
-        copies = [log.model_copy(update={"run_dir": folder}) for log in self._logs]
-        lines = [_log_tail(place, log_of(copy)) for place, copy in enumerate(copies)]
-        with suppress(LaunchError):
-            script = "\n".join([_events_tail(folder), *lines, "true"])
-            self._ask.said[self._ask.server] = sections(ask_host(Host("this machine"), script))
+        read = self._mirror.look()
+        self._mirror.wait()
+        self._view.read()
+        for entry in self._lines.poll(self._view.log_files()).entries:
+            if entry["level"] in SERIOUS:
+                title = process_title(entry["component"], entry["node"], entry["rank"])
+                text = f"{title}: {entry['message']}"
+                self._warnings.append(EventLine(entry["t"], entry["level"], text))
+        del self._warnings[:-MAX_NEWS]
+        news = [
+            EventLine(seconds_of(each.ts, 0.0), kind_of(type(each.event)), told(each.event))
+            for each in self._view.story.kept(without=ROUTINE)[-MAX_NEWS:]
+        ]
+        news = sorted([*news, *self._warnings], key=lambda each: each.seconds)[-MAX_NEWS:]
+        return Picture(report_of(read), read.status, read.now, self._points(read.status), news)
 
     def _points(self, status: RunStatus | None) -> Sequence[Point]:
         """How it went so far; what an abandoned time line had after the newest step is left out."""
-        if self._ask.series:
-            found = loaded(self._ask.series.encode())
-            self._steps = found[0].steps.buckets if found else self._steps
-        while self._measured_here.poll():
-            pass
         points = [
             Point(each.step, _or_nan(each.mean("loss")), _or_nan(each.mean("samples_per_s")))
-            for each in self._steps or self._measured_here.steps
+            for each in self._view.series.steps.buckets
         ]
         if status is None or status.loss is None:
             return points
         newest = Point(status.step, status.loss, status.samples_per_s)
         return [*(point for point in points if point.step < newest.step), newest]
-
-    def _learn_events(self, text: str) -> None:
-        for line in text.split("\n"):
-            if line in self._news:
-                continue
-            for record in records_of([line.encode()]):
-                if not isinstance(record.event, ROUTINE):
-                    seconds = seconds_of(record.ts, time.time())
-                    kind = kind_of(type(record.event))
-                    self._news[line] = EventLine(seconds, kind, told(record.event))
-
-    def _learn_lines(self, log: LaunchedProcess, text: str) -> None:
-        for line in text.split("\n"):
-            key = f"{log.stem} {line}"
-            said = None if key in self._news else parse_log_line(line.encode(), time.time())
-            if said is not None and said.level:
-                self._news[key] = EventLine(
-                    said.seconds, said.level, f"{log.title}: {said.message}"
-                )
-
-
-def _log_tail(place: int, file: str) -> str:
-    return (
-        f"echo; echo '::log {place}'; tail -c {LOG_NBYTES} {file} 2>/dev/null | "
-        f"grep -aE '{_SERIOUS}' | tail -n {LOG_LINES}"
-    )
-
-
-def _events_tail(run_dir: str) -> str:
-    file = f"{shell_path(run_dir)}/events.jsonl"
-    return (
-        "echo; echo ::events\n"
-        f"tail -c {RARE_NBYTES} {file} 2>/dev/null | grep -avE '{_FREQUENT}' | tail -n {RARE_LINES}\n"
-        f"echo; tail -c {EVENTS_NBYTES} {file} 2>/dev/null"
-    )
 
 
 def _or_nan(value: float | None) -> float:

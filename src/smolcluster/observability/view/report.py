@@ -1,81 +1,19 @@
 """How a run stands, as one value: what was seen of its processes, with what its server wrote."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
 
 from pydantic import Field
 
-from smolcluster.observability.view.snapshot import LAST_STEP, State, state_of, summed_up
+from smolcluster.observability.view.snapshot import ProcessReport, Snapshot, State, numbers_of
 from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.evaluated import PREFIX
-from smolcluster.runs.launched import Process
 from smolcluster.runs.model_file import WithMetrics
-from smolcluster.runs.status import Presence, RunStatus, WorkerStatus, no_space_on
-from smolcluster.runs.summary import Summary
+from smolcluster.runs.status import RunStatus, WorkerStatus, no_space_on
 from smolcluster.utils.meter import PEAK
 
 KILLED = 137
 """The exit code of a process that SIGKILL has ended."""
-
-Liveness = Literal["running", "ended", "gone", "unreachable", "unknown"]
-
-
-class ProcessReport(Process):
-    """How one process stands. Null is what is not known, or does not apply."""
-
-    process: Liveness = Field(
-        description="ended: of itself or when asked to; gone: not there any more, and nobody knows how it "
-        "ended; unreachable: its machine cannot be asked; unknown: this launcher did not start it."
-    )
-    exit_code: int | None = None
-    why: str | None = Field(None, description="Why its machine cannot be asked.")
-    fix: str | None = Field(None, description="The same in a sentence, with what mends it.")
-    presence: Presence | None = Field(None, description="A worker's, as the server sees it.")
-    device: str | None = None
-    step: int | None = None
-    loss: float | None = None
-    samples: int | None = None
-    samples_per_s: float | None = None
-    heartbeat_age_s: float | None = Field(
-        None, description="Since the server's last word; of a worker since the server heard of it."
-    )
-    gpu: dict[str, float] = Field(
-        {},
-        description="What its GPU does, as far as it tells: utilization (of 1), memory_bytes, "
-        "memory_size_bytes, temperature_c, power_w.",
-    )
-    peak_bytes: dict[str, float] = Field(
-        {}, description="Most memory by phase, where memory_profiling is on."
-    )
-    stage: StageView | None = Field(None, description="Of a pipeline: its part in the newest step.")
-    process_stats: dict[str, float] = Field(
-        {}, exclude=True, description="What it reported of itself last, while it takes part."
-    )
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """What was found of a run: its processes, the server first, and what the server wrote.
-
-    `now` is by the server's clock; `stderr_tail` is the server's, where it has ended and left some.
-    """
-
-    processes: tuple[ProcessReport, ...]
-    status: RunStatus | None
-    summary: Summary | None
-    now: datetime
-    stderr_tail: str | None = None
-    is_full: bool = False
-    """Whether the disk of the run's folder has no space left."""
-
-    @property
-    def state(self) -> State:
-        """How the run stands: what the server wrote, unless its process says otherwise."""
-        server = self.processes[0].process if self.processes else "unknown"
-        is_alive = None if server in ("unreachable", "unknown") else server == "running"
-        return state_of(self.status, self.summary, is_alive)
 
 
 class RunReport(WithMetrics):
@@ -107,22 +45,19 @@ class RunReport(WithMetrics):
     processes: tuple[ProcessReport, ...]
 
 
-def report_of(run_id: str, algorithm: str | None, probed: ProbeResult) -> RunReport:
-    status, summary, state = probed.status, probed.summary, probed.state
-    values: dict[str, object] = {"algorithm": algorithm}
-    if status is not None:
-        values |= dict(status) | {"loss_is": LAST_STEP}
-        values |= {"age_s": None if status.is_over else status.age_s(probed.now)}
-    elif summary is not None:
-        values |= summed_up(summary) | {"algorithm": summary.algorithm, "samples_per_s": None}
-    if algorithm:  # a mesh's owner writes its status as one process does
-        values |= {"algorithm": algorithm}
+def report_of(read: Snapshot) -> RunReport:
+    status, state = read.status, read.state
+    values = numbers_of(status, read.summary)
+    if status is None:
+        values |= {"samples_per_s": None}
+    elif not status.is_over:
+        values |= {"age_s": status.age_s(read.now)}
     if state in ("starting", "broken off"):
-        values |= {"reason": _why(probed), "samples_per_s": None}
-    if probed.is_full:
-        node = probed.processes[0].node if probed.processes else "its machine"
-        values |= {"trouble": no_space_on(node)}
-    values |= {"run_id": run_id, "state": state, "processes": _processes(probed)}
+        values |= {"reason": _why(read), "samples_per_s": None}
+    if read.is_full:
+        values |= {"trouble": no_space_on(read.seen[0].node if read.seen else "its machine")}
+    values |= {"run_id": read.paths.run_id, "algorithm": read.algorithm}
+    values |= {"state": state, "processes": _processes(read)}
     shared = {
         name: value
         for name, value in values.items()
@@ -131,12 +66,12 @@ def report_of(run_id: str, algorithm: str | None, probed: ProbeResult) -> RunRep
     return RunReport.model_validate(shared)
 
 
-def _why(probed: ProbeResult) -> str | None:
+def _why(read: Snapshot) -> str | None:
     """Why a run has broken off, as far as its server's end tells."""
-    server = probed.processes[0] if probed.processes else None
+    server = read.seen[0] if read.seen else None
     if server is None or server.process == "running":
         return None
-    words = probed.stderr_tail
+    words = read.stderr_tail
     if server.exit_code in (None, 0):
         return words
     if server.exit_code == KILLED:  # it could not say anything: what is on its screen is older
@@ -145,25 +80,22 @@ def _why(probed: ProbeResult) -> str | None:
     return f"{server.title} ended with exit code {server.exit_code}{said}"
 
 
-def _processes(probed: ProbeResult) -> tuple[ProcessReport, ...]:
+def _processes(read: Snapshot) -> tuple[ProcessReport, ...]:
     """A report for each process that was launched, then for each worker that came by itself."""
-    if probed.status is None:
-        return probed.processes
-    known: dict[int | None, WorkerStatus] = {
-        worker.rank: worker for worker in probed.status.workers
-    }
-    launched = {process.rank for process in probed.processes}
+    status, now = read.status, read.now
+    if status is None:
+        return read.seen
+    if status.ranks:
+        return tuple(_ranks(read.seen, status, now))
+    known: dict[int | None, WorkerStatus] = {worker.rank: worker for worker in status.workers}
+    launched = {process.rank for process in read.seen}
     strangers = [
         ProcessReport(node=worker.node, role="worker", rank=rank, process="unknown")
         for rank, worker in known.items()
         if rank not in launched
     ]
-    status, now = probed.status, probed.now
-    if status.ranks:
-        return tuple(_ranks(probed.processes, status, now))
     return tuple(
-        _of_status(each, status, known.get(each.rank), now)
-        for each in (*probed.processes, *strangers)
+        _of_status(each, status, known.get(each.rank), now) for each in (*read.seen, *strangers)
     )
 
 
