@@ -132,7 +132,7 @@ class FlatOptimizer(FlatState):
         self._weight_decay = weight_decay
         self._num_decayed = params.numel() if num_decayed is None else num_decayed
         self._fused = params.device.type in FUSED_DEVICES
-        self.state = self._moments(_moments_of(name, self._arguments))
+        self.state = self._moments(moments_of(name, self._arguments))
 
     def _moments(self, names: Sequence[str]) -> dict[str, Tensor]:
         if not names:
@@ -188,7 +188,7 @@ class FlatOptimizer(FlatState):
     def _adam_step(
         self, place: slice, gradient: Tensor, learning_rate: float, weight_decay: float
     ) -> None:
-        first, second = (self.state[name] for name in _moments_of(self._name, self._arguments))
+        first, second = (self.state[name] for name in moments_of(self._name, self._arguments))
         adam(
             [self._params[place]],
             [gradient],
@@ -251,9 +251,10 @@ def _arguments(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
     return arguments
 
 
-def _moments_of(name: str, arguments: Mapping[str, Any]) -> Sequence[str]:
+def moments_of(name: str, arguments: Mapping[str, Any]) -> Sequence[str]:
+    """What a rule with these arguments keeps of each weight, by name."""
     if name == "sgd":
-        return [MOMENTUM] if arguments["momentum"] else []
+        return [MOMENTUM] if arguments.get("momentum") else []
     if name == MUON:
         return [MOMENTUM, "exp_avg_sq"]
     return ["exp_avg", "exp_avg_sq"]

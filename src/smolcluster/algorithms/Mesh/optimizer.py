@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch import Tensor
 
 from smolcluster.algorithms.Mesh.config import check_optimizer
 from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT, Groups
@@ -19,47 +18,14 @@ from smolcluster.algorithms.Mesh.parallel import Slot
 from smolcluster.configs.schema import FLAT_OPTIMIZERS, GradientClipping
 from smolcluster.errors import ConfigError
 from smolcluster.training.muon import CHOOSERS, Matrix, MuonOptimizer, Split
-from smolcluster.training.optimizer import MOMENTUM, MUON, clip_factor
+from smolcluster.training.optimizer import (
+    MUON,
+    STEP_COUNT,
+    FlatOptimizer,
+    clip_factor,
+    moments_of,
+)
 from smolcluster.training.recipe import OptimizerSpec
-
-RULES: Mapping[str, type[Optimizer]] = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
-STEP = "step"
-
-
-class MuonRule(Optimizer):
-    """`MuonOptimizer` on one parameter each; in groups with `is_muon` all are matrices of Muon's."""
-
-    def __init__(self, params: Any, arguments: Mapping[str, Any]) -> None:
-        super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "is_muon": False})
-        self._rules = {
-            weights: MuonOptimizer(
-                *(weights.data.view(-1), torch.empty(0), group["weight_decay"]),
-                matrices=[Matrix(0, *weights.shape)] if group["is_muon"] else [],
-                arguments=arguments,
-            )
-            for group in self.param_groups
-            for weights in group["params"]
-        }
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override] # noqa: ARG002
-        for group in self.param_groups:
-            for weights in group["params"]:
-                if weights.grad is not None:
-                    self._step(weights, group["lr"])
-
-    def _step(self, weights: Tensor, learning_rate: float) -> None:
-        rule, state = self._rules[weights], self.state[weights]
-        count = rule.state[STEP]
-        if state:
-            moments = {name: each.view(-1) for name, each in state.items() if name != STEP}
-            rule.state = moments | {STEP: count.copy_(state[STEP])}
-        else:
-            rule.reset()
-            state.update({name: each.view_as(weights) for name, each in rule.moments.items()})
-        assert weights.grad is not None  # noqa: S101 - see `step`
-        rule.step_with(weights.grad.reshape(-1), learning_rate)
-        state[STEP] = count
 
 
 class MeshOptimizer:
@@ -90,25 +56,12 @@ class MeshOptimizer:
                 f"weights: it must be one of {', '.join(FLAT_OPTIMIZERS)}, without groups"
             )
         check_optimizer(spec.kind, groups.sizes)
-        self.slots, self._groups = slots, groups
-        self._locals = [nn.Parameter(slot.local) for slot in slots]
+        self.slots, self._groups, self.num_steps = slots, groups, 0
+        self.moment_names = moments_of(spec.kind, spec.arguments)
         by_muon = (spec.split or Split(frozenset())).by_muon
-        kinds = [(slot.name in by_muon, len(slot.shape) > 1) for slot in slots]
-        options = [
-            {
-                "params": [
-                    each for each, own in zip(self._locals, kinds, strict=True) if own == kind
-                ],
-                "weight_decay": weight_decay if kind[1] else 0.0,
-            }
-            | ({"is_muon": kind[0]} if spec.kind == MUON else {})
-            for kind in ((True, True), (False, True), (False, False))
+        self._rules = [
+            _rule(spec, slot, weight_decay, is_muons=slot.name in by_muon) for slot in slots
         ]
-        kept = [each for each in options if each["params"]]
-        self.num_steps = 0
-        self.moment_names = _moment_names(spec)
-        of_none = [{"params": [nn.Parameter(torch.empty(0))]}]  # a stage may have no parameters
-        self._rule = _rule(spec, kept or of_none)
 
     def norm(self, gradients: Sequence[Tensor]) -> float:
         """The L2 norm of the whole gradient, of which each rank has parts, some ranks the same."""
@@ -125,46 +78,41 @@ class MeshOptimizer:
     ) -> None:
         """Change the weights by these gradients, of each slot's local part, clipped."""
         factor = clip_factor(norm, clipping)
-        for local, gradient in zip(self._locals, gradients, strict=True):
+        for rule, gradient in zip(self._rules, gradients, strict=True):
             if factor < 1.0:
                 gradient.mul_(factor)
             if clipping.bound is not None:
                 gradient.clamp_(-clipping.bound, clipping.bound)
-            local.grad = gradient
-        for options in self._rule.param_groups:
-            options["lr"] = rate
-        self._rule.step()
+            rule.step_with(gradient.reshape(-1), rate)
         self.num_steps += 1
-        for local in self._locals:
-            local.grad = None
 
     def moments(self, place: int) -> dict[str, Tensor]:
-        """What is kept of a slot, by name, each as its local part; empty before the first step."""
-        state = self._rule.state.get(self._locals[place], {})
-        return {name: state[name] for name in self.moment_names if name in state}
+        """What is kept of a slot, by name, each as its local part; 0 before the first step."""
+        local = self.slots[place].local
+        return {name: flat.view_as(local) for name, flat in self._rules[place].moments.items()}
 
     def resume(self, moments: Sequence[Mapping[str, Tensor]], num_steps: int) -> None:
-        """Go on with a state: each slot's local parts, by name."""
+        """Go on with a state: each slot's local parts, by name; with fresh moments where there are none."""
         self.num_steps = num_steps
-        for local, kept in zip(self._locals, moments, strict=True):
-            state = {name: each.to(local.device, copy=True) for name, each in kept.items()}
-            if state and not isinstance(self._rule, SGD):
-                state[STEP] = torch.tensor(float(num_steps))
-            self._rule.state[local] = state
+        for rule, kept in zip(self._rules, moments, strict=True):
+            rule.reset()
+            for name, each in kept.items():
+                rule.state[name].copy_(each.reshape(-1))
+            if STEP_COUNT in rule.state:
+                rule.state[STEP_COUNT].fill_(num_steps)
 
 
-def _moment_names(spec: OptimizerSpec) -> tuple[str, ...]:
-    if spec.kind == "sgd":
-        return (MOMENTUM,) if spec.arguments.get("momentum", 0) else ()
-    return (MOMENTUM if spec.kind == MUON else "exp_avg", "exp_avg_sq")
-
-
-def _rule(spec: OptimizerSpec, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    if spec.kind == MUON:
-        own = {key: each for key, each in spec.arguments.items() if key not in CHOOSERS}
-        return MuonRule(groups, own)
-    rule = RULES[str(spec.kind)]
-    return rule(groups, lr=0.0, foreach=True, **spec.arguments)  # type: ignore[call-arg, arg-type]
+def _rule(spec: OptimizerSpec, slot: Slot, weight_decay: float, *, is_muons: bool) -> FlatOptimizer:
+    """What steps this rank's part of a parameter; `is_muons`: as a matrix of Muon's."""
+    flat = slot.local.view(-1)
+    decay = weight_decay if len(slot.shape) > 1 else 0.0
+    if spec.kind != MUON:
+        return FlatOptimizer(str(spec.kind), flat, torch.empty(0), decay, arguments=spec.arguments)
+    return MuonOptimizer(
+        *(flat, torch.empty(0), decay),
+        matrices=[Matrix(0, *slot.shape)] if is_muons else [],
+        arguments={key: each for key, each in spec.arguments.items() if key not in CHOOSERS},
+    )
 
 
 def sum_replicas(slots: Sequence[Slot], groups: Groups) -> list[Tensor]:

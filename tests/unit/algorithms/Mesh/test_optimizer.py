@@ -1,96 +1,108 @@
-"""The rules of a mesh's rank: their state goes out and comes back by name."""
+"""The rules of a mesh's rank: each steps its parts as one process does, and its state goes and comes back."""
 
-from unittest.mock import Mock
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, MuonRule
+from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer
 from smolcluster.algorithms.Mesh.parallel import Slot
-from smolcluster.configs.schema import GradientClipping
+from smolcluster.configs.schema import GradientClipping, MeshSizes
+from smolcluster.training.muon import Split
 from smolcluster.training.recipe import OptimizerSpec
 
-RATE = 0.01
+RATE, DECAY = 0.01, 0.1
+SHAPES = {"matrix": (4, 6), "embedding": (5, 3), "bias": (7,)}
+UNCLIPPED = GradientClipping(enabled=False)
+SPECS = [
+    OptimizerSpec("adamw"),
+    OptimizerSpec("adam"),
+    OptimizerSpec("sgd", {"momentum": 0.9}),
+    OptimizerSpec("sgd"),
+    OptimizerSpec("muon", {"momentum": 0.9}, split=Split(frozenset({"matrix"}))),
+]
 
 
-def rule_of(weights: list[nn.Parameter]) -> MuonRule:
-    matrix, embedding, bias = weights
-    groups = [
-        {"params": [matrix], "weight_decay": 0.1, "is_muon": True},
-        {"params": [embedding], "weight_decay": 0.1},
-        {"params": [bias]},
-    ]
-    return MuonRule(groups, {"momentum": 0.9})
-
-
-def train(rule: MuonRule, weights: list[nn.Parameter], steps: range) -> None:
-    for group in rule.param_groups:
-        group["lr"] = RATE
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for each in weights:
-            each.grad = torch.randn(each.shape, generator=generator)
-        rule.step()
-
-
-def fresh() -> list[nn.Parameter]:
+def slots() -> list[Slot]:
     generator = torch.Generator().manual_seed(9)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((4, 6), (5, 3), 7)]
+    return [
+        Slot(name, nn.Parameter(torch.randn(shape, generator=generator)), shape)
+        for name, shape in SHAPES.items()
+    ]
 
 
-def test_it_goes_on_with_a_state_that_was_given_back() -> None:
-    whole, resumed = fresh(), fresh()
-    one, other = rule_of(whole), rule_of(resumed)
-    train(one, whole, range(4))
-    train(other, resumed, range(2))  # leaves nothing behind
-    for mine, its in zip(resumed, whole, strict=True):
-        mine.data.copy_(its.data)
-        kept: dict[str, Tensor] = {
-            name: each.clone() for name, each in one.state[its].items() if name != "step"
-        }
-        other.state[mine] = kept | {"step": torch.tensor(4.0)}
-    train(one, whole, range(4, 8))
-    train(other, resumed, range(4, 8))
-    assert all(map(torch.equal, whole, resumed))
+def optimizer_of(spec: OptimizerSpec, own: list[Slot]) -> MeshOptimizer:
+    groups = SimpleNamespace(sizes=MeshSizes())
+    return MeshOptimizer(own, spec, DECAY, cast("Groups", groups))
 
 
-def test_an_empty_state_begins_anew() -> None:
-    one, two = fresh(), fresh()
-    first, second = rule_of(one), rule_of(two)
-    train(first, one, range(3))
-    for mine, its in zip(one, two, strict=True):
-        mine.data.copy_(its.data)
-        first.state[mine] = {}
-    train(first, one, range(3))
-    train(second, two, range(3))
-    assert all(map(torch.equal, one, two))
+def gradients(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+
+
+def train(optimizer: MeshOptimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.step(gradients(step), 1.0, UNCLIPPED, RATE)
+
+
+def weights(own: list[Slot]) -> list[Tensor]:
+    return [slot.local for slot in own]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_it_goes_on_with_a_state_that_was_given_back(spec: OptimizerSpec) -> None:
+    whole, resumed = slots(), slots()
+    one, other = optimizer_of(spec, whole), optimizer_of(spec, resumed)
+    train(one, range(4))
+    train(other, range(2))  # leaves nothing behind
+    for mine, its in zip(weights(resumed), weights(whole), strict=True):
+        mine.copy_(its)
+    kept = [{name: each.clone() for name, each in one.moments(i).items()} for i in range(3)]
+    assert all(tuple(each) == tuple(one.moment_names) for each in kept)
+    other.resume(kept, one.num_steps)
+    train(one, range(4, 8))
+    train(other, range(4, 8))
+    assert all(map(torch.equal, weights(whole), weights(resumed)))
+    assert other.num_steps == 8
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_an_empty_state_begins_anew(spec: OptimizerSpec) -> None:
+    one, two = slots(), slots()
+    first, second = optimizer_of(spec, one), optimizer_of(spec, two)
+    train(first, range(3))
+    for mine, its in zip(weights(one), weights(two), strict=True):
+        mine.copy_(its)
+    first.resume([{} for _ in one], 0)
+    train(first, range(3))
+    train(second, range(3))
+    assert all(map(torch.equal, weights(one), weights(two)))
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments"), [("adam", {}), ("adamw", {}), ("sgd", {"momentum": 0.9}), ("sgd", {})]
+    ("spec", "reference"),
+    [(SPECS[0], torch.optim.AdamW), (SPECS[1], torch.optim.Adam), (SPECS[2], torch.optim.SGD)],
+    ids=["adamw", "adam", "sgd"],
 )
-def test_a_rank_goes_on_as_if_it_had_not_been_interrupted(
-    kind: str, arguments: dict[str, float]
-) -> None:
-    def made(weights: list[nn.Parameter]) -> MeshOptimizer:
-        slots = [Slot(str(n), each, tuple(each.shape)) for n, each in enumerate(weights)]
-        return MeshOptimizer(slots, OptimizerSpec(kind, arguments), 0.1, Mock())
-
-    def step(rule: MeshOptimizer, number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
-        gradients = [torch.randn(slot.shape, generator=generator) for slot in rule.slots]
-        rule.step(gradients, 1.0, GradientClipping(enabled=False), RATE)
-
-    whole, resumed = fresh(), fresh()
-    one, other = made(whole), made(resumed)
-    for number in range(4):
-        step(one, number)
-    for mine, its in zip(resumed, whole, strict=True):
-        mine.data.copy_(its.data)
-    other.resume([one.moments(place) for place in range(len(whole))], one.num_steps)
-    for number in range(4, 8):
-        step(one, number)
-        step(other, number)
-    assert all(map(torch.equal, whole, resumed))
-    assert other.num_steps == 8
+def test_steps_are_pytorchs_and_biases_do_not_decay(spec: OptimizerSpec, reference: Any) -> None:
+    own, other = slots(), slots()
+    parameters = [slot.parameter for slot in other]
+    rule = reference(
+        [
+            {"params": parameters[:2], "weight_decay": DECAY},
+            {"params": parameters[2:], "weight_decay": 0.0},
+        ],
+        lr=RATE,
+        **spec.arguments,
+    )
+    train(optimizer_of(spec, own), range(3))
+    for step in range(3):
+        for parameter, gradient in zip(parameters, gradients(step), strict=True):
+            parameter.grad = gradient
+        rule.step()
+    for mine, its in zip(weights(own), weights(other), strict=True):
+        torch.testing.assert_close(mine, its)
