@@ -17,10 +17,11 @@ from smolcluster.algorithms.DiLoCo.timing import MOST_BEHIND
 from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
 from smolcluster.server.assignment import Assigned
 from smolcluster.server.worker import Worker
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.messages import Ready
+from smolcluster.wire.messages import Ready, Welcome
 
 STEP_S = 0.002
 FAST_BYTES_PER_S = 2e6
@@ -63,7 +64,7 @@ class HeldUp(Changing):
     def compute(self, lease: Assigned) -> BatchLoss:
         if self.num_steps in {5, 6}:
             time.sleep(300 * STEP_S)
-        type(self).after += self.num_steps > 6
+        self.after += self.num_steps > 6
         return super().compute(lease)
 
 
@@ -74,8 +75,14 @@ def test_who_was_held_up_takes_part_again_when_it_is_as_fast_as_before(tmp_path:
         algorithm="diloco",
     )
     cluster = Cluster(settings, tmp_path, algorithm="diloco")
-    cluster.finish(cluster.worker(1, make=Changing), cluster.worker(2, make=HeldUp))
-    assert HeldUp.after > 20
+    held_up: list[HeldUp] = []
+
+    def make(welcome: Welcome, training: TrainingContext) -> HeldUp:
+        held_up.append(HeldUp(welcome, training))
+        return held_up[-1]
+
+    cluster.finish(cluster.worker(1, make=Changing), cluster.worker(2, make=make))
+    assert sum(each.after for each in held_up) > 20
 
 
 class NothingIsSentMeanwhile(Server):

@@ -247,7 +247,7 @@ def test_who_chooses_stop_is_served_once(
     until(lambda: is_stopping("r1"))
     until(lambda: output("list-clients", "-t", f"={name}") == "")
     if is_followed:
-        time.sleep(0.5)
+        output("run-shell", "true")  # what tmux was asked for before has begun
         assert not (tmp_path / "stopped").exists()
     else:
         until((tmp_path / "stopped").exists)

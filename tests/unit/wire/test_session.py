@@ -3,7 +3,6 @@
 import itertools
 import math
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -124,17 +123,18 @@ def test_no_frames_are_sent_as_soon_as_their_turn_comes(ends: Ends) -> None:
 
 def test_a_held_frame_is_sent_when_it_is_released(ends: Ends) -> None:
     asked: list[float] = []
-    released = threading.Event()
+    is_asked, released = threading.Event(), threading.Event()
 
     def later(longest_s: float) -> Frame:
         asked.append(longest_s)
+        is_asked.set()
         released.wait(DEADLINE_S)
         return frame_of(ACK)
 
     session = ends.session()
     session.send_later(later)
     session.send(Goodbye(reason="behind it"))
-    time.sleep(0.1)
+    assert is_asked.wait(DEADLINE_S)
     assert session.num_sent == 0
     released.set()
     ends.peer.hear_a(Ack)

@@ -180,19 +180,25 @@ def test_an_error_reaches_others_however_late_the_store_answers() -> None:
 
 
 def test_rank_0_hears_the_newest_of_what_other_ranks_have_counted() -> None:
-    steps = 0
+    steps = num_told = 0
     heard: list[tuple[int, Beat]] = []
 
     def is_heard() -> bool:
         heard.extend(made[0].take_newest())
         return bool(heard) and heard[-1][1].counted["steps"] == steps
 
+    def counted() -> dict[str, int]:
+        nonlocal num_told
+        num_told += 1
+        return {"steps": steps}
+
     with watches(Memory(), 0, 1) as (made, _, _):
         made[0].tell(lambda: {"steps": 9})  # its own are in its run already
-        made[1].tell(lambda: {"steps": steps})
+        made[1].tell(counted)
         wait_until(is_heard)
         steps = 2
-        time.sleep(10 * watching.BEAT_S)  # several are told, of which one is left
+        before = num_told
+        wait_until(lambda: num_told > before + 3)  # of several that are told one is left
         wait_until(is_heard)
     assert {(rank, beat.host) for rank, beat in heard} == {(1, "a")}
     numbers = [beat.number for _, beat in heard]
