@@ -134,6 +134,12 @@ def test_a_list_begins_after_an_empty_line(document: Path) -> None:
     assert not re.findall(r"^(?![*|>]|\d+\. |  ).+\n(?:\* |1\. ).*", text, re.MULTILINE)
 
 
+MESH_MODULE = "smolcluster.distributed_training"
+SCRIPT_FLAGS = {"--torch", "--auto"}
+"""Those of launches that no command declares."""
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+
 def commands_of(document: Path) -> Iterator[tuple[list[str], set[str]]]:
     """Each command of ours in a document's blocks of code: its words, and its flags."""
     for block in FENCE.findall(document.read_text(encoding="utf-8")):
@@ -150,15 +156,15 @@ def commands_of(document: Path) -> Iterator[tuple[list[str], set[str]]]:
 
 def known_flags(words: list[str]) -> set[str]:
     """The flags that a command takes."""
-    if "smolcluster.distributed_training" in words:
+    if MESH_MODULE in words:
         return set(distributed_training.parser()._option_string_actions)
     command: Any = get_command(app)
     for word in ["launch", "auto"] if words[:2] == ["launch", "--auto"] else words:
         if not hasattr(command, "commands"):
             break
         command = command.get_command(None, word) or command
-    script = {"--torch", "--auto"} if words[0] == "launch" else set()
-    return {flag for each in command.params for flag in each.opts + each.secondary_opts} | script
+    own = {flag for each in command.params for flag in each.opts + each.secondary_opts}
+    return own | SCRIPT_FLAGS if words[0] == "launch" else own
 
 
 @BY_NAME("document", DOCUMENTS)
@@ -167,12 +173,38 @@ def test_the_flags_of_commands_exist(document: Path) -> None:
         assert flags - {"--help"} <= known_flags(words), f"{document.name}: {' '.join(words)}"
 
 
+OF_OTHERS = {
+    *("--rdzv-backend", "--standalone", "--nnodes", "--node-rank"),  # torchrun
+    *(
+        "--torch-backend",
+        "--help",
+        "--checkpoint_dir",
+        "--resume_step",
+    ),  # uv, all, the hetero programs
+}
+"""Flags of other programs that sentences name."""
+
+
+def all_flags(command: Any) -> Iterator[str]:
+    """The flags of a command and of those below it."""
+    yield from (flag for each in command.params for flag in each.opts + each.secondary_opts)
+    if hasattr(command, "commands"):
+        for name in command.list_commands(None):
+            yield from all_flags(command.get_command(None, name))
+
+
+@BY_NAME("document", DOCUMENTS)
+def test_the_flags_in_sentences_exist(document: Path) -> None:
+    known = {*all_flags(get_command(app)), *known_flags([MESH_MODULE]), *SCRIPT_FLAGS, *OF_OTHERS}
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    spans = re.findall("`(--[^`]+|(?:smolcluster|launch) [^`]+)`", text)
+    assert {flag for span in spans for flag in FLAG.findall(span)} <= known
+
+
 def test_commands_are_found_in_the_documents() -> None:
     found = [words for each in DOCUMENTS for words, flags in commands_of(each) if flags]
     assert len(found) > 60
-    assert {"launch", "train", "trace", "smolcluster.distributed_training"} <= {
-        each[0] for each in found
-    }
+    assert {"launch", "train", "trace", MESH_MODULE} <= {each[0] for each in found}
 
 
 @BY_NAME("document", DOCUMENTS)
@@ -181,6 +213,22 @@ def test_exit_codes_that_are_stated_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     stated = re.findall(r"exit(?:s|ed)?(?: with)?(?: code)? (\d+)|exits? with code (\d+)", text)
     assert {int(code or other) for code, other in stated} <= known
+
+
+@BY_NAME("document", DOCUMENTS)
+def test_the_files_of_a_run_that_are_named_exist(document: Path) -> None:
+    reference = (DOCS / "reference" / "files.md").read_text(encoding="utf-8")
+    files = set(re.findall(r"^\| `(.+?)` \|", reference, re.MULTILINE)) | {"promtail.log"}
+    text = document.read_text(encoding="utf-8")
+    named = re.findall(r"\bruns/(?:RUN|latest|\*|<run>|<run id>)/([\w.-]+)", text)
+    assert set(named) <= files
+
+
+def test_the_site_navigates_to_pages_that_are_there() -> None:
+    text = (PROJECT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r"^ +- (?:.+: )?(\S+\.md)$", text, re.MULTILINE))
+    there = {each.relative_to(DOCS).as_posix() for each in PAGES}
+    assert named - there == {"index.md", "contributing.md"}, "scripts/site_hooks.py makes these"
 
 
 def test_the_floors_are_those_that_are_checked() -> None:
