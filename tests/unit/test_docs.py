@@ -175,12 +175,8 @@ def test_the_flags_of_commands_exist(document: Path) -> None:
 
 OF_OTHERS = {
     *("--rdzv-backend", "--standalone", "--nnodes", "--node-rank"),  # torchrun
-    *(
-        "--torch-backend",
-        "--help",
-        "--checkpoint_dir",
-        "--resume_step",
-    ),  # uv, all, the hetero programs
+    *("--checkpoint_dir", "--resume_step"),  # programs of `init --hetero`
+    *("--torch-backend", "--part", "--help"),  # uv, benchmarks, all
 }
 """Flags of other programs that sentences name."""
 
