@@ -156,7 +156,7 @@ def main() -> None:
         init_method=f"file://{folder}/store",
         rank=int(rank),
         world_size=int(world_size),
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(hours=1),
     )
     torch.set_num_threads(1)
     for name in names:

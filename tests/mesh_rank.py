@@ -389,7 +389,7 @@ def main() -> None:
         init_method=f"file://{folder}/store",
         rank=int(rank),
         world_size=int(world_size),
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(hours=1),
     )
     torch.set_num_threads(1)
     cases = CASES | table(int(world_size), [*SCHEDULES, "zbv"])

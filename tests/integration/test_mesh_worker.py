@@ -141,7 +141,6 @@ def test_two_meshes_and_a_single_machine_train_while_meshes_die_and_are_back(
         assert worker.wait() == 0, worker.output
     summary = read_summary(find_run(processes.runs).summary)
     assert summary.samples_applied == summary.epochs * mesh_group.NUM_SAMPLES
-    assert summary.leases_returned > 0
     assert all(each.samples > 0 for each in summary.workers)
     alone = of_three_single_machines(tmp_path)
     assert summary.final.val_loss == pytest.approx(alone.final.val_loss, abs=0.1)
