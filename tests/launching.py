@@ -64,7 +64,7 @@ def workload():
 READY = """
 import sys
 from smolcluster.launch.host import Host
-from smolcluster.launch.remote import project_root
+from smolcluster.launch.places import project_root
 from smolcluster.launch.project import bring, read_project
 project = read_project(project_root())
 for node in sys.argv[1:]:

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from harness import free_port
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.launch.jobs.launch import kubernetes_job
+from smolcluster.launch.flow import LaunchOptions, Scheduled
 from smolcluster.launch.plan import Request
 
 Json = dict[str, Any]
@@ -27,8 +27,9 @@ def test_the_pods_commands_train_in_their_very_environment(tmp_path: Path) -> No
     )
     settings = load_settings("mesh", "digits", None, overrides, environ={})
     request = Request(get_algorithm("mesh"), None, "digits", overrides)
-    text, _ = kubernetes_job(request, settings, tmp_path / "mesh-1")
-    made = list(YAML(typ="safe").load_all(text))
+    site = Scheduled(request, settings, LaunchOptions(on="kubernetes"))
+    site.plan("mesh-1")
+    made = list(YAML(typ="safe").load_all(site.text))
     (tmp_path / "config").mkdir()
     for name, content in made[0]["data"].items():
         (tmp_path / "config" / name).write_text(content)
@@ -66,7 +67,7 @@ def start(container: Json, index: int, folder: Path) -> "subprocess.Popen[str]":
     def local(text: str) -> str:
         text = re.sub(r"(?<!\$)\$\((\w+)\)", lambda found: env[found[1]], text)
         text = re.sub(r"^mesh-1-0\.mesh-1$", "127.0.0.2", text)
-        return text.replace("/config/", f"{folder}/config/").replace("=/runs", f"={folder}/runs")
+        return text.replace("/config/", f"{folder}/config/").replace('"/runs"', f'"{folder}/runs"')
 
     program = str(Path(sys.executable).with_name(container["command"][0]))
     return subprocess.Popen(

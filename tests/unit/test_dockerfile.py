@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 
 from smolcluster.configs.schema import KubernetesConfig
-from smolcluster.launch.jobs.kubernetes import KubernetesJob, manifests
+from smolcluster.launch.jobs.kubernetes import manifests
+from smolcluster.launch.jobs.scheduler import Job
+from smolcluster.launch.plan import PROGRAM
+from smolcluster.runs.launched import LaunchedProcess
 
 ROOT = Path(__file__).parents[2]
-JOB = KubernetesJob("mesh-1", "", "", (), 4, 29500)
+PROCESS = LaunchedProcess(node="kubernetes", role="ranks", run_dir="/r/mesh-1")
+JOB = Job(PROCESS, PROGRAM, 4, 29500)
 
 
 def instructions() -> list[tuple[str, list[str]]]:

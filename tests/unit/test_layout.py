@@ -329,9 +329,7 @@ MECHANISMS = {
     "what a launch starts": Mechanism(
         lambda node: calls(node, "Launched"),
         {
-            "launch/plan.py": "a server and its workers",
-            "launch/group_plan.py": "a mesh, a command a machine",
-            "launch/jobs/launch.py": "a mesh, one job of a scheduler",
+            "launch/plan.py": "of any algorithm, anywhere",
             "runs/launched.py": "reads what an earlier version has launched",
         },
         "Launched(run_id=run_id, processes=())",
@@ -339,9 +337,7 @@ MECHANISMS = {
     "a process that is launched": Mechanism(
         lambda node: calls(node, "LaunchedProcess"),
         {
-            "launch/plan.py": "of a server and its workers",
-            "launch/group_plan.py": "of a mesh",
-            "launch/jobs/launch.py": "the scheduler's command",
+            "launch/plan.py": "of any algorithm, anywhere",
             "launch/join.py": "a worker of a run that is not this machine's",
             "launch/hetero/start.py": "this machine's, of a file that each machine starts itself",
             "launch/watch/logs.py": "starts nothing: names a log's process",

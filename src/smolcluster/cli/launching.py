@@ -114,7 +114,7 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         override: Overrides = None,
     ) -> int:
         from smolcluster.launch.advise.run import launch_advised, launch_as_stated  # noqa: PLC0415 - see above
-        from smolcluster.launch.remote import LaunchOptions, place_of  # noqa: PLC0415
+        from smolcluster.launch.flow import LaunchOptions, place_of  # noqa: PLC0415
         from smolcluster.launch.requests import request_of  # noqa: PLC0415
 
         request = request_of(
@@ -186,7 +186,7 @@ def _resume(
 ) -> int:
     """Start a whole run again on its machines, from its newest good checkpoint."""
     from smolcluster.configs.overrides import workload_overrides  # noqa: PLC0415 - see above
-    from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415 - see above
+    from smolcluster.launch.flow import LaunchOptions  # noqa: PLC0415 - see above
     from smolcluster.launch.saved import resume  # noqa: PLC0415
 
     how = LaunchOptions(dry_run, not no_sync, not no_tmux, detach, observe)
@@ -197,7 +197,7 @@ def _resume(
 @app.command("attach", epilog=below("smolcluster attach"))
 def _attach(run: Run = "latest") -> int:
     """Show a launched run in a tmux window, a pane a process. Ctrl-B d leaves it, the run goes on."""
-    from smolcluster.launch.remote import attach  # noqa: PLC0415 - see above
+    from smolcluster.launch.flow import attach  # noqa: PLC0415 - see above
 
     return attach(run)
 
@@ -274,7 +274,7 @@ def _stop(
     now: Annotated[bool, typer.Option("--now", help="Kill it, without a checkpoint.")] = False,
 ) -> int:
     """Stop a run: it saves a checkpoint and ends; then see that nothing of it is left on any machine."""
-    from smolcluster.launch.remote import stop  # noqa: PLC0415 - see above
+    from smolcluster.launch.flow import stop  # noqa: PLC0415 - see above
 
     return stop(run, now=now)
 

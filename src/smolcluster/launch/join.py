@@ -25,10 +25,8 @@ from smolcluster.configs.schema import ClusterConfig, NodeName
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.find import RUNS_DIR, find
-from smolcluster.launch.host import Host
-from smolcluster.launch.local import place_overrides
-from smolcluster.launch.prepare import Machine
-from smolcluster.launch.remote import inherited, own_secret_file
+from smolcluster.launch.places import inherited, own_secret_file, place_overrides
+from smolcluster.launch.plan import runs_dir_override
 from smolcluster.launch.run import EndedBadly, Run
 from smolcluster.launch.take_in import JoinOptions, join_cluster, settings_of_node
 from smolcluster.launch.tmux import session_name
@@ -96,7 +94,7 @@ def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
     settings = load_resolved(paths.config)
     _check_is_one_process(own_name(wanted.name), settings.cluster)
     address = Address(LOOPBACK, settings.cluster.port)
-    own = [*place_overrides(settings), "threads=1", f"runs_dir={_quoted(paths.root.parent)}"]
+    own = [*place_overrides(settings), "threads=1", runs_dir_override(str(paths.root.parent))]
     if wanted.workload is None:
         check_workload(paths.root, settings.train, may_have_changed=True)
     workload = wanted.workload or settings.train.workload
@@ -108,9 +106,8 @@ def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
     if launched is None or not launched.has_sessions:
         return _join_as_process(address, wanted, options, paths=paths)
     process = _asked_for(address, wanted, options, paths)
-    machine = Machine(Host(process.node), process.project_dir, "pypi", inherited())
     session = session_name(paths.run_id, "worker", process.rank)
-    run = Run(launched, paths, SteadyConsole(), {process.node: machine})
+    run = Run(launched, paths, SteadyConsole(), {process.node: inherited()})
     run.add(process.model_copy(update={"session": session}))
     return 0
 
@@ -267,7 +264,7 @@ def _detached(paths: RunPaths, process: LaunchedProcess) -> int:
     before = log.stat().st_size if log.exists() else 0
     with output.open("ab") as sink:
         started = subprocess.Popen(  # noqa: S603 - an argument list, no shell
-            [*process.argv, "--override", f"runs_dir={_quoted(paths.root.parent)}"],
+            [*process.argv, "--override", runs_dir_override(str(paths.root.parent))],
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,

@@ -1,24 +1,27 @@
 """What a launch will start: from a configuration to command lines.
 
-Pure: nothing is read, started or written here. A plan lists the processes of a run, the server first;
-each is a command that a person could type as well.
+Pure: nothing is read, started or written here. A plan lists the processes of a run, the server first, of a
+group of `torch.distributed` the one with rank 0; each is a command that a person could type as well.
 """
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import smolcluster
 from smolcluster.configs.begun import WORKLOAD_FOLDER
+from smolcluster.configs.checks import check_unencrypted
 from smolcluster.configs.function_name import FunctionName
 from smolcluster.configs.overrides import node_overrides, public_overrides, without_workload
-from smolcluster.configs.schema import ClusterConfig, NodeConfig
+from smolcluster.configs.schema import ClusterConfig, NodeConfig, Settings, config_of
 from smolcluster.configs.spec import AlgorithmSpec
 from smolcluster.errors import ConfigError
+from smolcluster.launch.jobs.scheduler import submission
 from smolcluster.launch.tmux import session_name
-from smolcluster.runs.launched import HELPERS, Launched, LaunchedProcess
+from smolcluster.runs.launched import HELPERS, Launched, LaunchedProcess, Scheduler
+from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.units import format_address
 
 PATIENCE = "start_timeout_s=86400"
@@ -26,6 +29,8 @@ PATIENCE = "start_timeout_s=86400"
 NO_PROGRESS = "--no-progress"
 MODULE = ("-P", "-m")
 """How Python is told a module of ours: the folder it starts in, which may be a run's, brings no code."""
+PROGRAM = ("-m", "smolcluster.distributed_training")
+"""What each rank of a group runs, as torchrun is told it as well."""
 PACKAGE = Path(smolcluster.__file__).resolve().parent
 SCRIPT = PACKAGE / "api" / "script.py"
 """What runs a script as a worker."""
@@ -33,6 +38,7 @@ ATTACHED = PACKAGE / "algorithms" / "attached.yaml"
 """The training file with which `serve` begins."""
 CLUSTER_FILE, TRAIN_FILE = "launch/cluster.yaml", "launch/train.yaml"
 """The configuration's copies in a run's folder on a node."""
+SERVER, RANKS = "server", "ranks"
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,28 @@ class Request:
     script: str | None = None
     without: tuple[str, ...] = ()
 
+    def in_run(self, run_dir: str) -> "Request":
+        """The same request as a machine is told it that has its files and its code in a run's folder."""
+        folder, workload, script = f"{run_dir}/{WORKLOAD_FOLDER}", self.workload, self.script
+        if script is not None:
+            file, *arguments = shlex.split(script)
+            script = shlex.join([f"{folder}/{file}", *arguments])
+        if workload is not None:
+            workload = FunctionName.parse(workload).below(folder).text
+        return replace(
+            self,
+            config=f"{run_dir}/{CLUSTER_FILE}",
+            train_config=None if script else f"{run_dir}/{TRAIN_FILE}",
+            overrides=self.public,
+            workload=workload,
+            script=script,
+        )
+
+    @property
+    def public(self) -> tuple[str, ...]:
+        """The overrides that every machine, and who looks at a command, may see."""
+        return tuple(public_overrides(without_workload(self.overrides)))
+
 
 @dataclass(frozen=True)
 class NodePaths:
@@ -83,143 +111,129 @@ class NodePaths:
 
 PathsByNode = Mapping[str, NodePaths]
 """By the names of nodes."""
-SERVER = "server"
 
 
-def plan_roles(
+def plan(
     request: Request,
-    cluster: ClusterConfig,
+    settings: Settings,
     places: PathsByNode,
     run_id: str,
     *,
     is_local: bool = False,
     in_sessions: bool = True,
 ) -> Launched:
-    """The processes of a run with a server: the server, stores, stages, then workers.
+    """The processes of a run: the server, stores, stages, then workers; of a group one for a machine's ranks.
 
     On the machines of a cluster they read copies of the configuration in their run's folder. With `is_local`
     all run on this machine and read the files that the request names. `in_sessions`: each in one of tmux.
-    """
-    public = told_to_all(request, is_local=is_local)
-    first, for_nodes = (PATIENCE,) if is_local else (), node_overrides(public)
 
-    def planned(role: str, node: str, rank: int | None = None) -> LaunchedProcess:
-        place, is_server = places[node], role == SERVER
+    Raises:
+        ConfigError: the ranks cannot be laid out on these machines, or would speak unencrypted.
+    """
+    cluster, is_group = settings.cluster, request.algorithm.is_group
+    layout = _layout(request, settings, places, is_local=is_local) if is_group else {}
+
+    def planned(role: str, node: str, rank: int | None) -> LaunchedProcess:
+        place = places[node]
         run_dir = f"{place.runs_dir}/{run_id}"
-        told = Told(request, place, run_dir, is_local)
-        data = () if role == "store" else place.overrides
-        texts = public if is_server else (*first, *data, *for_nodes)
-        dials = is_local and role in ("store", "worker")
-        address = format_address(cluster.host_ip[node], cluster.port) if dials else None
-        argv = (
-            place.python,
-            *told.program(role, node, rank),
-            *(("--local", *option("--workers", request.num_workers)) if is_local else ()),
-            *option("--server", address),
-            *("--run-id", run_id),
-            *((NO_PROGRESS,) if is_server and not in_sessions else ()),
-            *(() if is_server else restarts(cluster)),
-            *option("--config", None if is_server and request.script else told.config),
-            *option("--train-config", told.train_config if is_server else None),
-            *option("--workload", None if role == "store" else told.workload),
-            *override_options((*texts, *told.last_overrides)),
-        )
+        last = [runs_dir_override(place.runs_dir)]
+        if is_local:
+            last = [] if place.threads is None else [f"threads={place.threads}"]
+        told = request if is_local else request.in_run(run_dir)
+        no_progress = (NO_PROGRESS,) * (role in (SERVER, RANKS) and not in_sessions)
+        if is_group:
+            options = (*no_progress, *layout[node], "--machine", node)
+            words = ("-P", *ranks_command(told, run_id, options, last))
+        else:
+            address = format_address(cluster.host_ip[node], cluster.port) if is_local else None
+            words = (
+                *_program(told, role, node, rank, is_local=is_local),
+                *(("--local", *option("--workers", request.num_workers)) if is_local else ()),
+                *option("--server", address if role in ("store", "worker") else None),
+                *("--run-id", run_id),
+                *no_progress,
+                *(() if role == SERVER else restarts(cluster)),
+                *_files(told, role),
+                *override_options((*_overrides(told, role, place, is_local=is_local), *last)),
+            )
+        name = f"{role}-{node}" if role in (*HELPERS, RANKS) else role
         return LaunchedProcess(
             node=node,
             role=role,
             rank=rank,
             ssh=place.ssh,
             run_dir=run_dir,
-            session=_session(run_id, node, role, rank) if in_sessions else "",
+            session=session_name(run_id, name, rank) if in_sessions else "",
             project_dir=place.project_dir,
-            argv=argv,
+            argv=(place.python, *words),
             device=cluster.nodes.get(node, NodeConfig()).device,
         )
 
+    members = _members(request, cluster, is_local=is_local)
+    overrides = () if is_local else request.public
+    return _launched(request, settings, run_id, overrides, *(planned(*each) for each in members))
+
+
+def plan_job(
+    request: Request, settings: Settings, runs_dir: str, run_id: str, on: Scheduler
+) -> Launched:
+    """A group that a scheduler starts: the command that hands its job over, see `jobs`."""
+    argv, session = submission(settings.cluster, run_id, on)
+    process = LaunchedProcess(
+        node=on,
+        role=RANKS,
+        run_dir=f"{runs_dir}/{run_id}",
+        project_dir=runs_dir,
+        session=session,
+        argv=argv,
+        scheduler=on,
+    )
+    return _launched(request, settings, run_id, request.public, process)
+
+
+def _launched(
+    request: Request,
+    settings: Settings,
+    run_id: str,
+    overrides: tuple[str, ...],
+    *processes: LaunchedProcess,
+) -> Launched:
     return Launched(
         run_id=run_id,
         algorithm=request.algorithm.name,
-        port=cluster.port,
-        overrides=() if is_local else public,
-        processes=(
-            planned(SERVER, cluster.server),
-            *(planned("store", node) for node in cluster.store_nodes[1:]),
-            *(planned("stage", node) for node in cluster.stage_nodes),
-            *(planned("worker", node, rank) for rank, node in enumerate(cluster.workers)),
-        ),
+        port=settings.cluster.port,
+        overrides=overrides,
+        processes=processes,
     )
 
 
-def told_to_all(request: Request, *, is_local: bool) -> tuple[str, ...]:
-    """The overrides of a command; those of a cluster's machines are for everybody to see."""
-    said = without_workload(request.overrides)
-    return tuple(said if is_local else public_overrides(said))
+def _members(
+    request: Request, cluster: ClusterConfig, *, is_local: bool
+) -> Iterator[tuple[str, str, int | None]]:
+    """Each process's role, node and rank."""
+    if request.algorithm.is_group:  # on this machine one command starts all ranks
+        nodes = (cluster.server,) if is_local else cluster.workers
+        yield from ((RANKS, node, None) for node in nodes)
+        return
+    yield SERVER, cluster.server, None
+    yield from (("store", node, None) for node in cluster.store_nodes[1:])
+    yield from (("stage", node, None) for node in cluster.stage_nodes)
+    yield from (("worker", node, rank) for rank, node in enumerate(cluster.workers))
 
 
-@dataclass(frozen=True)
-class Told:
-    """How a process is told its files and what belongs to its machine."""
-
-    request: Request
-    place: NodePaths
-    run_dir: str
-    is_local: bool
-
-    def program(self, role: str, node: str, rank: int | None) -> tuple[str, ...]:
-        """What Python runs, and the process's place in the run."""
-        request, name = self.request, self.request.algorithm.name
-        if role == SERVER and request.script is not None:
-            serve = (*MODULE, "smolcluster.cli", "serve")
-            return (*serve, self.config or name, "--algorithm", name)
-        folder, roles = request.algorithm.folder, request.algorithm.roles
-        if role == "worker" and request.script is not None:
-            script = request.script
-            if not self.is_local:
-                file, *arguments = shlex.split(script)
-                script = shlex.join([f"{self.run_dir}/{WORKLOAD_FOLDER}/{file}", *arguments])
-            words = (str((rank or 0) + 1), node, "--script", script, "--algorithm", name)
-            return (self._file(SCRIPT), *words)
-        number = () if rank is None else (str(rank + 1),)
-        return (self._file(folder / roles[role]), *number, *(() if role == SERVER else (node,)))
-
-    def _file(self, file: Path) -> str:
-        return str(file) if self.is_local else _sent(file)
-
-    @property
-    def config(self) -> str | None:
-        return self.request.config if self.is_local else f"{self.run_dir}/{CLUSTER_FILE}"
-
-    @property
-    def train_config(self) -> str | None:
-        has_script, stated = self.request.script is not None, self.request.train_config
-        if self.is_local:
-            return None if has_script and stated == str(ATTACHED) else stated
-        return None if has_script else f"{self.run_dir}/{TRAIN_FILE}"
-
-    @property
-    def workload(self) -> str | None:
-        workload = self.request.workload
-        return workload if self.is_local else in_run(workload, self.run_dir)
-
-    @property
-    def last_overrides(self) -> tuple[str, ...]:
-        """What no setting of the user's changes."""
-        place = self.place
-        if self.is_local:
-            return () if place.threads is None else (f"threads={place.threads}",)
-        return (f"runs_dir={json.dumps(place.runs_dir, ensure_ascii=False)}",)
-
-
-def _session(run_id: str, node: str, role: str, rank: int | None) -> str:
-    """The name of a process's session: a run has one server, and at most one store and stage a node."""
-    return session_name(run_id, f"{role}-{node}" if role in HELPERS else role, rank)
-
-
-def in_run(workload: str | None, run_dir: str) -> str | None:
-    """How a process whose run is in `run_dir` is told the function that makes the workload."""
-    if workload is None:
-        return None
-    return FunctionName.parse(workload).below(f"{run_dir}/{WORKLOAD_FOLDER}").text
+def _program(
+    told: Request, role: str, node: str, rank: int | None, *, is_local: bool
+) -> tuple[str, ...]:
+    """What Python runs, and the process's place in the run."""
+    name, folder = told.algorithm.name, told.algorithm.folder
+    if role == SERVER and told.script is not None:
+        serve = (*MODULE, "smolcluster.cli", "serve")
+        return (*serve, told.config or name, "--algorithm", name)
+    file = folder / told.algorithm.roles[role]
+    words = (*(() if rank is None else (str(rank + 1),)), *(() if role == SERVER else (node,)))
+    if role == "worker" and told.script is not None:
+        file, words = SCRIPT, (*words, "--script", told.script, "--algorithm", name)
+    return (str(file) if is_local else _sent(file), *words)
 
 
 def _sent(file: Path) -> str:
@@ -235,6 +249,31 @@ def _sent(file: Path) -> str:
     return f"src/smolcluster/{file.relative_to(PACKAGE).as_posix()}"
 
 
+def _files(told: Request, role: str) -> tuple[str, ...]:
+    """How a process is told the configuration's files and the function that makes the workload."""
+    train = told.train_config
+    if role != SERVER or (told.script is not None and train == str(ATTACHED)):
+        train = None
+    return (
+        *option("--config", None if role == SERVER and told.script else told.config),
+        *option("--train-config", train),
+        *option("--workload", None if role == "store" else told.workload),
+    )
+
+
+def _overrides(told: Request, role: str, place: NodePaths, *, is_local: bool) -> tuple[str, ...]:
+    """What the user has said, of which all but the server are told only what belongs to a machine."""
+    said = without_workload(told.overrides)
+    if role == SERVER:
+        return tuple(said)
+    data = () if role == "store" else place.overrides
+    return (*((PATIENCE,) if is_local else ()), *data, *node_overrides(said))
+
+
+def runs_dir_override(runs_dir: str) -> str:
+    return f"runs_dir={json.dumps(runs_dir, ensure_ascii=False)}"
+
+
 def restarts(cluster: ClusterConfig) -> tuple[str, ...]:
     """The option that gives a worker its supervisor; the server's way back is `resume`."""
     return option("--restarts", cluster.restarts or None)
@@ -246,3 +285,97 @@ def option(flag: str, value: str | int | None) -> tuple[str, ...]:
 
 def override_options(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(item for text in texts for item in ("--override", text))
+
+
+# A group of torch.distributed
+
+
+def ranks_command(
+    told: Request, run_id: str, options: Sequence[str], last: Sequence[str]
+) -> tuple[str, ...]:
+    """What Python runs as the ranks of a group, as a person types it; `last`: overrides that win."""
+    return (
+        *(*PROGRAM, "--run-id", run_id, *options),
+        *("--cluster", told.config or told.algorithm.name),
+        *option("--config", told.train_config),
+        *option("--workload", told.workload),
+        *override_options((*without_workload(told.overrides), *last)),
+    )
+
+
+def num_ranks(request: Request, settings: Settings) -> int:
+    """How many ranks the group has.
+
+    Raises:
+        ConfigError: the launch says something that a group has not.
+    """
+    title = request.algorithm.title
+    total = settings.of(config_of(request.algorithm)).num_ranks
+    if request.num_workers is not None:
+        raise ConfigError(
+            f"--workers is {request.num_workers}, but {title} has as many ranks as its sizes make, "
+            f"{total}: change those, such as by --override mesh.dp=2"
+        )
+    if request.script is not None:
+        raise ConfigError(f"--script: {title} serves no loops; launch edp, syncps or diloco")
+    return total
+
+
+def portable_request(request: Request, settings: Settings) -> Request:
+    """The same request, without files that are this machine's own."""
+    portable = settings.of(config_of(request.algorithm)).portable
+    told = (f"{key}={json.dumps(value)}" for key, value in portable.items())
+    return replace(request, overrides=(*request.overrides, *told))
+
+
+def _layout(
+    request: Request, settings: Settings, places: PathsByNode, *, is_local: bool
+) -> Mapping[str, tuple[str, ...]]:
+    """Which ranks each machine has, as its command says it: as many on each.
+
+    Raises:
+        ConfigError: see `plan`.
+    """
+    cluster, total = settings.cluster, num_ranks(request, settings)
+    if is_local:
+        return {cluster.server: ()}
+    if cluster.server != cluster.workers[0]:
+        raise ConfigError(
+            f"server is {cluster.server}, which has rank 0, but workers begins with {cluster.workers[0]}: "
+            f"put {cluster.server} first in workers"
+        )
+    share, rest = divmod(total, len(cluster.workers))
+    if rest:
+        raise ConfigError(
+            f"mesh makes {total} ranks, which the {len(cluster.workers)} machines of workers "
+            f"({', '.join(cluster.workers)}) cannot share equally: change mesh, or workers and num_workers"
+        )
+    if len({places[node].ssh for node in cluster.workers}) > 1:
+        check_unencrypted(cluster.encryption)
+        _check_addresses(cluster)
+    for node in cluster.workers:
+        stated = cluster.nodes.get(node, NodeConfig()).device
+        if stated is not None:
+            settings.of(config_of(request.algorithm)).check_device(stated)
+    return {
+        node: (
+            *("--world-size", str(total), "--rank", str(place * share)),
+            *("--nproc-per-node", str(share), "--master-addr", cluster.host_ip[node]),
+            *("--master-port", str(cluster.port)),
+        )
+        for place, node in enumerate(cluster.workers)
+    }
+
+
+def _check_addresses(cluster: ClusterConfig) -> None:
+    """Refuse an address of rank 0 at which a machine would find itself.
+
+    Raises:
+        ConfigError: one line with the machine and the address.
+    """
+    for node in cluster.workers:
+        if is_loopback_name(cluster.host_ip[node]):
+            raise ConfigError(
+                f"host_ip.{node} is {cluster.host_ip[node]}, {node}'s own loopback, at which it would only "
+                f"find itself: set it to the address at which {node} reaches {cluster.server}"
+            )

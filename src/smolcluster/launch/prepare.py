@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from smolcluster.errors import LaunchError, PortBusy, SmolclusterError
+from smolcluster.errors import ConfigError, LaunchError, PortBusy, SmolclusterError
 from smolcluster.launch.host import Host, Unreachable, shell_path
 from smolcluster.launch.project import Project, bring, look_at_clone
 from smolcluster.utils.units import format_count
@@ -71,19 +71,23 @@ class NotFit(LaunchError):
         super().__init__("; ".join(map(str, failures)))
 
 
-def examine(machines: Collection[Machine], say: Callable[..., None], *, sync: bool) -> None:
+def examine(
+    machines: Collection[Machine], say: Callable[..., None], *, sync: bool
+) -> dict[str, str]:
     """See that all machines are fit for a run; with `sync` also for making environments.
+
+    Returns their operating systems, as `uname -s` says them, by node.
 
     Raises:
         LaunchError: one is not; the message says what to do.
     """
     say(f"looking at {', '.join(machine.host.node for machine in machines)}")
 
-    def examine_one(machine: Machine) -> None:
+    def examine_one(machine: Machine) -> str:
         needs_uv = sync and not (machine.is_here or machine.is_own)
-        check(machine.host, machine.project_dir, ["uv", "tmux"] if needs_uv else ["tmux"])
+        return check(machine.host, machine.project_dir, ["uv", "tmux"] if needs_uv else ["tmux"])
 
-    _on_all(machines, examine_one)
+    return _on_all(machines, examine_one)
 
 
 def make_ready(
@@ -159,8 +163,23 @@ def run_on_all(hosts: Sequence[Host], task: Callable[[Host], T]) -> dict[str, T]
     return results
 
 
-def check(host: Host, project_dir: str, tools: Sequence[str]) -> None:
-    """See that a machine can be reached and has what a run needs.
+def check_systems(systems: Mapping[str, str]) -> None:
+    """Refuse machines of several operating systems, by their names.
+
+    Raises:
+        ConfigError: two differ: Gloo's transports on Linux and macOS do not understand each other.
+    """
+    (first_node, first), *others = systems.items()
+    for node, system in others:
+        if system != first:
+            raise ConfigError(
+                f"{first_node} runs {first} and {node} {system}, between which torch.distributed does not "
+                "work: launch a parameter server (edp, syncps, diloco) or a pipeline"
+            )
+
+
+def check(host: Host, project_dir: str, tools: Sequence[str]) -> str:
+    """See that a machine can be reached and has what a run needs; returns its operating system.
 
     Raises:
         LaunchError: it has not; the message says what to do.
@@ -170,7 +189,8 @@ def check(host: Host, project_dir: str, tools: Sequence[str]) -> None:
         f"for tool in {names}; do command -v $tool >/dev/null || echo missing $tool; done\n"
         f"folder={shell_path(project_dir)}\n"
         'while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done\n'
-        'df -Pk "$folder" | awk \'NR==2 {print "free", $4}\''
+        'df -Pk "$folder" | awk \'NR==2 {print "free", $4}\'\n'
+        "echo system $(uname -s)"
     )
     words = [line.split() for line in done.stdout.splitlines() if line.strip()]
     missing = [word[1] for word in words if word[0] == "missing" and word[1:]]
@@ -185,6 +205,7 @@ def check(host: Host, project_dir: str, tools: Sequence[str]) -> None:
         raise LaunchError(
             f"{host.node} ({host.shown}): the disk of {project_dir} has {free // 1024} MiB left: free some"
         )
+    return next((word[1] for word in words if word[0] == "system" and word[1:]), "")
 
 
 def check_port(host: Host, port: int) -> None:

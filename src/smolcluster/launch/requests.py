@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from smolcluster.configs.function_name import known_here
-from smolcluster.configs.load import find_config, shipped_names
+from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.meant import (
     DEFAULT_TRAINING,
     SMALLER,
     WORKLOAD,
     cluster_source,
     training_source,
+    written_here,
 )
 from smolcluster.configs.overrides import ENVIRONMENT_PREFIX, workload_overrides
 from smolcluster.configs.resolve import load_settings
@@ -176,3 +177,18 @@ def known_script(script: str) -> str:
     if not Path(file).is_file():
         raise ConfigError(f"--script is {file}: there is no such file")
     return shlex.join([str(Path(file).absolute()), *arguments])
+
+
+def for_any_folder(request: Request) -> Request:
+    """The same request with absolute paths, so that its commands also work in another folder."""
+
+    def absolute(source: str | None, kind: Kind) -> str | None:
+        if source is None or source in shipped_names(kind):
+            return source
+        return str(find_config(source, kind).absolute())
+
+    return replace(
+        request,
+        config=absolute(request.config or written_here(request.algorithm.name), "cluster"),
+        train_config=absolute(request.train_config, "training"),
+    )

@@ -39,7 +39,7 @@ from smolcluster.launch.children import Child
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
 from smolcluster.launch.interrupts import Interrupts, interrupts
 from smolcluster.launch.observe.beside import forget
-from smolcluster.launch.prepare import Machine, run_on_all
+from smolcluster.launch.prepare import run_on_all
 from smolcluster.launch.sessions import (
     Ending,
     begin,
@@ -121,17 +121,17 @@ class Run:
         launched: Launched,
         paths: RunPaths,
         console: Console,
-        machines: Mapping[str, Machine] | None = None,
+        env: Mapping[str, Mapping[str, str]] | None = None,
         *,
         num_epochs: int | None = None,
         server_grace_s: float = SERVER_GRACE_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`machines`: those on which sessions are started, by the names of nodes."""
+        """`env`: what sessions on each node have in their environment besides."""
         self._launched = launched
         self._paths = paths
         self._console = console
-        self._machines = machines or {}
+        self._env = env or {}
         self._server_grace_s = server_grace_s
         self._patience_s = patience_s
         self._kept: set[int | None] = set()
@@ -334,7 +334,7 @@ class Run:
             for worker in by_node[host.node]:
                 self._begin(worker)
 
-        run_on_all([self._machines[node].host for node in by_node], begin_there)
+        run_on_all([host_of(each[0]) for each in by_node.values()], begin_there)
         elsewhere = {each.node for each in self._launched.others} - {self._launched.server.node}
         self._ship([each for each in self._launched.shippers if each.node in elsewhere])
         if self._launched.is_group:
@@ -345,11 +345,10 @@ class Run:
         self.say(f"not joined: {', '.join(missing)}" if missing else "all have joined")
 
     def _begin(self, process: LaunchedProcess) -> None:
-        begin(process, self._machines[process.node].env)
+        begin(process, self._env.get(process.node, {}))
 
     def _ship(self, shippers: Sequence[LaunchedProcess]) -> None:
-        env = {node: each.env for node, each in self._machines.items()}
-        begin_shippers(shippers, env, self._warn)
+        begin_shippers(shippers, self._env, self._warn)
 
     def _wait_for(
         self,

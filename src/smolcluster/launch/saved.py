@@ -27,15 +27,9 @@ from smolcluster.configs.schema import GPTConfig, NodeConfig, Settings, config_o
 from smolcluster.configs.spec import SINGLE, default_algorithm, get_algorithm, spec_of
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find, in_folder
-from smolcluster.launch.jobs.launch import launch_job
-from smolcluster.launch.local import launch_local
+from smolcluster.launch.flow import LaunchOptions, launch
+from smolcluster.launch.kept import check_launched_here, request_again
 from smolcluster.launch.plan import Request
-from smolcluster.launch.remote import (
-    LaunchOptions,
-    check_launched_here,
-    launch_remote,
-    request_again,
-)
 from smolcluster.launch.requests import known_script, settings_of
 from smolcluster.launch.take_in import script_of
 from smolcluster.launch.watch.fetch import brought
@@ -243,14 +237,12 @@ def resume(
     launched = launched_of(paths)
     _check_left_out(paths, launched, without)
     if launched is not None and launched.is_job:
-        on = launched.server.scheduler or how.on
-        request = request_again(paths, launched, overrides)
-        return launch_job(request, replace(how, on=on), run_id=paths.run_id)
-    if launched is not None and not launched.is_local:
-        if num_workers is not None:
-            raise ConfigError("--workers: the workers of a cluster are those of its file")
+        how = replace(how, on=launched.server.scheduler or how.on)
+    elif launched is not None and not launched.is_local and num_workers is not None:
+        raise ConfigError("--workers: the workers of a cluster are those of its file")
+    if launched is not None and (launched.is_job or not launched.is_local):
         request = request_again(paths, launched, overrides, without)
-        return launch_remote(request, how, run_id=paths.run_id, resume=True)
+        return launch(request, how, local=False, run_id=paths.run_id, resume=True)
     with run_lock(paths.lock):  # the server takes it again
         settings = load_resolved(paths.config)
         store = store_of(paths)
@@ -286,7 +278,7 @@ def resume(
         script=script and known_script(script),
     )
     check_unfinished(paths, settings_of(request, local=True).train)
-    return launch_local(request, paths.run_id, how, resume=True)
+    return launch(request, how, local=True, run_id=paths.run_id, resume=True)
 
 
 def _check_left_out(paths: RunPaths, launched: Launched | None, without: Sequence[str]) -> None:

@@ -18,7 +18,6 @@ from contextlib import suppress
 from enum import IntEnum
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch.group_plan import ROLE
 from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.jobs.scheduler import (
     LOOK,
@@ -27,6 +26,7 @@ from smolcluster.launch.jobs.scheduler import (
     state_function,
     submit,
 )
+from smolcluster.launch.plan import RANKS
 from smolcluster.launch.tmux import start, target
 from smolcluster.observability.parsing import parse_log_line
 from smolcluster.runs.asked import ASKED
@@ -184,7 +184,7 @@ def newest_line(process: LaunchedProcess) -> str:
 
     Of one that has started the ranks of a group it is rank 0's.
     """
-    stem = log_stem("rank", process.node) if process.role == ROLE else process.stem
+    stem = log_stem("rank", process.node) if process.role == RANKS else process.stem
     log = f"{shell_path(process.run_dir)}/logs/{shlex.quote(stem)}.log"
     shown = host_of(process).run(f"tail -n 1 {log} 2>/dev/null").stdout
     line = parse_log_line(shown.encode(), 0.0)

@@ -21,23 +21,22 @@ from smolcluster.configs.schema import ClusterConfig, Settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, Rejected
 from smolcluster.launch.host import shell_path
+from smolcluster.launch.kept import check_launched_here, without_env
+from smolcluster.launch.places import (
+    machines_of,
+    own_secret_file,
+    places_of,
+    project_root,
+)
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
     TRAIN_FILE,
     PathsByNode,
     Request,
-    plan_roles,
+    plan,
 )
 from smolcluster.launch.prepare import Machine, examine, make_ready
 from smolcluster.launch.project import Project, read_project
-from smolcluster.launch.remote import (
-    check_launched_here,
-    machines_of,
-    own_secret_file,
-    places_of,
-    project_root,
-    without_env,
-)
 from smolcluster.launch.requests import settings_of
 from smolcluster.launch.run import Run
 from smolcluster.launch.sessions import exit_code, put
@@ -120,7 +119,8 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
             paths, launched, status, name=name, wanted=wanted, file=file, project=project
         )
         machines = {each.node: draft.machine_of(each.node) for each in draft.processes}
-        run = Run(launched, paths, SteadyConsole(), machines)
+        env = {node: machine.env for node, machine in machines.items()}
+        run = Run(launched, paths, SteadyConsole(), env)
         examine([*machines.values()], run.say, sync=wanted.sync)
         secret = load_secret(own_secret_file()).key
         make_ready(machines.values(), secret, run.say, project=project, sync=wanted.sync)
@@ -290,9 +290,7 @@ class _Draft:
     @property
     def processes(self) -> list[LaunchedProcess]:
         """What is to be started: stages before their worker, which has a number that is free."""
-        launched = plan_roles(
-            self._request, self.settings.cluster, self._places, self._paths.run_id
-        )
+        launched = plan(self._request, self.settings, self._places, self._paths.run_id)
         planned = {(each.role, each.node): each for each in launched.processes}
         return [
             self._numbered(planned[key]) if key[0] == WORKER else planned[key]

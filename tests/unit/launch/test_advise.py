@@ -29,9 +29,9 @@ from smolcluster.launch.advise.measuring import Computer, Files, busy, measure_a
 from smolcluster.launch.advise.show import advice_line, as_json, lines, show
 from smolcluster.launch.advise.speed import ASKED_FILE, SPEED, Asked, Speed, meet
 from smolcluster.launch.host import Done, Host
+from smolcluster.launch.kept import keep_prediction
 from smolcluster.launch.links import Way
 from smolcluster.launch.plan import Request
-from smolcluster.launch.remote import keep_prediction
 from smolcluster.launch.requests import plain_request, settings_of
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.advice import ADVICE, LinkSpeed

@@ -20,29 +20,29 @@ from smolcluster.configs.function_name import FunctionName
 from smolcluster.configs.load import dump_yaml, find_config, read_config
 from smolcluster.configs.meant import cluster_source
 from smolcluster.configs.resolve import cluster_without, load_settings
-from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig, StagesConfig
+from smolcluster.configs.schema import (
+    AlgorithmName,
+    ClusterConfig,
+    NodeConfig,
+    Settings,
+    StagesConfig,
+)
 from smolcluster.configs.spec import algorithms, get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch import remote
+from smolcluster.launch import flow, places
+from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.host import Done, Host
-from smolcluster.launch.local import place_overrides
+from smolcluster.launch.kept import StoredOptions, keep, without_env
+from smolcluster.launch.places import keys_of, place_overrides, places_of
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
     NO_PROGRESS,
     TRAIN_FILE,
     NodePaths,
     Request,
-    plan_roles,
+    plan,
 )
 from smolcluster.launch.project import Project
-from smolcluster.launch.remote import (
-    LaunchOptions,
-    StoredOptions,
-    keep,
-    keys_of,
-    launch_remote,
-    places_of,
-)
 from smolcluster.launch.run import Run
 from smolcluster.launch.saved import resume
 from smolcluster.launch.take_in import script_of, with_worker, workload_of
@@ -59,6 +59,7 @@ CLUSTER = ClusterConfig(
     server="mini1",
     nodes={"pi5": NodeConfig(device="cpu")},
 )
+SETTINGS = local_settings()
 PROJECT = Project({"src/a.py": b""})
 PLACES = {
     "mini1": NodePaths(ssh="mini1", project_dir="~/smolcluster", runs_dir="~/smolcluster/runs"),
@@ -77,11 +78,15 @@ PLACES = {
 }
 
 
+def of(cluster: ClusterConfig) -> Settings:
+    return dataclasses.replace(SETTINGS, cluster=cluster)
+
+
 def planned(
     *overrides: str, cluster: ClusterConfig = CLUSTER, algorithm: AlgorithmName = "edp"
 ) -> Launched:
     request = Request(get_algorithm(algorithm), overrides=overrides)
-    return plan_roles(request, cluster, PLACES, RUN_ID)
+    return plan(request, of(cluster), PLACES, RUN_ID)
 
 
 def overrides_of(argv: tuple[str, ...]) -> list[str]:
@@ -154,7 +159,7 @@ def test_processes_write_where_the_launcher_looks(
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", "/elsewhere")
     places = dict.fromkeys(PLACES, NodePaths(ssh="x", project_dir="~/p", runs_dir=runs_dir))
     request = Request(get_algorithm("edp"), overrides=("runs_dir=/other",))
-    launched = plan_roles(request, CLUSTER, places, RUN_ID)
+    launched = plan(request, of(CLUSTER), places, RUN_ID)
     for process in launched.processes:
         settings = load_settings("edp", "nn", overrides=overrides_of(process.argv))
         assert str(settings.node.runs_dir) == runs_dir.replace("~", str(tmp_path), 1)
@@ -212,7 +217,7 @@ def test_the_server_s_machine_may_train_too() -> None:
 
 
 def test_sessions_have_names_that_tmux_leaves_as_they_are() -> None:
-    launched = plan_roles(Request(get_algorithm("edp")), CLUSTER, PLACES, "my.run:1")
+    launched = plan(Request(get_algorithm("edp")), of(CLUSTER), PLACES, "my.run:1")
     assert launched.server.session == "my_run_1-server"
     for process in launched.processes:
         assert not re.search(r"[.:]", process.session)
@@ -247,13 +252,13 @@ def test_a_local_run_in_sessions_runs_the_commands_of_a_local_run(tmp_path: Path
     place = NodePaths(ssh=None, project_dir=str(tmp_path), runs_dir=str(tmp_path), python="python")
     places = dict.fromkeys(CLUSTER.machines, place)
     request = Request(get_algorithm("edp"))
-    plan, launched = (
-        plan_roles(request, CLUSTER, places, RUN_ID, is_local=True, in_sessions=in_sessions)
+    children, launched = (
+        plan(request, of(CLUSTER), places, RUN_ID, is_local=True, in_sessions=in_sessions)
         for in_sessions in (False, True)
     )
-    assert (launched.is_local, launched.has_sessions, plan.has_sessions) == (True, True, False)
-    assert NO_PROGRESS in plan.server.argv
-    for ours, theirs in zip(launched.processes, plan.processes, strict=True):
+    assert (launched.is_local, launched.has_sessions, children.has_sessions) == (True, True, False)
+    assert NO_PROGRESS in children.server.argv
+    for ours, theirs in zip(launched.processes, children.processes, strict=True):
         assert ours.argv == tuple(word for word in theirs.argv if word != NO_PROGRESS)
         assert (ours.title, ours.run_dir) == (theirs.title, str(tmp_path / RUN_ID))
 
@@ -276,12 +281,13 @@ def test_a_dry_run_shows_the_plan_that_is_carried_out(
 
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(remote, "show_plan", take)
-    monkeypatch.setattr(remote, "Run", take)
+    monkeypatch.setattr(flow, "show_plan", take)
+    monkeypatch.setattr(flow, "Run", take)
+    monkeypatch.setattr(flow.Cluster, "check", lambda *_: None)
     request = Request(get_algorithm("edp"), overrides=("num_epochs=5",))
     for how in (LaunchOptions(dry_run=True), LaunchOptions()):
         with pytest.raises(Stop):
-            launch_remote(request, how, run_id=RUN_ID)
+            launch(request, how, local=False, run_id=RUN_ID)
     assert seen[0] == seen[1]
     assert overrides_of(seen[0].server.argv)[0] == "num_epochs=5"
 
@@ -333,7 +339,7 @@ def test_a_run_goes_on_without_a_machine(
     keep(paths, file.read_bytes(), train.read_bytes(), told)
     request = Request(get_algorithm("edp"), config=str(file))
     places = places_of(request, cluster, file, train, here=tmp_path / "runs", project=PROJECT)
-    write_launched(paths.launched, plan_roles(request, cluster, places, RUN_ID))
+    write_launched(paths.launched, plan(request, of(cluster), places, RUN_ID))
     assert main(["resume", RUN_ID, "--dry-run"]) == 0
     assert "pi5" in capsys.readouterr().out
     assert main(["resume", RUN_ID, "--dry-run", "--without", "pi5"]) == 0
@@ -394,7 +400,7 @@ def test_a_machine_that_does_not_answer_may_be_left_out(
     monkeypatch.setattr(Host, "run", run)
     request = Request(get_algorithm("edp"), config=three(tmp_path))
     with pytest.raises(LaunchError, match="--without pi5"):
-        launch_remote(request, LaunchOptions())
+        launch(request, LaunchOptions(), local=False)
 
 
 def test_where_a_run_lives_is_what_the_file_says(tmp_path: Path) -> None:
@@ -428,9 +434,9 @@ def test_a_tokenizer_s_path_in_the_training_file_is_every_worker_s_but_who_has_a
 ) -> None:
     train = tmp_path / "train.yaml"
     train.write_text("data: {tokenizer: ~/gpt2}\ntraining: {}\n")
-    assert list(remote._data_overrides(train)) == ["dataset.tokenizer_path=~/gpt2"]
+    assert list(places._data_overrides(train)) == ["dataset.tokenizer_path=~/gpt2"]
     train.write_text("data: {tokenizer: openai-community/gpt2}\ntraining: {}\n")
-    assert list(remote._data_overrides(train)) == []
+    assert list(places._data_overrides(train)) == []
     (tmp_path / "pair").mkdir()
     local = local_settings("dataset.name=text", f"dataset.tokenizer={tmp_path}/pair")
     assert f"dataset.tokenizer_path={tmp_path}/pair" in place_overrides(local)
@@ -458,7 +464,7 @@ def test_a_machine_s_environment_does_not_travel_to_the_others(tmp_path: Path) -
     file.write_text(
         "port: 6000\nnodes: {pi5: {env: {HF_TOKEN: sentinel}, threads: 2}, mini1: null}\n"
     )
-    sent = remote.without_env(file)
+    sent = without_env(file)
     assert b"sentinel" not in sent
     (tmp_path / "sent.yaml").write_bytes(sent)
     assert read_config(tmp_path / "sent.yaml", "cluster") == {
@@ -466,7 +472,7 @@ def test_a_machine_s_environment_does_not_travel_to_the_others(tmp_path: Path) -
         "nodes": {"pi5": {"threads": 2}, "mini1": {}},
     }
     file.write_text("port: 6000  # as it is\n")
-    assert remote.without_env(file) == file.read_bytes()
+    assert without_env(file) == file.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -480,9 +486,9 @@ def test_a_machine_s_environment_does_not_travel_to_the_others(tmp_path: Path) -
 def test_each_machine_is_told_the_workload_in_its_own_folder_of_the_run(
     seen: str, told: str
 ) -> None:
-    launched = plan_roles(
+    launched = plan(
         Request(get_algorithm("edp"), overrides=("workload=/me/x.py:y",), workload=seen),
-        CLUSTER,
+        of(CLUSTER),
         PLACES,
         RUN_ID,
     )
@@ -496,7 +502,7 @@ def test_each_machine_is_told_the_workload_in_its_own_folder_of_the_run(
 def test_each_worker_is_told_the_script_in_its_own_folder_of_the_run() -> None:
     script = shlex.join(["train it.py", "--name", "two words"])
     request = Request(get_algorithm("edp"), overrides=("num_epochs=3",), script=script)
-    launched = plan_roles(request, CLUSTER, PLACES, RUN_ID)
+    launched = plan(request, of(CLUSTER), PLACES, RUN_ID)
     file = f"{launched.server.run_dir}/launch/cluster.yaml"
     serve = ["-P", "-m", "smolcluster.cli", "serve", file, "--algorithm", "edp"]
     assert list(launched.server.argv[1:10]) == [*serve, "--run-id", RUN_ID]

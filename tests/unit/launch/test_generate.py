@@ -20,8 +20,8 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.cli import main
 from smolcluster.configs.load import dump_yaml, read_yaml
 from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.launch.flow import LaunchOptions
 from smolcluster.launch.generate import Author, GenerateOptions, chat, generate
-from smolcluster.launch.remote import LaunchOptions
 from smolcluster.launch.saved import export_model, gpt_of, resume, store_of
 from smolcluster.models.sampling import sample
 from smolcluster.runs.paths import RunPaths

@@ -16,10 +16,9 @@ from smolcluster.configs.schema import MeshSizes, Settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.distributed_training import configuration, parser
 from smolcluster.errors import ConfigError
-from smolcluster.launch.group_plan import COMMAND, check_systems, plan_ranks
-from smolcluster.launch.jobs.launch import launch_job
-from smolcluster.launch.plan import NodePaths, PathsByNode, Request
-from smolcluster.launch.remote import LaunchOptions
+from smolcluster.launch.flow import LaunchOptions, launch
+from smolcluster.launch.plan import PROGRAM, NodePaths, PathsByNode, Request, plan
+from smolcluster.launch.prepare import check_systems
 
 MESH = get_algorithm("mesh")
 PLACES: PathsByNode = {
@@ -35,13 +34,13 @@ def settings(*overrides: str) -> Settings:
 def remote(request: Request | None = None, **update: Any) -> Any:
     told = settings()
     cluster = told.cluster.model_copy(update=update)
-    return plan_ranks(request or Request(MESH), replace(told, cluster=cluster), PLACES, "mesh-1")
+    return plan(request or Request(MESH), replace(told, cluster=cluster), PLACES, "mesh-1")
 
 
 def test_the_folder_in_which_the_ranks_start_brings_no_code(tmp_path: Path) -> None:
     for module in ("argparse", "typing", "smolcluster"):
         (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module} of this folder ran')")
-    words = [sys.executable, *COMMAND, "--help"]
+    words = [sys.executable, "-P", *PROGRAM, "--help"]
     done = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
@@ -68,9 +67,9 @@ def test_one_command_a_machine_starts_its_share_of_the_ranks() -> None:
 def test_machines_between_which_nothing_is_encrypted_are_refused_unless_that_is_said() -> None:
     told = settings("encryption=auto")
     with pytest.raises(ConfigError, match=r"nothing of a mesh is encrypted .* encryption=off"):
-        plan_ranks(Request(MESH), told, PLACES, "mesh-1")
+        plan(Request(MESH), told, PLACES, "mesh-1")
     one = {name: replace(each, ssh="node1") for name, each in PLACES.items()}
-    assert plan_ranks(Request(MESH), told, one, "mesh-1").is_group
+    assert plan(Request(MESH), told, one, "mesh-1").is_group
 
 
 @pytest.mark.parametrize("on", ["slurm", "kubernetes"])
@@ -80,7 +79,7 @@ def test_nodes_of_a_scheduler_are_refused_alike(
 ) -> None:
     request = Request(MESH, train_config="stdlib", overrides=(f"{on}.nodes=2", "mesh.pp=2"))
     with pytest.raises(ConfigError, match=r"nothing of a mesh is encrypted"):
-        launch_job(request, LaunchOptions(on=on, dry_run=dry_run))
+        launch(request, LaunchOptions(on=on, dry_run=dry_run), local=False)
 
 
 def test_the_command_on_this_machine_takes_the_mesh_from_the_file(tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ def test_the_command_on_this_machine_takes_the_mesh_from_the_file(tmp_path: Path
     told = settings(*request.overrides)
     place = NodePaths(ssh=None, project_dir=str(tmp_path), runs_dir=str(tmp_path), python="python3")
     places = {told.cluster.server: place}
-    launched = plan_ranks(request, told, places, "mesh-1", is_local=True)
+    launched = plan(request, told, places, "mesh-1", is_local=True)
     args = parser().parse_args(launched.server.argv[4:])
     own, keys = configuration(args, None)
     assert args.machine == launched.server.node == own.cluster.server
@@ -107,7 +106,7 @@ def test_flags_win_over_the_cluster_file() -> None:
 def test_nccl_is_refused_where_the_cluster_file_says_that_there_is_no_cuda() -> None:
     told = settings("backend=nccl", "nodes.node2.device=cpu")
     with pytest.raises(ConfigError, match="backend is nccl, which needs CUDA"):
-        plan_ranks(Request(MESH), told, PLACES, "mesh-1")
+        plan(Request(MESH), told, PLACES, "mesh-1")
 
 
 def test_a_launch_without_cuda_refuses_nccl_before_it_is_started(
@@ -152,9 +151,9 @@ def test_what_a_group_has_not(request_: Request, told: str) -> None:
 
 
 def test_machines_of_two_systems_are_refused() -> None:
-    check_systems([("a", "Linux"), ("b", "Linux")])
+    check_systems({"a": "Linux", "b": "Linux"})
     with pytest.raises(ConfigError, match="a runs Linux and b Darwin"):
-        check_systems([("a", "Linux"), ("b", "Darwin")])
+        check_systems({"a": "Linux", "b": "Darwin"})
 
 
 @pytest.mark.parametrize(

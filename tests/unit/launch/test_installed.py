@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch import remote
+from smolcluster.launch import places
 from smolcluster.launch.installed import installed_project
 from smolcluster.launch.project import read_project
 
@@ -52,9 +52,9 @@ def test_two_launches_at_once_make_it_together() -> None:
 
 
 def test_it_is_what_is_sent_where_there_is_no_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert remote.project_root() == PROJECT
-    monkeypatch.setattr(remote, "checkout", lambda: None)
-    assert remote.project_root() == installed_project()
+    assert places.project_root() == PROJECT
+    monkeypatch.setattr(places, "checkout", lambda: None)
+    assert places.project_root() == installed_project()
 
 
 def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:

@@ -15,14 +15,20 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import KubernetesConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError
-from smolcluster.launch.jobs.kubernetes import KubernetesJob, manifests, to_yaml
-from smolcluster.launch.jobs.launch import kubernetes_job
+from smolcluster.launch.flow import LaunchOptions, Scheduled
+from smolcluster.launch.jobs.kubernetes import manifests, to_yaml
+from smolcluster.launch.jobs.scheduler import Job
 from smolcluster.launch.plan import Request
+from smolcluster.runs.launched import LaunchedProcess
 
 Json = dict[str, Any]
 KINDS = ("job", "jobset", "trainjob")
-JOB = KubernetesJob(
-    "mesh-1", "port: 1\n", "dataset: {name: digits}\n", ("--override", "a=$(b)"), 4, 29500
+JOB = Job(
+    LaunchedProcess(node="kubernetes", role="ranks", run_dir="/r/mesh-1", scheduler="kubernetes"),
+    ("--override", "a=$(b)"),
+    4,
+    29500,
+    {"cluster.yaml": "port: 1\n", "train.yaml": "dataset: {name: digits}\n"},
 )
 
 
@@ -157,7 +163,7 @@ def test_what_a_launch_cannot_say_is_refused(keys: Json, told: str) -> None:
 
 def test_no_text_is_taken_for_a_variable_or_a_truth() -> None:
     """Kubernetes expands `$(…)` and `$$`, and kubectl reads YAML 1.1."""
-    job = replace(JOB, arguments=("a=$(b)", "c$$d"), cluster_file="yes")
+    job = replace(JOB, command=("a=$(b)", "c$$d"), files={"cluster.yaml": "yes"})
     config = KubernetesConfig.model_validate({"image": "a", "env": {"A": "$(B)", "C": "off"}})
     made = manifests(job, config)
     [container] = pod(made[-1])["containers"]
@@ -175,7 +181,8 @@ def test_no_secret_is_in_an_object(tmp_path: Path) -> None:
     cluster.write_text(shipped + "nodes: {node2: {env: {KEY: sesame}}}\n")
     settings = load_settings(cluster, "stdlib", None, overrides, environ={})
     request = Request(get_algorithm("mesh"), str(cluster), "stdlib", overrides)
-    text, launched = kubernetes_job(request, settings, tmp_path / "mesh-1")
-    assert "sesame" not in text + str(launched)
-    assert "batch_size=32" in text
+    site = Scheduled(request, settings, LaunchOptions(on="kubernetes"))
+    launched = site.plan("mesh-1")
+    assert "sesame" not in site.text + str(launched)
+    assert "batch_size=32" in site.text
     assert launched.server.argv[-2:] == ("-f", "-")

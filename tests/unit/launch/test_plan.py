@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from harness import local_settings
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import (
     server_parser,
@@ -18,7 +19,7 @@ from smolcluster.configs.machines import localise
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig, StagesConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError
-from smolcluster.launch.plan import NodePaths, Request, plan_roles
+from smolcluster.launch.plan import NodePaths, Request, plan
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.summary import Summary
 
@@ -29,6 +30,8 @@ CLUSTER = ClusterConfig(
     workers=("pi5", "macbook"),
     server="mini1",
 )
+
+SETTINGS = local_settings()
 
 
 def request(
@@ -51,7 +54,8 @@ def here(asked: Request, cluster: ClusterConfig, with_threads: Sequence[str] = (
         node: replace(place, threads=None if node in with_threads else 1)
         for node in cluster.machines
     }
-    return plan_roles(asked, cluster, places, "edp-1", is_local=True, in_sessions=False)
+    settings = replace(SETTINGS, cluster=cluster)
+    return plan(asked, settings, places, "edp-1", is_local=True, in_sessions=False)
 
 
 def test_a_local_server_gets_everything_the_user_said() -> None:
@@ -74,12 +78,12 @@ def test_every_process_is_told_the_function_that_makes_the_workload() -> None:
 
 
 def test_a_local_worker_gets_its_place_and_only_what_belongs_to_a_machine() -> None:
-    plan = local(request("num_epochs=5", "device=cpu", "dataset.root=/data", config="edp"))
-    assert [(worker.node, worker.rank) for worker in plan.workers] == [
+    launched = local(request("num_epochs=5", "device=cpu", "dataset.root=/data", config="edp"))
+    assert [(worker.node, worker.rank) for worker in launched.workers] == [
         ("worker1", 0),
         ("worker2", 1),
     ]
-    assert plan.workers[1].argv == (
+    assert launched.workers[1].argv == (
         *("/usr/bin/python", str(get_algorithm("edp").worker), "2", "worker2", "--local"),
         *("--server", "127.0.0.1:6000", "--run-id", "edp-1", "--restarts", "3", "--config", "edp"),
         *("--override", "start_timeout_s=86400", "--override", "device=cpu"),
@@ -101,9 +105,9 @@ def test_a_worker_understands_the_command_that_it_is_given(shared_out: Path) -> 
     asked = request(
         "microbatch=8", shares, config=str(shared_out), num_workers=3, algorithm="syncps"
     )
-    plan = local(asked)
-    assert shares in plan.server.argv
-    for worker in plan.workers:
+    launched = local(asked)
+    assert shares in launched.server.argv
+    for worker in launched.workers:
         args = worker_parser(asked.algorithm).parse_args(worker.argv[2:])
         settings = worker_settings("syncps", args)
         assert settings.node.microbatch == 8
@@ -122,16 +126,18 @@ def test_a_server_refuses_what_its_algorithm_cannot_follow() -> None:
 
 
 def test_threads_that_the_user_has_set_stay() -> None:
-    plan = local(request(), with_threads=["mini1", "worker2"])
-    assert ["threads=1" in process.argv for process in plan.processes] == [False, True, False]
+    launched = local(request(), with_threads=["mini1", "worker2"])
+    assert ["threads=1" in process.argv for process in launched.processes] == [False, True, False]
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_number_of_workers_is_what_the_user_wants(count: int) -> None:
-    plan = local(request(num_workers=count))
-    assert [worker.node for worker in plan.workers] == ["worker1", "worker2", "worker3"][:count]
-    assert [worker.title for worker in plan.workers] == ["worker 1", "worker 2", "worker 3"][:count]
-    for process in plan.processes:
+    launched = local(request(num_workers=count))
+    assert [worker.node for worker in launched.workers] == ["worker1", "worker2", "worker3"][:count]
+    assert [worker.title for worker in launched.workers] == ["worker 1", "worker 2", "worker 3"][
+        :count
+    ]
+    for process in launched.processes:
         assert process.argv[process.argv.index("--workers") + 1] == str(count)
 
 
@@ -139,8 +145,8 @@ def test_an_ipv6_address_is_bracketed() -> None:
     cluster = localise(CLUSTER, 1).model_copy(
         update={"host_ip": {"mini1": "::1", "worker1": "::1"}}
     )
-    plan = here(request(), cluster)
-    assert "[::1]:6000" in plan.workers[0].argv
+    launched = here(request(), cluster)
+    assert "[::1]:6000" in launched.workers[0].argv
 
 
 def test_each_further_server_gets_a_store_which_is_told_what_belongs_to_its_machine() -> None:

@@ -8,9 +8,8 @@ import pytest
 from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import algorithms, get_algorithm
 from smolcluster.errors import ConfigError
-from smolcluster.launch.local import launch
+from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.plan import ATTACHED, Request
-from smolcluster.launch.remote import LaunchOptions
 from smolcluster.launch.requests import check_model, request_of, settings_of
 
 

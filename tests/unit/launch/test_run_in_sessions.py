@@ -21,10 +21,8 @@ from reading import server, status_of, worker, write
 from smolcluster.configs.load import find_config
 from smolcluster.errors import CheckpointError, LaunchError, RunBusy
 from smolcluster.launch import run as running
-from smolcluster.launch.host import Host
 from smolcluster.launch.interrupts import Interrupts
-from smolcluster.launch.prepare import Machine
-from smolcluster.launch.remote import TOLD_FILE, StoredOptions, keep, request_again
+from smolcluster.launch.kept import TOLD_FILE, StoredOptions, keep, request_again
 from smolcluster.launch.run import OnInterrupt, Run
 from smolcluster.launch.stop import StopResult
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
@@ -137,7 +135,6 @@ def test_workers_that_look_for_their_server_are_kept_when_it_is_started_again(
     begun: list[int | None] = []
     monkeypatch.setattr(run, "_begin", lambda each: begun.append(each.rank))
     monkeypatch.setattr(run, "_wait_for", lambda *_: [])
-    monkeypatch.setattr(run, "_machines", {"pi5": Machine(Host("pi5"), "~", "pypi", {})})
     run._start_workers(Interrupts([]))
     assert begun == [1]
     assert child.poll() is None
@@ -162,7 +159,6 @@ def test_that_all_have_joined_is_said_only_if_so(
     status = status_of("ended", workers=dict.fromkeys(ranks, ("pi5", "joined")))
     monkeypatch.setattr(run, "_begin", lambda _: None)
     monkeypatch.setattr(run, "_new_status", lambda: status)
-    monkeypatch.setattr(run, "_machines", {"pi5": Machine(Host("pi5"), "~", "pypi", {})})
     run._start_workers(Interrupts([]))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().rstrip().endswith(said)

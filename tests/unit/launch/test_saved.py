@@ -21,7 +21,7 @@ from smolcluster.cli import main
 from smolcluster.configs.begun import remember_workload
 from smolcluster.configs.resolve import load_resolved, save_resolved
 from smolcluster.errors import CheckpointError, ConfigError, DataError, RunBusy
-from smolcluster.launch.remote import LaunchOptions
+from smolcluster.launch.flow import LaunchOptions
 from smolcluster.launch.saved import export_model, merge_model, resume, show_checkpoints, store_of
 from smolcluster.runs.launched import LAUNCHED, Launched, LaunchedProcess, write_launched
 from smolcluster.runs.lock import run_lock

@@ -13,7 +13,7 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.launch.estimate import cost_of
-from smolcluster.launch.plan import NodePaths, Request, plan_roles
+from smolcluster.launch.plan import NodePaths, Request, plan
 from smolcluster.launch.sessions import start_script
 from smolcluster.launch.show_plan import commands, costs, mermaid, plan_table, show_plan
 from smolcluster.runs.launched import Launched
@@ -35,7 +35,7 @@ def planned(settings: Settings, project_dir: str = "~/smolcluster") -> Launched:
         )
         for node in (cluster.server, *cluster.workers)
     }
-    return plan_roles(Request(get_algorithm("edp")), cluster, places, RUN_ID)
+    return plan(Request(get_algorithm("edp")), settings, places, RUN_ID)
 
 
 def rows_of(settings: Settings, width: int = 80) -> list[list[str]]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from processes import fill_disk, small_disk
 from reading import children_of, status_of, write
 from smolcluster.errors import ConfigError
-from smolcluster.launch import remote
+from smolcluster.launch import flow
 from smolcluster.launch.run import Run
 from smolcluster.launch.sessions import Ending, ask_to_end
 from smolcluster.launch.stop import SERVER_GRACE_S
@@ -166,7 +166,7 @@ def test_ctrl_c_ends_the_wait_for_the_last_checkpoint(
 def test_a_run_from_elsewhere_is_refused(paths: RunPaths) -> None:
     write(paths.config, "")
     with pytest.raises(ConfigError, match="was not launched from here"):
-        remote.stop(str(paths.root), now=False)
+        flow.stop(str(paths.root), now=False)
 
 
 def test_a_full_disk_is_named_with_the_checkpoint_that_there_is(

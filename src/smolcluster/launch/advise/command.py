@@ -27,11 +27,12 @@ from smolcluster.launch.advise.measuring import Computer, Files, busy, measure_a
 from smolcluster.launch.advise.speed import SPEED, Asked, Speed
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Host, host_of
+from smolcluster.launch.kept import without_env
 from smolcluster.launch.links import Say, Way, measure_all_ways
+from smolcluster.launch.places import machines_of, places_of, project_root
 from smolcluster.launch.plan import Request
 from smolcluster.launch.prepare import Machine, bring_project, settings_in
 from smolcluster.launch.project import read_project
-from smolcluster.launch.remote import machines_of, places_of, project_root, without_env
 from smolcluster.launch.requests import (
     naming_workload,
     settings_of,

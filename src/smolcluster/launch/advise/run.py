@@ -17,11 +17,10 @@ from smolcluster.launch.advise.command import (
     with_way,
 )
 from smolcluster.launch.advise.show import advice_line, as_json, show
+from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.host import host_of
 from smolcluster.launch.links import Say, Way, measure_all_ways
-from smolcluster.launch.local import launch
 from smolcluster.launch.plan import Request
-from smolcluster.launch.remote import LaunchOptions
 from smolcluster.launch.requests import check_model, settings_of, training_line
 from smolcluster.observability.terminal import SteadyConsole, print_line
 

@@ -40,8 +40,8 @@ from smolcluster.launch.doctor.table import (
 )
 from smolcluster.launch.host import Done, Unreachable, host_of
 from smolcluster.launch.links import Listener, read_listener
+from smolcluster.launch.places import project_root
 from smolcluster.launch.project import read_project
-from smolcluster.launch.remote import project_root
 from smolcluster.launch.workload_code import check_source, packages_of
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.utils.at_once import at_once

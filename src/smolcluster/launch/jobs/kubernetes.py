@@ -9,27 +9,19 @@ import io
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ruamel.yaml import YAML
 
 from smolcluster.configs.schema import KubernetesConfig
 from smolcluster.errors import ConfigError
-from smolcluster.launch.group_plan import PROGRAM
-from smolcluster.launch.jobs.scheduler import kubectl
+from smolcluster.launch.jobs.scheduler import KINDS, Job, kubectl
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.utils.seed import with_hash_seed
 from smolcluster.wire.security import GROUP_SECRET
 
 Json = dict[str, Any]
 
-KINDS = {
-    "job": "job.batch",
-    "jobset": "jobset.jobset.x-k8s.io",
-    "trainjob": "trainjob.trainer.kubeflow.org",
-}
-"""What `kubectl` calls the object that is the run."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 NAME = "app.kubernetes.io/name"
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
@@ -42,35 +34,14 @@ PLAIN = re.compile(r"[A-Za-z][\w./-]*")
 NO_TEXT = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 """Of YAML 1.1, without quotes."""
 CONFIG, RUNS = "/config", "/runs"
-CLUSTER, TRAIN = "cluster.yaml", "train.yaml"
+FILES = ("cluster.yaml", "train.yaml")
+"""Where pods find the configuration's files, and keep their run."""
 NODE = "node"
 """The container, and the replicated job, as Kubeflow's runtimes for torch call it."""
 MAX_NAME = 63 - len("-node-0-99999")
 
 
-@dataclass(frozen=True)
-class KubernetesJob:
-    """What is run.
-
-    Attributes:
-        cluster_file, train_file: their text.
-        arguments: of each rank besides.
-        port: where rank 0 listens.
-    """
-
-    run_id: str
-    cluster_file: str
-    train_file: str
-    arguments: Sequence[str]
-    num_ranks: int
-    port: int
-
-
-def object_kind(config: KubernetesConfig) -> str:
-    return KINDS[config.kind]
-
-
-def manifests(job: KubernetesJob, config: KubernetesConfig) -> list[Json]:
+def manifests(job: Job, config: KubernetesConfig) -> list[Json]:
     """The objects, in the order in which they are made.
 
     Raises:
@@ -107,16 +78,12 @@ def _quoted(representer: Any, text: str) -> Any:
     return representer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-def _check(job: KubernetesJob, config: KubernetesConfig) -> None:
+def _check(job: Job, config: KubernetesConfig) -> None:
     if config.image is None:
         raise ConfigError(
             "kubernetes.image is null: name the image that has smolcluster installed; docs/mesh.md builds one"
         )
-    if job.num_ranks % config.nodes:
-        raise ConfigError(
-            f"kubernetes.nodes is {config.nodes}, among which the {job.num_ranks} ranks of mesh cannot be "
-            "shared equally: change one of them"
-        )
+    job.ranks_per_node(config.nodes)
     if config.nodes > 1 and GROUP_SECRET not in {**config.secrets, **config.env}:
         raise ConfigError(
             f"kubernetes.nodes is {config.nodes}, and nothing tells their ranks a common secret: make one "
@@ -135,23 +102,23 @@ def _check(job: KubernetesJob, config: KubernetesConfig) -> None:
             )
 
 
-def _metadata(job: KubernetesJob, config: KubernetesConfig, *, queued: bool = False) -> Json:
+def _metadata(job: Job, config: KubernetesConfig, *, queued: bool = False) -> Json:
     labels = {NAME: job.run_id}
     if queued and config.queue is not None:
         labels[QUEUE] = config.queue
     return {"name": job.run_id, "namespace": config.namespace, "labels": labels}
 
 
-def _config_map(job: KubernetesJob, config: KubernetesConfig) -> Json:
+def _config_map(job: Job, config: KubernetesConfig) -> Json:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(job, config),
-        "data": {CLUSTER: job.cluster_file, TRAIN: job.train_file},
+        "data": dict(job.files),
     }
 
 
-def _job(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
+def _job(job: Job, config: KubernetesConfig) -> Iterator[Json]:
     """An Indexed Job, whose pods find each other by a headless Service."""
     yield {
         "apiVersion": "v1",
@@ -174,7 +141,7 @@ def _job(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
     }
 
 
-def _jobset(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
+def _jobset(job: Job, config: KubernetesConfig) -> Iterator[Json]:
     pod = _pod(job, config, f"{job.run_id}-{NODE}-0-0.{job.run_id}")
     yield {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -190,7 +157,7 @@ def _jobset(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
     }
 
 
-def _trainjob(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
+def _trainjob(job: Job, config: KubernetesConfig) -> Iterator[Json]:
     """A TrainJob: which pod is which, and where rank 0 is, Kubeflow tells torchrun by variables."""
     container = {"name": NODE, "volumeMounts": _mounts()}
     pod = {"volumes": _volumes(job, config), "containers": [container]}
@@ -202,9 +169,9 @@ def _trainjob(job: KubernetesJob, config: KubernetesConfig) -> Iterator[Json]:
     trainer: Json = {
         "image": config.image,
         "numNodes": config.nodes,
-        "numProcPerNode": job.num_ranks // config.nodes,
+        "numProcPerNode": job.ranks_per_node(config.nodes),
         "command": ["torchrun"],
-        "args": [*PROGRAM, *_arguments(job)],
+        "args": _arguments(job),
     }
     if env := _env(config):
         trainer["env"] = env
@@ -232,7 +199,7 @@ def _indexed(config: KubernetesConfig, pod: Json, backoff_limit: int) -> Json:
     }
 
 
-def _pod(job: KubernetesJob, config: KubernetesConfig, address: str) -> Json:
+def _pod(job: Job, config: KubernetesConfig, address: str) -> Json:
     index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
     container: Json = {
         "name": NODE,
@@ -240,9 +207,9 @@ def _pod(job: KubernetesJob, config: KubernetesConfig, address: str) -> Json:
         "command": ["torchrun"],
         "args": [
             *("--nnodes", str(config.nodes), "--node-rank", "$(NODE_RANK)"),
-            *("--nproc-per-node", str(job.num_ranks // config.nodes)),
+            *("--nproc-per-node", str(job.ranks_per_node(config.nodes))),
             *("--master-addr", address, "--master-port", str(job.port)),
-            *(*PROGRAM, *_arguments(job)),
+            *_arguments(job),
         ],
         "env": [{"name": "NODE_RANK", "valueFrom": index}, *_env(config)],
         "volumeMounts": _mounts(),
@@ -259,13 +226,8 @@ def _pod(job: KubernetesJob, config: KubernetesConfig, address: str) -> Json:
     }
 
 
-def _arguments(job: KubernetesJob) -> list[str]:
-    return [
-        *("--run-id", job.run_id, "--resume", "auto"),
-        *("--cluster", f"{CONFIG}/{CLUSTER}", "--config", f"{CONFIG}/{TRAIN}"),
-        *map(_escaped, job.arguments),
-        *("--override", f"runs_dir={RUNS}"),
-    ]
+def _arguments(job: Job) -> list[str]:
+    return [_escaped(text) for text in job.command]
 
 
 def _escaped(text: str) -> str:
@@ -295,7 +257,7 @@ def _mounts() -> list[Json]:
     ]
 
 
-def _volumes(job: KubernetesJob, config: KubernetesConfig) -> list[Json]:
+def _volumes(job: Job, config: KubernetesConfig) -> list[Json]:
     runs: Json = {"emptyDir": {}}
     if config.claim is not None:
         runs = {"persistentVolumeClaim": {"claimName": config.claim}}

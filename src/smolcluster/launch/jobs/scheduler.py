@@ -5,12 +5,14 @@ need not know who has it.
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from smolcluster.errors import LaunchError
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.host import Host
-from smolcluster.runs.launched import LaunchedProcess
+from smolcluster.runs.launched import LaunchedProcess, Scheduler
 
 ACTIVE = (
     "PENDING|CONFIGURING|RUNNING|COMPLETING|SUSPENDED|STOPPED|SIGNALING|STAGE_OUT|REQUEUED|REQUEUE_HOLD|"
@@ -25,6 +27,56 @@ DELETED_S = 120
 SOON = ("--request-timeout", "10s")
 SUBMIT_FILE = {"slurm": "launch/job.sh", "kubernetes": "launch/job.yaml"}
 """What is handed over, in the run's folder."""
+KINDS = {
+    "job": "job.batch",
+    "jobset": "jobset.jobset.x-k8s.io",
+    "trainjob": "trainjob.trainer.kubeflow.org",
+}
+"""What `kubectl` calls the object that is the run."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a scheduler is to run.
+
+    Attributes:
+        process: the job, as it is looked at and ended; its run's folder.
+        command: of each rank, without the interpreter.
+        port: where rank 0 listens.
+        files: of the configuration, by their names, where no node sees the run's folder.
+    """
+
+    process: LaunchedProcess
+    command: Sequence[str]
+    num_ranks: int
+    port: int
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def run_id(self) -> str:
+        return self.process.run_dir.rpartition("/")[2]
+
+    def ranks_per_node(self, num_nodes: int) -> int:
+        """As many on each node.
+
+        Raises:
+            ConfigError: that is not possible.
+        """
+        if self.num_ranks % num_nodes:
+            raise ConfigError(
+                f"{self.process.scheduler}.nodes is {num_nodes}, among which the {self.num_ranks} ranks of "
+                "mesh cannot be shared equally: change one of them"
+            )
+        return self.num_ranks // num_nodes
+
+
+def submission(cluster: ClusterConfig, run_id: str, on: Scheduler) -> tuple[tuple[str, ...], str]:
+    """The command that takes the job's file by standard input, and what the scheduler then calls the run."""
+    if on == "slurm":
+        return ("sbatch", "--parsable"), run_id
+    config = cluster.kubernetes
+    argv = ("kubectl", "--namespace", config.namespace, "apply", "-f", "-")
+    return argv, f"{KINDS[config.kind]}/{run_id}"
 
 
 def submit(process: LaunchedProcess) -> None:

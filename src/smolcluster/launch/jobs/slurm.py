@@ -6,39 +6,18 @@ from its newest checkpoint.
 """
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
 
 from smolcluster.configs.schema import SlurmConfig
 from smolcluster.errors import ConfigError
+from smolcluster.launch.jobs.scheduler import Job
 from smolcluster.utils.seed import HASH_SEED
 
 OWN = ("job-name", "nodes", "ntasks", "ntasks-per-node", "output", "error", "requeue", "open-mode")
 """Options that a launch sets itself."""
 
 
-@dataclass(frozen=True)
-class SlurmJob:
-    """What the script says.
-
-    Attributes:
-        run_dir: absolute, on every node.
-        stem: of the files that it leaves there.
-        python: the interpreter, absolute.
-        command: what each rank runs, without the interpreter.
-        port: where rank 0 listens.
-    """
-
-    run_id: str
-    run_dir: str
-    stem: str
-    python: str
-    command: Sequence[str]
-    num_ranks: int
-    port: int
-
-
-def sbatch_script(job: SlurmJob, config: SlurmConfig) -> str:
+def sbatch_script(job: Job, config: SlurmConfig) -> str:
     """The file, with all its options.
 
     Raises:
@@ -49,14 +28,9 @@ def sbatch_script(job: SlurmJob, config: SlurmConfig) -> str:
             raise ConfigError(
                 f"slurm.options.{option} is what a launch sets itself: use slurm.nodes and mesh"
             )
-    if job.num_ranks % config.nodes:
-        raise ConfigError(
-            f"slurm.nodes is {config.nodes}, among which the {job.num_ranks} ranks of mesh cannot be shared "
-            "equally: change one of them"
-        )
-    share = job.num_ranks // config.nodes
+    share, process = job.ranks_per_node(config.nodes), job.process
     ranks = share if config.launcher == "srun" else 1
-    output = f"{job.run_dir}/logs/{job.stem}.console.txt".replace("%", "%%")
+    output = f"{process.run_dir}/logs/{process.stem}.console.txt".replace("%", "%%")
     options = {
         "job-name": job.run_id,
         "nodes": config.nodes,
@@ -66,7 +40,7 @@ def sbatch_script(job: SlurmJob, config: SlurmConfig) -> str:
         "requeue": None,
         **config.options,
     }
-    exits = shlex.quote(f"{job.run_dir}/exits/{job.stem}")
+    exits = shlex.quote(f"{process.run_dir}/exits/{process.stem}")
     lines = [
         "#!/bin/bash",
         *(
@@ -74,7 +48,7 @@ def sbatch_script(job: SlurmJob, config: SlurmConfig) -> str:
             for key, value in options.items()
         ),
         "set -uo pipefail",
-        f"mkdir -p {shlex.quote(f'{job.run_dir}/exits')}; rm -f {exits}",
+        f"mkdir -p {shlex.quote(f'{process.run_dir}/exits')}; rm -f {exits}",
         'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         '[ -n "$MASTER_ADDR" ] || { echo "error: Slurm does not say which nodes the job has" >&2; exit 1; }',
         f"export MASTER_ADDR MASTER_PORT={job.port} {HASH_SEED}=${{{HASH_SEED}:-0}}",
@@ -88,10 +62,10 @@ def sbatch_script(job: SlurmJob, config: SlurmConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _ranks(job: SlurmJob, config: SlurmConfig, share: int) -> str:
+def _ranks(job: Job, config: SlurmConfig, share: int) -> str:
     if config.launcher == "srun":
-        return shlex.join([job.python, *job.command])
-    each = shlex.join([job.python, "-m", "torch.distributed.run"])
+        return shlex.join([sys.executable, *job.command])
+    each = shlex.join([sys.executable, "-m", "torch.distributed.run"])
     command = shlex.join(job.command)
     started = (
         f'exec {each} --nnodes {config.nodes} --node-rank "$SLURM_NODEID" --nproc-per-node {share} '

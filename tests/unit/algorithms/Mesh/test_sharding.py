@@ -10,8 +10,7 @@ from smolcluster.algorithms.Mesh.sharding import read_sharding
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError
-from smolcluster.launch.group_plan import portable_request
-from smolcluster.launch.plan import Request
+from smolcluster.launch.plan import Request, portable_request
 
 
 def stage(number: int, size: int = 2, **more: Any) -> str:

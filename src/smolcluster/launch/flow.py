@@ -1,0 +1,495 @@
+"""Every launch: settings -> named -> checked -> plan -> begun -> followed or left.
+
+What differs is where a run is: on this machine alone, on the machines of a cluster, or with a scheduler. Each
+plans, says what it would start, checks its machines and makes them ready.
+"""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from rich.text import Text
+
+from smolcluster.configs.checks import check_algorithm, check_unencrypted
+from smolcluster.configs.load import find_config
+from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
+from smolcluster.configs.overrides import workload_overrides
+from smolcluster.configs.schema import Settings, config_of
+from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.launch.doctor.checks_links import check_packets
+from smolcluster.launch.find import all_runs, find
+from smolcluster.launch.host import Host
+from smolcluster.launch.jobs import kubernetes
+from smolcluster.launch.jobs.scheduler import SUBMIT_FILE, Job
+from smolcluster.launch.jobs.slurm import sbatch_script
+from smolcluster.launch.kept import (
+    StoredOptions,
+    content_of,
+    keep,
+    keep_prediction,
+    without_env,
+)
+from smolcluster.launch.observe.beside import announce, beside_others, stack_for, within_reach
+from smolcluster.launch.places import (
+    inherited,
+    machines_of,
+    own_secret_file,
+    places_here,
+    places_of,
+    project_root,
+)
+from smolcluster.launch.plan import (
+    CLUSTER_FILE,
+    TRAIN_FILE,
+    Request,
+    num_ranks,
+    plan,
+    plan_job,
+    portable_request,
+    ranks_command,
+    runs_dir_override,
+)
+from smolcluster.launch.prepare import (
+    NotFit,
+    check_port,
+    check_systems,
+    examine,
+    make_ready,
+    settings_in,
+)
+from smolcluster.launch.project import read_project
+from smolcluster.launch.requests import (
+    check_model,
+    for_any_folder,
+    naming_workload,
+    settings_of,
+    training_line,
+)
+from smolcluster.launch.run import Run, left_running
+from smolcluster.launch.sessions import host_of, put
+from smolcluster.launch.shipping import loki_of
+from smolcluster.launch.show_plan import show_plan
+from smolcluster.launch.tmux import show_window, window_name
+from smolcluster.launch.workload_check import calling
+from smolcluster.launch.workload_code import WorkloadCode, code_of, code_of_script, put_code
+from smolcluster.observability.terminal import SteadyConsole, print_line
+from smolcluster.runs.advice import Prediction
+from smolcluster.runs.launched import Launched, Scheduler, launched_of
+from smolcluster.runs.paths import (
+    RunPaths,
+    check_run_id,
+    create_run,
+    new_run_id,
+    runs_root,
+)
+from smolcluster.server.listening import check_port as check_own_port
+from smolcluster.utils.words import as_command, hint_at
+from smolcluster.wire.security import default_secret_path, ensure_secret
+
+Place = Literal["ssh"] | Scheduler
+PLACES: Mapping[str, Place] = {"ssh": "ssh", **{each: each for each in get_args(Scheduler)}}
+
+
+def place_of(stated: str, *, local: bool) -> Place:
+    """Where `--on` says that a run is.
+
+    Raises:
+        ConfigError: it says something else, or also --local.
+    """
+    known = tuple(PLACES)
+    if stated not in known:
+        raise ConfigError(
+            f"--on is {stated!r}, must be one of {', '.join(known)}{hint_at(stated, known)}"
+        )
+    if local and stated != "ssh":
+        raise ConfigError(f"--local and --on {stated} are two places: leave one of them out")
+    return PLACES[stated]
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How to launch.
+
+    Attributes:
+        dry_run: only print the plan.
+        sync: bring code and environment to machines that have not these.
+        tmux: open a window with a pane a process, where there is a terminal.
+        detach: leave the run alone when all workers have joined.
+        observe: start Grafana, Loki and Prometheus where they can be; None: as the cluster file says, and
+            otherwise use those that run; False: leave them alone.
+        prediction: what was predicted of the run; None: nothing.
+        on: where a group runs that is not this machine's alone.
+    """
+
+    dry_run: bool = False
+    sync: bool = True
+    tmux: bool = True
+    detach: bool = False
+    observe: bool | None = None
+    prediction: Prediction | None = None
+    on: Place = "ssh"
+
+
+def launch(
+    request: Request,
+    how: LaunchOptions,
+    *,
+    local: bool,
+    run_id: str | None = None,
+    resume: bool = False,
+) -> int:
+    """Launch a run, or only print its plan; returns the exit code.
+
+    With `local` on this machine alone. With `resume` the run of that id goes on from its newest good
+    checkpoint.
+
+    Raises:
+        SmolclusterError: what prevents it, in one line.
+    """
+    if request.without and (local or how.on != "ssh"):
+        raise ConfigError(
+            f"--without {request.without[0]}: it leaves out machines that are reached over SSH; with --local "
+            "say --workers N, with --on how many nodes"
+        )
+    request = for_any_folder(request)
+    settings = settings_of(request, local)
+    request = naming_workload(request, settings)
+    check_algorithm(settings, request.algorithm.name)
+    check_model(request, settings)
+    run_id = check_run_id(run_id or new_run_id(request.algorithm.name, datetime.now().astimezone()))
+    kind = Here if local else Cluster if how.on == "ssh" else Scheduled
+    site: Here | Cluster | Scheduled = kind(request, settings, how)
+
+    def planned() -> Launched:
+        launched = site.plan(run_id)
+        return launched.resumed() if resume and not launched.is_job else launched
+
+    if how.dry_run:
+        site.show(planned())
+        return 0
+    console = SteadyConsole()
+
+    def say(line: str, style: str = "") -> None:
+        print_line(console, Text(line, style=style))
+
+    site.check(say)
+    launched = planned()
+    run = Run(launched, RunPaths(site.root / run_id), console, site.env, num_epochs=site.num_epochs)
+    run.keep_what_waits(without=request.without)
+    site.make_ready(launched, say)
+    cluster = site.settings.cluster
+    if site.stack is not None:
+        ssh = {each.node: each.ssh for each in launched.processes}
+        announce(site.stack, run_id, launched.processes, cluster, ssh=ssh.get, say=say)
+    run.start(None if launched.is_job else loki_of(cluster, site.stack))
+    return go_on(run, launched, how)
+
+
+Say = Callable[..., None]
+"""Tells the user a line, in a style."""
+
+
+class Site:
+    """Where a run is: see `Here`, `Cluster` and `Scheduled`.
+
+    Attributes:
+        root: this machine's folder of runs.
+        env: what the processes on each node have in their environment besides.
+        stack: the folder of the Grafana that shows the run; None: there is none.
+        num_epochs: that its progress is shown against, where it is shown.
+    """
+
+    root: Path
+    env: Mapping[str, Mapping[str, str]] = {}
+    stack: Path | None = None
+    num_epochs: int | None = None
+
+    def __init__(self, request: Request, settings: Settings, how: LaunchOptions) -> None:
+        self.request, self.settings, self.how = request, settings, how
+        source = cluster_source(request.config, request.algorithm.name)
+        self.cluster_file = find_config(source, "cluster")
+        self.train_file = find_config(request.train_config or DEFAULT_TRAINING, "training")
+
+    def make_ready(self, launched: Launched, say: Say) -> RunPaths:  # noqa: ARG002 - there is nothing to say
+        """Bring the machines what the processes need, and keep with the run what lets it go on.
+
+        Raises:
+            SmolclusterError: it cannot be done.
+        """
+        paths = create_run(self.root, launched.run_id, newest=False)
+        if self.how.prediction is not None:
+            keep_prediction(self.how.prediction, launched.server, paths)
+        return paths
+
+    def _keep(self, paths: RunPaths, code: WorkloadCode | None = None) -> None:
+        told = StoredOptions(
+            environ=settings_in(os.environ),
+            overrides=(*self.request.overrides, *workload_overrides(self.request.workload)),
+            script=self.request.script,
+        )
+        cluster_file = content_of(self.cluster_file, self.request.without)
+        packed = None if code is None else code.packed
+        keep(paths, cluster_file, self.train_file.read_bytes(), told, packed)
+
+
+class Here(Site):
+    """This machine alone: children of the launcher, or sessions of tmux where there is a terminal."""
+
+    def __init__(self, request: Request, settings: Settings, how: LaunchOptions) -> None:
+        super().__init__(request, settings, how)
+        self.root = runs_root(settings.node.runs_dir)
+        self.env = dict.fromkeys(settings.cluster.machines, inherited())
+        if not (request.script or settings.train.num_steps):
+            self.num_epochs = settings.train.num_epochs
+        if request.algorithm.is_group:
+            settings.of(config_of(request.algorithm)).check_device(settings.node.device)
+
+    def plan(self, run_id: str) -> Launched:
+        places = places_here(self.request, self.settings, self.root)
+        in_sessions = wants_window(self.how)
+        return plan(
+            self.request, self.settings, places, run_id, is_local=True, in_sessions=in_sessions
+        )
+
+    def show(self, launched: Launched) -> None:
+        for process in launched.processes:
+            sys.stdout.write(f"{process.title}:\n  {shlex.join(process.argv)}\n")
+
+    def check(self, say: Say) -> None:
+        """See that the run can be started; choose its ports of metrics, which are in its commands.
+
+        Raises:
+            SmolclusterError: it cannot.
+        """
+        cluster = self.settings.cluster
+        check_own_port(cluster)
+        ensure_secret(self.settings.node.secret_file or default_secret_path())
+        self.stack = stack_for(self.how.observe, cluster, say)
+        if self.stack is not None:
+            self.request = within_reach(self.request, cluster)
+            cluster = settings_of(self.request, local=True).cluster
+        self.request = beside_others(self.request, cluster, say)
+        self.settings = settings_of(self.request, local=True)
+
+
+class Cluster(Site):
+    """The machines of a cluster, over SSH: sessions of tmux."""
+
+    def __init__(self, request: Request, settings: Settings, how: LaunchOptions) -> None:
+        super().__init__(request, settings, how)
+        self.root, self._project = all_runs(), read_project(project_root())
+        files = (self.cluster_file, self.train_file)
+        self._places = places_of(
+            request, settings.cluster, *files, here=self.root, project=self._project
+        )
+        self._code, self._seen = _code_of(request)
+        if request.algorithm.is_group:
+            self._seen = portable_request(self._seen, settings)
+        self._machines = machines_of(request, settings, self._places, self.cluster_file)
+        self.env = {node: machine.env for node, machine in self._machines.items()}
+
+    def plan(self, run_id: str) -> Launched:
+        return plan(self._seen, self.settings, self._places, run_id)
+
+    def show(self, launched: Launched) -> None:
+        has_known_model = self.request.script is None
+        show_plan(launched, self.settings, self._code, has_known_model=has_known_model)
+
+    def check(self, say: Say) -> None:
+        """See that all machines are fit for the run, and that its workload can be called.
+
+        Of workers' machines out of reach it is said how the run is launched without them.
+
+        Raises:
+            SmolclusterError: one is not, or it cannot.
+        """
+        cluster, train = self.settings.cluster, self.settings.train
+        machines, name = self._machines.values(), self.request.workload
+        own_env = next((each.env for each in machines if each.is_here), None)
+        with calling(name, train.workload_args, cluster.seed, say, own_env) as wait:
+            try:
+                systems = examine(machines, say, sync=self.how.sync)
+            except NotFit as error:
+                left_out = [node for node in error.unreached if node in cluster.workers]
+                if not left_out or {cluster.server, *cluster.stage_nodes} & {*error.unreached}:
+                    raise
+                flags = " ".join(f"--without {node}" for node in left_out)
+                raise LaunchError(f"{error}; {flags} launches the others alone") from None
+            wait()
+        if self.request.algorithm.is_group:
+            check_systems(systems)
+
+    def make_ready(self, launched: Launched, say: Say) -> RunPaths:
+        check_port(host_of(launched.server), launched.port)
+        machines, secret = self._machines.values(), ensure_secret(own_secret_file()).key
+        make_ready(machines, secret, say, project=self._project, sync=self.how.sync)
+        cluster_file = without_env(self.cluster_file, self.request.without)
+        put_configuration(launched, cluster_file, self.train_file.read_bytes(), self._code)
+        check_packets(self.settings.cluster, self._places)
+        paths = super().make_ready(launched, say)
+        self._keep(paths, self._code)
+        self.stack = stack_for(self.how.observe, self.settings.cluster, say)
+        return paths
+
+
+def _code_of(named: Request) -> tuple[WorkloadCode | None, Request]:
+    """What is sent of the user's code, and the request as machines see it that have it."""
+    if named.script is not None:
+        code = code_of_script(named.script)
+        return code, replace(named, script=code.name)
+    found = None if named.workload is None else code_of(named.workload)
+    return found, replace(named, workload=found.name if found else named.workload)
+
+
+def put_configuration(
+    launched: Launched, cluster_file: bytes, train_file: bytes, code: WorkloadCode | None
+) -> None:
+    """Write what the processes read, and the code of their workload, into their run's folders.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    for process in {each.node: each for each in reversed(launched.processes)}.values():
+        put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", cluster_file)
+        if code is not None:
+            put_code(host_of(process), process.run_dir, code.packed, code.name)
+    readers = launched.processes if launched.is_group else (launched.server,)
+    for process in readers:
+        put(host_of(process), f"{process.run_dir}/{TRAIN_FILE}", train_file)
+
+
+class Scheduled(Site):
+    """A group that a scheduler starts, when there is room; `text` is what it takes."""
+
+    text = ""
+
+    def __init__(self, request: Request, settings: Settings, how: LaunchOptions) -> None:
+        super().__init__(portable_request(request, settings), settings, how)
+        self.root, self._on = all_runs(), cast("Scheduler", how.on)
+        num_ranks(request, settings)
+        cluster = settings.cluster
+        if (cluster.slurm if self._on == "slurm" else cluster.kubernetes).nodes > 1:
+            check_unencrypted(cluster.encryption)
+
+    def plan(self, run_id: str) -> Launched:
+        launched = plan_job(self.request, self.settings, str(self.root), run_id, self._on)
+        self.text = self._text_of(launched)
+        return launched
+
+    def _text_of(self, launched: Launched) -> str:
+        """For `sbatch` a script, for `kubectl` objects.
+
+        Raises:
+            ConfigError: see `sbatch_script` and `manifests`.
+        """
+        process, cluster, names = launched.server, self.settings.cluster, (CLUSTER_FILE, TRAIN_FILE)
+        folder, runs_dir = process.run_dir, process.project_dir
+        if self._on == "kubernetes":
+            folder, runs_dir, names = kubernetes.CONFIG, kubernetes.RUNS, kubernetes.FILES
+        config, train_config = (f"{folder}/{name}" for name in names)
+        public = self.request.public
+        told = replace(self.request, config=config, train_config=train_config, overrides=public)
+        last = (runs_dir_override(runs_dir),)
+        command = ranks_command(told, launched.run_id, ("--resume", "auto"), last)
+        job = Job(process, command, num_ranks(self.request, self.settings), cluster.port)
+        if self._on == "slurm":
+            return sbatch_script(job, cluster.slurm)
+        contents = without_env(self.cluster_file), self.train_file.read_bytes()
+        files = dict(zip(names, map(bytes.decode, contents), strict=True))
+        objects = kubernetes.manifests(replace(job, files=files), cluster.kubernetes)
+        return kubernetes.to_yaml(objects)
+
+    def show(self, _: Launched) -> None:
+        """With a comment below the line that names the shell, if there is one."""
+        at = self.text.index("\n") + 1 if self.text.startswith("#!") else 0
+        comment = training_line(self.request, self.settings)
+        sys.stdout.write(f"{self.text[:at]}# {comment}\n{self.text[at:]}")
+
+    def check(self, _: Say) -> None:
+        """See that the scheduler's command is here.
+
+        Raises:
+            LaunchError: it is not.
+        """
+        tool = {"slurm": "sbatch", "kubernetes": "kubectl"}[self._on]
+        if not Host(self._on).run(f"command -v {tool} >/dev/null").ok:
+            raise LaunchError(
+                f"{tool} is not on this machine: launch where {self._on} has its commands"
+            )
+        if self._on == "slurm":  # before ranks on several nodes look for it
+            ensure_secret(self.settings.node.secret_file or default_secret_path())
+
+    def make_ready(self, launched: Launched, say: Say) -> RunPaths:
+        paths = super().make_ready(launched, say)
+        self._keep(paths)
+        (paths.root / SUBMIT_FILE[self._on]).write_text(self.text, encoding="utf-8")
+        return paths
+
+
+def wants_window(how: LaunchOptions) -> bool:
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return how.detach or (how.tmux and on_terminal and shutil.which("tmux") is not None)
+
+
+def go_on(run: Run, launched: Launched, how: LaunchOptions) -> int:
+    # A small one may end before its last worker is there, who must not wait for it.
+    if not launched.has_sessions or run.is_over:
+        return run.follow()
+    has_window = how.tmux and not launched.is_job and shutil.which("tmux") is not None
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if has_window and (how.detach or on_terminal):
+        try:
+            run.open_window(is_shown=not how.detach)
+        except LaunchError as error:
+            run.say(f"no window: {error}", "yellow")
+            has_window = False
+    elif on_terminal:
+        run.say("without a window: Ctrl-C asks whether to leave the run or to stop it")
+    if how.detach:
+        run.say(left_running(launched))
+        return 0
+    if has_window and on_terminal:
+        show_window(window_name(launched.run_id))
+        return run.left_window()
+    return run.follow()
+
+
+def attach(run: str) -> int:
+    """Show a launched run in a window of this terminal; returns the exit code.
+
+    Raises:
+        SmolclusterError: there is no such run, or no terminal.
+    """
+    paths = find(run)
+    launched = launched_of(paths)
+    if launched is None or not launched.has_sessions or launched.is_job:
+        raise ConfigError(
+            f"run {paths.run_id} has no sessions to attach to: it ran without tmux, or was launched elsewhere"
+        )
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise LaunchError(f"attach needs a terminal; {as_command('logs', '--follow')} needs none")
+    shown = Run(launched, paths, SteadyConsole())
+    shown.check_alive()
+    show_window(shown.open_window(is_shown=True))
+    return shown.left_window()
+
+
+def stop(run: str, *, now: bool) -> int:
+    """Stop a run on all its machines, and see that nothing is left; returns the exit code.
+
+    With `now` all are killed at once, and nothing is saved.
+
+    Raises:
+        SmolclusterError: there is no such run.
+    """
+    paths = find(run, acts=True)
+    launched = launched_of(paths)
+    if launched is None:
+        raise ConfigError(f"run {paths.run_id} was not launched from here: it lists no processes")
+    return Run(launched, paths, SteadyConsole()).stop(in_a_hurry=now)
