@@ -338,8 +338,6 @@ MECHANISMS = {
         lambda node: calls(node, "LaunchedProcess"),
         {
             "launch/plan.py": "of any algorithm, anywhere",
-            "launch/join.py": "a worker of a run that is not this machine's",
-            "launch/hetero/start.py": "this machine's, of a file that each machine starts itself",
             "launch/watch/logs.py": "starts nothing: names a log's process",
             "runs/launched.py": "reads what an earlier version has launched",
         },

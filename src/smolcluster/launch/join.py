@@ -26,7 +26,7 @@ from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.find import RUNS_DIR, find
 from smolcluster.launch.places import inherited, own_secret_file, place_overrides
-from smolcluster.launch.plan import runs_dir_override
+from smolcluster.launch.plan import by_hand, runs_dir_override
 from smolcluster.launch.run import EndedBadly, Run
 from smolcluster.launch.take_in import JoinOptions, join_cluster, settings_of_node
 from smolcluster.launch.tmux import session_name
@@ -203,20 +203,10 @@ def _asked_for(
         paths = RunPaths(runs_root(Path(str(stated)) if stated else None) / run_id)
     if welcome.run.workload is not None and "--workload" not in options:
         options = ["--workload", _brought(welcome, paths), *options]
-    program = get_algorithm(welcome.run.algorithm).worker
+    algorithm, rank = get_algorithm(welcome.run.algorithm), welcome.worker_id - 1
     allowed: int = ClusterConfig.model_fields["restarts"].default
-    return LaunchedProcess(
-        node=name,
-        role="worker",
-        rank=welcome.worker_id - 1,
-        run_dir=str(paths.root),
-        project_dir=str(paths.root.parent),
-        argv=(
-            *(sys.executable, str(program), str(welcome.worker_id), name),
-            *("--server", str(address), "--run-id", run_id),
-            *("--restarts", str(allowed), *options),
-        ),
-    )
+    said = ("--server", str(address), "--run-id", run_id, "--restarts", str(allowed), *options)
+    return by_hand(algorithm, "worker", name, rank, *said, run_dir=str(paths.root))
 
 
 def _brought(welcome: Welcome, paths: RunPaths) -> str:

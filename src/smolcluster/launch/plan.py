@@ -6,6 +6,7 @@ group of `torch.distributed` the one with rank 0; each is a command that a perso
 
 import json
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,6 +190,26 @@ def plan_job(
         scheduler=on,
     )
     return _launched(request, settings, run_id, request.public, process)
+
+
+def by_hand(
+    algorithm: AlgorithmSpec,
+    role: str,
+    node: str,
+    rank: int | None,
+    *options: str,
+    run_dir: str,
+) -> LaunchedProcess:
+    """A process of this machine, as its owner starts it, of a run that may be another machine's."""
+    number = () if rank is None else (str(rank + 1), node)
+    return LaunchedProcess(
+        node=node,
+        role=role,
+        rank=rank,
+        run_dir=run_dir,
+        project_dir=run_dir.rpartition("/")[0],
+        argv=(sys.executable, str(algorithm.folder / algorithm.roles[role]), *number, *options),
+    )
 
 
 def _launched(

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from enum import Enum
 
 from rich.console import Console
 from rich.text import Text
@@ -47,6 +46,7 @@ from smolcluster.launch.sessions import (
     host_of,
     kill,
     newest_line,
+    status_of,
     stderr_tail,
 )
 from smolcluster.launch.shipping import LokiAddress, begin_shippers, with_shippers
@@ -65,7 +65,7 @@ from smolcluster.runs.launched import (
     write_launched,
 )
 from smolcluster.runs.paths import RunPaths, latest_of, point_latest, take_back_latest
-from smolcluster.runs.status import STATUS, RunStatus
+from smolcluster.runs.status import RunStatus
 from smolcluster.runs.summary import SUMMARY, sample_shown, table
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.retry import Deadline
@@ -89,13 +89,6 @@ NEXT = (
     "own; `smolcluster init` names other machines"
 )
 """Said at the end of a run on this machine."""
-
-
-class OnInterrupt(Enum):
-    """What Ctrl-C was meant for."""
-
-    LEAVE = "l"
-    STOP = "s"
 
 
 class Stopped(LaunchError):
@@ -239,7 +232,7 @@ class Run:
             f"run {self._launched.run_id}: starting {what}; Ctrl-C stops them. "
             "Loading PyTorch takes each of them some seconds"
         )
-        self._before = self.status()
+        self._before = status_of(self._launched.server)
         self._metrics.poll()  # what it has done before is shown no more
         processes = self._launched.processes
         width = max(len(process.title) for process in processes)
@@ -279,7 +272,7 @@ class Run:
 
     def _start_server(self, asked: Interrupts) -> None:
         server = self._launched.server
-        self._before = self.status()
+        self._before = status_of(self._launched.server)
         if server.scheduler is not None:
             self._begin(server)
             self.say(
@@ -403,7 +396,7 @@ class Run:
         Raises:
             LaunchError: it does not come; then nothing of it is left.
         """
-        without, status = self._launched, self.status()
+        without, status = self._launched, status_of(self._launched.server)
         self._launched = without.with_worker(worker)
         write_launched(self._paths.launched, self._launched)
         self.say(f"run {without.run_id}: starting {worker.title}")
@@ -431,39 +424,28 @@ class Run:
 
     # its course
 
-    def status(self) -> RunStatus | None:
-        """What the server last wrote of itself; None: nothing yet.
+    def _new_status(self) -> RunStatus | None:
+        """What the server has written of itself since it was started.
 
         Raises:
             LaunchError: its machine cannot be asked.
         """
-        return STATUS.parse(self._text_of("status.json"))
-
-    def _new_status(self) -> RunStatus | None:
-        """What the server has written of itself since it was started."""
-        status = self.status()
+        status = status_of(self._launched.server)
         is_old = status and self._before and status.incarnation == self._before.incarnation
         return None if is_old else status
 
-    def _failure(self) -> str:
-        """Why the run has failed, as its server has written."""
+    @property
+    def _last_status(self) -> RunStatus | None:
+        """The same; None also of a machine out of reach."""
         with suppress(LaunchError):
-            status = self._new_status()
-            if status is not None and status.state == "failed" and status.reason:
-                return status.reason
-        return "the run has failed"
-
-    def _text_of(self, name: str) -> str:
-        server = self._launched.server
-        return host_of(server).run(f"cat {shell_path(server.run_dir)}/{name} 2>/dev/null").stdout
+            return self._new_status()
+        return None
 
     @property
     def is_over(self) -> bool:
         """Whether nothing will be added to it; a machine out of reach does not say so."""
-        with suppress(LaunchError):
-            status = self._new_status()
-            return status is not None and status.is_over
-        return False
+        status = self._last_status
+        return status is not None and status.is_over
 
     def check_alive(self) -> None:
         """See that there is something to look at; a machine out of reach counts as alive.
@@ -488,7 +470,7 @@ class Run:
         """
         found: dict[int | None, str | None] = {}
         with suppress(LaunchError):
-            status = self.status()
+            status = status_of(self._launched.server)
             found = {each.rank: each.device for each in status.workers} if status else {}
         processes = [
             each.model_copy(update={"device": found.get(each.rank, each.device)})
@@ -523,7 +505,7 @@ class Run:
         """Tell how far the run is; the server's exit code, None while it runs or is out of reach."""
         node = self._launched.server.node
         try:
-            code, status = exit_code(self._launched.server), self.status()
+            code, status = exit_code(self._launched.server), status_of(self._launched.server)
         except LaunchError as error:
             if not self._is_lost:
                 self._warn(f"no contact with {node}, where the run goes on ({error})")
@@ -630,20 +612,18 @@ class Run:
                 code = code or asked.exit_code
             self._say_where(code)
             return code
-        if self._ask(asked) is OnInterrupt.LEAVE:
+        if self._is_to_be_left(asked):
             self.say(left_running(self._launched))
             return 0
         return self.stop() or asked.exit_code
 
-    def _ask(self, asked: Interrupts) -> OnInterrupt:
-        """Leave the run going, or stop it? Who closes the terminal leaves it.
+    def _is_to_be_left(self, asked: Interrupts) -> bool:
+        """Whether Ctrl-C leaves the run going, and does not stop it. Who closes the terminal leaves it.
 
         Where there was no terminal nobody can answer: then it is stopped.
         """
-        if asked.hung_up:
-            return OnInterrupt.LEAVE
-        if not sys.stdin.isatty():
-            return OnInterrupt.STOP
+        if asked.hung_up or not sys.stdin.isatty():
+            return asked.hung_up
         self.say("leave the run going (l), or stop it (s, or Ctrl-C again)?")
         while not (asked.repeated or asked.hung_up):
             ready, _, _ = select.select([sys.stdin], [], [], 0.1)
@@ -651,12 +631,10 @@ class Run:
                 line = sys.stdin.readline() if ready else None
             except OSError:  # its terminal has gone
                 line = ""
-            if line == "":
-                return OnInterrupt.LEAVE
-            answer = (line or "").strip().lower()[:1]
-            if answer in {choice.value for choice in OnInterrupt}:
-                return OnInterrupt(answer)
-        return OnInterrupt.LEAVE if asked.hung_up else OnInterrupt.STOP
+            answer = "l" if line == "" else (line or "").strip().lower()[:1]
+            if answer in ("l", "s"):
+                return answer == "l"
+        return asked.hung_up
 
     def stop(self, *, in_a_hurry: bool = False) -> int:
         """End the run, and see that nothing of it is left; returns the exit code."""
@@ -695,7 +673,9 @@ class Run:
         elif is_stopped:
             self.say("stopped: nothing of it is left running")
         elif child := self._children.get(server.stem):
-            self.say(f"{server.title} {child.ending}: {self._failure()}", "red")
+            status = self._last_status
+            reason = status.reason if status is not None and status.state == "failed" else None
+            self.say(f"{server.title} {child.ending}: {reason or 'the run has failed'}", "red")
         else:
             self.say(f"{server.title} ended with exit code {code}: {stderr_tail(server)}", "red")
         if ended.unsaved is not None:
@@ -712,18 +692,14 @@ class Run:
     def _was_stopped(self) -> bool:
         """Whether its server was asked to end, by anybody; without a word from its machine it was not."""
         asked = (self._paths.root / ASKED).glob(f"{self._launched.server.stem}.*")
-        with suppress(LaunchError):
-            status = self._new_status()
-            return any(asked) or (status is not None and status.word == "stopped")
-        return False
+        status = self._last_status
+        return any(asked) or (status is not None and status.word == "stopped")
 
     @property
     def _is_complete(self) -> bool:
         """Whether the run has ended and its end is saved; a machine out of reach does not say so."""
-        with suppress(LaunchError):
-            status = self._new_status()
-            return status is not None and status.word == "ended" and status.trouble is None
-        return False
+        status = self._last_status
+        return status is not None and status.word == "ended" and status.trouble is None
 
     def _end(self, *, in_a_hurry: bool = False, why: str | None = None) -> StopResult:
         """End all processes; Ctrl-C from now on kills them. `why`: how the run has failed, if it has."""
@@ -752,7 +728,9 @@ class Run:
             take_back_latest(self._paths, self._newest_before)
 
     def _show_summary(self) -> None:
-        summary = SUMMARY.parse(self._text_of("summary.json"))
+        server = self._launched.server
+        file = f"{shell_path(server.run_dir)}/summary.json"
+        summary = SUMMARY.parse(host_of(server).run(f"cat {file} 2>/dev/null").stdout)
         if summary is None:
             return
         with steady(self._console):

@@ -32,6 +32,7 @@ from smolcluster.observability.parsing import parse_log_line
 from smolcluster.runs.asked import ASKED
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.runs.paths import log_stem
+from smolcluster.runs.status import STATUS, RunStatus
 from smolcluster.utils.seed import HASH_SEED, with_hash_seed
 
 POLL_S = 0.2
@@ -152,6 +153,16 @@ def free_script(server: LaunchedProcess) -> str:
 def is_full_disk(said: str) -> bool:
     """Whether so few KiB are left that nothing more is written."""
     return said.strip().isdigit() and 1024 * int(said) < FULL_BELOW_NBYTES
+
+
+def status_of(server: LaunchedProcess) -> RunStatus | None:
+    """What a server last wrote of itself; None: nothing yet.
+
+    Raises:
+        LaunchError: its machine cannot be asked.
+    """
+    file = f"{shell_path(server.run_dir)}/status.json"
+    return STATUS.parse(host_of(server).run(f"cat {file} 2>/dev/null").stdout)
 
 
 def exit_code(process: LaunchedProcess) -> int | None:

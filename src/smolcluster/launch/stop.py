@@ -18,6 +18,7 @@ from smolcluster.launch.sessions import (
     host_of,
     is_full_disk,
     kill,
+    status_of,
     wait_to_end,
 )
 from smolcluster.launch.watch.probe import sections
@@ -108,9 +109,7 @@ def stop_processes(
 def _has_saved(server: LaunchedProcess) -> bool:
     """Whether the server has told of the run's end: it draws and writes a page then, which takes seconds."""
     with suppress(LaunchError):
-        status = STATUS.parse(
-            host_of(server).run(f"cat {shell_path(server.run_dir)}/status.json 2>/dev/null").stdout
-        )
+        status = status_of(server)
         return status is not None and status.is_over
     return False
 
@@ -154,8 +153,7 @@ def _note_stopped(launched: Launched, why: str | None) -> None:
         LaunchError: the server's machine cannot be asked.
     """
     host, file = host_of(launched.server), f"{shell_path(launched.server.run_dir)}/status.json"
-    status = STATUS.parse(host.run(f"cat {file} 2>/dev/null").stdout)
-    last = stopped(status, launched.run_id, launched.algorithm, why)
+    last = stopped(status_of(launched.server), launched.run_id, launched.algorithm, why)
     if last is not None:
         host.run(f"cat > {file}.stopped && mv {file}.stopped {file}", stdin=STATUS.text(last))
 

@@ -39,7 +39,7 @@ from smolcluster.launch.prepare import Machine, examine, make_ready
 from smolcluster.launch.project import Project, read_project
 from smolcluster.launch.requests import settings_of
 from smolcluster.launch.run import Run
-from smolcluster.launch.sessions import exit_code, put
+from smolcluster.launch.sessions import exit_code, put, status_of
 from smolcluster.launch.shipping import begin_shippers, loki_of, with_shippers
 from smolcluster.launch.tmux import session_name
 from smolcluster.launch.watch.probe import look
@@ -106,7 +106,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
             f"run {paths.run_id} was not launched from here: {CLUSTER_FILE} is missing"
         )
     check_launched_here(paths)
-    status = Run(launched, paths, SteadyConsole()).status()
+    status = status_of(launched.server)
     if exit_code(launched.server) is not None or status is None or status.is_over:
         raise LaunchError(
             f"run {paths.run_id} is over, or has not begun: {as_command('resume', paths.run_id)} goes "

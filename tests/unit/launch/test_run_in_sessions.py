@@ -23,7 +23,7 @@ from smolcluster.errors import CheckpointError, LaunchError, RunBusy
 from smolcluster.launch import run as running
 from smolcluster.launch.interrupts import Interrupts
 from smolcluster.launch.kept import TOLD_FILE, StoredOptions, keep, request_again
-from smolcluster.launch.run import OnInterrupt, Run
+from smolcluster.launch.run import Run
 from smolcluster.launch.stop import StopResult
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
@@ -53,17 +53,17 @@ INT, HUP = signal.SIGINT, signal.SIGHUP
 
 
 @pytest.mark.parametrize(
-    ("typed", "received", "choice"),
+    ("typed", "received", "leaves"),
     [
-        ("l\n", [INT], OnInterrupt.LEAVE),
-        ("what?\n\ns\n", [INT], OnInterrupt.STOP),
-        ("", [INT], OnInterrupt.LEAVE),  # its end
-        ("s\n", [INT, INT], OnInterrupt.STOP),
-        ("", [INT, HUP], OnInterrupt.LEAVE),
-        ("", [HUP], OnInterrupt.LEAVE),
-        ("", [HUP, HUP], OnInterrupt.LEAVE),
-        (None, [INT], OnInterrupt.STOP),
-        (None, [INT, HUP], OnInterrupt.LEAVE),
+        ("l\n", [INT], True),
+        ("what?\n\ns\n", [INT], False),
+        ("", [INT], True),  # its end
+        ("s\n", [INT, INT], False),
+        ("", [INT, HUP], True),
+        ("", [HUP], True),
+        ("", [HUP, HUP], True),
+        (None, [INT], False),
+        (None, [INT, HUP], True),
     ],
 )
 def test_what_ctrl_c_means(
@@ -71,11 +71,11 @@ def test_what_ctrl_c_means(
     monkeypatch: pytest.MonkeyPatch,
     typed: str | None,
     received: list[int],
-    choice: OnInterrupt,
+    leaves: bool,
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO() if typed is None else Terminal(typed))
     monkeypatch.setattr(select, "select", lambda files, *_: (files, [], []))
-    assert run._ask(Interrupts(received)) is choice
+    assert run._is_to_be_left(Interrupts(received)) is leaves
 
 
 def test_a_terminal_that_goes_while_it_is_asked_leaves_the_run(
@@ -89,7 +89,7 @@ def test_a_terminal_that_goes_while_it_is_asked_leaves_the_run(
 
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr(select, "select", nothing_typed)
-    assert run._ask(asked) is OnInterrupt.LEAVE
+    assert run._is_to_be_left(asked)
 
 
 Alive = Callable[[LaunchedProcess], "subprocess.Popen[bytes]"]

@@ -29,6 +29,7 @@ from smolcluster.launch.hetero.file import (
     HeteroConfig,
     read_hetero,
 )
+from smolcluster.launch.plan import by_hand, runs_dir_override
 from smolcluster.observability.logs import console_logger
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.runs.events import num_resumed
@@ -198,23 +199,16 @@ class Part:
         """A process of this machine, with its command; `resume`: a server goes on with the newest run."""
         algorithm = algorithm_of_stages()
         common = ("--config", str(self._cluster_file), "--workload", f"{self._program}:workload")
-        here = f"runs_dir={json.dumps(str(self._folder))}"  # also where SMOLCLUSTER_RUNS_DIR is set
+        here = runs_dir_override(str(self._folder))  # also where SMOLCLUSTER_RUNS_DIR is set
+        folder = str(self._folder)
         if node == COORDINATOR:
             going_on = ("--resume", LATEST) if resume else ()
             keys = [f"{key}={json.dumps(value)}" for key, value in self._keys.items()]
-            argv = (str(algorithm.server), *going_on, "--override", *keys, here)
-            rank = None
-        else:
-            rank = self._config.nodes.index(node)
-            argv = (str(algorithm.worker), str(rank + 1), node, "--override", here)
-        role = "server" if rank is None else "worker"
-        return LaunchedProcess(
-            node=node,
-            role=role,
-            rank=rank,
-            run_dir=str(self._folder),
-            argv=(sys.executable, *argv, *common),
-        )
+            options = (*going_on, "--override", *keys, here, *common)
+            return by_hand(algorithm, "server", node, None, *options, run_dir=folder)
+        rank = self._config.nodes.index(node)
+        options = ("--override", here, *common)
+        return by_hand(algorithm, "worker", node, rank, *options, run_dir=folder)
 
     @staticmethod
     def _follow(children: Mapping[str, Child]) -> int:
