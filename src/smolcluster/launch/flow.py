@@ -38,10 +38,9 @@ from smolcluster.launch.kept import (
 from smolcluster.launch.observe.beside import announce, beside_others, stack_for, within_reach
 from smolcluster.launch.places import (
     inherited,
+    machines_here,
     machines_of,
     own_secret_file,
-    places_here,
-    places_of,
     project_root,
 )
 from smolcluster.launch.plan import (
@@ -251,10 +250,10 @@ class Here(Site):
             settings.of(config_of(request.algorithm)).check_device(settings.node.device)
 
     def plan(self, run_id: str) -> Launched:
-        places = places_here(self.request, self.settings, self.root)
+        machines = machines_here(self.request, self.settings, self.root)
         in_sessions = wants_window(self.how)
         return plan(
-            self.request, self.settings, places, run_id, is_local=True, in_sessions=in_sessions
+            self.request, self.settings, machines, run_id, is_local=True, in_sessions=in_sessions
         )
 
     def show(self, launched: Launched) -> None:
@@ -284,18 +283,17 @@ class Cluster(Site):
     def __init__(self, request: Request, settings: Settings, how: LaunchOptions) -> None:
         super().__init__(request, settings, how)
         self.root, self._project = all_runs(), read_project(project_root())
-        files = (self.cluster_file, self.train_file)
-        self._places = places_of(
-            request, settings.cluster, *files, here=self.root, project=self._project
-        )
         self._code, self._seen = _code_of(request)
         if request.algorithm.is_group:
             self._seen = portable_request(self._seen, settings)
-        self._machines = machines_of(request, settings, self._places, self.cluster_file)
+        files = (self.cluster_file, self.train_file)
+        self._machines = machines_of(
+            request, settings, *files, here=self.root, project=self._project
+        )
         self.env = {node: machine.env for node, machine in self._machines.items()}
 
     def plan(self, run_id: str) -> Launched:
-        return plan(self._seen, self.settings, self._places, run_id)
+        return plan(self._seen, self.settings, self._machines, run_id)
 
     def show(self, launched: Launched) -> None:
         has_known_model = self.request.script is None
@@ -331,7 +329,7 @@ class Cluster(Site):
         make_ready(machines, secret, say, project=self._project, sync=self.how.sync)
         cluster_file = without_env(self.cluster_file, self.request.without)
         put_configuration(launched, cluster_file, self.train_file.read_bytes(), self._code)
-        check_packets(self.settings.cluster, self._places)
+        check_packets(self.settings.cluster, self._machines)
         paths = super().make_ready(launched, say)
         self._keep(paths, self._code)
         self.stack = stack_for(self.how.observe, self.settings.cluster, say)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.configs.load import read_config
-from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, NodeConfig, Settings
+from smolcluster.configs.schema import HUB_NAME, DatasetPlace, NodeConfig, Settings
 from smolcluster.configs.sections import flatten, is_nested
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.installed import installed_project
-from smolcluster.launch.plan import NodePaths, PathsByNode, Request
-from smolcluster.launch.prepare import HUB_KEY, WANDB_KEY, Machine, forwarded
+from smolcluster.launch.plan import Machine, Machines, Request
+from smolcluster.launch.prepare import HUB_KEY, WANDB_KEY, forwarded
 from smolcluster.launch.project import RUNS, Project
 from smolcluster.launch.requests import settings_of
 from smolcluster.observability.sinks.wandb import wandb_mode
@@ -41,23 +41,27 @@ def own_secret_file() -> Path:
     return Path(stated).expanduser() if stated else default_secret_path()
 
 
-def places_here(request: Request, settings: Settings, root: Path) -> PathsByNode:
-    """All on this machine, with one compute thread each, but where the user has set their number.
+def machines_here(request: Request, settings: Settings, root: Path) -> Machines:
+    """All this one, with one compute thread a process, but where the user has set their number.
 
     Side by side more threads get into each other's way.
     """
-    here = NodePaths(
-        ssh=None,
-        project_dir=str(root),
-        runs_dir=str(root),
-        python=sys.executable,
-        overrides=tuple(place_overrides(settings)),
-    )
-    nodes = settings.cluster.machines
-    if request.algorithm.is_group:  # one process, whose ranks share the cores
-        return dict.fromkeys(nodes, here)
-    stated = {node: settings_of(request, True, node).node.threads for node in nodes}
-    return {node: replace(here, threads=1 if stated[node] is None else None) for node in nodes}
+    data, env = tuple(place_overrides(settings)), inherited()
+
+    def here(node: str) -> Machine:
+        is_free = request.algorithm.is_group  # one process, whose ranks share the cores
+        is_free = is_free or settings_of(request, True, node).node.threads is not None
+        return Machine(
+            host=Host(node),
+            project_dir=str(root),
+            runs_dir=str(root),
+            python=sys.executable,
+            overrides=data,
+            threads=None if is_free else 1,
+            env=env,
+        )
+
+    return {node: here(node) for node in settings.cluster.machines}
 
 
 def place_overrides(settings: Settings) -> list[str]:
@@ -72,43 +76,53 @@ def place_overrides(settings: Settings) -> list[str]:
     return [*root, *cache, *files, f"dataset.download={str(place.download).lower()}"]
 
 
-def places_of(
+def machines_of(
     request: Request,
-    cluster: ClusterConfig,
+    settings: Settings,
     cluster_file: Path,
     train_file: Path,
     *,
     here: Path,
     project: Project,
-) -> PathsByNode:
-    """Where the run lives on each machine; `here`: this one's folder of runs."""
+) -> Machines:
+    """The machines of a cluster, by their names; `here`: this one's folder of runs."""
     raw = read_config(cluster_file, "cluster").get("nodes") or {}
-    data = list(_data_overrides(train_file))
-    places = {}
-    for node in cluster.machines:
-        config = cluster.nodes.get(node, NodeConfig())
+    data = tuple(_data_overrides(train_file))
+
+    def machine(node: str) -> Machine:
+        config, stated = settings.cluster.nodes.get(node, NodeConfig()), raw.get(node) or {}
+        is_own = config.project_dir is not None
+        found = Machine(
+            host=Host(node, config.ssh or node),
+            project_dir=config.project_dir or project.folder(config.torch),
+            runs_dir=(
+                _override_of(request, "runs_dir")
+                or stated.get("runs_dir")
+                or (f"{config.project_dir}/runs" if is_own else RUNS)
+            ).rstrip("/"),
+            overrides=tuple(
+                text
+                for text in data
+                if text.partition("=")[0].rpartition(".")[2] not in (stated.get("dataset") or {})
+            ),
+            torch=config.torch,
+            secret_file=stated.get("secret_file"),
+            is_own=is_own,
+        )
         if config.ssh == HERE:
-            places[node] = NodePaths(
-                ssh=None,
+            return replace(
+                found,
+                host=Host(node),
                 project_dir=str(project_root()),
                 runs_dir=str(here),
                 python=sys.executable,
-                overrides=tuple(data),
+                overrides=data,
+                env=inherited() | config.env,
             )
-            continue
-        stated = raw.get(node) or {}
-        own = stated.get("dataset") or {}
-        default = RUNS if config.project_dir is None else f"{config.project_dir}/runs"
-        runs_dir = _override_of(request, "runs_dir") or stated.get("runs_dir") or default
-        places[node] = NodePaths(
-            ssh=config.ssh or node,
-            project_dir=config.project_dir or project.folder(config.torch),
-            runs_dir=runs_dir.rstrip("/"),
-            overrides=tuple(
-                text for text in data if text.partition("=")[0].rpartition(".")[2] not in own
-            ),
-        )
-    return places
+        keys = keys_of(node, request, settings, os.environ | config.env)
+        return replace(found, env=forwarded(os.environ, keys) | config.env)
+
+    return {node: machine(node) for node in settings.cluster.machines}
 
 
 def _data_overrides(train_file: Path) -> Iterator[str]:
@@ -129,26 +143,6 @@ def _override_of(request: Request, key: str) -> str | None:
     """The value that an override gives a key, the last one of it."""
     values = [text.partition("=")[2] for text in request.overrides if text.startswith(f"{key}=")]
     return values[-1] if values else None
-
-
-def machines_of(
-    request: Request, settings: Settings, places: PathsByNode, cluster_file: Path
-) -> Mapping[str, Machine]:
-    cluster = settings.cluster
-    raw = read_config(cluster_file, "cluster").get("nodes") or {}
-    machines = {}
-    for node, place in places.items():
-        config = cluster.nodes.get(node, NodeConfig())
-        keys = keys_of(node, request, settings, os.environ | config.env)
-        machines[node] = Machine(
-            host=Host(node, place.ssh),
-            project_dir=place.project_dir,
-            torch=config.torch,
-            env=(inherited() if place.ssh is None else forwarded(os.environ, keys)) | config.env,
-            secret_file=(raw.get(node) or {}).get("secret_file"),
-            is_own=config.project_dir is not None,
-        )
-    return machines
 
 
 def keys_of(

@@ -8,7 +8,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import smolcluster
@@ -19,6 +19,7 @@ from smolcluster.configs.overrides import node_overrides, public_overrides, with
 from smolcluster.configs.schema import ClusterConfig, NodeConfig, Settings, config_of
 from smolcluster.configs.spec import AlgorithmSpec
 from smolcluster.errors import ConfigError
+from smolcluster.launch.host import Host
 from smolcluster.launch.jobs.scheduler import submission
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import HELPERS, Launched, LaunchedProcess, Scheduler
@@ -92,32 +93,45 @@ class Request:
 
 
 @dataclass(frozen=True)
-class NodePaths:
+class Machine:
     """Where a run lives on a machine; paths as that machine understands them, absolute or from `~/`.
 
     Attributes:
-        ssh: where `ssh` finds it; None: it is this machine.
+        project_dir: the project's folder there.
         python: the interpreter, relative to `project_dir` or absolute.
         overrides: for a worker: where the training file says that the data are.
         threads: compute threads of each process, where all run on one machine; None: as configured.
+        torch: the build of PyTorch, as `nodes.<name>.torch`.
+        env: what is added to the environment of its processes.
+        secret_file: where the secret belongs; None: the default place.
+        is_own: whether the project's folder is a clone of its owner's, which is used as it is.
     """
 
-    ssh: str | None
+    host: Host
     project_dir: str
     runs_dir: str
     python: str = ".venv/bin/python"
     overrides: tuple[str, ...] = ()
     threads: int | None = None
+    torch: str = "pypi"
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    secret_file: str | None = None
+    is_own: bool = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is the machine that launches: then nothing needs to be brought there."""
+        return self.host.destination is None
 
 
-PathsByNode = Mapping[str, NodePaths]
+Machines = Mapping[str, Machine]
 """By the names of nodes."""
 
 
 def plan(
     request: Request,
     settings: Settings,
-    places: PathsByNode,
+    machines: Machines,
     run_id: str,
     *,
     is_local: bool = False,
@@ -132,14 +146,14 @@ def plan(
         ConfigError: the ranks cannot be laid out on these machines, or would speak unencrypted.
     """
     cluster, is_group = settings.cluster, request.algorithm.is_group
-    layout = _layout(request, settings, places, is_local=is_local) if is_group else {}
+    layout = _layout(request, settings, machines, is_local=is_local) if is_group else {}
 
     def planned(role: str, node: str, rank: int | None) -> LaunchedProcess:
-        place = places[node]
-        run_dir = f"{place.runs_dir}/{run_id}"
-        last = [runs_dir_override(place.runs_dir)]
+        machine = machines[node]
+        run_dir = f"{machine.runs_dir}/{run_id}"
+        last = [runs_dir_override(machine.runs_dir)]
         if is_local:
-            last = [] if place.threads is None else [f"threads={place.threads}"]
+            last = [] if machine.threads is None else [f"threads={machine.threads}"]
         told = request if is_local else request.in_run(run_dir)
         no_progress = (NO_PROGRESS,) * (role in (SERVER, RANKS) and not in_sessions)
         if is_group:
@@ -155,18 +169,18 @@ def plan(
                 *no_progress,
                 *(() if role == SERVER else restarts(cluster)),
                 *_files(told, role),
-                *override_options((*_overrides(told, role, place, is_local=is_local), *last)),
+                *override_options((*_overrides(told, role, machine, is_local=is_local), *last)),
             )
         name = f"{role}-{node}" if role in (*HELPERS, RANKS) else role
         return LaunchedProcess(
             node=node,
             role=role,
             rank=rank,
-            ssh=place.ssh,
+            ssh=machine.host.destination,
             run_dir=run_dir,
             session=session_name(run_id, name, rank) if in_sessions else "",
-            project_dir=place.project_dir,
-            argv=(place.python, *words),
+            project_dir=machine.project_dir,
+            argv=(machine.python, *words),
             device=cluster.nodes.get(node, NodeConfig()).device,
         )
 
@@ -282,12 +296,12 @@ def _files(told: Request, role: str) -> tuple[str, ...]:
     )
 
 
-def _overrides(told: Request, role: str, place: NodePaths, *, is_local: bool) -> tuple[str, ...]:
+def _overrides(told: Request, role: str, machine: Machine, *, is_local: bool) -> tuple[str, ...]:
     """What the user has said, of which all but the server are told only what belongs to a machine."""
     said = without_workload(told.overrides)
     if role == SERVER:
         return tuple(said)
-    data = () if role == "store" else place.overrides
+    data = () if role == "store" else machine.overrides
     return (*((PATIENCE,) if is_local else ()), *data, *node_overrides(said))
 
 
@@ -350,7 +364,7 @@ def portable_request(request: Request, settings: Settings) -> Request:
 
 
 def _layout(
-    request: Request, settings: Settings, places: PathsByNode, *, is_local: bool
+    request: Request, settings: Settings, machines: Machines, *, is_local: bool
 ) -> Mapping[str, tuple[str, ...]]:
     """Which ranks each machine has, as its command says it: as many on each.
 
@@ -371,7 +385,7 @@ def _layout(
             f"mesh makes {total} ranks, which the {len(cluster.workers)} machines of workers "
             f"({', '.join(cluster.workers)}) cannot share equally: change mesh, or workers and num_workers"
         )
-    if len({places[node].ssh for node in cluster.workers}) > 1:
+    if len({machines[node].host.destination for node in cluster.workers}) > 1:
         check_unencrypted(cluster.encryption)
         _check_addresses(cluster)
     for node in cluster.workers:

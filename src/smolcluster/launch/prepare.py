@@ -8,11 +8,11 @@ import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 from smolcluster.errors import ConfigError, LaunchError, PortBusy, SmolclusterError
 from smolcluster.launch.host import Host, Unreachable, shell_path
+from smolcluster.launch.plan import Machine
 from smolcluster.launch.project import Project, bring, look_at_clone
 from smolcluster.utils.units import format_count
 
@@ -32,31 +32,6 @@ NODE_ENV = re.compile(r"SMOLCLUSTER_NODES__.+__ENV(__.+)?", re.IGNORECASE)
 """A setting that only its node may see: it may hold secrets."""
 WANDB_KEY, HUB_KEY = "WANDB_API_KEY", "HF_TOKEN"
 DEFAULT_SECRET = '"${XDG_CONFIG_HOME:-$HOME/.config}"/smolcluster/secret'  # noqa: S105 - a path
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A node before the run.
-
-    Attributes:
-        project_dir: the project's folder there.
-        torch: the build of PyTorch, as `nodes.<name>.torch`.
-        env: what is added to the environment of its processes.
-        secret_file: where the secret belongs; None: the default place.
-        is_own: whether that folder is a clone of its owner's, which is used as it is.
-    """
-
-    host: Host
-    project_dir: str
-    torch: str
-    env: Mapping[str, str]
-    secret_file: str | None = None
-    is_own: bool = False
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is the machine that launches: then nothing needs to be brought there."""
-        return self.host.destination is None
 
 
 class NotFit(LaunchError):

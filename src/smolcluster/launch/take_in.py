@@ -25,17 +25,15 @@ from smolcluster.launch.kept import check_launched_here, without_env
 from smolcluster.launch.places import (
     machines_of,
     own_secret_file,
-    places_of,
     project_root,
 )
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
     TRAIN_FILE,
-    PathsByNode,
     Request,
     plan,
 )
-from smolcluster.launch.prepare import Machine, examine, make_ready
+from smolcluster.launch.prepare import examine, make_ready
 from smolcluster.launch.project import Project, read_project
 from smolcluster.launch.requests import settings_of
 from smolcluster.launch.run import Run
@@ -118,7 +116,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         draft = _Draft(
             paths, launched, status, name=name, wanted=wanted, file=file, project=project
         )
-        machines = {each.node: draft.machine_of(each.node) for each in draft.processes}
+        machines = {each.node: draft.machines[each.node] for each in draft.processes}
         env = {node: machine.env for node, machine in machines.items()}
         run = Run(launched, paths, SteadyConsole(), env)
         examine([*machines.values()], run.say, sync=wanted.sync)
@@ -231,17 +229,14 @@ class _Draft:
             workload=workload_of(self._launched.server),
             script=script_of(self._launched.workers[0]),
         )
-        self._places: PathsByNode = places_of(
+        self.machines = machines_of(
             self._request,
-            self.settings.cluster,
+            self.settings,
             self._file,
             train_file,
             here=self._paths.root.parent,
             project=self._project,
         )
-
-    def machine_of(self, node: str) -> Machine:
-        return machines_of(self._request, self.settings, self._places, self._file)[node]
 
     def find_way(self, say: Say) -> None:
         """Let the machine try where it reaches the server, unless that is known.
@@ -251,11 +246,10 @@ class _Draft:
         """
         if self._is_sure:
             return
-        place, host = self._places[self._name], self.machine_of(self._name).host
-        port = self._launched.port
-        words = [place.python, "-c", PROBE, str(port), *self._ways]
-        script = f"cd {shell_path(place.project_dir)} && {shlex.join(words)}"
-        found = host.run(script, timeout_s=20.0 + 3 * len(self._ways)).stdout.strip()
+        machine, port = self.machines[self._name], self._launched.port
+        words = [machine.python, "-c", PROBE, str(port), *self._ways]
+        script = f"cd {shell_path(machine.project_dir)} && {shlex.join(words)}"
+        found = machine.host.run(script, timeout_s=20.0 + 3 * len(self._ways)).stdout.strip()
         if not found:
             raise LaunchError(
                 f"{self._name} reaches the server at none of {', '.join(self._ways)} (port {port}): check "
@@ -290,7 +284,7 @@ class _Draft:
     @property
     def processes(self) -> list[LaunchedProcess]:
         """What is to be started: stages before their worker, which has a number that is free."""
-        launched = plan(self._request, self.settings, self._places, self._paths.run_id)
+        launched = plan(self._request, self.settings, self.machines, self._paths.run_id)
         planned = {(each.role, each.node): each for each in launched.processes}
         return [
             self._numbered(planned[key]) if key[0] == WORKER else planned[key]

@@ -33,12 +33,12 @@ from smolcluster.launch import flow, places
 from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.kept import StoredOptions, keep, without_env
-from smolcluster.launch.places import keys_of, place_overrides, places_of
+from smolcluster.launch.places import keys_of, machines_of, place_overrides
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
     NO_PROGRESS,
     TRAIN_FILE,
-    NodePaths,
+    Machine,
     Request,
     plan,
 )
@@ -62,15 +62,15 @@ CLUSTER = ClusterConfig(
 SETTINGS = local_settings()
 PROJECT = Project({"src/a.py": b""})
 PLACES = {
-    "mini1": NodePaths(ssh="mini1", project_dir="~/smolcluster", runs_dir="~/smolcluster/runs"),
-    "pi5": NodePaths(
-        ssh="pi@192.168.50.2",
+    "mini1": Machine(Host("mini1", "mini1"), "~/smolcluster", "~/smolcluster/runs"),
+    "pi5": Machine(
+        Host("pi5", "pi@192.168.50.2"),
         project_dir="/opt/smolcluster",
         runs_dir="/mnt/my disk/runs",
         overrides=("dataset.root=~/data",),
     ),
-    "mac.book-2": NodePaths(
-        ssh=None,
+    "mac.book-2": Machine(
+        Host("mac.book-2"),
         project_dir="/home/u/main",
         runs_dir="/home/u/main/runs",
         python="/usr/bin/python3",
@@ -157,7 +157,7 @@ def test_processes_write_where_the_launcher_looks(
     """Even if the cluster file or a variable says something else to them."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", "/elsewhere")
-    places = dict.fromkeys(PLACES, NodePaths(ssh="x", project_dir="~/p", runs_dir=runs_dir))
+    places = dict.fromkeys(PLACES, Machine(Host("x", "x"), "~/p", runs_dir))
     request = Request(get_algorithm("edp"), overrides=("runs_dir=/other",))
     launched = plan(request, of(CLUSTER), places, RUN_ID)
     for process in launched.processes:
@@ -249,7 +249,7 @@ def test_a_run_that_goes_on_differs_by_a_flag_of_its_server() -> None:
 
 
 def test_a_local_run_in_sessions_runs_the_commands_of_a_local_run(tmp_path: Path) -> None:
-    place = NodePaths(ssh=None, project_dir=str(tmp_path), runs_dir=str(tmp_path), python="python")
+    place = Machine(Host("x"), str(tmp_path), str(tmp_path), python="python")
     places = dict.fromkeys(CLUSTER.machines, place)
     request = Request(get_algorithm("edp"))
     children, launched = (
@@ -338,7 +338,7 @@ def test_a_run_goes_on_without_a_machine(
     told = StoredOptions(environ={}, overrides=())
     keep(paths, file.read_bytes(), train.read_bytes(), told)
     request = Request(get_algorithm("edp"), config=str(file))
-    places = places_of(request, cluster, file, train, here=tmp_path / "runs", project=PROJECT)
+    places = machines_of(request, of(cluster), file, train, here=tmp_path / "runs", project=PROJECT)
     write_launched(paths.launched, plan(request, of(cluster), places, RUN_ID))
     assert main(["resume", RUN_ID, "--dry-run"]) == 0
     assert "pi5" in capsys.readouterr().out
@@ -417,15 +417,18 @@ def test_where_a_run_lives_is_what_the_file_says(tmp_path: Path) -> None:
     train.write_text("dataset: {name: MNIST, root: ~/data, download: false}\n")
     cluster = load_settings(file, train, environ={}).cluster
     request = Request(get_algorithm("edp"))
-    places = places_of(request, cluster, file, train, here=tmp_path / "runs", project=PROJECT)
-    assert (places["mini1"].ssh, places["mini1"].runs_dir) == ("mini1", "~/smolcluster/runs")
-    assert places["pi5"].ssh == "pi@10.0.0.2"
+    places = machines_of(request, of(cluster), file, train, here=tmp_path / "runs", project=PROJECT)
+    assert (places["mini1"].host.destination, places["mini1"].runs_dir) == (
+        "mini1",
+        "~/smolcluster/runs",
+    )
+    assert places["pi5"].host.destination == "pi@10.0.0.2"
     assert places["pi5"].runs_dir == "/mnt/runs"
     assert places["pi5"].project_dir == "~/my/project", "its own clone"
     assert places["mini1"].project_dir == PROJECT.folder("auto")
     assert places["pi5"].overrides == ("dataset.download=false",), "its own data folder stays"
     assert places["mini1"].overrides == ("dataset.root=~/data", "dataset.download=false")
-    assert places["here"].ssh is None
+    assert places["here"].is_here
     assert places["here"].runs_dir == str(tmp_path / "runs")
 
 

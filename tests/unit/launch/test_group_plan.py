@@ -17,13 +17,14 @@ from smolcluster.configs.spec import get_algorithm
 from smolcluster.distributed_training import configuration, parser
 from smolcluster.errors import ConfigError
 from smolcluster.launch.flow import LaunchOptions, launch
-from smolcluster.launch.plan import PROGRAM, NodePaths, PathsByNode, Request, plan
+from smolcluster.launch.host import Host
+from smolcluster.launch.plan import PROGRAM, Machine, Machines, Request, plan
 from smolcluster.launch.prepare import check_systems
 
 MESH = get_algorithm("mesh")
-PLACES: PathsByNode = {
-    "node1": NodePaths("node1", "~/smolcluster", "~/smolcluster/runs"),
-    "node2": NodePaths("me@node2", "/opt/s", "/mnt/runs"),
+PLACES: Machines = {
+    "node1": Machine(Host("node1", "node1"), "~/smolcluster", "~/smolcluster/runs"),
+    "node2": Machine(Host("node2", "me@node2"), "/opt/s", "/mnt/runs"),
 }
 
 
@@ -68,7 +69,7 @@ def test_machines_between_which_nothing_is_encrypted_are_refused_unless_that_is_
     told = settings("encryption=auto")
     with pytest.raises(ConfigError, match=r"nothing of a mesh is encrypted .* encryption=off"):
         plan(Request(MESH), told, PLACES, "mesh-1")
-    one = {name: replace(each, ssh="node1") for name, each in PLACES.items()}
+    one = {name: replace(each, host=Host("node1", "node1")) for name, each in PLACES.items()}
     assert plan(Request(MESH), told, one, "mesh-1").is_group
 
 
@@ -85,7 +86,7 @@ def test_nodes_of_a_scheduler_are_refused_alike(
 def test_the_command_on_this_machine_takes_the_mesh_from_the_file(tmp_path: Path) -> None:
     request = Request(MESH, train_config="stdlib", overrides=("mesh.tp=1", "mesh.dp=2"))
     told = settings(*request.overrides)
-    place = NodePaths(ssh=None, project_dir=str(tmp_path), runs_dir=str(tmp_path), python="python3")
+    place = Machine(Host("here"), str(tmp_path), str(tmp_path), python="python3")
     places = {told.cluster.server: place}
     launched = plan(request, told, places, "mesh-1", is_local=True)
     args = parser().parse_args(launched.server.argv[4:])

@@ -19,7 +19,8 @@ from smolcluster.configs.machines import localise
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig, StagesConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError
-from smolcluster.launch.plan import NodePaths, Request, plan
+from smolcluster.launch.host import Host
+from smolcluster.launch.plan import Machine, Request, plan
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.summary import Summary
 
@@ -49,7 +50,7 @@ def local(asked: Request, cluster: ClusterConfig = CLUSTER, **facts: Any) -> Lau
 
 
 def here(asked: Request, cluster: ClusterConfig, with_threads: Sequence[str] = ()) -> Launched:
-    place = NodePaths(ssh=None, project_dir="/runs", runs_dir="/runs", python="/usr/bin/python")
+    place = Machine(Host("here"), "/runs", "/runs", python="/usr/bin/python")
     places = {
         node: replace(place, threads=None if node in with_threads else 1)
         for node in cluster.machines

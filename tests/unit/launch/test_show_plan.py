@@ -13,7 +13,8 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.launch.estimate import cost_of
-from smolcluster.launch.plan import NodePaths, Request, plan
+from smolcluster.launch.host import Host
+from smolcluster.launch.plan import Machine, Request, plan
 from smolcluster.launch.sessions import start_script
 from smolcluster.launch.show_plan import commands, costs, mermaid, plan_table, show_plan
 from smolcluster.runs.launched import Launched
@@ -28,8 +29,8 @@ def settings_of(*overrides: str, train: str = "nn") -> Settings:
 def planned(settings: Settings, project_dir: str = "~/smolcluster") -> Launched:
     cluster = settings.cluster
     places = {
-        node: NodePaths(
-            ssh=None if node == "mini1" else f"pi@{node}.local",
+        node: Machine(
+            Host(node, None if node == "mini1" else f"pi@{node}.local"),
             project_dir=project_dir,
             runs_dir=f"{project_dir}/runs",
         )

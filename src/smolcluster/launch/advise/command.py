@@ -29,9 +29,9 @@ from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Host, host_of
 from smolcluster.launch.kept import without_env
 from smolcluster.launch.links import Say, Way, measure_all_ways
-from smolcluster.launch.places import machines_of, places_of, project_root
-from smolcluster.launch.plan import Request
-from smolcluster.launch.prepare import Machine, bring_project, settings_in
+from smolcluster.launch.places import machines_of, project_root
+from smolcluster.launch.plan import Machine, Request
+from smolcluster.launch.prepare import bring_project, settings_in
 from smolcluster.launch.project import read_project
 from smolcluster.launch.requests import (
     naming_workload,
@@ -184,10 +184,9 @@ def reach(
     """
     cluster_file, train_file = config_files(named)
     project = read_project(project_root())
-    places = places_of(
-        named, settings.cluster, cluster_file, train_file, here=all_runs(), project=project
+    machines = machines_of(
+        named, settings, cluster_file, train_file, here=all_runs(), project=project
     )
-    machines = machines_of(named, settings, places, cluster_file)
     files = files_of(named)
     say(f"looking at {', '.join(machines)}")
 
@@ -200,7 +199,7 @@ def reach(
             say(f"{error}; it is left out")
             return None
         packed = files.packed(asked_of(named, files, node=host.node, environ=env, **asked))
-        return Computer(host, places[host.node].python, machine.project_dir, packed)
+        return Computer(host, machine.python, machine.project_dir, packed)
 
     return [each for each in at_once(ready, list(machines.values())) if each is not None]
 

@@ -36,7 +36,7 @@ from smolcluster.launch.links import (
     python_lines,
     read_listener,
 )
-from smolcluster.launch.plan import PathsByNode
+from smolcluster.launch.plan import Machines
 from smolcluster.launch.prepare import run_on_all
 from smolcluster.utils.units import format_address, format_rate
 from smolcluster.utils.words import as_command
@@ -280,7 +280,7 @@ LINK_CHECKS = (
 """While the listener waits."""
 
 
-def check_packets(cluster: ClusterConfig, places: PathsByNode) -> None:
+def check_packets(cluster: ClusterConfig, machines: Machines) -> None:
     """See that packets of full size pass before a run; what cannot be measured is left to the run to tell.
 
     Where an MTU on the way is smaller than those of both ends, connections are made and large frames never
@@ -292,9 +292,9 @@ def check_packets(cluster: ClusterConfig, places: PathsByNode) -> None:
     token = secrets.token_hex(8)
 
     def node_at(host: Host) -> NodeChecks:
-        place = places[host.node]
-        of_node = place.python.startswith("/")
-        python = place.python if of_node else f"{place.project_dir}/{place.python}"
+        machine = machines[host.node]
+        of_node = machine.python.startswith("/")
+        python = machine.python if of_node else f"{machine.project_dir}/{machine.python}"
         return NodeChecks(host, cluster, python=python, token=token, listener=listener)
 
     def look(host: Host) -> None:
@@ -305,7 +305,7 @@ def check_packets(cluster: ClusterConfig, places: PathsByNode) -> None:
             what, fix = lost_packets(told, node)
             raise LaunchError(f"{host.node}: {what}: {fix}")
 
-    server, *others = (Host(node, places[node].ssh) for node in cluster.machines)
+    server, *others = (machines[node].host for node in cluster.machines)
     listener = None
     with ExitStack() as stack:
         try:
