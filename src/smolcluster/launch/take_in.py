@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,8 @@ from smolcluster.launch.places import (
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
     TRAIN_FILE,
+    Machine,
+    Machines,
     Request,
     plan,
 )
@@ -112,19 +113,30 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         )
     name = wanted.name or _who_has_gone(paths)
     with _cluster_file(paths) as file:
-        project = read_project(project_root())
-        draft = _Draft(
-            paths, launched, status, name=name, wanted=wanted, file=file, project=project
-        )
-        machines = {each.node: draft.machines[each.node] for each in draft.processes}
-        env = {node: machine.env for node, machine in machines.items()}
-        run = Run(launched, paths, SteadyConsole(), env)
-        examine([*machines.values()], run.say, sync=wanted.sync)
-        secret = load_secret(own_secret_file()).key
-        make_ready(machines.values(), secret, run.say, project=project, sync=wanted.sync)
-        draft.find_way(run.say)
+        before = read_config(paths.root / CLUSTER_FILE, "cluster")
+        ways = list(dict.fromkeys(map(str, before["host_ip"].values())))
+        known = wanted.address or (before.get("host_ip") or {}).get(name)
+        own, project = settings_of_node(name, wanted.overrides), read_project(project_root())
+
+        def write(address: str) -> None:
+            file.touch(mode=0o600)
+            file.write_text(dump_yaml(with_worker(before, name, address, own)))
+
+        write(known or ways[0])
+        settings, machines, whole = _planned(paths, launched, file, project)
+        missing = _missing(name, launched, status, settings.cluster)
+        nodes = list(dict.fromkeys(node for _, node in missing))
+        run = Run(launched, paths, SteadyConsole(), {node: machines[node].env for node in nodes})
+        there, secret = [machines[node] for node in nodes], load_secret(own_secret_file()).key
+        examine(there, run.say, sync=wanted.sync)
+        make_ready(there, secret, run.say, project=project, sync=wanted.sync)
+        if known is None:
+            write(_way(machines[name], ways, launched.port, run.say))
+            settings, machines, whole = _planned(paths, launched, file, project)
+        planned = {(each.role, each.node): each for each in whole.processes}
+        rank = _rank(name, launched, status, settings) if (WORKER, name) in missing else None
+        processes = [_with_rank(planned[key], rank) for key in missing]
         packed, code = paths.root / WORKLOAD_FILE, _code_of(launched)
-        processes = draft.processes
         for process in processes:
             machine = machines[process.node]
             put(machine.host, f"{process.run_dir}/{CLUSTER_FILE}", without_env(file))
@@ -133,7 +145,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
             run.add(process)
         if launched.shippers:
             for process in {each.node: each for each in processes}.values():
-                _ship(paths, process, machines[process.node].env, draft.settings, run.say)
+                _ship(paths, process, machines[process.node].env, settings, run.say)
         remember(paths.run_id, CLUSTER_FILE, file.read_bytes())
         file.replace(paths.root / CLUSTER_FILE)
     return 0
@@ -189,122 +201,88 @@ def _cluster_file(paths: RunPaths) -> Iterator[Path]:
         file.unlink(missing_ok=True)
 
 
-class _Draft:
-    """The run's cluster file with one more machine, and what follows from it."""
+def _planned(
+    paths: RunPaths, launched: Launched, cluster_file: Path, project: Project
+) -> tuple[Settings, Machines, Launched]:
+    """The whole run as a launch with this cluster file would plan it."""
+    train_file = paths.root / TRAIN_FILE
+    request = Request(
+        algorithm=get_algorithm(launched.algorithm),
+        config=str(cluster_file),
+        train_config=str(train_file),
+        overrides=launched.overrides,
+    )
+    settings = settings_of(request, local=False)
+    workload, script = workload_of(launched.server), script_of(launched.workers[0])
+    request = replace(request, workload=workload, script=script)
+    here = paths.root.parent
+    machines = machines_of(request, settings, cluster_file, train_file, here=here, project=project)
+    return settings, machines, plan(request, settings, machines, paths.run_id)
 
-    def __init__(
-        self,
-        paths: RunPaths,
-        launched: Launched,
-        status: RunStatus,
-        *,
-        name: str,
-        wanted: JoinOptions,
-        file: Path,
-        project: Project,
-    ) -> None:
-        self._paths, self._launched, self._status = paths, launched, status
-        self._name, self._file, self._project = name, file, project
-        self._raw = read_config(paths.root / CLUSTER_FILE, "cluster")
-        known = (self._raw.get("host_ip") or {}).get(name)
-        self._is_sure = wanted.address is not None or known is not None
-        self._ways = list(dict.fromkeys(map(str, self._raw["host_ip"].values())))
-        self._own = settings_of_node(name, wanted.overrides)
-        self._write(wanted.address or known or self._ways[0])
 
-    def _write(self, address: str) -> None:
-        raw = with_worker(self._raw, self._name, address, self._own)
-        self._file.touch(mode=0o600)
-        self._file.write_text(dump_yaml(raw))
-        train_file = self._paths.root / TRAIN_FILE
-        request = Request(
-            algorithm=get_algorithm(self._launched.algorithm),
-            config=str(self._file),
-            train_config=str(train_file),
-            overrides=self._launched.overrides,
+def _way(machine: Machine, ways: Sequence[str], port: int, say: Say) -> str:
+    """Let a machine try where it reaches the server.
+
+    Raises:
+        LaunchError: nowhere.
+    """
+    node = machine.host.node
+    words = [machine.python, "-c", PROBE, str(port), *ways]
+    script = f"cd {shell_path(machine.project_dir)} && {shlex.join(words)}"
+    found = machine.host.run(script, timeout_s=20.0 + 3 * len(ways)).stdout.strip()
+    if not found:
+        raise LaunchError(
+            f"{node} reaches the server at none of {', '.join(ways)} (port {port}): check cables and "
+            "firewalls, or say where it does: --address"
         )
-        self.settings = settings_of(request, local=False)
-        self._request = replace(
-            request,
-            workload=workload_of(self._launched.server),
-            script=script_of(self._launched.workers[0]),
+    say(f"{node}: reaches the server at {found}")
+    return found
+
+
+def _missing(
+    name: str, launched: Launched, status: RunStatus, cluster: ClusterConfig
+) -> list[tuple[str, str]]:
+    """What is to be started, see `missing_of`.
+
+    Raises:
+        Rejected: all is alive.
+    """
+    joined = [each for each in status.workers if each.node == name]
+    started = (*launched.workers, *launched.helpers)
+    is_known = any(each.node == name and each.role in (WORKER, STAGE) for each in started)
+    lives = not is_known and any(each.state == "joined" for each in joined)
+    missing = [] if lives else missing_of(name, launched, cluster)
+    if not missing:
+        ranks = [each.rank for each in launched.workers if each.node == name]
+        ranks += [each.rank for each in joined]
+        what = f"a live worker, worker {(ranks[0] or 0) + 1}" if ranks else "a live stage"
+        raise Rejected(
+            f"run {launched.run_id}: the name {name} is taken by {what}; stop that one or choose another name"
         )
-        self.machines = machines_of(
-            self._request,
-            self.settings,
-            self._file,
-            train_file,
-            here=self._paths.root.parent,
-            project=self._project,
-        )
+    return missing
 
-    def find_way(self, say: Say) -> None:
-        """Let the machine try where it reaches the server, unless that is known.
 
-        Raises:
-            LaunchError: nowhere.
-        """
-        if self._is_sure:
-            return
-        machine, port = self.machines[self._name], self._launched.port
-        words = [machine.python, "-c", PROBE, str(port), *self._ways]
-        script = f"cd {shell_path(machine.project_dir)} && {shlex.join(words)}"
-        found = machine.host.run(script, timeout_s=20.0 + 3 * len(self._ways)).stdout.strip()
-        if not found:
-            raise LaunchError(
-                f"{self._name} reaches the server at none of {', '.join(self._ways)} (port {port}): check "
-                "cables and firewalls, or say where it does: --address"
-            )
-        say(f"{self._name}: reaches the server at {found}")
-        self._write(found)
+def _rank(name: str, launched: Launched, status: RunStatus, settings: Settings) -> int:
+    """A worker's from before, or one that is free."""
+    known = {each.rank + 1: each.node for each in status.workers}
+    known |= {each.rank + 1: each.node for each in launched.workers if each.rank is not None}
+    before = next((each.rank for each in launched.workers if each.node == name), None)
+    present = [each.rank + 1 for each in status.workers if each.state == "joined"]
+    return free_worker_id(name, known, present, settings.cluster) - 1 if before is None else before
 
-    @cached_property
-    def _missing(self) -> list[tuple[str, str]]:
-        """What is to be started.
 
-        Raises:
-            Rejected: all is alive.
-        """
-        name, launched = self._name, self._launched
-        joined = [each for each in self._status.workers if each.node == name]
-        started = (*launched.workers, *launched.helpers)
-        is_known = any(each.node == name and each.role in (WORKER, STAGE) for each in started)
-        lives = not is_known and any(each.state == "joined" for each in joined)
-        missing = [] if lives else missing_of(name, launched, self.settings.cluster)
-        if not missing:
-            ranks = [each.rank for each in launched.workers if each.node == name]
-            ranks += [each.rank for each in joined]
-            what = f"a live worker, worker {(ranks[0] or 0) + 1}" if ranks else "a live stage"
-            raise Rejected(
-                f"run {launched.run_id}: the name {name} is taken by {what}; stop that one or choose another "
-                "name"
-            )
-        return missing
-
-    @property
-    def processes(self) -> list[LaunchedProcess]:
-        """What is to be started: stages before their worker, which has a number that is free."""
-        launched = plan(self._request, self.settings, self.machines, self._paths.run_id)
-        planned = {(each.role, each.node): each for each in launched.processes}
-        return [
-            self._numbered(planned[key]) if key[0] == WORKER else planned[key]
-            for key in self._missing
-        ]
-
-    def _numbered(self, worker: LaunchedProcess) -> LaunchedProcess:
-        before = next((w for w in self._launched.workers if w.node == self._name), None)
-        if before is not None and before.rank is not None:
-            rank = before.rank
-        else:
-            rank = _free_rank(self._name, self._launched, self._status, self.settings)
-        python, file, _, *rest = worker.argv
-        return worker.model_copy(
-            update={
-                "rank": rank,
-                "session": session_name(self._paths.run_id, WORKER, rank),
-                "argv": (python, file, str(rank + 1), *rest),
-            }
-        )
+def _with_rank(process: LaunchedProcess, rank: int | None) -> LaunchedProcess:
+    """The same process with this rank, if it is a worker."""
+    if process.role != WORKER or rank is None:
+        return process
+    python, file, _, *rest = process.argv
+    return process.model_copy(
+        update={
+            "rank": rank,
+            "session": session_name(process.run_dir.rpartition("/")[2], WORKER, rank),
+            "argv": (python, file, str(rank + 1), *rest),
+        }
+    )
 
 
 def _code_of(launched: Launched) -> str | None:
@@ -326,13 +304,6 @@ def _told(process: LaunchedProcess, option: str, below: str) -> str | None:
         return None
     said = process.argv[process.argv.index(option) + 1]
     return said.replace(f"{process.run_dir}/{WORKLOAD_FOLDER}/", below, 1)
-
-
-def _free_rank(name: str, launched: Launched, status: RunStatus, settings: Settings) -> int:
-    known = {each.rank + 1: each.node for each in status.workers}
-    known |= {each.rank + 1: each.node for each in launched.workers if each.rank is not None}
-    present = [each.rank + 1 for each in status.workers if each.state == "joined"]
-    return free_worker_id(name, known, present, settings.cluster) - 1
 
 
 def with_worker(
