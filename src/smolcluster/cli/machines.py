@@ -192,9 +192,9 @@ def _advise(
     Exits with 0 if it is worth distributing, with 4 if it is not.
     """
     from smolcluster.launch.advise.run import advise_command  # noqa: PLC0415 - takes time
-    from smolcluster.launch.requests import plain_request  # noqa: PLC0415
+    from smolcluster.launch.requests import request_of  # noqa: PLC0415
 
-    request = plain_request(
+    request = request_of(
         local=local,
         num_workers=workers,
         config=config,
@@ -262,7 +262,7 @@ def _plan(
     """
     from smolcluster.launch.advise.layer_plan import Wanted  # noqa: PLC0415 - takes time
     from smolcluster.launch.advise.show_layer_plan import plan_command  # noqa: PLC0415
-    from smolcluster.launch.requests import plain_request  # noqa: PLC0415
+    from smolcluster.launch.requests import request_of  # noqa: PLC0415
 
     overrides = override or []
     if model is not None:
@@ -270,7 +270,7 @@ def _plan(
             raise ConfigError("--model and --workload both say what is planned: name one of them")
         workload = "smolcluster.training.finetune:model_alone"
         overrides = [f"workload_args.folder={json.dumps(model)}", *overrides]
-    request = plain_request(
+    request = request_of(
         local=local,
         num_workers=workers,
         config=config,

@@ -25,6 +25,8 @@ from smolcluster.launch.estimate import tensors_of
 from smolcluster.launch.plan import ATTACHED, Request
 from smolcluster.launch.workload_code import check_source
 
+NOTHING_FILLED_IN = LaunchCommand("", "")
+
 
 def settings_of(request: Request, local: bool, node: str | None = None) -> Settings:
     """What a process on `node` (None: the server's) is told by this request.
@@ -85,32 +87,9 @@ def check_model(request: Request, settings: Settings) -> None:
         settings.of(config_of(request.algorithm)).check_model(num_tensors)
 
 
-def plain_request(
-    *,
-    local: bool,
-    num_workers: int | None,
-    config: str | None,
-    train_config: str | None,
-    overrides: Sequence[str],
-    workload: str | None = None,
-) -> Request:
-    """A request that leaves the algorithm open: it names the default one, whose cluster file is meant."""
-    spec = default_algorithm()
-    return request_of(
-        spec,
-        LaunchCommand("", ""),
-        local=local,
-        num_workers=num_workers,
-        config=config,
-        train_config=train_config,
-        overrides=overrides,
-        workload=workload,
-    )
-
-
 def request_of(
-    spec: AlgorithmSpec,
-    command: LaunchCommand,
+    spec: AlgorithmSpec | None = None,
+    command: LaunchCommand = NOTHING_FILLED_IN,
     *,
     local: bool,
     num_workers: int | None,
@@ -120,6 +99,8 @@ def request_of(
     workload: str | None = None,
     script: str | None = None,
 ) -> Request:
+    """What a command asks for; without a `spec` it is the default algorithm, whose cluster file is meant."""
+    spec = spec or default_algorithm()
     if script is not None:
         return Request(
             algorithm=spec,

@@ -14,6 +14,7 @@ from smolcluster.algorithms.planning.costs import Interface, Job, Site, Worker, 
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError
+from smolcluster.launch import requests
 from smolcluster.launch.advise import command
 from smolcluster.launch.advise import speed as speeds
 from smolcluster.launch.advise.command import (
@@ -32,7 +33,7 @@ from smolcluster.launch.host import Done, Host
 from smolcluster.launch.kept import keep_prediction
 from smolcluster.launch.links import Way
 from smolcluster.launch.plan import Request
-from smolcluster.launch.requests import plain_request, settings_of
+from smolcluster.launch.requests import settings_of
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.advice import ADVICE, LinkSpeed
 from smolcluster.runs.launched import LaunchedProcess
@@ -69,7 +70,7 @@ def request_of(tmp_path: Path) -> Callable[..., Request]:
     file.write_text(CLUSTER)
 
     def make(*overrides: str) -> Request:
-        return plain_request(
+        return requests.request_of(
             local=False,
             num_workers=None,
             config=str(file),
@@ -194,7 +195,7 @@ def test_what_the_file_says_is_kept_where_nothing_is_much_faster(
 
 
 def test_what_the_environment_says_is_kept() -> None:
-    asked = plain_request(
+    asked = requests.request_of(
         local=True, num_workers=1, config=None, train_config=None, overrides=["batch_size=4"]
     )
     environ = {"SMOLCLUSTER_CODEC": "int8", "SMOLCLUSTER_STALENESS__BOUND": "3", "HOME": "/"}
@@ -250,7 +251,7 @@ def test_a_machine_alone_is_no_slower_than_one_of_its_workers(
         return {computer.host.node: speed(seconds) for computer in computers}
 
     monkeypatch.setattr(command, "measure_all", fake)
-    request = plain_request(
+    request = requests.request_of(
         local=True, num_workers=2, config=None, train_config="stdlib", overrides=["batch_size=4"]
     )
     assert find_advice(request, lambda _: None, local=True).advice.alone == (command.ALONE, 8.0)

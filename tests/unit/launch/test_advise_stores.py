@@ -13,7 +13,7 @@ from smolcluster.launch.advise import run
 from smolcluster.launch.advise.run import with_stores_chosen
 from smolcluster.launch.links import Way
 from smolcluster.launch.plan import Request
-from smolcluster.launch.requests import plain_request, settings_of
+from smolcluster.launch.requests import request_of, settings_of
 
 CLUSTER = """
 host_ip: {mini1: 10.0.0.1, pi5: 10.0.0.1, win: 10.0.0.1, mac: 10.0.0.1}
@@ -35,7 +35,7 @@ def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chosen:
         rates: Mapping[str, float], algorithm: str = "syncps", *overrides: str, **more: Any
     ) -> tuple[Request, list[str]]:
         (tmp_path / "cluster.yaml").write_text(CLUSTER)
-        request = plain_request(
+        request = request_of(
             local=False,
             num_workers=None,
             config=str(tmp_path / "cluster.yaml"),
