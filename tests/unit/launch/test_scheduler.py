@@ -8,7 +8,8 @@ import pytest
 
 from smolcluster.configs.schema import SlurmConfig
 from smolcluster.errors import LaunchError
-from smolcluster.launch.jobs.slurm import SlurmJob, sbatch_script
+from smolcluster.launch.jobs.scheduler import Job
+from smolcluster.launch.jobs.slurm import sbatch_script
 from smolcluster.launch.sessions import ask_to_end, exit_code
 from smolcluster.runs.launched import LaunchedProcess, Scheduler
 
@@ -80,7 +81,8 @@ def test_a_job_of_slurm_ends_as_its_ranks_do(code: int, tmp_path: Path) -> None:
     for name, said in (("scontrol", "echo node1"), ("srun", f"exit {code}")):
         (commands / name).write_text(f"#!/bin/sh\n{said}\n")
         (commands / name).chmod(0o755)
-    job = SlurmJob("mesh-1", str(tmp_path), "ranks", "python", ("-m", "x"), num_ranks=2, port=1)
+    process = LaunchedProcess(node="slurm", role="ranks", run_dir=str(tmp_path))
+    job = Job(process, ("-m", "x"), num_ranks=2, port=1)
     environ = os.environ | {
         "PATH": f"{commands}:{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "node1",
@@ -88,4 +90,4 @@ def test_a_job_of_slurm_ends_as_its_ranks_do(code: int, tmp_path: Path) -> None:
     script = sbatch_script(job, SlurmConfig())
     ended = subprocess.run(["bash"], input=script, text=True, env=environ, check=False)
     assert ended.returncode == code
-    assert (tmp_path / "exits" / "ranks").read_text() == f"{code}\n"
+    assert (tmp_path / "exits" / process.stem).read_text() == f"{code}\n"
