@@ -65,6 +65,22 @@ def train(stores: Stores, gradient: Tensor) -> float:
     return norm
 
 
+@pytest.mark.parametrize("clip", [1.0, 0.5])
+def test_no_element_of_what_is_stepped_along_is_above_the_bound(clip: float) -> None:
+    bounded, plain = new_replica(), new_replica()
+    *_, gradient = gradients(bounded)
+    kept = gradient.clone()
+    for replica, taken, how in (
+        (bounded, gradient, (clip, 0.01, 0.05)),
+        (plain, gradient.mul(clip).clamp(-0.05, 0.05), (1.0, 0.01)),
+    ):
+        store = Store.of(replica)
+        store.take(taken)
+        store.step(*how)
+    assert torch.equal(bounded.params, plain.params)
+    assert torch.equal(gradient, kept)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("num_stores", [2, 3, 10])
 @pytest.mark.parametrize("optimizer", CLASSES)
