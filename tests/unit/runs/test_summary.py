@@ -1,13 +1,26 @@
 import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
 from made_runs import summary_of
-from smolcluster.runs.summary import Final, Summary, WorkerShare, read_summary, table, write_summary
+from smolcluster.configs.schema import DatasetConfig, TrainConfig
+from smolcluster.errors import CheckpointError
+from smolcluster.runs.paths import create_run
+from smolcluster.runs.summary import (
+    Final,
+    Summary,
+    WorkerShare,
+    check_unfinished,
+    read_summary,
+    table,
+    write_summary,
+)
 
 
 def shown(what: Summary) -> str:
@@ -86,3 +99,26 @@ def test_the_lowest_validation_loss_is_said_and_small_losses_have_digits() -> No
     said = shown(summary_of(final=final, lowest_val_loss=0.0871))
     assert "train 3.09e-05, validation 0.1740, lowest 0.0871" in said
     assert "lowest" not in shown(summary_of(final=final, lowest_val_loss=0.174))
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_bad_evals", "refused"),
+    [
+        ({"num_epochs": 2}, None, "raise num_epochs above 2"),
+        ({"num_epochs": 3}, None, ""),
+        ({"num_steps": 100}, None, "raise num_steps above 100"),
+        ({"num_steps": 101}, None, ""),
+        ({"num_epochs": 9, "patience": 4}, 4, "raise patience above 4"),
+        ({"num_epochs": 2, "patience": 5}, 4, ""),
+        ({"num_epochs": 2}, 4, ""),
+    ],
+)
+def test_a_run_that_has_ended_goes_on_only_if_more_is_asked_of_it(
+    tmp_path: Path, asked: dict[str, Any], num_bad_evals: int | None, refused: str
+) -> None:
+    paths = create_run(tmp_path, "edp-1")
+    train = TrainConfig(dataset=DatasetConfig(name="digits"), **asked)
+    check_unfinished(paths, train)  # there is no summary yet
+    write_summary(paths.summary, summary_of(num_bad_evals=num_bad_evals))
+    with pytest.raises(CheckpointError, match=refused) if refused else nullcontext():
+        check_unfinished(paths, train)
