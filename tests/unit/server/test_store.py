@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.server.slices import spans
-from smolcluster.server.store import Store
+from smolcluster.server.store import Store, mean_of
 from smolcluster.training.optimizer import CLASSES, FlatOptimizer, clip_factor
 from smolcluster.training.replica import Replica
 
@@ -63,6 +63,14 @@ def train(stores: Stores, gradient: Tensor) -> float:
     norm = stores.norm()
     stores.step(clip_factor(norm, CLIPPING), 0.01)
     return norm
+
+
+def test_each_part_of_a_mean_counts_as_often_as_is_said() -> None:
+    parts = [
+        (float(count), torch.full((2,), value)) for count, value in ((1, 2.0), (3, 6.0), (4, 1.0))
+    ]
+    assert mean_of(parts).tolist() == [3.0, 3.0]
+    assert mean_of([(0.0, torch.ones(2)), (0.0, torch.ones(2))]).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.5])

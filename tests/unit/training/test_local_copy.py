@@ -1,6 +1,7 @@
 """The weights that local steps change, those they began with, and those at the send of a change."""
 
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -141,3 +142,11 @@ def test_a_part_without_elements_follows_as_well() -> None:
     part.mark_sent(0)
     part.take([(slice(2, 3), torch.ones(1))], 0, is_difference=True)
     assert part.read(0, [(2, 3)], is_gradient=False).tolist() == [0]
+
+
+def test_a_sum_of_gradients_is_clipped_as_the_mean_that_it_is_taken_for() -> None:
+    executor = Mock(grad_norm=2.0, divisor=8.0)
+    copy = LocalCopy(executor, FRAGMENTS)
+    assert copy.clip(GradientClipping(max_norm=1.0)) == 2.0
+    copy.step(0.1)
+    assert executor.order.call_args.kwargs["clip"] == pytest.approx(0.5 / 8)

@@ -4,6 +4,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -168,6 +169,16 @@ def test_the_norms_of_a_push_are_told_layer_by_layer_when_asked_for(stage: Stage
     for name, place in puppet.replica.layers:
         norm = puppet.replica.grads[place].norm().item()
         assert values[f"grad_norm/{name}"] == pytest.approx(norm, rel=1e-5), "as it was pushed"
+
+
+def test_the_statistics_of_a_worker_count_as_those_of_one_of_all(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Mock()
+    monkeypatch.setattr(stage.server.replica.buffers, "add", add)
+    (one, lease), _ = working(stage), working(stage, 2)
+    assert one.push(lease).outcome == "applied"
+    add.assert_called_once_with({}, num_workers=2)
 
 
 def test_a_push_that_comes_twice_is_applied_once(stage: Stage) -> None:

@@ -105,6 +105,24 @@ def values_in(frame: Frame, codec: str) -> Tensor:
     return decoded(frame, codec, DTYPES[codec])
 
 
+def test_parts_count_by_their_loss_terms_however_many_samples_have_them() -> None:
+    replica = replica_for("fp32")
+    reduction = reduction_of(replica, "fp32")
+    step, all_terms, losses = opened_step(1, (8, 8, 16)), (8, 2, 20), (1.0, 2.0, 4.0)
+    gradients = gradients_of(replica, 3)
+    reduction.open(step)
+    parts = zip(step.assignments, gradients, all_terms, losses, strict=True)
+    for assignment, gradient, num_terms, loss in parts:
+        for number, bucket in enumerate(replica.buckets):
+            push = push_of(assignment.key, number, loss=loss)
+            told = push.model_copy(update={"num_terms": float(num_terms)})
+            reduction.add(assignment.session_id, told, gradient[bucket], 10.0)
+    expected = weighted_mean(gradients, all_terms).float()
+    torch.testing.assert_close(mean_of(reduction, 1), expected)
+    assert step.loss.num_terms == 30
+    assert step.loss.mean == pytest.approx((8 * 1.0 + 2 * 2.0 + 20 * 4.0) / 30)
+
+
 @pytest.mark.parametrize("codec", DENSE)
 def test_a_lossy_mean_is_within_its_codecs_bound_of_the_weighted_sum(codec: str) -> None:
     replica = replica_for(codec)
