@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ import pytest
 from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
 from smolcluster.errors import ConfigError
 from smolcluster.launch.sessions import newest_line
-from smolcluster.launch.watch.logs import is_over, logs, parse_level, since_when
+from smolcluster.launch.watch.logs import (
+    Entry,
+    LogView,
+    is_over,
+    logs,
+    parse_level,
+    since_when,
+)
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import write_status
@@ -351,16 +359,23 @@ def test_following_a_group_that_waits_in_a_queue_says_so_and_shows_its_ranks_as_
 ) -> None:
     process = of_group("slurm", None, str(tmp_path / "r1"), scheduler="slurm")
     paths = launched_run(tmp_path, process, algorithm="mesh")
-    looks = iter([False, True])
+    told: list[str] = []
+    show = LogView.show
+
+    def note(view: LogView, entries: Iterable[Entry]) -> None:
+        taken = list(entries)
+        told.extend(line.message for _, line in taken)
+        show(view, taken)
 
     def begin(_paths: RunPaths) -> bool:
-        if not (has_ended := next(looks)):
-            for stem, seconds in RANKS.items():
-                write(paths.logs / f"{stem}.log", log_line(seconds, stem))
-        return has_ended
+        """Ranks begin their logs; the run is over when all have been shown."""
+        for stem, seconds in RANKS.items():
+            if not (log := paths.logs / f"{stem}.log").exists():
+                write(log, log_line(seconds, stem))
+        return set(told) == set(RANKS)
 
+    monkeypatch.setattr(LogView, "show", note)
     monkeypatch.setattr("smolcluster.launch.watch.logs.is_over", begin)
-    monkeypatch.setattr("smolcluster.launch.watch.logs.LAST_LINES_S", 10.0)
     assert logs(str(paths.root), node=None, rank=None, level="INFO", follow=True, since=None) == 0
     out, err = capsys.readouterr()
     assert sorted(line.split()[-1] for line in out.splitlines()) == sorted(RANKS)
