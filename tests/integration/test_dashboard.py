@@ -14,8 +14,10 @@ import pytest
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.chromium import remote_connection
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.client_config import ClientConfig
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -46,6 +48,11 @@ pytestmark = [
 ]
 
 
+def patient(*args: Any, **options: Any) -> ClientConfig:
+    """Selenium itself gives a browser two minutes to begin, which is not enough on a very busy machine."""
+    return ClientConfig(*args, **options | {"timeout": round(DEADLINE_S)})
+
+
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     """A browser that asks nobody for anything."""
@@ -63,6 +70,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("SE_OFFLINE", "true")
         monkeypatch.setenv("SE_AVOID_STATS", "true")
+        monkeypatch.setattr(remote_connection, "ClientConfig", patient)
         driver = Chrome(options=options, service=Service(DRIVER))
     driver.set_page_load_timeout(DEADLINE_S)
     driver.set_script_timeout(DEADLINE_S)
