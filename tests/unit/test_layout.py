@@ -227,6 +227,7 @@ MECHANISMS = {
             "wire/connection.py": "makes every listening socket of the wire",
             "wire/local.py": "the same listener once more, for processes of its machine",
             "wire/acceptor.py": "the door",
+            "launch/invite/inviting.py": "by a code, before there is a secret that the door could ask for",
             "observability/exporter.py": "serves /metrics to Prometheus",
             "observability/dashboard/serve.py": "serves pages to browsers",
             "launch/link_probe.py": "runs as one file on nodes that have no smolcluster",
@@ -240,6 +241,7 @@ MECHANISMS = {
         {
             "wire/node.py": "dials, proves, and is let in",
             "wire/connection.py": "makes every connection of the wire",
+            "launch/invite/coming.py": "by a code, before there is a secret",
             "algorithms/Mesh/meeting.py": "asks whether anybody is at torch's own store",
             "launch/link_probe.py": "runs as one file on nodes that have no smolcluster",
             "launch/observe/targets.py": "asks whether a port answers",
@@ -338,6 +340,7 @@ MECHANISMS = {
         lambda node: calls(node, "LaunchedProcess"),
         {
             "launch/plan.py": "of any algorithm, anywhere",
+            "launch/invite/start.py": "invites machines into a run",
             "launch/watch/logs.py": "starts nothing: names a log's process",
             "runs/launched.py": "reads what an earlier version has launched",
         },

@@ -128,6 +128,11 @@ def server_parser(algorithm: AlgorithmSpec) -> argparse.ArgumentParser:
         "--run-id, else the latest one, and begins it where there is no checkpoint yet",
     )
     parser.add_argument(
+        "--open",
+        action="store_true",
+        help="with --local: listen at all addresses of this machine, for machines that join",
+    )
+    parser.add_argument(
         "--no-progress", action="store_true", help="leave the progress to who started this"
     )
     return parser

@@ -43,7 +43,7 @@ from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
 from smolcluster.runs.summary import Summary
 from smolcluster.server.link import Participant, WorkerSetup, follow
-from smolcluster.server.listening import check_port
+from smolcluster.server.listening import check_port, opened
 from smolcluster.server.store_host import HeldSlice, StoreSetup, hold
 from smolcluster.training.build import TrainingContext
 from smolcluster.utils.bugs import EXIT_CODE as BUG
@@ -363,7 +363,7 @@ def server_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Setti
         ConfigError: one line with what is wrong.
     """
     cluster_file = cluster_source(args.config, algorithm)
-    return load_settings(
+    settings = load_settings(
         cluster_file,
         training_source(args.train_config, cluster_file, workload=args.workload),
         None,
@@ -371,6 +371,7 @@ def server_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Setti
         local=args.local,
         local_workers=args.workers,
     )
+    return opened(settings) if args.local and args.open else settings
 
 
 def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Settings:

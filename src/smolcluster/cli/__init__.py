@@ -23,7 +23,7 @@ from smolcluster.utils.replaced import say_what_replaces
 from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
 
 GROUPS = {
-    "Run": ("launch", "train", "serve", "join", "attach", "stop", "resume"),
+    "Run": ("launch", "train", "serve", "invite", "join", "attach", "stop", "resume"),
     "Look": (
         *("status", "top", "logs", "dashboard", "runs", "report", "compare", "trace"),
         *("observe", "ship"),

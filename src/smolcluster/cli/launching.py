@@ -12,6 +12,7 @@ from smolcluster.cli.options import (
     ClusterFile,
     Detach,
     DryRun,
+    Invite,
     Local,
     NoSync,
     NoTmux,
@@ -103,6 +104,7 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         without: Without = None,
         dry_run: DryRun = False,
         detach: Detach = False,
+        invite: Invite = False,
         no_sync: NoSync = False,
         no_tmux: NoTmux = False,
         observe: Observe = None,
@@ -136,6 +138,7 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
             detach,
             observe,
             on=place_of(on, local=local),
+            invite=invite,
         )
         start = launch_advised if is_auto else launch_as_stated
         return start(request, how, local=local)
@@ -177,6 +180,7 @@ def _resume(
     without: Without = None,
     dry_run: DryRun = False,
     detach: Detach = False,
+    invite: Invite = False,
     no_sync: NoSync = False,
     no_tmux: NoTmux = False,
     observe: Observe = None,
@@ -189,7 +193,7 @@ def _resume(
     from smolcluster.launch.flow import LaunchOptions  # noqa: PLC0415 - see above
     from smolcluster.launch.saved import resume  # noqa: PLC0415
 
-    how = LaunchOptions(dry_run, not no_sync, not no_tmux, detach, observe)
+    how = LaunchOptions(dry_run, not no_sync, not no_tmux, detach, observe, invite=invite)
     overrides = [*stated_keys(override, num_steps), *workload_overrides(workload)]
     return resume(run, workers, overrides, how, without=tuple(dict.fromkeys(without or ())))
 
@@ -279,9 +283,25 @@ def _stop(
     return stop(run, now=now)
 
 
+@app.command("invite", epilog=below("smolcluster invite"))
+def _invite(
+    run: Run = "latest",
+    *,
+    stop_on_stdin_eof: Annotated[bool, typer.Option(STOP_ON_STDIN_EOF, hidden=True)] = False,
+) -> int:
+    """Let other machines join a living run without SSH: print a code, good for 10 minutes.
+
+    `smolcluster join` finds the run there by mDNS, and asks for the code. Three wrong codes end it.
+    """
+    from smolcluster.launch.invite.inviting import invite  # noqa: PLC0415 - takes time
+
+    return invite(run, stop_on_stdin_eof=stop_on_stdin_eof)
+
+
 @app.command(
     "join",
     epilog=below_training(
+        "smolcluster join                                   where nothing runs: by an invitation's code",
         "smolcluster join --name mini2                      a returned machine, from where you launched",
         "smolcluster join --name mini9 --ssh me@10.0.0.9    a new one",
         "smolcluster join 10.10.0.1:65432 --detach          on the machine itself",
@@ -289,9 +309,27 @@ def _stop(
 )
 def _join(
     run: Annotated[
-        str, typer.Argument(metavar="[RUN|ADDRESS]", help="The run, or the server's host[:port].")
-    ] = "latest",
+        str | None,
+        typer.Argument(
+            metavar="[RUN|ADDRESS]",
+            help="The run, or the server's host[:port].  [default: the run that lives here, else the one "
+            "that a machine of this network invites into, by its code]",
+            show_default=False,
+        ),
+    ] = None,
     *,
+    invited_run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="NAME", help="By a code: the run, if several are announced."),
+    ] = None,
+    invitation: Annotated[
+        str | None,
+        typer.Option(
+            "--invitation",
+            metavar="HOST:PORT",
+            help="By a code: where the invitation is, if mDNS does not reach it.",
+        ),
+    ] = None,
     name: Annotated[
         str | None, typer.Option("--name", metavar="NODE", help="The machine's name in the run.")
     ] = None,
@@ -333,24 +371,23 @@ def _join(
     """Bring a new or returned machine into a living run.
 
     From the machine that launched it, over SSH: code, environment, secret, then the worker. Or on the machine
-    itself, with the server's address and the cluster's secret: the worker runs in this terminal, unless it is
-    to be left alone. Either way it is started again when it dies. What belongs to the machine is set by
-    --override.
+    itself, with the server's address and the cluster's secret, or with the code of an invitation, by which it
+    gets both: the worker runs in this terminal, unless it is to be left alone. Either way it is started
+    again when it dies. What belongs to the machine is set by --override.
     """
-    from smolcluster.launch.join import join  # noqa: PLC0415 - takes time
+    from smolcluster.launch.invite.coming import come  # noqa: PLC0415 - takes time
+    from smolcluster.launch.join import join  # noqa: PLC0415
     from smolcluster.launch.take_in import JoinOptions  # noqa: PLC0415
 
     stated = [] if ssh is None else [f"ssh={ssh}"]
-    return join(
-        run,
-        JoinOptions(
-            name=name,
-            address=address,
-            secret_file=secret_file,
-            wait_s=wait,
-            detach=detach,
-            sync=not no_sync,
-            workload=workload,
-            overrides=(*stated, *(override or [])),
-        ),
+    wanted = JoinOptions(
+        name=name,
+        address=address,
+        secret_file=secret_file,
+        wait_s=wait,
+        detach=detach,
+        sync=not no_sync,
+        workload=workload,
+        overrides=(*stated, *(override or [])),
     )
+    return come(wanted, invited_run, invitation) if run is None else join(run, wanted)

@@ -82,6 +82,14 @@ Observe = Annotated[
         "run, too.  [default: observe of the cluster file, else show the run in those that run]",
     ),
 ]
+Invite = Annotated[
+    bool,
+    typer.Option(
+        "--invite",
+        help="Let other machines join without SSH: print a code, which `smolcluster join` asks for there. "
+        "With --local the server then listens at all addresses of this machine.",
+    ),
+]
 Detach = Annotated[
     bool, typer.Option("--detach", help="Leave the run alone as soon as all workers have joined.")
 ]

@@ -10,9 +10,10 @@ import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from smolcluster.errors import LaunchError
@@ -26,13 +27,18 @@ MAX_LINE_BYTES = 1 << 16
 
 
 class Child:
-    """One started process, whose lines of output go to `say`, from a thread.
+    """One started process, whose lines of output go to `say`, from a thread; `env`: more variables.
 
     Raises:
         LaunchError: it cannot be started.
     """
 
-    def __init__(self, process: LaunchedProcess, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        process: LaunchedProcess,
+        say: Callable[[str], None],
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         try:
             self._popen = subprocess.Popen(  # noqa: S603 - an argument list, no shell
                 [*process.argv, STOP_ON_STDIN_EOF],
@@ -43,6 +49,7 @@ class Child:
                     **with_hash_seed(os.environ),
                     "PYTHONUNBUFFERED": "1",
                     "PYTHONIOENCODING": "utf-8",
+                    **env,
                 },
                 start_new_session=True,
             )

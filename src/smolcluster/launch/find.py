@@ -53,17 +53,27 @@ def _told(living: Sequence[RunPaths]) -> RunPaths:
 
 def _asked(living: Sequence[RunPaths]) -> RunPaths:
     names = [each.run_id for each in living]
+    unclear = f"{len(names)} runs are running, name one of them: {', '.join(names)}"
+    return living[names.index(asked(names, unclear))]
+
+
+def asked(names: Sequence[str], unclear: str) -> str:
+    """The run that the user names, or chooses by its number.
+
+    Raises:
+        ConfigError: it is none of them, or nobody can answer, which `unclear` says.
+    """
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise ConfigError(f"{len(names)} runs are running, name one of them: {', '.join(names)}")
+        raise ConfigError(unclear)
     for place, name in enumerate(names, start=1):
         _say(f"  {place}  {name}")
     sys.stderr.write(f"which run (1 to {len(names)})? ")
     sys.stderr.flush()
     answer = sys.stdin.readline().strip()
     if answer.isdecimal() and 1 <= int(answer) <= len(names):
-        return living[int(answer) - 1]
+        return names[int(answer) - 1]
     if answer in names:
-        return living[names.index(answer)]
+        return answer
     raise ConfigError(f"{answer!r} is none of them: {', '.join(names)}")
 
 

@@ -25,6 +25,7 @@ from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.checks_links import check_packets
 from smolcluster.launch.find import all_runs, find
 from smolcluster.launch.host import Host
+from smolcluster.launch.invite.start import begin_inviting, check_invitable
 from smolcluster.launch.jobs import kubernetes
 from smolcluster.launch.jobs.scheduler import SUBMIT_FILE, Job
 from smolcluster.launch.jobs.slurm import sbatch_script
@@ -124,6 +125,7 @@ class LaunchOptions:
             otherwise use those that run; False: leave them alone.
         prediction: what was predicted of the run; None: nothing.
         on: where a group runs that is not this machine's alone.
+        invite: invite other machines into the run, by a code.
     """
 
     dry_run: bool = False
@@ -133,6 +135,7 @@ class LaunchOptions:
     observe: bool | None = None
     prediction: Prediction | None = None
     on: Place = "ssh"
+    invite: bool = False
 
 
 def launch(
@@ -156,11 +159,13 @@ def launch(
             f"--without {request.without[0]}: it leaves out machines that are reached over SSH; with --local "
             "say --workers N, with --on how many nodes"
         )
-    request = for_any_folder(request)
+    request = replace(for_any_folder(request), is_open=local and how.invite)
     settings = settings_of(request, local)
     request = naming_workload(request, settings)
     check_algorithm(settings, request.algorithm.name)
     check_model(request, settings)
+    if how.invite:
+        check_invitable(request, settings.cluster, local=local)
     run_id = check_run_id(run_id or new_run_id(request.algorithm.name, datetime.now().astimezone()))
     kind = Here if local else Cluster if how.on == "ssh" else Scheduled
     site: Here | Cluster | Scheduled = kind(request, settings, how)
@@ -187,6 +192,8 @@ def launch(
         ssh = {each.node: each.ssh for each in launched.processes}
         announce(site.stack, run_id, launched.processes, cluster, ssh=ssh.get, say=say)
     run.start(None if launched.is_job else loki_of(cluster, site.stack))
+    if how.invite:
+        begin_inviting(run, launched, site.root / run_id, inherited())
     return go_on(run, launched, how)
 
 

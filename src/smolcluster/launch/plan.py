@@ -58,6 +58,7 @@ class Request:
         script: a script that attaches, and its arguments, which is every worker; on the machines of a cluster
             as it is seen from there, too; None: the algorithm's own.
         without: nodes of the cluster file that are left out.
+        is_open: whether other machines can reach the server of a run on this machine.
     """
 
     algorithm: AlgorithmSpec
@@ -68,6 +69,7 @@ class Request:
     workload: str | None = None
     script: str | None = None
     without: tuple[str, ...] = ()
+    is_open: bool = False
 
     def in_run(self, run_dir: str) -> "Request":
         """The same request as a machine is told it that has its files and its code in a run's folder."""
@@ -164,6 +166,7 @@ def plan(
             words = (
                 *_program(told, role, node, rank, is_local=is_local),
                 *(("--local", *option("--workers", request.num_workers)) if is_local else ()),
+                *(("--open",) if role == SERVER and request.is_open else ()),
                 *option("--server", address if role in ("store", "worker") else None),
                 *("--run-id", run_id),
                 *no_progress,

@@ -24,6 +24,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.launch.estimate import tensors_of
 from smolcluster.launch.plan import ATTACHED, Request
 from smolcluster.launch.workload_code import check_source
+from smolcluster.server.listening import opened
 
 NOTHING_FILLED_IN = LaunchCommand("", "")
 
@@ -34,7 +35,7 @@ def settings_of(request: Request, local: bool, node: str | None = None) -> Setti
     Raises:
         ConfigError: one line with what is wrong.
     """
-    return load_settings(
+    settings = load_settings(
         cluster_source(request.config, request.algorithm.name),
         request.train_config or DEFAULT_TRAINING,
         node,
@@ -43,6 +44,7 @@ def settings_of(request: Request, local: bool, node: str | None = None) -> Setti
         local=local,
         without=request.without,
     )
+    return opened(settings) if request.is_open else settings
 
 
 def naming_workload(request: Request, settings: Settings) -> Request:

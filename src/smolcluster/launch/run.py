@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.text import Text
@@ -59,6 +60,7 @@ from smolcluster.runs.asked import ASKED
 from smolcluster.runs.evaluated import metrics_in
 from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import (
+    INVITER,
     Launched,
     LaunchedProcess,
     read_launched,
@@ -255,12 +257,14 @@ class Run:
             except LaunchError as error:
                 self._warn(f"the logs are not shipped: {error}")
 
-    def _start_child(self, process: LaunchedProcess, prefix: Text) -> None:
+    def _start_child(
+        self, process: LaunchedProcess, prefix: Text, env: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         def say(line: str) -> None:
             shown = displayable(self._console, self._said_once(process, line))
             self._view.print(Text.assemble(prefix, " | ", shown))
 
-        self._children[process.stem] = Child(process, say)
+        self._children[process.stem] = Child(process, say, env)
 
     def _said_once(self, process: LaunchedProcess, line: str) -> str:
         """A line of a child's output; an error that another child has said in the same words is short."""
@@ -422,6 +426,21 @@ class Run:
             kill(worker)
         write_launched(self._paths.launched, without)
 
+    def add_inviter(self, inviter: LaunchedProcess, env: Mapping[str, str]) -> None:
+        """Start what invites other machines, with these variables; it ends with the run.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        if inviter.session:
+            begin(inviter, env)
+        else:
+            self._start_child(inviter, Text(inviter.role, style="dim"), env)
+            inviter = inviter.model_copy(update={"pid": self._children[inviter.stem].pid})
+        shippers = (*self._launched.shippers, inviter)
+        self._launched = self._launched.model_copy(update={"shippers": shippers})
+        write_launched(self._paths.launched, self._launched)
+
     # its course
 
     def _new_status(self) -> RunStatus | None:
@@ -476,6 +495,7 @@ class Run:
             each.model_copy(update={"device": found.get(each.rank, each.device)})
             for each in self._launched.processes
         ]
+        processes += [each for each in self._launched.shippers if each.role == INVITER]
         stop = stop_command(self._paths)
         return open_window(self._launched.run_id, processes, stop, is_shown=is_shown)
 

@@ -39,6 +39,7 @@ from smolcluster.launch.project import Project, read_project
 from smolcluster.launch.requests import settings_of
 from smolcluster.launch.run import Run
 from smolcluster.launch.sessions import exit_code, put, status_of
+from smolcluster.launch.shipping import ROLE as SHIPPER
 from smolcluster.launch.shipping import begin_shippers, loki_of, with_shippers
 from smolcluster.launch.tmux import session_name
 from smolcluster.launch.watch.probe import look
@@ -361,7 +362,7 @@ def _ship(
 ) -> None:
     """Ship the logs of a worker, also of one on a machine of which none are shipped yet."""
     launched = read_launched(paths.launched)
-    own = [each for each in launched.shippers if each.node == process.node]
+    own = [each for each in launched.shippers if (each.role, each.node) == (SHIPPER, process.node)]
     if not own:
         alone = launched.model_copy(update={"processes": (process,), "shippers": ()})
         own = list(with_shippers(alone, loki_of(settings.cluster, None), say).shippers)

@@ -14,6 +14,8 @@ from smolcluster.runs.paths import RunPaths, log_stem, process_title
 Scheduler = Literal["slurm", "kubernetes"]
 NoOption = Annotated[str, StringConstraints(pattern=r"^([^-]|$)")]
 """What becomes an argument of a command, such as `kubectl get NAME`."""
+INVITER = "inviter"
+"""The role of the process that invites other machines into a run."""
 HELPERS = ("store", "stage")
 """Roles of processes that take a part of the server's work, or of a worker's."""
 
@@ -85,7 +87,7 @@ class Launched(BaseModel):
     version: str = ""
     """In files of before: a digest of the code that its machines were brought."""
     shippers: tuple[LaunchedProcess, ...] = ()
-    """What brings their logs to Loki, one a machine."""
+    """What ends with them: what brings their logs to Loki, one a machine, and what invites other machines."""
 
     def resumed(self) -> "Launched":
         """The same run, which goes on from its newest good checkpoint."""

@@ -1,7 +1,14 @@
 """Where a server listens."""
 
-from smolcluster.configs.schema import ClusterConfig
+import socket
+from dataclasses import replace
+
+import psutil
+
+from smolcluster.configs.machines import LOOPBACK
+from smolcluster.configs.schema import ClusterConfig, Settings
 from smolcluster.errors import ConfigError
+from smolcluster.utils.addresses import is_loopback
 from smolcluster.wire.connection import is_local_address, listen
 
 
@@ -32,3 +39,16 @@ def listening_addresses(cluster: ClusterConfig) -> list[str]:
             "or add --local to the server's and the workers' commands to try everything on this machine"
         )
     return local
+
+
+def own_addresses() -> tuple[str, ...]:
+    """The IPv4 addresses at which other machines may reach this one."""
+    found = [each for interface in psutil.net_if_addrs().values() for each in interface]
+    addresses = (each.address for each in found if each.family == socket.AF_INET)
+    return tuple(dict.fromkeys(each for each in addresses if not is_loopback(each)))
+
+
+def opened(settings: Settings) -> Settings:
+    """The same settings of a run on this machine, whose server other machines can reach."""
+    bind = (LOOPBACK, *own_addresses())
+    return replace(settings, cluster=settings.cluster.model_copy(update={"bind": bind}))

@@ -93,18 +93,31 @@ def ensure_secret(path: Path) -> Secret:
         AuthError: as `load_secret`, or the file cannot be made.
     """
     if not path.exists():
-        _create(path)
+        _create(path, new_secret().encode())
     return load_secret(path)
 
 
-def _create(path: Path) -> None:
+def keep_secret(path: Path, key: bytes) -> Secret:
+    """Keep a secret that was handed over (mode 0600); beside `path` where that has another one.
+
+    Raises:
+        AuthError: as `load_secret`, or the file cannot be made.
+    """
+    if path.exists() and load_secret(path).key != key:
+        path = path.with_name(f"{path.name}-{hashlib.sha256(key).hexdigest()[:8]}")
+    if not path.exists():
+        _create(path, key)
+    return load_secret(path)
+
+
+def _create(path: Path, key: bytes) -> None:
     """Write beside the place and link into it: nobody ever sees half a secret."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(new_secret() + "\n")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key + b"\n")
         try:
             os.link(draft, path)
         except FileExistsError:

@@ -41,7 +41,25 @@ class Neighbour:
 
 
 def discover(seconds: float = SECONDS, interfaces: Sequence[str] | None = None) -> list[Neighbour]:
-    """The machines that announce themselves within some seconds; `interfaces`: addresses; None: all.
+    """The machines that announce themselves within some seconds.
+
+    Raises:
+        LaunchError: as `announced`.
+    """
+    remedy = "leave --discover out and name the machines"
+    return machines(announced(SERVICES, seconds, interfaces, remedy=remedy))
+
+
+def announced(
+    services: Sequence[str],
+    seconds: float = SECONDS,
+    interfaces: Sequence[str] | None = None,
+    *,
+    remedy: str,
+) -> "list[ServiceInfo]":
+    """What is announced of these services within some seconds.
+
+    `interfaces`: addresses; None: all. `remedy`: what the user may do instead.
 
     Raises:
         LaunchError: this machine cannot listen to such announcements.
@@ -59,17 +77,15 @@ def discover(seconds: float = SECONDS, interfaces: Sequence[str] | None = None) 
         zeroconf = Zeroconf(list(interfaces) if interfaces else InterfaceChoice.All)
     except (OSError, RuntimeError) as error:  # the second one without any interface
         why = getattr(error, "strerror", None) or str(error).partition(",")[0]
-        raise LaunchError(
-            f"this machine cannot listen for mDNS ({why}): leave --discover out and name the machines"
-        ) from error
-    announced = []
+        raise LaunchError(f"this machine cannot listen for mDNS ({why}): {remedy}") from error
+    found = []
     with zeroconf:
-        ServiceBrowser(zeroconf, list(SERVICES), handlers=[note])
+        ServiceBrowser(zeroconf, list(services), handlers=[note])
         time.sleep(seconds)
         for each in list(seen):
             with suppress(Error):  # a name that breaks the rules
-                announced.append(zeroconf.get_service_info(*each, timeout=ANSWER_MS))
-    return machines(filter(None, announced))
+                found.append(zeroconf.get_service_info(*each, timeout=ANSWER_MS))
+    return [each for each in found if each is not None]
 
 
 def machines(announced: "Iterable[ServiceInfo]") -> list[Neighbour]:

@@ -1,0 +1,1 @@
+"""Joining without SSH: a code, which somebody types on the machine that joins."""

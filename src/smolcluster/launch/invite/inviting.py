@@ -1,0 +1,185 @@
+"""`smolcluster invite`: machines are invited into a living run, by a code, until ten minutes are over.
+
+A process of its own, on the machine that launched the run: its server knows nothing of it, and a machine that
+has joined needs it no more. It listens at a port of its own and speaks `wire/invitation.py`, nothing else.
+"""
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
+
+from smolcluster.algorithms.entry import guarded
+from smolcluster.configs.machines import LOOPBACK
+from smolcluster.configs.resolve import load_resolved
+from smolcluster.configs.spec import spec_of
+from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
+from smolcluster.launch.find import find
+from smolcluster.launch.invite.mdns import announcing
+from smolcluster.launch.invite.start import CODE, check_invitable, invited
+from smolcluster.launch.kept import request_again
+from smolcluster.launch.places import own_secret_file
+from smolcluster.launch.plan import CLUSTER_FILE, Request
+from smolcluster.launch.requests import settings_of
+from smolcluster.launch.sessions import exit_code
+from smolcluster.launch.take_in import script_of
+from smolcluster.observability.terminal import SteadyConsole, print_line
+from smolcluster.observability.view.snapshot import read_snapshot
+from smolcluster.runs.launched import Launched, launched_of
+from smolcluster.runs.lock import is_held
+from smolcluster.runs.paths import RunPaths
+from smolcluster.server.listening import own_addresses
+from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_address
+from smolcluster.wire.acceptor import crowd
+from smolcluster.wire.connection import Connection, accept_next, listen
+from smolcluster.wire.invitation import (
+    EXCHANGE_S,
+    Handover,
+    Invitation,
+    handover,
+    new_code,
+    read_code,
+)
+from smolcluster.wire.security import load_secret
+
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - whoever has the code may come
+LOOK_S, LOOK_FAR_S = 1.0, 15.0
+"""How often a run is looked at: one whose server is here, and one elsewhere."""
+ACCEPT_TICK_S = 0.2
+MAX_AT_ONCE = 16
+
+Say = Callable[[str], None]
+
+
+def invite(run: str, *, stop_on_stdin_eof: bool = False) -> int:
+    """Invite machines into a run until the invitation or the run is over; returns the exit code."""
+    return guarded(partial(_invite, run), stop_on_stdin_eof=stop_on_stdin_eof)
+
+
+def _invite(run: str) -> None:
+    told = os.environ.pop(CODE, None)
+    paths = find(run, acts=True)
+    launched = launched_of(paths)
+    say = partial(print_line, SteadyConsole())
+    is_over = partial(_is_over, paths, launched)
+    pause = threading.Event()
+    while told is not None and not _has_settings(paths) and not is_over():
+        pause.wait(LOOK_S)
+    if is_over():
+        raise LaunchError(f"run {paths.run_id} is over, or has not begun: nobody can join it")
+    gives = _gives(paths, launched, is_checked=told is not None)
+    code = told or new_code()
+    say(invited(code))
+    invitation = Invitation(paths.run_id, read_code(code), gives)
+    looks_s = LOOK_S if launched is None or launched.server.ssh is None else LOOK_FAR_S
+    looked = Deadline(looks_s)
+    with announced_to_all(invitation, say):
+        while (why := invitation.over) is None:
+            pause.wait(LOOK_S)
+            if looked.expired and is_over():
+                why = f"run {paths.run_id} is over"
+                break
+            looked = Deadline(looks_s) if looked.expired else looked
+    say(f"the invitation has ended: {why}")
+
+
+def _has_settings(paths: RunPaths) -> bool:
+    return paths.config.is_file() or (paths.root / CLUSTER_FILE).is_file()
+
+
+def _gives(paths: RunPaths, launched: Launched | None, *, is_checked: bool) -> Handover:
+    """What is handed over to who joins; `is_checked`: the launch of the run has seen that it can be joined.
+
+    Raises:
+        ConfigError: nobody can join the run.
+    """
+    if launched is not None and (paths.root / CLUSTER_FILE).is_file():
+        request = request_again(paths, launched, ())
+        cluster, file, local = settings_of(request, local=False).cluster, None, False
+    else:
+        settings = load_resolved(paths.config)
+        cluster, file = settings.cluster, settings.node.secret_file
+        local = set(cluster.host_ip.values()) == {LOOPBACK}
+        status = read_snapshot(paths).status
+        script = None if launched is None else script_of(launched.workers[0])
+        request = Request(spec_of(status.algorithm if status else None), script=script)
+    if not is_checked:
+        if local and cluster.bind == (LOOPBACK,):
+            raise ConfigError(
+                f"run {paths.run_id} listens to this machine alone: launch or resume it with --invite"
+            )
+        check_invitable(request, cluster, local=local)
+    port = launched.port if launched else cluster.port
+    host = None if local else cluster.host_ip[cluster.server]
+    return handover(load_secret(file or own_secret_file()), host, port)
+
+
+def _is_over(paths: RunPaths, launched: Launched | None) -> bool:
+    """Whether the run's server has ended; a machine out of reach does not say so."""
+    if launched is None:
+        return not is_held(paths.lock)
+    with suppress(LaunchError):
+        return exit_code(launched.server) is not None
+    return False
+
+
+@contextmanager
+def announced_to_all(invitation: Invitation, say: Say) -> Iterator[None]:
+    """Answer whoever comes while the block lasts, and announce where."""
+    with serving(invitation, EVERYWHERE, say) as port, ExitStack() as stack:
+        places = " or ".join(format_address(each, port) for each in own_addresses())
+        say(f"where mDNS does not reach: `smolcluster join --invitation {places}`")
+        try:
+            stack.enter_context(announcing(invitation.run_id, own_addresses(), port))
+        except (OSError, RuntimeError) as error:  # the second one without any interface
+            say(f"it is not announced by mDNS: {error}")
+        yield
+
+
+@contextmanager
+def serving(invitation: Invitation, address: str, say: Say) -> Iterator[int]:
+    """Answer whoever comes to an address while the block lasts; gives the port.
+
+    One exchange may take 10 seconds. Of too many at once one of the address that has the most is cut.
+    """
+    [listener] = listen([address], 0)
+    over = threading.Event()
+    coming: dict[int, Connection] = {}
+
+    def answer(number: int, connection: Connection) -> None:
+        with closing(connection):
+            try:
+                invitation.answer(connection, Deadline(EXCHANGE_S))
+                say(f"{connection.address} has the code, and joins run {invitation.run_id}")
+            except SmolclusterError as error:
+                say(f"not invited: {error}")
+        coming.pop(number, None)
+
+    def accept() -> None:
+        number = 0
+        while not over.is_set():
+            try:
+                connection = accept_next([listener], ACCEPT_TICK_S)
+            except SmolclusterError:  # no files, or no memory: they are given back
+                over.wait(ACCEPT_TICK_S)
+                continue
+            if connection is None:
+                continue
+            if len(coming) >= MAX_AT_ONCE:
+                among = {key: each.address for key, each in list(coming.items())}
+                coming.pop(secrets.choice(crowd(among))).abort()
+            number += 1
+            coming[number] = connection
+            threading.Thread(target=answer, args=(number, connection), daemon=True).start()
+
+    accepting = threading.Thread(target=accept, name="accept", daemon=True)
+    accepting.start()
+    try:
+        yield int(listener.getsockname()[1])
+    finally:
+        over.set()
+        accepting.join()
+        listener.close()
