@@ -22,7 +22,7 @@ FLOORS = (
     ("data", "training"),
     ("server",),
     ("algorithms",),
-    ("launch",),
+    ("launch", "commands"),
     ("cli", "train", "distributed_training", "api"),
 )
 PLACES = {

@@ -308,7 +308,7 @@ def _diagram(
     ] = None,
 ) -> int:
     """Draw machines, layers, links and devices."""
-    from smolcluster.launch.diagram import diagram_command  # noqa: PLC0415 - takes time
+    from smolcluster.commands.diagram import diagram_command  # noqa: PLC0415 - takes time
 
     return diagram_command(source, form.value, to)
 
@@ -334,7 +334,7 @@ def _mesh_schedule(
     svg: Annotated[Path | None, typer.Option("--svg", help="Write it as a picture.")] = None,
 ) -> int:
     """Show what each rank of a pipeline computes when, and what it waits."""
-    from smolcluster.launch.schedules import schedule_command  # noqa: PLC0415 - takes time
+    from smolcluster.commands.schedules import schedule_command  # noqa: PLC0415 - takes time
 
     return schedule_command(schedule, pp, microbatches, csv, svg)
 
@@ -352,7 +352,7 @@ def _mesh_trace(
     ] = None,
 ) -> int:
     """Show what each rank of a mesh computed in a step, and how that compares with its simulation."""
-    from smolcluster.launch.schedules import trace_command  # noqa: PLC0415 - takes time
+    from smolcluster.commands.schedules import trace_command  # noqa: PLC0415 - takes time
 
     return trace_command(folder, step, csv, svg)
 

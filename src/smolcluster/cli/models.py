@@ -89,7 +89,7 @@ def _checkpoints(
     as_json: Json = False,
 ) -> int:
     """List a run's checkpoints: step, losses, size, good or damaged. Exits with 1 if one is damaged."""
-    from smolcluster.launch.saved import show_checkpoints  # noqa: PLC0415 - see above
+    from smolcluster.commands.checkpoints import show_checkpoints  # noqa: PLC0415 - see above
 
     return show_checkpoints(run, as_json=as_json)
 
@@ -117,7 +117,7 @@ def _export(
     workload: TrustedWorkload = None,
 ) -> int:
     """Write a run's model as a plain model.safetensors."""
-    from smolcluster.launch.saved import export_model  # noqa: PLC0415 - see above
+    from smolcluster.commands.checkpoints import export_model  # noqa: PLC0415 - see above
 
     return export_model(run, to, best=best, transformers=transformers, workload=workload)
 
@@ -133,7 +133,7 @@ def _merge(
     workload: TrustedWorkload = None,
 ) -> int:
     """Write a fine-tuned Hugging Face model: base and LoRA adapters as one, for from_pretrained."""
-    from smolcluster.launch.saved import merge_model  # noqa: PLC0415 - see above
+    from smolcluster.commands.checkpoints import merge_model  # noqa: PLC0415 - see above
 
     return merge_model(run, into, best=best, workload=workload)
 
@@ -154,7 +154,7 @@ def _generate(
     seed: Seed = 0,
 ) -> int:
     """Let a language model write, from the best checkpoint of its run."""
-    from smolcluster.launch.generate import GenerateOptions, generate  # noqa: PLC0415 - see above
+    from smolcluster.commands.generate import GenerateOptions, generate  # noqa: PLC0415 - see above
 
     return generate(run, prompt, GenerateOptions(max_tokens, temperature, top_k, seed))
 
@@ -169,6 +169,6 @@ def _chat(
     seed: Seed = 0,
 ) -> int:
     """Type lines, from which a run's language model goes on, token by token."""
-    from smolcluster.launch.generate import GenerateOptions, chat  # noqa: PLC0415 - see above
+    from smolcluster.commands.generate import GenerateOptions, chat  # noqa: PLC0415 - see above
 
     return chat(run, GenerateOptions(max_tokens, temperature, top_k, seed))

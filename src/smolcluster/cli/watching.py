@@ -237,12 +237,12 @@ def _trace(
 
     Open it at ui.perfetto.dev or in chrome://tracing.
     """
+    from smolcluster.commands.trace import write_trace  # noqa: PLC0415
     from smolcluster.launch.watch.fetch import brought  # noqa: PLC0415 - takes time
-    from smolcluster.observability.trace import write_trace  # noqa: PLC0415
 
     paths = brought(run, checkpoints=False)
     if timeline is not None:
-        from smolcluster.launch.timeline import write_timeline  # noqa: PLC0415
+        from smolcluster.commands.timeline import write_timeline  # noqa: PLC0415
 
         view = write_timeline(paths, timeline)
         measured, simulated = view.measured.makespan_s, view.simulated.makespan_s

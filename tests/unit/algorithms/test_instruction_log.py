@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from smolcluster.algorithms.instruction_log import InstructionLog, logged, read_step
+from smolcluster.commands.schedules import trace_command
 from smolcluster.errors import DataError
-from smolcluster.launch.schedules import trace_command
 from smolcluster.training.schedules.instructions import generate
 from smolcluster.training.schedules.simulation import Costs, Timeline, median_costs, simulate
 

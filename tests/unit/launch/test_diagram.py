@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from smolcluster.algorithms.planning.plan_file import PLAN, PlanFile, PlanLink, PlanStage
+from smolcluster.commands.diagram import diagram_of
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch import diagram as module
 from smolcluster.launch.diagram import (
     Box,
     Diagram,
     Line,
-    diagram_of,
     dot_of,
     drawn,
     mermaid_of,

@@ -18,11 +18,12 @@ from torch import nn
 from harness import Cluster, local_settings, summary_of
 from pretrained_models import WORKLOAD, text_arguments
 from smolcluster.cli import main
+from smolcluster.commands.checkpoints import export_model, merge_model, show_checkpoints
 from smolcluster.configs.begun import remember_workload
 from smolcluster.configs.resolve import load_resolved, save_resolved
 from smolcluster.errors import CheckpointError, ConfigError, DataError, RunBusy
 from smolcluster.launch.flow import LaunchOptions
-from smolcluster.launch.saved import export_model, merge_model, resume, show_checkpoints, store_of
+from smolcluster.launch.saved import resume, store_of
 from smolcluster.runs.launched import LAUNCHED, Launched, LaunchedProcess, write_launched
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, create_run, find_run

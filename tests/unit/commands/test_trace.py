@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from connection_pairs import telemetry
+from smolcluster.commands.trace import Traced, newest_stretch, write_trace
 from smolcluster.errors import DataError
 from smolcluster.observability.spans import SpanLog, read_spans
-from smolcluster.observability.trace import Traced, newest_stretch, write_trace
 from smolcluster.runs.files import rotations
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.meter import PHASES, STEP

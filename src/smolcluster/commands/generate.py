@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 
+from smolcluster.commands.checkpoints import gpt_of, saved_model
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.data.tokenizer import Tokenizer, load_tokenizer
 from smolcluster.errors import CheckpointError, ConfigError
-from smolcluster.launch.saved import gpt_of, store_of
-from smolcluster.launch.watch.fetch import brought
 from smolcluster.models.gpt import GPT
 from smolcluster.models.sampling import sample
 from smolcluster.observability.terminal import shown_text
@@ -40,13 +39,7 @@ class Author:
     """
 
     def __init__(self, run: str, options: GenerateOptions) -> None:
-        paths = brought(run, checkpoints=True)
-        store = store_of(paths)
-        checkpoint = store.best() or store.newest_good()
-        if checkpoint is None:
-            raise CheckpointError(
-                f"run {paths.run_id} has no good checkpoint in {paths.checkpoints}"
-            )
+        paths, checkpoint = saved_model(run, best=None)
         self.run_id = paths.run_id
         self._model = gpt_of(paths, checkpoint)
         self._tokenizer = _tokenizer_of(paths, self._model)

@@ -13,8 +13,8 @@ from smolcluster.algorithms.planning.plan_file import (
     PlanLink,
     PlanStage,
 )
+from smolcluster.commands.timeline import newest_step, write_timeline
 from smolcluster.errors import ConfigError, DataError
-from smolcluster.launch.timeline import newest_step, write_timeline
 from smolcluster.observability.spans import SpanLog
 from smolcluster.runs.paths import RunPaths
 from smolcluster.training.schedules.instructions import Op, generate, stage_ranks

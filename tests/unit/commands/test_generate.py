@@ -18,11 +18,12 @@ from harness import local_settings
 from smolcluster.algorithms import owner, single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cli import main
+from smolcluster.commands.checkpoints import export_model, gpt_of
+from smolcluster.commands.generate import Author, GenerateOptions, chat, generate
 from smolcluster.configs.load import dump_yaml, read_yaml
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.flow import LaunchOptions
-from smolcluster.launch.generate import Author, GenerateOptions, chat, generate
-from smolcluster.launch.saved import export_model, gpt_of, resume, store_of
+from smolcluster.launch.saved import resume, store_of
 from smolcluster.models.sampling import sample
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import Summary, read_summary
