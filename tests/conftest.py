@@ -66,8 +66,12 @@ DEADLINE_S = 60.0
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of each part, and give each a deadline: the longer, the busier the machine is."""
-    load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    """Mark the tests of each part, and give each a deadline: the longer, the busier the machine is.
+
+    It will be as busy as the processes of pytest-xdist make it, though it may not be yet.
+    """
+    num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    load = max(1.0, max(num_processes, os.getloadavg()[0]) / (os.cpu_count() or 1))
     for item in items:
         path = item.path.relative_to(TESTS) if item.path.is_relative_to(TESTS) else Path("other")
         deadline_s = DEADLINES_S.get(path.parts[0], DEADLINE_S)

@@ -20,6 +20,8 @@ from waiting import DEADLINE_S
 
 FLAGS = ("--config", "digits", "--run-id", "spread", "--batch-size", "64")
 MODULE = ("-m", "smolcluster.distributed_training")
+HANG_TIMEOUT_S = "20"
+"""After which a rank is given up; on a busy machine one that lives may be silent for some seconds."""
 
 
 def ranks_below(child: Child) -> dict[int, psutil.Process]:
@@ -62,7 +64,7 @@ def where_time_went(folder: Path) -> dict[str, dict[str, float]]:
 def test_a_rank_that_is_gone_ends_the_mesh_by_its_name(processes: Processes, how: int) -> None:
     child = processes.start(
         *(sys.executable, *MODULE, *FLAGS, "--world-size", "2", "--tp", "2"),
-        *("--epochs", "100000", "--save-interval", "5", "--hang-timeout", "4"),
+        *("--epochs", "100000", "--save-interval", "5", "--hang-timeout", HANG_TIMEOUT_S),
         forked=False,
     )
     wait_until(lambda: is_training(processes.runs), child)
@@ -105,7 +107,7 @@ def test_torchrun_forms_the_group_again_from_the_last_checkpoint(
         *(sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1"),
         *("--master-port", str(free_port()), "--nproc-per-node", "2", "--max-restarts", "1"),
         *(*MODULE, *FLAGS, "--fsdp", "2", "--epochs", "100000", "--save-interval", "5"),
-        *("--resume", "auto", "--hang-timeout", "4"),
+        *("--resume", "auto", "--hang-timeout", HANG_TIMEOUT_S),
         forked=False,
     )
     wait_until(lambda: is_training(processes.runs), child)
