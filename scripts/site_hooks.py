@@ -25,7 +25,7 @@ CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(PROJECT / name)))
-    for picture in sorted((PROJECT / "images").glob("*.png")):
+    for picture in sorted((PROJECT / "images").iterdir()):
         files.append(File.generated(config, f"images/{picture.name}", abs_src_path=str(picture)))
     return files
 
