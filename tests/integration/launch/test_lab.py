@@ -11,7 +11,7 @@ from lab import HOMES, Host, Lab, Running
 from waiting import eventually
 
 TWO_MEGABYTES = ["ssh", "mini2", "head -c 2000000 /dev/zero"]
-PING = ["ssh", "-o", "ConnectTimeout=2", "mini1", "hostname"]
+PING = ["ssh", "-o", "ConnectTimeout=60", "mini1", "hostname"]
 
 
 def duration_s(host: Host, command: list[str]) -> float:
