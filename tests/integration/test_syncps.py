@@ -529,6 +529,7 @@ def drifting(scene: Scene, alpha: float) -> dict[int, float]:
 
 
 @pytest.mark.usefixtures("small_buckets")
+@pytest.mark.faults  # on a busy machine a step has gone by without its blending
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_a_replica_that_drifted_is_blended_and_the_run_goes_on(
     tmp_path: Path, alpha: float
