@@ -31,6 +31,7 @@ from smolcluster.cli.options import (
     below_training,
     stated_keys,
 )
+from smolcluster.errors import ConfigError
 from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
 
 if TYPE_CHECKING:
@@ -379,6 +380,10 @@ def _join(
     from smolcluster.launch.join import join  # noqa: PLC0415
     from smolcluster.launch.take_in import JoinOptions  # noqa: PLC0415
 
+    if run is not None and (invited_run or invitation):
+        raise ConfigError(
+            "--run and --invitation name an invitation: leave out the run, or its address"
+        )
     stated = [] if ssh is None else [f"ssh={ssh}"]
     wanted = JoinOptions(
         name=name,

@@ -555,10 +555,10 @@ class Run:
             raise self._failed_run(
                 "the script has ended without smolcluster.attach(model, optimizer): nothing was trained"
             )
-        have_failed = all(worker.stem in self._failed for worker in workers)
-        have_failed = (
-            have_failed and not self._launched.is_group
-        )  # which ends as its first one does
+        # a group ends as its first rank does
+        have_failed = not self._launched.is_group and self._failed >= {
+            each.stem for each in workers
+        }
         if code is None and have_failed and self._is_deserted():
             endings = "; ".join(f"{each.title} {child.ending}" for each, child in workers.items())
             raise self._failed_run(

@@ -144,7 +144,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
             if code is not None and packed.is_file():
                 put_code(machine.host, process.run_dir, packed.read_bytes(), code)
             run.add(process)
-        if launched.shippers:
+        if any(each.role == SHIPPER for each in launched.shippers):
             for process in {each.node: each for each in processes}.values():
                 _ship(paths, process, machines[process.node].env, settings, run.say)
         remember(paths.run_id, CLUSTER_FILE, file.read_bytes())

@@ -366,3 +366,11 @@ def test_small_packets_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("smolcluster.launch.invite.coming.ETHERNET_MTU", 10**6)
     assert "packets hold" in (coming._small_packets(LOOPBACK) or "")
     assert coming._small_packets("203.0.113.1") is None
+
+
+@pytest.mark.parametrize("option", ["--run=r", "--invitation=10.0.0.1:4000"])
+def test_what_names_an_invitation_goes_with_no_run(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["join", "latest", option]) == ConfigError.exit_code
+    assert "leave out the run" in capsys.readouterr().err

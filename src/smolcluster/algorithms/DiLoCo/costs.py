@@ -286,7 +286,7 @@ class FastMotion:
         """What the server's main thread does whenever it has heard of something."""
         if not self._pacing.is_async:
             self._step()
-        for _ in self._pacing.numbers:
+        for _ in self._round.numbers:
             self._hand_out()
             self._collect()
 

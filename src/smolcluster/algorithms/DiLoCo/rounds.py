@@ -105,7 +105,8 @@ class Round:
     """
 
     def __init__(self, num_fragments: int) -> None:
-        self._numbers = range(num_fragments)
+        self.numbers = range(num_fragments)
+        """Of the fragments."""
         self.local_steps = 1
         """H: how many batches it has for each worker."""
         self.most_steps: int | None = None
@@ -137,8 +138,8 @@ class Round:
 
     def num_later(self, number: int, num_workers: int) -> int:
         """How many batches are handed out after a fragment's exchange has begun."""
-        num_after = 0 if self.is_whole else max(0, len(self._numbers) - 1 - number)
-        return self.local_steps * num_workers * num_after // len(self._numbers)
+        num_after = 0 if self.is_whole else max(0, len(self.numbers) - 1 - number)
+        return self.local_steps * num_workers * num_after // len(self.numbers)
 
     def budget(self, num_workers: int) -> int:
         """Batches that may be handed out before the next fragment is asked for.
@@ -165,7 +166,7 @@ class Round:
     @property
     def unasked(self) -> Iterator[int]:
         """Fragments that may be asked for: none of their changes of the round before is awaited."""
-        for number in self._numbers:
+        for number in self.numbers:
             if number not in self.asked and number not in self.gathering:
                 yield number
 
@@ -186,7 +187,7 @@ class Round:
     @property
     def is_asked(self) -> bool:
         """Whether all fragments have been asked for."""
-        return len(self.asked) == len(self._numbers)
+        return len(self.asked) == len(self.numbers)
 
 
 def shared_out(
@@ -332,8 +333,6 @@ class Pacing:
         self.mode = mode
         self.local_steps, self.total_batches = local_steps, total_batches
         self.num_workers, self.beginning = num_workers, beginning
-        self.numbers = range(num_fragments)
-        """Of the fragments."""
         self.round = Round(num_fragments)
         self.is_async = False
         """Whether workers no longer wait for each other, nor have rounds."""
@@ -359,7 +358,7 @@ class Pacing:
         When workers no longer wait for each other, an outer step is one worker's.
         """
         if self.mode != "async":
-            return num_outer_steps // len(self.numbers)
+            return num_outer_steps // len(self.round.numbers)
         num_own = max(0, num_outer_steps - SYNCHRONOUS_ROUNDS)
         return min(num_outer_steps, SYNCHRONOUS_ROUNDS) + num_own // self.num_workers
 
@@ -426,7 +425,7 @@ class Pacing:
         if self.waits and not self.round.asked:
             for id_ in workers:
                 if self.round.plan.get(id_, 1) <= 0:
-                    yield from ((id_, number) for number in self.numbers)
+                    yield from ((id_, number) for number in self.round.numbers)
 
     def _has_enough(self, worker: Timing, workers: Collection[Timing]) -> bool:
         """Whether one of those that do not wait for each other has been given what is its own in a round."""

@@ -99,8 +99,6 @@ class Server(LeasingServer):
         total_batches = self.train.num_batches(context.training.num_samples)
         warn_of_long_rounds(context, epoch_batches)
         num_fragments = self.config.num_fragments(len(filled(self.replica.layers)))
-        self.numbers = range(num_fragments)
-        """Of the fragments."""
         self.outer = new_outer(context, total_batches)
         self.stores = new_stores(context, self.outer, num_fragments)
         self.ledger = Ledger(num_fragments)
@@ -114,6 +112,7 @@ class Server(LeasingServer):
             beginning=self.beginning,
         )
         self.round = self.pacing.round
+        self.numbers = self.round.numbers
         state = self.open(
             lambda: self.stores.tensors, num_more=self.stores.num_frames + MOST_BEHIND
         )

@@ -7,6 +7,7 @@ has joined needs it no more. It listens at a port of its own and speaks `wire/in
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
@@ -65,9 +66,8 @@ def _invite(run: str) -> None:
     launched = launched_of(paths)
     say = partial(print_line, SteadyConsole())
     is_over = partial(_is_over, paths, launched)
-    pause = threading.Event()
     while told is not None and not _has_settings(paths) and not is_over():
-        pause.wait(LOOK_S)
+        time.sleep(LOOK_S)
     if is_over():
         raise LaunchError(f"run {paths.run_id} is over, or has not begun: nobody can join it")
     gives = _gives(paths, launched, is_checked=told is not None)
@@ -75,14 +75,15 @@ def _invite(run: str) -> None:
     say(invited(code))
     invitation = Invitation(paths.run_id, read_code(code), gives)
     looks_s = LOOK_S if launched is None or launched.server.ssh is None else LOOK_FAR_S
-    looked = Deadline(looks_s)
+    next_look = Deadline(looks_s)
     with announced_to_all(invitation, say):
         while (why := invitation.over) is None:
-            pause.wait(LOOK_S)
-            if looked.expired and is_over():
-                why = f"run {paths.run_id} is over"
-                break
-            looked = Deadline(looks_s) if looked.expired else looked
+            time.sleep(LOOK_S)
+            if next_look.expired:
+                next_look = Deadline(looks_s)
+                if is_over():
+                    why = f"run {paths.run_id} is over"
+                    break
     say(f"the invitation has ended: {why}")
 
 
