@@ -21,6 +21,7 @@ from pathlib import Path
 
 import uvicorn
 
+from smolcluster.launch.watch.page import Writer
 from smolcluster.observability.dashboard.app import Views, make_app
 from smolcluster.observability.dashboard.serve import bound
 from smolcluster.runs.events import Evaluated, EventLog
@@ -114,7 +115,7 @@ def serve_and_time(paths: RunPaths) -> dict[str, float]:
     """Serve the run's folder, and time the first and the second opening."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with bound("127.0.0.1", 0) as listener:
-        app = make_app(Views(paths.root.parent))
+        app = make_app(Views(paths.root.parent), Writer().write)
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

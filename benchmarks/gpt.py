@@ -28,11 +28,11 @@ from torch.nn import functional
 
 from common import DEADLINE_S, DEFAULT_DATA, paired_ratios, report, seconds_of, steps_of
 from processes import Processes
-from smolcluster.commands.checkpoints import gpt_of
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import DatasetPlace, GPTConfig, GradientClipping, TrainConfig
 from smolcluster.data.dataset import Batch, Dataset
 from smolcluster.data.tokens import TokenBlocks
+from smolcluster.launch.language_model import gpt_of
 from smolcluster.launch.saved import store_of
 from smolcluster.models.gpt import GPT
 from smolcluster.runs.paths import RunPaths, find_run

@@ -249,7 +249,7 @@ def machine(device: str) -> str:
 
 
 def write(rows: Sequence[Row], device: str, path: Path) -> None:
-    """Leave the table, and the same as JSON beside it."""
+    """Leave the table of the rows so far, and the same as JSON beside it."""
     lines = [
         "# GPUs",
         "",
@@ -273,11 +273,13 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments.device, Path(folder))
-        rows = [checked(bench, what) for what in arguments.only]
+        rows: list[Row] = []
+        for what in arguments.only:
+            rows.append(checked(bench, what))
+            write(rows, arguments.device, arguments.to)
     heading = ("check", "", "", "s")
     told = [(row.what, row.state, row.said, f"{row.took_s:.0f}") for row in rows]
     report(machine(arguments.device), [heading, *told])
-    write(rows, arguments.device, arguments.to)
     say(f"written to {arguments.to}")
     return int(any(row.state == "FAILED" for row in rows))
 

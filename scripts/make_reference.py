@@ -1,11 +1,16 @@
-"""Writes the pages of docs/reference/ from the code: `uv run scripts/make_reference.py`."""
+"""Writes the pages of docs/reference/ from the code: `uv run scripts/make_reference.py`.
+
+With `--setters` it prints instead of each key which files set it: what only tests set may be no setting.
+"""
 
 import ast
 import inspect
 import json
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -27,13 +32,26 @@ from smolcluster.wire import messages as wire
 CONFIGS = Path(smolcluster.__file__).parent / "configs"
 SITE = frozenset({"host_ip", "port", "num_workers", "workers", "server"})
 """What a cluster file says of machines."""
-FOLDER = Path(__file__).resolve().parents[1] / "src" / "smolcluster" / "docs" / "reference"
+PROJECT = Path(__file__).resolve().parents[1]
+DOCS = PROJECT / "src" / "smolcluster" / "docs"
+FOLDER = DOCS / "reference"
+SETTERS = {
+    "configs": (PROJECT / "src", "*.yaml"),
+    "examples": (PROJECT / "examples", "*.py"),
+    "docs": (DOCS, "*.md"),
+    "benchmarks": (PROJECT / "benchmarks", "*.py"),
+    "tests": (PROJECT / "tests", "*.py"),
+}
+"""Files that set keys, those first that a user sees first."""
+CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+SETTING = re.compile(r"([A-Za-z_][\w.]*)[\"']?(?:=(?!=)|:(?=\s|$))", re.MULTILINE)
 WRITTEN = "Written from the code by `uv run scripts/make_reference.py`.\n\n"
 KEYS = """What wins, from the top: `--override key=value`; the environment (`SMOLCLUSTER_PORT=6000`,
 `SMOLCLUSTER_MODEL__HIDDEN=64`); `nodes.NAME` of the cluster file, for what belongs to one machine; the file;
 the default. A misspelt key or a wrong value ends in one line that says where it is and what is allowed.
 `smolcluster config check` reads both files, `config show` says what they mean, `config schema` helps editors.
-Workers get the run's configuration from the server, and set only what belongs to their machine.
+Workers get the run's configuration from the server, and set only what belongs to their machine. "Set in" says
+where to see it used: the first of shipped files, examples, documents, benchmarks and tests that does.
 
 """
 SET_BY_LOCAL = "local_names"
@@ -153,7 +171,49 @@ def _keys(
     rows = list(_key_rows(properties, definitions, above))
     if of_one:
         rows = [(key, default, OF_WHOM.sub("", told)) for key, default, told in rows]
-    return _table(("Key", "Default", ""), rows)
+    set_in = [(key, default, " ".join(setters(key)[:1]), told) for key, default, told in rows]
+    return _table(("Key", "Default", "Set in", ""), set_in)
+
+
+def setters(key: str) -> list[str]:
+    """Which of `SETTERS` have a file that sets the key; one in a section where both are named."""
+    *_, above, last = ("", *key.strip("`").removeprefix("nodes.NAME.").split("."))
+    told = {
+        f"`{above}.{last}".replace("`.", "`"),
+        f"`{above}.{last}".replace("`dataset.", "`data."),
+    }
+    return [
+        name
+        for name in SETTERS
+        if any(told & each or {above, last} <= each for each in _names_set(name))
+    ]
+
+
+@cache
+def _names_set(setter: str) -> list[set[str]]:
+    """What each file of a setter gives a value to, and behind a backtick what a document's code names.
+
+    The empty name is everywhere.
+    """
+    folder, pattern = SETTERS[setter]
+    files = [each for each in sorted(folder.rglob(pattern)) if each.parent != FOLDER]
+    return [{"", *_names_in(each)} for each in files]
+
+
+def _names_in(file: Path) -> Iterator[str]:
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".py":
+        nodes = list(ast.walk(ast.parse(text)))
+        yield from (each.arg for each in nodes if isinstance(each, ast.keyword) and each.arg)
+        keys = [key for each in nodes if isinstance(each, ast.Dict) for key in each.keys if key]
+        yield from (ast.unparse(each).strip("'") for each in keys)
+        told = [each.value for each in nodes if isinstance(each, ast.Constant)]
+        text = "\n".join(each for each in told if isinstance(each, str))
+    elif file.suffix == ".md":
+        text = "\n".join(each.strip("`") for each in CODE.findall(text))
+        yield from ("`" + ".".join(each.split(".")[-2:]) for each in re.findall(r"[\w.]+", text))
+    for name in SETTING.findall(text):
+        yield from name.split(".")
 
 
 def _key_rows(
@@ -377,5 +437,9 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
-    for name, page in reference().items():
-        (FOLDER / name).write_text(page, encoding="utf-8")
+    if sys.argv[1:] == ["--setters"]:
+        for key in re.findall(r"^\| (`.+?`) \|", keys(), re.MULTILINE):
+            sys.stdout.write(f"{key.strip('`'):45} {' '.join(setters(key)) or 'nobody'}\n")
+    else:
+        for name, page in reference().items():
+            (FOLDER / name).write_text(page, encoding="utf-8")

@@ -19,6 +19,7 @@ from processes import Processes
 from skips import pytest_addoption, pytest_sessionfinish  # noqa: F401 - hooks
 from smolcluster.server import worker_pool
 from smolcluster.training import checkpoint
+from smolcluster.utils import words
 from smolcluster.utils.stopping import SIGNALS
 from smolcluster.wire import acceptor, node
 from smolcluster.wire.connection import listen
@@ -52,6 +53,7 @@ os.environ["DOCKER_HOST"] = "unix:///no-docker-for-tests"  # launches would star
 
 TESTS = Path(__file__).parent
 PARTS = {
+    "faults": ("faults/*",),
     "lab": ("integration/launch/*",),
     "mesh": ("integration/test_mesh*", "integration/test_orchestrator.py"),
     "jobs": ("integration/test_mesh_slurm.py", "integration/test_mesh_kubernetes.py"),
@@ -132,6 +134,14 @@ def closed_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def same_weights_each_time() -> None:
     """Models that a test makes without a seed are the same in every run of the tests."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def uv_is_on_the_path() -> Iterator[None]:
+    """Messages name commands in one way, whatever this machine has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "which", lambda name: f"/usr/bin/{name}")
+        yield
 
 
 @pytest.fixture(autouse=True)

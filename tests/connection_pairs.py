@@ -66,7 +66,6 @@ def handshake_and_steps() -> list[m.Message]:
         m.Challenge(nonce=nonce),
         m.Proof(mac=mac),
         m.Welcome(
-            node="mini1",
             run_id="edp-1",
             incarnation="0123abcd",
             settings=RUN.model_dump(mode="json"),
@@ -98,7 +97,7 @@ def handshake_and_steps() -> list[m.Message]:
         m.Skip(lease=LEASE, compute_s=0.25),
         telemetry(spans_at=1.7e9, spans=((7, 0, 900), (1, 20, 300))),
         m.Park(lease=LEASE, num_buckets=2),
-        m.Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=10.0),
+        m.Accepted(bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=10.0),
         m.Buffers(
             lease=LEASE,
             version=3,

@@ -309,13 +309,20 @@ class Cluster:
         core.count = watched_count  # type: ignore[method-assign]
 
     def _watch_commits(self, core: pipeline.Server) -> None:
-        """Count the samples of a step that all stages take; what is done again counts again."""
+        """Count the samples of a step that all stages take, when it was taken the last time."""
         commit = core.commit
+        taken: dict[int, Range] = {}
+
+        def indices(samples: Range) -> list[int]:
+            return core.orders[samples.epoch][samples.start : samples.stop].tolist()
 
         def watched_commit(crew: Crew, samples: Range, answers: list[StageDone]) -> None:
             commit(crew, samples, answers)
-            order = core.orders[samples.epoch]
-            self.applied[samples.epoch].update(order[samples.start : samples.stop].tolist())
+            for step in [each for each in taken if each >= core.version]:
+                undone = taken.pop(step)
+                self.applied[undone.epoch].subtract(indices(undone))
+            taken[core.version] = samples
+            self.applied[samples.epoch].update(indices(samples))
 
         core.commit = watched_commit  # type: ignore[method-assign]
 

@@ -212,9 +212,9 @@ class HandledDoor:
         self.port: int = self._listeners[0].getsockname()[1]
         self._hands: list[Hand] = []
 
-    def open(self, secret: Secret = SECRET) -> Authenticated:
+    def open(self, secret: Secret = SECRET, node: str = "mini1") -> Authenticated:
         connection = self.accept()
-        return server_authenticate(connection, Door(secret, IDENTITY), Deadline(DEADLINE_S))
+        return server_authenticate(connection, Door(node, secret, IDENTITY), Deadline(DEADLINE_S))
 
     def accept(self) -> Connection:
         """The next connection; nothing has been said."""
@@ -227,7 +227,6 @@ class HandledDoor:
         self,
         run: RunConfig,
         *,
-        node: str = "mini1",
         model: str = "m",
         incarnation: str = "0123abcd",
         bucket_bytes: int = 1 << 20,
@@ -237,7 +236,6 @@ class HandledDoor:
         accept(
             client,
             Welcome(
-                node=node,
                 run_id=run.run_id,
                 incarnation=incarnation,
                 settings=settings or run.model_dump(mode="json"),

@@ -2,22 +2,29 @@
 
 import copy
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from harness import SECRET
 from peers import DEADLINE_S
+from smolcluster.algorithms.PipelineParallel import worker
+from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, StepOutcome
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch, Place
+from smolcluster.server import link
+from smolcluster.training import layer_seeds
+from smolcluster.training.build import build, stage_replica
 from smolcluster.training.compute import Microbatch
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedules.instructions import Instruction, Op, Schedule, stage_ranks
@@ -33,6 +40,27 @@ from smolcluster.wire.handshake import introduce
 from smolcluster.wire.node import Node
 
 SEED = 7
+
+
+def share_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers that are threads share PyTorch's generator, which is a process's.
+
+    They make models one after the other. What they compute draws nothing, so it need not seed the generator,
+    from which another one may be drawing its weights.
+    """
+    lock = threading.Lock()
+
+    def locked(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **named: Any) -> Any:
+            with lock:
+                return make(*args, **named)
+
+        return made
+
+    monkeypatch.setattr(worker, "stage_replica", locked(stage_replica))
+    monkeypatch.setattr(worker, "measure", locked(measure))
+    monkeypatch.setattr(link, "build", locked(build))
+    monkeypatch.setattr(layer_seeds, "seed_generators", lambda *_: None)
 
 
 def parts_of(batches: Sequence[Batch], sizes: Sequence[int]) -> list[Microbatch]:

@@ -39,6 +39,15 @@ def fake_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+def replace_program(program: Path, text: str) -> str:
+    """Put another program in its place at once, since it may run just now; returns what it was."""
+    before, beside = program.read_text(), program.with_suffix(".new")
+    beside.write_text(text)
+    beside.chmod(0o755)
+    beside.replace(program)
+    return before
+
+
 def server(ssh: str | None = "pi@mini1", run_dir: str = "~/runs/r1") -> LaunchedProcess:
     return LaunchedProcess(
         node="mini1", role="server", rank=None, ssh=ssh, run_dir=run_dir, session="no-such-server"

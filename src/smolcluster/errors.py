@@ -23,6 +23,7 @@
     │   ├── RunBusy                 another process writes the run's folder
     │   └── ClusterEmpty            no worker came, or all have gone
     ├── AuthError               77  the cluster's secret is missing, unreadable or wrong
+    │   └── WrongCode               the invitation has another code, and takes another try
     └── Rejected                78  the server refused this worker, or rank 0 this rank, and says why
 
 Usage errors exit with 2, a bug with 70, an interrupt with 130, a termination with 143. Every message names
@@ -144,6 +145,10 @@ class AuthError(SmolclusterError):
     """The cluster's secret is missing, readable by others, or not the peer's."""
 
     exit_code = 77
+
+
+class WrongCode(AuthError):
+    """The code that was typed is not that of the invitation, which takes another try."""
 
 
 class Rejected(SmolclusterError):

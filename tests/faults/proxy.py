@@ -21,6 +21,7 @@ from typing import Any
 from smolcluster.wire.frames import HEADER_SUM_NBYTES, PAYLOAD_SUM_NBYTES, PREFIX_NBYTES
 from smolcluster.wire.messages import (
     Ack,
+    Assignment,
     Challenge,
     Collect,
     Commit,
@@ -32,6 +33,8 @@ from smolcluster.wire.messages import (
     Proof,
     Push,
     Reduced,
+    StageDone,
+    StageState,
     State,
     Welcome,
 )
@@ -119,8 +122,8 @@ def always(_header: Mapping[str, Any]) -> bool:
 
 
 def of_bucket(number: int) -> Matches:
-    """Frames that carry this bucket; -1 is the last one."""
-    return lambda header: header["bucket"] == number % header["num_buckets"]
+    """Frames that carry this bucket; -1 is the last one. What is not cut has one."""
+    return lambda header: header.get("bucket", 0) == number % header.get("num_buckets", 1)
 
 
 @dataclass(frozen=True)
@@ -137,11 +140,14 @@ class Point:
     nth: int = 1
     matches: Matches = always
     alone: bool = False
+    comes_down: bool = False
+    """Of a kind that goes both ways, those from the server."""
 
     @property
     def upward(self) -> bool:
         """Whether it lies on the way to the server."""
-        return self.kind in (Hello, Proof, Push, Delta)
+        kinds = (Hello, Proof, Push, Delta, StageDone, StageState)
+        return self.kind in kinds and not self.comes_down
 
 
 def _by_name(*points: Point) -> Mapping[str, Point]:
@@ -179,6 +185,13 @@ POINTS: Mapping[str, Mapping[str, Point]] = MappingProxyType(
             *_common(Delta),
             Point("broadcast", OuterStep, mid_payload, nth=2, matches=of_bucket(2)),
             Point("before_commit", Collect, nothing, nth=2),
+        ),
+        "pipeline": _by_name(
+            *_common(StageDone),
+            Point("payload", StageState, mid_payload, nth=2),
+            Point("state_transfer", StageState, mid_payload, nth=2, comes_down=True),
+            Point("broadcast", Assignment, mid_payload, nth=3),
+            Point("before_commit", Commit, nothing, nth=3),
         ),
     }
 )

@@ -7,6 +7,13 @@ from faults.cases import ALGORITHMS, Case, Ending, Played
 from faults.proxy import POINTS, Fault
 
 SIGNS = {Ending.TURNED_AWAY: "away", Ending.LOST: "lost", Ending.OVER: "over"}
+TITLE = (
+    "# Points of the protocol, times faults, times algorithms: how each case ended, and seconds until "
+    "it was noticed\n\n"
+    "`away`: the server turned the connection away; `lost`: it lost the worker; `over`: the run was over; "
+    "–: nobody was lost. Every run went on and ended as one without a fault. Made by\n"
+    '`FAULTS_TABLE=FILE .venv/bin/pytest -n 1 -m "" tests/faults/test_network_faults.py`.\n\n'
+)
 NO_FAULT_SEEN = "–"
 NOT_PLAYED = ""
 
@@ -46,7 +53,7 @@ def markdown(entries: Sequence[Entry]) -> str:
                 back = _longest([entry.back_after_s for entry in played])
                 texts = [NOT_PLAYED if entry is None else str(entry) for entry in row]
                 rows.append([algorithm, point, *texts, noticed, back])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return TITLE + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _longest(seconds: Sequence[float | None]) -> str:

@@ -3,14 +3,15 @@
 A choice of the matrix runs always; the rest is marked `faults`.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from faults.cases import ALL_CASES, Case, Reference, check, play
-from faults.proxy import Fault
-from faults.table import Entry
+from faults.cases import ALGORITHMS, ALL_CASES, Case, Reference, check, play
+from faults.proxy import POINTS, Fault
+from faults.table import TITLE, Entry
 
 ALWAYS = {
     Case("edp", "before_hello", Fault.CORRUPT),
@@ -42,10 +43,11 @@ ALWAYS = {
 def cases() -> Iterator[object]:
     """The whole matrix, marked."""
     for case in ALL_CASES:
-        marks = [] if case in ALWAYS else [pytest.mark.faults]
+        marks = [] if case in ALWAYS else [pytest.mark.nightly]
         yield pytest.param(case, id=str(case), marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(cases()))
 def test_a_fault_makes_no_difference(
     case: Case,
@@ -58,7 +60,7 @@ def test_a_fault_makes_no_difference(
     entries.append(Entry.of(case, played))
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case", [case for case in ALL_CASES if case.algorithm == "diloco"], ids=str
 )
@@ -72,3 +74,10 @@ def test_the_choice_has_every_point_and_every_fault() -> None:
     assert set(ALL_CASES) >= ALWAYS
     assert {case.point for case in ALWAYS} == {case.point for case in ALL_CASES}
     assert {case.fault for case in ALWAYS} == set(Fault)
+
+
+def test_the_table_of_results_has_every_algorithm_and_point() -> None:
+    table = (Path(__file__).parents[2] / "benchmarks" / "results" / "faults.md").read_text("utf-8")
+    assert table.startswith(TITLE)
+    rows = re.findall(r"^\| (\w+) \| (\w+) \|", table.removeprefix(TITLE), re.MULTILINE)
+    assert rows[1:] == [(each, point) for each in ALGORITHMS for point in POINTS[each]]

@@ -79,7 +79,7 @@ def cases(always: Sequence[object], others: Sequence[object]) -> list[object]:
 
 def _marked(case: object) -> object:
     values = case if isinstance(case, tuple) else (case,)
-    return pytest.param(*values, marks=pytest.mark.faults)
+    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 class Site:
@@ -265,6 +265,7 @@ def assert_each_sample_applied_once(site: Site) -> None:
 # The server is killed.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "point"),
     cases(
@@ -288,7 +289,7 @@ def test_a_killed_server_goes_on_bit_for_bit(
     assert_as_undisturbed(site, reference(algorithm))
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 def test_three_workers_of_edp_wait_for_a_killed_server(processes: Processes) -> None:
     site = Site(processes, "edp", workers=3)
     workers = [site.worker(number) for number in (1, 2, 3)]
@@ -307,7 +308,7 @@ def test_three_workers_of_edp_wait_for_a_killed_server(processes: Processes) -> 
             assert_each_sample_applied_once(site)
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 def test_four_workers_of_syncps_wait_for_a_killed_server(
     processes: Processes, reference: Undisturbed
 ) -> None:
@@ -326,7 +327,7 @@ def test_four_workers_of_syncps_wait_for_a_killed_server(
         assert loss == pytest.approx(expected[step], rel=1e-6), step
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["sync", "streaming", "async"])
 def test_diloco_through_a_kill_a_stop_a_late_joiner_and_a_cut_link(
     processes: Processes, reference: Undisturbed, mode: str
@@ -377,6 +378,7 @@ SAVING = {
 """Where a server is killed that saves its second checkpoint, and which one it goes on from."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("algorithm", "point"),
     cases(
@@ -403,6 +405,7 @@ def test_killed_while_it_saves_it_goes_on_from_the_last_whole_checkpoint(
     assert left == ["best", "latest", f"step-{STEPS:08d}"]
 
 
+@pytest.mark.nightly
 def test_killed_before_its_first_checkpoint_it_begins_again(
     processes: Processes, reference: Undisturbed
 ) -> None:
@@ -416,7 +419,7 @@ def test_killed_before_its_first_checkpoint_it_begins_again(
     assert_as_undisturbed(site, reference("edp"))
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", ["edp", "syncps"])
 def test_killed_again_and_again(
     processes: Processes, reference: Undisturbed, algorithm: AlgorithmName
@@ -436,6 +439,7 @@ def test_killed_again_and_again(
 # A worker is killed.
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("algorithm", "point", "count"),
     cases(
@@ -476,6 +480,7 @@ def wait_until_stopped(child: Child) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", cases(["edp"], ["syncps"]))
 def test_a_server_that_stands_still_is_left_and_found_again(
     processes: Processes, reference: Undisturbed, algorithm: AlgorithmName
@@ -492,6 +497,7 @@ def test_a_server_that_stands_still_is_left_and_found_again(
     assert True in [event.rejoined for event in site.events(WorkerJoined)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", cases(["syncps"], ["edp"]))
 def test_a_worker_that_stands_still_is_given_up_and_comes_back(
     processes: Processes, reference: Undisturbed, algorithm: AlgorithmName
@@ -511,6 +517,7 @@ def test_a_worker_that_stands_still_is_given_up_and_comes_back(
 # The server is asked to stop.
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", cases(["edp"], ["syncps"]))
 def test_a_server_that_is_asked_to_stop_saves_its_last_step(
     processes: Processes, reference: Undisturbed, algorithm: AlgorithmName
@@ -532,6 +539,7 @@ def test_a_server_that_is_asked_to_stop_saves_its_last_step(
     assert len(site.summary.workers) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", cases(["syncps"], ["edp"]))
 def test_two_signals_end_it_at_once(processes: Processes, algorithm: AlgorithmName) -> None:
     site = Site(processes, algorithm)
@@ -578,6 +586,7 @@ def test_a_file_where_checkpoints_belong_costs_one_warning(
     assert "\n" not in warning
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_one_warning_and_no_checkpoint_that_is_there(
     full_soon: Path, reference: Undisturbed
 ) -> None:
@@ -641,6 +650,7 @@ def abandoned(folder: Path, whole: Path, *steps: int) -> list[Path]:
     return places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_costs_one_warning_and_the_one_before_is_used(
     tmp_path: Path, reference: Undisturbed, damage: Callable[[Path], None]
@@ -656,6 +666,7 @@ def test_a_damaged_checkpoint_costs_one_warning_and_the_one_before_is_used(
     assert ("update" in warning) == (damage is write_a_newer_format)
 
 
+@pytest.mark.nightly
 def test_when_all_are_damaged_the_server_says_so_and_begins_nothing(
     processes: Processes, reference: Undisturbed
 ) -> None:
@@ -673,7 +684,7 @@ def test_when_all_are_damaged_the_server_says_so_and_begins_nothing(
     assert not site.run.metrics.exists()
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 def test_a_second_server_is_sent_away_and_the_first_does_not_notice(
     processes: Processes, reference: Undisturbed
 ) -> None:
@@ -692,7 +703,7 @@ def test_a_second_server_is_sent_away_and_the_first_does_not_notice(
     assert_last_life_is_whole(site, 0)
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and prlimit")
 def test_a_server_that_may_open_no_more_files_trains_on(
     processes: Processes, reference: Undisturbed
@@ -716,6 +727,7 @@ def test_a_server_that_may_open_no_more_files_trains_on(
 # The clock on the wall.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["edp", "syncps"])
 def test_a_clock_that_jumps_by_hours_changes_nothing(
     tmp_path: Path,
@@ -787,6 +799,7 @@ def test_a_weight_that_differs_in_its_last_bit_would_be_noticed(
         assert_trained(cluster, whole)
 
 
+@pytest.mark.nightly
 def test_a_refused_resume_changes_nothing(processes: Processes) -> None:
     site = Site(processes, "edp")
     assert_ends_well(site.server(), site.worker())

@@ -49,8 +49,12 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def net() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+    """The same weights each time, whatever other threads draw meanwhile."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.4, 0.4, generator)
+    return model
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -252,13 +256,12 @@ def test_two_loops_share_the_samples_and_each_counts_once(tmp_path: Path, algori
         )
 
 
-@pytest.mark.faults  # on a busy machine its weights have differed, which nobody understands yet
 def test_loops_begin_diloco_with_the_steps_of_one_with_their_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is all beginning: two loops' batches of 10 are one's of 20."""
     monkeypatch.setattr(rounds, "MOST_WAITING", math.inf)
-    own = "min_workers=2", "batch_size=10", "sync_fraction=1", "codec=null"
+    own = "min_workers=2", "batch_size=10", "sync_fraction=1", "codec=null", "grace=600"
     served = Served(tmp_path, "diloco", *own)
 
     def loop(name: str) -> None:
@@ -557,6 +560,7 @@ def test_wrong_uses_are_told(tmp_path: Path) -> None:
     served.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_loader_that_reads_ahead_is_refused_and_its_samples_count_once_elsewhere(
     tmp_path: Path, algorithm: str
@@ -590,6 +594,7 @@ def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
     assert isinstance(served.cluster.server.failure(), ClusterEmpty)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_batch_norm_has_seen_reaches_the_server(tmp_path: Path, algorithm: str) -> None:
     served = Served(tmp_path, algorithm, *EXACT[algorithm])

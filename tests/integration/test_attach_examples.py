@@ -19,6 +19,8 @@ from integration.test_attach import DATA, NUM_SAMPLES, Served, assert_close
 from smolcluster.runs.summary import read_summary
 from smolcluster.wire.security import ensure_secret
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -77,7 +79,7 @@ def test_a_model_of_one_s_own_in_a_loop(served: Served, capsys: pytest.CaptureFi
     assert float(said.split()[1]) > 0.5
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 @pytest.mark.usefixtures("own_model")
 def test_a_model_of_one_s_own_said_in_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

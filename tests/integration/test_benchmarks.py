@@ -13,7 +13,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 def test_the_exchange_is_measured_beside_gloo(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     command = [sys.executable, str(PROJECT / "benchmarks" / "exchange.py"), "--json", str(file)]

@@ -17,6 +17,8 @@ from smolcluster.runs.events import LeaseReturned, WorkerJoined, WorkerLost
 from smolcluster.server.assignment import Assigned
 from smolcluster.training.compute import BatchLoss
 
+pytestmark = pytest.mark.slow
+
 
 class Milestones(Server):
     """An EDP server that tells when it has come to a version."""

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from harness import free_port
 from made_runs import NODES, MadeRun, killed_run, rank_status, worker_status
 from processes import Child, Processes
 from proxy import Proxy
+from smolcluster.algorithms import owner
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.page import write_report
 from smolcluster.observability.sinks.jsonl import read_metrics
@@ -35,11 +37,13 @@ from smolcluster.runs.events import CheckpointSaved, Event, kind_of
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.status import read_status
+from texts import tiny_settings, train_alone, write_text
 from waiting import DEADLINE_S, eventually
 
 EVIL = "<script>document.title='taken'</script><b id='evil'>bold</b>"
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         CHROMIUM is None or DRIVER is None,
         reason="needs Chromium and its driver: apt-get install chromium chromium-driver",
@@ -334,6 +338,7 @@ def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
     run, gpu = MadeRun(processes.runs, "edp-second"), {f"gpu/{name}": GPU[name] for name in GPU}
     run.metric(*(MetricRecord("worker", n, 1, gpu, rank=0, node="pi5") for n in (398, 399, 400)))
     run.status("ended", None, worker_status(0, process_stats=gpu), worker_status(1))
+    run.joined(1, "its successor")
     browser.refresh()
     eventually(lambda: "gpu w" in run_js(browser, headings))
     assert [name for name in run_js(browser, headings) if "gpu" in name] == [
@@ -342,6 +347,7 @@ def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
     row = text_of(browser, "#workers tbody tr")
     assert [word in row for word in ("88%", "13 GB", "61", "241")] == [True] * 4, row
     eventually(lambda: "GPU power" in text_of(browser, "#curves"))
+    assert "4 workers" in text_of(browser, "#about")
     assert complaints(browser) == []
 
 
@@ -489,6 +495,48 @@ def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     assert not is_visible(browser, "#figures")
 
 
+def test_a_language_model_goes_on_from_what_is_typed(
+    processes: Processes, browser: Chrome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(owner, "draw_curves", lambda _paths: None)
+    text = write_text(tmp_path / "text.txt")
+    train_alone(tiny_settings(text, processes.runs, algorithm="single"), "writes")
+    killed_run(processes.runs, "edp-first").config()
+    _, address = dashboard(processes, "edp-first")
+    browser.get(address)
+    eventually(lambda: text_of(browser, "#state") == "ended")
+    assert not is_visible(browser, "#chat")
+    choose(browser, "#run", "writes")
+    eventually(lambda: is_visible(browser, "#chat"))
+    press(browser, "#chat")
+    eventually(lambda: browser.title == "Chat · writes · smolcluster")
+
+    prompt, said = "#prompt [name='text']", "#said"
+    type_keys(browser, prompt, EVIL, Keys.SHIFT + Keys.ENTER + Keys.NULL, "the cat", Keys.ENTER)
+    typed = f"{EVIL}\nthe cat\n"
+    eventually(lambda: len(text_of(browser, said)) > len(typed) and is_visible(browser, "#send"))
+    first = text_of(browser, said)
+    assert first.startswith(typed)
+    assert count(browser, "#evil") == 0
+    assert "taken" not in browser.title
+    assert re.fullmatch(r"step \d+", text_of(browser, "#step"))
+    type_keys(browser, prompt, "a dog", Keys.ENTER)
+    eventually(lambda: len(text_of(browser, said)) > len(f"{first}a dog\n"))
+    eventually(lambda: is_visible(browser, "#send"))
+    assert text_of(browser, said).startswith(f"{first}a dog\n")
+    for width in (400, 640, 1280):
+        resize(browser, width)
+        assert run_js(browser, "return document.documentElement.scrollWidth") == width
+    assert complaints(browser) == []
+
+    browser.get(browser.current_url.replace("run=writes", "run=edp-first"))
+    type_keys(browser, prompt, "the cat", Keys.ENTER)
+    eventually(lambda: "run edp-first has no good checkpoint" in text_of(browser, "#problems"))
+    assert run_js(browser, "return document.querySelector(arguments[0]).value", prompt) == "the cat"
+    assert text_of(browser, said) == ""
+
+
 def test_without_the_token_the_browser_shows_what_to_do(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -579,6 +627,7 @@ def test_all_kinds_of_events_are_drawn_and_one_that_the_page_does_not_know(
     assert "other" in text_of(browser, "#timeline")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("width", [400, 640, 660, 800, 1000, 1340, 1400])
 def test_the_workers_fit_into_pages_of_any_width(
     processes: Processes, browser: Chrome, width: int
@@ -591,6 +640,7 @@ def test_the_workers_fit_into_pages_of_any_width(
     assert is_visible(browser, "#workers tbody tr")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("width", [400, 640, 660, 800, 1000, 1400])
 def test_the_tables_and_curves_of_a_report_fit_into_pages_of_any_width(
     processes: Processes, browser: Chrome, width: int

@@ -61,6 +61,7 @@ def cluster_for(
     return Cluster(settings, folder, algorithm="diloco", workload=workload, resume=resume)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
 @pytest.mark.parametrize(
     ("local_steps", "double", "overrides"),
@@ -314,6 +315,7 @@ class Spoilt(Worker):
         super().send_change(collect)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
 @pytest.mark.parametrize("make", [Dying, Diverging, Huge, Spoilt])
 def test_a_worker_that_fails_costs_its_own_steps_and_nothing_else(
@@ -369,6 +371,7 @@ class Exploding(Worker):
         raise NonFiniteLoss("loss is nan at layer fc1")
 
 
+@pytest.mark.nightly
 def test_a_worker_that_fails_also_from_fresh_weights_leaves_and_the_others_go_on(
     tmp_path: Path,
 ) -> None:
@@ -427,6 +430,7 @@ def test_who_freezes_before_it_is_asked_does_not_hold_the_round(tmp_path: Path) 
     assert summary.leases_returned > 0
 
 
+@pytest.mark.slow
 def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:
     early, shared = threading.Event(), threading.Event()
 
@@ -449,6 +453,7 @@ def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:
     assert {record.rank for record in cluster.metrics.steps} == {0, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
 def test_a_server_goes_on_from_its_last_round(tmp_path: Path, mode: tuple[str, ...]) -> None:
     """Momentum, what the codec owes, rounds and samples are those of the checkpoint."""

@@ -27,7 +27,7 @@ from smolcluster.wire.messages import Collect
 
 start = partial(several_hosts.start, algorithm="diloco")
 run = partial(several_hosts.run, algorithm="diloco")
-pytestmark = pytest.mark.usefixtures("many_buckets")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("many_buckets")]
 STREAMING = "mode=streaming", "fragments=3"
 
 
@@ -123,6 +123,7 @@ def test_what_a_worker_says_it_has_received_came_from_all_hosts(tmp_path: Path) 
     assert from_all > 2 * from_server
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sync_fraction", [0, 0.5])
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
 def test_a_run_goes_on_with_more_hosts_or_fewer(
@@ -203,6 +204,7 @@ class Unplugged(Worker):
         return torch.cat(list(self.copy.executor.start[number].values()))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", [("mode=sync",), STREAMING, ("mode=async",)])
 def test_a_worker_that_is_lost_in_the_middle_of_a_change_costs_no_sample(
     tmp_path: Path, mode: tuple[str, ...]

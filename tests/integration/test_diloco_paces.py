@@ -23,6 +23,8 @@ from smolcluster.utils.retry import Deadline
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import Ready, Welcome
 
+pytestmark = pytest.mark.slow
+
 STEP_S = 0.002
 FAST_BYTES_PER_S = 2e6
 

@@ -22,6 +22,8 @@ from smolcluster.observability.metrics import MetricRecord
 from smolcluster.utils.retry import Deadline
 from waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 KEPT = Path("test-run") / "worker-1"
 
 

@@ -14,6 +14,8 @@ from smolcluster.configs.schema import AlgorithmName
 from smolcluster.training.named import load_named
 from smolcluster.training.workload import Workload
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NODES = ("pi5", "win")
 
@@ -84,7 +86,7 @@ def test_a_resnet_learns_digits(
     trained(tmp_path, algorithm, example("digits_resnet", channels=4, num_blocks=1))
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 def test_a_llama_is_fine_tuned_by_its_adapters(
     tmp_path: Path, example: Callable[..., Workload]
 ) -> None:

@@ -159,6 +159,7 @@ def test_a_step_that_overflows_on_one_worker_is_skipped_by_all(tmp_path: Path, c
     assert losses_of(cluster)[-1] < 0.9 * losses_of(cluster)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["edp", "syncps"])
 def test_a_resumed_run_goes_on_with_the_loss_scale(
     tmp_path: Path, algorithm: AlgorithmName

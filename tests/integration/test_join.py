@@ -46,7 +46,7 @@ def run(processes: Processes) -> Joined:
     return Joined(processes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_machine_joins_with_address_and_secret(
     run: Joined, processes: Processes, tmp_path: Path
 ) -> None:
@@ -97,6 +97,7 @@ def test_a_run_of_this_machine_is_joined_here_and_stopped(
     run.wait_for(1)
     joining = run.join("--name", "mini9", "--detach", "--override", "metrics_port=null")
     assert joining.wait() == 0, joining.output
+    assert "is of this machine alone: mini9 starts here" in joining.output
     run.wait_for(1, 2)
     started = read_launched(find_run(processes.runs).launched).processes
     assert [(each.node, each.rank) for each in started][2:] == [("mini9", 1)]

@@ -20,24 +20,22 @@ WORLD_SIZE = 4
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tuning_demo" / "train_simple.py"
 
 
-ALWAYS = (
-    *("dp2-fsdp2", "tp2-pp2-1f1b", "fsdp2-pp2-zbv", "dp2-tp2-bf16", "tp2-pp2-sequence-loss"),
-    *("dp2-tp2-llama", "pp4-bare", "dp2-fsdp2-uncut", "dp2-pp2-muon"),
-)
-IN_CI = (*("pp4-gpipe", "tp2-pp2-interleaved", "dp2-pp2-dualpipev", "tp2-fsdp2-loss"),)
+IN_CI = ("dp2-fsdp2", "tp2-pp2-1f1b", "tp2-pp2-interleaved", "dp2-pp2-dualpipev")
 COMPILED = ("tp2-pp2-compiled", "fsdp2-pp2-compiled")
-REST = tuple(sorted(mesh_rank.CASES.keys() - {*ALWAYS, *IN_CI, *COMPILED}))
+REST = tuple(sorted(mesh_rank.CASES.keys() - {*IN_CI, *COMPILED}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(ALWAYS, id="always"),
-        pytest.param(IN_CI, id="ci", marks=pytest.mark.slow),
-        pytest.param(COMPILED[:1], id="compiled-tp2", marks=pytest.mark.faults),
-        pytest.param(COMPILED[1:], id="compiled-fsdp2", marks=pytest.mark.faults),
-        pytest.param(REST[::2], id="rest", marks=pytest.mark.faults),
-        pytest.param(REST[1::2], id="more", marks=pytest.mark.faults),
+        pytest.param(IN_CI, id="ci"),
+        pytest.param(COMPILED[:1], id="compiled-tp2", marks=pytest.mark.nightly),
+        pytest.param(COMPILED[1:], id="compiled-fsdp2", marks=pytest.mark.nightly),
+        *(
+            pytest.param(REST[part::3], id=f"rest-{part}", marks=pytest.mark.nightly)
+            for part in range(3)
+        ),
     ],
 )
 def test_a_mesh_trains_as_one_process_does(processes: Processes, names: tuple[str, ...]) -> None:
@@ -77,6 +75,7 @@ def is_product(event: dict[str, Any]) -> bool:
     return event.get("ph") == "X" and event["name"] in ("aten::addmm", "aten::mm")
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_with_another_mesh(processes: Processes) -> None:
     """It leaves what every run leaves, and a profile; it has one loss scale; its checkpoint is of no mesh."""
     program = (sys.executable, "-m", "smolcluster.distributed_training", "--config", "digits")
@@ -109,6 +108,7 @@ def test_a_run_goes_on_with_another_mesh(processes: Processes) -> None:
     assert skipped[first.steps :] == [skipped[first.steps - 1]] * first.steps
 
 
+@pytest.mark.nightly
 def test_each_rank_writes_down_the_instructions_of_its_schedule(processes: Processes) -> None:
     """The example, which starts all ranks by itself: eight, unless flags say less."""
     folder = processes.folder / "instructions"
@@ -149,6 +149,7 @@ def workload():
 """
 
 
+@pytest.mark.nightly
 def test_a_model_that_changes_its_weights_is_refused_as_in_one_process(
     processes: Processes,
 ) -> None:

@@ -53,7 +53,7 @@ def hosts() -> Iterator[list[str]]:
                 ip("netns", "del", name)
 
 
-@pytest.mark.faults  # launch/test_mesh_launch has two hosts
+@pytest.mark.nightly  # launch/test_mesh_launch has two hosts
 def test_two_hosts_with_four_ranks_each_train_by_the_command_of_each_rank(
     processes: Processes, hosts: list[str]
 ) -> None:

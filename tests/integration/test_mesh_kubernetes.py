@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ruamel.yaml import YAML
 
 from harness import free_port
@@ -14,6 +15,8 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.launch.flow import LaunchOptions, Scheduled
 from smolcluster.launch.plan import Request
+
+pytestmark = pytest.mark.slow
 
 Json = dict[str, Any]
 

@@ -81,7 +81,7 @@ def losses_of(paths: RunPaths) -> list[float]:
     return [each.values["loss"] for each in records if each.kind == "step"]
 
 
-@pytest.mark.faults  # test_mesh goes on with another mesh
+@pytest.mark.nightly  # test_mesh goes on with another mesh
 @pytest.mark.timeout(900)
 def test_a_run_on_8_then_4_then_1_then_8_ranks_is_that_of_one_process(
     processes: Processes, monkeypatch: pytest.MonkeyPatch

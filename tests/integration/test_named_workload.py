@@ -118,7 +118,8 @@ def smolcluster(processes: Processes, *words: str) -> str:
     return child.output
 
 
-@pytest.mark.parametrize("form", ["file", pytest.param("module", marks=pytest.mark.faults)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["file", pytest.param("module", marks=pytest.mark.nightly)])
 def test_a_launch_and_what_goes_on_with_it_train_the_function(
     tmp_path: Path,
     processes: Processes,

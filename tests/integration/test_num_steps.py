@@ -51,6 +51,7 @@ def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 def test_a_run_that_has_taken_its_steps_goes_on_only_for_more(tmp_path: Path) -> None:
     steps = ("--num-steps", "3")
     ended = train(tmp_path, "--run-id", "short", *steps)

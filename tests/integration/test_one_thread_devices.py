@@ -25,10 +25,11 @@ def end_well(*children: Child) -> None:
         assert child.wait() == 0, child.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("algorithm", "overrides"),
     [
-        pytest.param("edp", (), marks=pytest.mark.faults),
+        pytest.param("edp", (), marks=pytest.mark.nightly),
         ("syncps", ("worker_update_interval=3", "use_quantization=true")),
     ],
 )
@@ -53,6 +54,7 @@ def test_only_the_main_threads_of_server_and_worker_compute(
     assert threads(notes) == {(pid, "MainThread") for pid in pids}, notes.read_text()
 
 
+@pytest.mark.nightly
 def test_only_the_main_thread_of_train_computes(processes: Processes) -> None:
     notes = processes.folder / "notes"
     train = processes.start(

@@ -146,6 +146,7 @@ def test_who_joins_later_has_the_optimizer_s_state(
     assert made[1].version == cluster.core.version
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["edp", "syncps"])
 @pytest.mark.parametrize("name", ["momentum", "NAdam", "Adafactor", "muon"])
 def test_a_resumed_run_goes_on_with_the_optimizer_s_state(

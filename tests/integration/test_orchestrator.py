@@ -68,6 +68,7 @@ def worker(config: smolcluster.DistributedConfig, number: int, **options: Any) -
     return Outcome(f"worker {number}", made.connect_and_train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["syncps", "edp", "diloco"])
 def test_workers_without_data_train_the_orchestrator_s_model(
     config: smolcluster.DistributedConfig, tmp_path: Path, algorithm: str
@@ -141,6 +142,7 @@ def right(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return (model(batch[0]).argmax(dim=1) == batch[1]).sum(), len(batch[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_metric", [True, False])
 def test_workers_with_some_of_the_layers_evaluate_what_the_orchestrator_holds_out(
     config: smolcluster.DistributedConfig, tmp_path: Path, has_metric: bool
@@ -173,6 +175,7 @@ def test_workers_with_some_of_the_layers_evaluate_what_the_orchestrator_holds_ou
     assert log.read_text().count("metric right is missing") == (0 if has_metric else 1)
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_with_more_epochs(config: smolcluster.DistributedConfig) -> None:
     config.num_workers, config.run_id = 1, "goes-on"
     applied: list[int] = []
@@ -194,6 +197,7 @@ def own_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target) * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("registered", "options", "reason"),
     [
@@ -220,6 +224,7 @@ def test_another_model_or_loss_is_refused(
     training.finish()
 
 
+@pytest.mark.slow
 def test_a_loss_of_one_s_own_must_be_given_to_the_worker(
     config: smolcluster.DistributedConfig,
 ) -> None:
@@ -236,6 +241,7 @@ def test_a_loss_of_one_s_own_must_be_given_to_the_worker(
     training.finish()
 
 
+@pytest.mark.slow
 def test_too_few_workers_in_time_is_an_error(config: smolcluster.DistributedConfig) -> None:
     with smolcluster.Orchestrator(config) as orchestrator:
         orchestrator.register_model(Net())
@@ -320,12 +326,13 @@ def test_the_seed_s_two_commands_train_on_two_processes(processes: Processes) ->
     assert sum(isinstance(event, Evaluated) for event in evaluated) >= 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "told",
     [
-        pytest.param(("WORKERS=1", "TENSOR_PARALLEL_SIZE=2"), marks=pytest.mark.faults),
+        pytest.param(("WORKERS=1", "TENSOR_PARALLEL_SIZE=2"), marks=pytest.mark.nightly),
         pytest.param(
-            ("WORKERS=2", "TENSOR_PARALLEL_SIZE=2", "DATA_PARALLEL=1"), marks=pytest.mark.faults
+            ("WORKERS=2", "TENSOR_PARALLEL_SIZE=2", "DATA_PARALLEL=1"), marks=pytest.mark.nightly
         ),
         pytest.param(
             ("WORKERS=2", "TENSOR_PARALLEL_SIZE=2", "PIPELINE_PARALLEL=1", "MICRO_BATCHES=4"),
@@ -341,6 +348,7 @@ def test_tensors_are_split_within_layers(processes: Processes, told: tuple[str, 
     assert child.wait() == 0, child.output
 
 
+@pytest.mark.nightly
 def test_a_rank_that_cannot_begin_is_not_waited_for(processes: Processes) -> None:
     """As each is a process that imports the script, which must not train there."""
     script = processes.folder / "script.py"
@@ -354,7 +362,7 @@ def test_a_rank_that_cannot_begin_is_not_waited_for(processes: Processes) -> Non
     )
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 def test_the_example_splits_tensors_by_its_environment_alone(processes: Processes) -> None:
     processes.environ |= {"TENSOR_PARALLEL": "1", "TENSOR_PARALLEL_SIZE": "2"}
     flags = ("--train-batches", "6", "--checkpoint-dir", str(processes.folder))

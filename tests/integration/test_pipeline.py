@@ -3,7 +3,7 @@
 import math
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import own_workloads
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
+from pipelines import share_generator
 from pretrained_models import adapters, saved
 from smolcluster.algorithms.PipelineParallel import coordinator, dealing, moving, worker
 from smolcluster.algorithms.PipelineParallel.automatic import Reported, measure
@@ -23,6 +24,7 @@ from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
 from smolcluster.algorithms.PipelineParallel.worker import Worker
 from smolcluster.algorithms.planning.plan_file import PLAN
 from smolcluster.configs.schema import GPTConfig, Settings
+from smolcluster.data.dataset import Batch
 from smolcluster.errors import (
     ConfigError,
     ConnectTimeout,
@@ -35,16 +37,15 @@ from smolcluster.errors import (
 from smolcluster.models.gpt import GPT
 from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.events import LayersMoved
-from smolcluster.server import link
 from smolcluster.server.assignment import Assigned
 from smolcluster.server.link import Link, WorkerSetup
-from smolcluster.training.build import TrainingContext, build, stage_replica
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.finetune import next_token_loss
 from smolcluster.training.pretrained import Pretrained
 from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.training.schedules.simulation import Span
-from smolcluster.training.workload import Metric, OfLoss, Workload
+from smolcluster.training.workload import Metric, OfLoss, Terms, Workload
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import LayersMeasured, MeasuredLayer, Planned
@@ -56,20 +57,8 @@ SIZES = GPTConfig(
 
 
 @pytest.fixture(autouse=True)
-def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes a model uses what is a process's, such as its generator: one thread after the other."""
-    lock = threading.Lock()
-
-    def locked(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*args: Any, **named: Any) -> Any:
-            with lock:
-                return make(*args, **named)
-
-        return made
-
-    monkeypatch.setattr(worker, "stage_replica", locked(stage_replica))
-    monkeypatch.setattr(worker, "measure", locked(measure))
-    monkeypatch.setattr(link, "build", locked(build))
+def one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_generator(monkeypatch)
 
 
 class Died(Exception):
@@ -107,6 +96,7 @@ def run(settings: Settings, folder: Path, workload: Workload) -> Cluster:
     return own_workloads.run(settings, folder, "pipeline", workload)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "schedule", "dtype"),
     [
@@ -154,6 +144,7 @@ def by_step(cluster: Cluster) -> list[float]:
     return [found[step] for step in sorted(found)]
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_another_cut_on_another_number_of_machines(tmp_path: Path) -> None:
     """Weights and moments of its checkpoint have the model's names, as those of one process."""
     begun = settings_for(2, "num_epochs=1", "checkpoint_steps=4")
@@ -178,18 +169,19 @@ def test_it_goes_on_with_another_cut_on_another_number_of_machines(tmp_path: Pat
         torch.testing.assert_close(checkpoint.optimizer[name], tensor, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("redundancy", "lost"),
+    ("checkpoint_steps", "lost"),
     [
         *((1, 1), (5, 2), (1, 3)),
-        *(pytest.param(*each, marks=pytest.mark.faults) for each in ((5, 1), (1, 2), (5, 3))),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((5, 1), (1, 2), (5, 3))),
     ],
 )
 def test_a_stage_that_is_lost_costs_its_layers_nothing(
-    tmp_path: Path, lost: int, redundancy: int
+    tmp_path: Path, lost: int, checkpoint_steps: int
 ) -> None:
     """First, middle and last: the others take its layers, and each sample counts once."""
-    settings = settings_for(3, f"redundancy={redundancy}")
+    settings = settings_for(3, f"checkpoint_steps={checkpoint_steps}")
     cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
 
     class Mortal(Worker):
@@ -212,8 +204,9 @@ def test_a_stage_that_is_lost_costs_its_layers_nothing(
     assert cluster.server.summary.samples_applied == 2 * len(text())
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_later_takes_layers(tmp_path: Path) -> None:
-    settings = settings_for(2, "redundancy=2", "num_epochs=3")
+    settings = settings_for(2, "checkpoint_steps=2", "num_epochs=3")
     cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
     late: list[Outcome] = []
     may_go_on = threading.Event()
@@ -269,6 +262,7 @@ def costing(seconds: Sequence[float]) -> LayersMeasured:
     return LayersMeasured(kinds=kinds, layers=layers, memory_bytes=10**9, device="cpu")
 
 
+@pytest.mark.nightly
 def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,10 +317,12 @@ def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
 
 
 class Narrow(Worker):
-    """One whose device has room for two layers."""
+    """One whose device has room for a few layers."""
+
+    room = 2
 
     def compute(self, step: Assigned) -> None:
-        if sum(len(each.module.own_layers()) for each in self.stages.values()) > 2:
+        if sum(len(each.module.own_layers()) for each in self.stages.values()) > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
         super().compute(step)
 
@@ -334,17 +330,55 @@ class Narrow(Worker):
 def test_a_stage_that_is_out_of_memory_gets_fewer_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And their weights are the same, though the other one computes while they are made."""
+    is_computing, is_full, is_building, has_computed = (threading.Event() for _ in range(4))
+
+    class Full(Narrow):
+        room = 3
+
+        def compute(self, step: Assigned) -> None:
+            try:
+                super().compute(step)
+            except torch.OutOfMemoryError:
+                is_full.set()
+                raise
+
+    class First(Worker):
+        def compute(self, step: Assigned) -> None:
+            is_computing.set()
+            try:
+                super().compute(step)
+            finally:
+                has_computed.set()
+
+    def stages(model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, GPT)
+        if is_full.is_set():  # the generator has been seeded, and no weight is drawn yet
+            is_building.set()
+            has_computed.wait(DEADLINE_S)
+        return model.stages()
+
+    def loss(model: nn.Module, batch: Batch) -> Terms:
+        if is_computing.is_set():
+            is_building.wait(DEADLINE_S)
+        return cross_entropy(model, batch)
+
     monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * SIZES.num_layers))
     settings = settings_for(2, "shard_plan=auto", "num_epochs=1")
-    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
-    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Narrow)]
+    workload = Workload(lambda: GPT(SIZES, 11), loss, text(), text()[:10], stages=stages)
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=workload)
+    workers = [
+        cluster.worker(1, node="pi5", make=First),
+        cluster.worker(2, node="win", make=Full),
+    ]
     cluster.finish(*workers)
     expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
     assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
     plan = PLAN.read(tmp_path / "plan.json")
-    assert {each.machine: each.end - each.start for each in plan.stages} == {"pi5": 6, "win": 2}
+    assert {each.machine: each.end - each.start for each in plan.stages} == {"pi5": 5, "win": 3}
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_left_out_of_a_new_plan_shows_no_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +391,7 @@ def test_a_worker_that_is_left_out_of_a_new_plan_shows_no_layers(
             super().compute(step)
 
     monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * SIZES.num_layers))
-    settings = settings_for(2, "shard_plan=auto", "num_epochs=1", "redundancy=1")
+    settings = settings_for(2, "shard_plan=auto", "num_epochs=1", "checkpoint_steps=1")
     cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
     workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Shrinking)]
     cluster.finish(*workers)
@@ -590,11 +624,12 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_names_worker_and_layers(
         each.failure()
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_is_cut_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator, "LEAST_PATIENCE_S", 3.0)
-    settings = settings_for(2, "redundancy=1", "reconnect_timeout_s=1")
+    settings = settings_for(2, "checkpoint_steps=1", "reconnect_timeout_s=1")
     cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
     is_over = threading.Event()
 
@@ -633,6 +668,7 @@ def test_a_server_that_is_stopped_keeps_what_the_stages_have(tmp_path: Path) -> 
     assert checkpoint.state.step == len(cluster.metrics.steps) > 7
 
 
+@pytest.mark.slow
 def test_stages_that_cannot_reach_each_other_talk_through_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -668,6 +704,7 @@ def test_samples_of_the_server_are_trained_on_and_those_held_out_are_evaluated(
         assert other == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "schedule"), [(3, "1f1b"), (2, "zb-v")])
 def test_what_is_held_out_is_sent_in_parts_to_the_stages_that_need_it(
     tmp_path: Path, workers: int, schedule: str

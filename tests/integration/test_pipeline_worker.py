@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import signal
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,11 +18,10 @@ from torch import nn
 import mesh_group
 import own_workloads
 from harness import SECRET, START_TIMEOUT_S, Cluster, Outcome, free_port, local_settings
+from pipelines import share_generator
 from processes import Processes
 from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo.worker import Worker
-from smolcluster.algorithms.PipelineParallel import worker
-from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.head import Head, spread
 from smolcluster.algorithms.PipelineParallel.worker import Worker as StageWorker
 from smolcluster.configs.schema import GPTConfig, NodeConfig, Settings, StagesConfig
@@ -31,10 +29,9 @@ from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import GPT
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
-from smolcluster.server import link
 from smolcluster.server.assignment import Assigned
 from smolcluster.server.link import WorkerSetup, follow
-from smolcluster.training.build import TrainingContext, build, stage_replica
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
@@ -42,6 +39,8 @@ from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.messages import Planned, Welcome, sets_of
 from waiting import eventually
+
+pytestmark = pytest.mark.slow
 
 SIZES = GPTConfig(
     type="GPT", model_dim=16, num_layers=4, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0
@@ -53,20 +52,8 @@ NODES = "pi5", "win"
 
 
 @pytest.fixture(autouse=True)
-def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes a model uses what is a process's, such as its generator: one thread after the other."""
-    lock = threading.Lock()
-
-    def locked(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*args: Any, **named: Any) -> Any:
-            with lock:
-                return make(*args, **named)
-
-        return made
-
-    monkeypatch.setattr(worker, "stage_replica", locked(stage_replica))
-    monkeypatch.setattr(worker, "measure", locked(measure))
-    monkeypatch.setattr(link, "build", locked(build))
+def one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_generator(monkeypatch)
 
 
 def gpt(dtype: torch.dtype = torch.float32, num_samples: int = 52) -> Workload:
@@ -158,6 +145,7 @@ def test_a_pipeline_alone_trains_as_one_process_does(tmp_path: Path, mode: tuple
     )
 
 
+@pytest.mark.nightly
 def test_a_pipeline_takes_part_in_the_synchronous_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +164,7 @@ def test_a_pipeline_takes_part_in_the_synchronous_beginning(
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.nightly
 def test_a_pipeline_and_a_single_machine_apply_every_sample_once(tmp_path: Path) -> None:
     settings = settings_for("local_steps=2", "num_epochs=10", workers=2)
     cluster = Cluster(settings, tmp_path, algorithm="diloco", workload=gpt())
@@ -251,6 +240,7 @@ def test_a_stage_that_is_back_takes_layers_again(tmp_path: Path) -> None:
     assert cuts == [2, 1, 2]
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_goes_on_with_the_moments_that_stages_have_kept(tmp_path: Path) -> None:
     """As it is when all are killed soon after a checkpoint: it has the losses of one process."""
     made = partial(gpt, torch.float64)
@@ -314,7 +304,7 @@ def test_what_a_pipeline_cannot_train_is_refused_in_one_line(
     cluster.server.failure()
 
 
-@pytest.mark.faults  # the parts: threads above, and how processes begin in test_process and test_plan
+@pytest.mark.nightly  # the parts: threads above, and how processes begin in test_process and test_plan
 def test_processes_of_a_pipeline_that_loses_a_stage_beside_a_single_machine(
     processes: Processes,
 ) -> None:

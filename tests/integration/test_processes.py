@@ -42,6 +42,7 @@ def applied(metrics: Path, num_samples: int, seed: int = 42) -> dict[int, Counte
     return dict(counts)
 
 
+@pytest.mark.nightly
 def test_a_waiting_server_says_how_many_workers_it_waits_for_and_how_to_start_one(
     processes: Processes,
 ) -> None:
@@ -71,11 +72,11 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     ]
     metrics = processes.runs / "latest" / "metrics.jsonl"
     eventually(lambda: {r.record.rank for r in read_metrics(metrics)} >= {0, 1, 2})
-    status_file = metrics.with_name("status.json")
-    eventually(lambda: status_file.exists() and len(read_status(status_file).workers) == 3)
-    workers[1].kill(signal.SIGKILL)
     for worker in (workers[0], workers[2]):  # or the run could be over before the late one is there
         worker.kill(signal.SIGSTOP)
+    workers[1].kill(signal.SIGKILL)
+    status_file = metrics.with_name("status.json")
+    eventually(lambda: status_file.exists() and len(read_status(status_file).workers) == 3)
     late = processes.worker(4, "macbook", "--local", "--override", port, "threads=1")
     eventually(lambda: len(read_status(status_file).workers) == 4)
     for worker in (workers[0], workers[2]):
@@ -103,6 +104,7 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     assert "Traceback" not in server.output
 
 
+@pytest.mark.nightly
 def test_a_worker_waits_for_the_server_and_both_leave_readable_files(
     processes: Processes,
 ) -> None:
@@ -129,6 +131,7 @@ def test_a_worker_waits_for_the_server_and_both_leave_readable_files(
     assert {path.name for path in run.root.iterdir()} <= documented
 
 
+@pytest.mark.slow
 def test_workers_look_for_a_server_that_was_stopped(processes: Processes) -> None:
     port = f"port={free_port()}"
     server = processes.server(
@@ -145,7 +148,7 @@ def test_workers_look_for_a_server_that_was_stopped(processes: Processes) -> Non
     assert (status.state, status.reason) == ("ended", "it was stopped")
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 def test_a_stopped_worker_leaves_and_the_run_goes_on(processes: Processes) -> None:
     port = f"port={free_port()}"
     server = processes.server("--local", "--override", port, "num_epochs=20", "threads=1")
@@ -159,6 +162,7 @@ def test_a_stopped_worker_leaves_and_the_run_goes_on(processes: Processes) -> No
     assert second.wait() == 0, second.output
 
 
+@pytest.mark.slow
 def test_a_busy_port_is_one_line_and_75(processes: Processes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -167,6 +171,7 @@ def test_a_busy_port_is_one_line_and_75(processes: Processes) -> None:
     assert str(port) in _only_error(server.output)
 
 
+@pytest.mark.nightly
 def test_a_worker_of_another_algorithm_is_told_which_one_to_start(processes: Processes) -> None:
     port = f"port={free_port()}"
     server = processes.server("--local", "--override", port)
@@ -177,12 +182,14 @@ def test_a_worker_of_another_algorithm_is_told_which_one_to_start(processes: Pro
     server.wait_for("worker 1 (pi5) never took part: it cannot go on: the server trains by edp")
 
 
+@pytest.mark.slow
 def test_an_address_of_another_machine_is_one_line_and_2(processes: Processes) -> None:
     server = processes.server("--train-config", "digits", "--override", "bind=[203.0.113.7]")
     assert server.wait() == 2
     assert "203.0.113.7" in _only_error(server.output)
 
 
+@pytest.mark.slow
 def test_a_secret_that_others_can_read_is_one_line_and_77(processes: Processes) -> None:
     folder = processes.folder / "config" / "smolcluster"
     folder.mkdir(parents=True)
@@ -195,6 +202,7 @@ def test_a_secret_that_others_can_read_is_one_line_and_77(processes: Processes) 
     assert "aaaa" not in server.output
 
 
+@pytest.mark.slow
 def test_a_killed_worker_with_a_supervisor_is_back(processes: Processes) -> None:
     options = ("--local", "--override", f"port={free_port()}", "threads=1")
     server = processes.server(*options, "num_epochs=100000")
@@ -236,6 +244,7 @@ def _only_error(output: str) -> str:
     return lines[0]
 
 
+@pytest.mark.nightly
 def test_logs_are_in_utc_whatever_the_zone_of_a_worker(processes: Processes) -> None:
     port = f"port={free_port()}"
     start = time.time()
@@ -258,7 +267,7 @@ def test_logs_are_in_utc_whatever_the_zone_of_a_worker(processes: Processes) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
-    ["syncps", *(pytest.param(each, marks=pytest.mark.faults) for each in ("edp", "diloco"))],
+    ["syncps", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("edp", "diloco"))],
 )
 def test_a_store_is_killed_another_is_started_and_every_sample_is_applied_once(
     processes: Processes, algorithm: str

@@ -22,7 +22,7 @@ from smolcluster.utils.stopping import Interrupted
 
 start = partial(several_hosts.start, algorithm="syncps")
 run = partial(several_hosts.run, algorithm="syncps")
-pytestmark = pytest.mark.usefixtures("many_buckets")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("many_buckets")]
 
 
 def settings_for(num_hosts: int, *overrides: str, workers: int = 1) -> Settings:

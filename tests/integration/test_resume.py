@@ -200,6 +200,7 @@ def run_whole(algorithm: AlgorithmName, folder: Path, *overrides: str) -> Whole:
 # One worker: bit for bit.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_killed_after_any_checkpoint_it_ends_as_an_undisturbed_run(
@@ -213,6 +214,7 @@ def test_killed_after_any_checkpoint_it_ends_as_an_undisturbed_run(
         assert_same_end(resumed, whole.cluster, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 38, STEPS_PER_EPOCH, 100])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_stopped_at_any_step_it_saves_that_step_and_goes_on_from_it(
@@ -252,6 +254,7 @@ def assert_equal_bit_for_bit_with(checkpoint: Checkpoint, replica: Replica) -> N
         assert torch.equal(checkpoint.model[name], tensor), name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_stopped_again_and_again_it_ends_as_an_undisturbed_run(
     tmp_path: Path, algorithm: AlgorithmName
@@ -313,6 +316,7 @@ def assert_each_sample_applied_once(first: Mapping[int, Counter[int]], second: C
     assert applied == dict.fromkeys(range(second.settings.train.num_epochs), once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3, 5])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_sample_is_applied_once_whoever_comes_back(
@@ -468,6 +472,7 @@ def forget_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("bug", [forget_the_optimizer, forget_one_weight, forget_the_schedule])
 def test_a_resume_that_forgets_something_would_be_noticed(

@@ -30,7 +30,7 @@ from smolcluster.wire.session import Session
 
 start = partial(several_hosts.start, algorithm="edp")
 run = partial(several_hosts.run, algorithm="edp")
-pytestmark = pytest.mark.usefixtures("many_buckets")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("many_buckets")]
 
 
 def settings_for(num_hosts: int, *overrides: str, workers: int = 1) -> Settings:

@@ -21,6 +21,8 @@ from smolcluster.training.build import build
 from smolcluster.training.loop import training_steps
 from waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 NODES = ("pi5", "win", "macbook")
 NUM_SAMPLES = 1438
 EPOCHS = 25
@@ -78,7 +80,7 @@ class Machines:
         assert applied == dict.fromkeys(range(EPOCHS), once)
 
 
-@pytest.mark.faults  # faults/test_process_faults kills one, too
+@pytest.mark.nightly  # faults/test_process_faults kills one, too
 def test_a_killed_worker_makes_no_difference(processes: Processes) -> None:
     machines = Machines(processes)
     eventually(lambda: machines.evaluated >= 10)
@@ -100,6 +102,7 @@ def test_a_killed_worker_makes_no_difference(processes: Processes) -> None:
     assert "Traceback" not in machines.server.output
 
 
+@pytest.mark.nightly
 def test_a_stopped_worker_holds_nobody_up_and_works_again_afterwards(processes: Processes) -> None:
     machines = Machines(processes, "timeout=0.1", "heartbeat_timeout_s=60")
     eventually(lambda: machines.evaluated >= 10)

@@ -40,7 +40,7 @@ def smolcluster(processes: Processes, *words: str) -> Child:
     return child
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_an_algorithm_of_another_package_is_launched_and_shown(processes: Processes) -> None:
     install(processes)

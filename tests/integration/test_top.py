@@ -2,10 +2,14 @@
 
 import sys
 
+import pytest
+
 from harness import free_port
 from processes import Processes
 from smolcluster.runs.status import read_status
 from waiting import eventually
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_run_is_shown_while_it_goes_on_and_when_it_is_over(processes: Processes) -> None:

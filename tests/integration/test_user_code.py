@@ -42,6 +42,7 @@ def settings_for(algorithm: AlgorithmName, *overrides: str) -> Settings:
     return local_settings(*own, workers=2, algorithm=algorithm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_loss_that_fails_in_a_worker_ends_the_run_with_its_sentence(
     tmp_path: Path, algorithm: AlgorithmName

@@ -11,6 +11,8 @@ from smolcluster.runs.events import WorkerJoined, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 from pathlib import Path
 import torch
@@ -68,7 +70,7 @@ def test_an_error_in_the_loss_ends_both_with_its_sentence(processes: Processes) 
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_worker_whose_device_fails_is_started_again_under_its_number(
     processes: Processes,

@@ -15,6 +15,8 @@ from harness import free_port
 from processes import Processes
 from smolcluster.launch.installed import installed_project
 
+pytestmark = pytest.mark.slow
+
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = PROJECT / "src" / "smolcluster"
 OWN = """

@@ -122,6 +122,7 @@ def test_a_workload_s_own_metrics_are_reported(tmp_path: Path, algorithm: Algori
     assert evaluated[-1].model_dump()["val_hits"] == final["val_hits"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_digits_written_as_a_user_s_workload_give_the_same_losses_bit_for_bit(
     tmp_path: Path, algorithm: AlgorithmName

@@ -190,8 +190,7 @@ def test_machines_that_are_not_reached_are_all_told_in_one_line(
     captured = capsys.readouterr()
     [line] = captured.err.splitlines()
     assert line.startswith("error: ")
-    for node in machines:
-        assert f"{node} (cut-{node}): it does not answer" in line
+    assert f"{', '.join(f'{node} (cut-{node})' for node in machines)}: it does not answer" in line
 
 
 def test_configurations_are_named_so_that_they_are_found_from_another_folder(

@@ -17,7 +17,7 @@ from smolcluster.runs.launched import LaunchedProcess
 
 ROOT = Path(__file__).parents[2]
 PROCESS = LaunchedProcess(node="kubernetes", role="ranks", run_dir="/r/mesh-1")
-JOB = Job(PROCESS, PROGRAM, 4, 29500)
+JOB = Job(PROCESS, PROGRAM, 4, 29500, 3)
 
 
 def instructions() -> list[tuple[str, list[str]]]:

@@ -6,9 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -31,14 +32,23 @@ PLACES = {
 NEWER_STDLIB_NAMES = {"annotationlib", "compression"}
 
 
+pytestmark = pytest.mark.xdist_group("layout")  # one process reads all files, once
+
+
+@functools.cache
+def nodes_of(path: Path) -> Sequence[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_bytes(), str(path))))
+
+
 def arrows(package: Path) -> Iterator[tuple[str, int, str]]:
     """Each import of the package's own modules: file, line, imported module."""
     for path in sorted(package.rglob("*.py")):
         module = (package.name, *path.relative_to(package).with_suffix("").parts)
-        tree = ast.parse(path.read_bytes(), str(path))
+        nodes: Iterable[ast.AST] = nodes_of(path)
         if path == package / "__init__.py":
-            tree.body = [node for node in tree.body if not is_for_types(node)]
-        for node in ast.walk(tree):
+            body = ast.parse(path.read_bytes()).body
+            nodes = chain.from_iterable(ast.walk(each) for each in body if not is_for_types(each))
+        for node in nodes:
             for target in imported(node, module):
                 if target.split(".")[0] == package.name:
                     yield str(path.relative_to(package)), getattr(node, "lineno", 0), target
@@ -355,6 +365,11 @@ MECHANISMS = {
         },
         "Snapshot(paths)",
     ),
+    "who took part in a run": Mechanism(
+        lambda node: calls(node, "workers_of"),
+        {"observability/view/view.py": "of which everything that draws asks"},
+        "workers_of(snapshot, story)",
+    ),
     "following a file of another machine": Mechanism(
         lambda node: calls(node, "RemoteTail"),
         {
@@ -365,12 +380,6 @@ MECHANISMS = {
     ),
 }
 """Each mechanism that `src` holds once. A file more here needs a reason that no file in the table covers."""
-
-
-@functools.cache
-def nodes_of(path: Path) -> Sequence[ast.AST]:
-    """Of a file, which is read once for all mechanisms."""
-    return list(ast.walk(ast.parse(path.read_bytes())))
 
 
 def built_in(package: Path, mechanism: Mechanism) -> set[str]:
@@ -421,10 +430,10 @@ RUNS_WHAT_IT_READS = re.compile(
 """Calls by which code of whoever wrote a file or a message is run, by their whole names."""
 
 
-def whole_names(tree: ast.AST) -> dict[str, str]:
+def whole_names(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """What the names that a module imports stand for."""
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {each.asname or each.name: each.name for each in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -433,9 +442,9 @@ def whole_names(tree: ast.AST) -> dict[str, str]:
     return names
 
 
-def calls_that_run_what_they_read(tree: ast.AST) -> Iterator[str]:
-    imported = whole_names(tree)
-    for node in ast.walk(tree):
+def calls_that_run_what_they_read(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    imported = whole_names(nodes)
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         first, dot, rest = ast.unparse(node.func).partition(".")
@@ -458,7 +467,7 @@ def test_nothing_runs_what_it_reads() -> None:
     found = {
         (str(path.relative_to(PACKAGE)), call)
         for path in sorted(PACKAGE.rglob("*.py"))
-        for call in calls_that_run_what_they_read(ast.parse(path.read_bytes(), str(path)))
+        for call in calls_that_run_what_they_read(nodes_of(path))
     }
     assert found == {("data/processes.py", "pickle.loads")}
 
@@ -486,7 +495,7 @@ def test_nothing_runs_what_it_reads() -> None:
     ],
 )
 def test_what_would_run_it_is_found(line: str) -> None:
-    assert list(calls_that_run_what_they_read(ast.parse(line)))
+    assert list(calls_that_run_what_they_read(list(ast.walk(ast.parse(line)))))
 
 
 def test_the_logging_stack_is_no_package() -> None:

@@ -489,5 +489,5 @@ def test_continuous_integration_runs_the_same_checks(checkout: Checkout) -> None
     done = checkout.run(".ci/run")
     ran = {line.split()[0] for line in done.stdout.splitlines() if " ran in " in line}
     assert ran == {"ruff", "mkdocs", "mypy", "pytest"}
-    assert "[-m]\n[not faults and not bench]\n[--refuse-skips]\n[--durations=10]" in done.stdout
+    assert "[-m]\n[not nightly and not bench]\n[--refuse-skips]\n[--durations=10]" in done.stdout
     assert done.returncode == 0

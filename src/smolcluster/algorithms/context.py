@@ -123,7 +123,6 @@ class PoolContext:
         admit_worker = ask_inbox(
             self.inbox,
             Welcome(
-                node=self.node,
                 run_id=self.run.run_id,
                 settings=self.run.model_dump(mode="json"),
                 incarnation=self.incarnation,

@@ -27,7 +27,7 @@ from smolcluster.observability.logs import NodeLog
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.retry import Deadline
-from smolcluster.utils.stopping import heeded
+from smolcluster.utils.stopping import heeded, signal_name
 from smolcluster.utils.units import format_duration
 from smolcluster.utils.words import as_command
 
@@ -82,7 +82,7 @@ def decide(
         return Decision(AWAY_DELAY_S, num_restarts, "has lost its server")
     if -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) or (code >= 0 and code not in _DIED):
         return Decision(None, num_restarts)
-    how = _DIED.get(code) or f"was ended by {_signal_name(-code)}"
+    how = _DIED.get(code) or f"was ended by {signal_name(-code)}"
     if code == BUG and not took_part:
         return Decision(None, num_restarts, f"{how} before it took part")
     if num_restarts >= allowed:
@@ -209,10 +209,3 @@ def _say(
         log.file_logs_to(paths.log_file(*who), paths.run_id)
     getattr(log.logger, level)(line)
     log.close()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -154,7 +154,8 @@ def _generate(
     seed: Seed = 0,
 ) -> int:
     """Let a language model write, from the best checkpoint of its run."""
-    from smolcluster.commands.generate import GenerateOptions, generate  # noqa: PLC0415 - see above
+    from smolcluster.commands.generate import generate  # noqa: PLC0415 - see above
+    from smolcluster.launch.language_model import GenerateOptions  # noqa: PLC0415
 
     return generate(run, prompt, GenerateOptions(max_tokens, temperature, top_k, seed))
 
@@ -169,6 +170,7 @@ def _chat(
     seed: Seed = 0,
 ) -> int:
     """Type lines, from which a run's language model goes on, token by token."""
-    from smolcluster.commands.generate import GenerateOptions, chat  # noqa: PLC0415 - see above
+    from smolcluster.commands.generate import chat  # noqa: PLC0415 - see above
+    from smolcluster.launch.language_model import GenerateOptions  # noqa: PLC0415
 
     return chat(run, GenerateOptions(max_tokens, temperature, top_k, seed))

@@ -9,25 +9,20 @@ from rich.text import Text
 from smolcluster.configs.begun import check_workload
 from smolcluster.configs.function_name import known_here
 from smolcluster.configs.resolve import load_resolved
-from smolcluster.configs.schema import GPTConfig
-from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.errors import ConfigError
 from smolcluster.launch.find import find
+from smolcluster.launch.language_model import gpt_config, saved_model
 from smolcluster.launch.saved import store_of
-from smolcluster.launch.watch.fetch import brought
-from smolcluster.models.gpt import GPT
 from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.runs.launched import launched_of
 from smolcluster.runs.paths import RunPaths
-from smolcluster.training.checkpoint import BEST, LATEST, Checkpoint, CheckpointInfo, export
+from smolcluster.training.checkpoint import BEST, LATEST, CheckpointInfo, export
 from smolcluster.training.merging import write_adapters, write_merged
 from smolcluster.training.named import load_named
 from smolcluster.training.pretrained import Pretrained
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import as_command, write_json
-
-EMBEDDING = "wte.weight"
-"""Its rows are the vocabulary."""
 
 
 def show_checkpoints(run: str, *, as_json: bool = False) -> int:
@@ -136,61 +131,9 @@ def pretrained_of(paths: RunPaths, workload: str | None = None) -> Pretrained:
             return maker
     raise ConfigError(
         f"run {paths.run_id} trained {train.workload_label or train.model.type}, whose model is no "
-        "Pretrained(folder): only such a one has a base to merge into; `smolcluster export` writes its "
+        f"Pretrained(folder): only such a one has a base to merge into; {as_command('export')} writes its "
         "weights"
     )
-
-
-def saved_model(run: str, *, best: bool | None) -> tuple[RunPaths, Checkpoint]:
-    """A run, brought here if need be, and its best checkpoint or its newest good one.
-
-    None: the best, or the newest where no one has a validation loss.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    paths = brought(run, checkpoints=True)
-    store = store_of(paths)
-    checkpoint = store.newest_good() if best is False else store.best()
-    checkpoint = checkpoint or (store.newest_good() if best is None else None)
-    if checkpoint is None:
-        kind = "good checkpoint with a validation loss" if best else "good checkpoint"
-        raise CheckpointError(f"run {paths.run_id} has no {kind} in {paths.checkpoints}")
-    return paths, checkpoint
-
-
-def gpt_config(paths: RunPaths) -> GPTConfig:
-    """The sizes of the language model that a run trained.
-
-    Raises:
-        ConfigError: it trained none.
-    """
-    train = load_resolved(paths.config).train
-    if train.workload is not None:
-        raise ConfigError(
-            f"run {paths.run_id} trained the workload {train.workload_label}, which is no GPT of ours"
-        )
-    config = train.model
-    if not isinstance(config, GPTConfig):
-        raise ConfigError(f"run {paths.run_id} trained a {config.type}, which is no language model")
-    return config
-
-
-def gpt_of(paths: RunPaths, checkpoint: Checkpoint) -> GPT:
-    """The language model of a checkpoint, in evaluation mode.
-
-    Raises:
-        ConfigError: it is none.
-        CheckpointError: its tensors are not those of the run's configuration.
-    """
-    config = gpt_config(paths)
-    try:
-        model = GPT(config, len(checkpoint.model[EMBEDDING]))
-        model.load_state_dict(dict(checkpoint.model))
-    except (KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{checkpoint.path} is of another model: {reason}") from error
-    return model.eval()
 
 
 def _values(info: CheckpointInfo, names: list[str]) -> dict[str, object]:

@@ -18,6 +18,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from smolcluster.configs.function_name import FunctionName
@@ -142,6 +143,8 @@ def code_note(name: str, digest: str) -> bytes:
 def folder_digest(folder: Path) -> str:
     """`files_digest` of a folder of code. What Python has compiled is removed.
 
+    Other processes may import this code, and so compile it, or remove what was compiled, meanwhile.
+
     Raises:
         OSError: a file cannot be read, or is none.
     """
@@ -149,7 +152,9 @@ def folder_digest(folder: Path) -> str:
     for place, folders, files in os.walk(folder):
         if COMPILED in folders:
             folders.remove(COMPILED)
-            shutil.rmtree(Path(place, COMPILED))
+            out = TemporaryDirectory(dir=folder.parent, prefix=".removed-")  # nobody writes there
+            with out, suppress(FileNotFoundError):
+                Path(place, COMPILED).rename(Path(out.name, COMPILED))
         for each in (Path(place, name) for name in (*folders, *files)):
             mode = each.lstat().st_mode
             if stat.S_ISREG(mode):

@@ -1,17 +1,21 @@
 """Keys of earlier versions, in one table.
 
-What they say is put under today's keys where a file, a flag or a variable is read.
+What they say is put under today's keys where a file, a flag or a variable is read. Of one that has no effect
+any more the user is told so.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from smolcluster.configs.keys import KeySchema
 from smolcluster.configs.problems import SettingError
+from smolcluster.utils.words import show
 
 Values = dict[str, Any]
 
@@ -22,13 +26,16 @@ class OldKey:
 
     Attributes:
         kind: the type of its value.
-        now: what says the same today.
-        read: puts what the key says into the mapping in which it stood.
+        now: what says the same today, or what holds whatever it says.
+        read: puts what the key says into the mapping in which it, or its section, stood; None: it has no
+            effect.
+        default: what says nothing in a file, besides null and false.
     """
 
     kind: Any
     now: str
-    read: Callable[[Values, Any], None]
+    read: Callable[[Values, Any], None] | None
+    default: Any = None
 
 
 def _use_quantization(values: Values, told: Any) -> None:
@@ -64,6 +71,14 @@ def _recompute(values: Values, told: Any) -> None:
         values["activation_checkpointing"] = "full" if told else "none"
 
 
+def _renamed(key: str) -> Callable[[Values, Any], None]:
+    def read(values: Values, told: Any) -> None:
+        if told is not None:
+            values[key] = told
+
+    return read
+
+
 _SHARE = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 OLD_KEYS: Mapping[str, OldKey] = MappingProxyType(
@@ -72,17 +87,22 @@ OLD_KEYS: Mapping[str, OldKey] = MappingProxyType(
         "stores": OldKey(Literal["auto"] | None, "servers: auto", _stores),
         "store_shares": OldKey(list[_SHARE] | None, "servers: {NODE: SHARE}", _store_shares),
         "recompute": OldKey(bool, "activation_checkpointing: full", _recompute),
+        "redundancy": OldKey(PositiveInt | None, "checkpoint_steps", _renamed("checkpoint_steps")),
+        "momentum_delay": OldKey(
+            PositiveInt | None, "momentum acts after two changes of each worker", read=None
+        ),
+        "slurm.launcher": OldKey(
+            Literal["srun", "torchrun"], "srun starts the ranks", read=None, default="srun"
+        ),
+        "kubernetes.retries": OldKey(NonNegativeInt, "restarts", _renamed("restarts"), default=3),
     }
 )
+"""By name; of a key in a section with the section's name."""
+TOP_LEVEL = tuple(name for name in OLD_KEYS if "." not in name)
 
 
-def todays_key(name: str) -> str:
-    """The key that holds today what the key of that name holds, or held."""
-    return OLD_KEYS[name].now.partition(":")[0] if name in OLD_KEYS else name
-
-
-def read_old_key(values: Values, name: str, told: Any) -> None:
-    """Put what an old key says into the mapping in which it stood.
+def read_old_key(values: Values, name: str, told: Any, source: str) -> None:
+    """Put what an old key says into the mapping in which it, or its section, stood.
 
     Raises:
         SettingError: it holds what it may not, or contradicts today's key.
@@ -93,7 +113,16 @@ def read_old_key(values: Values, name: str, told: Any) -> None:
     except ValidationError:
         allowed = KeySchema.build(adapter.json_schema(), {}).allowed(told)
         raise SettingError((name,), told, allowed=allowed) from None
-    key.read(values, told)
+    if key.read is not None:
+        key.read(values, told)
+    elif told not in (None, key.default):
+        _say_once(f"{source}: {name} is {show(told)}, which has no effect any more: {key.now}")
+
+
+@cache
+def _say_once(line: str) -> None:
+    """A configuration is read several times by one process."""
+    sys.stderr.write(f"{line}\n")
 
 
 def read_old_keys(content: Values, source: str) -> None:
@@ -108,14 +137,19 @@ def read_old_keys(content: Values, source: str) -> None:
     for name, node in nodes.items():
         places["nodes", name, "stages"] = node.get("stages") if isinstance(node, dict) else None
     for place, values in places.items():
-        told_old = [name for name in OLD_KEYS if name in values] if isinstance(values, dict) else []
-        for name in told_old:
-            told = values.pop(name)
+        if not isinstance(values, dict):
+            continue
+        for name, key in OLD_KEYS.items():
+            above, _, last = name.rpartition(".")
+            section = values.get(above) if above else values
+            if not isinstance(section, dict) or last not in section:
+                continue
+            told = section.pop(last)
             try:
-                if told not in (None, False):
-                    read_old_key(values, name, told)
+                if told is not None and told is not False and told != key.default:
+                    read_old_key(values, name, told, source)
             except SettingError as error:
-                raise error.placed((*place, name), source) from None
+                raise error.placed((*place, *name.split(".")), source) from None
 
 
 def with_old_keys(*names: str) -> Callable[[dict[str, Any]], None]:
@@ -123,7 +157,10 @@ def with_old_keys(*names: str) -> Callable[[dict[str, Any]], None]:
 
     def add(schema: dict[str, Any]) -> None:
         for name in names:
-            told = {"deprecated": True, "description": f"Now `{OLD_KEYS[name].now}`."}
-            schema["properties"][name] = TypeAdapter(OLD_KEYS[name].kind).json_schema() | told
+            key = OLD_KEYS[name]
+            said = f"Now `{key.now}`." if key.read else f"No effect: {key.now}."
+            told = {"deprecated": True, "description": said}
+            last = name.rpartition(".")[2]
+            schema["properties"][last] = TypeAdapter(key.kind).json_schema() | told
 
     return add

@@ -85,10 +85,13 @@ class Draft(Generic[S]):
             if not isinstance(target, dict):
                 return  # check() will say that a mapping must stand here
         name = _existing(target, last, assignment)
+        old = name if not path or path[-1] == "stages" else ".".join((*path, name))
+        if old in OLD_KEYS and path and "." in old:  # it says something beside its section
+            target, path = self.values, ()
         before = dict(target)
-        if name in OLD_KEYS and (not path or path[-1] == "stages"):
+        if old in OLD_KEYS:
             try:
-                read_old_key(target, name, assignment.value)
+                read_old_key(target, old, assignment.value, assignment.origin)
             except SettingError as error:
                 raise error.placed(assignment.written, assignment.origin) from None
         else:
@@ -322,7 +325,7 @@ def save_resolved(settings: Settings, path: Path) -> None:
 
 def _is_old(assignment: OverrideValue) -> bool:
     """Whether it sets an old key, which is read when the others of its layer are known."""
-    return assignment.path[-1] in OLD_KEYS
+    return not OLD_KEYS.keys().isdisjoint({assignment.path[-1], ".".join(assignment.path)})
 
 
 def _known_node(node_name: str | None, cluster: ClusterConfig) -> str:

@@ -49,7 +49,7 @@ from pydantic import (
 from smolcluster.configs.function_name import FunctionName, check_name
 from smolcluster.configs.keys import REMOTE_PATH, refused
 from smolcluster.configs.load import NODE_SECTION, SECTIONS, dump_yaml
-from smolcluster.configs.old_keys import OLD_KEYS, with_old_keys
+from smolcluster.configs.old_keys import OLD_KEYS, TOP_LEVEL, with_old_keys
 from smolcluster.configs.problems import Place, SettingError
 from smolcluster.configs.spec import AlgorithmSpec, algorithms, spec_of
 from smolcluster.errors import ConfigError
@@ -443,12 +443,14 @@ class AlgorithmConfig(Section):
         local: what they are with --local, whatever the cluster file says.
         claims: keys that no other algorithm can follow where they are set, and why it cannot.
         by_node: keys of the cluster file that hold a mapping of nodes.
+        old_keys: those of `OLD_KEYS` that were its own, where no key of its own says the same today.
     """
 
     training_keys: ClassVar[frozenset[str]] = frozenset()
     local: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     claims: ClassVar[Mapping[str, str]] = MappingProxyType({})
     by_node: ClassVar[frozenset[str]] = frozenset()
+    old_keys: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def status_fields(self) -> dict[str, Any]:
@@ -516,11 +518,9 @@ V = TypeVar("V")
 class SlurmConfig(Section):
     """How Slurm is asked for machines, with `launch --on slurm`."""
 
+    model_config = ConfigDict(json_schema_extra=with_old_keys("slurm.launcher"))
+
     nodes: PositiveInt = Field(1, description="Machines; the ranks are shared equally among them.")
-    launcher: Literal["srun", "torchrun"] = Field(
-        "srun",
-        description="What starts the ranks of a machine; torchrun is itself started by srun.",
-    )
     options: dict[SlurmOption, SlurmValue | int | None] = Field(
         {},
         description="Further options of sbatch, such as {partition: gpu, time: 24:00:00, gres: gpu:8}; null: "
@@ -530,6 +530,8 @@ class SlurmConfig(Section):
 
 class KubernetesConfig(Section):
     """What Kubernetes is told, with `launch --on kubernetes`."""
+
+    model_config = ConfigDict(json_schema_extra=with_old_keys("kubernetes.retries"))
 
     kind: Literal["job", "jobset", "trainjob"] = Field(
         "job",
@@ -557,15 +559,12 @@ class KubernetesConfig(Section):
     runtime: KubernetesName = Field(
         "torch-distributed", description="Of a trainjob: its ClusterTrainingRuntime."
     )
-    retries: NonNegativeInt = Field(
-        3, description="How often all pods are started again when one has failed."
-    )
 
 
 class ClusterConfig(Section):
     """The machines and how they work together (`cluster_config_*.yaml`)."""
 
-    model_config = ConfigDict(json_schema_extra=with_old_keys(*OLD_KEYS))
+    model_config = ConfigDict(json_schema_extra=with_old_keys(*TOP_LEVEL))
 
     host_ip: dict[NodeName, Address] = Field(
         description="Address at which each node reaches the server."
@@ -612,7 +611,8 @@ class ClusterConfig(Section):
     restarts: NonNegativeInt = Field(
         3,
         description="How often in a row a launched worker that was killed, whose device failed or that met "
-        "an internal error is started again; ten minutes of life begin the count anew.",
+        "an internal error is started again; ten minutes of life begin the count anew. On Kubernetes: how "
+        "often all pods are when one has failed.",
     )
     heartbeat_timeout_s: HeartbeatTimeout = Field(
         10.0,
@@ -1134,6 +1134,13 @@ def train_section() -> type[TrainConfig]:
 def own_keys(name: str) -> frozenset[str]:
     """The keys that the algorithm of that name alone understands; none where there is no such algorithm."""
     return frozenset(config_of(spec_of(name)).model_fields)
+
+
+def own_old_keys(name: str) -> frozenset[str]:
+    """The keys of earlier versions that the algorithm of that name alone understands."""
+    own = own_keys(name)
+    renamed = {key for key, old in OLD_KEYS.items() if old.now.partition(":")[0] in own}
+    return config_of(spec_of(name)).old_keys | renamed
 
 
 def _with_algorithms(shared: type[F], *, of_training: bool) -> type[F]:

@@ -15,13 +15,14 @@ from types import MappingProxyType
 from typing import Any
 
 from smolcluster.configs.keys import KeyPath, KeySchema, find_shape, fixed_paths, shape_of
-from smolcluster.configs.old_keys import read_old_keys, todays_key
+from smolcluster.configs.old_keys import read_old_keys
 from smolcluster.configs.problems import Place, SettingError, UnknownKey
 from smolcluster.configs.schema import (
     NodeConfig,
     Section,
     cluster_section,
     own_keys,
+    own_old_keys,
     train_section,
 )
 from smolcluster.configs.spec import algorithms
@@ -63,7 +64,9 @@ def flat_path(path: KeyPath) -> KeyPath:
             return (*_FLAT.get(name, (name,)), *below)
         case (str() as section, *below) if section == DATA:
             return (DATASET, *below)
-        case (str() as section, str() as name, *below) if todays_key(name) in own_keys(section):
+        case (str() as section, str() as name, *below) if name in own_keys(section) | own_old_keys(
+            section
+        ):
             return (name, *below)
     return path
 

@@ -20,7 +20,7 @@ from smolcluster.errors import LaunchError
 from smolcluster.launch.sessions import SCREEN_LINES, words_of
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.utils.seed import with_hash_seed
-from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
+from smolcluster.utils.stopping import STOP_ON_STDIN_EOF, signal_name
 
 OUTPUT_TIMEOUT_S = 2.0
 MAX_LINE_BYTES = 1 << 16
@@ -85,9 +85,7 @@ class Child:
         code = self._popen.poll()
         if code is None:
             return "still runs"
-        return (
-            f"ended with exit code {code}" if code >= 0 else f"was ended by {_signal_name(-code)}"
-        )
+        return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
 
     def last_words(self) -> str:
         """The last line about an error that it has said; of one that has ended, all is heard first."""
@@ -103,9 +101,8 @@ class Child:
         with suppress(subprocess.TimeoutExpired):  # its pipe may be closed before it can be reaped
             self._popen.wait(OUTPUT_TIMEOUT_S)
         self._reader.join(OUTPUT_TIMEOUT_S)
-        for pipe in (self._popen.stdin, self._popen.stdout):
-            if pipe is not None and not self._reader.is_alive():
-                pipe.close()
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
         if self.exit_code is None:
             return
         with suppress(OSError):
@@ -114,12 +111,6 @@ class Child:
 
 
 def _hand_on(output: IO[bytes], say: Callable[[str], None]) -> None:
-    while line := output.readline(MAX_LINE_BYTES):
-        say(line.decode("utf-8", "replace").rstrip("\r\n"))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    with output:
+        while line := output.readline(MAX_LINE_BYTES):
+            say(line.decode("utf-8", "replace").rstrip("\r\n"))

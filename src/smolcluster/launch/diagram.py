@@ -18,11 +18,8 @@ DOT_S = 60.0
 COORDINATOR = "coordinator: no layers"
 
 
-@dataclass(frozen=True)
-class Box:
-    """A process: its machine first, then what it has, a line each."""
-
-    lines: tuple[str, ...]
+Box = tuple[str, ...]
+"""A process: its machine first, then what it has, a line each."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +47,12 @@ class Diagram:
 def of_plan(plan: PlanFile, title: str) -> Diagram:
     """The stages in the order of the layers; the links with what a microbatch sends."""
     boxes = tuple(
-        Box(
-            tuple(
-                filter(
-                    None,
-                    (
-                        stage.machine,
-                        layers_words(stage.start, stage.end),
-                        stage.device,
-                        f"{1e3 * stage.seconds:.3g} ms a microbatch" if stage.seconds else "",
-                        format_bytes(stage.memory_bytes) if stage.memory_bytes else "",
-                    ),
-                )
-            )
+        _box(
+            stage.machine,
+            layers_words(stage.start, stage.end),
+            stage.device,
+            f"{1e3 * stage.seconds:.3g} ms a microbatch" if stage.seconds else "",
+            format_bytes(stage.memory_bytes) if stage.memory_bytes else "",
         )
         for stage in plan.stages
     )
@@ -89,10 +79,8 @@ def of_cluster(cluster: Mapping[str, Any], title: str) -> Diagram:
     stages = by_hand(plan) if isinstance(plan, Mapping) else [(each, "") for each in workers]
     is_pipeline = plan is not None
     role = COORDINATOR if is_pipeline else "server"
-    first = Box((server, role, f"port {port}") if port else (server, role))
-    boxes = tuple(
-        Box(tuple(filter(None, (node, layers, _device_of(nodes, node))))) for node, layers in stages
-    )
+    first = _box(server, role, f"port {port}" if port else "")
+    boxes = tuple(_box(node, layers, _device_of(nodes, node)) for node, layers in stages)
     addresses = cluster.get("host_ip") or {}
     star = tuple(
         Line(at, 0, _address_of(addresses, node), is_dashed=is_pipeline)
@@ -105,12 +93,14 @@ def of_cluster(cluster: Mapping[str, Any], title: str) -> Diagram:
 def of_hetero(config: HeteroConfig, title: str) -> Diagram:
     """The same of a `hetero_config.json`, with each machine's address."""
     star = of_cluster(config.cluster(Path(), None), title)
-    machines = (config.machine_of(box.lines[0]) for box in star.boxes)
-    boxes = tuple(
-        Box((*box.lines, machine.ip)) for box, machine in zip(star.boxes, machines, strict=True)
-    )
+    machines = (config.machine_of(box[0]) for box in star.boxes)
+    boxes = tuple((*box, machine.ip) for box, machine in zip(star.boxes, machines, strict=True))
     lines = tuple(replace(line, label="") for line in star.lines)  # all of the coordinator's
     return Diagram(title, boxes, lines)
+
+
+def _box(*lines: str | None) -> Box:
+    return tuple(filter(None, lines))
 
 
 def by_hand(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -150,7 +140,7 @@ def mermaid_of(diagram: Diagram) -> str:
     """A flowchart as GitHub and many editors draw it."""
     text = ["---", f"title: {_quoted(diagram.title)}", "---", "flowchart LR"]
     for at, box in enumerate(diagram.boxes):
-        text.append(f'    n{at}["{"<br/>".join(map(_escaped, box.lines))}"]')
+        text.append(f'    n{at}["{"<br/>".join(map(_escaped, box))}"]')
     for line in diagram.lines:
         arrow = "-.-" if line.is_dashed else "<-->"
         label = f'|"{_escaped(line.label)}"|' if line.label else ""
@@ -167,7 +157,7 @@ def dot_of(diagram: Diagram) -> str:
         "  edge [dir=both, fontname=Helvetica, fontsize=10];",
     ]
     for at, box in enumerate(diagram.boxes):
-        text.append(f"  n{at} [label={_quoted(chr(10).join(box.lines))}];")
+        text.append(f"  n{at} [label={_quoted(chr(10).join(box))}];")
     for line in diagram.lines:
         style = ", style=dashed, dir=none" if line.is_dashed else ""
         text.append(f"  n{line.source} -- n{line.target} [label={_quoted(line.label)}{style}];")

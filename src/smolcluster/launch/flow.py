@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, cast, get_args
 
+from rich.console import Console
 from rich.text import Text
 
 from smolcluster.configs.checks import check_algorithm, check_unencrypted
@@ -71,7 +73,9 @@ from smolcluster.launch.requests import (
     settings_of,
     training_line,
 )
-from smolcluster.launch.run import Run, left_running
+from smolcluster.launch.run import Run
+from smolcluster.launch.run_in_sessions import RunInSessions, left_running
+from smolcluster.launch.run_of_children import RunOfChildren
 from smolcluster.launch.sessions import host_of, put
 from smolcluster.launch.shipping import loki_of
 from smolcluster.launch.show_plan import show_plan
@@ -184,7 +188,8 @@ def launch(
 
     site.check(say)
     launched = planned()
-    run = Run(launched, RunPaths(site.root / run_id), console, site.env, num_epochs=site.num_epochs)
+    paths = RunPaths(site.root / run_id)
+    run = run_of(launched, paths, console, site.env, num_epochs=site.num_epochs)
     run.keep_what_waits(without=request.without)
     site.make_ready(launched, say)
     cluster = site.settings.cluster
@@ -193,8 +198,22 @@ def launch(
         announce(site.stack, run_id, launched.processes, cluster, ssh=ssh.get, say=say)
     run.start(None if launched.is_job else loki_of(cluster, site.stack))
     if how.invite:
-        begin_inviting(run, launched, site.root / run_id, inherited())
+        begin_inviting(run, launched, paths.root, inherited())
     return go_on(run, launched, how)
+
+
+def run_of(
+    launched: Launched,
+    paths: RunPaths,
+    console: Console,
+    env: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    *,
+    num_epochs: int | None = None,
+) -> Run:
+    """The run that starts, follows and ends these processes; `env`: added to what each node has."""
+    if launched.has_sessions:
+        return RunInSessions(launched, paths, console, env, num_epochs=num_epochs)
+    return RunOfChildren(launched, paths, console, num_epochs=num_epochs)
 
 
 Say = Callable[..., None]
@@ -402,7 +421,8 @@ class Scheduled(Site):
         told = replace(self.request, config=config, train_config=train_config, overrides=public)
         last = (runs_dir_override(runs_dir),)
         command = ranks_command(told, launched.run_id, ("--resume", "auto"), last)
-        job = Job(process, command, num_ranks(self.request, self.settings), cluster.port)
+        ranks = num_ranks(self.request, self.settings)
+        job = Job(process, command, ranks, cluster.port, cluster.restarts)
         if self._on == "slurm":
             return sbatch_script(job, cluster.slurm)
         contents = without_env(self.cluster_file), self.train_file.read_bytes()
@@ -444,7 +464,7 @@ def wants_window(how: LaunchOptions) -> bool:
 
 def go_on(run: Run, launched: Launched, how: LaunchOptions) -> int:
     # A small one may end before its last worker is there, who must not wait for it.
-    if not launched.has_sessions or run.is_over:
+    if not isinstance(run, RunInSessions) or run.is_over:
         return run.follow()
     has_window = how.tmux and not launched.is_job and shutil.which("tmux") is not None
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -479,7 +499,7 @@ def attach(run: str) -> int:
         )
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise LaunchError(f"attach needs a terminal; {as_command('logs', '--follow')} needs none")
-    shown = Run(launched, paths, SteadyConsole())
+    shown = RunInSessions(launched, paths, SteadyConsole())
     shown.check_alive()
     show_window(shown.open_window(is_shown=True))
     return shown.left_window()
@@ -497,4 +517,4 @@ def stop(run: str, *, now: bool) -> int:
     launched = launched_of(paths)
     if launched is None:
         raise ConfigError(f"run {paths.run_id} was not launched from here: it lists no processes")
-    return Run(launched, paths, SteadyConsole()).stop(in_a_hurry=now)
+    return run_of(launched, paths, SteadyConsole()).stop(in_a_hurry=now)

@@ -69,10 +69,11 @@ _FIXES = {
     "host_key_changed": "if it was installed anew, `ssh-keygen -R {known}` and connect once by hand; "
     "otherwise somebody may be in between",
     "host_key": "`ssh {host}` once by hand, compare the fingerprint and accept it",
-    "name": "set nodes.{node}.ssh to its address, or give {host} a HostName in ~/.ssh/config",
+    "name": "use its address (nodes.{node}.ssh in the cluster file), or give {host} a HostName in "
+    "~/.ssh/config",
     "route": "check its cable or Wi-Fi, and that this machine has an address in its network",
     "port": "turn on its SSH server (macOS: Sharing, Remote Login; Linux: systemctl enable --now ssh)",
-    "key": "`ssh-copy-id {host}`, or name the user in nodes.{node}.ssh as user@host",
+    "key": "`ssh-copy-id {host}`, or name the user as user@host (nodes.{node}.ssh in the cluster file)",
     "silent": "switch it on and wake it up; check its address and firewall",
     "config": "`ssh {host}` says where",
     "closed": "`ssh -v {host}` says why",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from smolcluster.configs.begun import brought_workload, check_workload
+from smolcluster.configs.begun import WORKLOAD_FOLDER, brought_workload, check_workload
 from smolcluster.configs.function_name import FunctionName, known_here
 from smolcluster.configs.machines import LOOPBACK
 from smolcluster.configs.resolve import load_resolved
@@ -27,7 +27,8 @@ from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.find import RUNS_DIR, find
 from smolcluster.launch.places import inherited, own_secret_file, place_overrides
 from smolcluster.launch.plan import by_hand, runs_dir_override
-from smolcluster.launch.run import EndedBadly, Run
+from smolcluster.launch.run import EndedBadly
+from smolcluster.launch.run_in_sessions import RunInSessions
 from smolcluster.launch.take_in import JoinOptions, join_cluster, settings_of_node
 from smolcluster.launch.tmux import session_name
 from smolcluster.observability.logs import NodeLog
@@ -37,6 +38,7 @@ from smolcluster.runs.launched import LaunchedProcess, launched_of, write_launch
 from smolcluster.runs.paths import RunPaths, check_run_id, create_run, runs_root
 from smolcluster.server.joining import Follower, RunOver
 from smolcluster.utils.locks import held
+from smolcluster.utils.retry import Deadline
 from smolcluster.utils.seed import with_hash_seed
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
@@ -44,6 +46,8 @@ from smolcluster.wire.messages import Welcome
 from smolcluster.wire.security import load_secret
 
 POLL_S = 0.1
+BEGIN_S = 60.0
+"""How long a worker that is left alone is watched until it logs; PyTorch takes some seconds."""
 LOCK = "joining.lock"
 """In a run's folder: who brings a machine into it holds its lock."""
 
@@ -92,7 +96,8 @@ def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
     if status is None or status.is_over:
         raise LaunchError(f"run {paths.run_id} is over, or has not begun: nobody can join it")
     settings = load_resolved(paths.config)
-    _check_is_one_process(own_name(wanted.name), settings.cluster)
+    name = own_name(wanted.name)
+    _check_is_one_process(name, settings.cluster)
     address = Address(LOOPBACK, settings.cluster.port)
     own = [*place_overrides(settings), "threads=1", runs_dir_override(str(paths.root.parent))]
     if wanted.workload is None:
@@ -103,11 +108,12 @@ def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
         *("--local", *named),
         *("--override", *own, *_of_this_machine(wanted)),
     ]
+    print_line(SteadyConsole(), f"run {paths.run_id} is of this machine alone: {name} starts here")
     if launched is None or not launched.has_sessions:
         return _join_as_process(address, wanted, options, paths=paths)
     process = _asked_for(address, wanted, options, paths)
     session = session_name(paths.run_id, "worker", process.rank)
-    run = Run(launched, paths, SteadyConsole(), {process.node: inherited()})
+    run = RunInSessions(launched, paths, SteadyConsole(), {process.node: inherited()})
     run.add(process.model_copy(update={"session": session}))
     return 0
 
@@ -219,7 +225,7 @@ def _brought(welcome: Welcome, paths: RunPaths) -> str:
     if name is None:
         raise ConfigError(
             f"run {welcome.run_id} trains the workload {welcome.run.workload}, whose code is not here as a "
-            "launcher brought it: name it with --workload FILE.py:FUNCTION"
+            f"launcher brought it ({paths.root / WORKLOAD_FOLDER}): name it with --workload FILE.py:FUNCTION"
         )
     if FunctionName.parse(name).label != welcome.run.workload:
         raise ConfigError(
@@ -262,7 +268,8 @@ def _detached(paths: RunPaths, process: LaunchedProcess) -> int:
             start_new_session=True,
         )
     _note(paths, process, started.pid)
-    while not log.exists() or log.stat().st_size == before:
+    watched = Deadline(BEGIN_S)
+    while not watched.expired and (not log.exists() or log.stat().st_size == before):
         if started.poll() is not None:
             said = output.read_text(errors="replace").strip().splitlines()
             last = (said or ["it said nothing"])[-1]

@@ -43,7 +43,20 @@ class NotFit(LaunchError):
 
     def __init__(self, failures: Sequence[SmolclusterError]) -> None:
         self.unreached = tuple(each.node for each in failures if isinstance(each, Unreachable))
-        super().__init__("; ".join(map(str, failures)))
+        super().__init__("; ".join(_said_once(failures)))
+
+
+def _said_once(failures: Sequence[SmolclusterError]) -> list[str]:
+    """Their sentences; what is the same of several nodes but for their names is said once, of the first."""
+    nodes_of: dict[str, list[str]] = {}
+    for failure in map(str, failures):
+        node = failure.partition(": ")[0] if ": " in failure else ""
+        said = failure.removeprefix(node).replace(f"nodes.{node}.", "nodes.{node}.")
+        nodes_of.setdefault(said, []).append(node)
+    return [
+        ", ".join(nodes) + said.replace("nodes.{node}.", f"nodes.{nodes[0]}.")
+        for said, nodes in nodes_of.items()
+    ]
 
 
 def examine(

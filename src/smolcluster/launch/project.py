@@ -106,13 +106,13 @@ def _sent_files(root: Path) -> Iterator[str]:
                     yield path.relative_to(root).as_posix()
 
 
-def packed(files: Mapping[str, bytes]) -> bytes:
+def packed(files: Mapping[str, bytes], mode: int = 0o644) -> bytes:
     """A tar archive; the same bytes for the same files."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
-            member.size, member.mode = len(content), 0o644
+            member.size, member.mode = len(content), mode
             tar.addfile(member, io.BytesIO(content))
     return archive.getvalue()
 

@@ -25,6 +25,7 @@ from smolcluster.launch.estimate import tensors_of
 from smolcluster.launch.plan import ATTACHED, Request
 from smolcluster.launch.workload_code import check_source
 from smolcluster.server.listening import opened
+from smolcluster.utils.words import as_command
 
 NOTHING_FILLED_IN = LaunchCommand("", "")
 
@@ -58,6 +59,19 @@ def naming_workload(request: Request, settings: Settings) -> Request:
         workload=name.text,
         train_config=request.train_config or DEFAULT_TRAINING,
     )
+
+
+def cluster_line(request: Request) -> str:
+    """Which cluster file names the machines; of a shipped example also how to name one's own."""
+    algorithm = request.algorithm.name
+    source = cluster_source(request.config, algorithm)
+    said = f"cluster: {find_config(source, 'cluster').absolute()}"
+    if source not in shipped_names("cluster"):
+        return said
+    own = [file for each in shipped_names("cluster") if (file := written_here(each))]
+    other = f", or name {' or '.join(own)} by --config" if own else ""
+    init = as_command("init", "--algorithm", algorithm)
+    return f"{said}: an example; {init} writes one of your machines{other}"
 
 
 def training_line(request: Request, settings: Settings) -> str:

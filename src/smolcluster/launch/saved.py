@@ -39,6 +39,7 @@ from smolcluster.server.offering import ATTACHED_DATA
 from smolcluster.training.checkpoint import (
     CheckpointStore,
 )
+from smolcluster.utils.words import as_command
 
 
 def resume(
@@ -90,8 +91,9 @@ def resume(
         check_launched_here(paths)
     if script is None and settings.train.dataset.name == ATTACHED_DATA:
         raise ConfigError(
-            f"run {paths.run_id} was not launched: go on with `smolcluster serve CLUSTER --algorithm "
-            f"{algorithm.name} --resume {paths.run_id}`, and start its processes as before"
+            f"run {paths.run_id} was not launched: go on with "
+            f"{as_command('serve', 'CLUSTER', '--algorithm', algorithm.name, '--resume', paths.run_id)}, "
+            "and start its processes as before"
         )
     request = Request(
         algorithm=algorithm,

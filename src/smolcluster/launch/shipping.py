@@ -21,7 +21,6 @@ from smolcluster.launch.observe.stack import (
     answers,
     is_loki,
     loki_bind,
-    loki_here,
     own_loki,
     services,
 )
@@ -67,10 +66,9 @@ def loki_of(cluster: ClusterConfig, stack: Path | None) -> LokiAddress | None:
     """
     if cluster.loki_url is not None:
         return LokiAddress(cluster.loki_url, is_ours=False)
-    url = loki_here()
-    if url is None and stack is not None and not answers(services()[0]):
-        url = own_loki()
-    return None if url is None else LokiAddress(url, is_ours=True)
+    url = own_loki()
+    is_to_come = stack is not None and not answers(services()[0])
+    return LokiAddress(url, is_ours=True) if is_loki(url) or is_to_come else None
 
 
 def with_shippers(launched: Launched, loki: LokiAddress | None, say: Say) -> Launched:

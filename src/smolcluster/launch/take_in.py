@@ -37,7 +37,7 @@ from smolcluster.launch.plan import (
 from smolcluster.launch.prepare import examine, make_ready
 from smolcluster.launch.project import Project, read_project
 from smolcluster.launch.requests import settings_of
-from smolcluster.launch.run import Run
+from smolcluster.launch.run_in_sessions import RunInSessions
 from smolcluster.launch.sessions import exit_code, put, status_of
 from smolcluster.launch.shipping import ROLE as SHIPPER
 from smolcluster.launch.shipping import begin_shippers, loki_of, with_shippers
@@ -127,7 +127,9 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         settings, machines, whole = _planned(paths, launched, file, project)
         missing = _missing(name, launched, status, settings.cluster)
         nodes = list(dict.fromkeys(node for _, node in missing))
-        run = Run(launched, paths, SteadyConsole(), {node: machines[node].env for node in nodes})
+        run = RunInSessions(
+            launched, paths, SteadyConsole(), {node: machines[node].env for node in nodes}
+        )
         there, secret = [machines[node] for node in nodes], load_secret(own_secret_file()).key
         examine(there, run.say, sync=wanted.sync)
         make_ready(there, secret, run.say, project=project, sync=wanted.sync)
@@ -138,14 +140,16 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         rank = _rank(name, launched, status, settings) if (WORKER, name) in missing else None
         processes = [_with_rank(planned[key], rank) for key in missing]
         packed, code = paths.root / WORKLOAD_FILE, _code_of(launched)
-        for process in processes:
-            machine = machines[process.node]
-            put(machine.host, f"{process.run_dir}/{CLUSTER_FILE}", without_env(file))
+        one_of_each = {each.node: each for each in processes}.values()
+        for process in one_of_each:
+            host = machines[process.node].host
+            put(host, f"{process.run_dir}/{CLUSTER_FILE}", without_env(file))
             if code is not None and packed.is_file():
-                put_code(machine.host, process.run_dir, packed.read_bytes(), code)
+                put_code(host, process.run_dir, packed.read_bytes(), code)
+        for process in processes:
             run.add(process)
         if any(each.role == SHIPPER for each in launched.shippers):
-            for process in {each.node: each for each in processes}.values():
+            for process in one_of_each:
                 _ship(paths, process, machines[process.node].env, settings, run.say)
         remember(paths.run_id, CLUSTER_FILE, file.read_bytes())
         file.replace(paths.root / CLUSTER_FILE)

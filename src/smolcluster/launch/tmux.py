@@ -7,20 +7,25 @@ session takes the pane's size: of a larger one the pane would show the upper lef
 lines. tmux's `-r` says "ignore the size", too, from version 3.2 on, which is the first one that knows `-f`.
 
 A window in which all has ended shows the last lines to whoever looks at it. It closes when nobody does; one
-that was opened to be shown, only after it has been.
+that was opened to be shown, only after it has been. Each pane's command says itself that it ends: before
+version 3.6 tmux may miss the death of a process while it ends the utmp record of a pane.
 """
 
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch.host import Done, Host, shell_path
+from smolcluster.launch.host import Done, Host, run_here, shell_path
 from smolcluster.runs.launched import LaunchedProcess
 
-TMUX_TIMEOUT_S = 10.0
+TMUX_TIMEOUT_S = 30.0
+START_TRIES = 5
+TRY_AGAIN_S = 0.1
 RECONNECT_S = 3
 KILLED = 128
 """An exit code above it says that ssh was killed, or, 255, that it lost the connection."""
@@ -30,7 +35,9 @@ STOPPING = "@stopping"
 FOLLOWED = "@followed"
 """The option of a window with the id of the process that waits for its user to leave it."""
 SHOWING = "@showing"
-"""The option of a window that is about to be shown, and may not close before; empty: it is not."""
+"""The option of a window that is opened, or about to be shown, and may not close before; empty: it is not."""
+ENDED = "@ended"
+"""The option of a pane with the id of the process whose command has ended there."""
 MAX_BELOW = 6
 """Panes that lie one below the other, as wide as the window, so that few lines wrap; more are tiles."""
 COLUMNS, LINES = 200, 50
@@ -62,13 +69,28 @@ def start(host: Host, process: LaunchedProcess, script_file: str) -> None:
         f"set-option -w -t {window} remain-on-exit off",
     )
     begun = f"tmux new-session -d -s {name} -x {COLUMNS} -y {LINES} sh {shell_path(script_file)}"
-    done = host.run(" \\; ".join((begun, *options)))
+    done = _started(partial(host.run, " \\; ".join((begun, *options))))
     if "duplicate session" in done.stderr:
         raise LaunchError(
             f"{process.title}: a tmux session {process.session} is already there: stop that run first"
         )
     if not done.ok and not _ended_at_once(done):
         raise LaunchError(f"{process.title}: tmux does not start a session: {done.stderr_tail}")
+
+
+def _started(start_session: Callable[[], Done]) -> Done:
+    """What a command says that starts tmux's server where there is none.
+
+    A server whose last session has ended accepts connections until it is gone, and leaves without having read
+    what they ask for.
+    """
+    done = start_session()
+    for _ in range(START_TRIES - 1):
+        if "server exited" not in done.stderr:
+            break
+        time.sleep(TRY_AGAIN_S)
+        done = start_session()
+    return done
 
 
 def _ended_at_once(done: Done) -> bool:
@@ -84,9 +106,10 @@ def attach_script(session: str) -> str:
 
 
 def last_screen_script(process: LaunchedProcess) -> str:
-    """Prints what a process had on its screen at its end, which tmux clears."""
+    """Prints what a process had on its screen at its end, which tmux clears, and how to leave."""
     run, stem = shell_path(process.run_dir), shlex.quote(process.stem)
-    return f"cat {run}/logs/{stem}.console.txt; echo exit code $(cat {run}/exits/{stem})"
+    code = f'"exit code $(cat {run}/exits/{stem}); Ctrl-B d leaves this window"'
+    return f"cat {run}/logs/{stem}.console.txt; echo {code}"
 
 
 def pane_command(process: LaunchedProcess) -> str:
@@ -115,31 +138,40 @@ def window_commands(
     layout = _layout(len(processes))
     size = ["-x", str(COLUMNS), "-y", str(LINES)]
     begin = [
-        ["new-session", "-d", "-s", name, "-n", "smolcluster", *size, *_pane(processes[0])],
+        ["new-session", "-d", "-s", name, "-n", "smolcluster", *size, *_pane(window, processes[0])],
         ["set-option", "-w", "-t", window, "remain-on-exit", "on"],
         ["set-option", "-w", "-t", window, "pane-border-status", "top"],
         ["set-option", "-w", "-t", window, "pane-border-format", " #{@process} "],
         ["set-option", "-t", window, "@stop", stop],
-        ["set-option", "-t", window, SHOWING, "yes" if is_shown else ""],
+        _showing(window, "yes"),
         ["set-option", "-t", window, "key-table", KEY_TABLE],
         ["set-option", "-p", "-t", window, "@process", pane_title(processes[0])],
     ]
     more = [_one_more(window, process, layout) for process in processes[1:]]
-    end = [["select-pane", "-t", f"{window}.{{top-left}}"], _ask_on_ctrl_c(), *_close_unseen(name)]
+    close = _close_unseen(window)
+    end = [
+        ["select-pane", "-t", f"{window}.{{top-left}}"],
+        _ask_on_ctrl_c(),
+        ["set-hook", "-t", window, "pane-died", shlex.join(close)],
+        ["set-hook", "-t", window, "client-detached", shlex.join(close)],
+        # a session's client changes by attaching, too
+        ["set-hook", "-t", window, "client-session-changed", shlex.join(_showing(window, ""))],
+        _showing(window, "yes" if is_shown else ""),
+        close,
+    ]
     return [_sequence(commands) for commands in (begin, *more, end)]
 
 
-def _close_unseen(name: str) -> list[list[str]]:
-    """The commands that close a window whose processes have all ended as soon as nobody looks at it."""
-    window = f"={name}:"
-    is_unseen = (
-        f"#{{&&:#{{==:#{{session_attached}},0}},#{{==:#{{{SHOWING}}}#{{P:#{{?pane_dead,,x}}}},}}}}"
-    )
-    close = ["if-shell", "-F", "-t", window, is_unseen, f"kill-session -t ={name}"]
-    hooks = [["set-hook", "-t", window, each] for each in ("pane-died", "client-detached")]
-    seen = ["set-hook", "-t", window, "client-session-changed"]  # by attaching, too
-    shown = ["set-option", "-t", window, SHOWING, ""]
-    return [*([*hook, shlex.join(close)] for hook in hooks), [*seen, shlex.join(shown)], close]
+def _showing(window: str, value: str) -> list[str]:
+    return ["set-option", "-t", window, SHOWING, value]
+
+
+def _close_unseen(window: str) -> list[str]:
+    """The command that closes a window whose processes have all ended, unless somebody looks at it."""
+    is_over = f"#{{||:#{{pane_dead}},#{{==:#{{{ENDED}}},#{{pane_pid}}}}}}"
+    is_kept = f"#{{{SHOWING}}}#{{P:#{{?{is_over},,x}}}}"
+    is_unseen = f"#{{&&:#{{==:#{{session_attached}},0}},#{{==:{is_kept},}}}}"
+    return ["if-shell", "-F", "-t", window, is_unseen, f"kill-session -t {window}"]
 
 
 def _layout(num_panes: int) -> str:
@@ -149,7 +181,7 @@ def _layout(num_panes: int) -> str:
 def _one_more(window: str, process: LaunchedProcess, layout: str) -> list[list[str]]:
     """The commands that give a process a pane."""
     return [
-        ["split-window", "-t", window, *_pane(process)],
+        ["split-window", "-t", window, *_pane(window, process)],
         ["set-option", "-p", "-t", window, "@process", pane_title(process)],
         ["select-layout", "-t", window, layout],
     ]
@@ -164,9 +196,11 @@ def _sequence(commands: Sequence[Sequence[str]]) -> list[str]:
     return [*words[0], *(word for command in words[1:] for word in (";", *command))]
 
 
-def _pane(process: LaunchedProcess) -> list[str]:
+def _pane(window: str, process: LaunchedProcess) -> list[str]:
     """A pane's command as words: tmux would have the user's own shell read a single one."""
-    return ["sh", "-c", pane_command(process)]
+    ended = f"set-option -p -t $TMUX_PANE {ENDED} $$"  # else it is the active pane's
+    over = f"tmux {ended} ';' {shlex.join(_close_unseen(window))}"
+    return ["sh", "-c", f"({pane_command(process)}\n)\n{over}"]
 
 
 def _ask_on_ctrl_c() -> list[str]:
@@ -202,14 +236,14 @@ def open_window(
         LaunchError: tmux is not here, or will not.
     """
     name = window_name(run_id)
-    showing = ["set-option", "-t", f"={name}:", SHOWING, "yes"]
-    if _tmux(*(showing if is_shown else ["has-session", "-t", f"={name}"])).ok:
+    window = f"={name}:"
+    if _tmux(*(_showing(window, "yes") if is_shown else ["has-session", "-t", window])).ok:
         for process in processes:
             with suppress(LaunchError):  # a window without one pane is better than none
                 show_in_window(run_id, process, is_new=False)
         return name
     for commands in window_commands(run_id, processes, stop, is_shown=is_shown):
-        done = _tmux(*commands)
+        done = _started(partial(_tmux, *commands))
         if not done.ok:
             close_window(run_id)
             raise LaunchError(f"tmux {commands[0]}: {done.stderr_tail}")
@@ -235,7 +269,7 @@ def show_in_window(run_id: str, process: LaunchedProcess, *, is_new: bool = True
         commands = _one_more(window, process, _layout(len(panes) + 1))
     elif is_new or own[0][1] == "1":
         title = ["set-option", "-p", "-t", own[0][0], "@process", pane_title(process)]
-        commands = [["respawn-pane", "-k", "-t", own[0][0], *_pane(process)], title]
+        commands = [["respawn-pane", "-k", "-t", own[0][0], *_pane(window, process)], title]
     else:
         return
     done = _tmux(*_sequence(commands))
@@ -261,15 +295,15 @@ def show_window(name: str) -> int:
     return subprocess.call(["tmux", verb, "-t", f"={name}"])  # noqa: S603, S607 - as the user has it
 
 
+def session_names() -> list[str]:
+    """The sessions of this machine; none where there is no tmux."""
+    with suppress(LaunchError):
+        return _tmux("list-sessions", "-F", "#{session_name}").stdout.split()
+    return []
+
+
 def _tmux(*arguments: str) -> Done:
     try:
-        ended = subprocess.run(  # noqa: S603
-            ["tmux", *arguments],  # noqa: S607 - as the user has it
-            capture_output=True,
-            text=True,
-            timeout=TMUX_TIMEOUT_S,
-            check=False,
-        )
+        return run_here(["tmux", *arguments], timeout_s=TMUX_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"tmux {arguments[0]} does not work here: {error}") from error
-    return Done(ended.returncode, ended.stdout, ended.stderr)

@@ -184,17 +184,18 @@ def _digest(archive: bytes) -> str:
 def put_code(host: Host, run_dir: str, archive: bytes, name: str) -> None:
     """Make a run's folder on a machine hold this code and no other, and the name of its function.
 
-    Outside that folder it is noted what was brought, see `brought_workload`.
+    It is unpacked beside, since processes of the run may be importing what is there. Outside that folder it
+    is noted what was brought, see `brought_workload`.
 
     Raises:
-        LaunchError: it cannot be written.
+        LaunchError: it cannot be written; what was there before still is.
     """
     there, named = (shell_path(f"{run_dir}/{each}") for each in (WORKLOAD_FOLDER, WORKLOAD_NAME))
     run_id = shlex.quote(run_dir.rpartition("/")[2])
     note = marker(WORKLOAD_FOLDER, code_note(name, _digest(archive)))
     script = (
-        f"umask 077; rm -rf {there} && mkdir -p {there} && tar -xzf - -C {there} && "
-        f"printf %s {shlex.quote(name)} > {named} || exit; "
+        f'umask 077; new={there}.$$; mkdir -p "$new" && tar -xzf - -C "$new" && rm -rf {there} && '
+        f'mv "$new" {there} && printf %s {shlex.quote(name)} > {named} || {{ rm -rf "$new"; exit 1; }}; '
         f'notes="${{XDG_STATE_HOME:-$HOME/.local/state}}"/smolcluster/{BEGUN}/{run_id}; '
         f'{{ mkdir -p "$notes" && : > "$notes"/{note}; }} 2>/dev/null; exit 0'
     )

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+from smolcluster.runs.series import RESERVED
+
 MetricKind = Literal["step", "eval", "worker", "rank", "server"]
-RESERVED = frozenset({"ts", "kind", "incarnation", "step", "epoch", "rank", "node"})
 
 
 @dataclass(frozen=True)

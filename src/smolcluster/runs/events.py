@@ -278,11 +278,6 @@ def parse_event(entry: dict[str, Any]) -> EventRecord | None:
         return None
 
 
-def follow_events(path: Path) -> Follower[EventRecord]:
-    """A follower whose `poll()` returns the events that are new; unknown kinds are left out."""
-    return Follower(path, parse_event)
-
-
 def records_of(lines: Iterable[bytes]) -> Iterator[EventRecord]:
     """The events among the lines of the file; those of unknown kinds are left out."""
     return filter(None, map(parse_event, json_objects(lines)))
@@ -296,8 +291,8 @@ def first_start(path: Path) -> RunStarted | None:
 
 
 def read_events(path: Path) -> list[EventRecord]:
-    """All events that are in the file now; none when it does not exist."""
-    return follow_events(path).poll()
+    """All events of known kinds that are in the file now; none when it does not exist."""
+    return Follower(path, parse_event).poll()
 
 
 def num_resumed(path: Path) -> int:

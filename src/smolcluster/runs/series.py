@@ -48,7 +48,7 @@ REPORT_VALUES = (
 """Of a process: of these there are curves, of all others totals."""
 FIRST_S, LONGEST_S = 1.0, 60.0
 """How long the first report of a process counts, and any one at most, seconds."""
-_RESERVED = frozenset({"ts", "kind", "incarnation", "step", "epoch", "rank", "node"})
+RESERVED = frozenset({"ts", "kind", "incarnation", "step", "epoch", "rank", "node"})
 _DIGITS = 6
 
 Columns = dict[str, list[float | None]]
@@ -215,7 +215,7 @@ class ProcessSeries:
         self.last_s = t
         self.curve.add(entry, t, 0.0)
         for name, value in entry.items():
-            if name not in _RESERVED and isinstance(value, int | float) and math.isfinite(value):
+            if name not in RESERVED and isinstance(value, int | float) and math.isfinite(value):
                 self.totals.setdefault(name, Total()).take(float(value), max(elapsed, 1e-3))
 
     def newest(self) -> dict[str, float]:

@@ -158,8 +158,8 @@ def _losses(final: Final, lowest: float | None) -> str:
 
 def _speed(rate: float, tokens_per_sample: int | None) -> str:
     if tokens_per_sample is None:
-        return f"{rate:,.0f} samples/s"
-    return f"{rate * tokens_per_sample:,.0f} tokens/s"
+        return f"{rate:,.0f} samples/s on average"
+    return f"{rate * tokens_per_sample:,.0f} tokens/s on average"
 
 
 def _measured(final: Final) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ seconds of a monotonic clock.
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -98,6 +98,8 @@ class Dispatcher:
         self._waiting: deque[Range] = deque()
         self._open: dict[Range, dict[int, Lease]] = {}
         self._applied: set[Range] = set()
+        self._num_unapplied: Counter[int] = Counter()
+        """By epoch, the ranges that have been cut and not been applied; without those that have none."""
         self._claimed_s: dict[int, float] = {}
         self._measured_s: dict[int, float] = {}
         self._newest_s: deque[float] = deque(maxlen=NUM_MEASURED)
@@ -112,10 +114,7 @@ class Dispatcher:
     @property
     def epoch(self) -> int:
         """The oldest epoch with a sample that is not applied yet."""
-        unfinished = [*self._waiting, *self._open]
-        if unfinished:
-            return min(unfinished).epoch
-        return self._cursor.epoch
+        return min(self._num_unapplied, default=self._cursor.epoch)
 
     def expect(self, holder: int, lease_s: float) -> None:
         """Note how long `holder` says that it will need for a lease, in seconds."""
@@ -182,7 +181,10 @@ class Dispatcher:
         self._median_s = statistics.median(self._newest_s)
         self._applied.add(range_)
         self.samples_applied += range_.num_samples
-        self._forget_finished_epochs()
+        self._num_unapplied[range_.epoch] -= 1
+        if not self._num_unapplied[range_.epoch]:
+            del self._num_unapplied[range_.epoch]
+            self._forget_finished_epochs()
 
     def release(self, key: LeaseKey, holder: int) -> list[Lease]:
         """Take one lease back, so that somebody else gets its samples."""
@@ -219,10 +221,8 @@ class Dispatcher:
     @property
     def state(self) -> DispatcherState:
         """What has not been applied yet, for a checkpoint; leases that are open now will be void then."""
-        ahead = sorted([*self._waiting, *self._open])
-        return DispatcherState(
-            cursor=_triple(self._cursor), waiting=[_triple(each) for each in ahead]
-        )
+        ahead = sorted(map(_triple, [*self._waiting, *self._open]))
+        return DispatcherState(cursor=_triple(self._cursor), waiting=ahead)
 
     def resume(self, state: DispatcherState, samples_applied: int) -> None:
         """Go on from a checkpoint's state; to be called before the first lease.
@@ -246,6 +246,7 @@ class Dispatcher:
                 "own dataset, and with as many epochs or steps or more"
             )
         self._cursor, self._waiting = cursor, deque(waiting)
+        self._num_unapplied = Counter(each.epoch for each in waiting)
         self.samples_applied = samples_applied
 
     def _exists(self, range_: Range) -> bool:
@@ -271,7 +272,9 @@ class Dispatcher:
             self.num_samples, self.total_samples, self.batch_size, first=self._num_cut
         )
         range_ = next(batches, None)
-        self._cursor = range_ or self._cursor
+        if range_ is not None:
+            self._cursor = range_
+            self._num_unapplied[range_.epoch] += 1
         return range_
 
     def _copy_for(self, holder: int, now: float) -> Range | None:

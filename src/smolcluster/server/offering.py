@@ -448,7 +448,6 @@ def wait_for_offer(
                 "no-model", "the server waits for a process that attaches and offers it a model"
             )
         return Accepted(
-            node=node.hello.node,
             bucket_bytes=DEFAULT_BUCKET_BYTES,
             heartbeat_timeout_s=cluster.heartbeat_timeout_s,
         )

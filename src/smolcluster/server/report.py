@@ -23,22 +23,19 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import MetricKind, MetricRecord
 from smolcluster.runs.asked import why_asked
 from smolcluster.runs.events import (
-    BeginningEnded,
     CheckpointSaved,
     EpochFinished,
     Evaluated,
-    LayersMoved,
+    Event,
     LeaseReturned,
     PushDropped,
     RunEnded,
     RunResumed,
     RunStarted,
-    StepOverdue,
     StepsUndone,
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
-    WorkerParked,
 )
 from smolcluster.runs.status import (
     STOPPED,
@@ -57,7 +54,7 @@ from smolcluster.server.process_stats import Gauge, ProcessStats
 from smolcluster.server.rates import Rates
 from smolcluster.server.records import Records
 from smolcluster.server.tally import COUNTS, Counts, Dropped
-from smolcluster.server.worker import Listener, Worker, WorkerNews
+from smolcluster.server.worker import Listener, Worker
 from smolcluster.training import hooks
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.checkpoint import Progress, TrainingState
@@ -81,7 +78,7 @@ DROP_REASONS: Mapping[Dropped, str] = MappingProxyType(
         "non_finite": "it held NaN or infinity",
     }
 )
-_CHANGES: Mapping[type[WorkerNews], Presence] = MappingProxyType(
+_CHANGES: Mapping[type[Event], Presence] = MappingProxyType(
     {WorkerJoined: "joined", WorkerLeft: "left", WorkerLost: "lost"}
 )
 
@@ -276,17 +273,18 @@ class Report(Listener):
     def begun(self) -> None:
         self.rates.begin()
 
-    def happened(self, event: WorkerNews, worker: Worker | None = None) -> None:
+    def happened(self, event: Event, worker: Worker | None = None) -> None:
+        """Write an event down; `worker`: whom it concerns, if it joins or goes."""
         change = _CHANGES.get(type(event))
         if worker is not None and isinstance(event, WorkerJoined):
-            self.counts.tally.worker(worker.member.worker_id, event.node)
+            self.counts.tally.worker(worker.member.worker_id, worker.member.node)
             self.board.joined(worker, event.device)
         elif worker is not None and change is not None:
             self.board.departed(worker, change)
         self._records.events.write(event)
         if worker is not None and change is not None:
             reason = getattr(event, "reason", "")
-            self._hooks.worker(hooks.WorkerChanged(worker.rank, event.node, change, reason))
+            self._hooks.worker(hooks.WorkerChanged(**worker.who, change=change, reason=reason))
 
     def dropped(
         self,
@@ -331,24 +329,6 @@ class Report(Listener):
                 reason=reason,
             )
         )
-
-    def overdue(self, worker: Worker, step: int, reason: str) -> None:
-        """A worker has had a part of the open `step` for far longer than expected."""
-        self._records.events.write(StepOverdue(**worker.who, step=step, reason=reason))
-
-    def parked(self, worker: Worker, step: int, reason: str) -> None:
-        """A worker does not keep up, and hears of no step after `step` for a while."""
-        self._records.events.write(WorkerParked(**worker.who, step=step, reason=reason))
-
-    def layers_moved(self, reason: str) -> None:
-        """The layers of a pipeline are dealt out again, though none of its stages was lost."""
-        self._log.info("the layers are dealt out again: %s", reason)
-        self._records.events.write(LayersMoved(step=self.counts.version, reason=reason))
-
-    def beginning_ended(self, reason: str) -> None:
-        """A run's synchronous beginning is over; `reason` says how far it went, and why."""
-        self._log.info("the synchronous beginning is over: %s", reason)
-        self._records.events.write(BeginningEnded(step=self.counts.version, reason=reason))
 
     def steps_undone(self, node: str, num_steps: int, share: float) -> None:
         """The store on `node` is lost; its slice is `share` of the weights, 0 to 1."""

@@ -381,7 +381,6 @@ class HeldSlice(ABC):
             sets=(SESSION, SLICES),
             inbox=self._inbox,
             admit=lambda *_: Accepted(
-                node=self._setup.hello.node,
                 bucket_bytes=self._answer.bucket_bytes,
                 heartbeat_timeout_s=self._answer.heartbeat_timeout_s,
             ),

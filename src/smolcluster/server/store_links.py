@@ -221,7 +221,7 @@ class StoreLinks(ABC, Generic[Own]):
         """Cut the replica's buckets among `nodes`, in these `shares`; the first is this process."""
         self._replica = replica
         self._run, self._codec, self._incarnation = run, codec, incarnation
-        self._own_node, self._patience, self._log = nodes[0], patience, log
+        self._patience, self._log = patience, log
         self.own_span, *others = spans(len(replica.buckets), shares or [1] * len(nodes))
         self._stores = [
             RemoteStore(node, span) for node, span in zip(nodes[1:], others, strict=False)
@@ -329,7 +329,6 @@ class StoreLinks(ABC, Generic[Own]):
             partial(self._hear, known[hello.node], session_id)
         )
         return Accepted(
-            node=self._own_node,
             bucket_bytes=self._replica.bucket_bytes,
             heartbeat_timeout_s=self._run.heartbeat_timeout_s,
         )

@@ -19,7 +19,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -35,7 +34,6 @@ from typing import Annotated, Final, Literal, Self, TypeVar
 import torch
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     Field,
     JsonValue,
     StringConstraints,
@@ -47,7 +45,7 @@ from torch import Tensor
 
 from smolcluster.errors import CheckpointError
 from smolcluster.runs.files import FULL, utc_timestamp
-from smolcluster.runs.model_file import Strict, problem_of
+from smolcluster.runs.model_file import Measured, Strict, problem_of
 from smolcluster.runs.paths import CHECKPOINT
 from smolcluster.training.replica import AVERAGE, Replica
 from smolcluster.utils.replacing import replacing
@@ -80,14 +78,8 @@ _REMEDIES = {
 }
 
 
-def _finite_or_none(value: object) -> object:
-    """A loss that is NaN or infinite is none: it would be the best or the worst for ever."""
-    return value if not isinstance(value, float) or math.isfinite(value) else None
-
-
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-Loss = Annotated[float | None, BeforeValidator(_finite_or_none)]
 Shape = TypeVar("Shape", bound=BaseModel)
 Progress = dict[str, JsonValue]
 """What an algorithm needs to go on, besides tensors: plain JSON."""
@@ -105,8 +97,8 @@ class TrainingState(Strict):
     dataset_fingerprint: Text
     seed: Count = Field(description="Which orders its epochs have.")
     codec: Text
-    train_loss: Loss = None
-    val_loss: Loss = None
+    train_loss: Measured = None
+    val_loss: Measured = None
     progress: Progress = Field(
         {}, description="What else the algorithm needs to go on; nobody else looks into it."
     )

@@ -1,9 +1,10 @@
 """Signals that ask a process to stop, at once or at the next good moment."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -15,6 +16,13 @@ def heeded() -> tuple[signal.Signals, ...]:
     """The signals that are to be taken: of SIGHUP nothing is heard where it is ignored (nohup)."""
     is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(signum for signum in SIGNALS if not (is_deaf and signum == signal.SIGHUP))
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -49,6 +57,18 @@ def interrupt_once() -> Callable[[int, FrameType | None], None]:
             raise Interrupted(signum)
 
     return handler
+
+
+def at_stdin_eof(act: Callable[[], None]) -> None:
+    """Do something when standard input ends, in a thread: who started this process holds it."""
+
+    def wait() -> None:
+        with suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        act()
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()
 
 
 class StopRequest:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from smolcluster.utils.folders import checkout
@@ -62,10 +63,17 @@ def condensed(text: str, longest: int = 600) -> str:
     return f"{begin.rpartition(' ')[0] or begin} … {end.partition(' ')[2] or end}"
 
 
+def as_typed(*words: object) -> str:
+    """A command of ours as this machine's user types it."""
+    program = ["smolcluster"]
+    if checkout() is not None:
+        program = ["uv", "run", "smolcluster"] if which("uv") else [".venv/bin/smolcluster"]
+    return shlex.join([*program, *map(str, words)])
+
+
 def as_command(*words: object) -> str:
-    """How a message says that a command helps: with what is typed in front of it."""
-    before = ("uv", "run") if checkout() else ()
-    return f"`{shlex.join([*before, 'smolcluster', *map(str, words)])}`"
+    """The same as a message quotes it."""
+    return f"`{as_typed(*words)}`"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -140,7 +140,9 @@ class Connection:
         """
         self.peer = _peer_name(sock) if peer is None else peer
         self._local_address = address_of(sock)
-        self.address = self._local_address or _peer_address(sock)
+        self.address = self._local_address or _address(sock, sock.getpeername)
+        self.own_address = self._local_address or _address(sock, sock.getsockname)
+        """This side's IP address, also when the connection is gone; of a Unix socket as `address`."""
         self.phase = "handshake"
         self.stall_timeout_s = stall_timeout_s
         self.max_payload = UNPROVED_NBYTES
@@ -185,16 +187,6 @@ class Connection:
         self.phase = "session"
         if isinstance(self._channel, TlsSocket):
             self._channel.widen()
-
-    @property
-    def own_address(self) -> str:
-        """This side's IP address; of a Unix socket as `address`, and empty when the connection is gone."""
-        if self._local_address is not None:
-            return self._local_address
-        try:
-            return str(self._socket.getsockname()[0]) if _is_internet(self._socket) else ""
-        except OSError:
-            return ""
 
     @property
     def is_encrypted(self) -> bool:
@@ -635,9 +627,9 @@ def _tune(sock: socket.socket) -> None:
         return
 
 
-def _peer_address(sock: socket.socket) -> str:
+def _address(sock: socket.socket, find: Callable[[], Sequence[object]]) -> str:
     try:
-        return str(sock.getpeername()[0]) if _is_internet(sock) else ""
+        return str(find()[0]) if _is_internet(sock) else ""
     except OSError:
         return ""
 

@@ -26,6 +26,7 @@ from smolcluster.errors import (
     Rejected,
     SmolclusterError,
     VersionDiffers,
+    WrongPeer,
 )
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire.connection import UNPROVED_NBYTES, Connection
@@ -65,6 +66,8 @@ VERSION = "version"
 """A Reject's code: the versions of smolcluster differ in what they can say to each other."""
 ENCRYPTION = "encryption"
 """A Reject's code: the client did not encrypt."""
+WRONG_PEER = "wrong-peer"
+"""A Reject's code: the client meant another node."""
 HANDSHAKE_TIMEOUT_S = 5.0
 """How long a server lets a stranger take to prove itself, in seconds."""
 
@@ -82,8 +85,9 @@ def introduce(node: str, worker_id: int = 0, sets: tuple[MessageSet, ...] = SETS
 
 @dataclass(frozen=True)
 class Door:
-    """How clients are let in: the secret, the certificate that is shown, who must encrypt, what is spoken."""
+    """How a node lets clients in: the secret, the certificate it shows, who must encrypt, what is spoken."""
 
+    node: str
     secret: Secret
     identity: ServerIdentity
     encryption: Encryption = "auto"
@@ -161,6 +165,7 @@ def client_handshake(
 
     Raises:
         AuthError: the two sides' secrets differ, or somebody between them changed what was said.
+        WrongPeer: it is not the one that `hello` wants.
         Rejected: the server refused for another reason; `retry_after_s` says when to ask again.
         ProtocolError, PeerLost: the server does not speak the protocol, or was lost.
     """
@@ -183,6 +188,7 @@ def server_authenticate(connection: Connection, door: Door, deadline: Deadline) 
 
     Raises:
         AuthError: the client's proof is wrong.
+        WrongPeer: the client wants another node.
         ProtocolError: the client does not speak the protocol, or another version of it, or must encrypt.
         PeerLost: the client was lost, or too slow.
     """
@@ -198,7 +204,7 @@ def server_authenticate(connection: Connection, door: Door, deadline: Deadline) 
             raise ProtocolError(
                 f"{connection.peer}: handshake: it does not encrypt (encryption: off?)"
             )
-        return _server_authenticate(talk, door.sets)
+        return _server_authenticate(talk, door)
     except SmolclusterError:
         connection.close()
         raise
@@ -278,6 +284,8 @@ def _client_handshake(talk: Talk, hello: Hello, expected: type[A]) -> A:
         )
     if isinstance(answer, Reject):
         sentence = f"{connection.peer}: {answer.sentence}"
+        if answer.code == WRONG_PEER:
+            raise WrongPeer(sentence)
         raise Rejected(sentence, answer.code, answer.retry_after_s)
     connection.proved(answer.bucket_bytes, answer.heartbeat_timeout_s)
     return answer
@@ -294,7 +302,7 @@ def _unproved(talk: Talk, message: Reject) -> SmolclusterError:
     return Rejected(f"{peer}: {message.sentence}", message.code, is_proved=False)
 
 
-def _server_authenticate(talk: Talk, sets: tuple[MessageSet, ...]) -> Authenticated:
+def _server_authenticate(talk: Talk, door: Door) -> Authenticated:
     connection = talk.connection
     try:
         hello = talk.hear(Hello)
@@ -310,12 +318,18 @@ def _server_authenticate(talk: Talk, sets: tuple[MessageSet, ...]) -> Authentica
             f"know the secret in {talk.secret.path}: copy the file to it"
         )
     connection.peer = f"{hello.node} ({connection.peer})"
-    agreed = tuple(each for each in sets if each.name in hello.sets)
+    agreed = tuple(each for each in door.sets if each.name in hello.sets)
     client = Authenticated(hello, talk, agreed)
     if SESSION not in agreed or any(hello.sets[each.name] != each.digest for each in agreed):
         sentence = _versions_differ(hello)
         refuse(client, VERSION, sentence)
         raise VersionDiffers(f"{connection.peer}: handshake: {sentence}")
+    if hello.wanted not in (None, door.node):
+        sentence = f"{door.node!r} answers there, not {hello.wanted!r}: is this the right address?"
+        refuse(client, WRONG_PEER, sentence, retry_after_s=0.0)
+        raise WrongPeer(
+            f"{connection.peer}: handshake: it wants {hello.wanted!r}, which this is not"
+        )
     return client
 
 

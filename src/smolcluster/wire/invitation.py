@@ -28,7 +28,7 @@ from pydantic import Field, StringConstraints, ValidationError
 from spake2 import SPAKE2_A, SPAKE2_B, SPAKEError
 from spake2.ed25519_basic import NotOnCurve
 
-from smolcluster.errors import AuthError, ConfigError, ProtocolError, WrongPeer
+from smolcluster.errors import AuthError, ConfigError, ProtocolError, WrongCode, WrongPeer
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire.connection import Connection
 from smolcluster.wire.handshake import AUTH, Talk, reject
@@ -39,6 +39,8 @@ VALID_S = 600.0
 MOST_WRONG = 3
 EXCHANGE_S = 10.0
 """How long one exchange may take, in seconds."""
+OVER = "over"
+"""A Reject's code: the invitation has ended."""
 MAX_SECRET_NBYTES = 256
 SYMBOLS = "0123456789abcdefghjkmnpqrstvwxyz"
 """Crockford's base32: a code has 5 bits a symbol, and none that looks like another."""
@@ -156,7 +158,7 @@ class Invitation:
         talk.secret, box = _keys(side, asking.share)
         refusal = self._judge(is_right=talk.is_proved("client"))
         if refusal is not None:
-            reject(connection, AUTH, refusal)
+            reject(connection, AUTH if self.over is None else OVER, refusal)
             raise AuthError(f"{connection.peer}: {refusal}")
         content = self._gives.model_dump_json().encode()
         talk.say(Handed(box=box.encrypt(_NONCE, content, None).hex()))
@@ -169,13 +171,14 @@ class Invitation:
         Of exchanges that go on at the same time none is right any more once enough were wrong.
         """
         with self._lock:
-            if (over := self.over) is not None:
-                return f"the invitation has ended: {over}"
+            if self.over is not None:
+                return f"the invitation has ended: {self.over}"
             if is_right:
                 return None
             self._num_wrong += 1
-            left = MOST_WRONG - self._num_wrong
-            return f"the code is wrong; {left} more may be tried" if left else "the code is wrong"
+            if left := MOST_WRONG - self._num_wrong:
+                return f"the code is wrong; {left} more may be tried"
+            return f"the code is wrong, and the invitation has ended: {self.over}"
 
 
 def ask(
@@ -188,7 +191,8 @@ def ask(
     """Ask for the secret of a run; `run_id` None: of whichever run it is. Returns its name, and what it gave.
 
     Raises:
-        AuthError: the code is not that of the invitation.
+        WrongCode: the invitation has another code, and takes another try.
+        AuthError: the invitation has ended, or the other side does not know the code.
         WrongPeer: the invitation is into another run.
         ProtocolError, PeerLost: the peer does not speak the protocol, was lost, or too slow.
     """
@@ -202,7 +206,8 @@ def ask(
     talk.prove("client")
     answer = talk.hear_answer(Handed)
     if isinstance(answer, Reject):
-        raise AuthError(f"{connection.peer}: {answer.sentence}")
+        kind = WrongCode if answer.code == AUTH else AuthError
+        raise kind(f"{connection.peer}: {answer.sentence}")
     if not talk.is_proved("server"):
         raise AuthError(f"{connection.peer} does not know the code either")
     try:

@@ -182,6 +182,8 @@ class Hello(Message, kind=1):
     worker_id: Annotated[int, Field(ge=0, le=2**31)]
     """0: it has none; of a server it asks what the run is and which number is free, and gets no session."""
     instance: Instance
+    wanted: Name | None = None
+    """The name of the process that is meant: another one refuses; None: it is not known."""
 
 
 class Challenge(Message, kind=2):
@@ -217,10 +219,8 @@ class ServedData(HeaderModel):
 
 
 class Accepted(Message, kind=22):
-    """Who was dialled: the other side is let in; by whom, which `sets` both know, the session's limits."""
+    """Who was dialled: the other side is let in; which `sets` both know, the session's limits."""
 
-    node: Name
-    """The name of the process that was dialled; the dialling side compares it with the one it meant."""
     sets: Many[Identifier] = ()
     bucket_bytes: Annotated[int, Field(ge=4, le=MAX_BUCKET_BYTES)]
     heartbeat_timeout_s: HeartbeatTimeout

@@ -49,8 +49,6 @@ from smolcluster.wire.tls import new_identity
 CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 10.0
 LAST_TRY_S = 1.0
-WRONG_PEER_RETRY_S = 2.0
-"""Each attempt opens a session with the wrong node for a moment."""
 SAY_AFTER_S = 3.0
 """A peer that starts at the same time is worth no word."""
 LONG_S = 7200.0
@@ -108,7 +106,7 @@ class Node:
         """
         return Acceptor(
             listen(addresses, port),
-            door=Door(self.secret, new_identity(), self.encryption, sets),
+            door=Door(self.hello.node, self.secret, new_identity(), self.encryption, sets),
             inbox=inbox,
             admit=admit,
             receiver_for=receiver_for,
@@ -168,8 +166,8 @@ class Node:
         """Try until `whom` lets this process in with an `answer`, for at most `timeout_s` seconds.
 
         What is in the way is logged once it has been there for `say_after_s` seconds, and whenever it
-        changes. A refusal that is not proved may be anybody's on the way: it is doubted until then. So is an
-        answer of another node than `address` names, to which somebody on the way may have led this process.
+        changes. A refusal that is not proved may be anybody's on the way: it is doubted until then. So is
+        that of another node than `address` names, to which somebody on the way may have led this process.
         `digests`: of the sets that are offered; None: the hello's.
 
         Raises:
@@ -180,7 +178,8 @@ class Node:
             AuthError: the secrets differed until then.
             PeerLost: `stop` was set.
         """
-        hello = self.hello.model_copy(update={} if digests is None else {"sets": digests})
+        offered = {} if digests is None else {"sets": digests}
+        hello = self.hello.model_copy(update={"wanted": address.node, **offered})
         deadline = Deadline(timeout_s)
         said = ""
         refusal: SmolclusterError | None = None
@@ -218,12 +217,7 @@ class Node:
         accepted = client_handshake(
             connection, hello, self.secret, limit, self.encryption, answer=answer
         )
-        if address.node in (None, accepted.node):
-            return connection, accepted
-        connection.close()
-        raise WrongPeer(
-            f"{accepted.node!r} answers at {address}, not {address.node!r}: is this the right address?"
-        )
+        return connection, accepted
 
 
 def _retry_after_s(error: SmolclusterError) -> float:
@@ -231,9 +225,7 @@ def _retry_after_s(error: SmolclusterError) -> float:
     match error:
         case Rejected(is_proved=True, retry_after_s=float(seconds)):
             return seconds
-        case WrongPeer():
-            return WRONG_PEER_RETRY_S
-        case Rejected(is_proved=False) | AuthError() | VersionDiffers():
+        case Rejected(is_proved=False) | AuthError() | VersionDiffers() | WrongPeer():
             return 0.0
         case ConnectTimeout() | PeerLost() | ProtocolError():
             return 0.0

@@ -32,7 +32,7 @@ def smolcluster(tmp_path: Path, *words: str) -> "subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.faults  # a launch below asks the same
+@pytest.mark.nightly  # a launch below asks the same
 def test_it_says_what_each_algorithm_would_reach_and_what_to_do(tmp_path: Path) -> None:
     done = smolcluster(tmp_path, "advise", *SMALL, "--json")
     document = json.loads(done.stdout)

@@ -33,6 +33,7 @@ def rate(line: str, address: str) -> float:
     return float(line.partition(address)[2].partition(": ")[2].split()[0].replace(",", ""))
 
 
+@pytest.mark.slow
 def test_each_worker_gets_its_best_way(two_ways: Lab) -> None:
     lab = two_ways
     flags = ("--server", "mini1", "--worker", "pi5", "--worker", "mini2=mini@mini2")
@@ -53,6 +54,7 @@ def test_each_worker_gets_its_best_way(two_ways: Lab) -> None:
     assert not any(pythons(lab[name]) for name in ("mini1", "pi5", "mini2")), "nothing stays behind"
 
 
+@pytest.mark.slow
 def test_on_a_terminal_what_is_missing_is_asked(lab: Lab) -> None:
     running = lab.controller.popen(shlex.join([*INIT, "--to", "asked.yaml"]), tty=True)
     for question, answer in (

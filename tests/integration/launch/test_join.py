@@ -28,7 +28,7 @@ def without_pi5(launching: Launching) -> str:
     return "~/joining.yaml"
 
 
-@pytest.mark.faults  # what a join does is judged on one machine
+@pytest.mark.nightly  # what a join does is judged on one machine
 def test_workers_come_back_and_a_new_one_joins_and_is_stopped(launching: Launching) -> None:
     lab, run = launching.lab, launching.run
     overrides = (*PACED, "heartbeat_timeout_s=3", "reconnect_timeout_s=300")

@@ -8,7 +8,7 @@ import pytest
 from launching import ENDLESS, LAUNCH_TIMEOUT_S, LAYERS, STORIES_TIMEOUT_S, Launching, wait_until
 
 # The parts: what is started in test_join, lost stages in test_pipeline_worker.
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(STORIES_TIMEOUT_S)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
 
 def two_stages(launching: Launching) -> str:

@@ -132,6 +132,7 @@ def test_uv_makes_an_environment_on_a_host(lab: Lab) -> None:
     assert said.startswith("Usage: smolcluster")
 
 
+@pytest.mark.slow
 def test_a_prepared_checkout_runs_its_own_code(lab: Lab) -> None:
     folder = lab.controller.checkout()
     programs = lab.controller.prepare()

@@ -118,7 +118,7 @@ def test_the_script_trains_digits_and_leaves_nothing(launching: Launching) -> No
     assert launching.is_clean(), launching.left()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_outlives_what_happens_to_its_machines(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:
@@ -224,7 +224,7 @@ def test_a_run_outlives_what_happens_to_its_machines(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("now", [(), pytest.param(("--now",), marks=pytest.mark.faults)])
+@pytest.mark.parametrize("now", [(), pytest.param(("--now",), marks=pytest.mark.nightly)])
 def test_the_number_of_a_process_that_is_gone_is_nobodys_death(
     launching: Launching, now: tuple[str, ...]
 ) -> None:
@@ -244,8 +244,8 @@ def test_the_number_of_a_process_that_is_gone_is_nobodys_death(
     sleeper.stop()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("has_python", [True, pytest.param(False, marks=pytest.mark.faults)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("has_python", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_start_that_fails_is_taken_back(launching: Launching, has_python: bool) -> None:
     """Of a worker that refuses its device, and of one whose interpreter is broken."""
     launching.make_ready()
@@ -298,7 +298,7 @@ def test_a_folder_of_something_else_is_refused_untouched(launching: Launching) -
 
 
 @pytest.mark.slow
-@pytest.mark.faults
+@pytest.mark.nightly
 def test_launches_of_different_code_run_side_by_side_and_change_no_clone(
     launching: Launching,
 ) -> None:
@@ -348,6 +348,7 @@ def test_launches_of_different_code_run_side_by_side_and_change_no_clone(
     launching.wait_until_clean()
 
 
+@pytest.mark.nightly
 def test_a_way_that_loses_large_packets_is_named_before_the_run(launching: Launching) -> None:
     launching.make_ready()
     pi5, server = launching.lab["pi5"], launching.lab["mini1"]
@@ -398,7 +399,7 @@ def test_a_controller_without_tmux_follows_syncps_until_ctrl_c_comes_twice(
     assert (launching.folder("mini1") / "checkpoints/latest").exists()
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 def test_a_gpt_is_launched_and_stopped_by_a_signal(launching: Launching) -> None:
     """Where nobody can be asked, a signal stops the run."""
     small = ["model.model_dim=16", "model.num_layers=1", "model.num_heads=1", "model.ff_dim=32"]

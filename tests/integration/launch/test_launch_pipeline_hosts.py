@@ -9,7 +9,7 @@ import pytest
 from launching import ENDLESS, LAUNCH_TIMEOUT_S, LAYERS, STORIES_TIMEOUT_S, Launching, wait_until
 
 # The parts: lost stages in test_pipeline, three hosts in test_hetero_hosts.
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(STORIES_TIMEOUT_S)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
 
 def three_stages(launching: Launching) -> str:
@@ -38,7 +38,7 @@ def stages(launching: Launching) -> dict[str, Any]:
 def test_layers_of_a_host_that_is_lost_go_to_the_others(launching: Launching) -> None:
     config = three_stages(launching)
     overrides = ("workload=layers.py:workload", "batch_size=16", "shard_plan=even", *ENDLESS)
-    more = ("redundancy=5", "heartbeat_timeout_s=5", "reconnect_timeout_s=300")
+    more = ("checkpoint_steps=5", "heartbeat_timeout_s=5", "reconnect_timeout_s=300")
     words = launching.script("pipeline", "--detach", "--override", *overrides, *more, config=config)
     launched = launching.run(words, timeout_s=2 * LAUNCH_TIMEOUT_S)
     assert launched.returncode == 0, launched.stderr

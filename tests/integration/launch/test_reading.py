@@ -87,6 +87,7 @@ def look(lab: Lab) -> tuple[dict[str, list[object]], float]:
     return said | {"run": [document["state"], document["step"]]}, taken_s
 
 
+@pytest.mark.slow
 def test_status_is_right_with_one_machine_cut_off(run: Lab) -> None:
     everything_well = {
         "mini1": ["running", None, None],
@@ -115,6 +116,7 @@ def test_status_is_right_with_one_machine_cut_off(run: Lab) -> None:
     assert said["pi5"] == ["running", None, None]
 
 
+@pytest.mark.slow
 def test_logs_are_followed_across_a_cut(run: Lab) -> None:
     call = f"logs({RUN!r}, node=None, rank=None, level='INFO', follow=True, since=None)"
     following = run.controller.popen(python(call, "logs"), tty=True)
@@ -157,6 +159,7 @@ def commands(host: Host) -> str:
     return "\n".join(shlex.join(process.argv) for process in host.processes())
 
 
+@pytest.mark.slow
 def test_everything_is_fetched(run: Lab) -> None:
     mini1 = run["mini1"]
     mini1.write(f"{KEPT}/config.yaml", "a: 1\n")

@@ -30,7 +30,7 @@ with smolcluster.attach(model, optimizer) as cluster:
 FOLDER = "my project"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_is_the_workers_of_a_cluster(launching: Launching) -> None:
     controller, run = launching.controller, launching.run
     controller.write(f"{FOLDER}/train.py", SCRIPT)

@@ -25,7 +25,7 @@ def workload(width: int = 4):
 FOLDER = "my project"
 
 
-@pytest.mark.faults  # a script's code goes the same way
+@pytest.mark.nightly  # a script's code goes the same way
 def test_the_code_of_a_workload_goes_along_and_stays_with_its_run(launching: Launching) -> None:
     controller, run = launching.controller, launching.run
     controller.write(f"{FOLDER}/train.py", TRAIN)

@@ -69,13 +69,13 @@ def shown_of(folder: Path, newest: Computed, *, is_terminal: bool) -> str:
 def test_a_worker_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
     newest = Computed(epoch=1, stop=50, epoch_size=100, loss=0.25)
     shown = shown_of(tmp_path, newest, is_terminal=True)
-    assert " 38% epoch 2/4 · step 40 · loss 0.250 · 1.6 s left · 160 samples/s" in shown
+    assert " 38% epoch 2/4 · step 40 · loss 0.250 · 1.6 s left · 160 samples/s now" in shown
 
 
 def test_a_worker_that_knows_no_loss_shows_its_steps(tmp_path: Path) -> None:
     newest = Computed(epoch=1, stop=50, epoch_size=100, loss=math.nan)
     shown = shown_of(tmp_path, newest, is_terminal=True)
-    assert "epoch 2/4 · step 40 · 1.6 s left · 160 samples/s" in shown
+    assert "epoch 2/4 · step 40 · 1.6 s left · 160 samples/s now" in shown
 
 
 def test_a_worker_shows_no_progress_in_a_file(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from smolcluster.algorithms import owner, single
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.commands.checkpoints import gpt_config
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.errors import CheckpointError
+from smolcluster.launch.language_model import gpt_config
 from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.curves import draw_curves
 from smolcluster.observability.logs import NodeLog

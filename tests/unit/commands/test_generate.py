@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from harness import local_settings
 from smolcluster.algorithms import owner, single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cli import main
-from smolcluster.commands.checkpoints import export_model, gpt_of
-from smolcluster.commands.generate import Author, GenerateOptions, chat, generate
+from smolcluster.commands.checkpoints import export_model
+from smolcluster.commands.generate import chat, generate
 from smolcluster.configs.load import dump_yaml, read_yaml
 from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.launch import language_model
 from smolcluster.launch.flow import LaunchOptions
+from smolcluster.launch.language_model import Author, GenerateOptions, LanguageModel, gpt_of
 from smolcluster.launch.saved import resume, store_of
 from smolcluster.models.sampling import sample
 from smolcluster.runs.paths import RunPaths
@@ -158,16 +161,16 @@ def test_a_chat_goes_on_from_all_that_was_typed_and_written(
 
 def test_what_is_typed_must_be_text(run: RunPaths) -> None:
     with pytest.raises(ConfigError, match=r"'\\udcff\\n' is not text in this terminal's encoding"):
-        Author(str(run.root), WISH).read("\udcff\n")
+        Author(LanguageModel(str(run.root)), WISH).read("\udcff\n")
 
 
 def test_pieces_are_whole_characters_and_together_the_text(run: RunPaths) -> None:
     wish = replace(WISH, temperature=3.0)
-    author = Author(str(run.root), wish)
+    author = Author(LanguageModel(str(run.root)), wish)
     author.read("☃ ")
     pieces = list(author.write())
     assert len(pieces) > 5, "it comes piece by piece"
-    author = Author(str(run.root), wish)
+    author = Author(LanguageModel(str(run.root)), wish)
     author.read("☃ ")
     assert "".join(pieces) == "".join(author.write())
 
@@ -202,6 +205,18 @@ def test_without_any_good_one_there_is_nothing_to_write_with(run: RunPaths) -> N
         damage(folder)
     with pytest.raises(CheckpointError, match="run mine has no good checkpoint in"):
         generate(str(run.root), "", WISH)
+
+
+def test_what_memory_does_not_hold_is_not_read(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = list((run.checkpoints / "latest").iterdir())
+    nbytes = sum(file.stat().st_size for file in files)
+    monkeypatch.setattr(language_model, "virtual_memory", lambda: Mock(available=nbytes - 1))
+    with pytest.raises(CheckpointError, match=r"a checkpoint of run mine takes .* of memory, and"):
+        generate(str(run.root), "", WISH)
+    monkeypatch.setattr(language_model, "virtual_memory", lambda: Mock(available=nbytes))
+    assert generate(str(run.root), "", WISH) == 0
 
 
 def test_a_tokenizer_that_has_become_another_one_is_refused(run: RunPaths, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 import json
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -138,6 +141,27 @@ def test_code_that_was_brought_is_known_whatever_python_has_compiled_of_it(broug
     compiled.write_bytes(b"anything")
     assert brought_workload(brought) == f"{folder}/train.py:workload"
     assert not compiled.exists(), "nobody knows of what it was compiled"
+
+
+def test_code_that_was_brought_is_known_while_others_import_it_or_ask(brought: Path) -> None:
+    folder = brought / WORKLOAD_FOLDER
+    is_over = threading.Event()
+
+    def compiling() -> None:
+        while not is_over.is_set():
+            with suppress(OSError):  # as Python does
+                (folder / "__pycache__").mkdir(exist_ok=True)
+                for number in range(20):
+                    (folder / "__pycache__" / f"{number}.pyc").touch()
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(compiling)
+        try:
+            found = set(pool.map(brought_workload, [brought] * 200))
+        finally:
+            is_over.set()
+    assert found == {f"{folder}/train.py:workload"}
+    assert not list(folder.parent.glob(".*"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.configs import old_keys
 from smolcluster.configs.json_schema import json_schema
 from smolcluster.configs.old_keys import OLD_KEYS
 from smolcluster.configs.problems import SettingError
@@ -104,6 +105,51 @@ def test_stages_compute_again_as_they_are_told(*, by_override: bool) -> None:
     assert node.stages.activation_checkpointing == "full"
 
 
+@pytest.mark.parametrize(
+    ("content", "overrides", "checkpoint_steps", "restarts"),
+    [
+        ({"redundancy": 5}, [], 5, 3),
+        ({"pipeline": {"redundancy": 5}, "checkpoint_steps": 50}, [], 5, 3),
+        ({"redundancy": None, "checkpoint_steps": 50}, [], 50, 3),
+        ({"checkpoint_steps": 50}, ["redundancy=null"], 50, 3),
+        ({"checkpoint_steps": 50}, ["pipeline.redundancy=5"], 5, 3),
+        ({"kubernetes": {"retries": 5}}, [], 200, 5),
+        ({"kubernetes": {"retries": 3}, "restarts": 0}, [], 200, 0),
+        ({"restarts": 0}, ["kubernetes.retries=3"], 200, 3),
+        ({}, ["kubernetes={retries: 4, nodes: 2}"], 200, 4),
+    ],
+)
+def test_what_two_keys_said_one_says(
+    content: dict[str, Any], overrides: list[str], checkpoint_steps: int, restarts: int
+) -> None:
+    cluster = settle(content, *overrides).cluster
+    assert (cluster.checkpoint_steps, cluster.restarts) == (checkpoint_steps, restarts)
+
+
+@pytest.mark.parametrize(
+    ("content", "overrides", "says"),
+    [
+        ({"slurm": {"launcher": "torchrun"}}, [], "mine.yaml: slurm.launcher is 'torchrun'"),
+        ({}, ["slurm.launcher=torchrun"], "--override: slurm.launcher is 'torchrun'"),
+        ({"momentum_delay": 8}, [], "mine.yaml: momentum_delay is 8"),
+        ({"diloco": {"momentum_delay": 9}}, [], "mine.yaml: momentum_delay is 9"),
+        ({}, ["diloco.momentum_delay=8"], "--override: momentum_delay is 8"),
+        ({"slurm": {"launcher": "srun"}, "momentum_delay": None}, [], ""),
+    ],
+)
+def test_that_a_key_has_no_effect_any_more_is_said_once(
+    content: dict[str, Any],
+    overrides: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    old_keys._say_once.cache_clear()
+    for _ in range(2):
+        settle(content, *overrides)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(", which has no effect")[0] for line in said] == [says] * bool(says)
+
+
 def test_a_variable_may_hold_an_old_key() -> None:
     assert settle({}, environ={"SMOLCLUSTER_USE_QUANTIZATION": "true"}).cluster.codec == "int8"
 
@@ -125,6 +171,14 @@ def test_a_variable_may_hold_an_old_key() -> None:
         ({"store_shares": [1, 2]}, [], "mine.yaml", "store_shares", [1, 2]),
         ({"servers": ["a"]}, ["store_shares=[0]"], "--override", "store_shares", [0]),
         (
+            {"kubernetes": {"retries": -1}},
+            [],
+            "mine.yaml",
+            "kubernetes.retries",
+            -1,
+        ),
+        ({}, ["slurm.launcher=mpi"], "--override", "slurm.launcher", "mpi"),
+        (
             {"nodes": {"b": {"stages": {"recompute": 1}}}},
             [],
             "mine.yaml",
@@ -143,5 +197,9 @@ def test_what_is_wrong_with_an_old_key_is_told_by_its_name(
 
 
 def test_editors_know_that_they_are_old() -> None:
-    properties = json_schema("cluster")["properties"]
-    assert all(properties[name]["deprecated"] for name in OLD_KEYS)
+    schema = json_schema("cluster")
+    sections = {"slurm": "SlurmConfig", "kubernetes": "KubernetesConfig"}
+    for name in OLD_KEYS:
+        section, _, last = name.rpartition(".")
+        place = schema["$defs"][sections[section]] if section else schema
+        assert place["properties"][last]["deprecated"]

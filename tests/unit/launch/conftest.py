@@ -1,10 +1,12 @@
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,28 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that only look may take as long as they want."""
     monkeypatch.setattr(probe, "LIMIT_S", DEADLINE_S)
     monkeypatch.setattr(logs, "PATIENCE_S", DEADLINE_S)
+
+
+@pytest.fixture
+def own_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tmux server of the test's own, in a home of its own."""
+    if shutil.which("tmux") is None:
+        pytest.skip("needs tmux")
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("TMUX", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TERM", "xterm")
+    yield
+    panes = subprocess.run(
+        ["tmux", "list-panes", "-a", "-F", "#{pane_pid}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    for pid in panes.stdout.split():
+        with suppress(ProcessLookupError):
+            os.killpg(int(pid), signal.SIGKILL)
+    subprocess.run(["tmux", "kill-server"], capture_output=True, check=False)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -254,7 +255,9 @@ def test_a_machine_alone_is_no_slower_than_one_of_its_workers(
     request = requests.request_of(
         local=True, num_workers=2, config=None, train_config="stdlib", overrides=["batch_size=4"]
     )
-    assert find_advice(request, lambda _: None, local=True).advice.alone == (command.ALONE, 8.0)
+    found = find_advice(request, lambda _: None, local=True)
+    assert found.advice.alone == (command.ALONE, 8.0)
+    assert found.site.num_cores == os.cpu_count()
 
 
 # What connects them

@@ -19,7 +19,7 @@ import pytest
 
 from doctoring import LINUX, MAC, cluster, node_checks
 from harness import free_port
-from reading import fake_ssh
+from reading import fake_ssh, launched_run, server
 from smolcluster.launch.doctor.checks import (
     CONTACT_SCRIPT,
     MIN_PYTHON,
@@ -35,8 +35,11 @@ from smolcluster.launch.doctor.checks_project import (
 from smolcluster.launch.doctor.examine import listening
 from smolcluster.launch.doctor.findings import Answer, Check, Finding, MachineFacts, NodeChecks, ok
 from smolcluster.launch.doctor.table import TABLE, look_at
+from smolcluster.launch.find import RUNS_DIR
 from smolcluster.launch.host import Host
 from smolcluster.launch.project import LATEST, Project
+from smolcluster.runs.launched import read_launched, write_launched
+from smolcluster.runs.lock import run_lock
 
 CHECKS = {check.name: check for check in (Check("system", CONTACT_SCRIPT, judge_system), *TABLE)}
 DF = "Filesystem 1024-blocks Used Available Capacity Mounted on\n/dev/disk 99 9 {kb} 99% /\n"
@@ -189,7 +192,7 @@ FAULTS: list[Fault] = [
     ("secret", "ok", {}, ("launch brings it",), {}),
     ("secret", "fail", {".config/smolcluster/secret": "x"}, ("open to others (-rw-r--r--)",), {}),
     ("secret", "fail", {"my own": "x"}, ("/my own is open",), {"secret_file": "~/my own"}),
-    ("code", "warn", {}, ("latest is not", "`uv run smolcluster launch`"), {}),
+    ("code", "ok", {}, ("launch brings it",), {}),
     ("code", "ok", CODE, ("this version",), {}),
     ("code", "fail", dict.fromkeys(CODE, "other"), ("in 1 file", "rm -rf"), {}),
     ("code", "fail", {}, ("is no clone", "leave nodes.pi5.project_dir out"), OWN),
@@ -245,7 +248,10 @@ def taken() -> Iterator[int]:
 
 
 @pytest.mark.usefixtures("home")
-def test_the_listener_tells_how_the_servers_port_is(taken: int) -> None:
+def test_the_listener_tells_how_the_servers_port_is(
+    taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUNS_DIR, str(tmp_path / "runs"))
     in_use = (f"port {taken} is in use by", "--override port=")
     foreign = ("192.0.2.77: no address of mini1, which has", "set host_ip to an address of mini1")
     for address, port, state, words in (
@@ -259,6 +265,26 @@ def test_the_listener_tells_how_the_servers_port_is(taken: int) -> None:
         node.findings["system"] = ok("reached")
         with listening(node) as listener:
             assert listener
+        check_found(node.findings["port"], state, words)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_port_that_the_users_own_run_listens_on_is_no_failure(
+    taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
+    node = node_checks()
+    node.cluster = cluster(host_ip=dict.fromkeys(node.cluster.host_ip, "127.0.0.1"), port=taken)
+    node.findings["system"] = ok("reached")
+    for ssh, state, words in (
+        ("pi5", "warn", ("by your run mine", "--override port=", "stop mine`")),
+        ("mini9", "fail", (f"port {taken} is in use",)),
+    ):
+        paths = launched_run(tmp_path, server(ssh=ssh), run_id="mine")
+        launched = read_launched(paths.launched)
+        write_launched(paths.launched, launched.model_copy(update={"port": taken}))
+        with run_lock(paths.lock), listening(node):
+            pass
         check_found(node.findings["port"], state, words)
 
 

@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from smolcluster.errors import LaunchError
+from smolcluster.launch import children
 from smolcluster.launch.children import Child
 from smolcluster.runs.launched import LaunchedProcess
 from waiting import eventually
@@ -25,15 +27,15 @@ def said() -> list[str]:
 
 @pytest.fixture
 def spawn(said: list[str], tmp_path: Path) -> Iterator[Spawn]:
-    children: list[Child] = []
+    spawned: list[Child] = []
 
     def start(program: str) -> Child:
         argv = (sys.executable, "-c", "import os, signal, subprocess, sys, time\n" + program)
-        children.append(child_of(argv, tmp_path, said.append))
-        return children[-1]
+        spawned.append(child_of(argv, tmp_path, said.append))
+        return spawned[-1]
 
     yield start
-    for child in children:
+    for child in spawned:
         child.close()
 
 
@@ -98,9 +100,26 @@ def test_texts_have_the_same_hash_in_all_children(
     spawn: Spawn, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    children = [spawn("print(hash('word'))") for _ in range(2)]
-    eventually(lambda: all(child.exit_code is not None for child in children))
-    for child in children:
+    alike = [spawn("print(hash('word'))") for _ in range(2)]
+    eventually(lambda: all(child.exit_code is not None for child in alike))
+    for child in alike:
         child.close()
     assert len(said) == 2
     assert said[0] == said[1]
+
+
+def test_an_output_that_outlives_it_is_closed_in_the_end(
+    spawn: Spawn, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that it began in a session of its own writes on."""
+    monkeypatch.setattr(children, "OUTPUT_TIMEOUT_S", 0.0)
+    child = spawn(
+        "print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid, flush=True)"
+    )
+    eventually(lambda: child.exit_code is not None and said)
+    child.close()
+    output = child._popen.stdout
+    assert output is not None
+    assert not output.closed
+    os.kill(int(said[0]), signal.SIGKILL)
+    eventually(lambda: output.closed)

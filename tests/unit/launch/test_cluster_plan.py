@@ -43,7 +43,7 @@ from smolcluster.launch.plan import (
     plan,
 )
 from smolcluster.launch.project import Project
-from smolcluster.launch.run import Run
+from smolcluster.launch.run_in_sessions import RunInSessions
 from smolcluster.launch.saved import resume
 from smolcluster.launch.take_in import script_of, with_worker, workload_of
 from smolcluster.runs.launched import Launched, write_launched
@@ -282,7 +282,7 @@ def test_a_dry_run_shows_the_plan_that_is_carried_out(
 
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(flow, "Run", take)
+    monkeypatch.setattr(flow, "run_of", take)
     for site in (flow.Here, flow.Cluster):
         monkeypatch.setattr(site, "show", lambda _, launched: take(launched))
         monkeypatch.setattr(site, "check", lambda *_: None)
@@ -372,7 +372,7 @@ def test_of_machines_that_are_left_out_nobody_is_asked(
         return Done(0, "gone\n", "")
 
     monkeypatch.setattr(Host, "run", run)
-    Run(launched, paths, Console()).keep_what_waits(without=["pi5"])
+    RunInSessions(launched, paths, Console()).keep_what_waits(without=["pi5"])
     assert asked == {"mini1", "mac.book-2"}
 
 

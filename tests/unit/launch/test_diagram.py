@@ -10,7 +10,6 @@ from smolcluster.commands.diagram import diagram_of
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch import diagram as module
 from smolcluster.launch.diagram import (
-    Box,
     Diagram,
     Line,
     dot_of,
@@ -56,11 +55,11 @@ def test_a_plan_shows_machines_layers_links_and_devices(tmp_path: Path) -> None:
 
 def test_a_cluster_file_is_a_star_and_a_plan_by_hand_a_chain_beside_it() -> None:
     star = of_cluster(CLUSTER, "home")
-    assert star.boxes[1] == Box(("macbook", "mps"))
+    assert star.boxes[1] == ("macbook", "mps")
     assert star.lines == (Line(1, 0, "10.0.0.1"), Line(2, 0, "10.0.0.2"))
     by_hand = {"pi5": [4, 6], "macbook": [[0, 4], [6, 7]]}
     chain = of_cluster(CLUSTER | {"shard_plan": by_hand}, "home")
-    assert [box.lines[:2] for box in chain.boxes] == [
+    assert [box[:2] for box in chain.boxes] == [
         ("mini1", "coordinator: no layers"),
         ("macbook", "layers 0 to 3"),
         ("pi5", "layers 4 to 5"),
@@ -81,15 +80,15 @@ def test_a_run_shows_the_plan_that_it_keeps_or_else_its_configuration(
     (run / "config.yaml").write_text(
         "cluster: {server: mini1, workers: [pi5, win], shard_plan: auto}\n"
     )
-    assert diagram_of(run.name).boxes == (Box(("mini1", "server")), Box(("pi5",)), Box(("win",)))
+    assert diagram_of(run.name).boxes == (("mini1", "server"), ("pi5",), ("win",))
     assert [(line.source, line.target) for line in diagram_of(run.name).lines] == [(1, 0), (2, 0)]
     PLAN.write(run / "plan.json", plan())
-    assert diagram_of(run.name).boxes[1].lines == ("pi5", "layer 5")
+    assert diagram_of(run.name).boxes[1] == ("pi5", "layer 5")
 
 
 def test_names_cannot_break_out_of_their_labels() -> None:
     evil = 'a"]; x<br/>\\'
-    pictured = Diagram(evil, (Box((evil, "two")),), (Line(0, 0, evil),))
+    pictured = Diagram(evil, ((evil, "two"),), (Line(0, 0, evil),))
     [box] = [line for line in mermaid_of(pictured).splitlines() if line.startswith("    n0[")]
     assert box == '    n0["a#quot;]; x#lt;br/#gt;\\<br/>two"]'
     assert 'n0 [label="a\\"]; x<br/>\\\\\\ntwo"];' in dot_of(pictured)

@@ -4,14 +4,17 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import zeroconf
 from zeroconf import ServiceInfo, Zeroconf
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch.setup.discover import Neighbour, discover, machines
+from smolcluster.launch.setup import discover as discovering
+from smolcluster.launch.setup.discover import ANSWERS_S, Neighbour, discover, machines
+from smolcluster.utils.retry import Deadline
 
 LOOPBACK = ["127.0.0.1"]
 OWN = f"smol-{os.getpid()}"
@@ -85,3 +88,32 @@ def test_a_machine_that_cannot_listen_says_so(monkeypatch: pytest.MonkeyPatch) -
 def test_zeroconf_is_imported_only_when_it_is_needed() -> None:
     program = "import sys, smolcluster.launch.setup.init; sys.exit('zeroconf' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_names_of_which_nothing_more_is_said_take_little_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+
+    class Liar:
+        """Announces a hundred names, and answers nothing that is asked of them."""
+
+        def __enter__(self) -> "Liar":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def get_service_info(self, *_: object, timeout: float) -> None:
+            nonlocal now
+            now += timeout / 1000
+
+    def browse(_: object, services: list[str], handlers: list[Callable[..., None]]) -> None:
+        for number in range(100):
+            handlers[0](service_type=services[0], name=f"{number}.{services[0]}")
+
+    monkeypatch.setattr(zeroconf, "Zeroconf", lambda _: Liar())
+    monkeypatch.setattr(zeroconf, "ServiceBrowser", browse)
+    monkeypatch.setattr(discovering, "Deadline", partial(Deadline, clock=lambda: now))
+    assert discover(0.0) == []
+    assert now == pytest.approx(ANSWERS_S)

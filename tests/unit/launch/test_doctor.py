@@ -30,6 +30,7 @@ CHECKOUT = Path(__file__).parents[3]
 ONLY_SERVER, ONLY_WORKER = {"port"}, {"server", "link"}
 NODES = ["mini1", "mini2", "pi5"]
 Says = dict[str, str | LaunchError]
+LITTLE = "MemAvailable: 412345 kB\n"
 
 
 def examined(nodes: list[NodeChecks]) -> list[NodeChecks]:
@@ -193,7 +194,7 @@ def test_a_server_that_works_too_is_one_node() -> None:
 
 
 def test_json_has_every_finding() -> None:
-    ill: Says = {"code": "absent\n", "secret": "-rw-rw-rw- 1 pi pi 65 Nov 22 03:00 /s\n"}
+    ill: Says = {"memory": LITTLE, "secret": "-rw-rw-rw- 1 pi pi 65 Nov 22 03:00 /s\n"}
     told = json.loads(as_json_text(examined(healthy_nodes(says={"pi5": ill}))))
     assert list(told) == ["ok", "counts", "nodes"]
     assert told["ok"] is False
@@ -207,11 +208,11 @@ def test_json_has_every_finding() -> None:
 
 
 def test_what_is_the_same_on_many_nodes_is_said_once_with_its_fix() -> None:
-    says: dict[str, Says] = {node: {"code": "absent\n"} for node in NODES}
+    says: dict[str, Says] = {node: {"memory": LITTLE} for node in NODES}
     lines = shown(examined(healthy_nodes(says=says))).splitlines()
-    [place] = [number for number, line in enumerate(lines) if "is not there yet" in line]
-    assert lines[place].startswith("warning mini1, mini2, pi5: code: ")
-    assert lines[place + 1].startswith("  -> `uv run smolcluster launch` brings it")
+    [place] = [number for number, line in enumerate(lines) if "only 422.2 MB" in line]
+    assert lines[place].startswith("warning mini1, mini2, pi5: memory: ")
+    assert lines[place + 1].startswith("  -> end other programs there")
 
 
 def test_long_remedies_are_wrapped_but_commands_are_whole() -> None:

@@ -124,7 +124,7 @@ def test_what_ssh_says_is_understood(said: str, cause: str) -> None:
     [
         (
             "Could not resolve hostname",
-            "set nodes.pi5.ssh to its address, or give pi@10.0.0.9 a HostName in ~/.ssh/config",
+            "use its address (nodes.pi5.ssh in the cluster file), or give pi@10.0.0.9 a HostName",
         ),
         ("Permission denied (publickey)", "`ssh-copy-id pi@10.0.0.9`"),
         ("Host key verification failed.", "`ssh pi@10.0.0.9` once by hand, compare the fingerpr"),

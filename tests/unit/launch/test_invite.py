@@ -3,7 +3,8 @@
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ from smolcluster.cli import main
 from smolcluster.configs.resolve import save_resolved
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.errors import AuthError, ConfigError, LaunchError
+from smolcluster.errors import AuthError, ConfigError, LaunchError, PeerLost, SmolclusterError
 from smolcluster.launch import find as finding
 from smolcluster.launch.invite import coming, inviting
 from smolcluster.launch.invite.coming import chosen, handed_over
 from smolcluster.launch.invite.inviting import MAX_AT_ONCE, serving
 from smolcluster.launch.invite.mdns import (
+    MOST_ADDRESSES,
     SERVICE,
     Announced,
     announcing,
@@ -31,10 +33,12 @@ from smolcluster.launch.invite.mdns import (
 )
 from smolcluster.launch.invite.start import check_invitable
 from smolcluster.launch.plan import Request
+from smolcluster.launch.take_in import JoinOptions
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import write_status
 from smolcluster.server import listening
 from smolcluster.server.listening import opened
+from smolcluster.utils.retry import Deadline
 from smolcluster.wire.connection import connect
 from smolcluster.wire.invitation import Invitation, handover, read_code
 from smolcluster.wire.security import Secret, keep_secret
@@ -234,6 +238,12 @@ def test_what_is_no_invitation_is_left_out() -> None:
     assert invitations(infos) == [Announced("edp-2", ("10.0.0.1", "10.0.0.9"), 1)]
 
 
+def test_one_that_announces_hundreds_of_addresses_takes_nobodys_time() -> None:
+    many = [f"10.0.{number}.1" for number in range(200)]
+    [found] = invitations([service("edp-1", *many)])
+    assert len(found.addresses) == MOST_ADDRESSES
+
+
 # --- which is meant
 
 
@@ -268,17 +278,14 @@ def test_many_that_say_they_are_the_run_are_not_each_given_a_guess() -> None:
         chosen([at("edp-1", port) for port in range(4)], None)
 
 
+class Terminal(StringIO):
+    """Somebody who types these lines."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def test_a_choice_is_a_number_or_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal:
-        def __init__(self, answer: str) -> None:
-            self._answer = answer
-
-        def isatty(self) -> bool:
-            return True
-
-        def readline(self) -> str:
-            return self._answer
-
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     for answer, meant in (("2\n", "b"), ("a\n", "a")):
         monkeypatch.setattr("sys.stdin", Terminal(answer))
@@ -325,11 +332,48 @@ def test_a_wrong_code_is_said_though_another_one_does_not_answer() -> None:
         handed_over([at(OWN, 1)], OTHER, said.append)
 
 
+def test_a_wrong_code_is_asked_for_again_on_a_terminal_until_the_invitation_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(coming, "join", lambda _server, _wanted: 0)
+    wanted = JoinOptions(secret_file=tmp_path / "secret")
+
+    def come(person: StringIO) -> int:
+        monkeypatch.setattr("sys.stdin", person)
+        with inviters(invitation()) as ([own], _):
+            return coming.come(wanted, None, f"{LOOPBACK}:{own.port}")
+
+    wrong, right = "0000-0000\n", "k7mp-3fxq\n"
+    assert come(Terminal(f"{wrong}k7mp\n{wrong}{right}")) == 0
+    assert (tmp_path / "secret").read_text().strip() == KEY.decode()
+    said = capsys.readouterr()
+    assert said.err.count("its code: ") == 4
+    for line in ("is wrong; 2 more", "8 letters and digits", "is wrong; 1 more"):
+        assert line in said.out
+    for person, why in (
+        (Terminal(3 * wrong + right), "is wrong, and the invitation has ended: 3 wrong"),
+        (Terminal(wrong), "8 letters"),
+        (StringIO(wrong + right), "is wrong; 2 more"),
+    ):
+        with pytest.raises(SmolclusterError, match=why):
+            come(person)
+
+
 def test_those_who_come_and_say_nothing_are_in_nobodys_way() -> None:
     with inviters(invitation()) as (alike, _), ExitStack() as stack:
         for _ in range(2 * MAX_AT_ONCE):
             silent = connect(LOOPBACK, alike[0].port, 10.0)
             stack.callback(silent.close)
+        assert handed_over(alike, CODE, print).run_id == OWN
+
+
+def test_one_that_ends_while_it_is_chosen_to_be_cut_ends_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inviting, "crowd", lambda _: [-1])  # the number of one that has just ended
+    with inviters(invitation()) as (alike, _), ExitStack() as stack:
+        for _ in range(MAX_AT_ONCE):
+            stack.callback(connect(LOOPBACK, alike[0].port, 10.0).close)
         assert handed_over(alike, CODE, print).run_id == OWN
 
 
@@ -339,6 +383,19 @@ def test_an_invitation_says_who_came() -> None:
         with pytest.raises(AuthError):
             handed_over(alike, OTHER, print)
     assert any(line.startswith(f"{LOOPBACK} has the code") for line in said)
+
+
+def test_a_flood_of_strangers_does_not_flood_the_terminal() -> None:
+    with inviters(invitation()) as (alike, said):
+        for _ in range(20):
+            stranger = connect(LOOPBACK, alike[0].port, 10.0)
+            stranger.end_sending()
+            with closing(stranger), pytest.raises(PeerLost):
+                stranger.receive(frozenset(), Deadline(10.0))
+        with pytest.raises(AuthError):
+            handed_over(alike, OTHER, print)
+        eventually(lambda: "the code is wrong" in said[-1])
+    assert len(said) == 6  # the 1st, 2nd, 4th, 8th and 16th stranger, and the wrong code
 
 
 # --- what is kept

@@ -266,7 +266,7 @@ def test_by_itself_a_machine_joins_with_the_code_that_was_brought_there_or_is_na
         remember("edp-1", WORKLOAD_FOLDER, note)
 
     (brought / "workload.name").write_text("ours/train.py:workload")
-    with pytest.raises(ConfigError, match="not here as a launcher brought it"):
+    with pytest.raises(ConfigError, match=f"not here as a launcher brought it .{brought}/workload"):
         told()
     note_code("ours/train.py:workload")
     expected = f"{brought}/workload/ours/train.py:workload"

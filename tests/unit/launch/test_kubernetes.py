@@ -28,6 +28,7 @@ JOB = Job(
     ("--override", "a=$(b)"),
     4,
     29500,
+    3,
     {"cluster.yaml": "port: 1\n", "train.yaml": "dataset: {name: digits}\n"},
 )
 
@@ -54,6 +55,11 @@ def test_kubernetes_takes_every_object(kind: str, keys: Json) -> None:
     for each in made:
         judge(each)
     assert list(YAML(typ="safe").load_all(to_yaml(made))) == made
+
+
+def test_all_pods_are_started_again_as_often_as_restarts_says() -> None:
+    assert spec(objects("job")[-1])["backoffLimit"] == 2 * JOB.restarts
+    assert spec(objects("jobset")[-1])["failurePolicy"] == {"maxRestarts": JOB.restarts}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -226,9 +226,9 @@ def test_a_run_of_this_machine_lives_as_long_as_its_sessions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched_run(tmp_path, server(None), worker(0, "mini1", None, session="r1-worker1"))
-    monkeypatch.setattr(listing, "_sessions", lambda: ["other", "r1-worker1"])
+    monkeypatch.setattr(listing, "session_names", lambda: ["other", "r1-worker1"])
     assert [paths.run_id for paths in living(tmp_path)] == ["r1"]
-    monkeypatch.setattr(listing, "_sessions", lambda: ["other"])
+    monkeypatch.setattr(listing, "session_names", lambda: ["other"])
     assert living(tmp_path) == []
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,16 @@ from typing import Any
 
 import pytest
 
-from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
+from reading import (
+    fake_ssh,
+    launched_run,
+    log_line,
+    replace_program,
+    server,
+    status_of,
+    worker,
+    write,
+)
 from smolcluster.errors import ConfigError
 from smolcluster.launch.sessions import newest_line
 from smolcluster.launch.watch.logs import (
@@ -103,6 +111,18 @@ def test_wrong_wishes_are_refused_in_a_line(
     with pytest.raises(ConfigError, match=sentence) as refused:
         shown(local, capsys, **options)
     assert str(refused.value).isprintable()
+
+
+def test_the_logs_of_a_worker_that_joined_without_ssh_are_said_to_be_on_its_machine(
+    local: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_status(local.status, status_of(workers={2: ("laptop", "left")}))
+    for options in ({"node": "laptop"}, {"rank": 2}, {"node": "laptop", "rank": 2}):
+        with pytest.raises(ConfigError, match=r"worker 3 \(laptop\) .* that machine.* logs r1`"):
+            shown(local, capsys, **options)
+    for wrong, said in ({"node": "lap"}, "no process there"), ({"rank": 3}, "workers are"):
+        with pytest.raises(ConfigError, match=said):
+            shown(local, capsys, **wrong)
 
 
 def test_moments() -> None:
@@ -285,12 +305,12 @@ def test_following_goes_on_after_a_break_without_repeating(
         append(one, log_line(3, "m3"))
         wait_for("m3")
         ssh = tmp_path / "bin/ssh"
-        shutil.copy(ssh, tmp_path / "ssh")
-        ssh.write_text("#!/bin/sh\necho 'Connection refused' >&2; exit 255\n")
+        refused = "#!/bin/sh\necho 'Connection refused' >&2; exit 255\n"
+        answering = replace_program(ssh, refused)
         end_commands_of(process.pid)
         wait_for("trying again")
         append(two, 'way"}\n' + log_line(4, "m4"))
-        shutil.copy(tmp_path / "ssh", ssh)
+        replace_program(ssh, answering)
         wait_for("connected again")
         wait_for("m4")
         process.send_signal(signal.SIGINT)

@@ -18,7 +18,7 @@ from reading import fake_ssh, server, worker
 from smolcluster.cli import main
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.errors import TryAgain
+from smolcluster.errors import LaunchError, TryAgain
 from smolcluster.launch.observe import beside, commands, stack
 from smolcluster.launch.observe.beside import (
     announce,
@@ -28,8 +28,6 @@ from smolcluster.launch.observe.beside import (
     within_reach,
 )
 from smolcluster.launch.observe.stack import (
-    DockerIsDown,
-    NoDocker,
     Service,
     check_docker,
     compose,
@@ -45,7 +43,7 @@ from smolcluster.launch.observe.targets import (
     write_targets,
 )
 from smolcluster.launch.plan import Request
-from smolcluster.launch.run import Run
+from smolcluster.launch.run_of_children import RunOfChildren
 from smolcluster.observability import exporter
 from smolcluster.utils.retry import Deadline
 from waiting import DEADLINE_S, eventually
@@ -165,16 +163,16 @@ def test_the_checkout_has_a_stack() -> None:
 
 
 def test_docker_that_is_missing_locked_or_stopped_is_told_apart(no_docker: Path) -> None:
-    with pytest.raises(NoDocker, match="not installed"):
+    with pytest.raises(LaunchError, match="not installed"):
         check_docker()
     fake = Docker(no_docker)
     check_docker()
     fake.let("locked")
-    with pytest.raises(NoDocker, match="usermod"):
+    with pytest.raises(LaunchError, match="usermod"):
         check_docker()
     (no_docker / "locked").unlink()
     fake.let("down")
-    with pytest.raises(DockerIsDown, match="not running"):
+    with pytest.raises(TryAgain, match="not running"):
         check_docker()
 
 
@@ -182,7 +180,7 @@ def test_either_compose_will_do(docker: Docker, no_docker: Path) -> None:
     words = ["--file", "/stack/docker-compose.yml"]
     assert compose(Path("/stack")) == ["docker", "compose", *words]
     docker.let("without-compose")
-    with pytest.raises(NoDocker, match="docker-compose-plugin"):
+    with pytest.raises(LaunchError, match="docker-compose-plugin"):
         compose(Path("/stack"))
     (no_docker / "docker-compose").symlink_to(no_docker / "docker")
     assert compose(Path("/stack")) == ["docker-compose", *words]
@@ -509,14 +507,14 @@ def runs_seen(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
     seen: list[list[str]] = []
 
-    def follow(self: Run) -> int:
+    def follow(self: RunOfChildren) -> int:
         files = (folder / "targets").glob("*.json")
         seen.append([each["targets"][0] for file in files for each in json.loads(file.read_text())])
         self._end()
         return 0
 
-    monkeypatch.setattr(Run, "start", lambda *_: None)
-    monkeypatch.setattr(Run, "follow", follow)
+    monkeypatch.setattr(RunOfChildren, "start", lambda *_: None)
+    monkeypatch.setattr(RunOfChildren, "follow", follow)
     return seen
 
 

@@ -100,6 +100,16 @@ def test_a_bug_is_no_failure_of_a_machine() -> None:
         run_on_all([Host("a")], task)
 
 
+def test_what_is_wrong_with_several_nodes_alike_is_said_once() -> None:
+    def task(host: Host) -> None:
+        why = "no disk" if host.node == "c" else f"no torch (set nodes.{host.node}.torch)"
+        raise LaunchError(f"{host.node}: {why}")
+
+    with pytest.raises(LaunchError) as caught:
+        run_on_all([Host(name) for name in "abc"], task)
+    assert str(caught.value) == "a, b: no torch (set nodes.a.torch); c: no disk"
+
+
 # Tools and disks
 
 

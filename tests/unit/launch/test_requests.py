@@ -2,15 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from smolcluster.cli import main
 from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import algorithms, get_algorithm
-from smolcluster.errors import ConfigError
+from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.launch.advise import run
 from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.plan import ATTACHED, Request
-from smolcluster.launch.requests import check_model, request_of, settings_of
+from smolcluster.launch.requests import check_model, cluster_line, request_of, settings_of
 
 
 def settings(name: str, *, local: bool, train_config: str | None = None) -> Settings:
@@ -49,6 +52,40 @@ def test_on_a_cluster_all_train_on_the_library_of_the_servers_python() -> None:
     assert settings("edp-gpt", local=False).train.dataset.source == "server"
     assert settings("edp-gpt", local=True).train.dataset.source == "local"
     assert settings("edp-gpt", local=False, train_config="stdlib").train.dataset.source == "local"
+
+
+def test_of_a_shipped_cluster_file_it_is_said_how_to_name_machines_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    syncps = Request(get_algorithm("syncps"))
+    init = "an example; `uv run smolcluster init --algorithm syncps` writes one of your machines"
+    assert cluster_line(syncps).endswith(f"cluster_config_syncps.yaml: {init}")
+    own = Path("cluster_config_edp.yaml")
+    own.touch()
+    assert cluster_line(syncps).endswith(f"{init}, or name {own} by --config")
+    named = replace(syncps, config=str(own))
+    assert cluster_line(named) == f"cluster: {own.absolute()}"
+
+
+@pytest.mark.parametrize("command", ["edp", "--auto"])
+@pytest.mark.parametrize("place", [(), ("--local",)])
+def test_each_launch_on_machines_says_which_cluster_file_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    place: tuple[str, ...],
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise LaunchError("no machine is needed here")
+
+    monkeypatch.setattr(run, "find_advice", refuse)
+    monkeypatch.setattr(run, "launch", refuse)
+    assert main(["launch", command, *place]) == LaunchError.exit_code
+    said = [line for line in capsys.readouterr().out.split("\n") if line.startswith("cluster: ")]
+    assert [Path(line.split(": ")[1]).name for line in said] == (
+        [] if place else ["cluster_config_edp.yaml"]
+    )
 
 
 def in_fragments(number: int) -> Request:

@@ -15,7 +15,7 @@ from rich.console import Console
 from harness import summary_of
 from reading import status_of
 from smolcluster.errors import LaunchError
-from smolcluster.launch.run import Run
+from smolcluster.launch.run_of_children import RunOfChildren
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.runs.asked import ASKED, why_asked
@@ -43,7 +43,9 @@ def launch(fake_plan: FakePlan, paths: RunPaths, console: Console) -> Launch:
     """Run these programs, the server's first, to their end: `launch(server, worker, …)`."""
 
     def carry_out(*programs: str, **options: Any) -> int:
-        run = Run(fake_plan(*programs), paths, console, **{"patience_s": DEADLINE_S} | options)
+        run = RunOfChildren(fake_plan(*programs), paths, console)
+        for name, value in ({"patience_s": DEADLINE_S} | options).items():
+            setattr(run, name, value)
         run.start()
         return run.follow()
 
@@ -163,7 +165,7 @@ def test_on_a_terminal_the_names_have_colours_and_elsewhere_they_have_none(
             width=120,
             color_system="standard" if terminal else None,
         )
-        run = Run(plan.model_copy(update={"processes": on_one}), paths, console)
+        run = RunOfChildren(plan.model_copy(update={"processes": on_one}), paths, console)
         run.start()
         run.follow()
         shown[terminal] = out.getvalue()
@@ -344,7 +346,7 @@ def test_what_was_started_is_stopped_when_another_cannot_be(
     plan = fake_plan(IDLE, IDLE)
     broken = plan.workers[0].model_copy(update={"argv": ("/no/such/python",)})
     plan = plan.model_copy(update={"processes": (plan.server, broken)})
-    run = Run(plan, paths, console)
+    run = RunOfChildren(plan, paths, console)
     run.keep_what_waits()
     monkeypatch.setattr("smolcluster.launch.children.subprocess.Popen.__init__", note)
     with pytest.raises(LaunchError, match=r"cannot start worker 1 \(pi0\)"):
@@ -368,7 +370,7 @@ import sys
 from pathlib import Path
 from rich.console import Console
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.launch.run import Run
+from smolcluster.launch.run_of_children import RunOfChildren
 from smolcluster.runs.paths import create_run
 
 paths = create_run(Path({str(tmp_path)!r}), "edp-1")
@@ -377,7 +379,7 @@ processes = [
                     run_dir=str(paths.root), argv=(sys.executable, "-c", text))
     for i, text in enumerate({children!r})
 ]
-run = Run(Launched(run_id="edp-1", algorithm="edp", processes=processes), paths, Console())
+run = RunOfChildren(Launched(run_id="edp-1", algorithm="edp", processes=processes), paths, Console())
 run.start()
 run.follow()
 """
@@ -391,7 +393,7 @@ run.follow()
 def test_progress_comes_from_the_runs_metrics(
     fake_plan: FakePlan, paths: RunPaths, console: Console, printed: Callable[[], list[str]]
 ) -> None:
-    run = Run(fake_plan("", ""), paths, console, num_epochs=3)
+    run = RunOfChildren(fake_plan("", ""), paths, console, num_epochs=3)
     run.start()
     sink = JsonlSink(paths.metrics, "1", warn=pytest.fail)
     sink.log(MetricRecord("eval", 20, 0, {"val_accuracy": 0.75}))

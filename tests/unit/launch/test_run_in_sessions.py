@@ -4,15 +4,11 @@ import io
 import os
 import select
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from itertools import chain, repeat
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -20,15 +16,16 @@ from harness import summary_of
 from reading import server, status_of, worker, write
 from smolcluster.configs.load import find_config
 from smolcluster.errors import CheckpointError, LaunchError, RunBusy
-from smolcluster.launch import run as running
+from smolcluster.launch import run_in_sessions
 from smolcluster.launch.interrupts import Interrupts
 from smolcluster.launch.kept import TOLD_FILE, StoredOptions, keep, request_again
-from smolcluster.launch.run import Run
-from smolcluster.launch.stop import StopResult
-from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
-from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
+from smolcluster.launch.run_in_sessions import RunInSessions
+from smolcluster.launch.sessions import begin, exit_code
+from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
+from smolcluster.runs.paths import RunPaths, create_run, latest_of
+from smolcluster.runs.status import Presence
 from smolcluster.runs.summary import write_summary
-from waiting import DEADLINE_S
+from waiting import eventually
 
 
 @pytest.fixture
@@ -37,9 +34,11 @@ def paths(tmp_path: Path) -> RunPaths:
 
 
 @pytest.fixture
-def run(paths: RunPaths, console: Console) -> Run:
+def run(paths: RunPaths, console: Console) -> RunInSessions:
     processes = (server(None, str(paths.root)),)
-    return Run(Launched(run_id="r1", algorithm="edp", processes=processes), paths, console)
+    return RunInSessions(
+        Launched(run_id="r1", algorithm="edp", processes=processes), paths, console
+    )
 
 
 class Terminal(io.StringIO):
@@ -67,7 +66,7 @@ INT, HUP = signal.SIGINT, signal.SIGHUP
     ],
 )
 def test_what_ctrl_c_means(
-    run: Run,
+    run: RunInSessions,
     monkeypatch: pytest.MonkeyPatch,
     typed: str | None,
     received: list[int],
@@ -79,7 +78,7 @@ def test_what_ctrl_c_means(
 
 
 def test_a_terminal_that_goes_while_it_is_asked_leaves_the_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: RunInSessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Interrupts([INT])
 
@@ -92,106 +91,113 @@ def test_a_terminal_that_goes_while_it_is_asked_leaves_the_run(
     assert run._is_to_be_left(asked)
 
 
-Alive = Callable[[LaunchedProcess], "subprocess.Popen[bytes]"]
+SLEEPS = ("sleep", "600")
+JOINED: dict[int, tuple[str, Presence]] = {0: ("pi5", "joined"), 1: ("pi5", "joined")}
 
 
-@pytest.fixture
-def alive(paths: RunPaths) -> Iterator[Alive]:
-    """Let a process live as if its script had started it, without tmux."""
-    started: list[subprocess.Popen[bytes]] = []
+def resumed(
+    paths: RunPaths,
+    console: Console,
+    joined: dict[int, tuple[str, Presence]] = JOINED,
+    **changes: Any,
+) -> RunInSessions:
+    """A run of two workers that was launched before, and goes on with these changes of worker 1.
 
-    def start(process: LaunchedProcess) -> "subprocess.Popen[bytes]":
-        script = f"{paths.root}/launch/{process.stem}.sh"
-        argv = [sys.executable, "-c", "import time; time.sleep(600)", script]
-        child = subprocess.Popen(argv, start_new_session=True)
-        threading.Thread(target=child.wait, daemon=True).start()
-        started.append(child)
-        write(paths.root / "pids" / process.stem, f"{child.pid}\n")
-        return child
-
-    yield start
-    for child in started:
-        child.kill()
-        child.wait()
-
-
-def resumed(paths: RunPaths, console: Console, **changes: Any) -> Run:
-    """A run of two workers that was launched before, and goes on with these changes of worker 1."""
+    Its sessions are real. What they run does nothing, but that the server says at once who has `joined`.
+    """
     folder = str(paths.root)
-    own = server(None, folder)
-    workers = [worker(rank, "pi5", None, folder) for rank in (0, 1)]
+    told = write(paths.root / "told.json", status_of(workers=joined).model_dump_json())
+    latest = f"ln -sfn {paths.root.name} {paths.root.parent}/latest"
+    tells = ("sh", "-c", f"{latest}; cp {told} {paths.status}; sleep 600")
+    home = {"project_dir": str(paths.root.parent)}
+    own = server(None, folder).model_copy(update=home | {"argv": tells})
+    workers = [
+        worker(rank, "pi5", None, folder).model_copy(update=home | {"argv": SLEEPS})
+        for rank in (0, 1)
+    ]
     before = Launched(run_id="r1", algorithm="edp", processes=(own, *workers))
     write_launched(paths.launched, before)
     now = (own, workers[0].model_copy(update=changes), workers[1])
-    return Run(before.model_copy(update={"processes": now}), paths, console)
+    return RunInSessions(before.model_copy(update={"processes": now}), paths, console)
 
 
+def pid_of(process: LaunchedProcess) -> int:
+    """The id of the shell that runs it, once that has come so far."""
+    file = Path(process.run_dir) / "pids" / process.stem
+    eventually(lambda: file.exists() and file.read_text().strip() != "")
+    return int(file.read_text())
+
+
+def worker_of_before(paths: RunPaths) -> int:
+    """Start worker 1 as the run was launched before; returns its process id."""
+    first = read_launched(paths.launched).workers[0]
+    begin(first, {})
+    return pid_of(first)
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+@pytest.mark.usefixtures("own_tmux")
 def test_workers_that_look_for_their_server_are_kept_when_it_is_started_again(
-    paths: RunPaths, console: Console, alive: Alive, monkeypatch: pytest.MonkeyPatch
+    paths: RunPaths, console: Console
 ) -> None:
     run = resumed(paths, console)
-    child = alive(run._launched.workers[0])
+    first, second = run._launched.workers
+    waiting = worker_of_before(paths)
     run.keep_what_waits()
-    begun: list[int | None] = []
-    monkeypatch.setattr(run, "_begin", lambda each: begun.append(each.rank))
-    monkeypatch.setattr(run, "_wait_for", lambda *_: [])
+    write(paths.status, status_of(workers=JOINED).model_dump_json())
     run._start_workers(Interrupts([]))
-    assert begun == [1]
-    assert child.poll() is None
-    child.kill()  # it has given up before it was let in
-    child.wait()
-    run._check_alive(run._launched.workers[:1], Interrupts([]))
-    assert begun == [1, 0]
+    assert pid_of(first) == waiting
+    assert is_alive(waiting)
+    assert is_alive(pid_of(second))
+    os.killpg(waiting, signal.SIGKILL)  # it has given up before it was let in
+    eventually(lambda: exit_code(first) is not None)
+    run._check_alive([first], Interrupts([]))
+    eventually(lambda: pid_of(first) != waiting)
 
 
+@pytest.mark.usefixtures("own_tmux")
 @pytest.mark.parametrize(
     ("ranks", "said"), [((0, 1), "all have joined"), ((0,), "not joined: worker 2 (pi5)")]
 )
 def test_that_all_have_joined_is_said_only_if_so(
-    paths: RunPaths,
-    console: Console,
-    monkeypatch: pytest.MonkeyPatch,
-    ranks: tuple[int, ...],
-    said: str,
+    paths: RunPaths, console: Console, ranks: tuple[int, ...], said: str
 ) -> None:
     """A run may be over before a worker comes."""
     run = resumed(paths, console)
-    status = status_of("ended", workers=dict.fromkeys(ranks, ("pi5", "joined")))
-    monkeypatch.setattr(run, "_begin", lambda _: None)
-    monkeypatch.setattr(run, "_new_status", lambda: status)
+    status = status_of("ended", workers={rank: JOINED[rank] for rank in ranks})
+    write(paths.status, status.model_dump_json())
     run._start_workers(Interrupts([]))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().rstrip().endswith(said)
 
 
-@pytest.mark.parametrize("changes", [{"argv": ("other",)}, {"project_dir": "~/other"}])
+@pytest.mark.usefixtures("own_tmux")
+@pytest.mark.parametrize("changes", [{"argv": ("sleep", "601")}, {"project_dir": "/"}])
 def test_a_worker_of_another_command_or_code_is_started_anew(
-    paths: RunPaths,
-    console: Console,
-    alive: Alive,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
+    paths: RunPaths, console: Console, changes: dict[str, Any]
 ) -> None:
     run = resumed(paths, console, **changes)
-    child = alive(run._launched.workers[0])
+    old = worker_of_before(paths)
     run.keep_what_waits()
-    assert child.poll() is None, "the launch may still be refused"
-    monkeypatch.setattr(Run, "_start_server", lambda *_: None)
-    monkeypatch.setattr(Run, "_start_workers", lambda *_: None)
-    monkeypatch.setattr(running, "close_window", lambda _: None)
+    assert is_alive(old), "the launch may still be refused"
     run.start()
-    assert child.wait(DEADLINE_S) == -signal.SIGKILL
+    assert not is_alive(old)
     assert run._kept == set()
+    eventually(lambda: is_alive(pid_of(run._launched.workers[0])))
 
 
-def test_a_run_whose_server_lives_is_not_started_again(
-    paths: RunPaths, console: Console, alive: Alive
-) -> None:
+@pytest.mark.usefixtures("own_tmux")
+def test_a_run_whose_server_lives_is_not_started_again(paths: RunPaths, console: Console) -> None:
     run = resumed(paths, console)
-    child = alive(run._launched.server)
+    begin(run._launched.server, {})
     with pytest.raises(RunBusy, match="server mini1"):
         run.keep_what_waits()
-    assert child.poll() is None
+    assert is_alive(pid_of(run._launched.server))
 
 
 def test_a_run_that_goes_on_is_told_what_its_launch_was_told(
@@ -222,57 +228,96 @@ def test_a_run_that_has_ended_is_told_so_before_a_machine_is_asked(paths: RunPat
     assert request_again(paths, launched, ["num_epochs=60"]).overrides == ("num_epochs=60",)
 
 
+@pytest.mark.usefixtures("own_tmux")
 @pytest.mark.parametrize(("code", "passed_on"), [(75, 75), (77, 77), (78, 78), (1, 1), (137, 1)])
 def test_the_code_of_a_process_that_says_what_to_do_is_passed_on(
-    run: Run, monkeypatch: pytest.MonkeyPatch, code: int, passed_on: int
+    paths: RunPaths, console: Console, code: int, passed_on: int
 ) -> None:
-    monkeypatch.setattr(running, "exit_code", lambda _: code)
-    monkeypatch.setattr(running, "stderr_tail", lambda _: "port 6000 is in use")
+    fails = ("sh", "-c", f"echo port 6000 is in use >&2; exit {code}")
+    run = resumed(paths, console, argv=fails)
+    first = run._launched.workers[0]
+    begin(first, {})
+    eventually(lambda: exit_code(first) is not None)
     with pytest.raises(LaunchError, match=f"exit code {code}: port") as caught:
-        run._check_alive(run._launched.processes, Interrupts([]))
+        run._check_alive([first], Interrupts([]))
     assert caught.value.exit_code == passed_on
 
 
+@pytest.mark.usefixtures("own_tmux")
 @pytest.mark.parametrize("fails", [True, False])
 def test_the_newest_run_is_one_whose_start_has_not_failed(
-    run: Run, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, fails: bool
+    paths: RunPaths, console: Console, fails: bool
 ) -> None:
+    """It fails when a server that listens here has a worker that ends badly."""
     create_run(paths.root.parent, "before")
-
-    def start_server(*_: object) -> None:  # it listens here, and a worker ends badly
-        point_latest(paths.root.parent, "r1")
-        if fails:
-            raise LaunchError("worker 1 pi5 ended with exit code 1")
-
-    monkeypatch.setattr(Run, "_start_server", start_server)
-    monkeypatch.setattr(Run, "_start_workers", lambda *_: None)
-    monkeypatch.setattr(Run, "_end", lambda *_, **__: StopResult([], was_over=False))
-    monkeypatch.setattr(running, "close_window", lambda _: None)
-    with pytest.raises(LaunchError) if fails else nullcontext():
+    if fails:
+        run = resumed(paths, console, {1: ("pi5", "joined")}, argv=("false",))
+    else:
+        run = resumed(paths, console)
+    with pytest.raises(LaunchError, match="ended with exit code 1") if fails else nullcontext():
         run.start()
     assert latest_of(paths.root.parent) == ("before" if fails else "r1")
+    assert is_alive(pid_of(run._launched.server)) is not fails
 
 
+@pytest.mark.usefixtures("own_tmux")
 def test_a_server_that_neither_listens_nor_logs_is_given_up(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    paths: RunPaths, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = chain(["reading 1", "reading 2"], repeat("tokens"))
-    said: list[str] = []
+    own = server(None, str(paths.root)).model_copy(
+        update={"argv": SLEEPS, "project_dir": str(paths.root)}
+    )
+    lines = ["reading 1", "reading 2", "tokens"]
+    waited: list[str] = []
+
+    class Telling(RunInSessions):
+        """Its server logs one more line whenever it is said that it is waited for."""
+
+        def say(self, text: str, *_: object) -> None:
+            if text.startswith("waiting"):
+                waited.append(text)
+            if lines:
+                write(paths.logs / f"{own.stem}.log", f"{lines.pop(0)}\n")
+
     for name, value in {"TOLD_EVERY_S": 0.0, "SERVER_SILENT_S": 0.2, "POLL_S": 0.02}.items():
-        monkeypatch.setattr(running, name, value)
-    monkeypatch.setattr(running, "newest_line", lambda _: next(lines))
-    monkeypatch.setattr(Run, "_begin", lambda *_: None)
-    monkeypatch.setattr(Run, "_check_alive", lambda *_: None)
-    monkeypatch.setattr(Run, "say", lambda _, text, *__: said.append(text))
+        monkeypatch.setattr(run_in_sessions, name, value)
+    run = Telling(Launched(run_id="r1", algorithm="edp", processes=(own,)), paths, console)
     with pytest.raises(LaunchError, match="Its last line: tokens"):
         run._start_server(Interrupts([]))
-    assert said[1:3] == [f"waiting for server mini1: reading {each}" for each in (1, 2)]
+    assert waited[:2] == [f"waiting for server mini1: reading {each}" for each in (1, 2)]
 
 
+def test_who_waits_for_a_worker_is_told_what_it_last_logged(
+    run: RunInSessions, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, dumb = (worker(rank, "pi5", None, str(paths.root)) for rank in (0, 1))
+    write(
+        paths.logs / f"{late.stem}.log",
+        '{"message": "no route to 10.0.0.2:65432; trying again"}\n',
+    )
+    said: list[str] = []
+
+    def say(_: RunInSessions, text: str, *__: object) -> None:
+        said.append(text)
+        if len(said) == 2:
+            there = status_of(workers={0: ("pi5", "joined"), 1: ("pi5", "joined")})
+            write(paths.status, there.model_dump_json())
+
+    monkeypatch.setattr(run_in_sessions, "TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr(RunInSessions, "say", say)
+    assert run._wait_for([late, dumb], [], Interrupts([])) == []
+    assert said == [
+        "waiting for worker 1 (pi5): no route to 10.0.0.2:65432; trying again",
+        "waiting for worker 2 (pi5): it has logged nothing yet",
+    ]
+
+
+@pytest.mark.usefixtures("own_tmux")
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_process_that_is_added_gets_a_pane_and_needs_none(
-    run: Run, monkeypatch: pytest.MonkeyPatch, fails: bool
+    paths: RunPaths, console: Console, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
+    run = resumed(paths, console)
     shown: list[tuple[str, str]] = []
 
     def show(run_id: str, process: LaunchedProcess) -> None:
@@ -280,8 +325,8 @@ def test_a_process_that_is_added_gets_a_pane_and_needs_none(
         if fails:
             raise LaunchError("tmux is not here")
 
-    monkeypatch.setattr(running, "show_in_window", show)
-    monkeypatch.setattr(Run, "_begin", lambda *_: None)
-    added = worker(1, "pi5", None).model_copy(update={"role": "stage"})
+    monkeypatch.setattr(run_in_sessions, "show_in_window", show)
+    added = run._launched.workers[1].model_copy(update={"role": "stage"})
     run.add(added)
     assert shown == [("r1", added.title)]
+    assert is_alive(pid_of(added))

@@ -82,7 +82,7 @@ def test_a_job_of_slurm_ends_as_its_ranks_do(code: int, tmp_path: Path) -> None:
         (commands / name).write_text(f"#!/bin/sh\n{said}\n")
         (commands / name).chmod(0o755)
     process = LaunchedProcess(node="slurm", role="ranks", run_dir=str(tmp_path))
-    job = Job(process, ("-m", "x"), num_ranks=2, port=1)
+    job = Job(process, ("-m", "x"), num_ranks=2, port=1, restarts=0)
     environ = os.environ | {
         "PATH": f"{commands}:{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "node1",

@@ -17,7 +17,7 @@ from reading import server as bare_server
 from reading import worker as bare_worker
 from smolcluster.errors import LaunchError
 from smolcluster.launch import shipping
-from smolcluster.launch.run import Run
+from smolcluster.launch.run_of_children import RunOfChildren
 from smolcluster.launch.shipping import LokiAddress, loki_of, ship_script, url_for, with_shippers
 from smolcluster.observability.shipping.spool import STATE
 from smolcluster.runs.launched import Launched, LaunchedProcess
@@ -214,10 +214,10 @@ def test_each_machine_gets_one_shipper_and_who_cannot_say_how_none(
 def test_where_logs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stated = local_settings("loki_url=http://mini1:3100").cluster
     assert loki_of(stated, tmp_path) == LokiAddress("http://mini1:3100", is_ours=False)
-    with receiving() as receiver:
-        monkeypatch.setattr(shipping, "loki_here", lambda: receiver.url)
+    with receiving() as receiver, monkeypatch.context() as patch:
+        patch.setattr(shipping, "own_loki", lambda: receiver.url)
         assert loki_of(local_settings().cluster, None) == LokiAddress(receiver.url, is_ours=True)
-    monkeypatch.setattr(shipping, "loki_here", lambda: None)
+    monkeypatch.setattr(shipping, "is_loki", lambda _: False)
     assert loki_of(local_settings().cluster, None) is None
     monkeypatch.setattr(shipping, "answers", lambda _: False)
     assert loki_of(local_settings().cluster, tmp_path) == OURS, "it is on its way"
@@ -237,7 +237,7 @@ with open({str(log)!r}, "w") as log:
     print("the last", file=log)
 """
     with receiving() as receiver:
-        run = Run(fake_plan(program, ""), paths, console)
+        run = RunOfChildren(fake_plan(program, ""), paths, console)
         run.start(LokiAddress(receiver.url, is_ours=True))
         assert run.follow() == 0
         assert receiver.received.texts(host="server-mini1") == ["the first", "the last"]
@@ -248,6 +248,6 @@ def test_a_run_of_child_processes_does_not_need_loki(
     fake_plan: Callable[..., Launched], tmp_path: Path, console: Console
 ) -> None:
     paths = create_run(tmp_path, "edp-1")
-    run = Run(fake_plan("", ""), paths, console)
+    run = RunOfChildren(fake_plan("", ""), paths, console)
     run.start(LokiAddress("nonsense", is_ours=False))
     assert run.follow() == 0

@@ -22,7 +22,7 @@ from smolcluster.observability.view.snapshot import Liveness, ProcessReport, Sna
 from smolcluster.observability.view.stages import numbers_of
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import RunPaths, create_run
-from smolcluster.runs.status import RankStatus, RunStatus, instant, write_status
+from smolcluster.runs.status import STOPPED, RankStatus, RunStatus, instant, write_status
 
 NOW = 1_790_000_000.0
 
@@ -107,7 +107,7 @@ def test_a_cluster_is_shown_with_the_age_of_each_heartbeat_by_the_servers_clock(
         "win": said(["ended 137"]),
     }
     report = look_at(paths, lambda host, _: answers[host.node])
-    assert [row(each) for each in report.processes] == [
+    assert [row(each, report.state) for each in report.processes] == [
         ["server mini1", "running", "120", "0.25", "512", "0.2 s ago"],
         ["worker 1 (pi5)", "running", "119", "0.27", "256", "0.4 s ago"],
         ["worker 2 (win)", "ended with code 137", "119", "0.27", "256", "0.4 s ago"],
@@ -122,8 +122,26 @@ def test_a_cluster_is_shown_with_the_age_of_each_heartbeat_by_the_servers_clock(
             "training loss 0.25 (last step)",
             "validation loss 0.5",
         ),
-        *("acc 0.900", "512 samples/s"),
+        *("acc 0.900", "512 samples/s now"),
     ]
+
+
+def test_who_has_ended_as_stop_asked_is_stopped_in_a_run_that_was_stopped_alone(
+    tmp_path: Path,
+) -> None:
+    workers = [worker(rank, f"pi{rank}", f"pi{rank}") for rank in range(3)]
+    paths = launched_run(tmp_path, server(), *workers)
+    answers = {f"pi{rank}": said([f"ended {code}"]) for rank, code in enumerate((143, 130, 1))}
+
+    def states(reason: str) -> list[str]:
+        written = status_of("ended", now=NOW, reason=reason)
+        answers["mini1"] = said(["ended 0"], written)
+        report = look_at(paths, lambda host, _: answers[host.node])
+        assert [each.exit_code for each in report.processes] == [0, 143, 130, 1]
+        return [row(each, report.state)[1] for each in report.processes]
+
+    assert states(STOPPED) == ["ended with code 0", "stopped", "stopped", "ended with code 1"]
+    assert states("every sample has been applied")[1] == "ended with code 143"
 
 
 def test_a_machine_that_cannot_be_reached_is_a_row_that_says_so(
@@ -189,7 +207,7 @@ def test_a_machine_that_takes_too_long_has_its_row(
 
     report = look_at(paths, ask)
     assert report.state == "waiting"
-    assert row(report.processes[1])[1] == "lost contact: no answer within 5 s"
+    assert row(report.processes[1], report.state)[1] == "lost contact: no answer within 5 s"
 
 
 def test_without_the_servers_machine_what_was_fetched_is_shown(tmp_path: Path) -> None:
@@ -284,8 +302,10 @@ def test_what_brings_a_worker_back_is_said_when_its_process_is_no_more(
 
 def test_a_worker_that_came_by_itself_is_shown_too() -> None:
     owner = ProcessReport(node="mini1", role="server", process="running")
-    report = report_of(probed(owner, written=status_of(workers={7: ("mac", "joined")})))
-    assert row(report.processes[1])[:2] == ["worker 8 (mac)", "joined"]
+    written = status_of(workers={7: ("mac", "joined")})
+    for state, word in (("training", "joined"), ("ended", "left")):
+        report = report_of(probed(owner, written=written.model_copy(update={"state": state})))
+        assert row(report.processes[1], report.state)[:2] == ["worker 8 (mac)", word]
 
 
 def test_a_mesh_has_a_row_a_rank_which_lives_as_what_started_it() -> None:
@@ -305,7 +325,9 @@ def test_a_mesh_has_a_row_a_rank_which_lives_as_what_started_it() -> None:
     ]
     written = status_of(now=NOW).model_copy(update={"algorithm": "single", "ranks": ranks})
     report = report_of(probed(*started, written=written, algorithm="mesh"))
-    assert [row(each)[:1] + row(each)[4:] for each in report.processes] == [
+    assert [
+        row(each, report.state)[:1] + row(each, report.state)[4:] for each in report.processes
+    ] == [
         ["rank 0 (a)", "10", "2 s ago"],
         ["rank 1 (a)", "11", "2 s ago"],
         ["rank 2 (b)", "12", "2 s ago"],

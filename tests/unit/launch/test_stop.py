@@ -17,7 +17,7 @@ from processes import fill_disk, small_disk
 from reading import children_of, status_of, write
 from smolcluster.errors import ConfigError
 from smolcluster.launch import flow
-from smolcluster.launch.run import Run
+from smolcluster.launch.run_in_sessions import RunInSessions
 from smolcluster.launch.sessions import Ending, ask_to_end
 from smolcluster.launch.stop import SERVER_GRACE_S
 from smolcluster.runs.launched import launched_of
@@ -43,7 +43,9 @@ def spawn(tmp_path: Path, counting: Callable[..., Any]) -> Spawn:
 def stop(paths: RunPaths, *, now: bool, grace_s: float = SERVER_GRACE_S) -> int:
     launched = launched_of(paths)
     assert launched is not None
-    return Run(launched, paths, Console(), server_grace_s=grace_s).stop(in_a_hurry=now)
+    run = RunInSessions(launched, paths, Console())
+    run.server_grace_s = grace_s
+    return run.stop(in_a_hurry=now)
 
 
 def test_the_process_of_somebody_else_with_a_used_number_is_left_alone(

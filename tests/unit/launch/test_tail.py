@@ -1,12 +1,11 @@
 """Lines of files on other machines, as they grow."""
 
-import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
-from reading import fake_ssh, write
+from reading import fake_ssh, replace_program, write
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.watch import tail
@@ -77,13 +76,13 @@ def test_a_file_is_followed_over_its_rotation_and_a_break_without_repeating(
         rotate(file)
         write(file, "four\n")
         eventually(lambda: b"four" in found)
-        ssh = shutil.copy(tmp_path / "bin/ssh", tmp_path / "ssh")
-        write(tmp_path / "bin/ssh", "#!/bin/sh\necho refused >&2; exit 255\n")
+        ssh = tmp_path / "bin/ssh"
+        answering = replace_program(ssh, "#!/bin/sh\necho refused >&2; exit 255\n")
         follower.kill()
         eventually(lambda: said)
         with file.open("a") as log:
             log.write("five\n")
-        shutil.copy(ssh, tmp_path / "bin/ssh")
+        replace_program(ssh, answering)
         eventually(lambda: b"five" in found)
     finally:
         follower.stop()

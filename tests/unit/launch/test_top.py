@@ -159,10 +159,9 @@ def test_a_pane_of_80_columns_tells_how_the_cluster_does() -> None:
     shown = lines(busy())
     assert shown[0] == "r1 · edp · training · for 1 min"
     assert "30%  4.4 s left · step 120 of 400 · epoch 2 of 4" in shown[1]
-    assert (
-        shown[2]
-        == "training loss 0.25 (last step) · validation loss 0.5 · acc 0.900 · 512 samples/s"
-    )
+    measured = "training loss 0.25 (last step) · validation loss 0.5 · acc 0.900"
+    assert shown[2] == measured
+    assert lines(busy(), canvas(90))[2] == f"{measured} · 512 samples/s now"
     assert shown[3].startswith("loss      █")
     assert shown[4].startswith("samples/s ▁")
     [title] = [line for line in shown if line.startswith("node")]
@@ -289,6 +288,11 @@ def test_a_run_that_was_stopped_is_called_so() -> None:
     title, *_, note = frame(snapshot, canvas())[:4]
     assert title.plain == "r1 · edp · stopped"
     assert (note.plain, note.style) == (STOPPED, "")
+    asked = ProcessReport(node="mini1", role="server", process="ended", exit_code=143)
+    for reason, word in ((STOPPED, "stopped"), ("it broke", "exit 143")):
+        snapshot = picture([asked], status_of("ended", now=NOW, reason=reason))
+        [row] = [each for each in frame(snapshot, canvas()) if each.plain.startswith("mini1")]
+        assert word in row.plain
 
 
 # --- bars

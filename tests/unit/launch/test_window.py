@@ -12,17 +12,19 @@ import pytest
 from reading import server, worker
 from smolcluster.errors import LaunchError
 from smolcluster.launch import tmux
+from smolcluster.launch.host import Host
 from smolcluster.launch.tmux import (
     close_window,
     is_stopping,
     open_window,
     show_in_window,
     show_window,
+    start,
     window_commands,
 )
+from smolcluster.runs.launched import LaunchedProcess
 from waiting import DEADLINE_S
 
-needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 PROCESSES = [server(None), worker(0, "odd;", None), worker(1, "pi5", None)]
 
 
@@ -30,17 +32,6 @@ def output(*words: str) -> str:
     return subprocess.run(["tmux", *words], capture_output=True, text=True, check=False).stdout
 
 
-@pytest.fixture
-def own_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
-    monkeypatch.delenv("TMUX", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("TERM", "xterm")
-    yield
-    output("kill-server")
-
-
-@needs_tmux
 @pytest.mark.usefixtures("own_tmux")
 def test_panes_that_end_at_once_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     lives = PROCESSES[1]
@@ -58,7 +49,36 @@ def test_panes_that_end_at_once_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert output("list-sessions") == ""
 
 
-@needs_tmux
+EXITING = """#!/bin/sh
+# tmux, whose server is just exiting the first time that a session is begun.
+case "$1" in
+  new-session) mkdir "{once}" 2>/dev/null && echo 'server exited unexpectedly' >&2 && exit 1 ;;
+esac
+exec "{tmux}" "$@"
+"""
+
+
+@pytest.mark.usefixtures("own_tmux")
+@pytest.mark.parametrize("opens", ["window", "session"])
+def test_what_a_server_did_not_do_that_was_exiting_is_done_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, opens: str
+) -> None:
+    monkeypatch.setattr(tmux, "pane_command", lambda _: "sleep 600")
+    real, fake = str(shutil.which("tmux")), tmp_path / "bin" / "tmux"
+    once = tmp_path / "once"
+    fake.parent.mkdir()
+    fake.write_text(EXITING.replace("{once}", str(once)).replace("{tmux}", real))
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "run.sh").write_text("sleep 600\n")
+    if opens == "window":
+        open_window("r", PROCESSES, "true")
+    else:
+        start(Host("mini1", None), server(None), str(tmp_path / "run.sh"))
+    assert once.is_dir()
+    assert len(output("list-sessions").splitlines()) == 1
+
+
 @pytest.mark.usefixtures("own_tmux")
 @pytest.mark.parametrize("seconds", ["0", "0.5"], ids=["at once", "later"])
 def test_a_window_that_nobody_looks_at_ends_with_its_run(
@@ -69,7 +89,26 @@ def test_a_window_that_nobody_looks_at_ends_with_its_run(
     until(lambda: output("list-sessions") == "")
 
 
-@needs_tmux
+@pytest.mark.usefixtures("own_tmux")
+def test_a_window_ends_with_its_run_even_if_tmux_misses_the_end_of_a_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before version 3.6 it may: that of any pane, and then it runs no hook."""
+
+    def wait_for(process: LaunchedProcess) -> str:
+        return f"until [ -e {tmp_path / str(process.rank)} ]; do sleep 0.05; done; exit 3"
+
+    monkeypatch.setattr(tmux, "pane_command", wait_for)
+    name = open_window("r", PROCESSES, "true")
+    output("set-hook", "-u", "-t", f"={name}:", "pane-died")
+    *others, last = PROCESSES  # the active pane is the first one's
+    for process in others:
+        (tmp_path / str(process.rank)).touch()
+    until(lambda: [panes_of(name)[each.title] for each in others] == ["", ""])
+    (tmp_path / str(last.rank)).touch()
+    until(lambda: output("list-sessions") == "")
+
+
 @pytest.mark.usefixtures("own_tmux")
 def test_a_window_that_somebody_looks_at_shows_the_end_until_he_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -90,7 +129,6 @@ def test_a_window_that_somebody_looks_at_shows_the_end_until_he_leaves(
         output("-L", "outer", "kill-server")
 
 
-@needs_tmux
 @pytest.mark.usefixtures("own_tmux")
 @pytest.mark.parametrize("is_found", [False, True], ids=["opened", "found"])
 def test_a_window_whose_run_ends_before_it_is_shown_stays_until_it_has_been(
@@ -125,7 +163,6 @@ def panes_of(name: str) -> dict[str, str]:
     return dict(line.split("=") for line in lines)
 
 
-@needs_tmux
 @pytest.mark.usefixtures("own_tmux")
 def test_a_process_that_joins_gets_a_pane_and_one_that_comes_back_its_own(
     monkeypatch: pytest.MonkeyPatch,
@@ -146,7 +183,6 @@ def test_a_process_that_joins_gets_a_pane_and_one_that_comes_back_its_own(
     assert again["worker 3 (late)"] not in ("", with_joined["worker 3 (late)"])
 
 
-@needs_tmux
 @pytest.mark.usefixtures("own_tmux")
 def test_a_process_s_session_takes_its_pane_s_size_and_hears_no_key(tmp_path: Path) -> None:
     typed = tmp_path / "typed"
@@ -163,7 +199,6 @@ def test_a_process_s_session_takes_its_pane_s_size_and_hears_no_key(tmp_path: Pa
     until(lambda: typed.read_text() == "last\n")
 
 
-@needs_tmux
 @pytest.mark.usefixtures("own_tmux")
 def test_who_opens_the_window_again_finds_all_panes_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = PROCESSES[2]
@@ -180,7 +215,6 @@ def test_who_opens_the_window_again_finds_all_panes_alive(monkeypatch: pytest.Mo
     assert after == {title: pid for title, pid in before.items() if title != ended.title}
 
 
-@needs_tmux
 @pytest.mark.usefixtures("own_tmux")
 def test_a_window_that_does_not_open_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tmux, "_ask_on_ctrl_c", lambda: ["bind-key", "no-such-key", "detach"])
@@ -231,7 +265,7 @@ def until(condition: Callable[[], object]) -> None:
     assert holds(condition, DEADLINE_S)
 
 
-@needs_tmux
+@pytest.mark.usefixtures("own_tmux")
 @pytest.mark.parametrize("is_followed", [True, False])
 def test_who_chooses_stop_is_served_once(
     press: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_followed: bool

@@ -11,7 +11,7 @@ import pytest
 from smolcluster.configs.begun import brought_workload
 from smolcluster.configs.function_name import known_here
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.errors import ConfigError
+from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch import workload_code
 from smolcluster.launch.host import Host
 from smolcluster.launch.requests import naming_workload, request_of, settings_of
@@ -229,6 +229,21 @@ def test_a_machine_has_the_code_that_was_sent_last_and_no_other(tmp_path: Path) 
     found = {str(path.relative_to(there)) for path in there.rglob("*.py")}
     assert found == {"train.py", "deep/model.py"}
     assert (there / "deep/model.py").read_text() == "# deep/model.py\n"
+
+
+def test_code_that_does_not_arrive_whole_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "mine", "train.py")
+    code = code_of(f"{tmp_path}/mine/train.py:workload")
+    assert code is not None
+    run = tmp_path / "run"
+    put_code(Host("pi5"), str(run), code.packed, code.name)
+    monkeypatch.setattr(workload_code, "_digest", lambda _: "of what was cut")
+    with pytest.raises(LaunchError, match="pi5: the workload's code cannot be written"):
+        put_code(Host("pi5"), str(run), code.packed[:-40], code.name)
+    assert brought_workload(run) == f"{run}/launch/workload/train.py:workload"
+    assert {each.name for each in (run / "launch").iterdir()} == {"workload", "workload.name"}
 
 
 def test_the_packages_are_those_that_no_machine_can_do_without(tmp_path: Path) -> None:

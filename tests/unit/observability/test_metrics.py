@@ -1,6 +1,7 @@
 import pytest
 
-from smolcluster.observability.metrics import RESERVED, MetricRecord, Metrics
+from smolcluster.observability.metrics import MetricRecord, Metrics
+from smolcluster.runs.series import RESERVED
 
 
 class Recorder:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from exporting import NOW, NUMBERS, a_status
 from made_runs import MadeRun, summary_of
-from smolcluster.launch.run import progress_line
+from smolcluster.launch.run_in_sessions import progress_line
 from smolcluster.launch.watch.status import head
 from smolcluster.observability.curves import svg_of
 from smolcluster.observability.exporter import ProcessLabels, RunCollector

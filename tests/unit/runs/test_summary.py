@@ -63,7 +63,7 @@ def test_a_metric_that_is_not_finite_is_null(tmp_path: Path) -> None:
 def test_of_a_language_model_the_table_shows_tokens_and_perplexity() -> None:
     final = Final(train_loss=1.5, val_loss=1.6, val_perplexity=4.95303)
     text = shown(summary_of(tokens_per_sample=128, final=final))
-    assert f"{320 * 128:,} tokens/s" in text
+    assert f"{320 * 128:,} tokens/s on average" in text
     assert "validation perplexity  4.953" in text
     assert "accuracy" not in text
     assert "samples/s" not in text
@@ -80,7 +80,14 @@ def test_wrong_values_are_refused(part: dict[str, object]) -> None:
 def test_the_closing_table_shows_the_run_and_a_row_for_each_worker() -> None:
     evil = WorkerShare(rank=1, node="pi [red]", samples=9, mean_staleness=1.25, share=0.696)
     text = shown(summary_of(workers=[*summary_of().workers, evil]))
-    for part in ("edp-1", "320 samples/s", "100 applied, 7 stale", "0.975", "1.2 MB", "5.7 MB"):
+    for part in (
+        "edp-1",
+        "320 samples/s on average",
+        "100 applied, 7 stale",
+        "0.975",
+        "1.2 MB",
+        "5.7 MB",
+    ):
         assert part in text
     [row] = [line for line in text.splitlines() if "pi [red]" in line]
     assert "69.6%" in row

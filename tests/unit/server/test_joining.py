@@ -10,7 +10,14 @@ import pytest
 from connection_pairs import RUN
 from harness import SECRET, free_port
 from peers import DEADLINE_S, Hand, HandledDoor, follower
-from smolcluster.errors import AuthError, ConnectTimeout, Rejected, RunFailed, VersionDiffers
+from smolcluster.errors import (
+    AuthError,
+    ConnectTimeout,
+    Rejected,
+    RunFailed,
+    VersionDiffers,
+    WrongPeer,
+)
 from smolcluster.server.joining import RunOver
 from smolcluster.wire import node
 from smolcluster.wire.connection import Connection
@@ -97,13 +104,13 @@ def test_another_server_than_the_one_that_is_wanted_is_doubted(
 ) -> None:
     """Somebody on the way, who does not know the secret, may have led this worker to it."""
     future = start_joining(server="mini1")
-    door.admit(RUN, node="pi5").hear_the_end()
+    with pytest.raises(WrongPeer, match="it wants 'mini1', which this is not"):
+        door.open(node="pi5")
     door.admit(RUN)
-    connection, welcome = future.result(DEADLINE_S)
-    assert welcome.node == "mini1"
+    connection, _ = future.result(DEADLINE_S)
     assert len(lines) == 1
-    assert f"'pi5' answers at 127.0.0.1:{door.port}, not 'mini1'" in lines[0]
-    assert delays == [node.WRONG_PEER_RETRY_S]
+    assert f"127.0.0.1:{door.port}: 'pi5' answers there, not 'mini1'" in lines[0]
+    assert len(delays) == 1
     connection.close()
 
 

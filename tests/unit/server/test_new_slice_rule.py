@@ -79,7 +79,7 @@ def test_a_rule_of_ones_own_steps_on_two_hosts_as_on_one() -> None:
         [torch.frombuffer(bytearray(f.payload), dtype=torch.float32) for f in session.frames]
     )
     setup = store_setup(SignSlice)
-    answer = Accepted(node="mini1", bucket_bytes=replica.bucket_bytes, heartbeat_timeout_s=1.0)
+    answer = Accepted(bucket_bytes=replica.bucket_bytes, heartbeat_timeout_s=1.0)
     held = SignSlice(setup, answer, Inbox(), given, by_name(given.contents, values))
     links.handle(MessageReceived(1, LISTENING))
     receiver, told = links.receiver_for(1), list[object]()

@@ -68,7 +68,7 @@ def test_a_slice_that_does_not_fit_is_refused() -> None:
 
 def test_a_slice_comes_whole_and_nothing_before_or_after_it() -> None:
     setup = store_setup(Held, addresses=("127.0.0.1",))
-    answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
+    answer = Accepted(bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     take = StoreSession(setup, cast("Connection", None), answer)
     span, buckets = range(ADAM.first, ADAM.stop), buckets_of(ADAM, BUCKET_BYTES)
     sent = {name: torch.randn(488) for name in ADAM.contents}
@@ -86,7 +86,7 @@ def test_a_slice_comes_whole_and_nothing_before_or_after_it() -> None:
 
 def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:
     setup = store_setup(Held)
-    answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
+    answer = Accepted(bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     values = {name: torch.zeros(488) for name in ADAM.contents}
     held = Held(setup, answer, Inbox(), ADAM, values)
     nobody = cast("Session", None)
@@ -96,9 +96,9 @@ def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:
     assert list(held._owed) == ["b" * 8]
 
 
-def test_a_store_tells_workers_its_name() -> None:
+def test_a_store_is_dialled_by_its_name() -> None:
     setup = store_setup(Held)
-    answer = Accepted(node="mini1", bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
+    answer = Accepted(bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     values = {name: torch.zeros(488) for name in ADAM.contents}
     held = Held(setup, answer, Inbox(), ADAM, values)
     [place] = held.listen(["127.0.0.1"])
@@ -106,8 +106,7 @@ def test_a_store_tells_workers_its_name() -> None:
     way = Address(place.host, place.port, "win")
     try:
         node = Node(hello=worker, secret=SECRET, log=setup.log)
-        connection, told = node.dial(way, Accepted, timeout_s=DEADLINE_S)
-        assert told.node == "win"
+        connection, _ = node.dial(way, Accepted, timeout_s=DEADLINE_S)
         connection.close()
     finally:
         held.close(0.0)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from smolcluster.utils import words
 from smolcluster.utils.words import a_few, as_command, condensed, nearest, one_line, write_json
 
 
@@ -41,9 +42,13 @@ def test_the_foot_of_the_house_does_not_import_torch() -> None:
     assert done.returncode == 0
 
 
-def test_a_command_is_said_as_it_is_typed() -> None:
+def test_a_command_is_said_as_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert as_command("fetch", "r1") == "`uv run smolcluster fetch r1`"
     assert as_command("resume", Path("my runs/r1")) == "`uv run smolcluster resume 'my runs/r1'`"
+    monkeypatch.setattr(words, "which", lambda _: None)
+    assert as_command("fetch", "r1") == "`.venv/bin/smolcluster fetch r1`"
+    monkeypatch.setattr(words, "checkout", lambda: None)
+    assert as_command("fetch", "r1") == "`smolcluster fetch r1`"
 
 
 def test_json_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

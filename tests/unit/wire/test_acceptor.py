@@ -39,7 +39,6 @@ from smolcluster.wire.security import Secret
 from waiting import Clock
 
 OFFER = Welcome(
-    node="mini1",
     run_id="edp-1",
     incarnation="0123abcd",
     settings=RUN.model_dump(mode="json"),
@@ -60,7 +59,7 @@ class House:
         self.port: int = listeners[0].getsockname()[1]
         self.acceptor = Acceptor(
             listeners,
-            door=Door(SECRET, IDENTITY),
+            door=Door("mini1", SECRET, IDENTITY),
             inbox=self.inbox,
             admit=ask_inbox(self.inbox, OFFER),
             receiver_for=Echo,

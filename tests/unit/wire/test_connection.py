@@ -56,6 +56,13 @@ def test_a_connection_knows_when_the_last_byte_came_though_no_message_is_whole()
     close(connection, there)
 
 
+def test_where_a_connection_began_is_known_when_it_is_gone() -> None:
+    here, there = socket_pair("tcp")
+    connection = Connection(here)
+    close(connection, there)
+    assert (connection.own_address, connection.address) == (HOST, HOST)
+
+
 def test_connections_share_memory_for_what_arrives_and_hold_none_while_they_wait() -> None:
     scratch = Scratch()
     pairs = [socket_pair("socketpair") for _ in range(2)]

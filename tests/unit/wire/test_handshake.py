@@ -64,7 +64,7 @@ pytestmark = [pytest.mark.timeout(180)]
 
 SECRET = Secret(Path("/home/me/secret"), b"s" * 64)
 OTHER_SECRET = Secret(Path("/home/you/secret"), b"x" * 64)
-DOOR = Door(SECRET, new_identity())
+DOOR = Door("mini2", SECRET, new_identity())
 HELLO = introduce("mini1", 1)
 SOON_S = 0.1
 """When nothing comes."""
@@ -77,7 +77,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 OFFER = Welcome(
-    node="mini1",
     run_id="edp-1",
     incarnation="0123abcd",
     settings=RUN.model_dump(mode="json"),
@@ -261,11 +260,11 @@ REWRITES: list[tuple[type[Message], dict[str, object]]] = [
     (Hello, {"worker_id": 2}),
     (Hello, {"node": "mini2"}),
     (Hello, {"instance": "f" * 16}),
+    (Hello, {"wanted": "mini2"}),
     (Hello, {"version": "9"}),
     (Challenge, {"nonce": "00" * 32}),
     (Welcome, {"settings": RUN.model_dump(mode="json") | {"worker_update_interval": 1000}}),
     (Welcome, {"codec": "fp16"}),
-    (Welcome, {"node": "mini2"}),
     (Welcome, {"heartbeat_timeout_s": 1e6}),
     (Reject, {"code": "over"}),
     (Reject, {"retry_after_s": None}),
@@ -338,7 +337,7 @@ def test_a_server_that_must_encrypt_refuses_plain_clients(
 ) -> None:
     with connection_pair(proved=False) as (client, server):
         server.address = "192.168.1.4"
-        served = pool.submit(serve, server, Door(SECRET, DOOR.identity, encryption))
+        served = pool.submit(serve, server, Door("mini2", SECRET, DOOR.identity, encryption))
         with pytest.raises(Rejected) as caught:
             join(client, encryption="off")
         assert (caught.value.code, caught.value.is_proved) == ("encryption", False)

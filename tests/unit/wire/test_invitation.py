@@ -17,6 +17,7 @@ from smolcluster.errors import (
     PeerLost,
     ProtocolError,
     SmolclusterError,
+    WrongCode,
     WrongPeer,
 )
 from smolcluster.utils.retry import Deadline
@@ -105,8 +106,10 @@ def test_a_wrong_code_brings_nothing_and_three_end_the_invitation(
 ) -> None:
     for left in range(MOST_WRONG - 1, -1, -1):
         assert invitation.over is None
-        with pytest.raises(AuthError, match=f"{left} more may" if left else "the code is wrong$"):
+        said = f"{left} more may" if left else "is wrong, and the invitation has ended: 3 wrong"
+        with pytest.raises(AuthError, match=said) as refused:
             attempt(WRONG)
+        assert isinstance(refused.value, WrongCode) == (left > 0)
     assert invitation.over == "3 wrong codes were tried"
     with pytest.raises(AuthError, match="ended: 3 wrong codes"):
         attempt(RIGHT)

@@ -132,8 +132,7 @@ def new_outer(context: ServerContext, total_batches: int) -> OuterOptimizer:
     rate, momentum = (1.0, 0.0) if is_sparse else defaults
     make: Callable[..., OuterOptimizer] = OuterOptimizer
     if is_async:
-        delay = config.momentum_delay or CHANGES_PER_DELAY * num_workers
-        make = partial(DelayedNesterov, momentum_delay=delay)
+        make = partial(DelayedNesterov, momentum_delay=CHANGES_PER_DELAY * num_workers)
     return make(
         replica.num_params,
         rate if config.outer_lr is None else config.outer_lr,

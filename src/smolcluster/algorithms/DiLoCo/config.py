@@ -1,7 +1,7 @@
 """What DiLoCo alone understands of a configuration."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -24,6 +24,8 @@ def gradient_codec(codec_up: str) -> str:
 
 class DiLoCoConfig(AlgorithmConfig):
     """DiLoCo's own keys, all of the cluster file."""
+
+    old_keys: ClassVar[frozenset[str]] = frozenset({"momentum_delay"})
 
     mode: Mode = Field(
         "streaming",
@@ -56,11 +58,6 @@ class DiLoCoConfig(AlgorithmConfig):
         description="DiLoCo: Nesterov momentum of the outer step; null: 0.5, or 0.6 with muon, or 0 in a "
         "run of one round.",
     )
-    momentum_delay: PositiveInt | None = Field(
-        None,
-        description="DiLoCo: asynchronous: momentum acts after so many workers' changes; null: two of each "
-        "worker.",
-    )
     codec_up: ChangeCodecName | None = Field(
         None, description="DiLoCo: how workers send what they have changed; null: as codec says."
     )
@@ -92,11 +89,6 @@ class DiLoCoConfig(AlgorithmConfig):
             raise ConfigError(
                 f"outer_momentum is {self.outer_momentum:g}, but codec_up is topk, which has momentum of its "
                 "own; set outer_momentum to 0 or null, or codec_up to int4"
-            )
-        if self.momentum_delay is not None and self.mode != "async":
-            raise ConfigError(
-                f"momentum_delay is {self.momentum_delay}, but mode is {self.mode}, whose momentum acts in "
-                "every outer step; set mode to async, or momentum_delay to null"
             )
         if self.fragments is None:
             return

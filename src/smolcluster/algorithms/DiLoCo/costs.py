@@ -38,6 +38,7 @@ from smolcluster.algorithms.planning.costs import (
     codec_of,
     down_rates,
     lost_share,
+    most_steps_s,
     samples_alone,
     seconds_of,
     up_rates,
@@ -353,7 +354,7 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
         run, mode="sync", num_fragments=1, local_steps=1, up_nbytes=run.gradient_nbytes
     )
     batches_s = _with_beginning(site, in_steps, found.batches_s, fraction)
-    samples_per_s = settings.train.samples_per_push * batches_s
+    samples_per_s = settings.train.samples_per_push * min(batches_s, most_steps_s(site))
     exchanges_s = len(site.workers) * found.exchanges_s
     return Forecast(
         samples_per_s=samples_per_s,

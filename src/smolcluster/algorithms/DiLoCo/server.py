@@ -56,6 +56,7 @@ from smolcluster.algorithms.DiLoCo.rounds import Pacing
 from smolcluster.algorithms.DiLoCo.timing import LEAST_STEP_S, MOST_BEHIND, MOST_STEP_S
 from smolcluster.algorithms.leasing import LeasingServer
 from smolcluster.data.permutation import Range
+from smolcluster.runs.events import BeginningEnded
 from smolcluster.runs.summary import Summary
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.plausible import PushRefused, check_norm
@@ -195,7 +196,9 @@ class Server(LeasingServer):
         why = f", because {self.beginning.reason}" if self.beginning.reason else ""
         codec = gradient_codec(self.context.codec)
         way = f", gradients sent as {codec}" if codec != self.context.codec else ""
-        self.report.beginning_ended(f"{steps}, {share:.1%} of the samples{way}{why}")
+        reason = f"{steps}, {share:.1%} of the samples{way}{why}"
+        self.context.log.info("the synchronous beginning is over: %s", reason)
+        self.report.happened(BeginningEnded(step=self.version, reason=reason))
 
     def hand_out(self, now: float) -> None:
         """Give workers a few of the batches that they are to have in this round."""

@@ -15,6 +15,7 @@ from smolcluster.algorithms.planning.costs import (
     Site,
     codec_of,
     lost_share,
+    most_steps_s,
     samples_alone,
     seconds_of,
 )
@@ -39,7 +40,7 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
     site = as_spread(site, settings, Traffic(pushed, pulled))
     workers = _Workers(site, job, settings)
     longest_s = max(workers.cycle_s(place) for place in range(len(site.workers)))
-    steps_s = workers.steps_per_s(longest_s, CYCLES * longest_s)
+    steps_s = min(workers.steps_per_s(longest_s, CYCLES * longest_s), most_steps_s(site))
     samples_per_s = settings.train.samples_per_push * steps_s
     return Forecast(
         samples_per_s=samples_per_s,

@@ -340,7 +340,7 @@ class Server(LeasingServer):
                 self.feed.deliver(lease.range, lease.indices, partial(self.send_lease, peer, lease))
                 if lease.copied_from is not None:
                     self.context.log.info(
-                        "%s takes over %d samples from %s, which takes too long for them",
+                        "%s is idle and computes %d samples of %s as well: the first push of them counts",
                         *(peer.worker.name, len(lease.indices)),
                         self.peers[lease.copied_from].worker.name,
                     )

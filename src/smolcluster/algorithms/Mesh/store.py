@@ -195,9 +195,7 @@ class Host:
         self.sessions: dict[int, Session] = {}
         self._acceptors: list[Acceptor] = []
         self.port, node, ids = port, _node(secret, log), itertools.count(1)
-        answer = Accepted(
-            node=node.hello.node, bucket_bytes=MOST_NBYTES, heartbeat_timeout_s=SILENCE_S
-        )
+        answer = Accepted(bucket_bytes=MOST_NBYTES, heartbeat_timeout_s=SILENCE_S)
         try:
             for address in addresses:
                 acceptor = node.listen(

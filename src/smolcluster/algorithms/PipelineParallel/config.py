@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, PositiveInt
-
 from smolcluster.algorithms.scheduled import check_whole
 from smolcluster.configs.schema import (
     FLAT_OPTIMIZERS,
@@ -27,12 +25,7 @@ class PipelineConfig(AlgorithmConfig, PipelineKeys):
 
     local: ClassVar[Mapping[str, Any]] = MappingProxyType({"shard_plan": "auto"})
     by_node: ClassVar[frozenset[str]] = frozenset({"shard_plan"})
-
-    redundancy: PositiveInt | None = Field(
-        None,
-        description="PipelineParallel: after so many steps the server keeps what the stages have, from which "
-        "training goes on when one is lost; null: checkpoint_steps.",
-    )
+    old_keys: ClassVar[frozenset[str]] = frozenset({"redundancy"})
 
     @property
     def recomputes(self) -> bool:

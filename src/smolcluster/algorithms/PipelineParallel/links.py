@@ -122,7 +122,6 @@ class Links(Transport):
         """
         self._node, self._hello = node, node.hello
         self._answer = Accepted(
-            node=node.hello.node,
             bucket_bytes=bucket_bytes,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )

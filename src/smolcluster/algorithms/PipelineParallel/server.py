@@ -38,6 +38,7 @@ from smolcluster.algorithms.planning.plan_file import PLAN
 from smolcluster.data.loading import every_index
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.runs.events import LayersMoved
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
@@ -245,7 +246,9 @@ class Server(Coordinator):
             reasons = [moving.reason] if moving else []
             if newcomers:
                 reasons.append(f"with {', '.join(each.worker.name for each in newcomers)}")
-            self.report.layers_moved("; ".join(reasons))
+            reason = "; ".join(reasons)
+            self.context.log.info("the layers are dealt out again: %s", reason)
+            self.report.happened(LayersMoved(step=self.version, reason=reason))
             if crew and moving:
                 self.take_as_measured(crew, moving)
             self.crew = None
@@ -341,10 +344,11 @@ class Server(Coordinator):
                 num_terms=num_terms,
             )
         )
-        every = self.config.redundancy or self.context.settings.cluster.checkpoint_steps
         self.is_evaluated = not self.is_time(self.train.eval_steps)
         self.judge(crew, samples, answers, took_s)
-        is_due = self.is_time(every) or crew.moving is not None
+        is_due = (
+            self.is_time(self.context.settings.cluster.checkpoint_steps) or crew.moving is not None
+        )
         self.is_kept = not (self.keeper.can_keep and is_due)
 
     def judge(self, crew: Crew, samples: Range, answers: list[StageDone], took_s: float) -> None:

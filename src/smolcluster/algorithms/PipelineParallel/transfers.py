@@ -11,6 +11,7 @@ has decided otherwise.
 import threading
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -208,7 +209,8 @@ class Mailbox:
             so_far, deadline = progress(), Deadline(timeout_s)
             while True:
                 if self._interrupted and self._interrupted[0] >= self._attempt:
-                    raise self._interrupted[1]
+                    # a copy: what was raised refers to its frames, and those to the layers of this attempt
+                    raise copy(self._interrupted[1])
                 if is_ready():
                     return
                 if (reason := self._lost.get(peer.instance)) is not None:

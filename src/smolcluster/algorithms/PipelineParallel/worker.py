@@ -32,7 +32,13 @@ from smolcluster.algorithms.PipelineParallel.plan import schedule_of
 from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames
 from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.data.dataset import Elsewhere, Place, Sent
-from smolcluster.errors import ConnectTimeout, OutOfMemory, PeerLost, SmolclusterError
+from smolcluster.errors import (
+    ConnectTimeout,
+    OutOfMemory,
+    PeerLost,
+    ProtocolError,
+    SmolclusterError,
+)
 from smolcluster.server.assignment import Assigned, AssignmentReceiver, HeldOut
 from smolcluster.server.link import Link, WorkerSetup
 from smolcluster.training.build import TrainingContext, stage_replica
@@ -144,6 +150,8 @@ class Worker:
         self.copy = StagePart((), ())
         """What of the weights lies here, where they are those of a worker with local steps."""
         self.execution: Execution
+        self.version = self.turn = 0
+        """Of the newest step that it has taken, and of what the stages have done together last."""
         self.newest: Event | None = None
         """A plan that has come while another one was begun."""
 
@@ -191,6 +199,10 @@ class Worker:
             self.handle(event, place)
         except PlanChanged:
             pass  # which comes next
+        except ProtocolError as error:
+            self.link.cut(
+                str(error)
+            )  # it comes back, as where the session itself refuses something
         except (PeerLost, ConnectTimeout) as error:
             self.newest = self.link.next_event(0.0)  # raises where the run is over
             if self.link.is_cut:
@@ -220,11 +232,11 @@ class Worker:
                 self.measure_link(wanted)
             case MessageReceived(message=Planned() as plan):
                 self.begin(plan, place)
-            case Assigned() as step:
+            case Assigned() as step if self.is_new(step.assignment.version):
                 self.compute(step)
-            case MessageReceived(message=Commit() as commit):
+            case MessageReceived(message=Commit() as commit) if commit.version > self.version:
                 self.step(commit)
-            case HeldOut(wanted=wanted, samples=samples):
+            case HeldOut(wanted=wanted, samples=samples) if self.is_new(wanted.turn):
                 self.evaluate(wanted, samples)
             case MessageReceived(message=KeepStages() as wanted):
                 self.send_state(wanted)
@@ -262,6 +274,7 @@ class Worker:
     def begin(self, plan: Planned, place: WorkerSetup) -> None:
         """Build the layers that are one's own now, and reach the neighbours."""
         self.plan, training = plan, self.training
+        self.version, self.turn = plan.step or 0, plan.turn
         device = pick_device(place.node.device)
         self.free()
         for stage, rank in enumerate(plan.ranks):
@@ -289,6 +302,11 @@ class Worker:
         meter = training.replica.meter
         self.execution = Execution(self.stages, plan.ranks, self.links, meter)
         self.link.send(StageReady(attempt=plan.attempt, places=self.copy.places))
+
+    def is_new(self, turn: int) -> bool:
+        """Whether a turn is told for the first time; the other stages would not compute it again."""
+        before, self.turn = self.turn, max(turn, self.turn)
+        return turn > before
 
     def is_planned(self, attempt: int) -> bool:
         """Whether it is of the newest plan, and not void."""
@@ -367,6 +385,7 @@ class Worker:
             if bound is not None:
                 each.replica.grads.clamp_(-bound, bound)
             each.replica.step(commit.learning_rate)
+        self.version = commit.version
 
     @torch.no_grad()
     def obey(self, order: CopyOrder) -> None:

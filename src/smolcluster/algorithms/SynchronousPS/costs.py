@@ -16,6 +16,7 @@ from smolcluster.algorithms.planning.costs import (
     codec_of,
     down_rates,
     lost_share,
+    most_steps_s,
     samples_alone,
     seconds_of,
     up_rates,
@@ -55,7 +56,7 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
         max(brought_s + each / buckets, first_s + each) + site.workers[place].latency_s
         for place, each in zip(members, told_s, strict=True)
     )
-    step_s += HANDLING_S
+    step_s = max(step_s + HANDLING_S, len(members) / most_steps_s(site))
     samples_per_s = settings.global_batch_size / step_s
     return Forecast(
         samples_per_s=samples_per_s,

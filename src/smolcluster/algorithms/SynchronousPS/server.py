@@ -43,6 +43,7 @@ from smolcluster.algorithms.SynchronousPS.step import (
 )
 from smolcluster.algorithms.SynchronousPS.store import ReducingLinks
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
+from smolcluster.runs.events import StepOverdue, WorkerParked
 from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.server.buffers import BufferCollector, buffer_frames
@@ -316,7 +317,7 @@ class Server:
                 reason += "; nobody is free to take them over"
             is_news = assignment.term.tell(now)
             member.num_overdue += is_news
-            self.report.overdue(member.worker, step.version, reason)
+            self.report.happened(StepOverdue(**member.worker.who, step=step.version, reason=reason))
             if not is_news or is_power_of_two(member.num_overdue):
                 self.context.log.warning(
                     "step %d waits for %s: %s", step.version, member.name, reason
@@ -544,7 +545,7 @@ class Server:
             f"; each sends it {format_bytes(self.replica.params.nbytes)}, and takes "
             f"{format_duration(self.step_s)}"
         )
-        self.report.parked(member.worker, self.version, reason)
+        self.report.happened(WorkerParked(**member.worker.who, step=self.version, reason=reason))
         if member.worker.member.worker_id not in self.parked:
             self.parked.add(member.worker.member.worker_id)
             self.context.log.warning(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from math import inf
+from statistics import fmean
 from typing import Any, Protocol, cast
 
 from smolcluster.configs.schema import Settings, TrainConfig
@@ -24,7 +25,12 @@ NUM_MOMENTS = {"sgd": 0, "Adafactor": 0} | dict.fromkeys(
 )
 """Copies of the weights in an optimizer's state; 2 of all others."""
 HANDLING_S = 1e-3
-"""Of an exchange besides its bytes: messages written, read and decided on at both ends."""
+"""How long an exchange is under way besides its bytes, while both ends go on with something else."""
+STEP_HANDLING_S = 3e-3
+"""What each end computes for a worker's step besides its tensors: messages, records, metrics.
+
+Measured with EDP and DiLoCo, three workers of a small model and two cores of a server.
+"""
 BISECTIONS = 50
 
 
@@ -42,7 +48,7 @@ class Worker:
 
     Attributes:
         compute_s: forward and backward of `batch_size` samples.
-        update_s: clipping and optimizer step.
+        update_s: clipping and optimizer step, and what else a step costs it (`STEP_HANDLING_S`).
         up_bytes_s: to the server while nobody else sends; infinity: it is the server's own machine.
         down_bytes_s: from the server.
         latency_s: round trip.
@@ -70,11 +76,13 @@ class Site:
         workers: in the order of the cluster file, at least one.
         interfaces: of the server, by name; of those that are missing it is not known that they limit.
         apply_s: what a push costs the server's main thread: clipping and optimizer step.
+        num_cores: that all processes share; infinity: each is on a machine of its own.
     """
 
     workers: tuple[Worker, ...]
     interfaces: Mapping[str, Interface]
     apply_s: float = 0.0
+    num_cores: float = inf
 
     def interface(self, worker: Worker) -> Interface:
         return self.interfaces.get(worker.via, Interface())
@@ -147,6 +155,15 @@ def codec_of(settings: Settings) -> str:
 def samples_alone(site: Site, settings: Settings) -> list[float]:
     """Samples a second that each worker computes if it never waits."""
     return [settings.train.samples_per_push / worker.step_s for worker in site.workers]
+
+
+def most_steps_s(site: Site) -> float:
+    """Steps of all workers a second for which there is time.
+
+    The server's main thread handles one after the other. On one machine all processes share its cores.
+    """
+    step_s = fmean(worker.step_s for worker in site.workers) + STEP_HANDLING_S
+    return min(1 / STEP_HANDLING_S, site.num_cores / step_s)
 
 
 def lost_share(samples_per_s: float, alone: Sequence[float]) -> float:

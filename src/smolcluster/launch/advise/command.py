@@ -15,7 +15,14 @@ from statistics import median
 from typing import Any
 
 from smolcluster.algorithms.planning.advice import Advice, Option, advise, best_settings
-from smolcluster.algorithms.planning.costs import Interface, Job, Site, Worker, costs_of
+from smolcluster.algorithms.planning.costs import (
+    STEP_HANDLING_S,
+    Interface,
+    Job,
+    Site,
+    Worker,
+    costs_of,
+)
 from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.load import find_config
 from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
@@ -107,6 +114,8 @@ def find_advice(request: Request, say: Say, *, local: bool, sync: bool = True) -
         speeds, ways = _measured_there(named, settings, say, sync=sync)
         alone = {node: _samples_per_s(speed) for node, speed in speeds.items()}
     site = site_of(settings, speeds, ways)
+    if local:
+        site = replace(site, num_cores=os.cpu_count() or 1)
     if not site.workers:
         raise LaunchError("no worker's machine could be measured: see the lines above")
     measured = speeds[site.workers[0].name]
@@ -258,7 +267,8 @@ def site_of(settings: Settings, speeds: Mapping[str, Speed], ways: Mapping[str, 
     for node in cluster.workers:
         if node not in speeds:
             continue
-        worker = Worker(node, median(speeds[node].compute_s), speeds[node].update_s)
+        speed = speeds[node]
+        worker = Worker(node, median(speed.compute_s), speed.update_s + STEP_HANDLING_S)
         workers.append(with_way(worker, ways.get(node)))
     own = speeds.get(cluster.server)
     updates = [own.update_s] if own else [speed.update_s for speed in speeds.values()]

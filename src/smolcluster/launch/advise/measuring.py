@@ -1,7 +1,5 @@
 """How fast machines train: one probe a machine, JSON back. Who does not answer is left out."""
 
-import io
-import tarfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from smolcluster.launch.advise.speed import (
 )
 from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.links import Say
+from smolcluster.launch.project import packed
 from smolcluster.launch.workload_code import WorkloadCode
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.utils.at_once import at_once
@@ -58,20 +57,14 @@ class Files:
 
     def packed(self, asked: Asked) -> bytes:
         """All of it, with what is asked of one machine, as an archive."""
-        archive = io.BytesIO()
-        with tarfile.open(fileobj=archive, mode="w") as tar:
-            contents = {
-                ASKED_FILE: ASKED.text(asked),
-                CLUSTER_FILE: self.cluster,
-                TRAIN_FILE: self.train,
-            }
-            if self.code is not None:
-                contents[f"{CODE_FOLDER}.tgz"] = self.code.packed
-            for name, content in contents.items():
-                member = tarfile.TarInfo(name)
-                member.size, member.mode = len(content), 0o600
-                tar.addfile(member, io.BytesIO(content))
-        return archive.getvalue()
+        contents = {
+            ASKED_FILE: ASKED.text(asked),
+            CLUSTER_FILE: self.cluster,
+            TRAIN_FILE: self.train,
+        }
+        if self.code is not None:
+            contents[f"{CODE_FOLDER}.tgz"] = self.code.packed
+        return packed(contents, 0o600)
 
 
 def measure_all(computers: Sequence[Computer], say: Say, answer: ModelFile[R]) -> dict[str, R]:

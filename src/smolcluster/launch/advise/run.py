@@ -21,7 +21,7 @@ from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.host import host_of
 from smolcluster.launch.links import Say, Way, measure_all_ways
 from smolcluster.launch.plan import Request
-from smolcluster.launch.requests import check_model, settings_of, training_line
+from smolcluster.launch.requests import check_model, cluster_line, settings_of, training_line
 from smolcluster.observability.terminal import SteadyConsole, print_line
 
 DO_NOT_DISTRIBUTE = 4
@@ -57,6 +57,8 @@ def launch_as_stated(request: Request, how: LaunchOptions, *, local: bool) -> in
     check_model(request, settings)
     if how.on == "ssh" or not how.dry_run:  # a file for a scheduler says it itself
         say(training_line(request, settings))
+    if how.on == "ssh" and not local:
+        say(cluster_line(request))
     return launch(with_stores_chosen(request, say, local=local), how, local=local)
 
 
@@ -71,6 +73,8 @@ def launch_advised(request: Request, how: LaunchOptions, *, local: bool) -> int:
     console = SteadyConsole()
     say = partial(print_line, console)
     say(training_line(request, settings_of(request, local)))
+    if not local:
+        say(cluster_line(request))
     found = find_advice(request, say, local=local, sync=how.sync)
     say(advice_line(found))
     if found.request is None:

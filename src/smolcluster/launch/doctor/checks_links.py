@@ -26,6 +26,7 @@ from smolcluster.launch.doctor.findings import (
     skipped,
     warn,
 )
+from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Host
 from smolcluster.launch.links import (
     Listener,
@@ -38,6 +39,8 @@ from smolcluster.launch.links import (
 )
 from smolcluster.launch.plan import Machines
 from smolcluster.launch.prepare import run_on_all
+from smolcluster.launch.watch.listing import living
+from smolcluster.runs.launched import launched_of
 from smolcluster.utils.units import format_address, format_rate
 from smolcluster.utils.words import as_command
 
@@ -90,8 +93,13 @@ def judge_port(answer: Answer, node: NodeChecks) -> Finding:
         )
     came = {place.state: place for place in listener.places.values()}
     if "busy" in came:
-        by = f" by {listener.holder}" if listener.holder else ""
         other = f"--override port={listener.free}" if listener.free else "another port"
+        if own := _own_run_on(port, node.host.destination):
+            return warn(
+                f"port {port} is in use by your run {own}",
+                f"to start another beside it take {other}; {as_command('stop', own)} ends it",
+            )
+        by = f" by {listener.holder}" if listener.holder else ""
         return fail(
             f"port {port} is in use{by}",
             f"{as_command('runs')} shows whether a run has it; end that, or take {other}",
@@ -102,6 +110,15 @@ def judge_port(answer: Answer, node: NodeChecks) -> Finding:
     if "listening" not in came:
         return _foreign(f"{', '.join(listener.places)}: no address of", "host_ip", listener, node)
     return ok(f"{port} free")
+
+
+def _own_run_on(port: int, destination: str | None) -> str | None:
+    """The user's running run whose server listens on this port of that machine."""
+    for paths in living(all_runs()):
+        launched = launched_of(paths)
+        if launched and (launched.port, launched.server.ssh) == (port, destination):
+            return paths.run_id
+    return None
 
 
 def _foreign(what: str, key: str, listener: Listener, node: NodeChecks) -> Finding:

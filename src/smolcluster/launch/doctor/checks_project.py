@@ -53,7 +53,7 @@ def judge_code(answer: Answer, node: NodeChecks) -> Finding:
     if found == "absent":
         if node.is_own:
             return fail(f"{folder} is no clone of this project", _bring_it(node))
-        return warn(f"{folder} is not there yet", f"{as_command('launch')} brings it")
+        return ok("launch brings it")
     if not (num_other := int(found)):
         return ok("this version")
     what = f"{folder} differs from this checkout in {format_count(num_other, 'file')}"

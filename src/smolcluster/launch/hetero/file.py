@@ -27,7 +27,7 @@ from smolcluster.configs.keys import setting_errors
 from smolcluster.configs.problems import SettingError
 from smolcluster.configs.schema import HIDDEN
 from smolcluster.errors import ConfigError
-from smolcluster.utils.words import one_line
+from smolcluster.utils.words import as_command, one_line
 
 DEFAULT_FILE = "hetero_config.json"
 DEFAULT_PORT = 9999
@@ -207,7 +207,7 @@ def read_hetero(path: Path) -> HeteroConfig:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: there is no such file; `smolcluster init --hetero` writes one"
+            f"{path}: there is no such file; {as_command('init', '--hetero')} writes one"
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {one_line(str(error))}") from None

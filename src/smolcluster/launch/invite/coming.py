@@ -9,7 +9,7 @@ from functools import partial
 
 import psutil
 
-from smolcluster.errors import AuthError, ConfigError, LaunchError, SmolclusterError
+from smolcluster.errors import AuthError, ConfigError, LaunchError, SmolclusterError, WrongCode
 from smolcluster.launch.find import all_runs, asked
 from smolcluster.launch.invite.mdns import Announced, find_invitations
 from smolcluster.launch.join import address_of, join
@@ -19,9 +19,10 @@ from smolcluster.launch.watch.listing import living
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.runs.paths import LATEST
 from smolcluster.utils.retry import Deadline
+from smolcluster.utils.words import as_command
 from smolcluster.wire.connection import ConnectFailed, Connection, connect
 from smolcluster.wire.dialling import Address
-from smolcluster.wire.invitation import EXCHANGE_S, Handover, ask, read_code
+from smolcluster.wire.invitation import EXCHANGE_S, MOST_WRONG, Handover, ask, read_code
 from smolcluster.wire.security import keep_secret
 
 CONNECT_S = 3.0
@@ -51,15 +52,13 @@ def come(wanted: JoinOptions, run_id: str | None, place: str | None) -> int:
     for each in found:
         say(f"{'an invitation' if each.run_id is None else f'run {each.run_id}'} at {each}")
     alike = chosen(found, run_id)
-    sys.stderr.write("its code: ")
-    sys.stderr.flush()
-    handed = handed_over(alike, read_code(sys.stdin.readline()), say)
+    handed = _by_typed_code(alike, say)
     gives, own_file = handed.gives, wanted.secret_file or own_secret_file()
     file = keep_secret(own_file, bytes.fromhex(gives.secret)).path
     server = str(Address(gives.host or handed.host, gives.port))
-    option = "" if file == own_secret_file() else f" --secret-file {file}"
+    option = () if file == own_secret_file() else ("--secret-file", file)
     say(f"run {handed.run_id}: the secret of its cluster is kept in {file}")
-    say(f"from now on `smolcluster join {server}{option}` needs no code")
+    say(f"from now on {as_command('join', server, *option)} needs no code")
     if (note := _small_packets(handed.own_address)) is not None:
         say(note)
     return join(server, replace(wanted, secret_file=file))
@@ -102,11 +101,31 @@ class HandedOver:
     own_address: str
 
 
+def _by_typed_code(alike: Sequence[Announced], say: Callable[[str], None]) -> HandedOver:
+    """Ask for the code; on a terminal again where it is wrong, as often as an invitation allows.
+
+    Raises:
+        SmolclusterError: it is wrong, or nobody could be asked.
+    """
+    num_wrong = 0
+    while True:
+        sys.stderr.write("its code: ")
+        sys.stderr.flush()
+        typed = sys.stdin.readline()
+        try:
+            return handed_over(alike, read_code(typed), say)
+        except (WrongCode, ConfigError) as error:
+            num_wrong += isinstance(error, WrongCode)
+            if not (typed and sys.stdin.isatty()) or num_wrong == MOST_WRONG:
+                raise
+            say(str(error))
+
+
 def handed_over(alike: Sequence[Announced], code: bytes, say: Callable[[str], None]) -> HandedOver:
     """Ask each machine that says it invites into one run, until one proves that it has the code.
 
     Raises:
-        AuthError: none has it.
+        AuthError: none has it; a WrongCode where one takes another try.
         SmolclusterError: none could be asked.
     """
     errors: list[SmolclusterError] = []
@@ -120,7 +139,8 @@ def handed_over(alike: Sequence[Announced], code: bytes, say: Callable[[str], No
             errors.append(error)
             if len(alike) > 1:
                 say(f"not the one at {each}: {error}")
-    raise next((each for each in errors if isinstance(each, AuthError)), errors[-1])
+    kinds = (WrongCode, AuthError, SmolclusterError)
+    raise next(each for kind in kinds for each in reversed(errors) if isinstance(each, kind))
 
 
 def _connected(announced: Announced) -> Connection:
@@ -151,7 +171,7 @@ def _at(place: str, run_id: str | None) -> Announced:
 
 
 def _small_packets(own_address: str) -> str | None:
-    """What is to be said of the network that an address of this machine is in; None: nothing."""
+    """A remark on the network that an address of this machine is in; None: there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if own_address in {each.address for each in addresses}:
             mtu = psutil.net_if_stats()[name].mtu

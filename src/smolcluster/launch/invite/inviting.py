@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
+from itertools import count
 
 from smolcluster.algorithms.entry import guarded
 from smolcluster.configs.machines import LOOPBACK
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.configs.spec import spec_of
-from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
+from smolcluster.errors import AuthError, ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.find import find
 from smolcluster.launch.invite.mdns import announcing
 from smolcluster.launch.invite.start import CODE, check_invitable, invited
@@ -32,6 +33,7 @@ from smolcluster.runs.launched import Launched, launched_of
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths
 from smolcluster.server.listening import own_addresses
+from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_address
 from smolcluster.wire.acceptor import crowd
@@ -73,6 +75,8 @@ def _invite(run: str) -> None:
     gives = _gives(paths, launched, is_checked=told is not None)
     code = told or new_code()
     say(invited(code))
+    if told is None:
+        say("it is open while this runs; Ctrl-C ends it")
     invitation = Invitation(paths.run_id, read_code(code), gives)
     looks_s = LOOK_S if launched is None or launched.server.ssh is None else LOOK_FAR_S
     next_look = Deadline(looks_s)
@@ -144,11 +148,13 @@ def announced_to_all(invitation: Invitation, say: Say) -> Iterator[None]:
 def serving(invitation: Invitation, address: str, say: Say) -> Iterator[int]:
     """Answer whoever comes to an address while the block lasts; gives the port.
 
-    One exchange may take 10 seconds. Of too many at once one of the address that has the most is cut.
+    One exchange may take 10 seconds. Of too many at once one of the address that has the most is cut. Each
+    wrong code is said; of those who do not come so far the 1st, 2nd, 4th, 8th … is.
     """
     [listener] = listen([address], 0)
     over = threading.Event()
     coming: dict[int, Connection] = {}
+    num_odd = count(1)
 
     def answer(number: int, connection: Connection) -> None:
         with closing(connection):
@@ -156,7 +162,8 @@ def serving(invitation: Invitation, address: str, say: Say) -> Iterator[int]:
                 invitation.answer(connection, Deadline(EXCHANGE_S))
                 say(f"{connection.address} has the code, and joins run {invitation.run_id}")
             except SmolclusterError as error:
-                say(f"not invited: {error}")
+                if isinstance(error, AuthError) or is_power_of_two(next(num_odd)):
+                    say(f"not invited: {error}")
         coming.pop(number, None)
 
     def accept() -> None:
@@ -169,9 +176,11 @@ def serving(invitation: Invitation, address: str, say: Say) -> Iterator[int]:
                 continue
             if connection is None:
                 continue
-            if len(coming) >= MAX_AT_ONCE:
-                among = {key: each.address for key, each in list(coming.items())}
-                coming.pop(secrets.choice(crowd(among))).abort()
+            among = {key: each.address for key, each in list(coming.items())}
+            if len(among) >= MAX_AT_ONCE:
+                cut = coming.pop(secrets.choice(crowd(among)), None)
+                if cut is not None:  # it may have ended meanwhile
+                    cut.abort()
             number += 1
             coming[number] = connection
             threading.Thread(target=answer, args=(number, connection), daemon=True).start()

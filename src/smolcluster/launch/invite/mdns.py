@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from zeroconf import ServiceInfo
 
 SERVICE = "_smolcluster._tcp.local."
+MOST_ADDRESSES = 16
+"""So many of an invitation are tried, one after the other; more would be an attack."""
 LIVES_S = 120
 """So long others remember an invitation that nobody could withdraw, in seconds."""
 
@@ -81,5 +83,6 @@ def invitations(infos: "Iterable[ServiceInfo]") -> list[Announced]:
         addresses = tuple(sorted(each for each in info.parsed_addresses() if ":" not in each))
         with suppress(ConfigError):  # a name that is none of a run
             if addresses and info.port:
-                found.add(Announced(check_run_id(run_id), addresses, info.port))
+                shown = addresses[:MOST_ADDRESSES]
+                found.add(Announced(check_run_id(run_id), shown, info.port))
     return sorted(found, key=lambda each: (str(each.run_id), each.addresses, each.port))

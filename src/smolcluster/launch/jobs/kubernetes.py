@@ -137,7 +137,7 @@ def _job(job: Job, config: KubernetesConfig) -> Iterator[Json]:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": _metadata(job, config, queued=True),
-        "spec": _indexed(config, pod, config.retries * config.nodes),
+        "spec": _indexed(config, pod, job.restarts * config.nodes),
     }
 
 
@@ -149,7 +149,7 @@ def _jobset(job: Job, config: KubernetesConfig) -> Iterator[Json]:
         "metadata": _metadata(job, config, queued=True),
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": config.retries},
+            "failurePolicy": {"maxRestarts": job.restarts},
             "replicatedJobs": [
                 {"name": NODE, "replicas": 1, "template": {"spec": _indexed(config, pod, 0)}}
             ],

@@ -43,6 +43,7 @@ class Job:
         process: the job, as it is looked at and ended; its run's folder.
         command: of each rank, without the interpreter.
         port: where rank 0 listens.
+        restarts: how often Kubernetes starts all ranks again when one has failed.
         files: of the configuration, by their names, where no node sees the run's folder.
     """
 
@@ -50,6 +51,7 @@ class Job:
     command: Sequence[str]
     num_ranks: int
     port: int
+    restarts: int
     files: Mapping[str, str] = field(default_factory=dict)
 
     @property

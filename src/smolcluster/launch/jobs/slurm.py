@@ -28,8 +28,7 @@ def sbatch_script(job: Job, config: SlurmConfig) -> str:
             raise ConfigError(
                 f"slurm.options.{option} is what a launch sets itself: use slurm.nodes and mesh"
             )
-    share, process = job.ranks_per_node(config.nodes), job.process
-    ranks = share if config.launcher == "srun" else 1
+    ranks, process = job.ranks_per_node(config.nodes), job.process
     output = f"{process.run_dir}/logs/{process.stem}.console.txt".replace("%", "%%")
     options = {
         "job-name": job.run_id,
@@ -54,21 +53,9 @@ def sbatch_script(job: Job, config: SlurmConfig) -> str:
         f"export MASTER_ADDR MASTER_PORT={job.port} {HASH_SEED}=${{{HASH_SEED}:-0}}",
         "export PYTHONSAFEPATH=1",  # the folder of the job brings no modules
         f"srun --kill-on-bad-exit=1 --nodes={config.nodes} --ntasks-per-node={ranks} \\",
-        f"  {_ranks(job, config, share)}",
+        f"  {shlex.join([sys.executable, *job.command])}",
         "code=$?",
         f"echo $code > {exits}",
         "exit $code",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _ranks(job: Job, config: SlurmConfig, share: int) -> str:
-    if config.launcher == "srun":
-        return shlex.join([sys.executable, *job.command])
-    each = shlex.join([sys.executable, "-m", "torch.distributed.run"])
-    command = shlex.join(job.command)
-    started = (
-        f'exec {each} --nnodes {config.nodes} --node-rank "$SLURM_NODEID" --nproc-per-node {share} '
-        f'--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" {command}'
-    )
-    return f"bash -c {shlex.quote(started)}"

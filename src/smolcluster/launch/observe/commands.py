@@ -9,7 +9,7 @@ from rich.table import Table
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.observe import stack
-from smolcluster.launch.observe.stack import GRAFANA, Health
+from smolcluster.launch.observe.stack import DOWN_S, GRAFANA, UP_S
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.utils.retry import Deadline
 
@@ -30,11 +30,11 @@ def observe_up() -> int:
         TryAgain: Docker does not run.
     """
     folder = _folder()
-    stack.up(folder)
+    stack.run_compose(folder, ["up", "--detach"], UP_S)
     deadline = Deadline(READY_S)
     while not all(stack.answers(service) for service in stack.services()):
         if deadline.expired:
-            return _report(stack.health(folder))
+            return _report(folder)
         time.sleep(POLL_S)
     whose = stack.PASSWORD if os.environ.get(stack.PASSWORD) else str(stack.password_file())
     sys.stdout.write(f"Grafana: {GRAFANA}, user admin, password in {whose}\n")
@@ -52,7 +52,7 @@ def observe_down() -> int:
         LaunchError: it cannot be stopped.
         TryAgain: Docker does not run.
     """
-    stack.down(_folder())
+    stack.run_compose(_folder(), ["down"], DOWN_S)
     sys.stdout.write("stopped; logs, metrics and settings stay in Docker's volumes smolcluster-*\n")
     return 0
 
@@ -64,21 +64,25 @@ def observe_status() -> int:
         LaunchError: not all answer, and there is no Docker.
         TryAgain: not all answer, and Docker does not run.
     """
-    code = _report(stack.health(_folder()))
+    code = _report(_folder())
     if code:
         stack.check_docker()
     return code
 
 
-def _report(found: list[Health]) -> int:
+def _report(folder: Path) -> int:
+    states = stack.containers(folder)
     table = Table("service", "answers", "where", "container")
-    for each in found:
-        answer = "yes" if each.answers else "no"
-        table.add_row(each.service.name, answer, each.service.url, each.container)
+    code = 0
+    for service in stack.services():
+        is_well = stack.answers(service)
+        code = code if is_well else 1
+        state = states.get(service.name, "no container")
+        table.add_row(service.name, "yes" if is_well else "no", service.url, state)
     console = SteadyConsole()
     with steady(console):
         console.print(table)
-    return int(not all(each.answers for each in found))
+    return code
 
 
 def _folder() -> Path:

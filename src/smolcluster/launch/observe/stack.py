@@ -36,14 +36,6 @@ OF_SERVICE = '{{.Label "com.docker.compose.service"}}\t{{.Status}}'
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with
 
 
-class NoDocker(LaunchError):
-    """Docker, or its Compose, is not installed, or does not let this user in."""
-
-
-class DockerIsDown(TryAgain):
-    """Docker is installed and does not run."""
-
-
 @dataclass(frozen=True)
 class Service:
     """One of the three, as who runs it sees it.
@@ -59,25 +51,14 @@ class Service:
     word: str
 
 
-@dataclass(frozen=True)
-class Health:
-    """How a service is: whether it answers, and what Docker says of its container."""
-
-    service: Service
-    answers: bool
-    container: str
-
-
 def services(environ: Mapping[str, str] = os.environ) -> tuple[Service, ...]:
     """The three services, Grafana first; Loki may be published on another address than 127.0.0.1.
 
     Compose reads LOKI_BIND in the environment, else in the file `.env` of the stack's folder; so is it here.
     """
-    bound = loki_bind(environ)
-    loki = LOOPBACK if bound in ("", *EVERYWHERE) else bound
     return (
         Service("grafana", "http://127.0.0.1:3000/api/health", "database"),
-        Service("loki", f"http://{loki}:{LOKI_PORT}/ready", "ready"),
+        Service("loki", f"{own_loki(environ)}/ready", "ready"),
         Service("prometheus", "http://127.0.0.1:9090/-/healthy", "Healthy"),
     )
 
@@ -106,34 +87,34 @@ def check_docker(timeout_s: float = ASK_S) -> None:
     """See that Docker runs and can be used.
 
     Raises:
-        NoDocker: it is not installed, or not for this user.
-        DockerIsDown: it does not run, or does not answer.
+        LaunchError: it is not installed, or not for this user.
+        TryAgain: it does not run, or does not answer.
     """
     if shutil.which("docker") is None:
-        raise NoDocker("Docker is not installed: install Docker, or Docker Desktop on a Mac")
+        raise LaunchError("Docker is not installed: install Docker, or Docker Desktop on a Mac")
     answer = _ask(["docker", "version", "--format", "{{.Server.Version}}"], timeout_s)
     if answer.ok:
         return
     if "permission denied" in answer.stderr.lower():
-        raise NoDocker(
+        raise LaunchError(
             "Docker does not let this user in: `sudo usermod -aG docker $USER`, then log in again"
         )
     start = "open Docker Desktop" if sys.platform == "darwin" else "`sudo systemctl start docker`"
-    raise DockerIsDown(f"Docker is not running: {start}")
+    raise TryAgain(f"Docker is not running: {start}")
 
 
 def compose(folder: Path) -> list[str]:
     """The words with which Compose is called for the stack.
 
     Raises:
-        NoDocker: Docker has no Compose.
+        LaunchError: Docker has no Compose.
     """
     if _ask(["docker", "compose", "version"], ASK_S).ok:
         words = ["docker", "compose"]
     elif shutil.which("docker-compose") is not None:
         words = ["docker-compose"]
     else:
-        raise NoDocker(
+        raise LaunchError(
             "Docker has no Compose: install docker-compose-plugin (Debian's docker-compose does as well)"
         )
     return [*words, "--file", str(folder / COMPOSE_FILE)]
@@ -164,33 +145,11 @@ def takes_password(grafana: str = GRAFANA) -> bool:
     return True
 
 
-def up(folder: Path) -> None:
-    """Start the stack; what Docker says goes to the terminal.
-
-    Raises:
-        NoDocker: there is no Docker.
-        DockerIsDown: it does not run.
-        LaunchError: the stack does not start.
-    """
-    _compose(folder, ["up", "--detach"], UP_S)
-
-
-def down(folder: Path) -> None:
-    """Stop the stack and remove its containers; what it has collected stays in its volumes.
-
-    Raises:
-        NoDocker: there is no Docker.
-        DockerIsDown: it does not run.
-        LaunchError: the stack does not stop.
-    """
-    _compose(folder, ["down"], DOWN_S)
-
-
 def begin_up(folder: Path) -> None:
     """Start the stack without waiting for it, which may take minutes where images are fetched.
 
     Raises:
-        NoDocker: Docker has no Compose.
+        LaunchError: Docker has no Compose.
         AuthError: see `stack_environ`.
     """
     argv = [*compose(folder), "up", "--detach"]
@@ -198,16 +157,8 @@ def begin_up(folder: Path) -> None:
     run_here(detached, timeout_s=ASK_S, environ=stack_environ())
 
 
-def health(folder: Path) -> list[Health]:
-    states = _containers(folder)
-    return [
-        Health(service, answers(service), states.get(service.name, "no container"))
-        for service in services()
-    ]
-
-
 def runs(folder: Path, service: Service) -> bool:
-    return _containers(folder).get(service.name, "").startswith("Up")
+    return containers(folder).get(service.name, "").startswith("Up")
 
 
 def answers(service: Service, timeout_s: float = ANSWER_S) -> bool:
@@ -219,14 +170,9 @@ def answers(service: Service, timeout_s: float = ANSWER_S) -> bool:
 
 
 def own_loki(environ: Mapping[str, str] = os.environ) -> str:
-    [url] = [service.url for service in services(environ) if service.name == "loki"]
-    return url.removesuffix("/ready")
-
-
-def loki_here(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Where this machine has a Loki that answers; None: nowhere."""
-    base = own_loki(environ)
-    return base if is_loki(base) else None
+    """Where Loki is on this machine, if it runs."""
+    bound = loki_bind(environ)
+    return f"http://{LOOPBACK if bound in ('', *EVERYWHERE) else bound}:{LOKI_PORT}"
 
 
 def is_loki(base: str) -> bool:
@@ -247,7 +193,7 @@ def bridge_address(can_listen: Callable[[str], bool]) -> str | None:
     return address if answer.ok and address and can_listen(address) else None
 
 
-def _containers(folder: Path) -> dict[str, str]:
+def containers(folder: Path) -> dict[str, str]:
     """What Docker says of the containers that Compose made from the folder, by service."""
     label = f"label=com.docker.compose.project.working_dir={folder}"
     answer = _ask(["docker", "ps", "--all", "--filter", label, "--format", OF_SERVICE], ASK_S)
@@ -255,7 +201,14 @@ def _containers(folder: Path) -> dict[str, str]:
     return {name: state for name, tab, state in lines if tab}
 
 
-def _compose(folder: Path, words: Sequence[str], timeout_s: float) -> None:
+def run_compose(folder: Path, words: Sequence[str], timeout_s: float) -> None:
+    """Call Compose for the stack; what Docker says goes to the terminal.
+
+    Raises:
+        LaunchError: there is no Docker, or Compose fails.
+        TryAgain: Docker does not run.
+        AuthError: see `stack_environ`.
+    """
     check_docker()
     argv = [*compose(folder), *words]
     try:

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smolcluster.errors import LaunchError
+from smolcluster.utils.retry import Deadline
 
 if TYPE_CHECKING:
     from zeroconf import ServiceInfo
 
 SERVICES = ("_ssh._tcp.local.", "_sftp-ssh._tcp.local.", "_workstation._tcp.local.")
 SECONDS = 3.0
-ANSWER_MS = 500
+ANSWER_S, ANSWERS_S = 0.5, 5.0
+"""How long what is missing of an announcement is asked for: of one, and of all together, in seconds."""
 MOST = 100
 """So many machines are listed; more would be an attack."""
 
@@ -82,9 +84,11 @@ def announced(
     with zeroconf:
         ServiceBrowser(zeroconf, list(services), handlers=[note])
         time.sleep(seconds)
+        asking = Deadline(ANSWERS_S)
         for each in list(seen):
+            timeout_ms = int(1000 * min(ANSWER_S, asking.remaining()))
             with suppress(Error):  # a name that breaks the rules
-                found.append(zeroconf.get_service_info(*each, timeout=ANSWER_MS))
+                found.append(zeroconf.get_service_info(*each, timeout=timeout_ms))
     return [each for each in found if each is not None]
 
 

@@ -4,7 +4,6 @@ Only small files are read, a few a run. A run that was launched on other machine
 is asked for there, each machine once; the answer is kept in the run's folder for when they cannot be reached.
 """
 
-import subprocess
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.find import all_runs
-from smolcluster.launch.tmux import TMUX_TIMEOUT_S
+from smolcluster.launch.tmux import session_names
 from smolcluster.launch.watch.probe import Ask, command_lines, look
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 from smolcluster.observability.view.listing import ListedRun, line_of, remembered
@@ -71,7 +70,7 @@ def living(root: Path, ask: Ask | None = None) -> list[RunPaths]:
     One whose machines cannot be asked is taken to live if `latest` points to it. Where only that one can live
     nobody is asked.
     """
-    sessions = cache(_sessions)
+    sessions = cache(session_names)
     possible = [paths for paths in runs_in(root) if _may_live(paths, sessions)]
     newest = latest_of(root)
     if [paths.run_id for paths in possible] == [newest]:
@@ -84,7 +83,7 @@ def living(root: Path, ask: Ask | None = None) -> list[RunPaths]:
 
 
 def _listed(runs: Sequence[RunPaths], ask: Ask | None) -> list[ListedRun]:
-    sessions = cache(_sessions)
+    sessions = cache(session_names)
     reads = [read_snapshot(paths) for paths in runs]
     lives = {read.paths.run_id: _lives_here(read, sessions) for read in reads}
 
@@ -147,20 +146,6 @@ def _is_alive(read: Snapshot) -> bool | None:
         return True
     is_over = read.status is not None and read.status.is_over
     return None if "unreachable" in seen and not is_over else False
-
-
-# --- on this machine
-
-
-def _sessions() -> Collection[str]:
-    command = ["tmux", "list-sessions", "-F", "#{session_name}"]
-    try:
-        said = subprocess.run(  # noqa: S603
-            command, capture_output=True, text=True, timeout=TMUX_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return said.stdout.split()
 
 
 def _table(console: Console, found: list[ListedRun]) -> Table:

@@ -29,9 +29,9 @@ from smolcluster.observability.terminal import COLOURS, SteadyConsole, displayab
 from smolcluster.observability.view.lines import level_number
 from smolcluster.runs.files import utc_timestamp
 from smolcluster.runs.launched import Launched, LaunchedProcess, launched_of
-from smolcluster.runs.paths import RunPaths, parse_log_stem
+from smolcluster.runs.paths import RunPaths, parse_log_stem, process_title
 from smolcluster.utils.at_once import at_once
-from smolcluster.utils.words import hint_at, one_line
+from smolcluster.utils.words import as_command, hint_at, one_line
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MAX_SHOWN = 4000
@@ -88,8 +88,24 @@ def logs(
     def sources() -> list[LaunchedProcess]:
         return chosen(sources_of(paths), node, rank, role)
 
-    view = LogView(paths, sources(), lowest, start, as_json=as_json)
+    try:
+        found = sources()
+    except ConfigError as error:
+        raise (_out_of_reach(paths, node, rank) if role == "worker" else None) or error from None
+    view = LogView(paths, found, lowest, start, as_json=as_json)
     return _follow(view, lambda: is_over(paths), sources) if follow else _print(view)
+
+
+def _out_of_reach(paths: RunPaths, node: str | None, rank: int | None) -> ConfigError | None:
+    """Where the logs are of a worker that has joined by itself; None: there is no such worker."""
+    status = look(paths).status
+    for worker in status.workers if status else ():
+        if node in (None, worker.node) and rank in (None, worker.rank):
+            return ConfigError(
+                f"{process_title('worker', worker.node, worker.rank)} has joined by itself, without SSH: its "
+                f"logs are on that machine, where {as_command('logs', paths.run_id)} shows them"
+            )
+    return None
 
 
 def is_over(paths: RunPaths) -> bool:

@@ -17,9 +17,8 @@ from smolcluster.errors import ConfigError
 from smolcluster.launch.find import find
 from smolcluster.launch.watch.probe import Ask, look
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
-from smolcluster.observability.view.report import RunReport, report_of
-from smolcluster.observability.view.snapshot import LAST_STEP, ProcessReport
-from smolcluster.observability.view.stages import StageView
+from smolcluster.observability.view.report import RunReport, report_of, was_stopped
+from smolcluster.observability.view.snapshot import LAST_STEP, ProcessReport, State
 from smolcluster.runs.evaluated import metrics_in, told
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import OLD_S
@@ -84,8 +83,9 @@ def shown(console: Console, report: RunReport) -> RenderableType:
     for name in ("step", "loss", "samples/s", "last heartbeat", *(["gpu"] if has_gpu else [])):
         table.add_column(name, justify="right", no_wrap=name != "gpu")
     for each in report.processes:
-        cells = [*row(each), *([gpu_cell(each.gpu)] if has_gpu else [])]
-        style = STYLES[each.process] if each.exit_code in (None, 0) else "red"
+        cells = [*row(each, report.state), *([gpu_cell(each.gpu)] if has_gpu else [])]
+        is_bad = each.exit_code not in (None, 0) and not was_stopped(each, report.state)
+        style = "red" if is_bad else STYLES[each.process]
         texts = [Text(displayable(console, cell)) for cell in cells]
         texts[1].stylize(style)
         table.add_row(*texts)
@@ -136,7 +136,7 @@ def measured(report: RunReport) -> list[str]:
         parts.append(f"validation loss {report.val_loss:.4g}")
     parts += told(metrics_in(dict(report)))
     if report.samples_per_s and report.state == "training":
-        parts.append(f"{report.samples_per_s:,.0f} samples/s")
+        parts.append(f"{report.samples_per_s:,.0f} samples/s now")
     return parts
 
 
@@ -158,12 +158,12 @@ def notes(report: RunReport) -> list[str]:
     return lines
 
 
-def row(process: ProcessReport) -> list[str]:
-    """A process's cells: its title, state, step, loss, samples/s, last heartbeat."""
+def row(process: ProcessReport, state: State) -> list[str]:
+    """A process's cells: its title, state, step, loss, samples/s, last heartbeat; `state` is the run's."""
     age = process.heartbeat_age_s
     return [
         process.title,
-        _liveness(process),
+        "stopped" if was_stopped(process, state) else _liveness(process),
         "" if process.step is None else f"{process.step:,}",
         "" if process.loss is None else f"{process.loss:.4g}",
         "" if process.samples_per_s is None else f"{process.samples_per_s:,.0f}",
@@ -174,32 +174,21 @@ def row(process: ProcessReport) -> list[str]:
 def stage_lines(report: RunReport) -> list[str]:
     """What each stage of a pipeline has done in the newest step."""
     return [
-        "; ".join(
-            filter(None, (f"{each.title} has layers {each.stage.ranges}", told_stage(each.stage)))
-        )
+        f"{each.title} has layers {stage.ranges}; a step: {stage.times}, waits {stage.bubble:.0%}"
+        + (f"; sends {stage.rates}" if stage.sends else "")
         for each in report.processes
-        if each.stage
+        if (stage := each.stage)
     ]
-
-
-def told_stage(stage: StageView) -> str:
-    """`a step: forward 120 ms, backward 240 ms, waits 27%; sends 1.2 MB/s to 2`."""
-    sends = f"; sends {stage.rates}" if stage.sends else ""
-    return f"a step: {stage.times}, waits {stage.bubble:.0%}{sends}"
 
 
 def peak_lines(report: RunReport) -> list[str]:
     """The most memory of each process by phase, where that is measured."""
     return [
-        f"peak memory of {each.title}: {told_peaks(each.peak_bytes)}"
+        f"peak memory of {each.title}: "
+        + ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in each.peak_bytes.items())
         for each in report.processes
         if each.peak_bytes
     ]
-
-
-def told_peaks(peak_bytes: Mapping[str, float]) -> str:
-    """`forward 1.2 GB, backward 2.4 GB`."""
-    return ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peak_bytes.items())
 
 
 def gpu_cell(gpu: Mapping[str, float]) -> str:

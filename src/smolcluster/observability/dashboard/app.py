@@ -3,8 +3,9 @@
 import asyncio
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,12 +13,12 @@ from anyio import CancelScope, CapacityLimiter, WouldBlock, from_thread, to_thre
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, PlainTextResponse
+from fastapi.responses import FileResponse, PlainTextResponse, StreamingResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException as AnyHTTPException
 
-from smolcluster.errors import ConfigError
+from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.observability.view import lines
 from smolcluster.observability.view.listing import listed, run_of
 from smolcluster.observability.view.view import Files, View, files_here
@@ -32,6 +33,11 @@ MAX_LINES = 1000
 MAX_STREAMS = 32
 MAX_SEARCHES = 32
 """That wait: one at a time searches, so that training keeps its cores."""
+MAX_PROMPT_CHARS = 4000
+MAX_TOKENS = 1000
+Write = Callable[[View, str, int, float], tuple[int, Generator[str]]]
+"""Goes on from a text by at most so many tokens, at a temperature: the step of a run's weights, and what they
+write, in pieces. Both may raise a SmolclusterError. One at a time calls it and takes its pieces."""
 
 
 @contextmanager
@@ -117,7 +123,7 @@ def _close(views: Iterable[View]) -> None:
         view.close()
 
 
-def make_app(views: Views, chosen: str = "latest") -> FastAPI:
+def make_app(views: Views, write: Write, chosen: str = "latest") -> FastAPI:
     """The application; `chosen` is the run that is shown first. Whoever asks has passed the guard."""
 
     @asynccontextmanager
@@ -130,6 +136,7 @@ def make_app(views: Views, chosen: str = "latest") -> FastAPI:
     app.state.streams = CapacityLimiter(MAX_STREAMS)
     app.state.searches = CapacityLimiter(MAX_SEARCHES)
     app.state.searching = CapacityLimiter(1)
+    app.state.write, app.state.writing = write, asyncio.Lock()
     app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_exception_handler(AnyHTTPException, _in_one_line)
@@ -172,6 +179,13 @@ def _in_words(views: Views, run: str) -> Iterator[None]:
 
 OneView = Annotated[View, Depends(_view_of)]
 StreamedView = Annotated[View, Depends(_streamed_view)]
+
+
+async def _turn(request: Request) -> AsyncIterator[ExitStack]:
+    """Leave to write, for one at a time; what is put on the stack is closed when the answer has ended."""
+    async with request.app.state.writing:
+        with ExitStack() as until_then:
+            yield until_then
 
 
 @router.get("/")
@@ -240,6 +254,31 @@ async def _stream(view: StreamedView) -> AsyncIterator[ServerSentEvent]:
         if come.entries:
             yield _event("lines", {"entries": come.entries, "is_all": come.is_all})
         await asyncio.sleep(EVERY_S)
+
+
+@router.get("/api/runs/{run}/chat")
+async def _chat(
+    request: Request,
+    view: StreamedView,
+    turn: Annotated[ExitStack, Depends(_turn)],
+    *,
+    prompt: Annotated[str, Query(max_length=MAX_PROMPT_CHARS)],
+    max_tokens: Annotated[int, Query(ge=1, le=MAX_TOKENS)],
+    temperature: Annotated[float, Query(ge=0, allow_inf_nan=False)],
+) -> StreamingResponse:
+    """What the run's language model writes behind the prompt, as it comes."""
+
+    def begin() -> tuple[int, Iterator[str]]:
+        step, pieces = request.app.state.write(view, prompt, max_tokens, temperature)
+        turn.enter_context(closing(pieces))
+        return step, chain([next(pieces, "")], pieces)
+
+    try:
+        step, pieces = await run_in_threadpool(begin)
+    except SmolclusterError as error:
+        raise HTTPException(409, str(error)) from error
+    headers = {"Checkpoint-Step": str(step)}
+    return StreamingResponse(pieces, headers=headers, media_type="text/plain")
 
 
 def _json(value: dict[str, Any]) -> Response:

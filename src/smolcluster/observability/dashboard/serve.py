@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from smolcluster.errors import ConfigError, PortBusy
-from smolcluster.observability.dashboard.app import Views, make_app
+from smolcluster.observability.dashboard.app import Views, Write, make_app
 from smolcluster.observability.dashboard.guard import Guard, access_for
 from smolcluster.utils.units import format_address
 
@@ -37,6 +37,7 @@ Standing = tuple[Any, int]
 def serve(
     views: Views,
     chosen: str,
+    write: Write,
     *,
     host: str,
     port: int | None,
@@ -48,6 +49,7 @@ def serve(
     Args:
         views: the runs.
         chosen: the run that is shown first.
+        write: goes on from a text.
         host: the address to listen on.
         port: the port; None: the usual one, or any that is free.
         say: tells the person a line.
@@ -65,7 +67,7 @@ def serve(
     address = f"http://{format_address(shown, own_port)}/#token={token}"
     say(f"dashboard: {address}")
     say("Ctrl-C ends it; training goes on")
-    config = server_config(Guard(make_app(views, chosen), access))
+    config = server_config(Guard(make_app(views, write, chosen), access))
     with listener, ExitStack() as until_then:
         if opens_by:
             until_then.enter_context(opened(address, opens_by))

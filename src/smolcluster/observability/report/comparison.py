@@ -33,7 +33,7 @@ CELLS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("steps", "steps", "{:,}".format),
     ("samples", "samples", "{:,}".format),
     ("time", "wall_s", format_duration),
-    ("samples/s", "samples_per_s", "{:,.0f}".format),
+    ("samples/s on average", "samples_per_s", "{:,.0f}".format),
     ("received", "received_bytes", format_bytes),
     ("sent", "sent_bytes", format_bytes),
     ("mean staleness", "mean_staleness", "{:.2f}".format),

@@ -8,7 +8,7 @@ from smolcluster.configs.spec import STALENESS, spec_of
 from smolcluster.observability.view import snapshot
 from smolcluster.observability.view.snapshot import LAST_STEP, numbers_of
 from smolcluster.observability.view.view import View
-from smolcluster.observability.view.workers import Worker, workers_of
+from smolcluster.observability.view.workers import Worker
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.events import RunEnded
 from smolcluster.runs.model_file import WithMetrics
@@ -55,7 +55,7 @@ def outcome_of(view: View) -> Outcome:
             **{"steps": told["step"], "samples": samples, "wall_s": wall_s},
             "samples_per_s": samples / wall_s if wall_s else None,
         }
-        if workers := workers_of(view.snapshot, view.story):
+        if workers := view.workers:
             values |= _of_cluster(view, workers)
     return Outcome.model_validate(values)
 

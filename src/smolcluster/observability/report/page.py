@@ -19,7 +19,7 @@ from smolcluster.observability.view.first_error import Logs
 from smolcluster.observability.view.stages import WORDS, StageView
 from smolcluster.observability.view.story import Happening, told
 from smolcluster.observability.view.view import View, read_view
-from smolcluster.observability.view.workers import Worker, workers_of
+from smolcluster.observability.view.workers import Worker
 from smolcluster.runs.advice import Prediction
 from smolcluster.runs.evaluated import cell, metrics_in
 from smolcluster.runs.events import (
@@ -75,7 +75,7 @@ def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path
     """
     view = read_view(paths)
     logs = view.logs(ended_by)
-    workers = workers_of(view.snapshot, view.story)
+    workers = view.workers
     curves, undrawn = drawn([view.curves])
     began = _began(view)
     splits = list(_splits(view))
@@ -87,7 +87,7 @@ def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path
         subtitle=_subtitle(view),
         state=state_of(view),
         tiles=_tiles(view),
-        log_notes=_log_notes(view, logs),
+        log_notes=_log_notes(view, logs, workers),
         curves=curves,
         workers=_workers(view, workers),
         ranks=_ranks(view),
@@ -122,8 +122,8 @@ def _subtitle(view: View) -> str:
         return view.algorithm or "Nothing is known of how it began."
     parts = [started.shown_algorithm, f"{started.model} ({started.num_params:,} parameters)"]
     parts.append(f"on {started.dataset}")
-    if started.num_workers > 1:
-        parts.append(f"{started.num_workers} workers")
+    if view.num_workers > 1:
+        parts.append(f"{view.num_workers} workers")
     if started.mesh is not None:
         parts.append(f"{started.num_ranks} ranks: {started.mesh}")
     if started.codec != "none":
@@ -148,7 +148,9 @@ def _tiles(view: View) -> Iterator[tuple[str, str, str]]:
     yield "Samples", f"{outcome.samples:,}", _epochs(view)
     tokens = summary.tokens_per_sample if summary else None
     rate = (outcome.samples_per_s or 0.0) * (tokens or 1)
-    speed = f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s" if outcome.wall_s else ""
+    speed = (
+        f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s on average" if outcome.wall_s else ""
+    )
     yield "Time", format_duration(outcome.wall_s or 0.0), speed
     if view.snapshot.prediction is not None and outcome.samples_per_s:
         yield _predicted(view.snapshot.prediction, outcome.samples_per_s, tokens)
@@ -180,17 +182,22 @@ def _epochs(view: View) -> str:
     return "" if epochs is None else format_count(epochs, "epoch")
 
 
-def _log_notes(view: View, logs: Logs) -> Iterator[str]:
+def _log_notes(view: View, logs: Logs, workers: Sequence[Worker]) -> Iterator[str]:
     for kind, by_title in (("Errors", logs.num_errors), ("Warnings", logs.num_warnings)):
         if by_title:
             counts = ", ".join(f"{title} {count:,}" for title, count in by_title.most_common(20))
             yield f"{kind} in the logs: {counts}."
-    if logs.missing:
-        shown, more = logs.missing[:20], len(logs.missing) - 20
-        names = ", ".join(shown) + (f" and {more:,} more" if more > 0 else "")
+    launched = {each.node for each in view.snapshot.processes}
+    by_themselves = {each.name for each in workers if launched and each.node not in launched}
+    if far := [each for each in logs.missing if each not in by_themselves]:
         yield (
-            f"Logs that are not here: {names}. {as_command('fetch')} brings those of other machines, and "
-            f"{as_command('report')} then writes this page anew."
+            f"Logs that are not here: {_names(far)}. {as_command('fetch')} brings those of other machines, "
+            f"and {as_command('report')} then writes this page anew."
+        )
+    if own := [each for each in logs.missing if each in by_themselves]:
+        yield (
+            f"Logs on the machines of workers that have joined by themselves: {_names(own)}. "
+            f"{as_command('logs', view.paths.run_id)} there shows them."
         )
     for process in view.processes:
         offset = process.totals.get("clock_offset_s")
@@ -198,6 +205,11 @@ def _log_notes(view: View, logs: Logs) -> Iterator[str]:
             side = "ahead of" if offset.newest > 0 else "behind"
             off = format_duration(abs(offset.newest))
             yield f"The clock of {process.node} is {off} {side} the server's; its lines are moved by it."
+
+
+def _names(titles: Sequence[str]) -> str:
+    more = len(titles) - 20
+    return ", ".join(titles[:20]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _process_of(view: View, worker: Worker) -> ProcessSeries | None:

@@ -1,11 +1,10 @@
 """`smolcluster ship`: a process that pushes a run's logs until it is told to end."""
 
-import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from smolcluster.observability.shipping.loki import LokiClient
 from smolcluster.observability.shipping.shipper import Shipper
 from smolcluster.observability.shipping.spool import Spool
 from smolcluster.utils.locks import held
+from smolcluster.utils.stopping import SIGNALS, at_stdin_eof
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import as_command
 
@@ -62,7 +62,7 @@ def ship(
 def _left(shipper: Shipper, logs: Path, base: str) -> str:
     if shipper.refusal:
         return f"{base} has refused some of the logs in {logs}, which stay there: {shipper.refusal}"
-    return f"{format_bytes(shipper.left_nbytes())} of logs have not been pushed to {base}"
+    return f"{format_bytes(shipper.spool.left_nbytes())} of logs have not been pushed to {base}"
 
 
 @contextmanager
@@ -82,23 +82,16 @@ def _until_told(shipper: Shipper, *, stop_on_stdin_eof: bool) -> bool:
         if shipper.run(asked, FLUSH_S):
             arrived.set()
 
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for signum in SIGNALS:
         signal.signal(signum, lambda *_: asked.set())
     if stop_on_stdin_eof:
-        threading.Thread(target=_read_to_end, args=(asked.set,), daemon=True).start()
+        at_stdin_eof(asked.set)
     thread = threading.Thread(target=run, name="ship", daemon=True)
     thread.start()
     while thread.is_alive() and not asked.is_set():
         asked.wait(1.0)
     thread.join(FLUSH_S + HURRY_S)
     return arrived.is_set()
-
-
-def _read_to_end(at_end: Callable[[], None]) -> None:
-    with suppress(OSError):
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-    at_end()
 
 
 def _warn(sentence: str) -> None:

@@ -4,12 +4,11 @@ import gzip
 import json
 import netrc
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 import httpx
 
@@ -26,19 +25,11 @@ GZIP_LEVEL = 4
 _REFUSED = frozenset({400, 413, 422})
 
 
-class Verdict(Enum):
-    """What came of a push."""
-
-    ACCEPTED = "accepted"
-    REFUSED = "refused"
-    LATER = "later"
-
-
 @dataclass(frozen=True)
 class PushReply:
     """What Loki made of a batch; `reason` in words; `retry_after_s`: when it wants it again."""
 
-    verdict: Verdict
+    verdict: Literal["accepted", "refused", "later"]
     reason: str = ""
     retry_after_s: float = 0.0
 
@@ -53,28 +44,17 @@ def push_body(entries: Iterable[LokiLine]) -> bytes:
     return gzip.compress(text.encode("utf-8", "replace"), GZIP_LEVEL, mtime=0)
 
 
-def judged(status: int, headers: Mapping[str, str], said: bytes, now: datetime) -> PushReply:
+def judged(status: int, headers: Mapping[str, str], said: bytes) -> PushReply:
     """What an answer means. Whatever is not Loki's own way to answer is no reason to give lines up."""
     words = one_line(said.decode("utf-8", "replace").strip())[:MAX_QUOTED]
     reason = f"it answers {status}" + (f": {words}" if words else "")
     if 200 <= status < 300 and (status == 204 or not words):
-        return PushReply(Verdict.ACCEPTED)
+        return PushReply("accepted")
     if status in _REFUSED:
-        return PushReply(Verdict.REFUSED, reason)
-    return PushReply(Verdict.LATER, reason, _seconds(headers.get("Retry-After", ""), now))
-
-
-def _seconds(retry_after: str, now: datetime) -> float:
-    """Seconds that a Retry-After asks for, within reason: a number, or a date."""
-    try:
-        seconds = float(retry_after)
-    except ValueError:
-        try:
-            moment = parsedate_to_datetime(retry_after)
-            seconds = (moment.replace(tzinfo=moment.tzinfo or UTC) - now).total_seconds()
-        except (ValueError, TypeError, OverflowError):
-            return 0.0
-    return min(max(seconds, 0.0), MAX_RETRY_AFTER_S) if seconds == seconds else 0.0  # noqa: PLR0124
+        return PushReply("refused", reason)
+    asked = headers.get("Retry-After", "")
+    retry_after_s = min(float(asked), MAX_RETRY_AFTER_S) if re.fullmatch("[0-9]+", asked) else 0.0
+    return PushReply("later", reason, retry_after_s)
 
 
 def push_url(base: str) -> httpx.URL:
@@ -122,22 +102,13 @@ class LokiClient:
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
         try:
             with self._client.stream("POST", self._url, content=body, headers=headers) as response:
-                said = _beginning(response)
+                said = next(response.iter_raw(MAX_ANSWER_NBYTES), b"")
         except httpx.HTTPError as error:
-            return PushReply(Verdict.LATER, f"{one_line(str(error)) or type(error).__name__}")
-        return judged(response.status_code, response.headers, said, datetime.now(UTC))
+            return PushReply("later", one_line(str(error)) or type(error).__name__)
+        return judged(response.status_code, response.headers, said)
 
     def close(self) -> None:
         self._client.close()
-
-
-def _beginning(response: httpx.Response) -> bytes:
-    said = b""
-    for chunk in response.iter_raw():
-        said += chunk
-        if len(said) >= MAX_ANSWER_NBYTES:
-            break
-    return said[:MAX_ANSWER_NBYTES]
 
 
 def _auth() -> httpx.NetRCAuth | None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.observability.shipping.loki import PushReply, Verdict, push_body
+from smolcluster.observability.shipping.loki import PushReply, push_body
 from smolcluster.observability.shipping.spool import Batch, Spool
 from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.retry import Deadline, backoff_delays
@@ -33,13 +33,12 @@ class Shipper:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._spool = spool
+        self.spool = spool
         self._push = push
         self._say = say
         self._clock = clock
         self._cadence = Cadence(0, WARN_EVERY_S, clock)
         self._unsaid = 0
-        self._lost_nbytes = 0
         self._waiting: Batch | None = None
         self._delays = _delays()
         self.refusal = ""
@@ -67,47 +66,35 @@ class Shipper:
             time.sleep(min(delay_s, deadline.remaining()))
         return not self.refusal
 
-    def left_nbytes(self) -> int:
-        """How many bytes who ships these logs anew has to push."""
-        return self._spool.left_nbytes()
-
     def step(self, *, at_end: bool = False) -> float | None:
-        """Push one batch; returns the seconds after which to try the next, None: there is none."""
-        batch = self._waiting = self._waiting or self._next(at_end=at_end)
+        """Push one batch; returns the seconds after which to try the next, None: there is none.
+
+        Where a batch was refused, or cannot be stored, who ships these logs anew begins with it.
+        """
+        lost_nbytes = self.spool.lost_nbytes
+        try:
+            batch = self._waiting = self._waiting or self.spool.next_batch(at_end=at_end)
+        except OSError as error:
+            self._warn(f"the logs in {self.spool.folder} cannot be read: {error.strerror}")
+            return None
+        if lost_nbytes := self.spool.lost_nbytes - lost_nbytes:
+            self._warn(f"{lost_nbytes:,} bytes of logs were removed before Loki had them")
         if batch is None:
             return None
-        answer = (
-            self._push(push_body(batch.entries)) if batch.entries else PushReply(Verdict.ACCEPTED)
-        )
-        if answer.verdict is Verdict.LATER:
-            self._warn(f"Loki does not take the logs, which wait in their files: {answer.reason}")
-            return max(next(self._delays), answer.retry_after_s)
-        if answer.verdict is Verdict.REFUSED:
+        reply = self._push(push_body(batch.entries)) if batch.entries else PushReply("accepted")
+        if reply.verdict == "later":
+            self._warn(f"Loki does not take the logs, which wait in their files: {reply.reason}")
+            return max(next(self._delays), reply.retry_after_s)
+        if reply.verdict == "refused":
             lines = format_count(len(batch.entries), "line")
-            self._warn(f"Loki refuses some of {lines}, which stay in their files: {answer.reason}")
-            self.refusal = answer.reason
+            self._warn(f"Loki refuses some of {lines}, which stay in their files: {reply.reason}")
+            self.refusal = reply.reason
         self._waiting, self._delays = None, _delays()
-        self._commit(batch, arrived=answer.verdict is Verdict.ACCEPTED)
-        return 0.0
-
-    def _next(self, *, at_end: bool) -> Batch | None:
         try:
-            batch = self._spool.next_batch(at_end=at_end)
-        except OSError as error:
-            self._warn(f"the logs in {self._spool.folder} cannot be read: {error.strerror}")
-            return None
-        if (lost := self._spool.lost_nbytes) > self._lost_nbytes:
-            self._warn(
-                f"{lost - self._lost_nbytes:,} bytes of logs were removed before Loki had them"
-            )
-            self._lost_nbytes = lost
-        return batch if batch.places else None
-
-    def _commit(self, batch: Batch, *, arrived: bool) -> None:
-        try:
-            self._spool.commit(batch, arrived=arrived)
+            self.spool.commit(batch, stored=not self.refusal)
         except SmolclusterError as error:
             self._warn(f"{error}; a restart would send lines again")
+        return 0.0
 
     def _warn(self, sentence: str) -> None:
         if not self._cadence.take():

@@ -5,20 +5,18 @@ old name's number, and one that was truncated, or whose inode has a new file, fr
 """
 
 import hashlib
-import json
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from pydantic import Field, NonNegativeInt
 
-from smolcluster.observability.shipping.lines import Labels, LokiLine, entry_of, labels_of
+from smolcluster.observability.shipping.lines import LokiLine, entry_of, labels_of
 from smolcluster.runs.files import or_none, rotations
 from smolcluster.runs.model_file import ModelFile, Strict
 
@@ -29,29 +27,20 @@ HEAD_NBYTES = 256
 READ_NBYTES = 4 << 20
 """A longer line is taken as several."""
 TIE_NS = 10**9
-"""Lines of a stream are put in order where their times differ by less: clocks tell milliseconds."""
+"""Lines of a log are put in order where their times differ by less: clocks tell milliseconds."""
 _LOG = re.compile(r"(.+)\.log(?:\.\d+)?")
 
 
-class Head(Strict):
-    """How a file begins: a digest of its first bytes."""
+class FilePosition(Strict):
+    """How far a file has been taken; its size and the digest of its beginning when it was looked at."""
 
-    nbytes: NonNegativeInt
+    offset: NonNegativeInt
+    size: NonNegativeInt
     digest: str
 
 
-class FilePosition(Strict):
-    """How far a file has been taken, and how it begins."""
-
-    offset: NonNegativeInt
-    head: Head
-
-
 class Shipped(Strict):
-    """`.shipped.json`: up to where all has arrived.
-
-    Places by inode, and each stream's last time in nanoseconds since 1970.
-    """
+    """`.shipped.json`: files by inode, and the last time of each log in nanoseconds since 1970."""
 
     places: dict[str, FilePosition] = Field({})
     last_ns: dict[str, NonNegativeInt] = Field({})
@@ -60,26 +49,12 @@ class Shipped(Strict):
 SHIPPED = ModelFile[Shipped](Shipped, "is damaged", durable=False)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Batch:
-    """Some lines in their order, and what is to be stored when Loki has them."""
+    """Lines of one log in their order, and what is to be stored when Loki has them."""
 
-    entries: list[LokiLine] = field(default_factory=list)
-    places: dict[str, FilePosition] = field(default_factory=dict)
-    last_ns: dict[str, int] = field(default_factory=dict)
-    nbytes: int = 0
-
-    def add(self, entry: LokiLine) -> None:
-        """Add a line, which comes after those of its stream that were before it.
-
-        It keeps its time if that is much earlier: then the clock was ahead before, or was set back.
-        """
-        stream = _name_of(entry.labels)
-        last_ns = self.last_ns.get(stream, -TIE_NS)
-        ns = last_ns + 1 if 0 <= last_ns - entry.ns < TIE_NS else entry.ns
-        self.last_ns[stream] = ns
-        self.entries.append(replace(entry, ns=ns))
-        self.nbytes += len(entry.text.encode())
+    entries: Sequence[LokiLine]
+    after: Shipped
 
 
 @dataclass(frozen=True)
@@ -91,13 +66,21 @@ class _Open:
     size: int
     grows: bool
 
-    def head(self, nbytes: int) -> Head:
+    def digest(self, nbytes: int) -> str:
         self.data.seek(0)
-        digest = hashlib.sha256(self.data.read(min(nbytes, HEAD_NBYTES))).hexdigest()
-        return Head(nbytes=min(nbytes, HEAD_NBYTES), digest=digest[:16])
+        return hashlib.sha256(self.data.read(min(nbytes, HEAD_NBYTES))).hexdigest()[:16]
 
-    def begins(self, head: Head) -> bool:
-        return self.head(head.nbytes) == head
+    def offset(self, place: FilePosition | None) -> int | None:
+        """How far it has been taken; None: it is not the file of that place."""
+        is_it = place and place.size <= self.size and place.digest == self.digest(place.size)
+        return place.offset if place and is_it else None
+
+    def lines_from(self, offset: int) -> Iterator[bytes]:
+        self.data.seek(offset)
+        while line := self.data.readline(READ_NBYTES):
+            if self.grows and len(line) < READ_NBYTES and not line.endswith(b"\n"):
+                return
+            yield line
 
 
 class Spool:
@@ -118,108 +101,111 @@ class Spool:
     ) -> None:
         self.folder = folder
         self.lost_nbytes = 0
+        self._run_id = folder.absolute().parent.name
         self._only = only
         self._max_lines = max_lines
         self._max_nbytes = max_nbytes
         self._now_ns = now_ns
-        self._run_id = folder.absolute().parent.name
-        self._shipped = self._taken = or_none(SHIPPED.read, folder / STATE) or Shipped()
-        """Up to where all has arrived, and up to where it has been taken: Loki may refuse some.
+        self._last_stem = ""
+        # A damaged file says nothing, so that all is sent again rather than left out.
+        self._shipped = or_none(SHIPPED.read, folder / STATE) or Shipped()
 
-        A damaged file says nothing, so that all is sent again rather than left out.
+    def next_batch(self, *, at_end: bool = False) -> Batch | None:
+        """The lines that come next, of each log in turn; None: there are none.
+
+        With `at_end` a last line that has no end is one of them.
         """
-        self._seen: dict[str, FilePosition] = {}
-
-    def next_batch(self, *, at_end: bool = False) -> Batch:
-        """The lines that come next, of each log some; with `at_end` also a last one that has no end."""
-        batch = Batch(last_ns=dict(self._taken.last_ns))
-        logs = self._logs()
         with ExitStack() as stack:
-            files = {log: _opened(log, stack, at_end=at_end) for log in logs}
-            self._look(file for of_log in files.values() for file in of_log)
-            for number, log in enumerate(logs, start=1):
-                share = number / len(logs)
-                limits = round(self._max_lines * share), round(self._max_nbytes * share)
-                labels = labels_of(log.stem, self._run_id)
-                for file in reversed(files[log]):
-                    if not self._take(file, labels, batch, limits):
-                        break
-        return batch
+            files = {log.stem: _opened(log, stack, at_end=at_end) for log in self._logs()}
+            self._look([file for of_log in files.values() for file in of_log])
+            for stem in sorted(files, key=lambda stem: stem <= self._last_stem):
+                if self._is_wanted(stem) and (batch := self._read(stem, files[stem])):
+                    self._last_stem = stem
+                    return batch
+        return None
 
-    def commit(self, batch: Batch, *, arrived: bool = True) -> None:
-        """Note that the lines of a batch have been dealt with, and whether all of them have arrived.
-
-        From the first that did not on, nothing more is stored: who ships these logs anew begins with it.
+    def commit(self, batch: Batch, *, stored: bool = True) -> None:
+        """Go on behind a batch; with `stored` who ships these logs anew does so, too.
 
         Raises:
             SmolclusterError: it cannot be stored; in this process it holds all the same.
         """
-        places = {
-            inode: place
-            for inode, place in (self._taken.places | batch.places).items()
-            if inode in self._seen
-        }
-        before, self._taken = self._taken, Shipped(places=places, last_ns=batch.last_ns)
-        if arrived and before is self._shipped:
-            self._shipped = self._taken
-            if self._shipped != before:
-                SHIPPED.write(self.folder / STATE, self._shipped)
+        self._shipped = batch.after
+        if stored:
+            SHIPPED.write(self.folder / STATE, batch.after)
 
     def left_nbytes(self) -> int:
-        """How many bytes are behind what has arrived, as the files are now. Any thread."""
-        shipped = self._shipped
+        """How many bytes are still to be taken, as the files are now. Any thread."""
+        places = self._shipped.places
         with ExitStack() as stack, suppress(OSError):
-            files = [file for log in self._logs() for file in _opened(log, stack, at_end=True)]
-            return sum(file.size - _offset(file, shipped) for file in files)
+            logs = [log for log in self._logs() if self._is_wanted(log.stem)]
+            files = [file for log in logs for file in _opened(log, stack, at_end=True)]
+            return sum(file.size - (file.offset(places.get(file.inode)) or 0) for file in files)
         return 0
 
-    def _look(self, files: Iterable[_Open]) -> None:
+    def _look(self, files: Sequence[_Open]) -> None:
         """Note which files there are, and what has gone with those that are there no more."""
-        present = {file.inode: file for file in files}
-        for inode, end in self._seen.items():
-            if inode not in present or not present[inode].begins(end.head):
-                taken = self._taken.places.get(inode)
-                self.lost_nbytes += max(0, end.offset - (taken.offset if taken else 0))
-        self._seen = {
-            inode: FilePosition(offset=file.size, head=file.head(file.size))
-            for inode, file in present.items()
+        before = self._shipped.places
+        offsets = {file.inode: file.offset(before.get(file.inode)) for file in files}
+        self.lost_nbytes += sum(
+            place.size - place.offset
+            for inode, place in before.items()
+            if offsets.get(inode) is None
+        )
+        places = {
+            file.inode: FilePosition(
+                offset=offsets[file.inode] or 0, size=file.size, digest=file.digest(file.size)
+            )
+            for file in files
         }
+        self._shipped = Shipped(places=places, last_ns=self._shipped.last_ns)
+
+    def _read(self, stem: str, files: Sequence[_Open]) -> Batch | None:
+        """The next lines of a log, whose newest file is the first of these; None: there are none.
+
+        A line keeps its time if that is much earlier than the one before: then the clock was ahead before, or
+        was set back. Else it comes after that one.
+        """
+        labels = labels_of(stem, self._run_id)
+        places, last_ns = self._shipped.places, self._shipped.last_ns.get(stem, -TIE_NS)
+        entries: list[LokiLine] = []
+        ends: dict[str, int] = {}
+        nbytes = 0
+        for file, end, line in _unread(files, places):
+            ends[file.inode] = end
+            if entry := entry_of(line, labels, self._now_ns()):
+                is_tie = 0 <= last_ns - entry.ns < TIE_NS
+                last_ns = last_ns + 1 if is_tie else entry.ns
+                entries.append(replace(entry, ns=last_ns))
+                nbytes += len(entry.text.encode())
+            if len(entries) >= self._max_lines or nbytes >= self._max_nbytes:
+                break
+        if not ends:
+            return None
+        after = {
+            inode: places[inode].model_copy(update={"offset": end}) for inode, end in ends.items()
+        }
+        times = self._shipped.last_ns | ({stem: last_ns} if entries else {})
+        return Batch(entries, Shipped(places=places | after, last_ns=times))
+
+    def _is_wanted(self, stem: str) -> bool:
+        return not self._only or stem in self._only
 
     def _logs(self) -> list[Path]:
         """The newest file of each log, which may be about to be made anew."""
         names = (_LOG.fullmatch(path.name) for path in self.folder.glob("*.log*"))
-        stems = sorted({name[1] for name in names if name})
-        return [
-            self.folder / f"{stem}.log" for stem in stems if not self._only or stem in self._only
-        ]
-
-    def _take(
-        self, file: _Open, labels: Mapping[str, str], batch: Batch, limits: tuple[int, int]
-    ) -> bool:
-        """Add lines of one file; whether all of it has been taken."""
-        start = offset = _offset(file, self._taken)
-        file.data.seek(start)
-        is_whole = False
-        while len(batch.entries) < limits[0] and batch.nbytes < limits[1]:
-            line = file.data.readline(READ_NBYTES)
-            is_half = len(line) < READ_NBYTES and not line.endswith(b"\n")
-            if not line or (is_half and file.grows):
-                is_whole = True
-                break
-            offset += len(line)
-            if entry := entry_of(line, labels, self._now_ns()):
-                batch.add(entry)
-        if offset != start:
-            batch.places[file.inode] = FilePosition(offset=offset, head=file.head(offset))
-        return is_whole
+        return [self.folder / f"{stem}.log" for stem in sorted({name[1] for name in names if name})]
 
 
-def _offset(file: _Open, shipped: Shipped) -> int:
-    """Where to go on reading a file."""
-    place = shipped.places.get(file.inode)
-    if place is None or place.offset > file.size:
-        return 0
-    return place.offset if file.begins(place.head) else 0
+def _unread(
+    files: Sequence[_Open], places: Mapping[str, FilePosition]
+) -> Iterator[tuple[_Open, int, bytes]]:
+    """The lines of a log from these places on, each with its file and where it ends; the oldest first."""
+    for file in reversed(files):
+        end = places[file.inode].offset
+        for line in file.lines_from(end):
+            end += len(line)
+            yield file, end, line
 
 
 def _opened(log: Path, stack: ExitStack, *, at_end: bool) -> list[_Open]:
@@ -236,9 +222,3 @@ def _opened(log: Path, stack: ExitStack, *, at_end: bool) -> list[_Open]:
                 grows = path == log and not at_end
                 files.append(_Open(data, inode, facts.st_size, grows))
     return files
-
-
-@lru_cache(maxsize=64)
-def _name_of(labels: Labels) -> str:
-    """A stream's name in `.shipped.json`."""
-    return json.dumps(labels)

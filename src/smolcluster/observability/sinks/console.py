@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
 SHOW_CURSOR = "\x1b[?25h"
 TICK_S = 0.1
 CLOSE_TIMEOUT_S = 2.0
+SPEED_WINDOW_S, LEAST_WINDOW_S = 30.0, 3.0
+"""Over how long the speed is taken that tells the time left: that of a second jumps up and down."""
 
 
 class ProgressView:
@@ -52,6 +55,8 @@ class ProgressView:
         self._clock = clock
         self._shown_at = clock()
         self._step: MetricRecord | None = None
+        self._seen = deque[tuple[float, float]]()
+        """When so many samples were done, at most `SPEED_WINDOW_S` ago."""
         self._measured = ""
         self._shown = ""
         self._bar: BarLine | None = None
@@ -88,12 +93,25 @@ class ProgressView:
         self._shown_at = self._clock()
         if self._step is None or self._closed:
             return
-        parts = status_parts(self._step, self._num_epochs, self._measured)
+        speed = self._speed(self._step)
+        parts = status_parts(self._step, self._num_epochs, self._measured, speed)
         if self._has_bar:
             self._show_bar(self._step, fit(parts, self._console.width - BAR_WIDTH - 7))
         elif (line := " · ".join([*share_done(self._step), *parts])) != self._shown:
             self._shown = line
             print_line(self._console, line)
+
+    def _speed(self, step: MetricRecord) -> float | None:
+        """Samples a second, by what was shown last; at first what the step says."""
+        done, seen = step.values.get("samples_applied", 0.0), self._seen
+        if not seen or done > seen[-1][1]:
+            seen.append((self._clock(), done))
+        while seen[-1][0] - seen[0][0] > SPEED_WINDOW_S:
+            seen.popleft()
+        (since, before), (until, now) = seen[0], seen[-1]
+        if until - since < LEAST_WINDOW_S:
+            return step.values.get("samples_per_s")
+        return (now - before) / (until - since)
 
     def _show_bar(self, step: MetricRecord, status: str) -> None:
         with steady(self._console):
@@ -209,8 +227,10 @@ def time_left(done: float | None, total: float | None, speed: float | None) -> l
     return [f"{format_duration(max(1.0, (total - done) / speed))} left"]
 
 
-def status_parts(step: MetricRecord, num_epochs: int | None, measured: str) -> list[str]:
-    """What there is to say about a step, the most important first."""
+def status_parts(
+    step: MetricRecord, num_epochs: int | None, measured: str, speed: float | None
+) -> list[str]:
+    """What there is to say about a step, the most important first; `speed`: samples a second."""
     values = step.values
     epochs = "" if num_epochs is None else f"/{num_epochs}"
     steps = f"/{values['total_steps']:,.0f}" if "total_steps" in values else ""
@@ -219,12 +239,11 @@ def status_parts(step: MetricRecord, num_epochs: int | None, measured: str) -> l
         parts.append(f"loss {values['loss']:.3f}")
     if measured:
         parts.append(measured)
-    names = ("samples_applied", "total_samples", "samples_per_s")
-    parts += time_left(*(values.get(name) for name in names))
+    parts += time_left(values.get("samples_applied"), values.get("total_samples"), speed)
     if "tokens_per_s" in values:
-        parts.append(f"{values['tokens_per_s']:,.0f} tokens/s")
+        parts.append(f"{values['tokens_per_s']:,.0f} tokens/s now")
     elif "samples_per_s" in values:
-        parts.append(f"{values['samples_per_s']:,.0f} samples/s")
+        parts.append(f"{values['samples_per_s']:,.0f} samples/s now")
     if "staleness" in values:
         parts.append(f"staleness {values['staleness']:.1f}")
     if values.get("mb_per_s"):

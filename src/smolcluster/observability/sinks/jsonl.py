@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from smolcluster.observability.metrics import RESERVED, MetricKind, MetricRecord
+from smolcluster.observability.metrics import MetricKind, MetricRecord
 from smolcluster.runs.files import Follower, StampedLog
+from smolcluster.runs.series import RESERVED
 
 
 class JsonlSink(StampedLog):

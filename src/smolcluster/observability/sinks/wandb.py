@@ -30,20 +30,12 @@ from smolcluster.configs.schema import RunConfig
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.wandb_child import KEPT
 from smolcluster.runs.events import (
-    CheckpointSaved,
+    BeginningEnded,
+    EpochFinished,
+    Evaluated,
     Event,
-    LayersMoved,
-    LeaseReturned,
-    PushDropped,
-    RunResumed,
-    StepOverdue,
-    StepsUndone,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerLost,
-    WorkerParked,
-    WorkerRejected,
-    WorkerStalled,
+    RunEnded,
+    RunStarted,
     kind_of,
 )
 from smolcluster.runs.files import json_line
@@ -58,22 +50,8 @@ NUM_STEPS_FIRST, STEP_EVERY_S = 50_000, 5.0
 MAX_NBYTES = 512 * 1024 * 1024
 """Of values that W&B is given, which it keeps in a file of about that size, also where it is online."""
 WRITE_EVERY_S = 0.5
-COUNTED = (
-    WorkerJoined,
-    WorkerLeft,
-    WorkerLost,
-    WorkerRejected,
-    WorkerStalled,
-    LeaseReturned,
-    PushDropped,
-    StepOverdue,
-    LayersMoved,
-    StepsUndone,
-    WorkerParked,
-    CheckpointSaved,
-    RunResumed,
-)
-"""The events that are counted; what the others say is a metric already."""
+NOT_COUNTED = (RunStarted, Evaluated, EpochFinished, BeginningEnded, RunEnded)
+"""The events that are not counted: what they say is a metric already, or is said once."""
 LEFT_OUT = frozenset({"start", "stop", "total_samples", "total_steps"})
 """Values of a step that make no curve."""
 Mode = Literal["online", "offline", "disabled"]
@@ -132,12 +110,17 @@ def _has_login(environ: Mapping[str, str]) -> bool:
     return False
 
 
+def _keep_silent(_: str) -> None:
+    """Who has no account misses nothing."""
+
+
 class WandbSink:
     """Reports records to W&B; `log` keeps them for its thread and returns at once.
 
     `folder` is the run's folder, where all that wandb writes goes; `start` are the words of `wandb.init`.
-    `warn` is called with one sentence, once for each thing that can go wrong. `close` takes at most about
-    `finish_timeout_s` seconds; what was not uploaded by then stays in the folder for `wandb sync`.
+    `warn` is called with one sentence, once for each thing that can go wrong, where the user has an account
+    or has chosen a mode. `close` takes at most about `finish_timeout_s` seconds; what was not uploaded by
+    then stays in the folder for `wandb sync`.
     """
 
     def __init__(
@@ -158,7 +141,8 @@ class WandbSink:
         """With wandb's caches in the run's folder unless the user chose."""
         self._output = self._folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', start['name'])}.log"
         self._role = start["job_type"]
-        self._warn = warn
+        is_chosen = mode == "online" or bool(environ.get("WANDB_MODE"))
+        self._warn = warn if is_chosen else _keep_silent
         self._timeout_s = finish_timeout_s
         self._cadence = Cadence(NUM_STEPS_FIRST, STEP_EVERY_S)
         self._newest = MetricRecord("step", 0, 0)
@@ -194,7 +178,7 @@ class WandbSink:
 
     def happened(self, event: Event) -> None:
         """Count an event; the thread reports the counts when they have changed."""
-        if isinstance(event, COUNTED):
+        if not isinstance(event, NOT_COUNTED):
             with self._taking:
                 self._counts[f"events/{kind_of(type(event))}"] += 1
 

@@ -76,7 +76,9 @@ def own_metrics(runs: Sequence[Curves]) -> list[str]:
     return [name for name in names if name.startswith(PREFIX) and name not in EVAL_VALUES]
 
 
-def curves_of(run_id: str, series: Series, events: Sequence[EventRecord]) -> Curves:
+def curves_of(
+    run_id: str, series: Series, events: Sequence[EventRecord], num_workers: int
+) -> Curves:
     """Arrange what a run has measured over the samples applied."""
     steps = [bucket.step for bucket in series.steps.buckets]
 
@@ -90,7 +92,7 @@ def curves_of(run_id: str, series: Series, events: Sequence[EventRecord]) -> Cur
     places = [samples_at(each.step) for each in evaluations]
     found |= {name: _points(evaluations, places, name) for name in series.evaluations.names}
     return Curves(
-        title=_title(run_id, events),
+        title=_title(run_id, events, num_workers),
         series={name: points for name, points in found.items() if points.x},
         marks=_marks(series, events),
         saved=[
@@ -118,13 +120,13 @@ def _single(steps: Curve) -> Points:
     return Points([x for x, _ in known], [y for _, y in known])
 
 
-def _title(run_id: str, events: Sequence[EventRecord]) -> str:
+def _title(run_id: str, events: Sequence[EventRecord], num_workers: int) -> str:
     begun = next((each.event for each in events if isinstance(each.event, RunStarted)), None)
     if begun is None:
         return run_id
     parts = [run_id, begun.shown_algorithm, f"{begun.model} on {begun.dataset}"]
-    if begun.num_workers > 1:
-        parts.append(f"{begun.num_workers} workers")
+    if num_workers > 1:
+        parts.append(f"{num_workers} workers")
     if begun.mesh is not None:
         parts.append(f"{begun.num_ranks} ranks")
     return one_line("  ·  ".join(parts))

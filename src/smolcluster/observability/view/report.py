@@ -14,6 +14,8 @@ from smolcluster.utils.meter import PEAK
 
 KILLED = 137
 """The exit code of a process that SIGKILL has ended."""
+ASKED_TO_END = (130, 143)
+"""Exit codes after SIGINT and SIGTERM, with one of which `stop` asks."""
 
 
 class RunReport(WithMetrics):
@@ -43,6 +45,11 @@ class RunReport(WithMetrics):
     samples_per_s: float | None = None
     age_s: float | None = Field(None, description="Since the server wrote this.")
     processes: tuple[ProcessReport, ...]
+
+
+def was_stopped(process: ProcessReport, state: State) -> bool:
+    """Whether it has ended as `stop` asked it to, which stopped the run: `state` is the run's."""
+    return state == "stopped" and process.exit_code in ASKED_TO_END
 
 
 def report_of(read: Snapshot) -> RunReport:
@@ -162,7 +169,7 @@ def _worker(
     was_lost = worker.state == "lost" and (process.process, process.exit_code) == ("ended", None)
     values: dict[str, object] = {
         "process": "gone" if was_lost else process.process,
-        "presence": worker.state,
+        "presence": "left" if is_over and worker.state == "joined" else worker.state,
         "device": worker.device,
         "step": worker.step,
         "loss": worker.loss,

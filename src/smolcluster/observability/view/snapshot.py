@@ -49,7 +49,9 @@ class ProcessReport(Process):
     exit_code: int | None = None
     why: str | None = Field(None, description="Why its machine cannot be asked.")
     fix: str | None = Field(None, description="The same in a sentence, with what mends it.")
-    presence: Presence | None = Field(None, description="A worker's, as the server sees it.")
+    presence: Presence | None = Field(
+        None, description="A worker's, as the server sees it; who saw the end has left."
+    )
     device: str | None = None
     step: int | None = None
     loss: float | None = None

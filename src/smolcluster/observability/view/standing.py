@@ -65,7 +65,7 @@ def _setup(read: Snapshot, started: RunStarted | None) -> dict[str, Any]:
     algorithm = started.shown_algorithm if started else read.algorithm
     spec = spec_of(algorithm)
     names = (
-        *("num_workers", "num_ranks", "batch_size", "codec", "dataset", "model", "num_params"),
+        *("num_ranks", "batch_size", "codec", "dataset", "model", "num_params"),
         "tokens_per_sample",
     )
     return {
@@ -75,6 +75,7 @@ def _setup(read: Snapshot, started: RunStarted | None) -> dict[str, Any]:
         "has_staleness": STALENESS in spec.columns,
         **{name: getattr(started, name, None) for name in names},
         "grid": started.mesh if started else None,
+        "writes_text": bool(started and started.tokens_per_sample and not started.source),
     }
 
 

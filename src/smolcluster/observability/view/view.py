@@ -19,7 +19,7 @@ from smolcluster.observability.view.measured import columns_of, newest_reports, 
 from smolcluster.observability.view.snapshot import Snapshot, read_snapshot
 from smolcluster.observability.view.standing import staleness_counts, standing
 from smolcluster.observability.view.story import Story
-from smolcluster.observability.view.workers import expected_of, stderr_tail
+from smolcluster.observability.view.workers import Worker, expected_of, stderr_tail, workers_of
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths, process_title
@@ -121,7 +121,18 @@ class View:
 
     @property
     def curves(self) -> Curves:
-        return curves_of(self.paths.run_id, self.series, self.story.events)
+        return curves_of(self.paths.run_id, self.series, self.story.events, self.num_workers)
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """The workers that took part, by rank."""
+        return workers_of(self.snapshot, self.story)
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers took part; until the first has joined, how many are to."""
+        started = self.story.started
+        return len(self.workers) or (started.num_workers if started else 0)
 
     @property
     def processes(self) -> Sequence[ProcessSeries]:
@@ -191,6 +202,7 @@ class View:
                 **standing(
                     self.snapshot, self.story.started, reports, age_s=age_s, is_held=is_held
                 ),
+                "num_workers": self.num_workers,
                 "staleness": staleness_counts(self.status, staleness_values(self.series)),
                 "problems": [*self.files.problems(), *self.snapshot.problems],
                 "versions": self.versions,

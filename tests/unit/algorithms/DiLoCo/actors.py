@@ -33,7 +33,6 @@ def worker_of(
         train, cluster.seed, settings.node.dataset, torch.device("cpu"), workload=workload
     )
     welcome = Welcome(
-        node="mini1",
         run_id="test-run",
         incarnation="here",
         settings=settings.run_config("test-run", "diloco").model_dump(mode="json"),

@@ -115,7 +115,7 @@ class StoreHost:
         hosting = self.hosting
         setup = store_setup(Held)
         bucket_bytes = hosting.replica.bucket_bytes
-        answer = Accepted(node="mini1", bucket_bytes=bucket_bytes, heartbeat_timeout_s=1.0)
+        answer = Accepted(bucket_bytes=bucket_bytes, heartbeat_timeout_s=1.0)
         assert self.given is not None
         self.held = held = Held(setup, answer, Inbox(), self.given, values)
         for number, worker in enumerate(hosting.workers):

@@ -41,9 +41,3 @@ def test_the_message_names_both_bounds_of_the_outer_momentum(momentum: str) -> N
 def test_outer_steps_are_never_sparse() -> None:
     with pytest.raises(ValidationError, match="codec_down"):
         DiLoCoConfig.model_validate({"codec_down": "topk"})
-
-
-def test_only_asynchronous_momentum_is_delayed() -> None:
-    with pytest.raises(ConfigError, match="momentum_delay is 8, but mode is streaming"):
-        check_algorithm(local_settings("momentum_delay=8", algorithm="diloco"), "diloco")
-    check_algorithm(local_settings("momentum_delay=8", "mode=async", algorithm="diloco"), "diloco")

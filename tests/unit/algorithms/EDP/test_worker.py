@@ -72,7 +72,6 @@ class Desk:
         self.settings = settings = local_settings("optimizer=sgd", *overrides)
         self.training = self.build()
         welcome = Welcome(
-            node="mini1",
             run_id="test-run",
             incarnation="here",
             settings=settings.run_config("test-run", "edp").model_dump(mode="json"),

@@ -1,9 +1,11 @@
 """Stages that are neighbours, over loopback: what arrives, what is dropped, who is lost, who is let in."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +231,22 @@ def test_the_coordinator_interrupts_whoever_waits_until_the_next_attempt(
     connect(made, attempt=2)
     made[0].links.send(forward(0, 0), torch.tensor(2))
     assert made[1].links.receive(forward(0, 1)) == 2
+
+
+def test_what_an_interrupted_attempt_has_computed_with_is_freed(stages: MakeStages) -> None:
+    [stage] = stages(1)
+    stage.links.interrupt(RunFailed("the plan has changed"), through=1)
+    freed: list[weakref.ref[Tensor]] = []
+
+    def compute() -> None:
+        layers = torch.zeros(3)
+        freed.append(weakref.ref(layers))
+        stage.links.receive(forward(0, 0))
+
+    with suppress(RunFailed):
+        compute()
+    gc.collect()
+    assert freed[0]() is None
 
 
 def test_a_wrong_secret_is_said_on_both_sides(

@@ -103,7 +103,6 @@ def joined(peer: Peer) -> Joined:
 
 def welcome(server: Server) -> Welcome:
     return Welcome(
-        node="mini1",
         run_id="run",
         incarnation=server.context.incarnation,
         settings=server.context.run.model_dump(mode="json"),

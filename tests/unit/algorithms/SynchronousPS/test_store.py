@@ -209,7 +209,7 @@ def held() -> Held:
     """Bucket 1 of 2 at a store, which adds up the only part of a step, and a worker's session with it."""
     given = SLICE.model_copy(update={"contents": (), "rule": None, "codec": "fp32"})
     setup = store_setup(Held)
-    answer = Accepted(node="mini1", bucket_bytes=512 * 4, heartbeat_timeout_s=1.0)
+    answer = Accepted(bucket_bytes=512 * 4, heartbeat_timeout_s=1.0)
     held = Held(setup, answer, Inbox(), given, {})
     hello = setup.hello.model_copy(update={"instance": INSTANCE})
     session = cast("Session", FakeSession(1))

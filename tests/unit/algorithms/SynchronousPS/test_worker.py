@@ -122,7 +122,6 @@ class Shop:
         self.training = Bench(workload, self.replica, 0, diary=self.diary)
         run = local_settings(*overrides, algorithm="syncps").run_config("run", "syncps")
         welcome = Welcome(
-            node="mini1",
             run_id="run",
             incarnation="here",
             settings=run.model_dump(mode="json"),

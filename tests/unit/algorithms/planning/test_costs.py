@@ -1,8 +1,11 @@
 """How flows share what they share, and what is known of sizes."""
 
+from math import inf
+
 import pytest
 
 from smolcluster.algorithms.planning.costs import (
+    STEP_HANDLING_S,
     VALUE_NBYTES,
     Interface,
     Job,
@@ -14,7 +17,8 @@ from smolcluster.algorithms.planning.costs import (
     up_rates,
 )
 from smolcluster.codec.registry import get_codec
-from smolcluster.configs.spec import algorithms
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.spec import algorithms, get_algorithm
 
 
 def site(*up: float, limit: float = 100.0) -> Site:
@@ -84,3 +88,20 @@ def test_every_algorithm_of_the_house_predicts(name: str) -> None:
     model = costs_of(algorithms()[name])
     assert model is not None
     assert all(callable(each) for each in (model.step_nbytes, model.predict, model.candidates))
+
+
+@pytest.mark.parametrize("algorithm", ["edp", "syncps", "diloco"])
+@pytest.mark.parametrize(
+    ("num_cores", "expected"), [(inf, 1 / STEP_HANDLING_S), (2, 2 / (1e-4 + STEP_HANDLING_S))]
+)
+def test_of_a_small_model_there_are_as_many_steps_as_can_be_handled(
+    algorithm: str, num_cores: float, expected: float
+) -> None:
+    """By the server one after the other, and on one machine by its cores with all else."""
+    small = Site(tuple(Worker(name, 1e-4) for name in "abcd"), {}, num_cores=num_cores)
+    settings = load_settings(algorithm, "digits", None, (), {}, local=True, local_workers=4)
+    costs = costs_of(get_algorithm(algorithm))
+    assert costs is not None
+    forecast = costs.predict(small, Job(10_000, 1_438), settings)
+    steps_s = forecast.samples_per_s / settings.train.samples_per_push
+    assert steps_s == pytest.approx(min(expected, 1 / STEP_HANDLING_S))

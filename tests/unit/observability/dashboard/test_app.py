@@ -6,8 +6,10 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from itertools import count, product
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
@@ -19,11 +21,14 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from made_runs import MadeRun, killed_run, worker_status
+from smolcluster.errors import CheckpointError, NonFiniteLoss
 from smolcluster.observability.dashboard import app as app_module
 from smolcluster.observability.dashboard import serve as serving
 from smolcluster.observability.dashboard.app import (
+    MAX_PROMPT_CHARS,
     MAX_SEARCHES,
     MAX_STREAMS,
+    MAX_TOKENS,
     MAX_VIEWS,
     STATIC,
     Views,
@@ -42,9 +47,19 @@ TOKEN = "a-secret-that-nobody-knows"
 DEADLINE_S = 90.0
 
 
+def write(
+    view: View, prompt: str, max_tokens: int, temperature: float
+) -> tuple[int, Generator[str]]:
+    """A model that says what it was asked."""
+    if "?" in prompt:
+        raise CheckpointError(f"run {view.paths.run_id} has no good checkpoint")
+    words = (view.paths.run_id, prompt, str(max_tokens), str(temperature))
+    return 120, (each for each in " ".join(words))
+
+
 def client_of(root: Path) -> TestClient:
     """A browser that has not been here."""
-    app = Guard(make_app(Views(root), "edp-1"), access_for("127.0.0.1", "lab", TOKEN))
+    app = Guard(make_app(Views(root), write, "edp-1"), access_for("127.0.0.1", "lab", TOKEN))
     return TestClient(app, base_url="http://127.0.0.1:8265", follow_redirects=False)
 
 
@@ -72,7 +87,10 @@ def test_the_page_sets_no_cookie_and_holds_no_token(client: TestClient) -> None:
     assert TOKEN not in page.text
 
 
-@pytest.mark.parametrize("path", ["/api/runs", "/api/runs/edp-1/state", "/x"])
+CHAT = "/api/runs/edp-1/chat?prompt=a&max_tokens=9&temperature=0.5"
+
+
+@pytest.mark.parametrize("path", ["/api/runs", "/api/runs/edp-1/state", CHAT, "/x"])
 def test_without_the_token_nothing_of_a_run_is_told(tmp_path: Path, path: str) -> None:
     killed_run(tmp_path)
     answer = client_of(tmp_path).get(path)
@@ -89,8 +107,9 @@ def test_a_token_in_the_address_opens_nothing(tmp_path: Path, path: str) -> None
 
 
 def test_other_names_and_other_pages_get_nothing(client: TestClient) -> None:
-    for headers in ({"host": "evil.org:8265"}, {"origin": "http://evil.org"}):
-        answer = client.get("/api/runs", headers=headers)
+    strangers = ({"host": "evil.org:8265"}, {"origin": "http://evil.org"})
+    for path, headers in product(("/api/runs", CHAT), strangers):
+        answer = client.get(path, headers=headers)
         assert answer.status_code == 403
         assert answer.text.count("\n") == 1
         assert "access-control-allow-origin" not in answer.headers
@@ -103,16 +122,18 @@ def test_every_answer_forbids_foreign_scripts_and_guessing_of_types(client: Test
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
         assert headers["x-content-type-options"] == "nosniff"
-    page = (STATIC / "index.html").read_text()
-    assert "style=" not in page
-    assert "<script>" not in page
-    assert "http://" not in page
-    assert "https://" not in page
+    for name in ("index.html", "chat.html"):
+        page = (STATIC / name).read_text()
+        assert "style=" not in page
+        assert "<script>" not in page
+        assert "http://" not in page
+        assert "https://" not in page
 
 
+@pytest.mark.parametrize("path", ["/api/runs/edp-1/state", CHAT])
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
-def test_nothing_can_be_changed(client: TestClient, method: str) -> None:
-    assert client.request(method, "/api/runs/edp-1/state").status_code == 405
+def test_nothing_can_be_changed(client: TestClient, method: str, path: str) -> None:
+    assert client.request(method, path).status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -185,6 +206,12 @@ def test_hostile_log_lines_are_plain_text_in_json(tmp_path: Path, client: TestCl
         ("line?file=server-mini1.log&offset=-1", 400),
         ("line?file=../status.json&offset=0", 404),
         ("line?file=server-mini1.log&offset=3", 404),
+        ("chat?max_tokens=9&temperature=1", 400),
+        (f"chat?max_tokens=9&temperature=1&prompt={'x' * (MAX_PROMPT_CHARS + 1)}", 400),
+        (f"chat?max_tokens={MAX_TOKENS + 1}&temperature=1&prompt=x", 400),
+        ("chat?max_tokens=0&temperature=1&prompt=x", 400),
+        ("chat?max_tokens=9&temperature=-1&prompt=x", 400),
+        ("chat?max_tokens=9&temperature=inf&prompt=x", 400),
     ],
 )
 def test_values_that_make_no_sense_are_refused_in_a_line(
@@ -244,7 +271,7 @@ def views(tmp_path: Path) -> Views:
 
 @pytest.fixture
 def app(views: Views) -> FastAPI:
-    return make_app(views)
+    return make_app(views, write)
 
 
 @pytest.fixture
@@ -370,6 +397,103 @@ def test_searches_that_wait_hold_up_nobody_and_are_not_without_number(
     for thread in threads:
         thread.join(DEADLINE_S)
     assert codes == {503: 10, 200: MAX_SEARCHES}
+
+
+# Writing
+
+
+def test_a_model_goes_on_from_what_is_sent(client: TestClient) -> None:
+    prompt = "<b>x</b> naïve ☃\n" + "☃" * 3900
+    wish = {"prompt": prompt, "max_tokens": "9", "temperature": "0.5"}
+    answer = client.get("/api/runs/edp-1/chat", params=wish)
+    assert answer.status_code == 200
+    assert answer.text == f"edp-1 {prompt} 9 0.5"
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    assert answer.headers["checkpoint-step"] == "120"
+
+
+def test_a_run_that_cannot_write_is_told_in_a_sentence(client: TestClient) -> None:
+    answer = client.get(CHAT.replace("prompt=a", "prompt=?"))
+    assert answer.status_code == 409
+    assert answer.text == "run edp-1 has no good checkpoint\n"
+    answer = client.get(CHAT.replace("edp-1", "edp-none"))
+    assert answer.status_code == 404
+
+
+@dataclass
+class Slow:
+    """A model that says a word whenever it is let, without end."""
+
+    may: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    happened: list[str] = field(default_factory=list)
+
+    def write(self, *_: object) -> tuple[int, Generator[str]]:
+        return 1, self._words()
+
+    def goes_on_until(self, happened: list[str]) -> bool:
+        """Lets it say one more word: that a browser has gone may be noticed after the next one."""
+        self.may.release()
+        return self.happened == happened
+
+    def _words(self) -> Generator[str]:
+        self.happened.append("began")
+        try:
+            for number in count():
+                assert self.may.acquire(timeout=DEADLINE_S)
+                yield f"{number} "
+        finally:
+            self.happened.append("ended")
+
+
+@pytest.fixture
+def slow(app: FastAPI) -> Slow:
+    app.state.write = (slow := Slow()).write
+    return slow
+
+
+SLOW = "/api/runs/edp-2/chat?prompt=a&max_tokens=9&temperature=0.5"
+
+
+def test_text_comes_as_it_is_written_and_holds_up_nobody(served: str, slow: Slow) -> None:
+    slow.may.release()
+    with httpx.stream("GET", served + SLOW, timeout=DEADLINE_S) as answer:
+        pieces = answer.iter_text()
+        assert next(pieces) == "0 "
+        slow.may.release()
+        assert next(pieces) == "1 "
+        assert httpx.get(f"{served}/api/runs", timeout=DEADLINE_S).status_code == 200
+    eventually(lambda: slow.goes_on_until(["began", "ended"]))
+
+
+def test_one_at_a_time_is_written_for_until_its_browser_has_gone(
+    served: str, app: FastAPI, slow: Slow
+) -> None:
+    request = f"GET {SLOW} HTTP/1.1\r\nHost: {urlsplit(served).netloc}\r\n\r\n".encode()
+    with connected(served) as second:
+        with connected(served) as first:
+            first.sendall(request)
+            eventually(lambda: slow.happened == ["began"])
+            second.sendall(request)
+            eventually(lambda: app.state.streams.borrowed_tokens == 2)
+        eventually(lambda: slow.goes_on_until(["began", "ended", "began"]))
+    eventually(lambda: slow.goes_on_until(["began", "ended"] * 2))
+    eventually(lambda: app.state.streams.borrowed_tokens == 0)
+
+
+def test_a_model_that_fails_later_ends_the_answer_and_the_next_is_heard(
+    served: str, app: FastAPI
+) -> None:
+    def write(*_: object) -> tuple[int, Generator[str]]:
+        return 1, failing()
+
+    def failing() -> Generator[str]:
+        yield "a"
+        raise NonFiniteLoss("the model's logits are NaN")
+
+    app.state.write = write
+    for _ in range(2):
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(served + SLOW, timeout=DEADLINE_S)
 
 
 def connected(served: str) -> socket.socket:

@@ -38,7 +38,7 @@ def test_what_came_of_runs_and_the_settings_that_differ_are_side_by_side(tmp_pat
     assert rows["training loss"] == ["0.0213", "0.0213"]
     assert rows["validation loss"] == ["0.0345", "0.0345"]
     assert rows["steps"] == ["100", "100"]
-    assert rows["samples/s"] == ["320", "320"]
+    assert rows["samples/s on average"] == ["320", "320"]
     assert rows["workers lost"] == ["1", "1"]
     assert rows["mean staleness"] == ["0.68", "0.68"]
     assert rows["received"] == ["5.7 MB", "5.7 MB"]
@@ -86,7 +86,7 @@ def test_the_speed_of_a_resumed_run_is_over_the_time_of_all_its_starts(tmp_path:
     write_status(run.paths.status, status.model_copy(update={"wall_s": 96.0}))
     rows = rows_of(killed_run(tmp_path).paths, run.paths)
     assert rows["time"][1] == "1 min 36 s"
-    assert rows["samples/s"][1] == "10"
+    assert rows["samples/s on average"][1] == "10"
 
 
 def test_a_run_of_which_nothing_is_known_is_a_column_of_dashes(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from made_runs import NODES, MadeRun, killed_run, worker_status
+from reading import launched_run, server, worker
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.page import write_report
 from smolcluster.observability.report.render import MAX_ROWS, cut
 from smolcluster.observability.view.stages import numbers_of
+from smolcluster.observability.view.view import View, files_here
 from smolcluster.runs.advice import ADVICE, LinkSpeed, Prediction
 from smolcluster.runs.events import (
     CheckpointSaved,
@@ -103,7 +105,7 @@ def test_the_page_says_what_the_summary_says(tmp_path: Path) -> None:
         "97.5%",
         "3,200",
         "10 s",
-        "320 samples/s",
+        "320 samples/s on average",
         "5.7 MB",
         "7 stale",
     ):
@@ -275,7 +277,7 @@ def test_the_speed_of_a_resumed_run_is_over_the_time_of_all_its_starts(tmp_path:
     write_status(run.paths.status, status.model_copy(update={"wall_s": 96.0}))
     head = report_of(run).words("head")
     assert "1 min 36 s" in head
-    assert "10 samples/s" in head
+    assert "10 samples/s on average" in head
 
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;{{ 7*7 }}\x1b[2J\u202e\x00"
@@ -441,6 +443,37 @@ def test_long_lists_are_cut_and_say_so(tmp_path: Path) -> None:
     assert ["…", "201 more"] in page.rows["events"]
     assert len(page.rows["workers"]) == MAX_ROWS + 2  # and the head
     assert cut([["a", "b"]] * 5, 4)[2] == ["…", "1 more"]
+
+
+def test_who_joined_late_and_without_ssh_is_counted_and_its_log_is_not_to_be_fetched(
+    tmp_path: Path,
+) -> None:
+    run = MadeRun(tmp_path)
+    run.started(num_workers=2)
+    for rank, node in enumerate(("pi5", "win", "laptop")):
+        run.joined(rank, node)
+    launched_run(
+        tmp_path, server(), worker(0, "pi5", "pi5"), worker(1, "win", "win"), run_id="edp-1"
+    )
+    page = report_of(run)
+    assert "3 workers" in page.words("head")
+    said = page.words("trouble")
+    assert "not here: server mini1, worker 1 (pi5), worker 2 (win). `" in said
+    assert "by themselves: worker 3 (laptop). `" in said
+
+
+def test_page_curves_and_dashboard_count_the_same_workers(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.started(num_workers=3)
+    view = View(files_here(run.paths))
+    assert view.state()["num_workers"] == 3, "those that are planned, before any has joined"
+    for rank, node in enumerate(("pi5", "win", "laptop")):
+        run.joined(rank, node)
+    run.joined(2, "the laptop's successor")
+    view = View(files_here(run.paths))
+    assert view.state()["num_workers"] == 4
+    assert view.curves.title.endswith("4 workers")
+    assert "4 workers" in report_of(run).words("head")
 
 
 def test_pushes_that_are_dropped_one_after_another_are_one_row(tmp_path: Path) -> None:

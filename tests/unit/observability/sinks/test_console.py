@@ -10,7 +10,7 @@ from smolcluster.observability.terminal import SteadyConsole
 
 EVAL = MetricRecord("eval", 500, 2, {"val_loss": 0.3, "val_accuracy": 0.94})
 LINE = (
-    "epoch 3/30 · step {step} · loss 0.213 · acc 0.940 · {left} s left · 3,200 samples/s · staleness 1.8"
+    "epoch 3/30 · step {step} · loss 0.213 · acc 0.940 · {left} left · 3,200 samples/s now · staleness 1.8"
     " · 4.1 MB/s"
 )
 
@@ -68,7 +68,7 @@ def test_without_a_terminal_there_is_a_plain_line_every_two_seconds() -> None:
     assert [line.split(" · ")[2] for line in lines] == [
         f"step {number}" for number in (20, 40, 60, 80, 100)
     ]
-    assert lines[-1] == "7% · " + LINE.format(step=100, left=12)
+    assert lines[-1] == "7% · " + LINE.format(step=100, left="2 min 05 s")
     assert "\x1b" not in text(console)
 
 
@@ -81,7 +81,24 @@ def test_the_last_state_is_shown_once_at_the_end() -> None:
     view.close()
     view.close()
     show(view, step(8))
-    assert text(console).splitlines() == ["1% · " + LINE.format(step=7, left=13)]
+    assert text(console).splitlines() == ["1% · " + LINE.format(step=7, left="13 s")]
+
+
+def test_the_time_left_is_told_by_the_speed_of_the_last_half_minute() -> None:
+    """100 samples a second, then 200; each step says another speed."""
+    console, clock = plain(), Clock()
+    view = ProgressView(console, clock=clock, interval_s=0.0)
+    done = 0.0
+    for second in range(1, 101):
+        clock.now = float(second)
+        done += 100.0 if second <= 60 else 200.0
+        values = {"samples_applied": done, "total_samples": 20_000.0}
+        show(
+            view, MetricRecord("step", second, 0, values | {"samples_per_s": 10.0 ** (second % 4)})
+        )
+    lines = text(console).splitlines()
+    assert " · 2 min 20 s left · " in lines[59]
+    assert " · 30 s left · " in lines[99]
 
 
 def test_a_quiet_time_repeats_nothing() -> None:
@@ -117,7 +134,7 @@ def test_a_terminal_shows_one_bar_line_with_everything() -> None:
     show(view, EVAL)
     clock.now = 1.0
     show(view, step(674))
-    assert bar(console).endswith(f" 50% {LINE.format(step=674, left=6.7)}")
+    assert bar(console).endswith(f" 50% {LINE.format(step=674, left='6.7 s')}")
     view.close()
 
 

@@ -97,7 +97,9 @@ def with_fake(tmp_path: Path, behaviour: str = "works", step: str = "step") -> d
     place = tmp_path / "fake"
     place.mkdir()
     (place / "wandb.py").write_text(FAKE)
-    return environment(tmp_path, PYTHONPATH=str(place), FAKE=behaviour, STEP=step)
+    return environment(
+        tmp_path, PYTHONPATH=str(place), FAKE=behaviour, STEP=step, WANDB_MODE="offline"
+    )
 
 
 def wandb_sink(
@@ -291,18 +293,22 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("asked", [{"WANDB_MODE": "offline"}, {"WANDB_API_KEY": "k"}, {}])
 def test_training_never_waits_for_a_wandb_that_does_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]
 ) -> None:
     idle = tmp_path / "idle"
     idle.write_text("#!/bin/sh\nexec sleep 6000\n")
     idle.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(idle))
     warnings: list[str] = []
-    sink = wandb_sink(tmp_path, environment(tmp_path), warnings, timeout_s=0.5)
+    sink = wandb_sink(tmp_path, environment(tmp_path, **asked), warnings, timeout_s=0.5)
     for number in range(2 * MAX_WAITING + 5000):
         sink.log(step(number))
     sink.close()
+    if not asked:
+        assert warnings == [], "who has no account misses nothing"
+        return
     assert len(warnings) == 2
     assert warnings[0] == "Weights & Biases is too slow: it misses some records"
     assert warnings[1].startswith("Weights & Biases did not finish in 0.5 s")

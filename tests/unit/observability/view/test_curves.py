@@ -57,7 +57,7 @@ def taken(starts: dict[str, Iterable[MetricRecord]]) -> Series:
 
 
 def curves_from(*records: MetricRecord, events: Sequence[EventRecord] = ()) -> Curves:
-    return curves_of("r", taken({"a": records}), events)
+    return curves_of("r", taken({"a": records}), events, num_workers=3)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_a_run_gets_the_panels_that_it_has_values_for(
 
 
 def test_the_title_says_what_was_trained() -> None:
-    title = curves_of("edp-1", taken({"a": [step(1)]}), [event("a", STARTED)]).title
-    assert title == "edp-1  ·  edp  ·  SimpleNN on digits  ·  3 workers"
+    title = curves_from(step(1), events=[event("a", STARTED)]).title
+    assert title == "r  ·  edp  ·  SimpleNN on digits  ·  3 workers"
     assert curves_from(step(1)).title == "r"
 
 
@@ -110,7 +110,8 @@ def test_of_a_long_run_a_point_has_its_lowest_and_its_highest_step() -> None:
     ],
 )
 def test_what_later_starts_undid_is_left_out(starts: dict[str, range], expected: list[int]) -> None:
-    curves = curves_of("r", taken({name: map(step, own) for name, own in starts.items()}), [])
+    series = taken({name: map(step, own) for name, own in starts.items()})
+    curves = curves_of("r", series, [], num_workers=3)
     assert curves.series["loss"].x == [float(BATCH * number) for number in expected]
     firsts = [own[0] for name, own in starts.items() if name != "a"]
     known = {float(BATCH * first) for first in firsts if first == min(firsts)} - {32.0}

@@ -13,7 +13,7 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import STOPPED, RunStatus
 
 READERS = re.compile(
-    r"\b(read_status|read_events|follow_events|parse_event|first_start"
+    r"\b(read_status|read_events|parse_event|first_start"
     r"|read_metrics|follow_metrics|parse_metric|SeriesReader)\b"
 )
 ROOMS = ("runs/", "observability/view/", "observability/sinks/jsonl.py")

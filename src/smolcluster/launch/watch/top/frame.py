@@ -18,7 +18,8 @@ from smolcluster.launch.watch.status import STYLES, measured, notes, progress, t
 from smolcluster.launch.watch.top import bars
 from smolcluster.launch.watch.top.source import AT_END, EventLine, Picture
 from smolcluster.observability.sinks.console import fit, time_left
-from smolcluster.observability.view.snapshot import ProcessReport
+from smolcluster.observability.view.report import was_stopped
+from smolcluster.observability.view.snapshot import ProcessReport, State
 from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.status import RunStatus, WorkerStatus
 from smolcluster.utils.units import format_duration, format_megabytes
@@ -67,7 +68,7 @@ class Row:
 
     process: ProcessReport
     worker: WorkerStatus | None
-    state: str
+    state: State
     """The run's."""
 
     @property
@@ -269,6 +270,8 @@ def state_of(row: Row) -> str:
         case "gone":
             return "gone"
         case "ended":
+            if was_stopped(process, row.state):
+                return "stopped"
             return f"exit {process.exit_code}" if process.exit_code else "ended"
     if process.rank is None or process.role == "rank":
         return "running" if process.process == "running" else process.process

@@ -38,6 +38,7 @@ function show(name) {
   [run, state, have, timer] = [name, null, { series: -1, events: -1 }, 0];
   document.title = `${name} · smolcluster`;
   document.body.classList.add("unread");
+  byId("chat").hidden = true;
   drawProblems([]);
   clearCharts();
   closeLogs();
@@ -109,6 +110,8 @@ function drawHead() {
   const option = [...byId("run").options].find(({ value }) => value === state.run_id);
   if (option) say(option, optionText(state));
   pill.className = `pill ${state.state.replace(" ", "-")}`;
+  byId("chat").hidden = !state.writes_text;
+  byId("chat").href = `/static/chat.html?run=${encodeURIComponent(state.run_id)}`;
   const done = state.total_samples ? state.samples_applied / state.total_samples : 0;
   const bar = byId("progress");
   bar.firstElementChild.style.width = `${100 * done}%`;
@@ -129,6 +132,7 @@ function metrics(values) {
 
 function drawFigures() {
   const done = state.total_samples ? state.samples_applied / state.total_samples : null;
+  const now = state.is_over ? "" : "now";
   const figures = [
     ["progress", percent(done, done < 1 ? 1 : 0), state.total_samples ? `${compact(state.samples_applied)} of ${compact(state.total_samples)} samples` : ""],
     ["step", count(state.step), state.total_steps ? `of ${count(state.total_steps)}` : ""],
@@ -137,8 +141,8 @@ function drawFigures() {
     ["validation loss", number(state.val_loss), ""],
     ...metrics(state).map(([name, value]) => [name, name === "accuracy" ? percent(value, 1) : number(value), "validation"]),
     ...(state.learning_rate > 0 && !state.is_over ? [["learning rate", number(state.learning_rate, 3), ""]] : []),
-    state.tokens_per_sample ? ["tokens/s", number(state.samples_per_s * state.tokens_per_sample, 3), `${number(state.samples_per_s, 3)} samples/s`]
-      : ["samples/s", number(state.samples_per_s, 3), ""],
+    state.tokens_per_sample ? ["tokens/s", number(state.samples_per_s * state.tokens_per_sample, 3), `${number(state.samples_per_s, 3)} samples/s${now && ` ${now}`}`]
+      : ["samples/s", number(state.samples_per_s, 3), now],
     state.is_over ? ["took", duration(state.wall_s), ""] : ["left", state.eta_s === null || state.eta_s === undefined ? NONE : duration(state.eta_s), `${duration(state.wall_s)} so far`],
   ];
   const box = byId("figures");
