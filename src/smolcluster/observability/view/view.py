@@ -130,9 +130,11 @@ class View:
 
     @property
     def num_workers(self) -> int:
-        """How many workers took part; until the first has joined, how many are to."""
-        started = self.story.started
-        return len(self.workers) or (started.num_workers if started else 0)
+        """How many workers took part; until the run is over at least as many as are to."""
+        came, started = len(self.workers), self.story.started
+        if started is None or (came and self.summary):
+            return came
+        return max(came, started.num_workers)
 
     @property
     def processes(self) -> Sequence[ProcessSeries]:

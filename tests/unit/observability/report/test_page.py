@@ -467,6 +467,8 @@ def test_page_curves_and_dashboard_count_the_same_workers(tmp_path: Path) -> Non
     run.started(num_workers=3)
     view = View(files_here(run.paths))
     assert view.state()["num_workers"] == 3, "those that are planned, before any has joined"
+    run.joined(0, "pi5")
+    assert view.state()["num_workers"] == 3, "and while they are joining"
     for rank, node in enumerate(("pi5", "win", "laptop")):
         run.joined(rank, node)
     run.joined(2, "the laptop's successor")

@@ -119,7 +119,7 @@ function drawHead() {
   bar.classList.toggle("over", state.is_over);
   const params = state.num_params ? `${number(state.num_params / (state.num_params < 1e6 ? 1e3 : 1e6), 3)}${state.num_params < 1e6 ? "k" : "M"} parameters` : "";
   const facts = [state.algorithm, state.model && `${state.model} on ${state.dataset}`, params,
-    state.grid ? `${state.num_ranks} ranks: ${state.grid}` : state.num_workers ? `${state.num_workers} workers` : "", state.batch_size ? `batch ${state.batch_size}` : "", state.codec === "none" ? "" : state.codec].filter(Boolean);
+    state.grid ? `${state.num_ranks} ranks: ${state.grid}` : state.num_workers > 1 ? `${state.num_workers} workers` : "", state.batch_size ? `batch ${state.batch_size}` : "", state.codec === "none" ? "" : state.codec].filter(Boolean);
   say(byId("about"), [facts.join(" · "), state.is_over && state.reason ? state.reason : ""].filter(Boolean).join(" — "));
 }
 
