@@ -1,14 +1,21 @@
-"""A second model with the state of a first one: by copying it, or by making it again."""
+"""A second model with the state of a first one: by copying it, or by making it again.
+
+Copies have memory of their own for each parameter, and so has a replica. What two parameters shared would be
+shared no longer, so that is refused.
+"""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from smolcluster.errors import SmolclusterError, UserCodeError
+from smolcluster.errors import ConfigError, SmolclusterError, UserCodeError
 
 
 class _ByValue(TorchFunctionMode):
@@ -27,7 +34,9 @@ def copied(model: nn.Module) -> nn.Module:
 
     Raises:
         UserCodeError: it holds what cannot be copied; the layer is named.
+        ConfigError: see `check_apart`.
     """
+    check_apart(model)
     try:
         return _copied(model)
     except SmolclusterError:
@@ -56,6 +65,49 @@ def second(model: nn.Module, make: Callable[[], nn.Module] | None) -> nn.Module:
         if made is None or not _takes_over(made, model):
             raise
         return made
+
+
+def check_apart(model: nn.Module) -> None:
+    """See that no trained parameter lies in the memory of another parameter, or of a buffer.
+
+    Raises:
+        ConfigError: one does, such as after `b.weight.data = a.weight.data`.
+    """
+    by_memory = defaultdict(list)
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        if type(each.data) is Tensor and each.layout == torch.strided and each.numel():
+            by_memory[each.untyped_storage()._cdata].append((*_bytes_of(each), name, each))
+    for members in by_memory.values():
+        members.sort(key=itemgetter(0))
+        for number, (_, stop, name, one) in enumerate(members):
+            for begins, _, other_name, other in islice(members, number + 1, None):
+                if begins >= stop:
+                    break
+                if (one.requires_grad or other.requires_grad) and _overlap(one, other):
+                    raise ConfigError(
+                        f"model: {other_name} lies in the memory of {name} (.data = …), but in training each "
+                        "parameter has its own: let both be one (b.weight = a.weight), or clone() what one "
+                        "gets of the other"
+                    )
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor begins in its memory, and where it ends."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    numel = 1 + sum((size - 1) * stride for size, stride in steps)
+    first = tensor.storage_offset()
+    return first * tensor.itemsize, (first + numel) * tensor.itemsize
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, of which the first begins first in one memory, have elements in common."""
+    if one.itemsize != other.itemsize:
+        return True
+    offset = other.storage_offset() - one.storage_offset()
+    size = max(_bytes_of(one)[1], _bytes_of(other)[1]) - _bytes_of(one)[0]
+    marks = torch.zeros(size // one.itemsize, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride()).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), offset).any())
 
 
 @torch.no_grad()

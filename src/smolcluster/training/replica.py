@@ -21,7 +21,7 @@ from smolcluster.data.dataset import Batch
 from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.training.batches import Doubles, placed
 from smolcluster.training.buffers import ModelBuffers, plain_name
-from smolcluster.training.copying import second
+from smolcluster.training.copying import check_apart, second
 from smolcluster.training.fingerprint import base_of, content, described_base, fingerprint
 from smolcluster.training.labels import LabelsSeen
 from smolcluster.training.modes import begin_training, modes_of, move, restore_modes
@@ -98,6 +98,7 @@ class Replica:
         self.device = device or torch.device("cpu")
         self.bucket_bytes = bucket_bytes
         self.model = model
+        check_apart(model)
         move(model, self.device)
         self.resting = [] if keeps_modes else begin_training(model)
         trainable = _trainable(self.model)

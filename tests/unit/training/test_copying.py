@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from smolcluster.errors import UserCodeError
-from smolcluster.training.copying import copied, second
+from smolcluster.errors import ConfigError, UserCodeError
+from smolcluster.training.copying import check_apart, copied, second
+from smolcluster.training.replica import Replica
 
 
 class Keeping(nn.Module):
@@ -86,3 +87,38 @@ def test_what_cannot_be_copied_is_named_with_the_remedy() -> None:
             second(model, make)
         assert "lambda: Model(...)" in str(refusal.value)
         assert "\n" not in str(refusal.value)
+
+
+class Sharing(nn.Module):
+    """Two layers, of which the second's weight has memory that `take` gives it of the first's."""
+
+    def __init__(self, take: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.other.weight.data = take(self.one.weight.data)
+
+
+@pytest.mark.parametrize("take", [lambda memory: memory, torch.t, lambda memory: memory[1:3, :2]])
+def test_two_parameters_in_one_memory_are_refused_before_each_gets_its_own(
+    take: Callable[[Tensor], Tensor],
+) -> None:
+    model = Sharing(take)
+    for give in (copied, lambda model: Replica(model, "sgd")):
+        with pytest.raises(ConfigError, match=r"other\.weight lies in the memory of one\.weight"):
+            give(model)
+
+
+def test_a_buffer_in_a_trained_parameter_s_memory_is_refused_and_in_a_frozen_one_s_not() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("view", model.weight.data[0])
+    with pytest.raises(ConfigError, match="view lies in the memory of weight"):
+        check_apart(model)
+    check_apart(model.requires_grad_(requires_grad=False))
+
+
+def test_parameters_may_be_parts_of_one_tensor_and_tied_ones_are_one() -> None:
+    whole, model = torch.rand(4, 6), nn.Module()
+    model.left, model.right = nn.Parameter(whole[:, :3]), nn.Parameter(whole[:, 3:])
+    model.tied = model.left
+    check_apart(model)
+    check_apart(Replica(nn.Linear(3, 2), "sgd").model)
