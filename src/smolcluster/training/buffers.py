@@ -3,7 +3,8 @@
 They belong to the model's state and travel with its weights; what never changes never travels. Which ones
 change is found out after the first batches by comparing all, and later from PyTorch's version counters, which
 cost no pass. Batch norm's kernels do not count there, but its number of batches does: when one buffer of a
-module begins to change, all others of that module are compared.
+module begins to change, all others of that module are compared. Changes through `.data` do not count there
+either: all are compared again when weights are looked at (`state_watch.py`).
 
 Frozen parameters that the model's own code changes, such as a teacher that follows the weights, are buffers
 in all but name, and count as such if the first batches change them.
@@ -26,7 +27,7 @@ BufferValues = Mapping[int, Tensor]
 """Values of buffers, or differences of these, each flat (n,) float64 on the CPU, by the buffer's number."""
 
 NUM_FIRST = 3
-"""After so many batches, of which one may be a rehearsal, all buffers are compared, and frozen parameters."""
+"""After so many batches, rehearsed ones aside, all buffers are compared, and frozen parameters."""
 COMPILED = "_orig_mod."
 """What `torch.compile` puts into the names of a module's parameters and buffers."""
 
@@ -148,6 +149,10 @@ class ModelBuffers:
                 slot.keep_initial()
         elif self._num_batches == NUM_FIRST + 1:
             self._let_frozen_go()
+
+    def forget_batches(self) -> None:
+        """Those so far were rehearsed, with weights that no step had changed: the first are yet to come."""
+        self._num_batches = 0
 
     def find(self) -> None:
         """Find out which buffers have changed since the last call.

@@ -356,6 +356,7 @@ class TrainingContext:
             return False
         buffers.find()
         buffers.restore()
+        self.replica.watch.forget_batches()
         return True
 
     def new_copy(self) -> nn.Module:

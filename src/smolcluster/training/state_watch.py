@@ -147,7 +147,7 @@ class StateWatch:
         """
         if not self._looks:
             return
-        self._buffers.find()
+        self._buffers.look()
         self._check_places()
         for each, before in zip(self._trained, self._before, strict=True):
             if mark(each.data) != before:
@@ -156,6 +156,11 @@ class StateWatch:
         self._buffers.check_none_is_new()
         versions = [each.parameter._version for each in self._trained]
         self._is_suspicious, self._versions = versions != self._versions, versions
+
+    def forget_batches(self) -> None:
+        """Those so far were rehearsed: what follows the weights, such as a teacher, has not moved yet."""
+        self._turns = Turns()
+        self._buffers.forget_batches()
 
     def forget_frozen(self) -> None:
         """Frozen parameters may have changed for a reason, such as an evaluation that merges adapters."""

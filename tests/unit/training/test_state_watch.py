@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
+from smolcluster.configs.schema import DatasetConfig, DatasetPlace, TrainConfig
 from smolcluster.errors import ModelChanged
+from smolcluster.training.buffers import NUM_FIRST
+from smolcluster.training.build import build
 from smolcluster.training.compute import Microbatch, forward_backward
 from smolcluster.training.replica import Replica
+from smolcluster.training.workload import Workload
 
 Change = Callable[["Changing"], object]
 
@@ -122,6 +127,41 @@ def test_a_teacher_that_follows_the_weights_travels_as_buffers_do() -> None:
     other.buffers.add(added)
     for name, parameter in one.model.named_parameters():
         assert torch.equal(parameter, other.model.get_parameter(name)), name
+
+
+def test_a_teacher_that_begins_as_the_student_follows_once_steps_are_taken() -> None:
+    @torch.no_grad()
+    def follow(model: Changing) -> None:
+        for own, theirs in zip(model.teacher.parameters(), model.body.parameters(), strict=True):
+            own.lerp_(theirs, 0.5)
+
+    model = Changing(follow)
+    model.teacher.load_state_dict(model.body.state_dict())
+    data = TensorDataset(torch.rand(8, 3))
+    workload = Workload(model, lambda model, batch: mean_of(model, batch[0]), data)
+    config = TrainConfig(dataset=DatasetConfig(name="points"))
+    training = build(config, 7, DatasetPlace(), torch.device("cpu"), workload=workload)
+    replica = training.replica
+    for _ in range(NUM_FIRST):
+        assert training.rehearse(4)
+    for _ in range(3):
+        training.compute(torch.arange(4))
+        replica.step(0.1)
+    changed = {replica.buffers.names[number] for number in replica.buffers.difference()}
+    assert changed == {"teacher.weight", "teacher.bias"}
+
+
+def test_a_buffer_that_begins_to_change_late_and_through_data_is_found_in_the_next_epoch() -> None:
+    model = Changing()
+    model.register_buffer("table", torch.zeros(2))
+    replica = Replica(model, "sgd")
+    for _ in range(NUM_FIRST + 1):
+        compute(replica)
+        assert replica.buffers.difference() == {}
+    model.table.data.add_(1.0)
+    replica.watch.begin(1)
+    replica.watch.end()
+    assert [each.tolist() for each in replica.buffers.difference().values()] == [[1.0, 1.0]]
 
 
 def test_a_frozen_parameter_that_begins_to_change_late_is_refused_by_name() -> None:
