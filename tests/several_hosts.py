@@ -1,16 +1,30 @@
 """Runs, in this process, whose weights lie on several hosts: the server, and stores that have dialled it."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 import harness
-from harness import Cluster, Outcome
-from smolcluster.configs.schema import Settings
+from harness import Cluster, Outcome, local_settings
+from smolcluster.algorithms.DiLoCo import server as diloco
+from smolcluster.algorithms.EDP import server as edp
+from smolcluster.algorithms.SynchronousPS import server as syncps
+from smolcluster.configs.schema import AlgorithmName, Settings
+from smolcluster.server.store_links import StoreLinks
 from smolcluster.training.build import build
 
 NODES = ("mini1", "worker1", "worker2", "worker3")
+COMMON: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "edp": ("num_epochs=2",),
+        "syncps": ("num_epochs=1",),
+        "diloco": ("num_epochs=2", "local_steps=4", "outer_lr=0.7", "sync_fraction=0"),
+    }
+)
 
 
 @pytest.fixture
@@ -24,15 +38,27 @@ def on_hosts(number: int) -> str:
     return f"servers=[{', '.join(NODES[:number])}]"
 
 
+def settings_for(
+    algorithm: AlgorithmName, num_hosts: int, *overrides: str, workers: int = 1
+) -> Settings:
+    """A short run whose workers all come, and have time to come back."""
+    common = (f"min_workers={workers}", "reconnect_timeout_s=20", *COMMON[algorithm])
+    return local_settings(
+        *(on_hosts(num_hosts), *common, *overrides), workers=workers, algorithm=algorithm
+    )
+
+
 def start(
-    settings: Settings, folder: Path, algorithm: str, *, resume: bool = False, **options: object
+    settings: Settings, folder: Path, algorithm: AlgorithmName, **options: Any
 ) -> tuple[Cluster, list[Outcome]]:
     """A server and its stores."""
-    cluster = Cluster(settings, folder, algorithm=algorithm, resume=resume, **options)  # type: ignore[arg-type]
+    cluster = Cluster(settings, folder, algorithm=algorithm, **options)
     return cluster, [cluster.start_store(node) for node in settings.cluster.store_nodes[1:]]
 
 
-def run(settings: Settings, folder: Path, algorithm: str, *, resume: bool = False) -> Cluster:
+def run(
+    settings: Settings, folder: Path, algorithm: AlgorithmName, *, resume: bool = False
+) -> Cluster:
     """A run that ends well, for its stores too."""
     cluster, stores = start(settings, folder, algorithm, resume=resume)
     workers = [cluster.worker(number + 1) for number in range(settings.cluster.num_workers)]
@@ -40,3 +66,40 @@ def run(settings: Settings, folder: Path, algorithm: str, *, resume: bool = Fals
     for each in (*workers, *stores):
         each.finish()
     return cluster
+
+
+def links_of(cluster: Cluster) -> StoreLinks[Any]:
+    """What the server has of its stores."""
+    core = cluster.core
+    assert isinstance(core, edp.Server | syncps.Server | diloco.Server)
+    return core.links if isinstance(core, syncps.Server) else core.stores
+
+
+def after_step(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
+    """Do something once: when the server has just taken that step.
+
+    In DiLoCo: when after so many outer steps a change has come and is not applied yet.
+    """
+    core: Any = cluster.core
+    method = {"edp": "apply", "syncps": "commit", "diloco": "on_change"}[cluster.algorithm]
+    original, todo = getattr(core, method), [act]
+
+    def watched(*args: Any) -> Any:
+        result = original(*args)
+        if todo and has_come(*args):
+            todo.pop()()
+        return result
+
+    def has_come(*args: Any) -> bool:
+        if not isinstance(core, diloco.Server):
+            return bool(core.version == step)
+        return core.stores.version >= step and bool(core.contributions[args[1].fragment])
+
+    setattr(core, method, watched)
+
+
+def cut_store(cluster: Cluster, node: str) -> None:
+    """Break the server's connection to a store."""
+    session = links_of(cluster).session_of(node)
+    assert session is not None
+    session.cut("its power is gone")

@@ -1,7 +1,6 @@
-"""DiLoCo with weights that lie on several hosts: the server, and stores that have dialled it."""
+"""DiLoCo with weights that lie on several hosts: what the table of `test_several_hosts` lacks."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,17 +8,12 @@ import pytest
 import torch
 
 import several_hosts
-from harness import Cluster, local_settings
+from harness import Cluster
 from integration.test_diloco_resume import first_saved, killed_after
-from several_hosts import many_buckets, on_hosts  # noqa: F401 - a fixture
+from several_hosts import many_buckets  # noqa: F401 - a fixture
 from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo.exchange import delta_frames
-from smolcluster.algorithms.DiLoCo.ledger import Request
-from smolcluster.algorithms.DiLoCo.outer_links import WholeChange
-from smolcluster.algorithms.DiLoCo.peers import Peer
-from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
-from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError
 from smolcluster.runs.events import BeginningEnded
 from smolcluster.training.local_copy import InProcess
@@ -27,67 +21,9 @@ from smolcluster.wire.messages import Collect
 
 start = partial(several_hosts.start, algorithm="diloco")
 run = partial(several_hosts.run, algorithm="diloco")
+settings_for = partial(several_hosts.settings_for, "diloco")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("many_buckets")]
 STREAMING = "mode=streaming", "fragments=3"
-
-
-def settings_for(num_hosts: int, *overrides: str, workers: int = 1) -> Settings:
-    common = (f"min_workers={workers}", "num_epochs=2", "local_steps=4", "reconnect_timeout_s=20")
-    return local_settings(
-        on_hosts(num_hosts),
-        *common,
-        *("outer_lr=0.7", "sync_fraction=0"),
-        *overrides,
-        workers=workers,
-        algorithm="diloco",
-    )
-
-
-def when_changes_wait(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
-    """Do something when after so many outer steps a change has come and is not applied yet."""
-    core = cluster.core
-    assert isinstance(core, Server)
-    on_change = core.on_change
-    has_acted: list[int] = []
-
-    def watched(peer: Peer, request: Request, arrived: WholeChange) -> None:
-        on_change(peer, request, arrived)
-        if core.stores.version >= step and not has_acted:
-            assert core.contributions[request.fragment]
-            has_acted.append(step)
-            act()
-
-    core.on_change = watched  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("mode=sync",),
-        ("mode=sync", "codec_up=int8", "codec_down=int4"),
-        ("mode=sync", "optimizer=muon"),
-        ("mode=sync", "sync_fraction=0.5"),
-        (*STREAMING, "sync_fraction=1", "codec_up=topk", "codec_down=int4"),
-        (*STREAMING, "sync_fraction=1", "optimizer=sgd", "optimizer_args.momentum=0.9"),
-    ],
-    ids=["lossless", "int8 and int4", "muon", "beginning", "topk in fragments", "sgd in fragments"],
-)
-def test_any_number_of_hosts_gives_the_same_bits(
-    tmp_path: Path, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rounds, "MOST_WAITING", math.inf)
-    momentum = "outer_momentum=0" if "codec_up=topk" in overrides else "outer_momentum=0.5"
-    own = (*overrides, momentum, "checkpoint_steps=30", "eval_steps=20")
-    whole, *others = (run(settings_for(hosts, *own), tmp_path / str(hosts)) for hosts in (1, 2, 3))
-    losses = [record.values["loss"] for record in whole.metrics.steps]
-    for other in others:
-        other.assert_every_sample_applied_once()
-        assert [record.values["loss"] for record in other.metrics.steps] == losses
-        assert torch.equal(other.training.replica.params, whole.training.replica.params)
-        assert isinstance(other.core, Server) and isinstance(whole.core, Server)
-        for name, tensor in whole.core.stores.tensors.items():
-            assert torch.equal(other.core.stores.tensors[name], tensor), name
-        assert other.core.beginning.num_steps == whole.core.beginning.num_steps
 
 
 def test_muon_begins_with_rounds_where_its_matrices_are_cut(tmp_path: Path) -> None:
@@ -148,34 +84,6 @@ def test_a_run_goes_on_with_more_hosts_or_fewer(
     resumed = run(settings_for(after, *own, *saved, begins), folder, resume=True)
     assert len(resumed.metrics.steps) == len(whole.metrics.steps) - step >= 30
     assert torch.equal(resumed.training.replica.params, whole.training.replica.params)
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [("mode=sync",), STREAMING, ("mode=async",), (*STREAMING, "sync_fraction=0.5")],
-)
-def test_a_store_that_is_lost_costs_no_sample(
-    tmp_path: Path, mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rounds, "MOST_WAITING", math.inf)
-    own = (*mode, "codec_up=int8", "codec_down=int8", "num_epochs=8", "eval_steps=20")
-    settings = settings_for(3, *own, workers=2)
-    cluster, stores = start(settings, tmp_path)
-
-    def cut() -> None:
-        assert isinstance(cluster.core, Server)
-        session = cluster.core.stores.session_of("worker1")
-        assert session is not None
-        session.cut("its power is gone")
-
-    when_changes_wait(cluster, 5, cut)
-    workers = cluster.worker(1), cluster.worker(2)
-    summary = cluster.finish(*workers, *stores)
-    assert summary.samples_applied == 8 * cluster.training.num_samples
-    told = [line for line in cluster.log_lines if "the store worker1" in line]
-    assert "as they were at step 0" in told[0]
-    assert "is lost: its power is gone; training pauses" in told[1]
-    assert "holds buckets" in told[2]
 
 
 class Unplugged(Worker):

@@ -1,257 +1,138 @@
-"""EDP with weights that lie on several hosts: the server, and stores that have dialled it."""
+"""Weights on several hosts, the server and stores that have dialled it: one table for all algorithms.
 
-import signal
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
+What one algorithm alone does with stores is in `test_edp_hosts`, `test_syncps_hosts` and `test_diloco_hosts`.
+"""
+
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
+from torch import Tensor
 
-import several_hosts
-from harness import DEADLINE_S, Cluster, local_settings
-from several_hosts import many_buckets, on_hosts  # noqa: F401 - a fixture
-from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.EDP.server import Peer, Server
-from smolcluster.algorithms.EDP.worker import Worker
-from smolcluster.configs.checks import check_algorithm
-from smolcluster.configs.schema import Settings
-from smolcluster.errors import ClusterEmpty, ConfigError, Rejected, RunFailed
-from smolcluster.server.assignment import Assigned
-from smolcluster.server.push import Pushed
-from smolcluster.server.store_host import HeldSlice
-from smolcluster.training.compute import BatchLoss
-from smolcluster.utils.stopping import Interrupted
-from smolcluster.wire.acceptor import SessionOpened
-from smolcluster.wire.messages import LeaseKey, Message, Reject
-from smolcluster.wire.session import Session
+from harness import Cluster
+from several_hosts import (
+    after_step,
+    cut_store,
+    many_buckets,  # noqa: F401 - a fixture
+    run,
+    settings_for,
+    start,
+)
+from smolcluster.algorithms.DiLoCo import rounds
+from smolcluster.algorithms.DiLoCo import server as diloco
+from smolcluster.configs.schema import AlgorithmName
+from smolcluster.errors import ClusterEmpty, RunFailed
 
-start = partial(several_hosts.start, algorithm="edp")
-run = partial(several_hosts.run, algorithm="edp")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("many_buckets")]
+EDP = "worker_update_interval=1", "optimizer=adamw", "weight_decay=0.1", "eval_steps=20"
+SYNCPS = "optimizer=adamw", "weight_decay=0.1", "gradient_clipping.max_norm=0.5"
+DILOCO = "mode=sync", "outer_momentum=0.5", "checkpoint_steps=30", "eval_steps=20"
+STREAMING = "mode=streaming", "fragments=3"
+AGREES: Mapping[str, tuple[AlgorithmName, tuple[str, ...]]] = MappingProxyType(
+    {
+        "edp": ("edp", (*EDP, "checkpoint_steps=30")),
+        "syncps": ("syncps", (*SYNCPS, "codec=fp32")),
+        "syncps int8": ("syncps", (*SYNCPS, "codec=int8")),
+        "diloco": ("diloco", DILOCO),
+        "diloco int8 and int4": ("diloco", (*DILOCO, "codec_up=int8", "codec_down=int4")),
+        "diloco muon": ("diloco", (*DILOCO, "optimizer=muon")),
+        "diloco beginning": ("diloco", (*DILOCO, "sync_fraction=0.5")),
+        "diloco topk in fragments": (
+            "diloco",
+            (
+                *(*DILOCO, *STREAMING, "sync_fraction=1"),
+                *("codec_up=topk", "codec_down=int4", "outer_momentum=0"),
+            ),
+        ),
+        "diloco sgd in fragments": (
+            "diloco",
+            (
+                *(*DILOCO, *STREAMING, "sync_fraction=1"),
+                *("optimizer=sgd", "optimizer_args.momentum=0.9"),
+            ),
+        ),
+    }
+)
 
 
-def settings_for(num_hosts: int, *overrides: str, workers: int = 1) -> Settings:
-    common = ("num_epochs=2", f"min_workers={workers}", "reconnect_timeout_s=20", *overrides)
-    return local_settings(on_hosts(num_hosts), *common, workers=workers)
+def kept_by(cluster: Cluster) -> Mapping[str, Tensor]:
+    """What a checkpoint would have besides the weights."""
+    if isinstance(cluster.core, diloco.Server):
+        return cluster.core.stores.tensors
+    return cluster.training.replica.optimizer.state
 
 
-EXACT = ("worker_update_interval=1", "optimizer=adamw", "weight_decay=0.1", "eval_steps=20")
-
-
-def test_any_number_of_hosts_gives_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", AGREES)
+def test_any_number_of_hosts_gives_the_same_bits(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "MOST_WAITING", math.inf)
+    algorithm, overrides = AGREES[name]
     whole, *others = (
-        run(settings_for(hosts, *EXACT, "checkpoint_steps=30"), tmp_path / str(hosts))
+        run(settings_for(algorithm, hosts, *overrides), tmp_path / str(hosts), algorithm)
         for hosts in (1, 2, 3)
     )
-    losses = [record.values["loss"] for record in whole.metrics.steps]
-    assert len(losses) == 90
-    for other in others:
+    measured = [
+        [(record.values["loss"], record.values.get("grad_norm")) for record in each.metrics.steps]
+        for each in (whole, *others)
+    ]
+    assert len(measured[0]) == {"edp": 90, "syncps": 45, "diloco": 90}[algorithm]
+    if algorithm == "syncps":
+        assert any(norm > 0.5 for _, norm in measured[0] if norm is not None), "none is clipped"
+    for other, its in zip(others, measured[1:], strict=True):
         other.assert_every_sample_applied_once()
-        assert [record.values["loss"] for record in other.metrics.steps] == losses
+        assert its == measured[0]
         assert torch.equal(other.training.replica.params, whole.training.replica.params)
-        ours, theirs = (each.training.replica.optimizer.state for each in (other, whole))
-        for name, tensor in theirs.items():
-            assert torch.equal(ours[name], tensor)
+        for key, tensor in kept_by(whole).items():
+            assert torch.equal(kept_by(other)[key], tensor), key
+        if isinstance(whole.core, diloco.Server) and isinstance(other.core, diloco.Server):
+            assert other.core.beginning.num_steps == whole.core.beginning.num_steps
 
 
-def after_step(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
-    """Do something when the server has just taken that step."""
-    core = cluster.core
-    assert isinstance(core, Server)
-    apply = core.apply
-
-    def watched(peer: Peer, pushed: Pushed, tau: int) -> None:
-        apply(peer, pushed, tau)
-        if core.version == step:
-            act()
-
-    core.apply = watched  # type: ignore[method-assign]
-
-
-def test_a_lossy_codec_and_several_workers_apply_every_sample_once(tmp_path: Path) -> None:
-    settings = settings_for(3, "codec=int8", "num_epochs=6", workers=3)
-    cluster = run(settings, tmp_path)
-    cluster.assert_every_sample_applied_once()
-    assert cluster.server.summary is not None
-    assert (cluster.server.summary.final.val_accuracy or 0) > 0.7
-    assert all(record.values["staleness"] >= 0 for record in cluster.metrics.steps)
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
-def test_a_run_goes_on_with_more_hosts_or_fewer(tmp_path: Path, before: int, after: int) -> None:
-    whole = run(settings_for(1, *EXACT), tmp_path / "whole")
-    overrides = (*EXACT, "checkpoint_steps=30")
-    cluster, _ = start(settings_for(before, *overrides), tmp_path / "run")
-    after_step(cluster, 40, lambda: cluster.stop.note(signal.SIGTERM))
-    cluster.worker(1)
-    assert isinstance(cluster.server.failure(), Interrupted)
-    resumed = run(settings_for(after, *overrides), tmp_path / "run", resume=True)
-    assert len(resumed.metrics.steps) == 50
-    assert torch.equal(resumed.training.replica.params, whole.training.replica.params)
-
-
-class Unplugged(Worker):
-    """Loses its server, or a store, in the middle of a push, once each."""
-
-    def compute(self, lease: Assigned) -> BatchLoss:
-        loss = super().compute(lease)
-        if self.steps in (5, 12):
-            last = self.stores.session_of(len(self.replica.buckets) - 1)
-            assert last is not self.link
-            session = self.link if self.steps == 5 else last
-            [first, *_] = self.sender.frames(lease.lease, self.base_version, loss, 0.0)
-            self.sender.settle(0)
-            self.stores.session_of(0).send_frame(first)
-            session.cut("the cable was pulled")
-        return loss
-
-
-def test_a_worker_that_is_lost_in_the_middle_of_a_push_costs_no_sample(tmp_path: Path) -> None:
-    settings = settings_for(3, "num_epochs=3", workers=2)
-    cluster, stores = start(settings, tmp_path)
-    workers = cluster.worker(1), cluster.worker(2, make=Unplugged)
-    cluster.finish(*workers, *stores)
-
-
-def test_a_worker_that_pushes_for_the_lease_of_another_is_answered_and_changes_nothing(
+@pytest.mark.parametrize(
+    ("algorithm", "step", "overrides"),
+    [
+        ("edp", 30, ("num_epochs=4", "eval_steps=20")),
+        ("diloco", 5, ("mode=sync",)),
+        ("diloco", 5, STREAMING),
+        ("diloco", 5, ("mode=async",)),
+        ("diloco", 5, (*STREAMING, "sync_fraction=0.5")),
+    ],
+)
+def test_a_store_that_is_lost_gets_its_slice_back_as_it_was_gathered_last(
     tmp_path: Path,
+    algorithm: AlgorithmName,
+    step: int,
+    overrides: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    named, has_lied = Future[LeaseKey](), threading.Event()
-
-    class Victim(Worker):
-        """Tells of its first lease, and pushes when another has pushed for it."""
-
-        def compute(self, lease: Assigned) -> BatchLoss:
-            if not named.done():
-                named.set_result(lease.lease)
-                assert has_lied.wait(DEADLINE_S)
-            return super().compute(lease)
-
-    class Liar(Worker):
-        """Sends all parts of a push for the other's lease, and waits for the answer."""
-
-        def compute(self, lease: Assigned) -> BatchLoss:
-            loss = super().compute(lease)
-            if not has_lied.is_set():
-                stolen = named.result(DEADLINE_S)
-                frames = list(self.sender.frames(stolen, self.base_version, loss, 0.0))
-                self.sender.settle(0)
-                self.unacknowledged = stolen
-                self.stores.push([], frames)
-                self.wait_until(lambda: self.unacknowledged is None)
-                has_lied.set()
-            return loss
-
-    cluster, stores = start(settings_for(2, workers=2), tmp_path)
-    summary = cluster.finish(cluster.worker(1, make=Victim), cluster.worker(2, make=Liar), *stores)
-    assert summary.pushes.late == 1
-
-
-def test_a_store_cannot_turn_a_worker_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, on_worker = [], HeldSlice._on_worker
-
-    def rejecting(held: HeldSlice, event: SessionOpened) -> None:
-        opened.append(event)
-        if len(opened) == 1:
-            event.session.send(Reject(code="over", sentence="the run is over"))
-        on_worker(held, event)
-
-    monkeypatch.setattr(HeldSlice, "_on_worker", rejecting)
-    cluster, stores = start(settings_for(2), tmp_path)
-    cluster.finish(cluster.worker(1), *stores)
-    assert len(opened) >= 2
-
-
-def test_a_store_that_is_lost_gets_the_slice_back_as_it_was_gathered_last(
-    tmp_path: Path,
-) -> None:
-    settings = settings_for(3, "num_epochs=4", "eval_steps=20", workers=2)
-    cluster, stores = start(settings, tmp_path)
-
-    def cut() -> None:
-        assert isinstance(cluster.core, Server)
-        session = cluster.core.stores.session_of("worker1")
-        assert session is not None
-        session.cut("its power is gone")
-
-    after_step(cluster, 30, cut)
-    workers = cluster.worker(1), cluster.worker(2)
-    summary = cluster.finish(*workers, *stores)
-    assert summary.steps_undone > 0
-    assert cluster.core.version == 180
+    monkeypatch.setattr(rounds, "MOST_WAITING", math.inf)
+    if algorithm == "diloco":
+        overrides += "codec_up=int8", "codec_down=int8", "num_epochs=8", "eval_steps=20"
+    cluster, stores = start(settings_for(algorithm, 3, *overrides, workers=2), tmp_path, algorithm)
+    after_step(cluster, step, lambda: cut_store(cluster, "worker1"))
+    summary = cluster.finish(cluster.worker(1), cluster.worker(2), *stores)
     told = [line for line in cluster.log_lines if "the store worker1" in line]
     assert "as they were at step 0" in told[0]
     assert "is lost: its power is gone; training pauses" in told[1]
-    assert "as they were at step 20" in told[2]
+    if algorithm == "edp":
+        assert "as they were at step 20" in told[2]
+        assert summary.steps_undone > 0
+        assert cluster.core.version == 180
+    else:
+        assert "holds buckets" in told[2]
+        assert summary.samples_applied == 8 * cluster.training.num_samples
 
 
-def test_a_store_that_stays_away_ends_the_run(tmp_path: Path) -> None:
-    settings = settings_for(2, "start_timeout_s=1")
-    cluster = Cluster(settings, tmp_path)
+@pytest.mark.parametrize("algorithm", ["edp", "syncps", "diloco"])
+def test_a_store_that_stays_away_ends_the_run(tmp_path: Path, algorithm: AlgorithmName) -> None:
+    settings = settings_for(algorithm, 2, "start_timeout_s=1")
+    cluster = Cluster(settings, tmp_path, algorithm=algorithm)
     worker = cluster.worker(1)
     error = cluster.server.failure()
     assert isinstance(error, ClusterEmpty)
     assert "the store worker1 did not come within 1 s (start_timeout_s)" in str(error)
     assert isinstance(worker.failure(), RunFailed)
-
-
-def test_a_store_that_lives_and_does_nothing_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_over, obey, num_told = threading.Event(), HeldSlice._obey, 0
-
-    def freezing(held: HeldSlice, message: Message, coordinator: Session) -> None:
-        nonlocal num_told
-        num_told += 1
-        if num_told > 20:
-            is_over.wait()
-        obey(held, message, coordinator)
-
-    monkeypatch.setattr(HeldSlice, "_obey", freezing)
-    settings = settings_for(2, "empty_cluster_timeout_s=1", "reconnect_timeout_s=1")
-    cluster, [store] = start(settings, tmp_path)
-    worker = cluster.worker(1)
-    error = cluster.server.failure()
-    is_over.set()
-    assert isinstance(error, ClusterEmpty)
-    assert "the store worker1 did not come within 1 s (empty_cluster_timeout_s)" in str(error)
-    assert any("it does not send its slice" in line for line in cluster.log_lines)
-    for each in (worker, store):
-        each.failure()
-
-
-def test_a_store_that_is_not_listed_is_refused(tmp_path: Path) -> None:
-    cluster, stores = start(settings_for(2), tmp_path)
-    error = cluster.start_store("worker2").failure()
-    assert isinstance(error, Rejected)
-    assert "servers has worker1" in str(error)
-    cluster.finish(cluster.worker(1), *stores)
-
-
-@pytest.mark.parametrize(
-    "override", ["update_rule=mixing", "ema_decay=0.9", "optimizer=Adagrad", "optimizer=muon"]
-)
-def test_what_needs_all_weights_in_one_place_is_refused(tmp_path: Path, override: str) -> None:
-    settings = settings_for(2, override)
-    with pytest.raises(ConfigError):
-        check_algorithm(settings, "edp")
-        Cluster(settings, tmp_path)
-
-
-def test_loops_of_ones_own_with_several_servers_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ServerContext, "is_attached", True)
-    with pytest.raises(ConfigError, match="loops of one's own push to one server only"):
-        Cluster(settings_for(2), tmp_path)
-
-
-def test_an_algorithm_without_stores_refuses_several_servers() -> None:
-    settings = local_settings("servers=[mini1, worker1]", algorithm="pipeline")
-    with pytest.raises(
-        ConfigError, match=r"servers is \['mini1', 'worker1'\], but .* keeps its weights"
-    ):
-        check_algorithm(settings, "pipeline")
