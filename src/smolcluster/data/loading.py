@@ -19,7 +19,9 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional, init
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -373,7 +375,31 @@ class _Draws(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _WITHOUT_GENERATOR:
+            with _Inside(self._generator):
+                return func(*args, **kwargs)
         if func in _RANDOM and kwargs.get("generator") is None:
+            kwargs = kwargs | {"generator": self._generator}
+        return func(*args, **kwargs)
+
+
+class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives a generator to what a function draws that takes none itself. It makes all else slower."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = generator
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        takes_one = any(each.name == "generator" for each in func._schema.arguments)
+        if takes_one and kwargs.get("generator") is None:
             kwargs = kwargs | {"generator": self._generator}
         return func(*args, **kwargs)
 
@@ -382,14 +408,23 @@ _RANDOM = frozenset(
     {
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal),
         *(torch.rand_like, torch.randn_like, torch.randint_like),
-        *(torch.bernoulli, torch.multinomial, torch.poisson),
+        *(torch.bernoulli, torch.multinomial, torch.poisson, torch.binomial),
+        *(torch._standard_gamma, torch._sample_dirichlet),  # of distributions, such as Beta
         *(getattr(Tensor, name) for name in ("bernoulli", "multinomial", "bernoulli_", "random_")),
         *(
             getattr(Tensor, f"{name}_")
             for name in ("uniform", "normal", "exponential", "log_normal")
         ),
         *(getattr(Tensor, f"{name}_") for name in ("cauchy", "geometric")),
+        *(init.uniform_, init.normal_, init.trunc_normal_, init.orthogonal_, init.sparse_),
+        *(init.kaiming_uniform_, init.kaiming_normal_, init.xavier_uniform_, init.xavier_normal_),
     }
+)
+_WITHOUT_GENERATOR = frozenset(
+    getattr(place, name)
+    for place in (torch, functional)
+    for name in dir(place)
+    if any(word in name for word in ("dropout", "rrelu", "gumbel"))
 )
 
 

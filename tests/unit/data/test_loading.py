@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, distributions, nn
+from torch.nn import functional
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -261,6 +262,40 @@ def test_what_is_drawn_for_a_sample_depends_on_its_place_alone() -> None:
     torch.manual_seed(3)
     samples.batch(torch.tensor([4, 2, 9]), Place(SEED, 1, 5))
     assert torch.equal(torch.rand(1), expected), "the process's generator is left alone"
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        nn.Dropout(0.5),
+        lambda values: functional.alpha_dropout(values, 0.5, training=True),
+        lambda values: functional.rrelu(-values, training=True),
+        functional.gumbel_softmax,
+        lambda values: values * distributions.Beta(0.4, 0.4).sample(),
+        lambda values: values * distributions.Gamma(2.0, 2.0).sample(),
+        lambda values: values * torch.binomial(torch.full((4,), 9.0), torch.full((4,), 0.5)),
+        lambda values: nn.init.normal_(values.clone()),
+        lambda values: nn.Linear(4, 4)(values).detach(),
+    ],
+    ids=["dropout", "alpha", "rrelu", "gumbel", "beta", "gamma", "binomial", "normal", "linear"],
+)
+def test_what_is_drawn_within_functions_of_pytorch_depends_on_its_place_alone(draw: Any) -> None:
+    class Drawn(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return torch.cat([draw(torch.ones(4)) for _ in range(8)])
+
+    def drawn(first: int) -> Tensor:
+        batch: Tensor = samples.batch(torch.tensor([first, 3]), Place(SEED, 0, first))
+        return batch
+
+    samples = MapSamples(Drawn(), lambda rows: draw(torch.stack(rows)[:, :4]))
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    found = drawn(1)
+    assert torch.equal(torch.rand(1), expected), "the process's generator is left alone"
+    assert torch.equal(found, drawn(1))
+    assert not torch.equal(found, drawn(2))
 
 
 def test_a_loaders_collate_makes_the_batch() -> None:
