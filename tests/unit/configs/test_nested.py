@@ -1,6 +1,7 @@
 """The nested training file: other words for the same settings, and other defaults."""
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from smolcluster.configs.load import find_config, read_yaml
 from smolcluster.configs.problems import SettingError
-from smolcluster.configs.resolve import load_settings, resolve
+from smolcluster.configs.resolve import resolve
 from smolcluster.configs.schema import GPTConfig, Settings, SimpleNNConfig, train_section
 from smolcluster.configs.sections import flatten
 
@@ -230,34 +231,41 @@ def test_clipping_in_both_shapes_is_refused(norm: float | None, clipping: dict[s
     ("key", "value", "says"),
     [
         ("training.epochs", 0, "training.epochs is 0, must be a whole number above 0, or null"),
+        ("training.epochs", "zero", "training.epochs is 'zero', must be a whole number above 0"),
         ("training.batch_size", "x", "training.batch_size is 'x', must be a whole number above 0"),
         ("training.grad_clip_norm", 0, "training.grad_clip_norm is 0, must be a number above 0"),
         ("training.optimizer", None, "training.optimizer is null, must be one of adam, adamw, sgd"),
         ("data.download", "yes", "data.download is 'yes', must be true or false"),
         ("data.columns", [1], "data.columns[0] is 1, must be text"),
+        ("data.source", "cloud", "data.source is 'cloud', must be one of local, server"),
         ("data.tokeniser", "x", "data.tokeniser is not a setting; did you mean data.tokenizer?"),
-        (
-            "training.num_epoch",
-            1,
-            "training.num_epoch is not a setting; did you mean training.epochs",
-        ),
-        ("model.max_len", 1, "model.max_len is not a setting; did you mean model.max_seq_len?"),
+        ("training.num_epoch", 1, "training.num_epoch is not a setting; did you mean training.epo"),
         ("lr_schedule.min_lr", -1, "lr_schedule.min_lr is -1, must be a number of 0 or more"),
+        ("model.max_len", 1, "model.max_len is not a setting; did you mean model.max_seq_len?"),
+        ("model.type", "gpt", "model.type is 'gpt', must be one of SimpleNN, GPT"),
+        ("model.type", "", "model.type is '', must be one of SimpleNN, GPT"),
+        ("model.hidden", 8, "model.hidden is not a setting of a GPT"),
+        ("model.num_heads", 3, "model.num_heads is 3, must divide model.model_dim, 16"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_said_in_its_words(key: str, value: Any, says: str) -> None:
+def test_what_is_wrong_is_said_in_the_words_of_its_layer(key: str, value: Any, says: str) -> None:
     assert refusal(with_key(key, value)).startswith(f"{FILE}: {says}")
+    written = json.dumps(value)
+    assert refusal(NESTED, f"{key}={written}").startswith(f"--override: {says}")
+    said = refusal(NESTED, environ={variable(key): written})
+    assert said.startswith(f"environment variable {variable(key)}: {says}")
+
+
+def test_a_key_of_another_kind_of_model_is_refused_in_a_flat_file_too() -> None:
+    text = refusal(FLAT, "model.num_heads=2")
+    assert text == "--override: model.num_heads is not a setting of a SimpleNN"
 
 
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("training.epochs", "zero", "training.epochs is 'zero', must be a whole number above 0"),
         ("num_epochs", "zero", "num_epochs is 'zero', must be a whole number above 0, or null"),
-        ("training.grad_clip_norm", "-1", "training.grad_clip_norm is -1, must be a number above"),
-        ("data.source", "cloud", "data.source is 'cloud', must be one of local, server"),
         ("dataset.source", "cloud", "dataset.source is 'cloud', must be one of local, server"),
-        ("data.tokeniser", "x", "data.tokeniser is not a setting; did you mean data.tokenizer?"),
         ("training", "5", "training is 5, must be a mapping of keys to values"),
         ("data", "{}", "data is an empty mapping, must be a mapping of keys to values"),
         ("training", "{epochs: 0}", "training.epochs is 0, must be a whole number above 0"),
@@ -336,44 +344,7 @@ def test_the_shipped_gpt_file_holds_exactly_what_users_have() -> None:
     assert read_yaml(find_config("gpt", "training")) == DOCUMENT
 
 
-def test_the_shipped_gpt_file_means_what_its_document_says() -> None:
-    train = load_settings("edp", "gpt", environ={}).train
-    assert isinstance(train.model, GPTConfig)
-    sizes = train.model
-    assert (sizes.model_dim, sizes.num_layers, sizes.num_heads) == (256, 6, 4)
-    assert (sizes.ff_dim, sizes.dropout, sizes.max_seq_len) == (1024, 0.1, 128)
-    assert (train.batch_size, train.num_epochs) == (32, 30), "32 for L=128, 30 for wikitext"
-    assert (train.optimizer, train.learning_rate, train.weight_decay) == ("adamw", 6e-4, 0.01)
-    assert (train.gradient_clipping.enabled, train.gradient_clipping.max_norm) == (True, 1.0)
-    assert train.lr_schedule is not None
-    assert (train.lr_schedule.warmup_iters, train.lr_schedule.min_lr) == (100, 6e-5)
-    assert (train.dataset.name, train.dataset.tokenizer) == ("wikitext", "openai-community/gpt2")
-    assert train.logging.project_name == "smolcluster-gpt-wikitext2"
-
-
 # Kinds of models
-
-
-@pytest.mark.parametrize("name", ["Foo", "gpt", ""])
-def test_an_unknown_kind_of_model_is_refused(name: str) -> None:
-    text = refusal(with_key("model.type", name))
-    assert text == f"{FILE}: model.type is {name!r}, must be one of SimpleNN, GPT"
-    if name:
-        text = refusal(NESTED, f"model.type={name}")
-        assert text.startswith(f"--override: model.type is {name!r}, must be one of")
-
-
-def test_a_key_of_another_kind_of_model_is_refused() -> None:
-    assert refusal(with_key("model.hidden", 8)) == f"{FILE}: model.hidden is not a setting of a GPT"
-    assert refusal(NESTED, "model.hidden=8") == "--override: model.hidden is not a setting of a GPT"
-    text = refusal(FLAT, "model.num_heads=2")
-    assert text == "--override: model.num_heads is not a setting of a SimpleNN"
-
-
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    says = "model.num_heads is 3, must divide model.model_dim, 16"
-    assert refusal(with_key("model.num_heads", 3)) == f"{FILE}: {says}"
-    assert refusal(NESTED, "model.num_heads=3") == f"--override: {says}"
 
 
 @pytest.mark.parametrize("model", [5, None, [], "GPT"])
