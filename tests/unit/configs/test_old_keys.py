@@ -33,67 +33,73 @@ def settle(
     )
 
 
-@pytest.mark.parametrize(
-    ("content", "overrides", "codec"),
-    [
-        ({"use_quantization": True}, [], "int8"),
-        ({"use_quantization": True, "codec": None}, [], "int8"),
-        ({"use_quantization": True, "codec": "int8"}, [], "int8"),
-        ({"use_quantization": False, "codec": "int8"}, [], "int8"),
-        ({"use_quantization": False, "codec": "bf16"}, [], "bf16"),
-        ({"use_quantization": False}, [], None),
-        ({"use_quantization": True}, ["use_quantization=false"], None),
-        ({"use_quantization": True}, ["codec=bf16"], "bf16"),
-        ({"codec": "bf16"}, ["use_quantization=false"], "bf16"),
-        ({}, ["use_quantization=true"], "int8"),
-        ({}, ["use_quantization=true", "codec=int8"], "int8"),
-    ],
-)
-def test_quantization_is_a_codec(
-    content: dict[str, Any], overrides: list[str], codec: str | None
-) -> None:
-    assert settle(content, *overrides).cluster.codec == codec
+CHECKPOINTING = "activation_checkpointing"
 
 
 @pytest.mark.parametrize(
-    ("content", "overrides", "servers"),
+    ("key", "content", "overrides", "value"),
     [
-        ({"stores": "auto"}, [], "auto"),
-        ({"stores": "auto"}, ["servers={a: 2, b: 1}"], {"a": 2, "b": 1}),
-        ({"stores": "auto"}, ["stores=null"], None),
-        ({"stores": None, "servers": None, "store_shares": None}, [], None),
-        ({"servers": ["a", "b"], "store_shares": [2, 1]}, [], {"a": 2, "b": 1}),
-        ({"servers": ["a", "b"]}, ["store_shares=[2, 1]"], {"a": 2, "b": 1}),
-        ({}, ["store_shares=[2, 1]", "servers=[a, b]"], {"a": 2, "b": 1}),
-        ({"servers": ["a", "b"], "store_shares": [2, 1]}, ["store_shares=null"], ("a", "b")),
-        ({"servers": ["a", "b"], "store_shares": [2, 1]}, ["servers=null"], None),
-        ({"store_shares": [1]}, [], None),
+        ("codec", {"use_quantization": True}, [], "int8"),
+        ("codec", {"use_quantization": True, "codec": None}, [], "int8"),
+        ("codec", {"use_quantization": True, "codec": "int8"}, [], "int8"),
+        ("codec", {"use_quantization": False, "codec": "int8"}, [], "int8"),
+        ("codec", {"use_quantization": False, "codec": "bf16"}, [], "bf16"),
+        ("codec", {"use_quantization": False}, [], None),
+        ("codec", {"use_quantization": True}, ["use_quantization=false"], None),
+        ("codec", {"use_quantization": True}, ["codec=bf16"], "bf16"),
+        ("codec", {"codec": "bf16"}, ["use_quantization=false"], "bf16"),
+        ("codec", {}, ["use_quantization=true"], "int8"),
+        ("codec", {}, ["use_quantization=true", "codec=int8"], "int8"),
+        ("servers", {"stores": "auto"}, [], "auto"),
+        ("servers", {"stores": "auto"}, ["servers={a: 2, b: 1}"], {"a": 2, "b": 1}),
+        ("servers", {"stores": "auto"}, ["stores=null"], None),
+        ("servers", {"stores": None, "servers": None, "store_shares": None}, [], None),
+        ("servers", {"servers": ["a", "b"], "store_shares": [2, 1]}, [], {"a": 2, "b": 1}),
+        ("servers", {"servers": ["a", "b"]}, ["store_shares=[2, 1]"], {"a": 2, "b": 1}),
+        ("servers", {}, ["store_shares=[2, 1]", "servers=[a, b]"], {"a": 2, "b": 1}),
+        (
+            "servers",
+            {"servers": ["a", "b"], "store_shares": [2, 1]},
+            ["store_shares=null"],
+            ("a", "b"),
+        ),
+        ("servers", {"servers": ["a", "b"], "store_shares": [2, 1]}, ["servers=null"], None),
+        ("servers", {"store_shares": [1]}, [], None),
+        (CHECKPOINTING, {"recompute": True}, [], "full"),
+        (CHECKPOINTING, {"recompute": True, "activation_checkpointing": "none"}, [], "full"),
+        (
+            CHECKPOINTING,
+            {"recompute": False, "activation_checkpointing": "selective"},
+            [],
+            "selective",
+        ),
+        (CHECKPOINTING, {"pipeline": {"recompute": True}}, [], "full"),
+        (CHECKPOINTING, {"recompute": True}, ["recompute=false"], "none"),
+        (CHECKPOINTING, {}, ["recompute=true"], "full"),
+        (CHECKPOINTING, {}, ["pipeline.recompute=true"], "full"),
+        ("checkpoint_steps", {"redundancy": 5}, [], 5),
+        ("checkpoint_steps", {"pipeline": {"redundancy": 5}, "checkpoint_steps": 50}, [], 5),
+        ("checkpoint_steps", {"redundancy": None, "checkpoint_steps": 50}, [], 50),
+        ("checkpoint_steps", {"checkpoint_steps": 50}, ["redundancy=null"], 50),
+        ("checkpoint_steps", {"checkpoint_steps": 50}, ["pipeline.redundancy=5"], 5),
+        ("restarts", {"kubernetes": {"retries": 5}}, [], 5),
+        ("restarts", {"kubernetes": {"retries": 3}, "restarts": 0}, [], 0),
+        ("restarts", {"restarts": 0}, ["kubernetes.retries=3"], 3),
+        ("restarts", {}, ["kubernetes={retries: 4, nodes: 2}"], 4),
     ],
 )
-def test_shares_stand_beside_the_servers(
-    content: dict[str, Any], overrides: list[str], servers: object
+def test_old_keys_mean_what_they_meant(
+    key: str, content: dict[str, Any], overrides: list[str], value: object
 ) -> None:
-    assert settle(content, *overrides).cluster.servers == servers
+    cluster = settle(content, *overrides).cluster
+    assert getattr(cluster, key) == value
+    for other, default in (("checkpoint_steps", 200), ("restarts", 3)):
+        assert other in (key, *content) or getattr(cluster, other) == default
 
 
-@pytest.mark.parametrize(
-    ("content", "overrides", "computed_again"),
-    [
-        ({"recompute": True}, [], "full"),
-        ({"recompute": True, "activation_checkpointing": "none"}, [], "full"),
-        ({"recompute": False, "activation_checkpointing": "selective"}, [], "selective"),
-        ({"pipeline": {"recompute": True}}, [], "full"),
-        ({"recompute": True}, ["recompute=false"], "none"),
-        ({}, ["recompute=true"], "full"),
-        ({}, ["pipeline.recompute=true"], "full"),
-    ],
-)
-def test_recompute_is_activation_checkpointing(
-    content: dict[str, Any], overrides: list[str], computed_again: str
-) -> None:
-    settings = settle(content, *overrides)
-    assert settings.of(MeshConfig).activation_checkpointing == computed_again
-    assert settings.of(PipelineConfig).activation_checkpointing == computed_again
+@pytest.mark.parametrize("algorithm", [MeshConfig, PipelineConfig])
+def test_recompute_is_of_either_algorithm(algorithm: type[MeshConfig | PipelineConfig]) -> None:
+    assert settle({"recompute": True}).of(algorithm).activation_checkpointing == "full"
 
 
 @pytest.mark.parametrize("by_override", [False, True])
@@ -103,27 +109,6 @@ def test_stages_compute_again_as_they_are_told(*, by_override: bool) -> None:
     node = settle({"nodes": {"b": {"stages": stages}}}, *override).cluster.nodes["b"]
     assert node.stages is not None
     assert node.stages.activation_checkpointing == "full"
-
-
-@pytest.mark.parametrize(
-    ("content", "overrides", "checkpoint_steps", "restarts"),
-    [
-        ({"redundancy": 5}, [], 5, 3),
-        ({"pipeline": {"redundancy": 5}, "checkpoint_steps": 50}, [], 5, 3),
-        ({"redundancy": None, "checkpoint_steps": 50}, [], 50, 3),
-        ({"checkpoint_steps": 50}, ["redundancy=null"], 50, 3),
-        ({"checkpoint_steps": 50}, ["pipeline.redundancy=5"], 5, 3),
-        ({"kubernetes": {"retries": 5}}, [], 200, 5),
-        ({"kubernetes": {"retries": 3}, "restarts": 0}, [], 200, 0),
-        ({"restarts": 0}, ["kubernetes.retries=3"], 200, 3),
-        ({}, ["kubernetes={retries: 4, nodes: 2}"], 200, 4),
-    ],
-)
-def test_what_two_keys_said_one_says(
-    content: dict[str, Any], overrides: list[str], checkpoint_steps: int, restarts: int
-) -> None:
-    cluster = settle(content, *overrides).cluster
-    assert (cluster.checkpoint_steps, cluster.restarts) == (checkpoint_steps, restarts)
 
 
 @pytest.mark.parametrize(

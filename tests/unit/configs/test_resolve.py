@@ -200,6 +200,7 @@ def test_processes_of_one_machine_share_its_cores(
         ("win", {"nodes": {"pi5": {"threads": 2}}}, [], {}, None),
         (None, {"nodes": {"mini1": {"threads": 2}}}, [], {}, 2),  # the server
         ("pi5", {}, ["nodes.pi5.threads=2"], {}, 2),
+        ("win", {}, ["nodes.pi5.threads=2"], {}, None),
         ("pi5", {"nodes": {"pi5": None}}, ["nodes.pi5.threads=2"], {}, 2),
         ("pi5", {"nodes": None}, ["nodes.pi5.threads=2"], {}, 2),
         (None, {}, ["nodes.mini1.threads=2"], {"SMOLCLUSTER_THREADS": "8"}, 2),
