@@ -4,6 +4,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -538,6 +539,33 @@ def test_edp_takes_any_optimizer(tmp_path: Path) -> None:
     _, batches = train(served, "ann", make)
     served.finish()
     assert_close(served.weights, train_alone(batches, make))
+
+
+def test_edp_pushes_what_the_loop_itself_changes_between_two_steps(tmp_path: Path) -> None:
+    """Here a second optimizer, and weights that are clipped as those of a WGAN."""
+
+    def loop(model: nn.Module, batches: Iterable[list[int]]) -> None:
+        first = torch.optim.SGD(model.get_submodule("0").parameters(), lr=0.05)
+        second = torch.optim.Adam(model.get_submodule("2").parameters(), lr=0.01)
+        attached = served.attach(model, first) if model is own else nullcontext()
+        with attached as cluster:
+            for batch in batches if cluster is None else cluster.sampler(DATA):
+                drawn.append(batch)
+                model.zero_grad()
+                inputs, targets = DATA[batch]
+                backward(functional.mse_loss(model(inputs), targets))
+                for parameter in model.parameters():
+                    parameter.data.clamp_(-0.3, 0.3)
+                second.step()
+                first.step()
+
+    served = Served(tmp_path, "edp", *EXACT["edp"])
+    drawn: list[list[int]] = []
+    own, plain = net(), net()
+    loop(own, [])
+    served.finish()
+    loop(plain, list(drawn))
+    assert_close(served.weights, plain)
 
 
 def test_wrong_uses_are_told(tmp_path: Path) -> None:

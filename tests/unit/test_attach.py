@@ -8,15 +8,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from smolcluster.api import attach as attaching
 from smolcluster.api import callbacks
 from smolcluster.api.attach import attach
 from smolcluster.api.attached_optimizer import LoopOptimizer
 from smolcluster.api.attached_process import own_name
-from smolcluster.api.synchronous_optimizer import describe_optimizer
+from smolcluster.api.loop_watch import LoopWatch
+from smolcluster.api.synchronous_optimizer import (
+    check_settings,
+    describe_optimizer,
+    settings_of,
+)
 from smolcluster.configs.overrides import ATTACH_VARIABLE, NAME_VARIABLE
-from smolcluster.errors import ConfigError, ProtocolError
+from smolcluster.errors import ConfigError, ModelChanged, ProtocolError
 from smolcluster.server.offering import Layer, Plan
 
 
@@ -71,6 +77,77 @@ def test_the_learning_rate_is_that_of_the_schedule_s_peak_while_it_warms_up() ->
     assert describe_optimizer(model, optimizer)["learning_rate"] == 0.1
     with pytest.raises(ConfigError, match="lr is 0"):
         describe_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+def nesterov(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+
+def cycles(optimizer: torch.optim.Optimizer) -> None:
+    lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (cycles, r"momentum is 0\.95, 0\.9 when it was attached.*cycle_momentum=False"),
+        (
+            lambda optimizer: optimizer.param_groups[0].update(weight_decay=0.5),
+            "weight_decay is 0.5",
+        ),
+        (lambda optimizer: optimizer.param_groups[0].update(lr=0.5), None),
+        (lambda optimizer: optimizer.add_param_group({"params": [], "lr": 0.5}), "2 groups"),
+        (lambda optimizer: optimizer.register_step_post_hook(print), "step hooks"),
+    ],
+)
+def test_syncps_refuses_settings_that_change_after_the_server_was_told(
+    change: Callable[[torch.optim.Optimizer], object], sentence: str | None
+) -> None:
+    optimizer = nesterov(net())
+    told = settings_of(optimizer)
+    check_settings(optimizer, told)
+    change(optimizer)
+    if sentence is None:
+        check_settings(optimizer, told)
+        return
+    with pytest.raises(ConfigError, match=rf"{sentence}.*use algorithm: edp"):
+        check_settings(optimizer, told)
+
+
+def clip(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+def replace(model: nn.Module) -> None:
+    model.get_submodule("1").weight = nn.Parameter(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence", "is_refused_by"),
+    [
+        (clip, r"parameter 0\.weight changes between two calls", (True,)),
+        (replace, r"parameter 1\.weight \(Linear\) is replaced", (True, False)),
+        (lambda model: model[0].requires_grad_(True), r"parameter 0\.\w+ is frozen", (True, False)),
+        (lambda model: model[1].requires_grad_(False), "", ()),
+    ],
+)
+def test_what_a_loop_does_to_parameters_and_nobody_hears_of_is_refused(
+    change: Callable[[nn.Module], object], sentence: str, is_refused_by: tuple[bool, ...]
+) -> None:
+    for is_synchronous in (True, False):
+        model = net()
+        if "frozen" in sentence:
+            model[0].requires_grad_(False)
+        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        watch = LoopWatch(model, nesterov(model), trained, is_synchronous=is_synchronous)
+        watch.begin(0)
+        change(model)
+        if is_synchronous in is_refused_by:
+            with pytest.raises(ModelChanged, match=sentence):
+                watch.end()
+        else:
+            watch.end()
 
 
 def test_frozen_weights_are_compared() -> None:

@@ -6,9 +6,9 @@ process, runs in a greenlet of the loop's own thread, so that nothing touches th
     loop:    next batch        forward, backward, optimizer.step()           next batch
     worker:  waits in compute ────────────────────────────────────> pushes, hears of steps, waits in compute
 
-EDP: the optimizer steps, and the difference that it has made to the weights is pushed. The server applies it
-as a gradient with a learning rate of 1, weighed by its staleness, or with `update_rule: mixing` averages the
-weights in; so any optimizer and schedule will do.
+EDP: the optimizer steps, and what the loop has changed of the weights since the step before is pushed. The
+server applies it as a gradient with a learning rate of 1, weighed by its staleness, or with
+`update_rule: mixing` averages the weights in; so any optimizer and schedule will do.
 SyncPS: the gradients are pushed, and server and workers alike take the optimizer's step with their mean. The
 server has an optimizer of the same kind, so it takes adam, adamw and sgd, without amsgrad; the
 learning rate is the one that the loop's schedule has come to.
@@ -43,6 +43,7 @@ from smolcluster.api.attached_optimizer import (
     unscale,
 )
 from smolcluster.api.attached_process import Told, own_name, told_by_launcher
+from smolcluster.api.loop_watch import LoopWatch
 from smolcluster.api.settings import secret_of
 from smolcluster.api.synchronous_optimizer import check_rule, describe_optimizer
 from smolcluster.configs.resolve import load_settings
@@ -188,7 +189,8 @@ class Cluster:
         self._sampler: LeaseSampler | None = None
         self._has_said_end = self._has_said_dropped = False
         self._before: Tensor | None = None
-        """The weights before a step, (num_params,)."""
+        """EDP: the weights that the loop was lent, (num_params,)."""
+        self._watch: LoopWatch | None = None
         self._meter = Meter()
         self._exit = ExitStack()
         self._log: logging.Logger = logging.getLogger("smolcluster")
@@ -338,6 +340,8 @@ class Cluster:
                 f"optimizer.step() came when {self._lease.num_undrawn} of {len(self._lease.indices)} samples "
                 "that the run wants at a time had not been drawn; call it when cluster.is_step_due"
             )
+        if self._watch is not None:
+            self._watch.end()
 
     def _switch(self) -> None:
         """Let the worker go on until it waits for the loop, or the run is over."""
@@ -474,6 +478,10 @@ class Cluster:
         self._places = [(named[plain_name(name)], place) for name, place in replica.layers]
         for parameter, _ in self._places:
             parameter.grad = None  # `grads` is what is pushed
+        self._watch = LoopWatch(
+            *(self._model, self._optimizer, self._trained(replica)),
+            is_synchronous=spec.is_synchronous,
+        )
         replica.fingerprint = welcome.model_fingerprint  # the plans have been compared
         workload = PlannedWorkload(plan, lambda: self._model)
         take: Callable[[Replica], float | None] = self._difference
@@ -521,6 +529,10 @@ class Cluster:
         """
         self.epoch = epoch
         self._lease = _Lease(indices, len(indices))
+        assert self._watch is not None  # noqa: S101 - made as the model was laid out
+        self._watch.begin(epoch)
+        if take == self._difference:
+            self._before = replica.params.clone()
         with lone_sample(self._model) if len(indices) == 1 else nullcontext():
             self._pause()
         told = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
@@ -562,18 +574,16 @@ class Cluster:
 
     @torch.no_grad()
     def _difference(self, replica: Replica) -> None:
-        """EDP: let the optimizer step, put what it has taken from the weights into `grads`, and undo it.
+        """EDP: let the optimizer step, put what the loop has taken from the weights into `grads`, undo it.
 
         The worker then steps by that difference, as does the server. It is 0 where a gradient has overflowed.
         """
-        if self._overflow is not None:
+        assert self._before is not None  # noqa: S101 - noted as the loop was lent the weights
+        if self._overflow is None:
+            self._original_step()
+            torch.sub(self._before, replica.params, out=replica.grads)
+        else:
             replica.grads.zero_()
-            return
-        if self._before is None or self._before.shape != replica.params.shape:
-            self._before = torch.empty_like(replica.params)
-        self._before.copy_(replica.params)
-        self._original_step()
-        torch.sub(self._before, replica.params, out=replica.grads)
         replica.params.copy_(self._before)
 
     @torch.no_grad()
@@ -596,11 +606,13 @@ class Cluster:
         return rate
 
     def _own_optimizer(self, replica: Replica) -> LoopOptimizer:
-        named = [
+        return LoopOptimizer(self._optimizer, self._original_step, self._trained(replica))
+
+    def _trained(self, replica: Replica) -> list[tuple[str, nn.Parameter]]:
+        return [
             (name, parameter)
             for (name, _), (parameter, _) in zip(replica.layers, self._places, strict=True)
         ]
-        return LoopOptimizer(self._optimizer, self._original_step, named)
 
     # The end.
 

@@ -94,8 +94,8 @@ def check_apart(model: nn.Module) -> None:
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor begins in its memory, and where it ends."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    numel = 1 + sum((size - 1) * stride for size, stride in steps)
-    first = tensor.storage_offset()
+    numel = 1 + sum(int((size - 1) * stride) for size, stride in steps)
+    first = int(tensor.storage_offset())
     return first * tensor.itemsize, (first + numel) * tensor.itemsize
 
 

@@ -158,7 +158,7 @@ def test_a_buffer_that_begins_to_change_late_and_through_data_is_found_in_the_ne
     for _ in range(NUM_FIRST + 1):
         compute(replica)
         assert replica.buffers.difference() == {}
-    model.table.data.add_(1.0)
+    model.get_buffer("table").data.add_(1.0)
     replica.watch.begin(1)
     replica.watch.end()
     assert [each.tolist() for each in replica.buffers.difference().values()] == [[1.0, 1.0]]
