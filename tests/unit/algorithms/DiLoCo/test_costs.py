@@ -59,7 +59,7 @@ def test_a_synchronous_beginning_costs_what_its_exchanges_do_or_there_is_none() 
     for away_s, share in ((0.1, 0.1), (20.0, 0.0)):
         rate = JOB.encoded_nbytes("int8") / (away_s / 2)
         site = Site(tuple(Worker(name, 0.1, 0.0, rate, rate) for name in "ab"), {})
-        own = "local_steps=1000", "mode=streaming"
+        own = "local_steps=100", "mode=streaming"
         plain, begun = (
             predict(site, JOB, settings_of(*own, f"sync_fraction={each}")).samples_per_s
             for each in (0, 0.1)
