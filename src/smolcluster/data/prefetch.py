@@ -104,7 +104,10 @@ class Prefetch:
             self._forget_before((place.epoch, place.start))
 
     def batch(self, indices: Tensor, place: Place) -> Batch:
-        samples = self.load(indices, place)
+        return self.collated(self.load(indices, place), place)
+
+    def collated(self, samples: list[Any], place: Place) -> Batch:
+        """The batch of samples that were loaded; what is random in it by `place`."""
         with self._guard("data"):
             return collated(samples, self._samples.collate, place)
 

@@ -19,7 +19,7 @@ from smolcluster.data.pytree import sliced
 from smolcluster.errors import ConfigError, DataError, NonFiniteLoss, OutOfMemory, SmolclusterError
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
-from smolcluster.training.cutting import NUM_SAMPLES, FirstLook
+from smolcluster.training.cutting import NUM_SAMPLES, CutCheck
 from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate, evaluation_of
 from smolcluster.training.first_loss import NO_LOSSES, FirstLosses
 from smolcluster.training.labels import lacks_labels
@@ -159,7 +159,7 @@ class TrainingContext:
         unused: watches for parameters that the loss does not depend on; None: nobody does.
         prefetch: what loads training samples ahead; None: they lie in memory, or elsewhere.
         eval_device: where the model is evaluated, there a copy; None: where the replica lies.
-        first_look: at what the loss makes of batches that are cut; None: nobody looks.
+        cut_check: of what the loss makes of batches that are cut; None: nobody looks.
         first_losses: what the model was built with, where it is compared with that of others.
         steps_alone: whether its local steps are not those that the run's own optimizer would take.
     """
@@ -172,7 +172,7 @@ class TrainingContext:
     unused: UnusedParameters | None = None
     prefetch: Prefetch | None = None
     eval_device: torch.device | None = None
-    first_look: FirstLook | None = None
+    cut_check: CutCheck | None = None
     first_losses: FirstLosses = NO_LOSSES
     steps_alone: bool = False
 
@@ -223,7 +223,11 @@ class TrainingContext:
         if self.prefetch is not None:
             self.prefetch.forget_before(Place(self.seed, epoch, start))
         cut = partial(self.parts, indices, epoch, start)
-        return self._compute(len(indices), epoch, cut)
+        loss = self._compute(len(indices), epoch, cut)
+        at_once = self.microbatch.size
+        if at_once is not None and at_once < len(indices):
+            self.check_cutting(indices[:at_once], epoch, start)
+        return loss
 
     def parts(self, indices: Tensor, epoch: int, start: int, at_once: int) -> list[Microbatch]:
         """The training samples `indices` (n,), which stand in an epoch's order from `start` on, cut."""
@@ -309,8 +313,6 @@ class TrainingContext:
                     raise
                 undo()
                 loss = computed(labelled)
-            if len(parts) > 1:
-                self.look_at_cutting(at_once)
             return loss
 
         def undo() -> None:
@@ -324,21 +326,27 @@ class TrainingContext:
             self.unused.batch_done()
         return loss
 
-    def look_at_cutting(self, at_once: int) -> None:
+    def check_cutting(self, part: Tensor, epoch: int, start: int) -> None:
         """Say once if the loss of a few samples is another one when they are computed in two parts.
 
-        They are `at_once` at most, which have been computed at once before. Where it cannot be told, such as
-        with samples that others send, it is not.
+        They are those that a `part` (n,) of a batch begins with, which has been computed at once before.
+        Where it cannot be told, such as with samples that others send, it is not.
         """
-        look = self.first_look
-        if look is None or look.is_done or isinstance(self.workload.train, Elsewhere):
+        check, samples = self.cut_check, self.workload.train
+        if check is None or isinstance(samples, Elsewhere) or not check.is_due():
             return
-        indices = self.order(0)[: min(NUM_SAMPLES, at_once)]
+        if len(part) == 1:
+            part = self.order(epoch)[start : start + 2]
+        few = part[:NUM_SAMPLES]
 
         def gather(places: slice, number: int) -> Batch:
-            return self.gather(indices[places], Place(self.seed, 0, number))
+            place = Place(self.seed, epoch, start)
+            if self.prefetch is None:
+                return samples.batch(few[places], place)
+            rows = self.prefetch.load(few, place)[places]
+            return self.prefetch.collated(rows, place._replace(start=number))
 
-        look.at(self.replica, self.workload.loss, len(indices), gather)
+        check.look(self.replica, self.workload.loss, len(few), gather)
 
     def rehearse(self, num_samples: int) -> bool:
         """Compute what costs as much as a batch of so many samples; False: there is none to be had here.
@@ -450,7 +458,7 @@ def build(
     if replica.meter.gpu is no_gpu:
         replica.meter.gpu = watched(device)
     replica.meter.memory = PeakMemory(device) if train.memory_profiling else None
-    look = None if log is None or train.batch == "whole" else FirstLook(log)
+    check = None if log is None or train.batch == "whole" else CutCheck(log)
     at_once = most_at_once(train, microbatch)
     at_most = Microbatching(at_once, "microbatch", log, is_whole=train.batch == "whole")
     eval_size = workload.eval_batch_size or at_once or train.batch_size
@@ -472,7 +480,7 @@ def build(
         workload.bring_losses(device)
     workload = workload.to(device)
     return TrainingContext(
-        workload, replica, seed, at_most, evaluated, unused, prefetch, first_look=look
+        workload, replica, seed, at_most, evaluated, unused, prefetch, cut_check=check
     )
 
 

@@ -3,6 +3,8 @@
 SyncPS cuts batches, as it gives each worker a part of a step, and so does `microbatch`. The mean of the
 whole is that of the parts, weighted by their loss terms. A loss that couples samples (contrastive losses) is
 another one for parts, and so is a mean over terms of which samples have unequally many. That is said once.
+It is looked at batches that are cut, the first, second, fourth, eighth and so on: the first samples need not
+hold what makes the difference, such as a rare class of more weight.
 """
 
 import logging
@@ -21,7 +23,7 @@ from smolcluster.training.workload import LossFunction
 from smolcluster.utils.isolated_rng import isolated_rng
 
 NUM_SAMPLES = 16
-"""Of the first batch, which are computed whole and in two parts."""
+"""Of a batch, which are computed whole and in two parts."""
 TOLERANCE = 1e-3
 """Of what rounding may change."""
 REMEDY = (
@@ -30,14 +32,20 @@ REMEDY = (
 )
 
 
-class FirstLook:
+class CutCheck:
     """Says once if the loss of a few samples is another one when they are computed in two parts."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.is_done = False
+        self._num_cut = 0
         self._log = log
 
-    def at(
+    def is_due(self) -> bool:
+        """Whether to look at the batch that has been cut now."""
+        self._num_cut += 1
+        return not self.is_done and self._num_cut.bit_count() == 1
+
+    def look(
         self,
         replica: Replica,
         loss: LossFunction,
@@ -48,8 +56,7 @@ class FirstLook:
 
         Nothing else changes by it, and what goes wrong is left to the training, which meets it too.
         """
-        self.is_done = True
-        numbers = count()  # samples that are drawn at random differ each time, and nothing is said
+        numbers = count()  # a batch that is made at random differs each time, and nothing is said
 
         def loss_of(places: slice) -> tuple[float, float]:
             batch = gather(places, next(numbers))
@@ -63,12 +70,13 @@ class FirstLook:
             isolated_rng(replica.device),
             replica.evaluating() as model,
             torch.no_grad(),
-            suppress(SmolclusterError, torch.OutOfMemoryError),
+            suppress(SmolclusterError, RuntimeError, MemoryError),  # the latter: out of memory
             user_code("loss"),
         ):
             model.eval()
             said = said_of_cutting(loss_of, num_samples)
         if said is not None:
+            self.is_done = True
             self._log.warning("%s", said)
 
 
@@ -77,8 +85,8 @@ def said_of_cutting(
 ) -> str | None:
     """What to say where the loss of samples depends on how they are cut; None: it does not, or who knows.
 
-    `loss_of` gives the sum of the terms of samples of the first batch, and their number. It is called for all
-    of them twice: a loss that is random differs from itself.
+    `loss_of` gives the sum of the terms of samples of a batch, and their number. It is called for all of them
+    twice: a loss that is random differs from itself.
     """
     if num_samples < 2:
         return None

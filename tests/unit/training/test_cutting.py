@@ -14,7 +14,7 @@ from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import ConfigError, NonFiniteLoss, OutOfMemory
 from smolcluster.training.build import Microbatching, TrainingContext, most_at_once
-from smolcluster.training.cutting import FirstLook
+from smolcluster.training.cutting import CutCheck
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import LossFunction, Workload
 
@@ -72,7 +72,7 @@ def training(
         Replica(workload.new_model(), "sgd"),
         1,
         Microbatching(microbatch),
-        first_look=FirstLook(log),
+        cut_check=CutCheck(log),
     )
 
 
@@ -99,11 +99,37 @@ def test_a_loss_that_depends_on_the_cut_is_told_of_once(
     assert all("batch: whole" in each and "(sum, number)" in each for each in told)
 
 
+def test_a_class_that_no_first_sample_has_is_told_of_once_it_comes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def weighted(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1], weight=torch.tensor([1.0, 50.0]))
+
+    rare = torch.zeros(SIZE, dtype=torch.int64)
+    context = training(weighted, 4, rare)
+    few = torch.split(context.order(0), 8)
+    rare[few[1][0]] = 1
+    context.compute(few[0], 0, 0)
+    assert caplog.records == []
+    for number in range(1, 3):
+        context.compute(few[number], 0, 8 * number)
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+
+
+def test_samples_that_are_computed_one_by_one_are_looked_at_in_pairs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    context = training(contrastive, 1)
+    for number, few in enumerate(torch.split(context.order(0), 4)):
+        context.compute(few, 0, 4 * number)
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize("loss", [contrastive, mean])
 def test_looking_changes_nothing(loss: LossFunction) -> None:
     looked, not_looked = training(loss, 8), training(loss, 8)
-    assert not_looked.first_look is not None
-    not_looked.first_look.is_done = True
+    assert not_looked.cut_check is not None
+    not_looked.cut_check.is_done = True
     for _ in range(2):
         found = [each.compute(each.order(0)) for each in (looked, not_looked)]
         assert found[0] == found[1]

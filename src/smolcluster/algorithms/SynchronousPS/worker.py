@@ -152,7 +152,7 @@ class Worker:
                 raise NonFiniteLoss(f"step {self.version + 1}: {error}") from error
             compute_s = time.perf_counter() - started
             if self.is_first_part(task) and task.num_samples < task.assignment.batch_samples:
-                self.training.look_at_cutting(task.num_samples)
+                self.training.check_cutting(task.indices, task.lease.epoch, task.lease.start)
             self.num_computed += task.num_samples
             self.hear()
         if self.is_wanted(task):
