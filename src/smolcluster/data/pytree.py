@@ -425,7 +425,18 @@ def _sequence_of(batch: Any, mapped: Callable[[Any], Any]) -> Any:
         case PackedSequence():
             data, sizes, *indices = values
             return type(batch)(data, sizes.cpu(), *indices)  # PyTorch wants the sizes there
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+        case list():
+            copied = copy.copy(batch)
+            copied[:] = values
+            return copied
+    if type(batch) is tuple or hasattr(
+        batch, "n_sequence_fields"
+    ):  # what `max` returns is one of these
+        return type(batch)(values)
+    made = tuple.__new__(type(batch), values)  # a constructor of its own may take something else
+    if hasattr(batch, "__dict__"):
+        vars(made).update(vars(batch))
+    return made
 
 
 def _dataclass_of(batch: Any, mapped: Callable[[Any], Any]) -> Any:

@@ -133,7 +133,10 @@ def _losses(
         for lowers in (False, True):
             seed_generators(seed, replica.device)
             with suppress(SmolclusterError):
-                given = placed(batch, replica.device, replica.params.dtype, lowers_doubles=lowers)
+                with user_code("data"):
+                    given = placed(
+                        batch, replica.device, replica.params.dtype, lowers_doubles=lowers
+                    )
                 return _loss(model, workload, given)
         return None
 

@@ -3,7 +3,7 @@
 import logging
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -32,6 +32,25 @@ class Bag:
     names: list[str]
 
 
+class Couple(tuple[Any, ...]):
+    """Takes other arguments than a tuple."""
+
+    note: str
+
+    def __new__(cls, first: Any, second: Any, note: str) -> Self:
+        made = super().__new__(cls, (first, second))
+        made.note = note
+        return made
+
+
+class Images(list[Any]):
+    """Takes other arguments than a list."""
+
+    def __init__(self, *images: Tensor, note: str) -> None:
+        super().__init__(images)
+        self.note = note
+
+
 def batches() -> dict[str, Any]:
     packed = pack_sequence([torch.randn(3, 2), torch.randn(1, 2)])
     return {
@@ -44,6 +63,9 @@ def batches() -> dict[str, Any]:
         "output": CausalLMOutput(logits=torch.FloatTensor([1.0, 2.0])),
         "tokens": BatchEncoding({"ids": torch.arange(2)}),
         "nested": [{"a": (torch.randn(1), None)}],
+        "couple": Couple(torch.randn(1), ["x"], "a"),
+        "images": Images(torch.randn(1), torch.randn(2), note="a"),
+        "maximum": torch.randn(2, 3).max(dim=1),
     }
 
 
@@ -56,6 +78,7 @@ def test_each_reader_gets_the_same_kinds_of_containers_of_its_own(name: str) -> 
     assert all(one.dtype is other.dtype for one, other in given)
     if isinstance(batch, list | dict | Bag):
         assert own is not batch
+    assert getattr(own, "note", None) == getattr(batch, "note", None)
     if type(batch) is OrderedDict:
         own.pop("b")
         assert list(batch) == ["b", "a"]
