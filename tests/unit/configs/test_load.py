@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from smolcluster.configs.load import dump_yaml, find_config, parse_yaml, read_yaml, shipped_names
+from smolcluster.configs.load import dump_yaml, find_config, parse_yaml, read_yaml
 from smolcluster.errors import ConfigError
 
 
@@ -20,14 +20,6 @@ def refusal(path: Path) -> str:
     assert text.isprintable()
     assert text.startswith(str(path))
     return text.removeprefix(str(path))
-
-
-def test_shipped_configurations_are_found_by_name() -> None:
-    assert {"edp", "syncps"} <= set(shipped_names("cluster"))
-    assert {"nn", "digits"} <= set(shipped_names("training"))
-    assert find_config("edp", "cluster").name == "cluster_config_edp.yaml"
-    assert find_config("nn", "training").name == "nn_config.yaml"
-    assert find_config("digits", "training").name == "nn_config_digits.yaml"
 
 
 def test_a_shipped_name_wins_over_a_folder_of_that_name(
