@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -263,6 +264,8 @@ def test_what_goes_on_with_a_run_is_said_where_it_can_be(state: State, hint: str
     assert [line for line in said if "resume" in line] == (
         [] if hint is None else [f"`uv run smolcluster {hint}` goes on with it"]
     )
+    never_began = notes(RunReport(run_id="r1", state=state, processes=()))
+    assert not [line for line in never_began if "resume" in line]
 
 
 def test_a_full_disk_of_the_server_is_told(tmp_path: Path) -> None:
@@ -279,11 +282,6 @@ def test_a_full_disk_of_the_server_is_told(tmp_path: Path) -> None:
         ask: Ask = partial(lambda answer, _host, _script: answer, answer)
         told = notes(look_at(paths, ask))
         assert [line for line in told if "saved" in line] == expected
-
-
-def test_nothing_goes_on_with_a_run_that_never_began() -> None:
-    said = notes(RunReport(run_id="r1", state="broken off", processes=()))
-    assert not [line for line in said if "resume" in line]
 
 
 @pytest.mark.parametrize(
@@ -325,6 +323,7 @@ def test_a_mesh_has_a_row_a_rank_which_lives_as_what_started_it() -> None:
     ]
     written = status_of(now=NOW).model_copy(update={"algorithm": "single", "ranks": ranks})
     report = report_of(probed(*started, written=written, algorithm="mesh"))
+    assert report.algorithm == "mesh", "its owner writes its status as one process does"
     assert [
         row(each, report.state)[:1] + row(each, report.state)[4:] for each in report.processes
     ] == [
@@ -456,15 +455,6 @@ def test_watching_ends_with_ctrl_c(
     paths = create_run(tmp_path, "single-1")
     write(paths.config, "")
 
-    def interrupted(_seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", interrupted)
+    monkeypatch.setattr(time, "sleep", Mock(side_effect=KeyboardInterrupt))
     assert status(str(paths.root), as_json=False, watch=True) == 0
     assert "single-1" in capsys.readouterr().out
-
-
-def test_a_run_is_of_the_algorithm_that_was_launched() -> None:
-    """The owner of a mesh writes its status as one process does."""
-    written = status_of().model_copy(update={"algorithm": "single"})
-    assert report_of(probed(written=written, algorithm="mesh")).algorithm == "mesh"
