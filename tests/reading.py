@@ -1,5 +1,6 @@
 """Launched runs for tests of what reads them, and an `ssh` that stays on this machine."""
 
+import io
 import json
 import os
 import time
@@ -147,6 +148,13 @@ def log_line(seconds: float, message: str, level: str = "INFO", **fields: object
     """A line of a log file."""
     ts = instant(1_790_000_000 + seconds).isoformat()
     return json.dumps({"ts": ts, "level": level, "message": message, **fields}) + "\n"
+
+
+class Terminal(io.StringIO):
+    """A terminal on which these lines are typed."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def write(path: Path, text: str) -> Path:

@@ -1,6 +1,5 @@
 """The table of all runs, and which of them a command means that names none."""
 
-import io
 import json
 import os
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from made_runs import summary_of
-from reading import children_of, launched_run, server, status_of, worker, write
+from reading import Terminal, children_of, launched_run, server, status_of, worker, write
 from smolcluster.errors import ConfigError
 from smolcluster.launch.find import RUNS_DIR, find
 from smolcluster.launch.host import Host, TookTooLong
@@ -22,6 +21,11 @@ from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import STOPPED, RunStatus, instant, write_status
 from smolcluster.runs.summary import Final, Summary, write_summary
+
+
+@pytest.fixture(autouse=True)
+def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
 
 
 def summary(run_id: str) -> Summary:
@@ -38,7 +42,6 @@ def run_of(root: Path, run_id: str, began: float) -> RunPaths:
 def test_runs_are_listed_the_newest_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
     assert runs() == 0
     assert "no runs yet" in capsys.readouterr().out
@@ -71,7 +74,6 @@ def listed_run(root: Path) -> ListedRun:
 def test_the_names_of_runs_are_whole_on_narrow_terminals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
 ) -> None:
-    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
     monkeypatch.setenv("COLUMNS", str(width))
     name = "syncps-20261120-135025-3f9c"
     write_summary(run_of(tmp_path, name, 10).summary, summary(name))
@@ -84,7 +86,6 @@ def test_the_names_of_runs_are_whole_on_narrow_terminals(
 def test_no_machine_is_left_out_where_there_is_little_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")
     run = listed_run(tmp_path)
     monkeypatch.setattr(listing, "listed", lambda *_, **__: [run])
@@ -157,10 +158,7 @@ def test_a_run_on_other_machines_that_was_fetched_is_not_asked_for(tmp_path: Pat
     assert asked == []
 
 
-def test_json_has_a_shape_to_rely_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
+def test_json_has_a_shape_to_rely_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_summary(run_of(tmp_path, "b", 10).summary, summary("b"))
     assert runs(as_json=True) == 0
     assert json.loads(capsys.readouterr().out) == [
@@ -185,7 +183,6 @@ def test_json_has_a_shape_to_rely_on(
 def test_the_run_that_lives_is_meant_before_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
     first, second = run_of(tmp_path, "first", 1), run_of(tmp_path, "second", 2)
     assert find("latest") == second
     with run_lock(first.lock):
@@ -202,11 +199,6 @@ def test_the_run_that_lives_is_meant_before_the_newest(
                 monkeypatch.setattr(sys, "stderr", Terminal())
                 assert find("latest", acts=True) == meant
     assert find("latest") == second
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_a_run_on_other_machines_lives_if_they_say_so(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from harness import summary_of
-from reading import server, status_of, worker, write
+from reading import Terminal, server, status_of, worker, write
 from smolcluster.configs.load import find_config
 from smolcluster.errors import CheckpointError, LaunchError, RunBusy
 from smolcluster.launch import run_in_sessions
@@ -39,13 +39,6 @@ def run(paths: RunPaths, console: Console) -> RunInSessions:
     return RunInSessions(
         Launched(run_id="r1", algorithm="edp", processes=processes), paths, console
     )
-
-
-class Terminal(io.StringIO):
-    """Standard input on which lines have been typed."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 INT, HUP = signal.SIGINT, signal.SIGHUP

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from smolcluster.launch.shipping import LokiAddress, loki_of, ship_script, url_f
 from smolcluster.observability.shipping.spool import STATE
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import create_run
+from waiting import eventually
 
 TIMEOUT_S = 90.0
 OURS = LokiAddress("http://127.0.0.1:3100", is_ours=True)
@@ -86,13 +86,6 @@ def shell(
         process.communicate()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def said(home: Path) -> list[str]:
     return sorted((home / "runs" / "r1" / "promtail.log").read_text().splitlines())
 
@@ -135,7 +128,7 @@ def test_a_follower_that_is_told_to_end_is_waited_for(
     monkeypatch.setattr(shipping, "look_script", lambda _process: "echo running")
     install(home, "promtail")
     shipper = shell(server("pi5"))
-    wait_for((home / "ready").exists)
+    eventually((home / "ready").exists)
     os.killpg(shipper.pid, signal.SIGTERM)
     assert shipper.wait(TIMEOUT_S) == 0
     assert "flushed" in said(home)
