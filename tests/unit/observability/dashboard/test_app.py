@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, product
 from pathlib import Path
 from typing import Any, get_args
@@ -222,18 +222,18 @@ def test_values_that_make_no_sense_are_refused_in_a_line(
     assert answer.text.count("\n") == 1
 
 
+def telling_when_closed(paths: RunPaths, close: Callable[[str], object]) -> Files:
+    return replace(files_here(paths), close=lambda: close(paths.run_id))
+
+
 def test_a_run_that_is_streamed_is_not_closed_however_many_are_read(tmp_path: Path) -> None:
     closed: list[str] = []
-
-    def open_files(paths: RunPaths) -> Files:
-        here = files_here(paths)
-        return Files(here.own, here.served, here.logs, close=lambda: close(paths.run_id))
 
     def close(run_id: str) -> None:
         assert not views._lock.locked(), "who asks for another run need not wait"
         closed.append(run_id)
 
-    views = Views(tmp_path, open_files)
+    views = Views(tmp_path, lambda paths: telling_when_closed(paths, close))
     names = [MadeRun(tmp_path, f"edp-{number}").paths.run_id for number in range(MAX_VIEWS + 2)]
     with ExitStack() as stack:
         streamed = {
@@ -249,12 +249,7 @@ def test_a_run_that_is_streamed_is_not_closed_however_many_are_read(tmp_path: Pa
 
 def test_few_runs_are_read_at_a_time_and_the_others_closed(tmp_path: Path) -> None:
     closed: list[str] = []
-
-    def open_files(paths: RunPaths) -> Files:
-        here = files_here(paths)
-        return Files(here.own, here.served, here.logs, close=lambda: closed.append(paths.run_id))
-
-    views = Views(tmp_path, open_files)
+    views = Views(tmp_path, lambda paths: telling_when_closed(paths, closed.append))
     names = [MadeRun(tmp_path, f"edp-{number}").paths.run_id for number in range(MAX_VIEWS + 1)]
     for name in names:
         views.get(name)
