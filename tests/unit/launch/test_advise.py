@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -178,10 +179,8 @@ def test_on_several_hosts_the_optimizer_that_auto_has_chosen_stays(
 def test_where_no_algorithm_can_follow_it_is_one_line(
     found: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise ConfigError("timeout is 3, which is wrong")
-
-    monkeypatch.setattr(command, "check_algorithm", refuse)
+    refuses = Mock(side_effect=ConfigError("timeout is 3, which is wrong"))
+    monkeypatch.setattr(command, "check_algorithm", refuses)
     with pytest.raises(ConfigError, match="EDP is left out: timeout is 3, which is wrong; "):
         found(FAST, {"pi5": way(5, 3), "win": way(5, 3)})
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import zeroconf
@@ -75,10 +76,7 @@ def test_ssh_is_told_a_name_where_it_can_be_looked_up(monkeypatch: pytest.Monkey
 
 
 def test_a_machine_that_cannot_listen_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_network(_interfaces: object) -> None:
-        raise OSError(19, "No such device")
-
-    monkeypatch.setattr(zeroconf, "Zeroconf", no_network)
+    monkeypatch.setattr(zeroconf, "Zeroconf", Mock(side_effect=OSError(19, "No such device")))
     with pytest.raises(
         LaunchError, match=r"cannot listen for mDNS \(No such device\): leave --disc"
     ):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -383,7 +384,7 @@ def test_settings_that_are_the_default_are_left_out() -> None:
 # The file
 
 
-YAML_MISREADS = (
+YAML_MISREADS = [
     "1",
     "1.5",
     "1e3",
@@ -394,12 +395,12 @@ YAML_MISREADS = (
     "2026-99-99",
     "yes",
     "a.b-c_d",
-)
+]
 
 
 @pytest.mark.parametrize("algorithm", ["edp", "syncps"])
 def test_odd_names_and_paths_survive(algorithm: AlgorithmName, tmp_path: Path) -> None:
-    names = list(YAML_MISREADS)
+    names = YAML_MISREADS
     host_ip = dict.fromkeys(names, "fd00::1")
     folder = '~/my "smol" $(reboot) #1: é 🚀'
     nodes = {name: {"ssh": "pi@[fd00::2%25eth0]", "project_dir": folder} for name in names}
@@ -424,9 +425,7 @@ def test_a_wrong_file_is_not_written() -> None:
 def test_a_folder_that_may_not_be_written_is_told(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_space(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "touch", no_space)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(Path, "touch", Mock(side_effect=full))
     with pytest.raises(LaunchError, match=r"my cluster\.yaml: cannot be written \(No space left"):
         init_module.write(target, "x")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -144,14 +145,12 @@ def test_a_start_that_fails_leaves_no_script_with_its_keys(
 ) -> None:
     ran: list[str] = []
 
-    def fail(*_: object) -> None:
-        raise LaunchError("the connection was closed")
-
     def note(_host: Host, script: str, **_: object) -> Done:
         ran.append(script)
         return Done(0, "", "")
 
-    monkeypatch.setattr(sessions, broken, fail)
+    fails = Mock(side_effect=LaunchError("the connection was closed"))
+    monkeypatch.setattr(sessions, broken, fails)
     monkeypatch.setattr(Host, "run", note)
     with pytest.raises(LaunchError, match="was closed"):
         begin(process, {"WANDB_API_KEY": "secret"})

@@ -5,6 +5,7 @@ import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -176,11 +177,9 @@ def test_a_file_that_git_ignores_is_sent_with_its_folder(tmp_path: Path) -> None
 def test_a_git_that_does_not_answer_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hang(*_: object, timeout_s: float) -> None:
-        raise subprocess.TimeoutExpired("git", timeout_s)
-
     write(tmp_path, "train.py")
-    monkeypatch.setattr(workload_code, "run_here", hang)
+    hangs = Mock(side_effect=subprocess.TimeoutExpired("git", 9))
+    monkeypatch.setattr(workload_code, "run_here", hangs)
     with pytest.raises(ConfigError, match="git has not listed the files"):
         code_of(f"{tmp_path}/train.py:workload")
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -141,10 +142,7 @@ def test_a_failure_to_draw_is_one_line_and_the_old_picture_stays(
     paths = made(tmp_path, "r")
     paths.curves.write_text("old")
 
-    def fail(curves: Curves) -> None:
-        raise ValueError("no\nfont")
-
-    monkeypatch.setattr(module, "figure_of", fail)
+    monkeypatch.setattr(module, "figure_of", Mock(side_effect=ValueError("no\nfont")))
     with pytest.raises(SmolclusterError) as caught:
         draw_curves(paths)
     assert str(caught.value).startswith("cannot draw the curves of r ")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -335,10 +336,7 @@ def test_who_says_a_byte_now_and_then_is_cut_all_the_same(monkeypatch: pytest.Mo
 def test_a_machine_without_threads_turns_nobody_away_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def no_thread(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    port = free_port()
+    port, no_thread = free_port(), Mock(side_effect=RuntimeError("can't start new thread"))
     with serve_metrics(collector(a_status()), "127.0.0.1", port, warn=pytest.fail):
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", no_thread)

@@ -5,6 +5,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -75,9 +76,7 @@ def test_a_folder_that_cannot_be_written_is_told_of_once(tmp_path: Path) -> None
 def test_a_disk_that_fills_up_is_told_of_once_and_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_writer: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.flush", full)
     told: list[str] = []
     sink = TensorBoardSink(tmp_path, warn=told.append)
