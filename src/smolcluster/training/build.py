@@ -74,8 +74,9 @@ class UnusedParameters:
         names = list(self._without)
         if names and self._log is not None:
             self._log.warning(
-                "%d batches gave no gradient to %s: the loss does not depend on them, and they are trained "
-                "with a gradient of zero; leave them out of the model, or set requires_grad=False",
+                "%d batches gave no gradient to %s: they are trained with a gradient of zero, so that weight "
+                "decay and momentum change them all the same; leave what the loss does not depend on out of "
+                "the model, or set requires_grad=False",
                 *(NUM_BATCHES, a_few(names)),
             )
 
