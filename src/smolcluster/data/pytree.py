@@ -469,11 +469,15 @@ def sliced(batch: Batch, num_samples: int, size: int) -> list[Batch]:
     long as there are samples; all else is in every piece. It is one piece where a tensor has another number
     of rows, and where a list holds as many alike trees as there are samples: it may be one a sample.
     """
-    is_cut = _has_rows(batch, num_samples) and _is_by_rows(batch, num_samples)
-    if size >= num_samples or not is_cut:
+    if size >= num_samples or not has_a_row_a_sample(batch, num_samples):
         return [batch]
     starts = range(0, num_samples, size)
-    return [_rows(batch, num_samples, slice(start, start + size)) for start in starts]
+    return [rows(batch, num_samples, slice(start, start + size)) for start in starts]
+
+
+def has_a_row_a_sample(batch: Batch, num_samples: int) -> bool:
+    """Whether a batch of so many samples can be cut, see `sliced`."""
+    return _has_rows(batch, num_samples) and _is_by_rows(batch, num_samples)
 
 
 def _has_rows(node: Any, num_samples: int) -> bool:
@@ -510,18 +514,21 @@ def _kind(node: Any) -> tuple[Any, ...]:
     return (node.dtype, node.ndim) if isinstance(node, (Tensor, np.ndarray)) else (type(node),)
 
 
-def _rows(node: Any, num_samples: int, wanted: slice) -> Any:
+def rows(node: Any, num_samples: int, wanted: slice) -> Any:
+    """Some of the samples of a batch of so many, which has a row for each."""
     match node:
+        case torch.Size():
+            pass  # it may have as many numbers as there are samples
         case Tensor() | np.ndarray():
             return node[wanted] if _has_rows(node, num_samples) else node
         case Mapping():
-            return {key: _rows(each, num_samples, wanted) for key, each in node.items()}
+            return {key: rows(each, num_samples, wanted) for key, each in node.items()}
         case list() | tuple() if len(node) == num_samples and not any(map(_is_tree, node)):
             return type(node)(node[wanted])
         case tuple() if hasattr(node, "_fields"):
-            return type(node)(*(_rows(each, num_samples, wanted) for each in node))
+            return type(node)(*(rows(each, num_samples, wanted) for each in node))
         case list() | tuple():
-            return type(node)(_rows(each, num_samples, wanted) for each in node)
+            return type(node)(rows(each, num_samples, wanted) for each in node)
     return node
 
 

@@ -15,7 +15,7 @@ from smolcluster.configs.schema import DatasetPlace, TrainConfig
 from smolcluster.data.dataset import Batch, Elsewhere, Place
 from smolcluster.data.loading import StreamSamples
 from smolcluster.data.prefetch import Prefetch, prefetch_of
-from smolcluster.data.pytree import sliced
+from smolcluster.data.pytree import has_a_row_a_sample, rows, sliced
 from smolcluster.errors import ConfigError, DataError, NonFiniteLoss, OutOfMemory, SmolclusterError
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
@@ -258,7 +258,11 @@ class TrainingContext:
             DataError: they do not fit the model.
         """
         cut = partial(self.received_parts, batch, num_samples, epoch, start)
-        return self._compute(num_samples, epoch, cut)
+        loss = self._compute(num_samples, epoch, cut)
+        at_once = self.microbatch.size
+        if at_once is not None and at_once < num_samples:
+            self.check_cutting_of(batch, num_samples)
+        return loss
 
     def received_parts(
         self, batch: Batch, num_samples: int, epoch: int, start: int, at_once: int
@@ -331,10 +335,9 @@ class TrainingContext:
         """Say once if the loss of a few samples is another one when they are computed in two parts.
 
         They are those that a `part` (n,) of a batch begins with, which has been computed at once before.
-        Where it cannot be told, such as with samples that others send, it is not.
         """
         check, samples = self.cut_check, self.workload.train
-        if check is None or isinstance(samples, Elsewhere) or not check.is_due():
+        if check is None or not check.is_due():
             return
         if len(part) == 1:
             part = self.order(epoch)[start : start + 2]
@@ -348,6 +351,20 @@ class TrainingContext:
             return self.prefetch.collated(rows, place._replace(start=number))
 
         check.look(self.replica, self.workload.loss, len(few), gather)
+
+    def check_cutting_of(self, batch: Batch, num_samples: int) -> None:
+        """The same of so many samples that somebody else has sent, where these can be cut."""
+        check, samples = self.cut_check, self.workload.train
+        if check is None or not isinstance(samples, Elsewhere) or not check.is_due():
+            return
+        received = samples.received(batch)
+        if has_a_row_a_sample(received, num_samples):
+            check.look(
+                self.replica,
+                self.workload.loss,
+                min(NUM_SAMPLES, num_samples),
+                lambda places, _: rows(received, num_samples, places),
+            )
 
     def rehearse(self, num_samples: int) -> bool:
         """Compute what costs as much as a batch of so many samples; False: there is none to be had here.

@@ -220,6 +220,13 @@ def test_fields_are_not_taken_for_samples_where_there_are_as_many() -> None:
     )
 
 
+def test_the_size_of_a_tensor_is_not_cut() -> None:
+    inputs = torch.zeros(2, 3)
+    assert [each["size"] for each in sliced({"x": inputs, "size": inputs.shape}, 2, 1)] == [
+        (2, 3)
+    ] * 2
+
+
 def boxes(*numbers: int) -> list[dict[str, torch.Tensor]]:
     return [{"boxes": torch.zeros(number, 4)} for number in numbers]
 

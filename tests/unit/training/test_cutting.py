@@ -1,6 +1,7 @@
 """What is said of losses that depend on how a batch is cut, and what a part weighs."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from torch.utils.data import TensorDataset
 
 from computing import evaluated
 from smolcluster.configs.schema import TrainConfig
-from smolcluster.data.dataset import Batch
+from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import ConfigError, NonFiniteLoss, OutOfMemory
 from smolcluster.training.build import Microbatching, TrainingContext, most_at_once
 from smolcluster.training.cutting import CutCheck
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import LossFunction, Workload
+from smolcluster.wire.messages import ServedData
 
 SIZE = 24
 UNLABELLED = torch.arange(SIZE) % 5 > 1
@@ -123,6 +125,20 @@ def test_samples_that_are_computed_one_by_one_are_looked_at_in_pairs(
     for number, few in enumerate(torch.split(context.order(0), 4)):
         context.compute(few, 0, 4 * number)
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_said"), [(contrastive, True), (mean, False)], ids=["contrastive", "a mean"]
+)
+def test_samples_that_others_send_are_looked_at(
+    loss: LossFunction, *, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    context = training(loss, 8)
+    sent = context.gather(torch.arange(SIZE), Place(1, 0, 0))
+    there = context.workload.served(ServedData(name="rows", num_samples=SIZE, fingerprint="0" * 64))
+    replace(context, workload=there).compute_batch(sent, SIZE)
+    assert len(caplog.records) == is_said
 
 
 @pytest.mark.parametrize("loss", [contrastive, mean])
