@@ -30,6 +30,7 @@ PRELOADED = (
     "smolcluster.algorithms.process",
     "smolcluster.algorithms.EDP.server",
     "smolcluster.algorithms.EDP.worker",
+    "smolcluster.algorithms.Mesh.process",
     "smolcluster.algorithms.SynchronousPS.server",
     "smolcluster.algorithms.SynchronousPS.worker",
     "smolcluster.cli",
@@ -37,6 +38,8 @@ PRELOADED = (
 MAX_REQUEST_NBYTES = 1 << 20
 READ_AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "TORCH", "CUDA_")
 """Beginnings of the names of variables that the fork server's own environment decides."""
+READ_LATER = {"PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR"}
+"""Which have such a name, but may differ."""
 
 
 class Forked:
@@ -81,7 +84,7 @@ def can_fork(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     is_program = argv[0] == sys.executable and (argv[1] == "-m" or argv[1].endswith(".py"))
     names = {name for name in (*environ, *os.environ) if name.startswith(READ_AT_IMPORT)}
     differ = {name for name in names if environ.get(name) != os.environ.get(name)}
-    return is_program and hasattr(os, "pidfd_open") and differ <= {"PYTHONUNBUFFERED"}
+    return is_program and hasattr(os, "pidfd_open") and differ <= READ_LATER
 
 
 def fork(argv: Sequence[str], output: int, environ: Mapping[str, str]) -> Forked:
