@@ -24,11 +24,12 @@ from smolcluster.algorithms.Mesh.meeting import (
     interface_of,
     is_elsewhere,
     meet,
+    part,
     stays_here,
     use_interface,
 )
 from smolcluster.algorithms.Mesh.ranks import Ranks
-from smolcluster.algorithms.Mesh.store import GroupStore
+from smolcluster.algorithms.Mesh.store import Ask, GroupStore
 from smolcluster.algorithms.Mesh.watch import FAILED
 from smolcluster.configs.checks import check_unencrypted
 from smolcluster.errors import AuthError, ConfigError, ConnectTimeout, PortBusy
@@ -264,3 +265,17 @@ def test_ranks_of_one_machine_are_connected_on_its_loopback_alone(
     store.set("at/1", json.dumps([HERE, HERE]))
     connect(0, ranks(2, 1, "localhost"), Meeting(store, store), "gloo", "auto")
     assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+def test_a_rank_whose_store_is_gone_at_a_good_end_ends_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def lost(ask: Ask, _: bytes) -> tuple[int, bytes]:
+        asked.append(ask.operation)
+        raise DistStoreError("rank 0, which has the store, is lost")
+
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    part(1, 2, GroupStore(lost, 1.0))
+    assert asked == ["set"]
