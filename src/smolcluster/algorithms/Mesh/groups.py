@@ -214,8 +214,6 @@ def lost_named() -> Iterator[None]:
         raised = error.__cause__ if isinstance(error, UserCodeError) else error
         reason = str(raised)
         if isinstance(raised, dist.DistError) or "/gloo/" in reason:
-            raise PeerLost(
-                "another rank has ended: the message of the first one that failed says why "
-                f"({reason.partition(']')[2].strip()[:60]})"
-            ) from error
+            said = (reason.partition("] ")[2] or reason).partition(". ")[0]
+            raise PeerLost(f"its connection to another rank is lost ({said})") from error
         raise

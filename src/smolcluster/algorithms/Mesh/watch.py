@@ -7,7 +7,7 @@ answer any more, since a call of it has no timeout.
 
 * A rank that raises an error writes it with its stack, if no other one has before.
 * A rank whose thread has not been heard of for `silence_s` (stopped, killed, its machine gone) is named; when
-  a rank has lost a connection, `GONE_S` is enough.
+  a rank has lost a connection, `GONE_S` is enough. If no rank is silent then, that connection is named.
 * If no rank gets on for `hang_timeout_s`, or five times as long as one ever took, those are named that are
   not waiting for others.
 
@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter
@@ -43,6 +43,7 @@ SETUP_S = 1800.0
 SLOWER = 5.0
 MOST_STACK = 20_000
 FAILED, LOST = "failed", "lost"
+"""Who has failed first; and the first rank that has lost a connection, with what it says of it."""
 
 
 class Store(Protocol):
@@ -109,13 +110,14 @@ class Judge:
         self._beats: dict[int, Beat] = {}
         self._moved, self._longest = now, 0.0
         self._looked = now
+        self._lost_since: float | None = None
 
-    def judge(self, beats: Mapping[int, Beat], now: float, *, is_lost: bool) -> Failure | None:
+    def judge(self, beats: Mapping[int, Beat], now: float, lost: Failure | None) -> Failure | None:
         """Whether the mesh must end now.
 
         Args:
             beats: the newest one of each rank that has had any.
-            is_lost: whether a rank has lost a connection.
+            lost: the rank that has lost a connection first.
         """
         if now - self._looked > self._silence_s / 2:  # it was this process that stood still
             self._heard = dict.fromkeys(self._heard, now)
@@ -130,7 +132,8 @@ class Judge:
                     self._longest = max(self._longest, now - self._moved)
                 self._moved = now
         self._beats = dict(beats)
-        return self._silent(now, is_lost=is_lost) or self._hanging(now)
+        silent = self._silent(now, is_lost=lost is not None)
+        return silent or self._broken(now, lost) or self._hanging(now)
 
     def _silent(self, now: float, *, is_lost: bool) -> Failure | None:
         allowed = min(GONE_S, self._silence_s) if is_lost else self._silence_s
@@ -143,6 +146,16 @@ class Judge:
                     f"or its machine is gone; it was last at: {beat.doing}",
                 )
         return None
+
+    def _broken(self, now: float, lost: Failure | None) -> Failure | None:
+        """A rank that is gone would have been silent for `GONE_S` by now."""
+        if lost is None:
+            return None
+        self._lost_since = now if self._lost_since is None else self._lost_since
+        if now - self._lost_since <= GONE_S + 2 * BEAT_S:
+            return None
+        reason = f"{lost.reason}, but no rank is silent: check the network between their machines"
+        return replace(lost, reason=reason)
 
     def _hanging(self, now: float) -> Failure | None:
         has_begun = any(beat.num_done for beat in self._beats.values())
@@ -200,7 +213,8 @@ class Watch:
         self._numbers: dict[int, int] = {}
         self._answered = time.monotonic()
         self._own: Failure | None = None
-        self._lost, self._said = False, False
+        self._lost: Failure | None = None
+        self._said = False
         self._over = threading.Event()
         self._failure: Failure | None = None
         self._known = threading.Event()
@@ -241,11 +255,11 @@ class Watch:
         try:
             yield
         except PeerLost as error:
-            self._lost = True
+            self._lost = Failure(self.rank, self.node, str(error))
             self._known.wait(2 * GONE_S)
             self._say()
             self._let_others_read()
-            if self._failure is None or self._failure.rank == self.rank:
+            if self._failure is None:
                 raise
             raise PeerLost(str(self._failure)) from error
         except Exception as error:
@@ -270,15 +284,15 @@ class Watch:
                 doing = self._num_done, self._doing, self._waits
                 beat = Beat(number, *doing, self.node, self._count())
                 self._store.set(_beat_key(self.rank), json.dumps(asdict(beat)))
-                if self._lost:
-                    self._store.set(LOST, str(self.rank))
+                if self._lost is not None:
+                    self._store.compare_set(LOST, "", json.dumps(asdict(self._lost)))
                 if (failure := self._own or self._judged()) is not None:
                     self._store.compare_set(FAILED, "", json.dumps(asdict(failure)))
                 if self._store.check([FAILED]):
                     self._fail(told_failure(self._store.get(FAILED)))
                     return
                 self._answered = time.monotonic()
-                is_over = self._over.wait(BEAT_S if self._own is None and not self._lost else 0.2)
+                is_over = self._over.wait(BEAT_S if self._own is self._lost is None else 0.2)
                 if is_over and self._own is None:  # an error is told while this process lives
                     return
 
@@ -294,7 +308,8 @@ class Watch:
             if rank and beat.counted and beat.number != self._numbers.get(rank):
                 self._numbers[rank] = beat.number
                 self._newest[rank] = beat
-        return self._judge.judge(beats, time.monotonic(), is_lost=self._store.check([LOST]))
+        lost = told_failure(self._store.get(LOST)) if self._store.check([LOST]) else None
+        return self._judge.judge(beats, time.monotonic(), lost)
 
     def _guard(self) -> None:
         """See by our own clock that the store answers, and that who started this process lives."""

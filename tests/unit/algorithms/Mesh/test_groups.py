@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 from own_workloads import normed
 from smolcluster.algorithms.Mesh import groups
-from smolcluster.algorithms.Mesh.groups import Groups, compare, own_device
-from smolcluster.errors import ConfigError, Rejected
+from smolcluster.algorithms.Mesh.groups import Groups, compare, lost_named, own_device
+from smolcluster.errors import ConfigError, PeerLost, Rejected
 from smolcluster.training.workload import Workload
 
 SEED = 7
@@ -99,3 +100,25 @@ def test_a_device_that_ranks_cannot_use_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(groups, "pick_device", lambda _: torch.device("mps"))
     with pytest.raises(ConfigError, match=r"device is mps.*, or ranks to null"):
         own_device(None, 0, "ranks to null")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError(
+                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:533] Read error [127.0.0.1]:3501: "
+                "Connection reset by peer. This may indicate a crash."
+            ),
+            "Read error [127.0.0.1]:3501: Connection reset by peer",
+        ),
+        (
+            dist.DistStoreError("rank 0, which has the store, is lost"),
+            "rank 0, which has the store, is lost",
+        ),
+    ],
+)
+def test_what_a_backend_says_of_a_connection_is_passed_on(error: Exception, said: str) -> None:
+    with pytest.raises(PeerLost) as lost, lost_named():
+        raise error
+    assert str(lost.value) == f"its connection to another rank is lost ({said})"

@@ -14,6 +14,7 @@ from smolcluster.algorithms.Mesh.watch import SETUP_S, Beat, Failure, Judge, Wat
 from smolcluster.errors import DataError, PeerLost
 
 DEADLINE_S = 240.0
+LOST = Failure(0, "pi5", "its connection to another rank is lost")
 
 
 def beat(number: int, num_done: int, doing: str = "F0 of stage 0", *, waits: bool = False) -> Beat:
@@ -28,7 +29,7 @@ def test_a_mesh_that_gets_on_is_left_alone() -> None:
     judging = judge()
     for second in range(1000):
         beats = {rank: beat(second, second // 200, waits=rank > 0) for rank in range(3)}
-        assert judging.judge(beats, second, is_lost=False) is None
+        assert judging.judge(beats, second, None) is None
 
 
 @pytest.mark.parametrize(("is_lost", "after"), [(False, 60), (True, 5)])
@@ -36,13 +37,25 @@ def test_a_rank_that_says_nothing_is_named(is_lost: bool, after: int) -> None:
     judging, found = judge(), None
     for second in range(100):
         beats = {0: beat(second, second), 1: beat(min(second, 10), 3, "W2 of stage 1")}
-        found = judging.judge(beats, second, is_lost=is_lost and second >= 10)
+        found = judging.judge(beats, second, LOST if is_lost and second >= 10 else None)
         if found is not None:
             assert second == 10 + after + 1
             break
     assert found is not None
     assert (found.rank, found.host) == (1, "pi5")
     assert "W2 of stage 1" in found.reason
+
+
+def test_a_connection_that_breaks_between_ranks_that_live_is_named() -> None:
+    judging = judge()
+    for second in range(100):
+        beats = {rank: beat(second, 3) for rank in range(2)}
+        found = judging.judge(beats, second, LOST if second >= 10 else None)
+        if found is not None:
+            break
+    assert found is not None
+    assert (found.rank, found.host, second) == (0, "pi5", 10 + 5 + 1)
+    assert found.reason.startswith(LOST.reason) and "network" in found.reason
 
 
 def test_of_a_mesh_that_hangs_the_rank_is_named_that_waits_for_nobody() -> None:
@@ -53,7 +66,7 @@ def test_of_a_mesh_that_hangs_the_rank_is_named_that_waits_for_nobody() -> None:
             1: beat(second, min(second, 22), "F3 of stage 1"),
             2: beat(second, min(second, 21), "receiving", waits=True),
         }
-        if (found := judging.judge(beats, second, is_lost=False)) is not None:
+        if (found := judging.judge(beats, second, None)) is not None:
             break
     assert found is not None
     assert (second, found.rank) == (22 + 301, 1)
@@ -68,20 +81,20 @@ def test_steps_that_take_long_are_no_hang() -> None:
         beats = {
             0: beat(second, 1 + second // 250 if second < 2000 else 9 + (second - 2000) // 1000)
         }
-        assert judging.judge(beats, second, is_lost=False) is None
+        assert judging.judge(beats, second, None) is None
 
 
 def test_before_the_first_step_a_dataset_may_be_downloaded() -> None:
     judging = judge()
     seconds = range(0, int(SETUP_S) + 20, 10)
-    named = [judging.judge({0: beat(s, 0)}, s, is_lost=False) is not None for s in seconds]
+    named = [judging.judge({0: beat(s, 0)}, s, None) is not None for s in seconds]
     assert named.index(True) * 10 > SETUP_S
 
 
 def test_who_was_stopped_himself_judges_nobody() -> None:
     judging = judge()
-    assert judging.judge({0: beat(1, 1), 1: beat(1, 1)}, 0, is_lost=False) is None
-    assert judging.judge({0: beat(2, 1), 1: beat(1, 1)}, 1000, is_lost=False) is None
+    assert judging.judge({0: beat(1, 1), 1: beat(1, 1)}, 0, None) is None
+    assert judging.judge({0: beat(2, 1), 1: beat(1, 1)}, 1000, None) is None
 
 
 class Memory:
