@@ -24,7 +24,7 @@ from smolcluster.wire.acceptor import Acceptor, SessionOpened
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.inbox import Event, Handled, Inbox, MessageReceived, SessionClosed
-from smolcluster.wire.messages import SESSION, Accepted, Message, MessageSet, TensorSpec
+from smolcluster.wire.messages import SESSION, Accepted, Count, Message, MessageSet, TensorSpec
 from smolcluster.wire.node import MAX_QUEUED, Node
 from smolcluster.wire.security import Secret
 from smolcluster.wire.session import Receiver, Session
@@ -56,6 +56,8 @@ class Ask(Message, kind=65):
     keys: Keys
     number: Number = 0
     """Of `add` what is added, of `compare_set` how many bytes the expected value has."""
+    question: Count = 0
+    """Numbers what this rank asks in a session."""
     tensor: TensorSpec
 
 
@@ -63,6 +65,7 @@ class Answer(Message, kind=66):
     """Rank 0: what came of it; the payload is a value."""
 
     number: Number
+    question: Count
     tensor: TensorSpec
 
 
@@ -242,16 +245,23 @@ class _Answering(Receiver):
 
     def __init__(self, host: Host, session_id: int) -> None:
         self._host, self._session_id = host, session_id
+        self._num_answered = 0
 
     def __call__(self, message: Message, payload: memoryview) -> None:
         session = self._host.sessions.get(self._session_id)
         if session is not None and isinstance(message, Ask):
+            question = message.question
+            if question != self._num_answered:
+                session.cut(f"it asks question {question} where {self._num_answered} comes next")
+                return
             try:
                 number, found = self._host.shelf(message, bytes(payload))
             except ValueError as error:
                 session.cut(f"it asks for what cannot be done: {error}")
             else:
-                session.send(Answer(number=number, tensor=bytes_of(found)), found)
+                self._num_answered += 1
+                answer = Answer(number=number, question=question, tensor=bytes_of(found))
+                session.send(answer, found)
 
 
 class _Hearing(Receiver):
@@ -272,6 +282,7 @@ class Way:
         """
         self._inbox, self._lock = Inbox(), threading.Lock()
         self._is_lost = False
+        self._num_asked = 0
         self._session = _node(secret, log).dial_session(
             address,
             (GROUP_STORE,),
@@ -296,10 +307,14 @@ class Way:
     def __call__(self, ask: Ask, value: bytes) -> Ready:
         with self._lock:
             if not self._is_lost:
-                self._session.send(ask, value)
+                question = self._num_asked
+                self._num_asked += 1
+                self._session.send(ask.model_copy(update={"question": question}), value)
                 event = self._inbox.get(ANSWER_S)
                 if isinstance(event, MessageReceived) and isinstance(event.message, Answer):
-                    return event.message.number, event.payload
+                    answer = event.message
+                    if answer.question == question:
+                        return answer.number, event.payload
             self._end()  # an answer may be on its way still: nothing more is asked here
         raise dist.DistStoreError("rank 0, which has the store, is lost")
 

@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import DistStoreError
 
+from faults.proxy import Fault, FaultProxy, Point, nothing
 from harness import free_port
 from smolcluster.algorithms.Mesh import meeting
 from smolcluster.algorithms.Mesh.meeting import (
@@ -29,10 +31,11 @@ from smolcluster.algorithms.Mesh.meeting import (
     use_interface,
 )
 from smolcluster.algorithms.Mesh.ranks import Ranks
-from smolcluster.algorithms.Mesh.store import Ask, GroupStore
+from smolcluster.algorithms.Mesh.store import Answer, Ask, GroupStore
 from smolcluster.algorithms.Mesh.watch import FAILED
 from smolcluster.configs.checks import check_unencrypted
 from smolcluster.errors import AuthError, ConfigError, ConnectTimeout, PortBusy
+from smolcluster.wire.messages import Message
 from smolcluster.wire.security import Secret
 from waiting import DEADLINE_S
 
@@ -117,6 +120,21 @@ def test_a_rank_that_adds_to_what_is_no_number_is_cut_off_alone(
     with pytest.raises(DistStoreError, match="lost"):
         wrong.add("number", 1)
     assert right.get("number") == found
+
+
+@pytest.mark.parametrize("kind", [Ask, Answer])
+def test_what_comes_twice_is_done_once_and_is_no_answer_to_what_is_asked_next(
+    open_store: Callable[..., GroupStore], kind: type[Message]
+) -> None:
+    there = ranks(2, free_port())
+    own = open_store(0, there, 10)
+    proxy = FaultProxy(there.port or 0, Point("add", kind, nothing), Fault.DUPLICATE)
+    with closing(proxy):
+        store = open_store(1, ranks(2, proxy.port), 10)
+        with pytest.raises(DistStoreError, match="lost"):
+            assert store.add("number", 1) == 1
+            store.get("number")
+        assert own.get("number") == b"1"
 
 
 def test_rank_0_listens_at_its_address_only(open_store: Callable[..., GroupStore]) -> None:
