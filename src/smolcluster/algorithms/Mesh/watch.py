@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -214,7 +214,7 @@ class Watch:
         self._answered = time.monotonic()
         self._own: Failure | None = None
         self._lost: Failure | None = None
-        self._said = False
+        self._said, self._is_alone = False, False
         self._over = threading.Event()
         self._failure: Failure | None = None
         self._known = threading.Event()
@@ -277,24 +277,29 @@ class Watch:
 
     def _beat(self) -> None:
         """Talk to the store until the rank is over."""
+        try:
+            self._talk()
+        except RuntimeError:  # the store is lost, as it is after a good end
+            self._is_alone = True
+
+    def _talk(self) -> None:
         number = 0
-        with suppress(RuntimeError):  # the store is gone: the guard sees it
-            while True:
-                number += 1
-                doing = self._num_done, self._doing, self._waits
-                beat = Beat(number, *doing, self.node, self._count())
-                self._store.set(_beat_key(self.rank), json.dumps(asdict(beat)))
-                if self._lost is not None:
-                    self._store.compare_set(LOST, "", json.dumps(asdict(self._lost)))
-                if (failure := self._own or self._judged()) is not None:
-                    self._store.compare_set(FAILED, "", json.dumps(asdict(failure)))
-                if self._store.check([FAILED]):
-                    self._fail(told_failure(self._store.get(FAILED)))
-                    return
-                self._answered = time.monotonic()
-                is_over = self._over.wait(BEAT_S if self._own is self._lost is None else 0.2)
-                if is_over and self._own is None:  # an error is told while this process lives
-                    return
+        while True:
+            number += 1
+            doing = self._num_done, self._doing, self._waits
+            beat = Beat(number, *doing, self.node, self._count())
+            self._store.set(_beat_key(self.rank), json.dumps(asdict(beat)))
+            if self._lost is not None:
+                self._store.compare_set(LOST, "", json.dumps(asdict(self._lost)))
+            if (failure := self._own or self._judged()) is not None:
+                self._store.compare_set(FAILED, "", json.dumps(asdict(failure)))
+            if self._store.check([FAILED]):
+                self._fail(told_failure(self._store.get(FAILED)))
+                return
+            self._answered = time.monotonic()
+            is_over = self._over.wait(BEAT_S if self._own is self._lost is None else 0.2)
+            if is_over and self._own is None:  # an error is told while this process lives
+                return
 
     def _judged(self) -> Failure | None:
         ranks = range(self.world_size) if self.rank == 0 else range(1)
@@ -325,11 +330,16 @@ class Watch:
                 )
                 self._known.wait(3 * BEAT_S)
                 self._fail(self._own)
-            elif now - self._answered > (GONE_S if self._lost else self._silence_s):
+            elif now - self._answered > self._patience_s:
                 self._fail(Failure(0, "", "the store, which is rank 0's, does not answer"))
             if self._known.is_set():
                 self._end()
                 return
+
+    @property
+    def _patience_s(self) -> float:
+        """How long the store may be silent."""
+        return GONE_S if self._lost is not None or self._is_alone else self._silence_s
 
     def _fail(self, failure: Failure) -> None:
         """Let it be known here."""

@@ -236,6 +236,18 @@ def test_a_store_that_does_not_answer_ends_the_rank() -> None:
         assert (told[0].rank, len(told)) == (0, 1)
 
 
+def test_a_store_that_is_lost_ends_the_rank_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "GONE_S", 0.1)
+
+    class Lost(Memory):
+        def set(self, _key: str, _value: str, /) -> None:
+            raise RuntimeError("rank 0, which has the store, is lost")
+
+    with watches(Lost(), 1) as (_, told, left):
+        wait_until(lambda: left == [PeerLost.exit_code])
+        assert [failure.rank for failure in told] == [0]
+
+
 def test_a_good_end_is_told_nobody() -> None:
     store = Memory()
     with watches(store, 0, 1) as (made, told, left):
