@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from faults.cases import ALGORITHMS, ALL_CASES, Case, Reference, check, play
+from faults import meshes
+from faults.cases import ALGORITHMS, ALL_CASES, Algorithm, Case, Reference, check, play
 from faults.proxy import POINTS, Fault
 from faults.table import TITLE, Entry
+from processes import Processes
 
 ALWAYS = {
     Case("edp", "before_hello", Fault.CORRUPT),
@@ -37,18 +39,22 @@ ALWAYS = {
     Case("diloco", "state_transfer", Fault.RESET),
     Case("diloco", "broadcast", Fault.STALL),
     Case("diloco", "before_commit", Fault.DUPLICATE),
+    Case("mesh", "end", Fault.TRUNCATE),
+    Case("mesh", "gloo_payload", Fault.RESET),
 }
 
 
-def cases() -> Iterator[object]:
-    """The whole matrix, marked."""
+def cases(*algorithms: Algorithm) -> Iterator[object]:
+    """Their part of the matrix, marked."""
     for case in ALL_CASES:
+        if case.algorithm not in algorithms:
+            continue
         marks = [] if case in ALWAYS else [pytest.mark.nightly]
         yield pytest.param(case, id=str(case), marks=marks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", list(cases()))
+@pytest.mark.parametrize("case", list(cases("edp", "syncps", "diloco", "pipeline")))
 def test_a_fault_makes_no_difference(
     case: Case,
     tmp_path: Path,
@@ -57,6 +63,16 @@ def test_a_fault_makes_no_difference(
 ) -> None:
     played = play(case.algorithm, tmp_path, case)
     check(case, played, reference(case.algorithm))
+    entries.append(Entry.of(case, played))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(cases("mesh")))
+def test_a_mesh_goes_on_from_its_last_checkpoint(
+    case: Case, processes: Processes, mesh_reference: meshes.PlayedMesh, entries: list[Entry]
+) -> None:
+    played = meshes.play(processes, case)
+    meshes.check(case, played, mesh_reference)
     entries.append(Entry.of(case, played))
 
 
@@ -72,7 +88,8 @@ def test_a_fault_makes_no_difference_to_asynchronous_workers(
 
 def test_the_choice_has_every_point_and_every_fault() -> None:
     assert set(ALL_CASES) >= ALWAYS
-    assert {case.point for case in ALWAYS} == {case.point for case in ALL_CASES}
+    of_servers = {case.point for case in ALL_CASES if case.algorithm != "mesh"}
+    assert {case.point for case in ALWAYS} >= of_servers
     assert {case.fault for case in ALWAYS} == set(Fault)
 
 

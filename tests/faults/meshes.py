@@ -1,0 +1,186 @@
+"""A case of the fault matrix on a mesh: two ranks, of which one reaches the other through the proxy.
+
+Ranks are processes. Where the fault ends them they are started again without it, and go on by themselves.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from faults import held_rank
+from faults.cases import (
+    BATCH,
+    EPOCHS,
+    KEPT_STEPS,
+    LOSS_REL,
+    NUM_STEPS,
+    UNHURRIED_S,
+    WEIGHTS_REL,
+    Case,
+    Ending,
+)
+from faults.proxy import POINTS, SILENT, FaultProxy
+from harness import free_port
+from processes import Child, Processes
+from smolcluster.data.permutation import Range, global_batches
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.runs.paths import find_run
+from smolcluster.runs.summary import Summary, read_summary
+from smolcluster.training.checkpoint import MODEL_FILE
+from smolcluster.utils.retry import Deadline
+from waiting import DEADLINE_S
+
+WORLD_SIZE = 2
+QUICK_S = 8.0
+"""How long a rank is silent, or all ranks hang, before they are given up where a case is about silence."""
+BUG = "this is a bug"
+
+
+@dataclass
+class PlayedMesh:
+    """A case that has been played."""
+
+    summary: Summary
+    steps: list[MetricRecord]
+    weights: Tensor
+    ended_with: list[list[int]]
+    """Exit codes of the ranks of each attempt."""
+    said: str
+    """By all ranks."""
+    struck: bool
+    noticed_after_s: float | None
+    """Seconds from the strike until a rank had ended, or tried again to be let in."""
+    connections: int
+
+    @property
+    def newest_steps(self) -> dict[int, MetricRecord]:
+        """Of a step that was taken again the last one."""
+        return {each.step: each for each in self.steps}
+
+    @property
+    def losses(self) -> list[float]:
+        newest = self.newest_steps
+        return [newest[step].values["loss"] for step in sorted(newest)]
+
+
+def play(processes: Processes, case: Case | None = None) -> PlayedMesh:
+    """Play a case, or without one a run without any fault."""
+    point = POINTS["mesh"][case.point] if case else None
+    ending = case.ending if case else Ending.UNNOTICED
+    fault = case.fault if case else None
+    may_go_on = processes.folder / held_rank.GO_ON
+    port, group = free_port(), point.group if point else 0
+    target = processes.folder / held_rank.TARGET
+    noticed_at: float | None = None
+    proxy = FaultProxy(partial(_port_in, target) if group else port, point, fault)
+    with closing(proxy):
+        hang_timeout_s = QUICK_S if fault in SILENT else UNHURRIED_S
+        ports = (port, port if group else proxy.port)
+        ranks = _started(processes, ports, proxy.port, group, hang_timeout_s)
+        if case is None or case.point == "end":
+            may_go_on.touch()
+        for _ in _until_all_have_ended(ranks):
+            if proxy.struck.is_set() and ending is not Ending.ENDED:
+                may_go_on.touch()
+            has_ended = any(rank.process.poll() is not None for rank in ranks)
+            is_noticed = has_ended if ending is Ending.ENDED else proxy.connections > 1
+            if noticed_at is None and proxy.struck.is_set() and is_noticed:
+                noticed_at = time.monotonic()
+    attempts = [ranks]
+    if ending is Ending.ENDED:
+        may_go_on.touch()
+        port = free_port()
+        attempts.append(_started(processes, (port, port), 0, 0, UNHURRIED_S))
+        for _ in _until_all_have_ended(attempts[-1]):
+            pass
+    paths = find_run(processes.runs)
+    newest = paths.checkpoints / f"step-{NUM_STEPS['mesh']:08}" / MODEL_FILE
+    return PlayedMesh(
+        summary=read_summary(paths.summary),
+        steps=[each.record for each in read_metrics(paths.metrics) if each.record.kind == "step"],
+        weights=torch.cat([each.flatten() for _, each in sorted(load_file(newest).items())]),
+        ended_with=[[rank.wait() for rank in each] for each in attempts],
+        said="\n".join(rank.output for each in attempts for rank in each),
+        struck=proxy.struck.is_set(),
+        noticed_after_s=None if noticed_at is None else noticed_at - proxy.struck_at,
+        connections=proxy.connections,
+    )
+
+
+def _port_in(file: Path) -> int:
+    return int(file.read_text())
+
+
+def _started(
+    processes: Processes, ports: tuple[int, ...], proxy_port: int, group: int, hang_timeout_s: float
+) -> list[Child]:
+    """Start rank 0, and rank 1, which looks for rank 0 at the second of the ports."""
+    batch_size = str(BATCH["mesh"] // WORLD_SIZE)
+    return [
+        processes.start(
+            *(sys.executable, held_rank.__file__, str(processes.folder)),
+            *(str(proxy_port), str(group if rank else 0)),
+            *("--config", "digits", "--epochs", str(EPOCHS), "--batch-size", batch_size),
+            *("--save-interval", str(KEPT_STEPS), "--run-id", "faulty", "--resume", "auto"),
+            *("--world-size", str(WORLD_SIZE), "--fsdp", str(WORLD_SIZE), "--no-progress"),
+            *("--hang-timeout", str(hang_timeout_s), "--rank", str(rank)),
+            *("--master-port", str(port)),
+        )
+        for rank, port in enumerate(ports)
+    ]
+
+
+def _until_all_have_ended(ranks: list[Child]) -> Iterator[None]:
+    deadline = Deadline(DEADLINE_S)
+    while any(rank.process.poll() is None for rank in ranks):
+        assert not deadline.expired, "\n".join(rank.output for rank in ranks)
+        yield
+        time.sleep(0.02)
+
+
+def check_whole(played: PlayedMesh) -> None:
+    """The last attempt ended well, and every sample of every epoch was applied once."""
+    assert played.ended_with[-1] == [0] * WORLD_SIZE, played.said
+    assert BUG not in played.said
+    summary = played.summary
+    num_samples, total = summary.train_samples, EPOCHS * summary.train_samples
+    assert (summary.steps, summary.samples_applied) == (NUM_STEPS["mesh"], total)
+    newest = played.newest_steps
+    found = [
+        Range(each.epoch, int(each.values["start"]), int(each.values["stop"]))
+        for _, each in sorted(newest.items())
+    ]
+    assert found == list(global_batches(num_samples, total, BATCH["mesh"]))
+
+
+def check(case: Case, played: PlayedMesh, reference: PlayedMesh) -> None:
+    """It ended, and went on, as it must; and what was trained is what a run without a fault trains."""
+    assert played.struck, f"the point was never reached: {played.said}"
+    check_whole(played)
+    if case.ending is Ending.ENDED:
+        first, _ = played.ended_with
+        assert 0 not in first, "a rank has ended well"
+        assert "failed first: " in played.said
+        num_again = len(played.steps) - len(played.newest_steps)
+        assert num_again <= 2 * KEPT_STEPS, "steps that were kept are taken again"
+    else:
+        assert len(played.ended_with) == 1
+        assert len(played.steps) == NUM_STEPS["mesh"]
+    if case.ending is Ending.TURNED_AWAY:
+        assert played.noticed_after_s is not None
+        assert played.connections == 1 + WORLD_SIZE
+    assert played.losses == pytest.approx(reference.losses, rel=LOSS_REL)
+    mine, theirs = played.summary.final.val_loss, reference.summary.final.val_loss
+    assert mine == pytest.approx(theirs, rel=LOSS_REL)
+    largest = float(reference.weights.abs().max())
+    assert float((played.weights - reference.weights).abs().max()) <= WEIGHTS_REL * largest
