@@ -6,7 +6,7 @@ sent bucket by bucket. Making one imports PyTorch's compiler, which takes second
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Self, get_args
@@ -27,6 +27,10 @@ SCALARS, EXTRA = "scalars", "extra"
 """State that has not the weights' shape: numbers on the CPU, and tensors on the weights' device."""
 
 Number = bool | int | float
+NUM_PROBED = 3
+"""So many steps of a user's own optimizer show what it counts."""
+_Counted = tuple[int, str, type[Number]]
+"""A number of a group: which group, its key, and its type."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where one entry of a piece's state lies: in which flat tensor, and where there."""
+    """Where one entry of a piece's state, or a number of a group, lies: in which flat tensor, and where."""
 
-    piece: int
+    owner: int
+    """The piece; of a number of a group, which group, from -1 on downwards."""
     key: str
     tensor: str
     place: slice
@@ -88,21 +93,24 @@ class TorchOptimizer(FlatState):
         self._params, self._grads = flat.params, flat.grads
         self._entries: list[_Entry] = []
         self.state: dict[str, Tensor] = {STEP_COUNT: torch.zeros((), dtype=torch.float32)}
-        self._lay_out(self._probe())
+        self._lay_out(*self._probe())
         self._make()
 
     @torch.no_grad()
-    def _probe(self) -> list[dict[str, Any]]:
-        """The state after a step of copies of the weights, by piece."""
+    def _probe(self) -> tuple[list[dict[str, Any]], list[_Counted]]:
+        """The state after a step of copies of the weights, by piece, and what groups count."""
         weights = [nn.Parameter(self._params[each.place].clone()) for each in self._pieces]
         for piece, weight in zip(self._pieces, weights, strict=True):
             weight.data = weight.data.view(piece.shape)
-            weight.grad = torch.full_like(weight.data, 1e-3)
         name = _torch_name(self._factory)
         try:
             with user_code("training.optimizer"):
                 optimizer = self._new(weights)
-                optimizer.step()
+                before = _counts(optimizer)
+                _step_once(optimizer, weights)
+                states = [dict(optimizer.state[weight]) for weight in weights]
+                for _ in range(1, NUM_PROBED if name is None else 1):
+                    _step_once(optimizer, weights)
         except Exception as error:
             if name is None:
                 raise
@@ -113,7 +121,31 @@ class TorchOptimizer(FlatState):
             raise ConfigError(
                 f"optimizer {name} cannot train this model: {cause}{remedy}"
             ) from error
-        return [dict(optimizer.state[weight]) for weight in weights]
+        own, *groups = (
+            [key for key, number in now.items() if number != kept.get(key, 0)]
+            for now, kept in zip(_counts(optimizer), before, strict=True)
+        )
+        own += [str(key) for key in optimizer.state if not isinstance(key, Tensor)]
+        if own:
+            raise ConfigError(
+                f"optimizer {self.name} keeps {own[0]} to itself, which cannot be saved and sent: keep it in "
+                "its groups, or in the state of each parameter"
+            )
+        for state, weight in zip(states, weights, strict=True):
+            self._check_known(_held(state), optimizer.state[weight])
+        return states, [
+            (number, key, type(optimizer.param_groups[number][key]))
+            for number, keys in enumerate(groups)
+            for key in keys
+            if key != "lr"
+        ]
+
+    def _check_known(self, known: Set[str], state: Mapping[str, Any]) -> None:
+        for key in _held(state) - known:
+            raise ConfigError(
+                f"optimizer {self.name} makes a state {key!r} of a parameter after its first step, when what "
+                "is saved and sent is settled: make it in the first one"
+            )
 
     def _new(self, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         members: list[list[nn.Parameter]] = [[] for _ in self._groups]
@@ -136,7 +168,7 @@ class TorchOptimizer(FlatState):
         self._rates = [group["lr"] / self._base_rate for group in self._optimizer.param_groups]
         self._is_new = True
 
-    def _lay_out(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def _lay_out(self, states: Sequence[Mapping[str, Any]], counted: Sequence[_Counted]) -> None:
         """Give each entry of the state its place, and make the flat tensors."""
         shaped = self._keys_of_weights_shape(states)
         sizes = {SCALARS: 0, EXTRA: 0}
@@ -155,6 +187,11 @@ class TorchOptimizer(FlatState):
                     place = slice(start, sizes[tensor])
                     entry = _Entry(number, key, tensor, place, shape, kind)
                 self._entries.append(entry)
+        for group, key, kind in counted:
+            place = slice(sizes[SCALARS], sizes[SCALARS] + 1)
+            self._entries.append(_Entry(-1 - group, key, SCALARS, place, (), kind))
+            sizes[SCALARS] += 1
+        self._known = [_held(state) for state in states]
         if max(sizes.values()) > self._params.numel():
             raise ConfigError(
                 f"optimizer {self.name} keeps more numbers of another shape than the model has weights, and "
@@ -225,7 +262,11 @@ class TorchOptimizer(FlatState):
 
     def _views(self) -> Iterator[tuple[_Entry, dict[str, Any], Tensor]]:
         for entry in self._entries:
-            own = self._optimizer.state[self._weights[entry.piece]]
+            own = (
+                self._optimizer.state[self._weights[entry.owner]]
+                if entry.owner >= 0
+                else self._optimizer.param_groups[-1 - entry.owner]
+            )
             yield entry, own, self.state[entry.tensor][entry.place].view(entry.shape)
 
     def _install(self) -> None:
@@ -238,12 +279,32 @@ class TorchOptimizer(FlatState):
 
     def _collect(self) -> None:
         """Take over what the optimizer has put into memory of its own."""
+        for known, weight in zip(self._known, self._weights, strict=True):
+            self._check_known(known, self._optimizer.state[weight])
         for entry, own, view in self._views():
             value = own[entry.key]
             if not isinstance(value, Tensor):
                 view.fill_(value)
             elif not _is_same(value, view):
                 own[entry.key] = view.copy_(value)
+
+
+def _held(state: Mapping[str, Any]) -> Set[str]:
+    return {key for key, value in state.items() if value is not None}
+
+
+def _step_once(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> None:
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 1e-3)
+    optimizer.step()
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> list[dict[str, Number]]:
+    """What may be a count of an optimizer itself, and of each of its groups; flags are none."""
+    owners: list[dict[str, Any]] = [vars(optimizer), *optimizer.param_groups]
+    return [
+        {key: each for key, each in owner.items() if type(each) in (int, float)} for owner in owners
+    ]
 
 
 def _is_same(tensor: object, view: Tensor) -> bool:

@@ -278,6 +278,54 @@ def test_state_that_cannot_travel_is_refused() -> None:
         replica_of(Hoarder)
 
 
+class Counting(torch.optim.Optimizer):
+    """Averages in its groups, as schedule-free optimizers count there; `keep` keeps more."""
+
+    def __init__(self, params: Any, lr: float, keep: str = "") -> None:
+        super().__init__(params, {"lr": lr, "num_steps": 0, "total": 0.5})
+        self.keep, self.num_calls = keep, 0
+
+    @torch.no_grad()
+    def step(self, _closure: None = None) -> None:  # type: ignore[override]
+        self.num_calls += self.keep == "attribute"
+        if self.keep == "global":
+            self.state["all"] = {"num_steps": 1}  # type: ignore[index]
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            group["total"] += group["lr"] / 3
+            for each in group["params"]:
+                each.sub_(each.grad, alpha=group["total"] / group["num_steps"])
+                if self.keep == "late":
+                    self.state[each]["slow"] = each.clone() if group["num_steps"] > 1 else None
+
+
+def test_what_a_user_s_optimizer_counts_in_its_groups_is_part_of_its_state() -> None:
+    groups = [{"names": "0.*"}, {"names": ["1.*", "3.*"], "lr": RATE / 2}]
+    whole, resumed = (replica_of(Counting, groups=groups, decay=0.0) for _ in range(2))
+    train(whole, range(5))
+    resumed.params.copy_(whole.params)
+    resumed.optimizer.resume({key: each.clone() for key, each in whole.optimizer.state.items()})
+    for replica in (whole, resumed):
+        train(replica, range(5, 9))
+    assert torch.equal(whole.params, resumed.params)
+    assert {9.0} < set(whole.optimizer.state["scalars"].tolist())
+
+
+@pytest.mark.parametrize(
+    ("keep", "told"),
+    [
+        ("attribute", "num_calls"),
+        ("global", "all"),
+        ("late", "'slow' of a parameter after its first"),
+    ],
+)
+def test_what_a_user_s_optimizer_keeps_where_nobody_saves_it_is_refused(
+    keep: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"Counting .*{told}"):
+        replica_of(Counting, {"keep": keep}, decay=0.0)
+
+
 def test_a_configuration_can_name_exactly_what_pytorch_has() -> None:
     schema = TrainConfig.model_json_schema()["properties"]["optimizer"]
     named = {
