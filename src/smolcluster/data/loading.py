@@ -144,6 +144,8 @@ class MapSamples(Permuted):
     ) -> None:
         """`loader`, if there is one, says which samples make an epoch, and in which order."""
         self.dataset = dataset
+        self._epoch: int | None = None
+        """That the dataset was told last."""
         self.collate = collate or default_collate
         self.loader = loader
         self.batch_size = batch_size
@@ -173,9 +175,8 @@ class MapSamples(Permuted):
         else:
             seed = derive_seed(seed, "sampler", epoch)
             with self._guard("sampler"):
-                drawn = _drawn(
-                    _sampler_of(self.loader), seed, epoch, self.loader.batch_size is None
-                )
+                of_batches = self.batch_size if self.loader.batch_size is None else None
+                drawn = _drawn(_sampler_of(self.loader), seed, epoch, of_batches)
             order = torch.tensor(drawn, dtype=torch.int64)
             check_indices(order, len(self.dataset))
             order = order.to(torch.int32)
@@ -190,6 +191,9 @@ class MapSamples(Permuted):
 
     def load(self, indices: Tensor, place: Place | None = None) -> list[Any]:
         """The samples of these indices (n,), one by one."""
+        if place is not None and place.epoch != self._epoch:
+            self._epoch = place.epoch
+            _set_epoch(self.dataset, place.epoch)
         check_indices(indices, len(self.dataset))
         samples = []
         for number, index in enumerate(indices.tolist()):
@@ -440,11 +444,13 @@ def _only_shuffles(sampler: Iterable[Any]) -> bool:
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
-def _drawn(sampler: Iterable[Any], seed: int, epoch: int, is_of_batches: bool) -> list[int]:
+def _drawn(sampler: Iterable[Any], seed: int, epoch: int, of_batches: int | None) -> list[int]:
     """A sampler's indices in an epoch; those of a batch sampler one batch after the other.
 
+    `of_batches`: how many samples a batch sampler says that its batches have; None: it is none.
+
     Raises:
-        ConfigError: it has no end, or gives what is no index.
+        ConfigError: it has no end, gives what is no index, or batches of another size before the last.
     """
     _set_epoch(sampler, epoch)
     sampler = _seeded(sampler, seed)
@@ -455,11 +461,16 @@ def _drawn(sampler: Iterable[Any], seed: int, epoch: int, is_of_batches: bool) -
         every = _ending(
             sampler, f"the sampler {type(sampler).__qualname__}", "let it end after each epoch"
         )
-        return [
-            _index(key, sampler)
-            for each in every
-            for key in (each if is_of_batches and isinstance(each, Iterable) else [each])
-        ]
+        if of_batches is None:
+            return [_index(key, sampler) for key in every]
+        batches = [list(each) if isinstance(each, Iterable) else [each] for each in every]
+    if others := {len(each) for each in batches[:-1]} - {of_batches}:
+        raise ConfigError(
+            f"the DataLoader's {type(sampler).__qualname__} gives batches of {min(others)} samples among "
+            f"those of {of_batches}, but a run cuts an epoch's samples into equal batches: let all but the "
+            "last have batch_size samples, or give the DataLoader the same order as a sampler"
+        )
+    return [_index(key, sampler) for each in batches for key in each]
 
 
 def _seeded(sampler: Any, seed: int) -> Any:

@@ -14,7 +14,6 @@ from torch import Tensor
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.loading import (
     Guard,
-    MapDataset,
     MapSamples,
     StreamSamples,
     collated,
@@ -122,7 +121,7 @@ class Prefetch:
             return self._thread.submit(partial(self._load, indices, place))
         try:
             if self._processes is None:
-                load = partial(_load_seeded, samples.dataset, self._guard)
+                load = partial(_load_seeded, MapSamples(samples.dataset), self._guard)
                 begin = partial(_begin_guarded, samples.loader.worker_init_fn, self._guard)
                 work = Work(samples.dataset, load, begin, place.seed)
                 self._processes = start_processes(samples.loader, work)
@@ -169,9 +168,9 @@ def _failed(error: Exception) -> Future[Any]:
     return future
 
 
-def _load_seeded(dataset: MapDataset, guard: Guard, indices: Tensor, place: Place) -> list[Any]:
+def _load_seeded(samples: MapSamples, guard: Guard, indices: Tensor, place: Place) -> list[Any]:
     """In a process of its own: what `random` and NumPy draw for a sample depends on its place, too."""
-    samples, loaded = MapSamples(dataset), []
+    loaded = []
     with guard("data"):
         for number, index in enumerate(torch.split(indices, 1)):
             here = place._replace(start=place.start + number)

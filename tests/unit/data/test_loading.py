@@ -165,6 +165,39 @@ class Batches(BatchSampler):
         return map(self.kind, super().__iter__())
 
 
+def test_a_batch_sampler_of_buckets_is_refused_unless_only_its_last_batch_is_smaller() -> None:
+    def batches(*given: list[int]) -> Any:
+        class Buckets(Sampler[list[int]]):
+            batch_size = 2
+
+            def __iter__(self) -> Iterator[list[int]]:
+                return iter(given)
+
+        return DataLoader(Numbers(), batch_sampler=Buckets())  # type: ignore[arg-type]
+
+    assert orders(batches([0, 1], [2, 3], [4]))[0] == [0, 1, 2, 3, 4]
+    with pytest.raises(ConfigError, match="Buckets gives batches of 1 samples among those of 2"):
+        orders(batches([0, 1], [2], [3, 4], [5]))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_is_told_of_each_epoch(num_workers: int) -> None:
+    class Curriculum(Numbers):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __getitem__(self, index: int) -> Any:
+            return index + 100 * self.epoch
+
+    samples = samples_of(DataLoader(Curriculum(), 2, num_workers=num_workers))  # type: ignore[arg-type]
+    assert isinstance(samples, MapSamples)
+    with closing(Prefetch(samples)) as prefetch:
+        read = [prefetch.batch(torch.tensor([3, 4]), Place(SEED, epoch, 0)) for epoch in range(3)]
+    assert [each.tolist() for each in read] == [[3, 4], [103, 104], [203, 204]]
+
+
 @pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, iter])
 def test_a_batch_sampler_may_give_its_batches_in_any_container(kind: Any) -> None:
     batches = Batches(EveryOther(), batch_size=2, drop_last=False)
