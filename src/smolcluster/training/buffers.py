@@ -13,7 +13,7 @@ Values are carried as float64: floating-point buffers and integers up to 2^53 ar
 a + (b - a) = b, whoever adds the difference.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,6 +28,7 @@ BufferValues = Mapping[int, Tensor]
 
 NUM_FIRST = 3
 """After so many batches, rehearsed ones aside, all buffers are compared, and frozen parameters."""
+_SINGLE = (bool, int, float, Tensor)
 COMPILED = "_orig_mod."
 """What `torch.compile` puts into the names of a module's parameters and buffers."""
 
@@ -385,6 +386,23 @@ def mean_buffers(parts: Sequence[tuple[int, BufferValues]]) -> dict[int, Tensor]
             share = values * (size / num_samples)
             mean[number] = mean[number] + share if number in mean else share
     return mean
+
+
+@contextmanager
+def kept_attributes(owners: Iterable[object]) -> Iterator[None]:
+    """Undo what the block does to numbers and tensors that objects have as attributes, such as a count.
+
+    What is changed in place stays, and so does what is new.
+    """
+    kept = [
+        (own, {key: each for key, each in own.items() if each is None or isinstance(each, _SINGLE)})
+        for own in (getattr(owner, "__dict__", {}) for owner in owners)
+    ]
+    try:
+        yield
+    finally:
+        for own, before in kept:
+            own.update(before)
 
 
 def _is_dense(tensor: Tensor) -> bool:

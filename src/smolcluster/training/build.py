@@ -17,8 +17,10 @@ from smolcluster.data.loading import StreamSamples
 from smolcluster.data.prefetch import Prefetch, prefetch_of
 from smolcluster.data.pytree import has_a_row_a_sample, rows, sliced
 from smolcluster.errors import ConfigError, DataError, NonFiniteLoss, OutOfMemory, SmolclusterError
+from smolcluster.training.buffers import kept_attributes
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
+from smolcluster.training.criterion import holders_of
 from smolcluster.training.cutting import NUM_SAMPLES, CutCheck
 from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate, evaluation_of
 from smolcluster.training.first_loss import NO_LOSSES, FirstLosses
@@ -369,17 +371,18 @@ class TrainingContext:
     def rehearse(self, num_samples: int) -> bool:
         """Compute what costs as much as a batch of so many samples; False: there is none to be had here.
 
-        The model's buffers are as before.
+        The model's buffers are as before, and what model and loss count in attributes.
         """
-        samples, buffers = self.workload.train, self.replica.buffers
+        samples, buffers, model = self.workload.train, self.replica.buffers, self.replica.model
         if self.replica.device.type == "meta":
             return False
-        if not isinstance(samples, Elsewhere):
-            self.compute(self.order(0)[:num_samples])
-        elif (example := samples.example(num_samples)) is not None:
-            self.compute_batch(example, num_samples)
-        else:
-            return False
+        with kept_attributes([*model.modules(), *holders_of(self.workload.loss)]):
+            if not isinstance(samples, Elsewhere):
+                self.compute(self.order(0)[:num_samples])
+            elif (example := samples.example(num_samples)) is not None:
+                self.compute_batch(example, num_samples)
+            else:
+                return False
         buffers.find()
         buffers.restore()
         self.replica.watch.forget_batches()

@@ -1,5 +1,8 @@
 """A loss with weights of its own, which nobody trains, and one with buffers, which lie where it computes.
 
+Buffers that it changes, such as a running centre, would be each process's own, and in no checkpoint: they are
+refused as well.
+
 In a loop of one's own the parameters of a loss (ArcFace, CenterLoss, learnt weights of tasks) are given to
 the optimizer. Here it has the model's alone. A loss that is itself a module is refused before anything
 begins; of any other one the graph of its first values tells which parameters would get a gradient and are
@@ -18,6 +21,7 @@ from smolcluster.data.dataset import Batch
 from smolcluster.data.pytree import tensors_in
 from smolcluster.errors import ConfigError
 from smolcluster.training.modes import move
+from smolcluster.training.state_watch import mark
 from smolcluster.utils.words import a_few
 
 NUM_WATCHED = 2
@@ -71,6 +75,14 @@ def _parts(thing: Any) -> list[tuple[str, Any]]:
     return found
 
 
+def holders_of(loss: object) -> Iterator[object]:
+    """What a loss may keep numbers and tensors in: itself, whose method it is, and its modules."""
+    own = getattr(loss, "__wrapped__", loss)
+    yield from (own, getattr(own, "__self__", None))
+    for _, module in modules_of(own):
+        yield from module.modules()
+
+
 def check_untrained(what: str, function: object) -> None:
     """See that a loss is no module with parameters to train.
 
@@ -112,15 +124,32 @@ class WatchedLoss:
             outputs.update(each.grad_fn for each in tensors_in(named))
 
         noting = model.register_forward_hook(note)
+        before = self._buffers(model)
         try:
             result = self._loss(model, batch)
         finally:
             noting.remove()
+        now = self._buffers(model)
         total = result[0] if isinstance(result, tuple) and result else result
         if isinstance(total, Tensor) and total.grad_fn is not None:
             self._num_left -= 1
             self._check(model, total, outputs)
+            if moved := [name for name, each in now.items() if each != before.get(name)]:
+                raise ConfigError(
+                    f"the loss changes its buffers ({a_few(moved)}), which are each process's own, and in no "
+                    "checkpoint: make it a part of the model, or put what it holds into evaluation mode"
+                )
         return result
+
+    def _buffers(self, model: nn.Module) -> dict[str, object]:
+        """What differs if the values of a buffer do that is the loss's, and not the model's."""
+        own = {id(each) for each in model.buffers()}
+        return {
+            f"{name}.{inner}".lstrip("."): mark(each)
+            for name, module in modules_of(self._loss)
+            for inner, each in module.named_buffers()
+            if id(each) not in own
+        }
 
     def _check(self, model: nn.Module, total: Tensor, outputs: set[object]) -> None:
         """What lies behind the model's outputs is its own: it may stand for what stages have computed."""

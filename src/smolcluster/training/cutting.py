@@ -17,6 +17,8 @@ import torch
 
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import SmolclusterError
+from smolcluster.training.buffers import kept_attributes
+from smolcluster.training.criterion import holders_of
 from smolcluster.training.replica import Replica
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import LossFunction
@@ -69,6 +71,7 @@ class CutCheck:
         with (
             isolated_rng(replica.device),
             replica.evaluating() as model,
+            kept_attributes([*model.modules(), *holders_of(loss)]),
             torch.no_grad(),
             suppress(SmolclusterError, RuntimeError, MemoryError),  # the latter: out of memory
             user_code("loss"),

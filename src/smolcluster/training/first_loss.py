@@ -24,9 +24,9 @@ from smolcluster.data.loading import MapSamples, StreamSamples
 from smolcluster.data.marks import MOST_SKETCHED, chosen, mark_of_tensor, reader_of, value_differs
 from smolcluster.errors import SmolclusterError
 from smolcluster.training.batches import placed
-from smolcluster.training.buffers import ModelBuffers
+from smolcluster.training.buffers import ModelBuffers, kept_attributes
 from smolcluster.training.copying import copied
-from smolcluster.training.criterion import modules_of
+from smolcluster.training.criterion import holders_of, modules_of
 from smolcluster.training.layer_seeds import seed_generators
 from smolcluster.training.replica import Replica
 from smolcluster.training.user_code import user_code
@@ -109,6 +109,7 @@ def _aside(workload: Workload, device: torch.device) -> Iterator[None]:
     with _ASIDE, ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(isolated_rng(device, SEEDS[0]))
+        stack.enter_context(kept_attributes(list(holders_of(workload.loss))))
         for _, module in modules_of(workload.loss):
             stack.enter_context(ModelBuffers(module).kept())
         if "torch._dynamo" in sys.modules:

@@ -1,4 +1,4 @@
-"""A loss with parameters that nobody trains is refused by name, wherever they are."""
+"""A loss with parameters that nobody trains, or with buffers that it changes, is refused by name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -118,3 +118,32 @@ def test_the_weights_of_classes_of_a_criterion_move_with_the_model() -> None:
     workload.bring_losses(torch.device("meta"))
     assert criterion.weight is not None
     assert (criterion.weight.device.type, model.weight.device.type) == ("meta", "cpu")
+
+
+class Centred(nn.Module):
+    """As DINO's: what is subtracted follows the outputs."""
+
+    centre: Tensor
+
+    def __init__(self, pace: float) -> None:
+        super().__init__()
+        self.pace = pace
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        outputs: Tensor = model(batch[0])
+        if model.training:
+            self.centre.lerp_(outputs.detach().mean(0), self.pace)
+        return (outputs - self.centre).square().mean()
+
+
+@pytest.mark.parametrize("wrapped", [lambda loss: loss, partial])
+def test_buffers_that_the_loss_changes_are_refused_by_name(wrapped: Callable[[Loss], Loss]) -> None:
+    with pytest.raises(ConfigError, match=r"the loss changes its buffers \(centre\).*the model"):
+        WatchedLoss(wrapped(Centred(0.1)))(nn.Linear(6, 4), BATCH)
+    WatchedLoss(wrapped(Centred(0.0)))(nn.Linear(6, 4), BATCH)
+
+
+def test_buffers_of_the_model_may_change_also_where_the_loss_refers_to_it() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    WatchedLoss(lambda _, batch: model(batch[0]).mean())(model, BATCH)

@@ -1,6 +1,7 @@
 """What of a model's state computing may change: buffers, and what follows the weights; no weights."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils.data import TensorDataset
 from smolcluster.configs.schema import DatasetConfig, DatasetPlace, TrainConfig
 from smolcluster.errors import ModelChanged
 from smolcluster.training.buffers import NUM_FIRST
-from smolcluster.training.build import build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import Microbatch, forward_backward
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
@@ -21,6 +22,9 @@ Change = Callable[["Changing"], object]
 
 class Changing(nn.Module):
     """Does something to itself in each forward."""
+
+    num_steps: int
+    mean: Tensor | None
 
     def __init__(self, change: Change = lambda _: None) -> None:
         super().__init__()
@@ -46,6 +50,11 @@ def compute(replica: Replica, loss: Callable[[nn.Module, Tensor], Tensor] = mean
     parts = [Microbatch(2, part.clone) for part in torch.split(batch, 2)]
     forward_backward(replica, loss, parts)
     replica.watch.end()
+
+
+def training_of(workload: Workload) -> TrainingContext:
+    config = TrainConfig(dataset=DatasetConfig(name="points"))
+    return build(config, 7, DatasetPlace(), torch.device("cpu"), workload=workload)
 
 
 @torch.no_grad()
@@ -139,8 +148,7 @@ def test_a_teacher_that_begins_as_the_student_follows_once_steps_are_taken() -> 
     model.teacher.load_state_dict(model.body.state_dict())
     data = TensorDataset(torch.rand(8, 3))
     workload = Workload(model, lambda model, batch: mean_of(model, batch[0]), data)
-    config = TrainConfig(dataset=DatasetConfig(name="points"))
-    training = build(config, 7, DatasetPlace(), torch.device("cpu"), workload=workload)
+    training = training_of(workload)
     replica = training.replica
     for _ in range(NUM_FIRST):
         assert training.rehearse(4)
@@ -149,6 +157,29 @@ def test_a_teacher_that_begins_as_the_student_follows_once_steps_are_taken() -> 
         replica.step(0.1)
     changed = {replica.buffers.names[number] for number in replica.buffers.difference()}
     assert changed == {"teacher.weight", "teacher.bias"}
+
+
+def test_a_rehearsal_leaves_what_model_and_loss_count_as_it_is() -> None:
+    def step(model: Changing) -> None:
+        model.num_steps += 1
+        model.mean = torch.ones(1) if model.mean is None else model.mean + 1
+
+    class Counting:
+        def __init__(self) -> None:
+            self.num_calls = 0
+
+        def __call__(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+            self.num_calls += 1
+            return mean_of(model, batch[0])
+
+    model, loss = Changing(step), Counting()
+    model.num_steps, model.mean = 3, None
+    training = training_of(Workload(model, loss, TensorDataset(torch.rand(8, 3))))
+    own: Any = training.replica.model
+    assert training.rehearse(4)
+    assert (own.num_steps, own.mean, loss.num_calls) == (3, None, 0)
+    training.compute(torch.arange(4))
+    assert (own.num_steps, own.mean, loss.num_calls) == (4, torch.ones(1), 1)
 
 
 def test_a_buffer_that_begins_to_change_late_and_through_data_is_found_in_the_next_epoch() -> None:
