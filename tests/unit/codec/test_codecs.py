@@ -116,13 +116,13 @@ def assert_within_bound(codec: Codec, values: Tensor) -> None:
     assert torch.equal(error, values - decoded)
 
 
-@settings(derandomize=True, deadline=None, database=None, max_examples=400)
+@settings(derandomize=True, database=None, max_examples=400)
 @given(name=NAMES, array=FINITE_ARRAYS)
 def test_any_finite_tensor_is_within_the_bound(name: str, array: np.ndarray) -> None:
     assert_within_bound(get_codec(name), torch.from_numpy(array))
 
 
-@settings(derandomize=True, deadline=None, database=None, max_examples=400)
+@settings(derandomize=True, database=None, max_examples=400)
 @given(
     name=NAMES,
     numel=st.integers(1, 3 * BLOCK) | st.integers(topk.CHUNK - 130, topk.CHUNK + 130),
@@ -395,7 +395,7 @@ def test_received_bytes_of_the_wrong_length_are_a_protocol_error(codec: Codec, e
         codec.decode(received, torch.empty(300, dtype=codec.dtype))
 
 
-@settings(derandomize=True, deadline=None, database=None)
+@settings(derandomize=True, database=None)
 @given(name=NAMES, numel=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
 def test_random_bytes_decode_to_finite_values_or_are_a_protocol_error(
     name: str, numel: int, seed: int

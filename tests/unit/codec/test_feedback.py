@@ -78,7 +78,7 @@ def assert_close(one: Tensor, other: Tensor) -> None:
     assert float((one.double() - other.double()).abs().max()) <= 1e-6 * largest
 
 
-@settings(derandomize=True, deadline=None, database=None)
+@settings(derandomize=True, database=None)
 @given(name=st.sampled_from(NAMES), pushes=PUSHES, seed=st.integers(0, 2**31))
 def test_applied_sum_plus_residual_is_the_encoded_sum(
     name: str, pushes: list[tuple[float, bool, float]], seed: int
@@ -177,7 +177,7 @@ def test_what_a_small_part_lost_is_a_small_part_of_what_a_large_one_pays(name: s
 
 
 @LOSSY
-@settings(derandomize=True, deadline=None, database=None)
+@settings(derandomize=True, database=None)
 @given(
     sizes=st.lists(st.one_of(st.just(1), st.integers(1, 500)), min_size=1, max_size=20),
     seed=st.integers(0, 2**31),
@@ -202,7 +202,7 @@ def test_what_is_applied_tracks_what_is_encoded_for_batches_of_any_sizes(
 
 
 @LOSSY
-@settings(derandomize=True, deadline=None, database=None)
+@settings(derandomize=True, database=None)
 @given(
     parts=st.lists(
         st.tuples(
@@ -300,7 +300,7 @@ def test_a_push_without_a_share_is_refused() -> None:
 # It is kept over a restart.
 
 
-@settings(derandomize=True, deadline=None, database=None)
+@settings(derandomize=True, database=None)
 @given(
     name=st.sampled_from(NAMES),
     before=st.integers(1, 5),

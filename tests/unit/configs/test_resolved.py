@@ -75,7 +75,7 @@ OVERRIDES = st.fixed_dictionaries(
 )
 
 
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=25)
 @given(overrides=OVERRIDES, node_name=st.sampled_from([None, "mini1", "macbook"]))
 def test_whatever_was_overridden_is_read_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, overrides: dict[str, object], node_name: str | None

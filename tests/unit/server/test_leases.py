@@ -194,7 +194,7 @@ def test_the_last_batch_of_an_old_epoch_is_a_duplicate_after_the_epoch_is_forgot
     assert leases.judge(first.key, A) == "duplicate"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     num_samples=st.integers(1, 40),
     batch_size=st.integers(1, 12),

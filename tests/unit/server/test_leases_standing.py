@@ -99,7 +99,7 @@ def begun(leases: Dispatcher) -> History:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     num_samples=st.integers(1, 30),
     batch_sizes=st.tuples(st.integers(1, 12), st.integers(1, 12)),
@@ -143,7 +143,7 @@ def test_every_sample_is_applied_once_wherever_the_server_was_stopped(
     assert history.applied == dict.fromkeys(range(num_epochs + more_epochs), once)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(moves=MOVES, num_samples=st.integers(1, 30), batch_size=st.integers(1, 12))
 def test_to_look_where_it_stands_changes_nothing(
     moves: list[tuple[int, int]], num_samples: int, batch_size: int
@@ -248,7 +248,7 @@ def test_a_standing_of_something_else_is_refused(
         assert words in str(caught.value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(moves=MOVES, num_samples=st.integers(2, 30), other=st.integers(1, 30))
 def test_a_standing_of_another_dataset_is_refused_or_loses_nothing(
     moves: list[tuple[int, int]], num_samples: int, other: int
@@ -266,7 +266,7 @@ def test_a_standing_of_another_dataset_is_refused_or_loses_nothing(
     assert other == num_samples or leases.state.cursor[0] == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(moves=MOVES, num_epochs=st.integers(1, 3))
 def test_fewer_epochs_than_were_begun_are_refused(
     moves: list[tuple[int, int]], num_epochs: int

@@ -125,7 +125,7 @@ def without_times(state: TrainingState) -> dict[str, Any]:
     return {**counted, "incarnation": None}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(before=DOINGS, after=DOINGS)
 def test_a_report_that_was_resumed_counts_as_one_that_went_on(
     shared_parts: Parts, before: list[Doing], after: list[Doing]

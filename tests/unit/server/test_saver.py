@@ -180,7 +180,7 @@ def no_room() -> None:
 # At which steps
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     every=st.one_of(st.none(), st.integers(1, 6)),
     first=st.integers(0, 7),

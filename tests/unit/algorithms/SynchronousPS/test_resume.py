@@ -50,7 +50,7 @@ EPOCHS_AND_SIZES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(**EPOCHS_AND_SIZES)
 def test_after_any_step_the_batches_are_those_that_would_have_come(
     num_samples: int, num_epochs: int, batch_size: int, data: st.DataObject
@@ -64,7 +64,7 @@ def test_after_any_step_the_batches_are_those_that_would_have_come(
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(**EPOCHS_AND_SIZES)
 def test_from_any_sample_on_every_position_comes_once_and_in_order(
     num_samples: int, num_epochs: int, batch_size: int, data: st.DataObject

@@ -40,7 +40,7 @@ def splits(total: int, num_members: int) -> Iterator[list[int]]:
             yield [first, *rest]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(members=st.lists(costs, min_size=1, max_size=4), total=st.integers(1, 12))
 def test_no_other_split_makes_a_shorter_step(members: list[Cost], total: int) -> None:
     sizes = sizes_by_cost(members, total)
@@ -49,7 +49,7 @@ def test_no_other_split_makes_a_shorter_step(members: list[Cost], total: int) ->
     assert longest(members, sizes) <= best * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(members=st.lists(wild_costs, min_size=1, max_size=6), total=st.integers(1, 5000))
 def test_sizes_add_up_whatever_the_costs_are(members: list[Cost], total: int) -> None:
     sizes = sizes_by_cost(members, total)
@@ -107,7 +107,7 @@ def test_stated_shares_are_rounded_by_largest_remainder(
     assert sizes_by_share(shares, total) == sizes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(shares=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), total=st.integers(1, 5000))
 def test_stated_shares_add_up_and_are_kept_to_a_sample(shares: list[float], total: int) -> None:
     sizes = sizes_by_share(shares, total)

@@ -48,7 +48,7 @@ rates = st.floats(1, 100)
 nbytes = st.floats(1, 50)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(rates, min_size=1, max_size=3), rates, nbytes, nbytes, st.integers(0, 1))
 def test_no_other_shares_are_faster(
     others: list[float], server: float, sent: float, received: float, on_server: int

@@ -222,7 +222,7 @@ def test_values_that_make_no_sense_are_refused_in_a_line(
     assert answer.text.count("\n") == 1
 
 
-def telling_when_closed(paths: RunPaths, close: Callable[[str], object]) -> Files:
+def telling_when_closed(paths: RunPaths, close: Callable[[str], None]) -> Files:
     return replace(files_here(paths), close=lambda: close(paths.run_id))
 
 
@@ -230,19 +230,19 @@ def test_a_run_that_is_streamed_is_not_closed_however_many_are_read(tmp_path: Pa
     closed: list[str] = []
 
     def close(run_id: str) -> None:
-        assert not views._lock.locked(), "who asks for another run need not wait"
+        assert not read._lock.locked(), "who asks for another run need not wait"
         closed.append(run_id)
 
-    views = Views(tmp_path, lambda paths: telling_when_closed(paths, close))
+    read = Views(tmp_path, lambda paths: telling_when_closed(paths, close))
     names = [MadeRun(tmp_path, f"edp-{number}").paths.run_id for number in range(MAX_VIEWS + 2)]
     with ExitStack() as stack:
         streamed = {
-            name: stack.enter_context(views.streamed(name)) for name in names[: MAX_VIEWS + 1]
+            name: stack.enter_context(read.streamed(name)) for name in names[: MAX_VIEWS + 1]
         }
-        again = stack.enter_context(views.streamed(names[0]))
+        again = stack.enter_context(read.streamed(names[0]))
         assert again is streamed[names[0]]
-        assert views.get(names[-1]) is views.get(names[-1])
-        assert all(views.get(name) is view for name, view in streamed.items())
+        assert read.get(names[-1]) is read.get(names[-1])
+        assert all(read.get(name) is view for name, view in streamed.items())
         assert not streamed.keys() & set(closed)
     assert len(streamed.keys() & set(closed)) == 1
 
