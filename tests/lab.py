@@ -145,22 +145,22 @@ def _space(pid: int) -> str | None:
 
 
 def _process(pid: int) -> Process | None:
-    """How a process is called on its host, None when it is gone."""
+    """How a process is called on its host, None when it is gone, or ends: then it has no command line."""
     status = _status(pid)
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return None
-    if not status:
+    if not status or not raw:
         return None
     argv = tuple(part.decode(errors="replace") for part in raw.rstrip(b"\0").split(b"\0"))
-    return Process(int(status["NSpid"].split()[-1]), argv if raw else (f"[{status['Name']}]",))
+    return Process(int(status["NSpid"].split()[-1]), argv)
 
 
 def _is_sshd(process: Process) -> bool:
-    """Whether it is the daemon, serves a login, or is one of these about to vanish."""
+    """Whether it is the daemon, or serves a login."""
     name = process.argv[0]
-    return name.startswith("sshd:") or name.endswith("/sshd") or name == "[sshd]"
+    return name.startswith("sshd:") or name.endswith("/sshd")
 
 
 # --- namespaces and what runs in them

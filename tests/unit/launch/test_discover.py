@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from unittest.mock import Mock
 
@@ -106,9 +107,12 @@ def test_names_of_which_nothing_more_is_said_take_little_time(
             nonlocal now
             now += timeout / 1000
 
-    def browse(_: object, services: list[str], handlers: list[Callable[..., None]]) -> None:
+    def browse(
+        _: object, services: list[str], handlers: list[Callable[..., None]]
+    ) -> AbstractContextManager[None]:
         for number in range(100):
             handlers[0](service_type=services[0], name=f"{number}.{services[0]}")
+        return nullcontext()
 
     monkeypatch.setattr(zeroconf, "Zeroconf", lambda _: Liar())
     monkeypatch.setattr(zeroconf, "ServiceBrowser", browse)

@@ -179,8 +179,11 @@ def test_a_run_that_is_over_invites_nobody(
 
 
 def heard() -> list[Announced]:
-    """What is announced of this test's run; a busy machine may answer late."""
-    return [each for each in find_invitations(1.0, [LOOPBACK]) if each.run_id == OWN]
+    """What is announced of this test's run.
+
+    In less than the usual time it is asked for once, and the answer to that may go to another listener.
+    """
+    return [each for each in find_invitations(interfaces=[LOOPBACK]) if each.run_id == OWN]
 
 
 def test_an_invitation_is_heard_of_until_it_is_withdrawn() -> None:

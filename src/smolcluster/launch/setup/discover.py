@@ -81,8 +81,7 @@ def announced(
         why = getattr(error, "strerror", None) or str(error).partition(",")[0]
         raise LaunchError(f"this machine cannot listen for mDNS ({why}): {remedy}") from error
     found = []
-    with zeroconf:
-        ServiceBrowser(zeroconf, list(services), handlers=[note])
+    with zeroconf, ServiceBrowser(zeroconf, list(services), handlers=[note]):
         time.sleep(seconds)
         asking = Deadline(ANSWERS_S)
         for each in list(seen):
