@@ -392,10 +392,14 @@ def test_a_run_on_which_every_worker_fails_has_failed(tmp_path: Path) -> None:
 
 def test_who_is_late_loses_its_samples_and_begins_again(tmp_path: Path) -> None:
     """A round does not wait longer than its grace; the laggard is heard of again and goes on."""
-    over = threading.Event()
+    begun, over = threading.Event(), threading.Event()
 
     class Late(Worker):
         is_late = True
+
+        def compute(self, lease: Assigned) -> BatchLoss:
+            begun.set()
+            return super().compute(lease)
 
         def send_change(self, collect: Collect) -> None:
             if self.is_late and self.versions[0] >= 2:
@@ -411,22 +415,26 @@ def test_who_is_late_loses_its_samples_and_begins_again(tmp_path: Path) -> None:
 
     settings = settings_for("local_steps=3", "num_epochs=6", "grace=0.5", workers=2)
     cluster = Cluster(settings, tmp_path, Watched, algorithm="diloco")
-    summary = cluster.finish(cluster.worker(1), cluster.worker(2, make=Late))
+    other = cluster.worker(1, make=computing_after(begun, Worker))
+    summary = cluster.finish(other, cluster.worker(2, make=Late))
     assert summary.leases_returned > 0
     assert any("answers again" in line for line in cluster.log_lines)
 
 
 def test_who_freezes_before_it_is_asked_does_not_hold_the_round(tmp_path: Path) -> None:
     """Its heartbeats come, and it never takes a step."""
+    hangs = threading.Event()
 
     class Hung(Worker):
         def step(self, lease: Assigned) -> None:  # noqa: ARG002
+            hangs.set()
             while True:
                 self.link.next_event(1.0)
 
     settings = settings_for("local_steps=4", "grace=0.5", workers=2)
     cluster = cluster_for(settings, tmp_path)
-    summary = cluster.finish(cluster.worker(1), cluster.worker(2, make=Hung))
+    other = cluster.worker(1, make=computing_after(hangs, Worker))
+    summary = cluster.finish(other, cluster.worker(2, make=Hung))
     assert summary.leases_returned > 0
 
 
