@@ -532,7 +532,9 @@ class Cluster:
         assert self._watch is not None  # noqa: S101 - made as the model was laid out
         self._watch.begin(epoch)
         if take == self._difference:
-            self._before = replica.params.clone()
+            if self._before is None or self._before.shape != replica.params.shape:
+                self._before = torch.empty_like(replica.params)
+            self._before.copy_(replica.params.detach())
         with lone_sample(self._model) if len(indices) == 1 else nullcontext():
             self._pause()
         told = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
