@@ -17,8 +17,11 @@ from lab import Host, Lab, Running
 
 PROGRAM = """
 import sys
-from smolcluster.launch.doctor import findings
-findings.QUICK_S = 150.0
+from dataclasses import replace
+from smolcluster.launch.doctor import table
+from smolcluster.launch.doctor.findings import QUICK_S
+quick = {check: check.limit_s == QUICK_S for check in table.TABLE}
+table.TABLE = [replace(check, limit_s=150.0) if quick[check] else check for check in quick]
 from smolcluster.launch.doctor.examine import doctor
 for number, file in enumerate(sys.stdin):
     print(f"\\nend {number} {doctor(file.strip(), [], True)}", flush=True)

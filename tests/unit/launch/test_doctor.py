@@ -86,7 +86,7 @@ def test_some_checks_of_a_machine_at_once_but_no_more_than_ssh_allows() -> None:
     lock = threading.Lock()
     at_once, most = dict.fromkeys(NODES, 0), dict.fromkeys(NODES, 0)
     full = {node: threading.Barrier(MAX_SESSIONS, timeout=DEADLINE_S) for node in NODES}
-    first = {"clock", "Python", "uv", "tmux", "rsync", "disk"}
+    first = {"Python", "uv", "tmux", "rsync", "disk", "memory"}
 
     def count(node: str, name: str, _limit_s: float) -> None:
         with lock:

@@ -215,7 +215,7 @@ def judge_secret(answer: Answer, _node: NodeChecks) -> Finding:
 
 
 MACHINE_CHECKS = (
-    Check("clock", "date +%s", judge_clock),
+    Check("clock", "date +%s", judge_clock, of="opening"),
     Check("Python", python_script, judge_python),
     Check("uv", "uv --version", partial(judge_program, "uv"), why_not=not_here),
     Check("tmux", "tmux -V", partial(judge_program, "tmux")),

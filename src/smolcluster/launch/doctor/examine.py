@@ -129,6 +129,7 @@ def examine_machine(node: NodeChecks) -> None:
     make_contact(node)
     why = not_reached(node)
     node.findings[IDENTITY] = skipped(why) if why else ok("one name")
+    run_table(node, "opening")
     run_table(node, "machine")
 
 

@@ -150,7 +150,8 @@ class Check:
         limit_s: seconds that the script may take, or what makes them of what is known of the node.
         why_not: why it is not looked at there; None: it is.
         stdin: gives what the script reads.
-        of: whether each machine is looked at, the server's, or each worker's.
+        of: whether each machine is looked at, the server's, or each worker's; `opening`: each machine, before
+            all others, over the connection that those share then.
     """
 
     name: str
@@ -159,7 +160,7 @@ class Check:
     limit_s: float | Callable[[NodeChecks], float] = QUICK_S
     why_not: Callable[[NodeChecks], str | None] = lambda _: None
     stdin: Callable[[NodeChecks], bytes] = lambda _: b""
-    of: Literal["machine", "server", "worker"] = "machine"
+    of: Literal["opening", "machine", "server", "worker"] = "machine"
 
 
 def fields(text: str) -> dict[str, str]:
