@@ -69,7 +69,7 @@ NUM_STEPS: Mapping[Algorithm, int] = MappingProxyType(
 )
 SMALL_BUCKET = 8192
 """Bytes: five buckets."""
-HOLD_AT = 12
+HOLD_AT = 6
 """The step before which the run waits for the struck worker."""
 LATE_AT = 3
 """The step after which a joiner comes."""
@@ -94,7 +94,7 @@ VAL_LOSS_SPREAD: Mapping[tuple[Algorithm, Mode], float] = MappingProxyType(
 """By how much the validation losses of runs without a fault differ, because nobody chooses who computes what.
 
 They ended at 0.45 to 0.62, at 0.75 or 0.79, and at 0.64 to 1.00. They begin at 2.3; one that learns nothing
-after the fault has struck ends at 2.1 or, in `async`, at 1.2.
+after the fault has struck ends at 2.1 or 2.2.
 """
 
 

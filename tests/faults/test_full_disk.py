@@ -13,11 +13,12 @@ from smolcluster.runs.events import RunEnded, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 
+pytestmark = pytest.mark.nightly
+
 TRAIN = "from smolcluster.cli import main; raise SystemExit(main())"
 OPTIONS = ("num_epochs=100000", "threads=1", "eval_steps=1000000", "checkpoint_steps=null")
 
 
-@pytest.mark.nightly
 def test_a_disk_that_is_full_for_a_while_costs_no_line_nor_the_end(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with small_disk(disk, "64m"):

@@ -105,6 +105,7 @@ def test_a_push_that_counts_twice_is_found(tmp_path: Path, monkeypatch: pytest.M
     assert len(played.ranges) > len(set(played.ranges))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "mode"), [("edp", "sync"), ("diloco", "sync"), ("diloco", "async")]
 )
@@ -129,6 +130,7 @@ def test_a_run_that_learns_nothing_more_is_found(
         check_same_result(played, expected)
 
 
+@pytest.mark.nightly
 def test_a_lease_that_is_taken_for_applied_when_it_returns_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +151,7 @@ def test_a_lease_that_is_taken_for_applied_when_it_returns_is_found(
         check_applied_once(played)
 
 
+@pytest.mark.nightly
 def test_a_bucket_that_is_added_twice_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
 ) -> None:
@@ -187,6 +190,7 @@ def test_a_payload_that_is_not_verified_is_found(
         check_traces(case, played)
 
 
+@pytest.mark.nightly
 def test_a_worker_that_does_not_come_back_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +215,7 @@ def test_a_worker_that_does_not_come_back_is_found(
         check_traces(case, played)
 
 
+@pytest.mark.nightly
 def test_a_loss_where_nobody_may_be_lost_is_found(tmp_path: Path) -> None:
     played = play("edp", tmp_path, Case("edp", "payload", Fault.RESET))
     check_traces(Case("edp", "payload", Fault.RESET), played)

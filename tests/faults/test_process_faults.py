@@ -50,6 +50,7 @@ from smolcluster.training.checkpoint import (
 )
 from smolcluster.training.replica import Replica
 from smolcluster.wire.messages import Delta
+from tiers import at_night
 from waiting import DEADLINE_S
 
 DRIVER = Path(__file__).with_name("processes_under_fire.py")
@@ -70,16 +71,6 @@ KILLED_AT = 100
 RESUMED_AT = 90
 
 E = TypeVar("E", bound=Event)
-
-
-def cases(always: Sequence[object], others: Sequence[object]) -> list[object]:
-    """Some that are run always, and others that are marked."""
-    return [*always, *(_marked(each) for each in others)]
-
-
-def _marked(case: object) -> object:
-    values = case if isinstance(case, tuple) else (case,)
-    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 class Site:
@@ -268,10 +259,12 @@ def assert_each_sample_applied_once(site: Site) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "point"),
-    cases(
-        [("syncps", "after a step")],
-        [("edp", "after a step"), ("edp", "before an answer"), ("syncps", "after a commit")],
-    ),
+    [
+        ("syncps", "after a step"),
+        *at_night(
+            ("edp", "after a step"), ("edp", "before an answer"), ("syncps", "after a commit")
+        ),
+    ],
 )
 def test_a_killed_server_goes_on_bit_for_bit(
     processes: Processes, reference: Undisturbed, algorithm: AlgorithmName, point: str
@@ -381,13 +374,11 @@ SAVING = {
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("algorithm", "point"),
-    cases(
-        [("syncps", "before the link")],
-        [
-            *(("edp", point) for point in SAVING),
-            *(("syncps", point) for point in SAVING if point != "before the link"),
-        ],
-    ),
+    [
+        ("syncps", "before the link"),
+        *(("edp", point) for point in SAVING),
+        *(("syncps", point) for point in SAVING if point != "before the link"),
+    ],
 )
 def test_killed_while_it_saves_it_goes_on_from_the_last_whole_checkpoint(
     processes: Processes, reference: Undisturbed, algorithm: AlgorithmName, point: str
@@ -442,19 +433,18 @@ def test_killed_again_and_again(
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("algorithm", "point", "count"),
-    cases(
-        [("edp", "after a push", 50), ("syncps", "in the middle of a push", 50)],
-        [
-            ("edp", "before an EDP push", 50),
-            ("edp", "in the middle of a push", 50),
-            ("edp", "when EDP's weights come", 50),
-            ("edp", "when EDP's weights come", 1),
-            ("syncps", "before a SyncPS push", 50),
-            ("syncps", "after a push", 50),
-            ("syncps", "when SyncPS's state comes", 1),
-            ("syncps", "when SyncPS's state comes", 2),
-        ],
-    ),
+    [
+        ("edp", "after a push", 50),
+        ("syncps", "in the middle of a push", 50),
+        ("edp", "before an EDP push", 50),
+        ("edp", "in the middle of a push", 50),
+        ("edp", "when EDP's weights come", 50),
+        ("edp", "when EDP's weights come", 1),
+        ("syncps", "before a SyncPS push", 50),
+        ("syncps", "after a push", 50),
+        ("syncps", "when SyncPS's state comes", 1),
+        ("syncps", "when SyncPS's state comes", 2),
+    ],
 )
 def test_a_killed_worker_is_replaced_under_its_number(
     processes: Processes, reference: Undisturbed, algorithm: AlgorithmName, point: str, count: int
@@ -481,7 +471,7 @@ def wait_until_stopped(child: Child) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("algorithm", cases(["edp"], ["syncps"]))
+@pytest.mark.parametrize("algorithm", ["edp", "syncps"])
 def test_a_server_that_stands_still_is_left_and_found_again(
     processes: Processes, reference: Undisturbed, algorithm: AlgorithmName
 ) -> None:
@@ -498,7 +488,7 @@ def test_a_server_that_stands_still_is_left_and_found_again(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("algorithm", cases(["syncps"], ["edp"]))
+@pytest.mark.parametrize("algorithm", ["syncps", "edp"])
 def test_a_worker_that_stands_still_is_given_up_and_comes_back(
     processes: Processes, reference: Undisturbed, algorithm: AlgorithmName
 ) -> None:
@@ -518,7 +508,7 @@ def test_a_worker_that_stands_still_is_given_up_and_comes_back(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("algorithm", cases(["edp"], ["syncps"]))
+@pytest.mark.parametrize("algorithm", ["edp", "syncps"])
 def test_a_server_that_is_asked_to_stop_saves_its_last_step(
     processes: Processes, reference: Undisturbed, algorithm: AlgorithmName
 ) -> None:
@@ -540,7 +530,7 @@ def test_a_server_that_is_asked_to_stop_saves_its_last_step(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("algorithm", cases(["syncps"], ["edp"]))
+@pytest.mark.parametrize("algorithm", ["syncps", "edp"])
 def test_two_signals_end_it_at_once(processes: Processes, algorithm: AlgorithmName) -> None:
     site = Site(processes, algorithm)
     worker = site.worker()
@@ -573,6 +563,7 @@ def assert_trained(cluster: Cluster, whole: tuple[Cluster, Path]) -> None:
     assert torch.equal(mine, theirs)
 
 
+@pytest.mark.nightly
 def test_a_file_where_checkpoints_belong_costs_one_warning(
     tmp_path: Path, reference: Undisturbed
 ) -> None:
@@ -586,7 +577,7 @@ def test_a_file_where_checkpoints_belong_costs_one_warning(
     assert "\n" not in warning
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_full_disk_costs_one_warning_and_no_checkpoint_that_is_there(
     full_soon: Path, reference: Undisturbed
 ) -> None:
@@ -650,7 +641,7 @@ def abandoned(folder: Path, whole: Path, *steps: int) -> list[Path]:
     return places
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_costs_one_warning_and_the_one_before_is_used(
     tmp_path: Path, reference: Undisturbed, damage: Callable[[Path], None]
@@ -727,7 +718,7 @@ def test_a_server_that_may_open_no_more_files_trains_on(
 # The clock on the wall.
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", ["edp", "syncps"])
 def test_a_clock_that_jumps_by_hours_changes_nothing(
     tmp_path: Path,
@@ -784,6 +775,7 @@ def reads_the_wall_clock(node: ast.AST) -> bool:
 # These tests can fail.
 
 
+@pytest.mark.nightly
 def test_a_weight_that_differs_in_its_last_bit_would_be_noticed(
     tmp_path: Path, reference: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from smolcluster.training.build import build
 from smolcluster.training.checkpoint import restore
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
+from tiers import at_night
 
 NUM_SAMPLES, LENGTH, VOCABULARY = 64, 6, 11
 
@@ -152,7 +153,9 @@ MODELS: dict[str, Callable[[], Workload]] = {
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", ["two heads", "LoRA", *at_night("compiled", "Hugging Face", "torchvision")]
+)
 def test_a_model_is_trained_as_it_is_and_one_worker_equals_one_process_bit_for_bit(
     tmp_path: Path, model: str, algorithm: AlgorithmName
 ) -> None:
@@ -201,6 +204,7 @@ def test_a_parameter_that_nothing_uses_stays_as_it_is_and_is_named_once(
     assert "forgotten.weight, forgotten.bias:" in line
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_checkpoints_of_adapters_hold_no_base_and_say_which_one_it_is(
     tmp_path: Path, algorithm: AlgorithmName

@@ -32,6 +32,7 @@ from smolcluster.utils.retry import Deadline
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
+from tiers import at_night
 
 NUM_SAMPLES, BATCH = 90, 20
 DATA = TensorDataset(
@@ -198,7 +199,7 @@ def test_one_attached_loop_equals_the_plain_one(tmp_path: Path, algorithm: str) 
     assert served.cluster.metrics.steps[-1].values["lr"] == (1.0 if algorithm == "edp" else 0.01)
 
 
-@pytest.mark.parametrize("mode", ["sync", "streaming"])
+@pytest.mark.parametrize("mode", ["streaming", *at_night("sync")])
 def test_a_loop_in_diloco_keeps_the_state_of_its_optimizer_and_clips_as_the_run_does(
     tmp_path: Path, mode: str
 ) -> None:

@@ -53,6 +53,7 @@ def losses_of(served: Served) -> list[float]:
     return [record.values["loss"] for record in served.cluster.metrics.steps]
 
 
+@pytest.mark.nightly
 def test_a_gan_trains_two_networks(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     example("gan").main(str(served.file))
     served.server.finish()
@@ -98,6 +99,7 @@ def test_a_model_of_one_s_own_said_in_python(
     assert summary.final.model_dump()["val_accuracy"] > 0.5
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_trainer_is_unchanged_but_for_the_callback(
     served: Served, tmp_path: Path
@@ -111,6 +113,7 @@ def test_transformers_trainer_is_unchanged_but_for_the_callback(
     assert losses_of(served)[-1] < losses[0] / 2, "the run has the Trainer's losses"
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_has_a_callback(served: Served, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
@@ -123,6 +126,7 @@ def test_lightning_has_a_callback(served: Served, tmp_path: Path) -> None:
     assert summary.final.val_loss is not None
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_accelerate_needs_no_more_than_attach(served: Served) -> None:
     accelerate = pytest.importorskip("accelerate")

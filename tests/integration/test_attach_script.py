@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from harness import free_port
 from smolcluster.runs.summary import read_summary
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 SCRIPT = """
 import os
@@ -97,7 +97,6 @@ losses = trainer.main("the launcher says which", str(folder / "trained"))
 """
 
 
-@pytest.mark.nightly  # the parts: its callback in test_attach_examples, a kill and a restart below
 def test_a_trainer_on_two_workers_of_which_one_is_killed_counts_every_sample(
     tmp_path: Path,
 ) -> None:
@@ -141,13 +140,12 @@ def smolcluster(folder: Path, *words: str) -> str:
     return said
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("algorithm", "num_workers"),
     [
         ("edp", 1),
-        pytest.param("syncps", 1, marks=pytest.mark.nightly),
-        pytest.param("diloco", 2, marks=pytest.mark.nightly),
+        ("syncps", 1),
+        ("diloco", 2),
     ],
 )
 def test_a_killed_script_is_started_again_and_a_resumed_run_goes_on(

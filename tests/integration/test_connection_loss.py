@@ -78,6 +78,7 @@ def test_a_worker_that_loses_its_connection_comes_back(
     assert any(isinstance(event, LeaseReturned) for event in events)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("cluster", "after_nbytes"),
     [
@@ -102,6 +103,7 @@ def test_a_flipped_bit_costs_the_connection_and_nothing_else(
 RUBBISH = (b"GET / HTTP/1.1\r\n\r\n", b"SMOL" + b"\xff" * 64, b"\x00" * 5000)
 
 
+@pytest.mark.nightly
 def test_strangers_who_send_rubbish_or_nothing_do_not_disturb(cluster: Cluster) -> None:
     in_the_middle, go_on = threading.Event(), threading.Event()
 

@@ -198,6 +198,7 @@ def started_run(processes: Processes) -> RunPaths:
     return find_run(processes.runs)
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on_is_shown_as_it_is(processes: Processes, browser: Chrome) -> None:
     paths = started_run(processes)
     child, address = dashboard(processes)
@@ -310,6 +311,7 @@ def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
     assert complaints(browser) == []
 
 
+@pytest.mark.nightly
 def test_the_best_step_is_marked_and_losses_over_a_decade_are_logarithmic(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -325,6 +327,7 @@ def test_the_best_step_is_marked_and_losses_over_a_decade_are_logarithmic(
     assert complaints(browser) == []
 
 
+@pytest.mark.nightly
 def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -351,6 +354,7 @@ def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
     assert complaints(browser) == []
 
 
+@pytest.mark.nightly
 def test_logs_are_filtered_and_what_is_in_them_is_text(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -377,6 +381,7 @@ def test_logs_are_filtered_and_what_is_in_them_is_text(
     assert complaints(browser) == []
 
 
+@pytest.mark.nightly
 def test_log_lines_are_shown_that_the_stream_did_not_bring(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -397,6 +402,7 @@ def test_log_lines_are_shown_that_the_stream_did_not_bring(
     proxy.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("algorithm", "has_staleness"), [("edp", True), ("syncps", False)])
 def test_staleness_is_shown_of_algorithms_that_have_any(
     processes: Processes, browser: Chrome, algorithm: str, *, has_staleness: bool
@@ -412,6 +418,7 @@ def test_staleness_is_shown_of_algorithms_that_have_any(
     eventually(lambda: {is_visible(browser, place) for place in places} == {has_staleness})
 
 
+@pytest.mark.nightly
 def test_what_a_link_was_measured_to_carry_stands_beside_what_it_does(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -434,6 +441,7 @@ def test_what_a_link_was_measured_to_carry_stands_beside_what_it_does(
         assert complaints(browser) == []
 
 
+@pytest.mark.nightly
 def test_frequent_events_are_thinned_to_what_fits(processes: Processes, browser: Chrome) -> None:
     run = killed_run(processes.runs, "edp-first")
     for step in range(400):
@@ -452,6 +460,7 @@ def test_frequent_events_are_thinned_to_what_fits(processes: Processes, browser:
     assert "checkpoint saved – checkpoint of step 399 saved" in text_of(browser, "#event")
 
 
+@pytest.mark.nightly
 def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -495,6 +504,7 @@ def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     assert not is_visible(browser, "#figures")
 
 
+@pytest.mark.nightly
 def test_a_language_model_goes_on_from_what_is_typed(
     processes: Processes, browser: Chrome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -547,6 +557,7 @@ def test_without_the_token_the_browser_shows_what_to_do(
     assert "edp-first" not in text_of(browser, "body")
 
 
+@pytest.mark.nightly
 def test_stages_of_a_pipeline_have_columns_and_links_between_them(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -579,6 +590,7 @@ def test_stages_of_a_pipeline_have_columns_and_links_between_them(
         assert complaints(browser) == []
 
 
+@pytest.mark.nightly
 def test_the_page_of_a_mesh_shows_ranks_grid_and_tokens(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -612,6 +624,7 @@ def test_the_page_of_a_mesh_shows_ranks_grid_and_tokens(
         assert complaints(browser) == []
 
 
+@pytest.mark.nightly
 def test_all_kinds_of_events_are_drawn_and_one_that_the_page_does_not_know(
     processes: Processes, browser: Chrome
 ) -> None:

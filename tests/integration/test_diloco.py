@@ -39,6 +39,7 @@ from smolcluster.training.workload import Terms, Workload
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import Collect, Welcome
+from tiers import at_night
 
 PLAIN = "outer_lr=1", "outer_momentum=0", "codec_up=null", "codec_down=null"
 """With one worker this is training in one process."""
@@ -62,7 +63,9 @@ def cluster_for(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
+@pytest.mark.parametrize(
+    "mode", [(), *at_night((STREAMING,), (ASYNC,))], ids=["sync", "streaming", "async"]
+)
 @pytest.mark.parametrize(
     ("local_steps", "double", "overrides"),
     [
@@ -95,7 +98,10 @@ def test_one_worker_without_momentum_is_sequential_training(
         torch.testing.assert_close(buffers_of(ours.model)[name], buffer, rtol=10 * rel, atol=rel)
 
 
-@pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode", [(), *at_night((STREAMING,), (ASYNC,))], ids=["sync", "streaming", "async"]
+)
 def test_a_worker_warms_up_in_as_many_steps_as_one_process_with_the_whole_batch(
     tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
@@ -161,13 +167,15 @@ def test_one_worker_in_float16_trains_as_one_process_overflows_and_all(tmp_path:
     ("codec", "down", "mode"),
     [
         ("fp32", "fp32", ()),
-        ("int8", "int8", ()),
-        ("int4", "int4", ()),
-        ("topk", "int8", ()),
         ("int8", "int8", STREAMING),
-        ("int8", "int8", ASYNC),
+        *at_night(
+            ("int8", "int8", ()),
+            ("int4", "int4", ()),
+            ("topk", "int8", ()),
+            ("int8", "int8", ASYNC),
+        ),
     ],
-    ids=["fp32", "int8", "int4", "topk", "int8, streaming", "int8, async"],
+    ids=["fp32", "int8, streaming", "int8", "int4", "topk", "int8, async"],
 )
 def test_three_workers_learn_and_apply_every_sample_once(
     tmp_path: Path, codec: str, down: str, mode: tuple[str, ...]
@@ -316,7 +324,9 @@ class Spoilt(Worker):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
+@pytest.mark.parametrize(
+    "mode", [(), *at_night((STREAMING,), (ASYNC,))], ids=["sync", "streaming", "async"]
+)
 @pytest.mark.parametrize("make", [Dying, Diverging, Huge, Spoilt])
 def test_a_worker_that_fails_costs_its_own_steps_and_nothing_else(
     tmp_path: Path, make: type[Worker], mode: tuple[str, ...]
@@ -390,6 +400,7 @@ def test_a_run_on_which_every_worker_fails_has_failed(tmp_path: Path) -> None:
     assert "fc1" in str(cluster.server.failure())
 
 
+@pytest.mark.slow
 def test_who_is_late_loses_its_samples_and_begins_again(tmp_path: Path) -> None:
     """A round does not wait longer than its grace; the laggard is heard of again and goes on."""
     begun, over = threading.Event(), threading.Event()
@@ -462,7 +473,9 @@ def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
+@pytest.mark.parametrize(
+    "mode", [(), *at_night((STREAMING,), (ASYNC,))], ids=["sync", "streaming", "async"]
+)
 def test_a_server_goes_on_from_its_last_round(tmp_path: Path, mode: tuple[str, ...]) -> None:
     """Momentum, what the codec owes, rounds and samples are those of the checkpoint."""
     epochs = 8 if mode == ASYNC else 3  # a change may hold some hundred steps on a busy machine

@@ -18,6 +18,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.runs.events import BeginningEnded
 from smolcluster.training.local_copy import InProcess
 from smolcluster.wire.messages import Collect
+from tiers import at_night
 
 start = partial(several_hosts.start, algorithm="diloco")
 run = partial(several_hosts.run, algorithm="diloco")
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("many_buckets")]
 STREAMING = "mode=streaming", "fragments=3"
 
 
+@pytest.mark.nightly
 def test_muon_begins_with_rounds_where_its_matrices_are_cut(tmp_path: Path) -> None:
     cluster = run(settings_for(2, "mode=sync", "optimizer=muon", "sync_fraction=0.5"), tmp_path)
     [event] = [each.event for each in cluster.events() if isinstance(each.event, BeginningEnded)]
@@ -34,7 +36,7 @@ def test_muon_begins_with_rounds_where_its_matrices_are_cut(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", [STREAMING, ("mode=async",)], ids=["streaming", "async"])
-@pytest.mark.parametrize("codecs", [(), ("codec_up=int4", "codec_down=int8")])
+@pytest.mark.parametrize("codecs", [("codec_up=int4", "codec_down=int8"), *at_night(((),))])
 def test_several_workers_apply_every_sample_once(
     tmp_path: Path, mode: tuple[str, ...], codecs: tuple[str, ...]
 ) -> None:
@@ -45,6 +47,7 @@ def test_several_workers_apply_every_sample_once(
     assert (cluster.server.summary.final.val_accuracy or 0) > 0.7
 
 
+@pytest.mark.nightly
 def test_what_a_worker_says_it_has_received_came_from_all_hosts(tmp_path: Path) -> None:
     received: list[tuple[int, int]] = []
 

@@ -110,6 +110,7 @@ class NothingIsSentMeanwhile(Server):
             self.most_held = max(self.most_held, *(len(each.unanswered) for each in self.active))
 
 
+@pytest.mark.nightly
 def test_all_that_a_worker_is_ever_given_at_once_may_wait_on_its_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def test_all_that_a_worker_is_ever_given_at_once_may_wait_on_its_link(
     assert (cluster.core.most_held, summary.leases_returned) == (MOST_BEHIND, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["sync", "streaming", "async"])
 def test_a_link_that_drops_to_a_tenth_costs_time_and_nothing_else(
     tmp_path: Path, mode: str
@@ -151,6 +153,7 @@ def test_a_link_that_drops_to_a_tenth_costs_time_and_nothing_else(
     assert proxy.connections == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("other", "mode"), [(Slower, "sync"), (Faster, "streaming"), (Leaving, "streaming")]
 )

@@ -20,6 +20,7 @@ from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.configs.schema import Settings
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.utils.retry import Deadline
+from tiers import at_night
 from waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -87,14 +88,16 @@ def losses_after(records: list[MetricRecord], step: int) -> list[float]:
 @pytest.mark.parametrize(
     ("codec", "optimizer", "sync_fraction"),
     [
-        ("fp32", "adam", 0),
-        ("int8", "adam", 0),
         ("int8", "muon", 0),
-        ("int8", "adam", 0.5),
-        ("int8", "muon", 0.5),
-        ("int4", "adam", 0.167),  # of 180 batches the first 30
         ("topk", "adam", 0.5),
-        ("topk", "adam", 0.167),
+        *at_night(
+            ("fp32", "adam", 0),
+            ("int8", "adam", 0),
+            ("int8", "adam", 0.5),
+            ("int8", "muon", 0.5),
+            ("int4", "adam", 0.167),  # of 180 batches the first 30
+            ("topk", "adam", 0.167),
+        ),
     ],
 )
 def test_one_worker_goes_on_bit_for_bit(
@@ -118,6 +121,7 @@ def test_one_worker_goes_on_bit_for_bit(
     assert losses_after(resumed.metrics.steps, step=0)[0] == expected[0]
 
 
+@pytest.mark.nightly
 def test_without_what_a_worker_kept_it_goes_on_with_cold_moments(tmp_path: Path) -> None:
     settings = settings_for("fp32")
     whole = run(settings, tmp_path / "whole")
@@ -131,6 +135,7 @@ def test_without_what_a_worker_kept_it_goes_on_with_cold_moments(tmp_path: Path)
     assert losses[-1] == pytest.approx(expected[-1], abs=0.2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_resumed_run_begins_with_the_local_steps_it_had(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -195,6 +200,7 @@ def test_two_workers_go_on_as_if_nothing_had_happened(
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_more_workers_than_before_count_exactly(tmp_path: Path) -> None:
     whole = run(settings_for("int8"), tmp_path / "whole")
     folder = killed_after(whole.folder, tmp_path / "resumed", first_saved(whole))
@@ -206,6 +212,7 @@ def test_more_workers_than_before_count_exactly(tmp_path: Path) -> None:
     assert resumed.server.summary.final.val_loss < 1.5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_learning_rate_goes_on_as_it_was_with_another_number_of_workers(
     tmp_path: Path, workers: int
@@ -234,6 +241,7 @@ class WaitsForTheSecond(diloco.Server):
             super().hand_out(now)
 
 
+@pytest.mark.nightly
 def test_who_joins_later_loses_nothing_that_it_kept(tmp_path: Path) -> None:
     settings = settings_for("int8")
     whole = run(settings, tmp_path / "whole")

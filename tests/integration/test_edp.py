@@ -23,6 +23,7 @@ from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import training_steps
 from smolcluster.wire.messages import Push
+from tiers import at_night
 from waiting import Clock
 
 MIXING = "update_rule=mixing"
@@ -63,8 +64,8 @@ def test_one_worker_with_interval_1_is_sequential_training(
 @pytest.mark.parametrize(
     ("override", "codec"),
     [
-        *(("codec=null", "fp32"), ("use_quantization=true", "int8"), ("codec=int4", "int4")),
-        (MIXING, "fp32"),
+        ("use_quantization=true", "int8"),
+        *at_night(("codec=null", "fp32"), ("codec=int4", "int4"), (MIXING, "fp32")),
     ],
 )
 def test_three_workers_learn_and_apply_every_sample_once(
@@ -220,7 +221,7 @@ def test_the_warm_up_counts_steps_of_who_has_the_optimizer(
     assert rates.index(settings.train.learning_rate) == num_pushes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm_of_one", [Diverging, Huge])
 @pytest.mark.parametrize("override", ["update_rule=gradient", "update_rule=mixing"])
 def test_a_worker_whose_own_copy_diverges_costs_its_pushes_and_nothing_else(

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("many_buckets")]
 EXACT = ("worker_update_interval=1", "optimizer=adamw", "weight_decay=0.1", "eval_steps=20")
 
 
+@pytest.mark.nightly
 def test_a_lossy_codec_and_several_workers_apply_every_sample_once(tmp_path: Path) -> None:
     settings = settings_for(3, "codec=int8", "num_epochs=6", workers=3)
     cluster = run(settings, tmp_path)
@@ -42,6 +43,7 @@ def test_a_lossy_codec_and_several_workers_apply_every_sample_once(tmp_path: Pat
     assert all(record.values["staleness"] >= 0 for record in cluster.metrics.steps)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
 def test_a_run_goes_on_with_more_hosts_or_fewer(tmp_path: Path, before: int, after: int) -> None:
     whole = run(settings_for(1, *EXACT), tmp_path / "whole")
@@ -112,6 +114,7 @@ def test_a_worker_that_pushes_for_the_lease_of_another_is_answered_and_changes_n
     assert summary.pushes.late == 1
 
 
+@pytest.mark.nightly
 def test_a_store_cannot_turn_a_worker_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, on_worker = [], HeldSlice._on_worker
 
@@ -127,6 +130,7 @@ def test_a_store_cannot_turn_a_worker_away(tmp_path: Path, monkeypatch: pytest.M
     assert len(opened) >= 2
 
 
+@pytest.mark.nightly
 def test_a_store_that_lives_and_does_nothing_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +156,7 @@ def test_a_store_that_lives_and_does_nothing_ends_the_run(
         each.failure()
 
 
+@pytest.mark.nightly
 def test_a_store_that_is_not_listed_is_refused(tmp_path: Path) -> None:
     cluster, stores = start(settings_for(2), tmp_path)
     error = cluster.start_store("worker2").failure()

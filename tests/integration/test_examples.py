@@ -13,6 +13,7 @@ from harness import Cluster, local_settings
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.training.named import load_named
 from smolcluster.training.workload import Workload
+from tiers import at_night
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +69,7 @@ def trained(
     return cluster
 
 
-@pytest.mark.parametrize("algorithm", ["edp", "syncps"])
+@pytest.mark.parametrize("algorithm", ["syncps", *at_night("edp")])
 def test_a_model_with_batch_norm_tied_and_frozen_weights_learns_digits(
     tmp_path: Path, algorithm: AlgorithmName, example: Callable[..., Workload]
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_model_with_batch_norm_tied_and_frozen_weights_learns_digits(
     assert "features.weight" not in names, "it is frozen"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", ["edp", "syncps"])
 def test_a_resnet_learns_digits(
     tmp_path: Path, algorithm: AlgorithmName, example: Callable[..., Workload]

@@ -20,6 +20,7 @@ from smolcluster.training.loop import training_steps
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.wire.messages import Welcome
+from tiers import at_night
 
 NODES = ("pi5", "win")
 CPU = torch.device("cpu")
@@ -160,7 +161,7 @@ def test_a_step_that_overflows_on_one_worker_is_skipped_by_all(tmp_path: Path, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["edp", "syncps"])
+@pytest.mark.parametrize("algorithm", ["syncps", *at_night("edp")])
 def test_a_resumed_run_goes_on_with_the_loss_scale(
     tmp_path: Path, algorithm: AlgorithmName
 ) -> None:

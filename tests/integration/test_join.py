@@ -16,6 +16,8 @@ from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import RunStatus, read_status
 from waiting import eventually
 
+pytestmark = pytest.mark.nightly
+
 COMMAND = (sys.executable, "-m", "smolcluster.cli")
 
 
@@ -46,7 +48,6 @@ def run(processes: Processes) -> Joined:
     return Joined(processes)
 
 
-@pytest.mark.nightly
 def test_a_machine_joins_with_address_and_secret(
     run: Joined, processes: Processes, tmp_path: Path
 ) -> None:
@@ -85,7 +86,6 @@ def test_a_machine_joins_with_address_and_secret(
     assert nobody.wait() == 75
 
 
-@pytest.mark.slow
 def test_a_run_of_this_machine_is_joined_here_and_stopped(
     run: Joined, processes: Processes
 ) -> None:

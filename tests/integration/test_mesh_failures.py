@@ -18,6 +18,8 @@ from smolcluster.observability.view.view import read_view
 from smolcluster.runs.paths import find_run
 from waiting import DEADLINE_S
 
+pytestmark = pytest.mark.nightly
+
 FLAGS = ("--config", "digits", "--run-id", "spread", "--batch-size", "64")
 MODULE = ("-m", "smolcluster.distributed_training")
 HANG_TIMEOUT_S = "20"
@@ -60,10 +62,7 @@ def where_time_went(folder: Path) -> dict[str, dict[str, float]]:
     return {title_of(each).partition(" (")[0]: each.newest() for each in processes}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_gone_ends_the_mesh_by_its_name(processes: Processes, how: int) -> None:
     child = processes.start(
         *(sys.executable, *MODULE, *FLAGS, "--world-size", "2", "--tp", "2"),
@@ -89,7 +88,6 @@ def test_a_rank_that_is_gone_ends_the_mesh_by_its_name(processes: Processes, how
     assert "rank 1 on" in logs and "this is a bug" not in logs + child.output
 
 
-@pytest.mark.nightly
 def test_no_rank_outlives_its_launcher(processes: Processes) -> None:
     child = processes.start(
         *(sys.executable, *MODULE, *FLAGS, "--world-size", "2", "--dp", "2"),
@@ -104,10 +102,7 @@ def test_no_rank_outlives_its_launcher(processes: Processes) -> None:
     assert not alive
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_torchrun_forms_the_group_again_from_the_last_checkpoint(
     processes: Processes, how: int
 ) -> None:

@@ -13,6 +13,8 @@ from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
 from texts import write_text
 
+pytestmark = pytest.mark.nightly
+
 ADDRESSES = "192.168.1.100", "192.168.1.101"
 RANKS_PER_HOST = 4
 COMMAND = (
@@ -53,7 +55,6 @@ def hosts() -> Iterator[list[str]]:
                 ip("netns", "del", name)
 
 
-@pytest.mark.nightly  # launch/test_mesh_launch has two hosts
 def test_two_hosts_with_four_ranks_each_train_by_the_command_of_each_rank(
     processes: Processes, hosts: list[str]
 ) -> None:

@@ -16,7 +16,7 @@ from smolcluster.configs.spec import get_algorithm
 from smolcluster.launch.flow import LaunchOptions, Scheduled
 from smolcluster.launch.plan import Request
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 Json = dict[str, Any]
 

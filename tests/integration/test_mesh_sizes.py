@@ -21,6 +21,8 @@ from smolcluster.training.build import build
 from smolcluster.training.checkpoint import MODEL_FILE, OPTIMIZER_FILE
 from texts import TINY, write_text
 
+pytestmark = pytest.mark.nightly
+
 BATCH_SIZE, STEPS = 8, 3
 """STEPS: of each part of the run but the last."""
 MESHES = {"fsdp": 2, "tp": 2, "pp": 2}, {"tp": 2, "pp": 2}, {"dp": 1}, {"tp": 2, "pp": 4}
@@ -81,7 +83,6 @@ def losses_of(paths: RunPaths) -> list[float]:
     return [each.values["loss"] for each in records if each.kind == "step"]
 
 
-@pytest.mark.nightly  # test_mesh goes on with another mesh
 @pytest.mark.timeout(900)
 def test_a_run_on_8_then_4_then_1_then_8_ranks_is_that_of_one_process(
     processes: Processes, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import pytest
 from slurm_lab import SlurmLab, obstacle
 from smolcluster.runs.status import STOPPED
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), pytest.mark.xdist_group("slurm")]
 DEADLINE_S = 240.0
 
 
@@ -80,7 +80,6 @@ def runs(lab: SlurmLab, tmp_path: Path) -> Iterator[Runs]:
     lab.run("scancel", "--user=root")
 
 
-@pytest.mark.nightly
 def test_two_ranks_are_started_on_each_of_two_nodes(runs: Runs) -> None:
     said = runs.launch("mesh.dp=2", "mesh.tp=2", "num_epochs=1")
     assert "files of the run" in said
@@ -91,7 +90,6 @@ def test_two_ranks_are_started_on_each_of_two_nodes(runs: Runs) -> None:
     assert "on 4 ranks, dp 2" in runs.smolcluster("logs", runs.run.name)
 
 
-@pytest.mark.nightly
 def test_a_job_is_requeued_stopped_and_goes_on(runs: Runs) -> None:
     keys = ("mesh.dp=2", "mesh.tp=1", "checkpoint_steps=20", "eval_steps=100000")
     runs.launch(*keys, "num_epochs=100000", options=("--detach",))

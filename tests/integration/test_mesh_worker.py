@@ -24,7 +24,7 @@ from smolcluster.training.build import build
 from smolcluster.training.loop import training_steps
 from waiting import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 PLAIN = "outer_lr=1", "outer_momentum=0", "codec_up=fp32", "codec_down=fp32"
 
@@ -82,7 +82,6 @@ def started(
     return processes.worker(worker_id, node, *flags, "--override", *overrides, algorithm="diloco")
 
 
-@pytest.mark.nightly
 def test_a_mesh_alone_trains_as_one_process_does(processes: Processes) -> None:
     """In the synchronous beginning, and in rounds."""
     port = free_port()
@@ -110,7 +109,6 @@ def losses_of(processes: Processes) -> list[float]:
     return [each["loss"] for each in records if each.get("kind") == "step"]
 
 
-@pytest.mark.nightly  # the parts: a mesh alone below, killed ones in test_mesh_failures
 def test_two_meshes_and_a_single_machine_train_while_meshes_die_and_are_back(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from smolcluster.runs.events import RunStarted, WorkerRejected, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
 from smolcluster.utils.stopping import Interrupted
+from tiers import at_night
 
 MODULE = "points_of_a_user"
 FILE = """
@@ -119,7 +120,7 @@ def smolcluster(processes: Processes, *words: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["file", pytest.param("module", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("form", ["file", *at_night("module")])
 def test_a_launch_and_what_goes_on_with_it_train_the_function(
     tmp_path: Path,
     processes: Processes,

@@ -10,6 +10,7 @@ import pytest
 from harness import local_settings
 from own_workloads import NUM_SAMPLES, alone, losses_of, normed, run
 from smolcluster.configs.schema import AlgorithmName
+from tiers import at_night
 
 STEPS_OF_AN_EPOCH = NUM_SAMPLES // 32
 OWN: dict[AlgorithmName, tuple[str, ...]] = {
@@ -20,7 +21,8 @@ OWN: dict[AlgorithmName, tuple[str, ...]] = {
 DEADLINE_S = 120
 
 
-@pytest.mark.parametrize("num_steps", [3, 3 * STEPS_OF_AN_EPOCH + 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [3 * STEPS_OF_AN_EPOCH + 2, *at_night(3)])
 @pytest.mark.parametrize("algorithm", OWN)
 def test_a_run_ends_after_its_steps_whatever_its_epochs_are(
     tmp_path: Path, algorithm: AlgorithmName, num_steps: int

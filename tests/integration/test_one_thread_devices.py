@@ -11,6 +11,8 @@ from processes import Child, Processes
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
 
+pytestmark = pytest.mark.nightly
+
 OFTEN = ("eval_steps=5", "track_gradients=true", "num_epochs=1", "batch_size=100", "threads=1")
 
 
@@ -25,11 +27,10 @@ def end_well(*children: Child) -> None:
         assert child.wait() == 0, child.output
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("algorithm", "overrides"),
     [
-        pytest.param("edp", (), marks=pytest.mark.nightly),
+        ("edp", ()),
         ("syncps", ("worker_update_interval=3", "use_quantization=true")),
     ],
 )
@@ -54,7 +55,6 @@ def test_only_the_main_threads_of_server_and_worker_compute(
     assert threads(notes) == {(pid, "MainThread") for pid in pids}, notes.read_text()
 
 
-@pytest.mark.nightly
 def test_only_the_main_thread_of_train_computes(processes: Processes) -> None:
     notes = processes.folder / "notes"
     train = processes.start(

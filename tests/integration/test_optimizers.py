@@ -18,6 +18,7 @@ from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.loop import training_steps
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.wire.messages import Welcome
+from tiers import at_night
 
 OPTIMIZERS = {
     "momentum": (
@@ -67,7 +68,7 @@ def losses_of(cluster: Cluster) -> Sequence[float]:
 
 
 @pytest.mark.parametrize(("algorithm", "num_workers"), WAYS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["momentum", *at_night("RMSprop", "NAdam")])
 def test_any_optimizer_trains_as_in_one_process(
     tmp_path: Path, algorithm: AlgorithmName, num_workers: int, name: str
 ) -> None:
@@ -116,7 +117,8 @@ class Patient(Worker):
         super().work_on(task)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["momentum", *at_night("RMSprop", "NAdam")])
 def test_who_joins_later_has_the_optimizer_s_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -68,7 +68,7 @@ def worker(config: smolcluster.DistributedConfig, number: int, **options: Any) -
     return Outcome(f"worker {number}", made.connect_and_train)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", ["syncps", "edp", "diloco"])
 def test_workers_without_data_train_the_orchestrator_s_model(
     config: smolcluster.DistributedConfig, tmp_path: Path, algorithm: str
@@ -118,6 +118,7 @@ def cut_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+@pytest.mark.nightly
 def test_layers_are_spread_over_the_workers(config: smolcluster.DistributedConfig) -> None:
     config.pipeline_parallel, config.micro_batches, config.data_parallel = True, 4, False
     model = cut_net()
@@ -142,7 +143,7 @@ def right(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return (model(batch[0]).argmax(dim=1) == batch[1]).sum(), len(batch[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("has_metric", [True, False])
 def test_workers_with_some_of_the_layers_evaluate_what_the_orchestrator_holds_out(
     config: smolcluster.DistributedConfig, tmp_path: Path, has_metric: bool
@@ -197,7 +198,7 @@ def own_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target) * 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("registered", "options", "reason"),
     [
@@ -224,7 +225,7 @@ def test_another_model_or_loss_is_refused(
     training.finish()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loss_of_one_s_own_must_be_given_to_the_worker(
     config: smolcluster.DistributedConfig,
 ) -> None:
@@ -272,6 +273,7 @@ def test_two_workers_of_one_name_are_one_until_the_first_has_gone(
         assert "not begun" in refused.sentence
 
 
+@pytest.mark.nightly
 def test_a_compiled_model_is_saved_under_its_plain_names(
     config: smolcluster.DistributedConfig, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import LayersMeasured, MeasuredLayer, Planned
 from smolcluster.wire.node import Node
+from tiers import at_night
 
 SIZES = GPTConfig(
     type="GPT", model_dim=16, num_layers=8, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0
@@ -100,12 +101,14 @@ def run(settings: Settings, folder: Path, workload: Workload) -> Cluster:
 @pytest.mark.parametrize(
     ("workers", "schedule", "dtype"),
     [
-        (1, "1f1b", torch.float32),
         (2, "gpipe", torch.float32),
         (3, "1f1b", torch.float64),
-        (4, "zero-bubble", torch.float32),
-        (2, "zb-v", torch.float64),
-        (3, "interleaved", torch.float32),
+        *at_night(
+            (1, "1f1b", torch.float32),
+            (4, "zero-bubble", torch.float32),
+            (2, "zb-v", torch.float64),
+            (3, "interleaved", torch.float32),
+        ),
     ],
 )
 def test_losses_are_those_of_one_process(
@@ -118,6 +121,7 @@ def test_losses_are_those_of_one_process(
     assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=rel)
 
 
+@pytest.mark.nightly
 def test_muon_steps_the_same_matrices_as_in_one_process(tmp_path: Path) -> None:
     """The last layer of the first stage is no output layer."""
     settings = settings_for(2, "optimizer=muon", "num_epochs=1", "weight_decay=0.1")
@@ -130,6 +134,7 @@ def test_muon_steps_the_same_matrices_as_in_one_process(tmp_path: Path) -> None:
         torch.testing.assert_close(checkpoint.optimizer[name], tensor, rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_adapters_on_a_model_of_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     settings = settings_for(2)
@@ -144,7 +149,7 @@ def by_step(cluster: Cluster) -> list[float]:
     return [found[step] for step in sorted(found)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_goes_on_with_another_cut_on_another_number_of_machines(tmp_path: Path) -> None:
     """Weights and moments of its checkpoint have the model's names, as those of one process."""
     begun = settings_for(2, "num_epochs=1", "checkpoint_steps=4")
@@ -169,12 +174,11 @@ def test_it_goes_on_with_another_cut_on_another_number_of_machines(tmp_path: Pat
         torch.testing.assert_close(checkpoint.optimizer[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("checkpoint_steps", "lost"),
     [
-        *((1, 1), (5, 2), (1, 3)),
-        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((5, 1), (1, 2), (5, 3))),
+        *((1, 1), (5, 2), (1, 3), (5, 1), (1, 2), (5, 3)),
     ],
 )
 def test_a_stage_that_is_lost_costs_its_layers_nothing(
@@ -204,7 +208,7 @@ def test_a_stage_that_is_lost_costs_its_layers_nothing(
     assert cluster.server.summary.samples_applied == 2 * len(text())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_worker_that_comes_later_takes_layers(tmp_path: Path) -> None:
     settings = settings_for(2, "checkpoint_steps=2", "num_epochs=3")
     cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
@@ -232,6 +236,7 @@ def test_a_worker_that_comes_later_takes_layers(tmp_path: Path) -> None:
     assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_the_layers_are_dealt_out_by_what_they_take(tmp_path: Path) -> None:
     settings = settings_for(2, "shard_plan=auto")
     cluster = run(settings, tmp_path, gpt())
@@ -327,6 +332,7 @@ class Narrow(Worker):
         super().compute(step)
 
 
+@pytest.mark.nightly
 def test_a_stage_that_is_out_of_memory_gets_fewer_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +405,7 @@ def test_a_worker_that_is_left_out_of_a_new_plan_shows_no_layers(
     assert [each and each.ranges for each in stages] == ["0-7", None]
 
 
+@pytest.mark.nightly
 def test_where_layers_were_not_measured_it_ends_with_a_cut_that_takes_less(tmp_path: Path) -> None:
     cluster = Cluster(settings_for(2), tmp_path, algorithm="pipeline", workload=gpt())
     workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Narrow)]
@@ -412,6 +419,7 @@ def test_where_layers_were_not_measured_it_ends_with_a_cut_that_takes_less(tmp_p
         each.failure()
 
 
+@pytest.mark.nightly
 def test_workers_that_all_fail_to_build_their_layers_end_the_run_with_their_errors(
     tmp_path: Path,
 ) -> None:
@@ -431,6 +439,7 @@ def test_workers_that_all_fail_to_build_their_layers_end_the_run_with_their_erro
         assert isinstance(each.failure(), DataError)
 
 
+@pytest.mark.nightly
 def test_where_one_of_two_cannot_build_its_layers_the_other_one_has_all(tmp_path: Path) -> None:
     class Unable(Worker):
         def begin(self, _plan: Planned, _place: WorkerSetup) -> None:
@@ -444,6 +453,7 @@ def test_where_one_of_two_cannot_build_its_layers_the_other_one_has_all(tmp_path
     able.finish()
 
 
+@pytest.mark.nightly
 def test_memory_that_runs_out_while_layers_are_built_ends_the_run_with_a_cut_that_takes_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,6 +487,7 @@ def test_a_first_plan_that_fits_nowhere_ends_the_run_at_once(
         each.failure()
 
 
+@pytest.mark.nightly
 def test_a_plan_by_hand_that_does_not_fit_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,6 +511,7 @@ def test_a_plan_by_hand_that_does_not_fit_is_refused_before_the_first_step(
         each.failure()
 
 
+@pytest.mark.nightly
 def test_a_machine_without_memory_for_a_single_layer_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,6 +544,7 @@ def test_a_machine_without_memory_for_a_single_layer_has_none(
     assert any("a link is slow: CUDA out of memory" in each for each in cluster.log_lines)
 
 
+@pytest.mark.nightly
 def test_where_no_machine_has_memory_for_a_single_layer_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -565,6 +578,7 @@ def flattened() -> Workload:
     return Workload(model, loss, rows.unbind(), rows[:8].unbind())
 
 
+@pytest.mark.nightly
 def test_samples_keep_their_type_in_a_last_stage_without_parameters(tmp_path: Path) -> None:
     settings = settings_for(3, "num_epochs=1")
     cluster = run(settings, tmp_path, flattened())
@@ -576,6 +590,7 @@ def on_machines_of_their_own(peer: Peer) -> Reported:
     return Reported(peer.instance, peer.measured)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_links_between_machines_are_measured_and_planned_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_blocked: bool
@@ -604,6 +619,7 @@ def test_links_between_machines_are_measured_and_planned_with(
     assert [each and each.capacities.keys() for each in stages] == others
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_ends_the_run_and_names_worker_and_layers(
     tmp_path: Path,
 ) -> None:
@@ -624,7 +640,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_names_worker_and_layers(
         each.failure()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stage_that_hangs_is_cut_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -649,6 +665,7 @@ def test_a_stage_that_hangs_is_cut_and_the_others_go_on(
     assert any("worker 2 (win) has not answered for" in line for line in cluster.log_lines)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_keeps_what_the_stages_have(tmp_path: Path) -> None:
     settings = settings_for(2, "reconnect_timeout_s=1")
     cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
@@ -668,7 +685,7 @@ def test_a_server_that_is_stopped_keeps_what_the_stages_have(tmp_path: Path) -> 
     assert checkpoint.state.step == len(cluster.metrics.steps) > 7
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stages_that_cannot_reach_each_other_talk_through_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -683,6 +700,7 @@ def test_stages_that_cannot_reach_each_other_talk_through_the_server(
     assert any("server relays" in line for line in cluster.log_lines)
 
 
+@pytest.mark.nightly
 def test_samples_of_the_server_are_trained_on_and_those_held_out_are_evaluated(
     tmp_path: Path,
 ) -> None:
@@ -704,7 +722,7 @@ def test_samples_of_the_server_are_trained_on_and_those_held_out_are_evaluated(
         assert other == pytest.approx(one, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("workers", "schedule"), [(3, "1f1b"), (2, "zb-v")])
 def test_what_is_held_out_is_sent_in_parts_to_the_stages_that_need_it(
     tmp_path: Path, workers: int, schedule: str

@@ -38,6 +38,7 @@ from smolcluster.training.workload import Workload
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.messages import Planned, Welcome, sets_of
+from tiers import at_night
 from waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -128,8 +129,8 @@ def settings_for(*overrides: str, workers: int = 1) -> Settings:
 
 @pytest.mark.parametrize(
     "mode",
-    [(), ("mode=streaming", "fragments=3"), ("mode=async",)],
-    ids=["sync", "streaming", "async"],
+    [("mode=streaming", "fragments=3"), *at_night(((),), (("mode=async",),))],
+    ids=["streaming", "sync", "async"],
 )
 def test_a_pipeline_alone_trains_as_one_process_does(tmp_path: Path, mode: tuple[str, ...]) -> None:
     settings = settings_for(*PLAIN, "local_steps=4", *mode)
@@ -182,6 +183,7 @@ class Died(Exception):
     """Ends a stage in the middle of a step."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_stage_that_is_lost_costs_no_sample(tmp_path: Path, lost: int) -> None:
     """The other one takes its layers, and what had not been sent is computed again, alone as one process."""
@@ -203,6 +205,7 @@ def test_a_stage_that_is_lost_costs_no_sample(tmp_path: Path, lost: int) -> None
     assert any("layers are dealt out again" in line for line in cluster.log_lines)
 
 
+@pytest.mark.nightly
 def test_a_stage_that_is_back_takes_layers_again(tmp_path: Path) -> None:
     settings = settings_for(*PLAIN, "local_steps=3", "num_epochs=4")
     cluster = Cluster(settings, tmp_path, algorithm="diloco", workload=gpt())

@@ -18,10 +18,11 @@ from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
 from smolcluster.utils.meter import PHASES, STEP
 
+pytestmark = pytest.mark.nightly
+
 ALGORITHMS: tuple[AlgorithmName, ...] = ("edp", "syncps")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_worker_tells_where_its_time_goes(tmp_path: Path, algorithm: AlgorithmName) -> None:
     settings = local_settings("num_epochs=20", "heartbeat_timeout_s=2", algorithm=algorithm)
@@ -60,8 +61,7 @@ def finished(processes: Processes, algorithm: str, *overrides: str) -> RunPaths:
     return find_run(processes.runs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["syncps", pytest.param("edp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("algorithm", ["syncps", "edp"])
 def test_a_run_leaves_process_stats_spans_and_checkpoints_behind(
     processes: Processes,
     algorithm: str,

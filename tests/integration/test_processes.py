@@ -24,6 +24,7 @@ from smolcluster.runs.events import WorkerJoined, WorkerLost, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
+from tiers import at_night
 from waiting import eventually
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -131,7 +132,7 @@ def test_a_worker_waits_for_the_server_and_both_leave_readable_files(
     assert {path.name for path in run.root.iterdir()} <= documented
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_workers_look_for_a_server_that_was_stopped(processes: Processes) -> None:
     port = f"port={free_port()}"
     server = processes.server(
@@ -202,7 +203,7 @@ def test_a_secret_that_others_can_read_is_one_line_and_77(processes: Processes) 
     assert "aaaa" not in server.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_worker_with_a_supervisor_is_back(processes: Processes) -> None:
     options = ("--local", "--override", f"port={free_port()}", "threads=1")
     server = processes.server(*options, "num_epochs=100000")
@@ -231,6 +232,7 @@ def test_a_killed_worker_with_a_supervisor_is_back(processes: Processes) -> None
     assert server.wait() == 143
 
 
+@pytest.mark.slow
 def test_a_server_without_its_launcher_ends(processes: Processes) -> None:
     server = processes.server("--local", "--override", f"port={free_port()}", "--stop-on-stdin-eof")
     assert server.wait() == 143
@@ -264,10 +266,10 @@ def test_logs_are_in_utc_whatever_the_zone_of_a_worker(processes: Processes) -> 
     assert worker.output[:3] in hours, "the console has local time"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "algorithm",
-    ["syncps", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("edp", "diloco"))],
+    ["syncps", *at_night("edp", "diloco")],
 )
 def test_a_store_is_killed_another_is_started_and_every_sample_is_applied_once(
     processes: Processes, algorithm: str

@@ -20,7 +20,10 @@ from waiting import eventually
 TMUX_TIMEOUT_S = 60.0
 BAR = re.compile(r"━+ .*?(?:step (\d+)|$)")
 
-pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
+]
 
 
 class Pane:
@@ -69,7 +72,6 @@ def pane() -> Iterator[Pane]:
     pane.tmux("kill-server")
 
 
-@pytest.mark.nightly
 def test_a_terminal_whose_size_changes_shows_one_bar(pane: Pane) -> None:
     eventually(lambda: pane.step)
     for columns, rows in ((60, 20), (45, 8), (200, 30), (50, 30), (140, 12)):
@@ -83,7 +85,6 @@ def test_a_terminal_whose_size_changes_shows_one_bar(pane: Pane) -> None:
     assert sum("━" in line for line in pane.lines) == 1
 
 
-@pytest.mark.slow
 def test_a_worker_shows_its_progress_in_its_pane(processes: Processes) -> None:
     port = f"port={free_port()}"
     server = processes.server("--local", "--override", port, "min_workers=1", "num_epochs=3")

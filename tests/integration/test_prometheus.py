@@ -281,7 +281,7 @@ def test_every_panel_has_data(prometheus: Prometheus, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_everything_tells_one_story_of_a_worker_that_is_killed(
     prometheus: Prometheus, processes: Processes
 ) -> None:

@@ -16,6 +16,8 @@ from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
 from waiting import eventually
 
+pytestmark = pytest.mark.nightly
+
 NODES = ("pi5", "win", "macbook")
 
 
@@ -53,7 +55,6 @@ def begin(processes: Processes, *overrides: str) -> tuple[Child, list[Child]]:
     return server, [processes.worker(i + 1, node, *common) for i, node in enumerate(NODES)]
 
 
-@pytest.mark.slow
 def test_a_run_whose_worker_was_killed_leaves_a_report_that_agrees_with_its_files(
     processes: Processes,
 ) -> None:
@@ -89,7 +90,6 @@ def test_a_run_whose_worker_was_killed_leaves_a_report_that_agrees_with_its_file
         assert worker.wait() == 0, worker.output
 
 
-@pytest.mark.nightly
 def test_a_run_that_fails_leaves_a_report_with_the_first_error(processes: Processes) -> None:
     server, workers = begin(
         processes, "learning_rate=1e30", "optimizer=sgd", "gradient_clipping.enabled=false"
@@ -109,10 +109,7 @@ def test_a_run_that_fails_leaves_a_report_with_the_first_error(processes: Proces
     assert "worker" in head  # it was a worker that met it first
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM]
-)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_stopped_leaves_a_report(
     processes: Processes, signum: signal.Signals
 ) -> None:
@@ -127,7 +124,6 @@ def test_a_run_that_is_stopped_leaves_a_report(
     assert "Curves" in page
 
 
-@pytest.mark.nightly
 def test_a_run_that_is_killed_has_a_report_when_it_is_asked_for(processes: Processes) -> None:
     server, _ = begin(processes, "num_epochs=5000")
     folder = processes.runs / "latest"

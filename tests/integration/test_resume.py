@@ -33,6 +33,7 @@ from smolcluster.training.checkpoint import Checkpoint, CheckpointWriter, Snapsh
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedule import learning_rate
 from smolcluster.utils.stopping import Interrupted
+from tiers import at_night
 
 NODES = ("pi5", "win", "macbook", "mini1")
 NUM_SAMPLES = 1438
@@ -200,7 +201,7 @@ def run_whole(algorithm: AlgorithmName, folder: Path, *overrides: str) -> Whole:
 # One worker: bit for bit.
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_killed_after_any_checkpoint_it_ends_as_an_undisturbed_run(
@@ -215,7 +216,7 @@ def test_killed_after_any_checkpoint_it_ends_as_an_undisturbed_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 38, STEPS_PER_EPOCH, 100])
+@pytest.mark.parametrize("step", [38, *at_night(1, STEPS_PER_EPOCH, 100)])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_stopped_at_any_step_it_saves_that_step_and_goes_on_from_it(
     tmp_path: Path, algorithm: AlgorithmName, step: int
@@ -316,7 +317,7 @@ def assert_each_sample_applied_once(first: Mapping[int, Counter[int]], second: C
     assert applied == dict.fromkeys(range(second.settings.train.num_epochs), once)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [1, 3, 5])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_sample_is_applied_once_whoever_comes_back(
@@ -344,6 +345,7 @@ def test_leases_that_were_open_at_a_checkpoint_are_in_it(tmp_path: Path) -> None
     assert waiting[-1] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_goes_on_for_more_epochs_than_were_asked_for_at_first(
     tmp_path: Path, algorithm: AlgorithmName
@@ -358,6 +360,7 @@ def test_it_goes_on_for_more_epochs_than_were_asked_for_at_first(
 # Codecs that lose something.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_with_8_bits_it_goes_on_and_what_the_server_owes_is_kept(
     tmp_path: Path, algorithm: AlgorithmName
@@ -472,7 +475,7 @@ def forget_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("bug", [forget_the_optimizer, forget_one_weight, forget_the_schedule])
 def test_a_resume_that_forgets_something_would_be_noticed(
@@ -486,6 +489,7 @@ def test_a_resume_that_forgets_something_would_be_noticed(
         assert_same_end(resumed, whole.cluster, 60)
 
 
+@pytest.mark.nightly
 def test_a_dispatcher_that_forgets_its_open_leases_would_be_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

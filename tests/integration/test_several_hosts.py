@@ -25,12 +25,14 @@ from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import ClusterEmpty, RunFailed
+from tiers import at_night
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("many_buckets")]
 EDP = "worker_update_interval=1", "optimizer=adamw", "weight_decay=0.1", "eval_steps=20"
 SYNCPS = "optimizer=adamw", "weight_decay=0.1", "gradient_clipping.max_norm=0.5"
 DILOCO = "mode=sync", "outer_momentum=0.5", "checkpoint_steps=30", "eval_steps=20"
 STREAMING = "mode=streaming", "fragments=3"
+AT_ONCE = "edp", "syncps int8", "diloco int8 and int4"
 AGREES: Mapping[str, tuple[AlgorithmName, tuple[str, ...]]] = MappingProxyType(
     {
         "edp": ("edp", (*EDP, "checkpoint_steps=30")),
@@ -65,7 +67,7 @@ def kept_by(cluster: Cluster) -> Mapping[str, Tensor]:
     return cluster.training.replica.optimizer.state
 
 
-@pytest.mark.parametrize("name", AGREES)
+@pytest.mark.parametrize("name", [*AT_ONCE, *at_night(*(AGREES.keys() - AT_ONCE))])
 def test_any_number_of_hosts_gives_the_same_bits(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +94,7 @@ def test_any_number_of_hosts_gives_the_same_bits(
             assert other.core.beginning.num_steps == whole.core.beginning.num_steps
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("algorithm", "step", "overrides"),
     [
@@ -127,6 +130,7 @@ def test_a_store_that_is_lost_gets_its_slice_back_as_it_was_gathered_last(
         assert summary.samples_applied == 8 * cluster.training.num_samples
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", ["edp", "syncps", "diloco"])
 def test_a_store_that_stays_away_ends_the_run(tmp_path: Path, algorithm: AlgorithmName) -> None:
     settings = settings_for(algorithm, 2, "start_timeout_s=1")

@@ -35,6 +35,7 @@ from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import StepTaken, training_steps
 from smolcluster.wire.messages import Welcome
 from smolcluster.wire.session import HEARTBEATS_PER_TIMEOUT
+from tiers import at_night
 
 NODES = ("pi5", "win", "macbook", "mini1")
 BATCH = 128
@@ -221,7 +222,7 @@ def test_any_number_of_workers_trains_as_a_single_process(tmp_path: Path, num_wo
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("optimizer", ["adamw", *at_night("sgd", "adam")])
 def test_in_double_precision_it_is_the_same_with_any_optimizer(
     tmp_path: Path, optimizer: str
 ) -> None:
@@ -235,7 +236,7 @@ def test_in_double_precision_it_is_the_same_with_any_optimizer(
 
 
 @pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+@pytest.mark.parametrize("num_hosts", [3, *at_night(1, 2)])
 def test_neither_shares_nor_buckets_nor_stores_nor_encryption_make_a_difference(
     tmp_path: Path, num_hosts: int
 ) -> None:
@@ -314,7 +315,7 @@ def waiting_at(version: int, gate: Gate) -> type[Watched]:
 
 
 @pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("codec", ["int8", *at_night("fp32")])
 def test_a_worker_that_is_cut_off_in_mid_push_comes_back(tmp_path: Path, codec: str) -> None:
     scene = Scene(settings_for(f"codec={codec}", *shares(0.5, 0.5), workers=2), tmp_path)
     proxy = Proxy(scene.cluster.settings.cluster.port)
@@ -477,8 +478,8 @@ def test_an_exploding_loss_stops_the_run_and_names_step_worker_and_layer(tmp_pat
 @pytest.mark.parametrize(
     ("codec", "most"),
     [
-        *(("use_quantization=true", 0.02), ("codec=bf16", 0.02), ("codec=fp16", 0.02)),
         ("codec=int4", 0.1),
+        *at_night(("use_quantization=true", 0.02), ("codec=bf16", 0.02), ("codec=fp16", 0.02)),
     ],
 )
 def test_with_a_lossy_codec_it_learns_as_well_and_all_replicas_agree(
@@ -545,7 +546,7 @@ def drifting(scene: Scene, alpha: float) -> dict[int, float]:
 
 
 @pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("alpha", [0.5, *at_night(0.0, 1.0)])
 def test_a_replica_that_drifted_is_blended_and_the_run_goes_on(
     tmp_path: Path, alpha: float
 ) -> None:

@@ -39,6 +39,7 @@ def test_several_workers_end_where_one_host_ends_and_the_server_moves_less(tmp_p
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("before", "after", "codec"), [(1, 3, "fp32"), (3, 2, "int8")])
 def test_a_run_goes_on_with_more_hosts_or_fewer(
     tmp_path: Path, before: int, after: int, codec: str
@@ -79,6 +80,7 @@ class Unplugged(Worker):
             (self.link if self.num_computed_in_all == 3 else last).cut("the cable was pulled")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_a_worker_that_is_lost_in_the_middle_of_a_push_costs_no_sample(
     tmp_path: Path, codec: str

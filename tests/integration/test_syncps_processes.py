@@ -21,7 +21,7 @@ from smolcluster.training.build import build
 from smolcluster.training.loop import training_steps
 from waiting import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NODES = ("pi5", "win", "macbook")
 NUM_SAMPLES = 1438
@@ -80,7 +80,6 @@ class Machines:
         assert applied == dict.fromkeys(range(EPOCHS), once)
 
 
-@pytest.mark.nightly  # faults/test_process_faults kills one, too
 def test_a_killed_worker_makes_no_difference(processes: Processes) -> None:
     machines = Machines(processes)
     eventually(lambda: machines.evaluated >= 10)
@@ -102,7 +101,6 @@ def test_a_killed_worker_makes_no_difference(processes: Processes) -> None:
     assert "Traceback" not in machines.server.output
 
 
-@pytest.mark.nightly
 def test_a_stopped_worker_holds_nobody_up_and_works_again_afterwards(processes: Processes) -> None:
     machines = Machines(processes, "timeout=0.1", "heartbeat_timeout_s=60")
     eventually(lambda: machines.evaluated >= 10)

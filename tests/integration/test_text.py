@@ -307,7 +307,7 @@ def test_a_gpt_that_is_named_is_trained_on_one_machine_too(
     assert DOCUMENTED_GPT in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cluster_of_processes_trains_a_language_model(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
 
+pytestmark = pytest.mark.nightly
+
 TESTS = Path(__file__).resolve().parents[1]
 EPOCHS = 2
 DEADLINE_S = 240.0
@@ -40,7 +42,6 @@ def smolcluster(processes: Processes, *words: str) -> Child:
     return child
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_an_algorithm_of_another_package_is_launched_and_shown(processes: Processes) -> None:
     install(processes)

@@ -11,7 +11,7 @@ from smolcluster.runs.events import WorkerJoined, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 PROGRAM = """
 from pathlib import Path
@@ -70,7 +70,6 @@ def test_an_error_in_the_loss_ends_both_with_its_sentence(processes: Processes) 
     ]
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_worker_whose_device_fails_is_started_again_under_its_number(
     processes: Processes,

@@ -79,6 +79,7 @@ def test_the_wheel_holds_the_whole_package(wheel: Path) -> None:
     assert files - held == set()
 
 
+@pytest.mark.nightly
 def test_other_machines_build_the_same_wheel_of_what_is_installed(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +105,7 @@ def install(wheel: Path, folder: Path) -> Path:
     return python.with_name("smolcluster")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_wheel_trains_in_an_empty_environment_from_any_folder(
     wheel: Path, tmp_path: Path, processes: Processes
 ) -> None:

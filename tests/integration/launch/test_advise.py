@@ -12,7 +12,7 @@ from launching import LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching
 FAST_MBIT, SLOW_MBIT = 80.0, 20.0
 SHAPES = {"mini1": FAST_MBIT, "mini2": FAST_MBIT, "pi5": SLOW_MBIT}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(STORIES_TIMEOUT_S)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
 
 @pytest.fixture
@@ -33,7 +33,6 @@ def advise(launching: Launching, *words: str) -> tuple[int, dict[str, Any], str]
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
-@pytest.mark.nightly
 def test_links_are_as_fast_as_they_are_shaped(shaped: Launching) -> None:
     shaped.make_ready()
     code, document, _ = advise(shaped, "--config", "cluster.yaml", "--no-sync")
@@ -50,7 +49,6 @@ def test_links_are_as_fast_as_they_are_shaped(shaped: Launching) -> None:
     shaped.wait_until_clean()
 
 
-@pytest.mark.nightly
 def test_who_is_out_of_reach_is_left_out(launching: Launching) -> None:
     launching.make_ready()
     launching.write_config("lost.yaml", {"pi5": {"ssh": "pi5.nowhere"}})
@@ -61,7 +59,6 @@ def test_who_is_out_of_reach_is_left_out(launching: Launching) -> None:
     assert line.startswith("pi5 (pi5.nowhere): its name has no address")
 
 
-@pytest.mark.nightly
 def test_without_the_servers_machine_nothing_can_be_said(launching: Launching) -> None:
     launching.make_ready()
     launching.write_config("headless.yaml", {"mini1": {"ssh": "mini1.nowhere"}})

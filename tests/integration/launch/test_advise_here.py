@@ -44,6 +44,7 @@ def test_it_says_what_each_algorithm_would_reach_and_what_to_do(tmp_path: Path) 
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.nightly
 def test_a_launch_that_follows_keeps_what_was_predicted(tmp_path: Path) -> None:
     done = smolcluster(tmp_path, "launch", "--auto", "--no-tmux", *SMALL)
     assert done.returncode in (0, 4), done.stdout + done.stderr

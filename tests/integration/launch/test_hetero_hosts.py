@@ -12,7 +12,7 @@ import torch
 from launching import LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching, wait_until
 from pretrained_models import saved
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(STORIES_TIMEOUT_S)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
 HOSTS = ("mini1", "mini2", "pi5")
 FOLDER = "tuning"
@@ -95,7 +95,6 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.nightly  # its parts are judged on one machine
 def test_three_hosts_fine_tune_a_model_and_merge_what_they_have_trained(
     launching: Launching, tmp_path: Path
 ) -> None:

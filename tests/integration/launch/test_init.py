@@ -10,6 +10,8 @@ from lab import Host, Lab, Process
 from smolcluster.configs.load import parse_yaml
 from waiting import eventually
 
+pytestmark = pytest.mark.nightly
+
 SECOND = 7
 """A network that only mini1 and pi5 are in."""
 INIT = [sys.executable, "-m", "smolcluster.cli", "init"]
@@ -33,7 +35,6 @@ def rate(line: str, address: str) -> float:
     return float(line.partition(address)[2].partition(": ")[2].split()[0].replace(",", ""))
 
 
-@pytest.mark.slow
 def test_each_worker_gets_its_best_way(two_ways: Lab) -> None:
     lab = two_ways
     flags = ("--server", "mini1", "--worker", "pi5", "--worker", "mini2=mini@mini2")
@@ -54,7 +55,6 @@ def test_each_worker_gets_its_best_way(two_ways: Lab) -> None:
     assert not any(pythons(lab[name]) for name in ("mini1", "pi5", "mini2")), "nothing stays behind"
 
 
-@pytest.mark.slow
 def test_on_a_terminal_what_is_missing_is_asked(lab: Lab) -> None:
     running = lab.controller.popen(shlex.join([*INIT, "--to", "asked.yaml"]), tty=True)
     for question, answer in (

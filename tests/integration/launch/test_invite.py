@@ -12,7 +12,7 @@ from lab import Host, Running
 from launching import LAUNCH_TIMEOUT_S, ODD, PROJECT, STORIES_TIMEOUT_S, Launching, wait_until
 from smolcluster.runs.status import read_status
 
-pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
 OWN = ("threads=1", "metrics_port=null")
 SECRET = ".config/smolcluster/secret"
@@ -98,7 +98,6 @@ def supervised(host: Host) -> list[int]:
     return [each.pid for each in host.processes() if "--supervised" in each.argv]
 
 
-@pytest.mark.slow
 def test_a_machine_joins_by_the_code_alone_and_is_a_worker_like_any_other(
     inviting: Inviting,
 ) -> None:
@@ -140,7 +139,6 @@ def test_a_machine_joins_by_the_code_alone_and_is_a_worker_like_any_other(
 KEYS = {"mine": "0123456789abcdef" * 4, "liar": "f" * 64}
 
 
-@pytest.mark.nightly
 def test_of_two_runs_one_is_named_and_of_a_liar_nothing_is_believed(inviting: Inviting) -> None:
     """Nobody trains here: whoever got the secret finds no server at port 1."""
     right, others = "k7mp-3fxq", "0000-0000"
@@ -175,7 +173,6 @@ def test_of_two_runs_one_is_named_and_of_a_liar_nothing_is_believed(inviting: In
         each.stop()
 
 
-@pytest.mark.nightly
 def test_a_machine_joins_a_run_of_other_machines_which_its_launcher_has_left(
     inviting: Inviting,
 ) -> None:

@@ -9,7 +9,7 @@ from lab import Host
 from launching import LAUNCH_TIMEOUT_S, PACED, PROJECT, STORIES_TIMEOUT_S, Launching, wait_until
 from smolcluster.runs.events import WorkerJoined, read_events
 
-pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
 
 def supervised(host: Host) -> list[int]:
@@ -28,7 +28,6 @@ def without_pi5(launching: Launching) -> str:
     return "~/joining.yaml"
 
 
-@pytest.mark.nightly  # what a join does is judged on one machine
 def test_workers_come_back_and_a_new_one_joins_and_is_stopped(launching: Launching) -> None:
     lab, run = launching.lab, launching.run
     overrides = (*PACED, "heartbeat_timeout_s=3", "reconnect_timeout_s=300")

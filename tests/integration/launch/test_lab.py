@@ -92,6 +92,7 @@ def test_signals_and_ctrl_c_reach_a_command(lab: Lab) -> None:
     assert "caught" in sent.output
 
 
+@pytest.mark.nightly
 def test_a_cut_host_is_out_of_reach_until_it_is_joined(lab: Lab) -> None:
     lab["mini1"].cut()
     try:
@@ -124,6 +125,7 @@ def test_a_host_can_have_a_second_address(lab: Lab) -> None:
         lab.controller.disconnect(1)
 
 
+@pytest.mark.nightly
 def test_uv_makes_an_environment_on_a_host(lab: Lab) -> None:
     folder = lab["mini2"].checkout()
     sync = f"~/.local/bin/uv sync --quiet --project {folder}"
@@ -132,7 +134,7 @@ def test_uv_makes_an_environment_on_a_host(lab: Lab) -> None:
     assert said.startswith("Usage: smolcluster")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prepared_checkout_runs_its_own_code(lab: Lab) -> None:
     folder = lab.controller.checkout()
     programs = lab.controller.prepare()

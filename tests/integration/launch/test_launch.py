@@ -50,6 +50,7 @@ def pythons(host: Host) -> list[int]:
     return [each.pid for each in host.processes() if " ".join(each.argv[:2]).endswith(programs)]
 
 
+@pytest.mark.nightly
 def test_a_transfer_that_is_cut_leaves_nothing_half(launching: Launching) -> None:
     mini2 = launching.lab["mini2"]
     mini2.output(f"rm -rf {CACHE}/projects")  # of an earlier launch
@@ -223,8 +224,8 @@ def test_a_run_outlives_what_happens_to_its_machines(
     launching.wait_until_clean()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("now", [(), pytest.param(("--now",), marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("now", [(), ("--now",)])
 def test_the_number_of_a_process_that_is_gone_is_nobodys_death(
     launching: Launching, now: tuple[str, ...]
 ) -> None:
@@ -245,7 +246,7 @@ def test_the_number_of_a_process_that_is_gone_is_nobodys_death(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("has_python", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("has_python", [True, False])
 def test_a_start_that_fails_is_taken_back(launching: Launching, has_python: bool) -> None:
     """Of a worker that refuses its device, and of one whose interpreter is broken."""
     launching.make_ready()
@@ -269,7 +270,7 @@ def test_a_start_that_fails_is_taken_back(launching: Launching, has_python: bool
     assert launching.is_clean(), launching.left()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_names_are_never_executed(launching: Launching) -> None:
     odd = 'it\'s $(touch /tmp/pwned) "here"; touch pwned.yaml'
     clone = "$(touch /tmp/pwned)`touch pwned`"
@@ -286,6 +287,7 @@ def test_names_are_never_executed(launching: Launching) -> None:
     assert launching.is_clean(), launching.left()
 
 
+@pytest.mark.slow
 def test_a_folder_of_something_else_is_refused_untouched(launching: Launching) -> None:
     mini2 = launching.lab["mini2"]
     mini2.write("thesis/chapter1.tex", "precious")
@@ -365,6 +367,7 @@ def test_a_way_that_loses_large_packets_is_named_before_the_run(launching: Launc
     assert launching.is_clean(), launching.left()
 
 
+@pytest.mark.slow
 def test_missing_tools_are_named_with_their_remedies(launching: Launching) -> None:
     lab = launching.lab
     uv = lab["mini2"].path(".local/bin/uv")
@@ -380,7 +383,7 @@ def test_missing_tools_are_named_with_their_remedies(launching: Launching) -> No
     assert len(failed.stderr.splitlines()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_controller_without_tmux_follows_syncps_until_ctrl_c_comes_twice(
     launching: Launching,
 ) -> None:
@@ -414,6 +417,7 @@ def test_a_gpt_is_launched_and_stopped_by_a_signal(launching: Launching) -> None
     assert launching.is_clean(), launching.left()
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_no_secret_and_touches_nobody(launching: Launching) -> None:
     """Though all machines are out of reach."""
     for host in launching.lab:

@@ -6,10 +6,9 @@ import pytest
 
 from launching import LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching
 
-pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
 
-@pytest.mark.slow
 def test_a_mesh_of_two_machines_is_one_command(launching: Launching) -> None:
     words = (
         "launch",

@@ -8,8 +8,9 @@ from pretrained_models import LAYERS, saved
 from smolcluster.algorithms.planning.plan_file import PLAN
 from smolcluster.cli import main
 
+pytestmark = pytest.mark.nightly
 
-@pytest.mark.slow
+
 def test_a_model_is_measured_and_cut_on_this_machine(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -28,7 +29,6 @@ def test_a_model_is_measured_and_cut_on_this_machine(
     assert plan.stages[-1].machine in capsys.readouterr().out
 
 
-@pytest.mark.nightly
 def test_a_folder_of_hugging_face_is_measured_and_cut_by_its_name(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from launching import ENDLESS, STORIES_TIMEOUT_S, Launching
 
-pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 SCRIPT = """
 import sys
 import time
@@ -30,7 +30,6 @@ with smolcluster.attach(model, optimizer) as cluster:
 FOLDER = "my project"
 
 
-@pytest.mark.nightly
 def test_a_script_is_the_workers_of_a_cluster(launching: Launching) -> None:
     controller, run = launching.controller, launching.run
     controller.write(f"{FOLDER}/train.py", SCRIPT)

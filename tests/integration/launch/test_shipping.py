@@ -20,7 +20,7 @@ from launching import (
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 RECEIVED, WORDS = "received.jsonl", "promtail.log"
 SHORT = ("num_epochs=40", "batch_size=32")
 """Long enough for all to join."""
@@ -86,7 +86,6 @@ def _key(file: Path) -> tuple[str, str]:
     return f"smolcluster-{file.stem.partition('-')[0]}", file.stem
 
 
-@pytest.mark.nightly
 def test_the_logs_of_every_node_arrive_and_nothing_is_left(
     launching: Launching, loki: Loki
 ) -> None:
@@ -131,7 +130,6 @@ def test_the_logs_of_every_node_arrive_and_nothing_is_left(
     assert "INFO" in {each["level"] for each in labels}
 
 
-@pytest.mark.nightly  # that the shipper gives up is judged in unit/observability/shipping
 def test_a_run_does_not_care_that_its_logs_cannot_be_shipped(launching: Launching) -> None:
     done = launching.run(launching.launch("--override", *TINY, "loki_url=http://127.0.0.1:9"))
     assert done.returncode == 0, done.stderr

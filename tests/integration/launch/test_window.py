@@ -14,7 +14,7 @@ from launching import (
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 MENU = "Ctrl-C: and the run?"
 CTRL_B = "C-b"
 
@@ -28,7 +28,6 @@ def left_the_window(terminal: Screen) -> None:
     terminal.wait_for("goes on: `", "code=0")
 
 
-@pytest.mark.nightly  # the same window as a local run's below
 def test_the_window_of_a_run_on_three_machines(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:
@@ -113,7 +112,6 @@ def test_the_window_of_a_run_on_three_machines(
     over.wait_for("is over", "code=1")
 
 
-@pytest.mark.nightly  # a local run has the same window
 def test_a_window_that_stays_open_shows_the_end(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:
@@ -129,7 +127,6 @@ def test_a_window_that_stays_open_shows_the_end(
     launching.wait_until_clean()
 
 
-@pytest.mark.slow
 def test_a_local_run_has_the_same_window(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:

@@ -4,10 +4,9 @@ import pytest
 
 from launching import PACED, STORIES_TIMEOUT_S, Launching
 
-pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
 
-@pytest.mark.nightly
 def test_a_machine_that_is_down_is_left_out_and_joins_later(launching: Launching) -> None:
     """At a launch, and once more as the run is resumed."""
     run, command = launching.run, launching.command

@@ -6,7 +6,7 @@ import pytest
 
 from launching import ENDLESS, STORIES_TIMEOUT_S, Launching, wait_until
 
-pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 TRAIN = """
 import time
 import torch
@@ -25,7 +25,6 @@ def workload(width: int = 4):
 FOLDER = "my project"
 
 
-@pytest.mark.nightly  # a script's code goes the same way
 def test_the_code_of_a_workload_goes_along_and_stays_with_its_run(launching: Launching) -> None:
     controller, run = launching.controller, launching.run
     controller.write(f"{FOLDER}/train.py", TRAIN)
