@@ -42,11 +42,11 @@ check_types() {
 check install_system_packages $system_packages >"$beside/packages" 2>&1 &
 packages=$!
 uv="$(bash scripts/bootstrap.sh --torch cuda)" # the lab of the tests installs PyPI's PyTorch
+check_types &
+types=$!
 check "$uv" run --no-sync ruff check .
 check "$uv" run --no-sync ruff format --check .
 check "$uv" run --isolated --only-group docs mkdocs build --strict --site-dir "$beside/site"
-check_types &
-types=$!
 wait "$packages"
 cat "$beside/packages"
 if [ ! -d tests/unit/__pycache__ ]; then # or all processes would do it at once, each for itself
