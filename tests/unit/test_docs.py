@@ -1,6 +1,7 @@
 """The documents agree with the code and with each other: links, keys, messages, codecs, example bytes."""
 
 import ast
+import functools
 import re
 import runpy
 import shlex
@@ -103,16 +104,24 @@ def test_code_that_is_quoted_is_what_stands_there() -> None:
         assert textwrap.dedent("".join(lines)) == text
 
 
+@functools.cache
+def make_reference() -> dict[str, Any]:
+    """What the script defines; it keeps what it has read of the project's files."""
+    return runpy.run_path(str(PROJECT / "scripts" / "make_reference.py"))
+
+
+@pytest.mark.xdist_group("reference")
 def test_the_reference_is_what_the_code_says() -> None:
-    pages = runpy.run_path(str(PROJECT / "scripts" / "make_reference.py"))["reference"]()
+    pages = make_reference()["reference"]()
     told = "run `uv run scripts/make_reference.py`"
     for name, written in pages.items():
         assert written == (DOCS / "reference" / name).read_text(encoding="utf-8"), told
     assert pages.keys() == {path.name for path in GENERATED}
 
 
+@pytest.mark.xdist_group("reference")
 def test_the_reference_says_which_files_set_a_key() -> None:
-    setters = runpy.run_path(str(PROJECT / "scripts" / "make_reference.py"))["setters"]
+    setters = make_reference()["setters"]
     assert setters("worker_update_interval")[0] == "configs"
     assert {"docs", "tests"} <= {*setters("kubernetes.claim")}
     assert "benchmarks" in setters("`nodes.NAME.threads`")

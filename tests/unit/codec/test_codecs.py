@@ -116,13 +116,13 @@ def assert_within_bound(codec: Codec, values: Tensor) -> None:
     assert torch.equal(error, values - decoded)
 
 
-@settings(derandomize=True, database=None, max_examples=400)
+@settings(derandomize=True, database=None, max_examples=140)
 @given(name=NAMES, array=FINITE_ARRAYS)
 def test_any_finite_tensor_is_within_the_bound(name: str, array: np.ndarray) -> None:
     assert_within_bound(get_codec(name), torch.from_numpy(array))
 
 
-@settings(derandomize=True, database=None, max_examples=400)
+@settings(derandomize=True, database=None, max_examples=140)
 @given(
     name=NAMES,
     numel=st.integers(1, 3 * BLOCK) | st.integers(topk.CHUNK - 130, topk.CHUNK + 130),

@@ -78,7 +78,7 @@ def assert_close(one: Tensor, other: Tensor) -> None:
     assert float((one.double() - other.double()).abs().max()) <= 1e-6 * largest
 
 
-@settings(derandomize=True, database=None)
+@settings(derandomize=True, database=None, max_examples=70)
 @given(name=st.sampled_from(NAMES), pushes=PUSHES, seed=st.integers(0, 2**31))
 def test_applied_sum_plus_residual_is_the_encoded_sum(
     name: str, pushes: list[tuple[float, bool, float]], seed: int
@@ -109,7 +109,7 @@ def test_what_is_owed_does_not_grow_over_many_pushes_and_starts(name: str) -> No
     sender = Sender(name)
     wanted = torch.zeros(NUMEL, dtype=torch.float64)
     applied = torch.zeros_like(wanted)
-    for step in range(300):
+    for step in range(150):
         gradient = sender.gradient(step)
         applied += sender.apply(gradient).double()
         wanted += gradient.double()
@@ -177,7 +177,7 @@ def test_what_a_small_part_lost_is_a_small_part_of_what_a_large_one_pays(name: s
 
 
 @LOSSY
-@settings(derandomize=True, database=None)
+@settings(derandomize=True, database=None, max_examples=20)
 @given(
     sizes=st.lists(st.one_of(st.just(1), st.integers(1, 500)), min_size=1, max_size=20),
     seed=st.integers(0, 2**31),
@@ -202,7 +202,7 @@ def test_what_is_applied_tracks_what_is_encoded_for_batches_of_any_sizes(
 
 
 @LOSSY
-@settings(derandomize=True, database=None)
+@settings(derandomize=True, database=None, max_examples=20)
 @given(
     parts=st.lists(
         st.tuples(
@@ -236,7 +236,7 @@ def test_what_is_applied_tracks_what_is_encoded_whatever_the_others_bring(
 def test_shares_that_are_known_leave_a_debt_that_does_not_grow(name: str) -> None:
     sender = Sender(name)
     difference = torch.zeros(NUMEL, dtype=torch.float64)
-    for number in range(300):
+    for number in range(150):
         gradient, share = sender.gradient(number), [1 / 64, 1 / 2, 1 / 4, 1.0][number % 4]
         difference += share * (gradient.double() - sender.apply(gradient, share).double())
         assert float(difference.abs().max()) <= 5.5 * BOUNDS[name]
@@ -300,7 +300,7 @@ def test_a_push_without_a_share_is_refused() -> None:
 # It is kept over a restart.
 
 
-@settings(derandomize=True, database=None)
+@settings(derandomize=True, database=None, max_examples=40)
 @given(
     name=st.sampled_from(NAMES),
     before=st.integers(1, 5),
