@@ -9,6 +9,7 @@ import pytest
 
 import smolcluster
 from smolcluster.configs.spec import algorithms
+from trees import nodes_of
 
 PACKAGE = Path(smolcluster.__file__).parent
 OURS = [spec for spec in algorithms().values() if spec.package.startswith("smolcluster.")]
@@ -33,7 +34,7 @@ def named(package: Path) -> list[str]:
 def modules(package: Path) -> Iterator[tuple[Path, int]]:
     """Docstrings and examples hold a name among other words, and are none of these."""
     for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+        for node in nodes_of(path):
             if names_one(node):
                 yield path, getattr(node, "lineno", 0)
 
@@ -67,6 +68,7 @@ def write(package: Path, file: str, line: str) -> Path:
     return package
 
 
+@pytest.mark.xdist_group("layout")  # whose process has read all files
 def test_no_file_outside_an_algorithms_folder_names_it() -> None:
     assert {spec.name for spec in OURS} >= {"edp", "syncps"}
     assert named(PACKAGE) == []

@@ -1,7 +1,6 @@
 """The house's rules: a module imports from lower floors only, and no name hides the standard library."""
 
 import ast
-import functools
 import re
 import shutil
 import subprocess
@@ -13,6 +12,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+
+from trees import nodes_of
 
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = PROJECT / "src" / "smolcluster"
@@ -33,11 +34,6 @@ NEWER_STDLIB_NAMES = {"annotationlib", "compression"}
 
 
 pytestmark = pytest.mark.xdist_group("layout")  # one process reads all files, once
-
-
-@functools.cache
-def nodes_of(path: Path) -> Sequence[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_bytes(), str(path))))
 
 
 def arrows(package: Path) -> Iterator[tuple[str, int, str]]:
@@ -160,7 +156,7 @@ def calls(node: ast.AST, *names: str) -> bool:
     """Whether it calls a function, class or method of one of these names."""
     if not isinstance(node, ast.Call):
         return False
-    return ast.unparse(node.func).rpartition(".")[2] in names
+    return getattr(node.func, "attr", getattr(node.func, "id", "")) in names
 
 
 def imports(node: ast.AST, module: str, *names: str) -> bool:

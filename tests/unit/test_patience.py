@@ -59,11 +59,11 @@ def hurried(node: ast.AST, parents: tuple[ast.AST, ...] = ()) -> Iterator[int]:
             yield node.lineno
         case ast.Assign(targets=[ast.Name(id=name)]) if name in DEADLINES and is_short(node.value):
             yield node.lineno
-        case ast.Call() if not may_be_in_vain(node, parents):
+        case ast.Call():
             named = [each.value for each in node.keywords if each.arg == "timeout"]
             is_wait = name_of(node) in WAITING or is_joined(node, parents[-1])
             alone = node.args if is_wait and len(node.args) < 2 else []
-            if any(map(is_short, named or alone)):
+            if any(map(is_short, named or alone)) and not may_be_in_vain(node, parents):
                 yield node.lineno
     for child in ast.iter_child_nodes(node):
         yield from hurried(child, (*parents, node))

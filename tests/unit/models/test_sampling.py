@@ -55,10 +55,10 @@ def test_tokens_are_drawn_by_their_probability(model: GPT) -> None:
     expected = torch.softmax(logits / 1.5, dim=0)
     generator = torch.Generator().manual_seed(0)
     drawn = [
-        next(sample(model, PROMPT, 1, temperature=1.5, generator=generator)) for _ in range(2000)
+        next(sample(model, PROMPT, 1, temperature=1.5, generator=generator)) for _ in range(700)
     ]
     shares = torch.bincount(torch.tensor(drawn), minlength=VOCAB) / len(drawn)
-    assert (shares - expected).abs().max() < 0.04
+    assert (shares - expected).abs().max() < 0.06
 
 
 def test_top_k_draws_among_the_likeliest_only(model: GPT) -> None:

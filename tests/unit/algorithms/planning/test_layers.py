@@ -118,22 +118,22 @@ def found_objective(problem: Problem) -> float:
 
 def test_the_search_agrees_with_trying_everything() -> None:
     source, num_unfitting = random.Random(17), 0  # noqa: S311
-    for _ in range(300):
+    for _ in range(100):
         problem = random_problem(source)
         best = min(objective(problem, ranges) for ranges in all_ranges(problem))
         num_unfitting += best == inf
         assert found_objective(problem) == pytest.approx(best, rel=1e-6), problem
-    assert 10 < num_unfitting < 150, "too few cases with too little memory, or too many"
+    assert 5 < num_unfitting < 50, "too few cases with too little memory, or too many"
 
 
 def test_beyond_the_exact_search_hardly_anything_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     source = random.Random(3)  # noqa: S311
-    problems = [random_problem(source) for _ in range(60)]
+    problems = [random_problem(source) for _ in range(40)]
     exact = [found_objective(problem) for problem in problems]
     monkeypatch.setattr(layer_search, "MOST_EXACT", 0)
     searched = [found_objective(problem) for problem in problems]
     assert all(b >= a * (1 - 1e-6) for a, b in zip(exact, searched, strict=True))
-    assert sum(b > 1.001 * a for a, b in zip(exact, searched, strict=True)) <= 3
+    assert sum(b > 1.001 * a for a, b in zip(exact, searched, strict=True)) <= 2
 
 
 def test_twelve_machines_are_planned() -> None:
