@@ -8,6 +8,7 @@ from rich.console import Console
 from made_runs import MadeRun, killed_run, worker_status
 from smolcluster.cli import main
 from smolcluster.errors import ConfigError
+from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.comparison import compare, comparison_of
 from smolcluster.observability.view.view import read_view
 from smolcluster.runs.paths import RunPaths
@@ -109,9 +110,16 @@ def test_rows_have_their_order_whichever_run_comes_first(tmp_path: Path) -> None
         assert names.index("perplexity") == names.index("accuracy") + 1 == names.index("steps") - 1
 
 
+@pytest.mark.usefixtures("with_curves")
 def test_the_page_has_the_curves_of_all(tmp_path: Path) -> None:
     page = tmp_path / "compared.html"
-    runs = [killed_run(tmp_path, f"r{number}").paths for number in range(9)]
+    runs = []
+    for number in range(9):
+        run = MadeRun(tmp_path, f"r{number}")
+        run.started()
+        run.steps(1, 3)
+        run.metric(MetricRecord("eval", 3, 0, {"val_accuracy": 0.5}))
+        runs.append(run.paths)
     assert str(page) in shown(*runs, page=page, width=300)
     text = page.read_text()
     for look in ("stroke run0", "stroke run6", "stroke run0 dashed", "stroke run1 dashed"):

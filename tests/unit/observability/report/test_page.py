@@ -127,9 +127,9 @@ def test_a_worker_that_was_killed_is_in_its_row_the_events_and_the_trouble(tmp_p
     assert "14:13:25 · worker 2 (win) is lost: it was cut" in trouble
     assert "worker 2 (win) is lost: it was cut" in trouble
     assert ("class", "warning it") in page.attributes
-    assert "worker lost or left" in page.words("curves")
 
 
+@pytest.mark.usefixtures("with_curves")
 def test_the_page_needs_no_network_and_runs_no_script(tmp_path: Path) -> None:
     page = report_of(killed_run(tmp_path))
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
@@ -144,6 +144,7 @@ def test_the_page_needs_no_network_and_runs_no_script(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
+@pytest.mark.usefixtures("with_curves")
 def test_curves_have_their_marks_and_checkpoints(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.started()
@@ -156,10 +157,14 @@ def test_curves_have_their_marks_and_checkpoints(tmp_path: Path) -> None:
     again.joined(0)
     again.steps(11, 30)
     again.joined(1)
+    again.lost(1)
     again.steps(31, 40)
     page = report_of(again)
     curves = page.words("curves")
-    for label in ("training, smoothed", "worker joined", "resumed", "checkpoint", "learning rate"):
+    for label in (
+        *("training, smoothed", "worker joined", "worker lost or left", "resumed", "checkpoint"),
+        "learning rate",
+    ):
         assert label in curves
     assert "resumed from step 10, after 320 samples" in page.words("events")
     sections = list(page.text)
@@ -324,6 +329,7 @@ def test_metrics_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     assert "worker 1 (pi5)" in page.words("time")
 
 
+@pytest.mark.usefixtures("with_curves")
 @pytest.mark.parametrize("loss", [0.0, 1e300, 1e-320, math.nan])
 def test_curves_of_any_size_are_drawn(tmp_path: Path, loss: float) -> None:
     run = MadeRun(tmp_path)
@@ -331,7 +337,9 @@ def test_curves_of_any_size_are_drawn(tmp_path: Path, loss: float) -> None:
     more = {"samples_applied": math.nan} if math.isnan(loss) else {}
     run.steps(1, 3, loss=loss, **more)
     run.steps(4, 6, loss=2 * loss, **more)
-    assert "edp-1" in report_of(run).words("head")
+    page = report_of(run)
+    assert "edp-1" in page.words("head")
+    assert "nan" not in page.words("curves")
 
 
 def test_time_and_links_come_from_what_workers_report(tmp_path: Path) -> None:
