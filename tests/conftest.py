@@ -17,6 +17,10 @@ from hypothesis import HealthCheck, settings
 
 from processes import Processes
 from skips import pytest_addoption, pytest_sessionfinish  # noqa: F401 - hooks
+from smolcluster.algorithms import owner
+from smolcluster.observability.curves import draw_curves, svg_of
+from smolcluster.observability.report import render
+from smolcluster.observability.view.curves import Curves
 from smolcluster.server import worker_pool
 from smolcluster.training import checkpoint
 from smolcluster.utils import words
@@ -142,6 +146,26 @@ def uv_is_on_the_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(words, "which", lambda name: f"/usr/bin/{name}")
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def undrawn() -> Iterator[None]:
+    """Runs leave no picture of their curves, and pages an empty one: to draw them takes seconds."""
+
+    def stand_in(runs: Sequence[Curves]) -> str:
+        return "<svg></svg>" if any(each.series for each in runs) else ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, "draw_curves", lambda _paths: None)
+        patch.setattr(render, "svg_of", stand_in)
+        yield
+
+
+@pytest.fixture
+def with_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves are drawn."""
+    monkeypatch.setattr(owner, "draw_curves", draw_curves)
+    monkeypatch.setattr(render, "svg_of", svg_of)
 
 
 @pytest.fixture(autouse=True)

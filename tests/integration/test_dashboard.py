@@ -27,7 +27,6 @@ from harness import free_port
 from made_runs import NODES, MadeRun, killed_run, rank_status, worker_status
 from processes import Child, Processes
 from proxy import Proxy
-from smolcluster.algorithms import owner
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.page import write_report
 from smolcluster.observability.sinks.jsonl import read_metrics
@@ -509,7 +508,6 @@ def test_a_language_model_goes_on_from_what_is_typed(
     processes: Processes, browser: Chrome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(owner, "draw_curves", lambda _paths: None)
     text = write_text(tmp_path / "text.txt")
     train_alone(tiny_settings(text, processes.runs, algorithm="single"), "writes")
     killed_run(processes.runs, "edp-first").config()
@@ -654,6 +652,7 @@ def test_the_workers_fit_into_pages_of_any_width(
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("with_curves")
 @pytest.mark.parametrize("width", [400, 640, 660, 800, 1000, 1400])
 def test_the_tables_and_curves_of_a_report_fit_into_pages_of_any_width(
     processes: Processes, browser: Chrome, width: int

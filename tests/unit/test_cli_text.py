@@ -1,15 +1,16 @@
 """Language models at the command line: `train.py` as documented, `train --resume`, `generate`."""
 
+import io
 import os
+import runpy
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from smolcluster.algorithms import owner
+from processes import Processes
 from smolcluster.cli import main
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.runs.paths import find_run
@@ -35,22 +36,10 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_a_process: None) -
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def tiny(tmp_path: Path) -> list[str]:
     """The options of `train` for a tiny GPT on a tiny text."""
-    monkeypatch.setattr(owner, "draw_curves", lambda _paths: None)
     text = write_text(tmp_path / "text.txt", 150)
     return ["--config", "stdlib", "--override", *TINY, f"data.root={text}"]
-
-
-def train_py(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python src/smolcluster/train.py` as a person types it."""
-    return subprocess.run(
-        [sys.executable, str(TRAIN_PY), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
 
 
 def only_error(err: str) -> str:
@@ -63,11 +52,10 @@ def only_error(err: str) -> str:
 # train.py
 
 
-def test_without_a_network_train_py_says_what_works_without() -> None:
-    done = train_py()
-    assert done.returncode == 1
-    assert done.stdout == ""
-    line = only_error(done.stderr)
+def test_without_a_network_train_py_says_what_works_without(processes: Processes) -> None:
+    process = processes.start(sys.executable, str(TRAIN_PY))
+    assert process.wait() == 1
+    line = only_error(process.output)
     assert "openai-community/gpt2" in line, "it is the documented GPT that is trained"
     assert "HF_HUB_OFFLINE is set" in line
     assert "stdlib" in line
@@ -77,17 +65,23 @@ def test_train_py_takes_the_documented_options_and_prints_what_any_console_can_s
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A young model writes bytes that are no text, which become U+FFFD: ASCII has none."""
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    done = train_py(*tiny, "training.batch_size=8", "training.epochs=2")
-    assert done.returncode == 0, done.stderr
+    console = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", stdout := io.TextIOWrapper(console, encoding="ascii"))
+    words = (*tiny, "training.batch_size=8", "training.epochs=2")
+    monkeypatch.setattr(sys, "argv", [str(TRAIN_PY), *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TRAIN_PY), run_name="__main__")
+    assert ended.value.code == 0
+    stdout.flush()
+    shown = console.getvalue().decode("ascii")
     run = find_run(tmp_path / "runs")
     train = load_resolved(run.config).train
     assert (train.batch_size, train.num_epochs, train.dataset.name) == (8, 2, "text")
-    assert "validation perplexity" in done.stdout
-    assert "tokens/s" in done.stdout
-    assert "a sample of what the model writes" in done.stdout
+    assert "validation perplexity" in shown
+    assert "tokens/s" in shown
+    assert "a sample of what the model writes" in shown
     assert "\N{REPLACEMENT CHARACTER}" in run.sample.read_text()
-    assert "\x1b" not in done.stdout, "what it writes may not move the cursor"
+    assert "\x1b" not in shown, "what it writes may not move the cursor"
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from smolcluster.algorithms import owner, single
+from smolcluster.algorithms import single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.errors import CheckpointError
 from smolcluster.launch.language_model import gpt_config
 from smolcluster.models.gpt2_weights import write_gpt2
-from smolcluster.observability.curves import draw_curves
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import (
@@ -49,7 +48,6 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_flushing: None) -> 
     """A text of its own, a cache of its own, and nobody outside is told."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(owner, "draw_curves", lambda _paths: None)  # a second each
     return write_text(tmp_path / "text.txt")
 
 
@@ -146,8 +144,8 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 # What a run leaves
 
 
-def test_a_run_leaves_all_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "draw_curves", draw_curves)
+@pytest.mark.usefixtures("with_curves")
+def test_a_run_leaves_all_its_files(tmp_path: Path) -> None:
     run = Run(tmp_path, "mine")
     summary = run.train()
     paths = run.paths

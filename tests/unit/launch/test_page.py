@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from made_runs import MadeRun
-from smolcluster.algorithms import owner
 from smolcluster.errors import CheckpointError
 from smolcluster.launch import language_model
 from smolcluster.launch.language_model import Author, GenerateOptions, LanguageModel
@@ -27,7 +26,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of runs, with one of a language model whose newest checkpoint is not its best."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(owner, "draw_curves", lambda _paths: None)
     text = write_text(tmp_path / "text.txt")
     every = ("checkpoint_steps=5", "training.eval_steps=5")
     train_alone(tiny_settings(text, tmp_path / "runs", *every, algorithm="single"), "mine")

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,10 @@ EPOCHS = 3000
 """More than any machine gets through before the run is stopped."""
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    """A SyncPS run that was stopped after some steps, with three checkpoints."""
-    paths = create_run(tmp_path, "syncps-1")
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a SyncPS run that was stopped after some steps, with checkpoints; not to be changed."""
+    paths = create_run(tmp_path_factory.mktemp("begun"), "syncps-1")
     settings = local_settings(
         f"num_epochs={EPOCHS}",
         *("checkpoint_steps=10", "eval_steps=10", "reconnect_timeout_s=1"),
@@ -69,7 +69,13 @@ def run(tmp_path: Path) -> RunPaths:
     assert isinstance(cluster.server.failure(), Interrupted)
     for worker in workers:
         worker.failure()
-    return paths
+    return paths.root
+
+
+@pytest.fixture
+def run(begun: Path, tmp_path: Path) -> RunPaths:
+    """A copy of that run."""
+    return RunPaths(shutil.copytree(begun, tmp_path / "syncps-1", symlinks=True))
 
 
 def test_checkpoints_are_listed_and_exported(
@@ -227,9 +233,13 @@ def forget_import(mark: Path) -> None:
 
 
 def assert_nothing_of_it_runs(
-    run: Path, mark: Path, capsys: pytest.CaptureFixture[str], named: str
+    run: Path,
+    mark: Path,
+    capsys: pytest.CaptureFixture[str],
+    named: str,
+    commands: Sequence[list[str]] = NOT_IMPORTED,
 ) -> None:
-    for command in (*NOT_IMPORTED, *ONLY_READ):
+    for command in commands:
         words = words_for(command, run, run.with_name("out"))
         capsys.readouterr()
         code = main(words)
@@ -258,7 +268,8 @@ def test_code_that_a_folder_of_somebody_else_s_names_is_not_imported(
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "evil.py").write_text(HANDED_OVER.format(mark=str(mark)))
         (paths.root / "launch" / "workload.name").write_text("evil.py:workload")
-        assert_nothing_of_it_runs(paths.root, mark, capsys, name)
+        commands = (*NOT_IMPORTED, *ONLY_READ) if "launch" in name else NOT_IMPORTED
+        assert_nothing_of_it_runs(paths.root, mark, capsys, name, commands)
 
 
 @pytest.mark.usefixtures("as_a_process")
@@ -273,7 +284,8 @@ def test_a_folder_with_the_name_of_a_run_of_one_s_own_gets_no_other_code_to_run(
     evil = theirs / "given_over.py"
     shutil.copy(file, evil)
     (theirs / "config.yaml").write_text(config.replace(str(file), str(evil)))
-    assert_nothing_of_it_runs(theirs, mark, capsys, str(evil))
+    commands = (*NOT_IMPORTED, *ONLY_READ)
+    assert_nothing_of_it_runs(theirs, mark, capsys, str(evil), commands)
     (theirs / "config.yaml").write_text(config.replace("width: 3", "width: 4"))
     assert_nothing_of_it_runs(theirs, mark, capsys, str(file))
     (theirs / "config.yaml").write_text(config)

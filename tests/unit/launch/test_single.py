@@ -27,6 +27,7 @@ def words_for(tmp_path: Path, *overrides: str) -> list[str]:
     return ["train", "--override", f"runs_dir={tmp_path}", "threads=1", *overrides]
 
 
+@pytest.mark.usefixtures("with_curves")
 def test_a_run_leaves_its_files_and_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def test_in_prometheus() -> None:
     assert 'smolcluster_validation_metric{metric="hits"} 0.4321' in text
 
 
+@pytest.mark.usefixtures("with_curves")
 def test_in_curves_report_and_comparison(folder: RunPaths, tmp_path: Path) -> None:
     curves = read_view(folder).curves
     assert curves.series["val_hits"].y == [0.4321, 0.4321]
