@@ -1,6 +1,7 @@
 """What the dashboard's chat page writes with."""
 
 import gc
+import shutil
 import weakref
 from pathlib import Path
 
@@ -21,19 +22,27 @@ from texts import tiny_settings, train_alone, write_text
 PROMPT = "the cat\n"
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of runs, with one of a language model whose newest checkpoint is not its best."""
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    text = write_text(tmp_path / "text.txt")
-    every = ("checkpoint_steps=5", "training.eval_steps=5")
-    train_alone(tiny_settings(text, tmp_path / "runs", *every, algorithm="single"), "mine")
-    store = store_of(RunPaths(tmp_path / "runs" / "mine"))
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "disabled")
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        text = write_text(folder / "text.txt")
+        every = ("checkpoint_steps=5", "training.eval_steps=5")
+        train_alone(tiny_settings(text, folder / "runs", *every, algorithm="single"), "mine")
+    store = store_of(RunPaths(folder / "runs" / "mine"))
     newest = store.newest_good()
     assert newest is not None
     store.tell(newest.state.model_copy(update={"val_loss": 99.0}))
-    return tmp_path / "runs"
+    return folder / "runs"
+
+
+@pytest.fixture
+def runs(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that folder."""
+    return shutil.copytree(trained, tmp_path / "runs", symlinks=True)
 
 
 def view_of(runs: Path, name: str = "mine") -> View:

@@ -136,6 +136,7 @@ def finished(folder: Path, replica: Replica, *overrides: str) -> RunPaths:
     return paths
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_model_is_merged_or_written_as_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -380,6 +380,7 @@ def test_the_real_wandb_keeps_every_step_offline_in_the_runs_folder(
     assert metrics["val_accuracy"].summary.max
 
 
+@pytest.mark.slow
 def test_a_run_that_finds_no_wandb_is_kept_for_later(tmp_path: Path) -> None:
     warnings: list[str] = []
     environ = environment(
