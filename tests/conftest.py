@@ -52,6 +52,7 @@ def own_temporary_folder() -> Path:
 
 TEMPORARY = own_temporary_folder()
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")  # a user's own is left alone
+os.environ["WANDB_MODE"] = "disabled"  # each process of a run would start one that imports wandb
 os.environ["DOCKER_HOST"] = "unix:///no-docker-for-tests"  # launches would start Grafana in it
 
 

@@ -93,7 +93,7 @@ def test_odd_but_valid_yaml_is_read_in_silence(file: Path) -> None:
         ("a: 1\n---\nb: 2\n", ", line 2: is not valid YAML"),
         ("a: !!python/object/apply:os.system [ls]\n", ", line 1: is not valid YAML"),
         ("a: 1\nb: \x01\n", ", line 2: holds the control character 0x1"),
-        ("a: " + 2_000 * "[", ": is nested too deeply, or an alias holds itself"),
+        ("a: " + 700 * "[", ": is nested too deeply, or an alias holds itself"),
         ("a: &a [*a]\n", ": is nested too deeply, or an alias holds itself"),
         ("a: 2026-13-45\n", ": holds an impossible date or number (month must be in 1..12)"),
         ("a: " + 5000 * "9", ": holds an impossible date or number (Exceeds the limit"),
