@@ -228,7 +228,8 @@ def test_a_payload_in_pieces_is_put_together(kind: str) -> None:
 
 @pytest.mark.parametrize("frame", [HEARTBEAT, PUSH], ids=["heartbeat", "push"])
 def test_a_frame_cut_anywhere_loses_the_peer(kind: str, frame: bytes) -> None:
-    for length in range(len(frame)):
+    step = 5 if kind == "tls" else 1  # a handshake each
+    for length in range(0, len(frame), step):
         with raw_and_connection(kind) as (raw, connection):
             raw.sendall(frame[:length])
             raw.close()
@@ -240,7 +241,7 @@ def test_a_frame_cut_anywhere_loses_the_peer(kind: str, frame: bytes) -> None:
 
 
 def test_every_flipped_bit_ends_the_connection(kind: str) -> None:
-    step, stop = (7, PAYLOAD_AT) if kind == "tls" else (1, len(PUSH))  # a handshake each
+    step, stop = (21, PAYLOAD_AT) if kind == "tls" else (1, len(PUSH))  # a handshake each
     for bit in range(0, 8 * stop, step):  # within TLS nothing damages a payload
         damaged = bytearray(PUSH)
         damaged[bit // 8] ^= 1 << bit % 8

@@ -99,7 +99,7 @@ def begun(leases: Dispatcher) -> History:
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     num_samples=st.integers(1, 30),
     batch_sizes=st.tuples(st.integers(1, 12), st.integers(1, 12)),
@@ -248,7 +248,7 @@ def test_a_standing_of_something_else_is_refused(
         assert words in str(caught.value)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(moves=MOVES, num_samples=st.integers(2, 30), other=st.integers(1, 30))
 def test_a_standing_of_another_dataset_is_refused_or_loses_nothing(
     moves: list[tuple[int, int]], num_samples: int, other: int
@@ -266,7 +266,7 @@ def test_a_standing_of_another_dataset_is_refused_or_loses_nothing(
     assert other == num_samples or leases.state.cursor[0] == 0
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(moves=MOVES, num_epochs=st.integers(1, 3))
 def test_fewer_epochs_than_were_begun_are_refused(
     moves: list[tuple[int, int]], num_epochs: int

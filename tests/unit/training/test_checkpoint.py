@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -301,6 +301,7 @@ json_values = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(progress=st.dictionaries(st.text("abc"), json_values, max_size=4), loss=st.floats())
 def test_any_progress_is_read_as_it_was_written(progress: dict[str, Any], loss: float) -> None:
     told = state_of(1, progress=progress, train_loss=loss)

@@ -49,8 +49,8 @@ def most_held(name: str, ranks: int, num: int, chunks: int) -> list[int]:
 def test_every_list_can_be_executed_within_its_memory(name: str) -> None:
     kind = SCHEDULES[name]
     for chunks in kind.chunks[:2]:
-        for ranks in range(1, 9):
-            for num in range(1, 33):
+        for ranks in (1, 2, 3, 4, 6, 8):
+            for num in (*range(1, 18), 24, 32):
                 schedule = kind.generate(ranks, num, chunks)
                 assert len(schedule) == ranks
                 held = validate(schedule, num)
