@@ -28,6 +28,7 @@ from smolcluster.launch.setup.init import (
     parse_machine,
     settings_of,
 )
+from tiers import at_night
 
 TODAY = date(2026, 11, 22)
 LOOPBACK = Way("127.0.0.1", "lo")
@@ -200,7 +201,7 @@ def test_a_file_that_is_there_is_kept_unless_forced(target: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_loopback")
-@pytest.mark.parametrize("algorithm", ["edp", "syncps"])
+@pytest.mark.parametrize("algorithm", ["syncps", *at_night("edp")])
 def test_flags_alone_give_a_file_that_loads(
     algorithm: AlgorithmName, target: Path, console: Console, printed: io.StringIO
 ) -> None:

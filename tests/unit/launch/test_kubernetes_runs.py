@@ -7,6 +7,7 @@ import pytest
 from fake_kubectl import FakeCluster
 from smolcluster.cli import main
 from smolcluster.runs.paths import RunPaths, find_run
+from tiers import at_night
 
 OVERRIDES = (
     *("kubernetes.image=me/smolcluster", "kubernetes.nodes=2", "kubernetes.claim=runs"),
@@ -56,7 +57,7 @@ def test_a_run_that_is_stopped_leaves_no_object_and_goes_on(
     assert run.run_id in arguments(cluster)
 
 
-@pytest.mark.parametrize("condition", ["Failed", "Complete"])
+@pytest.mark.parametrize("condition", ["Failed", *at_night("Complete")])
 @pytest.mark.parametrize("overrides", [(), ("num_epochs=5",)])
 def test_a_run_goes_on_whose_job_is_over(
     run: RunPaths, cluster: FakeCluster, condition: str, overrides: tuple[str, ...]

@@ -55,6 +55,7 @@ from smolcluster.runs.status import (
     instant,
     write_status,
 )
+from tiers import at_night
 from waiting import DEADLINE_S
 
 NOW = 1_790_000_000.0
@@ -583,7 +584,7 @@ def living(local: RunPaths) -> Iterator[Living]:
             alive.kill()
 
 
-@pytest.mark.parametrize("key", [b"q", b"Q", b"\x03"])
+@pytest.mark.parametrize("key", [b"q", b"\x03", *at_night(b"Q")])
 def test_a_key_ends_it_and_leaves_the_terminal_as_it_was(living: Living, key: bytes) -> None:
     terminal, _ = living
     if key == b"\x03":

@@ -15,6 +15,7 @@ from loki import Fault, Receiver, receiving
 from smolcluster.cli import main
 from smolcluster.observability.shipping import command
 from smolcluster.observability.shipping.spool import STATE
+from tiers import at_night
 
 TIMEOUT_S = 90.0
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -65,7 +66,7 @@ def start(logs: Path) -> Iterator[Start]:
         process.communicate()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, None])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, None, *at_night(signal.SIGINT, signal.SIGHUP)])
 def test_told_to_end_it_ships_the_last_lines_first(
     start: Start, logs: Path, receiver: Receiver, signum: int | None
 ) -> None:
