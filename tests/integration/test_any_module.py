@@ -178,6 +178,7 @@ def test_tied_weights_travel_once_and_frozen_ones_not_at_all() -> None:
     assert not {"words.weight", "features.weight", "features.bias"} & set(names)
 
 
+@pytest.mark.nightly
 def test_a_compiled_model_s_names_and_checkpoints_are_those_of_the_model(tmp_path: Path) -> None:
     settings = settings_for("syncps", 1, "checkpoint_steps=2")
     cluster = run(settings, tmp_path, "syncps", two_headed(compiled=True))

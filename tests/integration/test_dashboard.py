@@ -42,7 +42,7 @@ from waiting import DEADLINE_S, eventually
 EVIL = "<script>document.title='taken'</script><b id='evil'>bold</b>"
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         CHROMIUM is None or DRIVER is None,
         reason="needs Chromium and its driver: apt-get install chromium chromium-driver",
@@ -197,7 +197,6 @@ def started_run(processes: Processes) -> RunPaths:
     return find_run(processes.runs)
 
 
-@pytest.mark.nightly
 def test_a_run_that_goes_on_is_shown_as_it_is(processes: Processes, browser: Chrome) -> None:
     paths = started_run(processes)
     child, address = dashboard(processes)
@@ -310,7 +309,6 @@ def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
     assert complaints(browser) == []
 
 
-@pytest.mark.nightly
 def test_the_best_step_is_marked_and_losses_over_a_decade_are_logarithmic(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -326,7 +324,6 @@ def test_the_best_step_is_marked_and_losses_over_a_decade_are_logarithmic(
     assert complaints(browser) == []
 
 
-@pytest.mark.nightly
 def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -353,7 +350,6 @@ def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
     assert complaints(browser) == []
 
 
-@pytest.mark.nightly
 def test_logs_are_filtered_and_what_is_in_them_is_text(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -380,7 +376,6 @@ def test_logs_are_filtered_and_what_is_in_them_is_text(
     assert complaints(browser) == []
 
 
-@pytest.mark.nightly
 def test_log_lines_are_shown_that_the_stream_did_not_bring(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -401,7 +396,6 @@ def test_log_lines_are_shown_that_the_stream_did_not_bring(
     proxy.close()
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("algorithm", "has_staleness"), [("edp", True), ("syncps", False)])
 def test_staleness_is_shown_of_algorithms_that_have_any(
     processes: Processes, browser: Chrome, algorithm: str, *, has_staleness: bool
@@ -417,7 +411,6 @@ def test_staleness_is_shown_of_algorithms_that_have_any(
     eventually(lambda: {is_visible(browser, place) for place in places} == {has_staleness})
 
 
-@pytest.mark.nightly
 def test_what_a_link_was_measured_to_carry_stands_beside_what_it_does(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -440,7 +433,6 @@ def test_what_a_link_was_measured_to_carry_stands_beside_what_it_does(
         assert complaints(browser) == []
 
 
-@pytest.mark.nightly
 def test_frequent_events_are_thinned_to_what_fits(processes: Processes, browser: Chrome) -> None:
     run = killed_run(processes.runs, "edp-first")
     for step in range(400):
@@ -459,7 +451,6 @@ def test_frequent_events_are_thinned_to_what_fits(processes: Processes, browser:
     assert "checkpoint saved – checkpoint of step 399 saved" in text_of(browser, "#event")
 
 
-@pytest.mark.nightly
 def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -503,7 +494,6 @@ def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     assert not is_visible(browser, "#figures")
 
 
-@pytest.mark.nightly
 def test_a_language_model_goes_on_from_what_is_typed(
     processes: Processes, browser: Chrome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -555,7 +545,6 @@ def test_without_the_token_the_browser_shows_what_to_do(
     assert "edp-first" not in text_of(browser, "body")
 
 
-@pytest.mark.nightly
 def test_stages_of_a_pipeline_have_columns_and_links_between_them(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -588,7 +577,6 @@ def test_stages_of_a_pipeline_have_columns_and_links_between_them(
         assert complaints(browser) == []
 
 
-@pytest.mark.nightly
 def test_the_page_of_a_mesh_shows_ranks_grid_and_tokens(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -622,7 +610,6 @@ def test_the_page_of_a_mesh_shows_ranks_grid_and_tokens(
         assert complaints(browser) == []
 
 
-@pytest.mark.nightly
 def test_all_kinds_of_events_are_drawn_and_one_that_the_page_does_not_know(
     processes: Processes, browser: Chrome
 ) -> None:
@@ -638,7 +625,6 @@ def test_all_kinds_of_events_are_drawn_and_one_that_the_page_does_not_know(
     assert "other" in text_of(browser, "#timeline")
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("width", [400, 640, 660, 800, 1000, 1340, 1400])
 def test_the_workers_fit_into_pages_of_any_width(
     processes: Processes, browser: Chrome, width: int
@@ -651,7 +637,6 @@ def test_the_workers_fit_into_pages_of_any_width(
     assert is_visible(browser, "#workers tbody tr")
 
 
-@pytest.mark.nightly
 @pytest.mark.usefixtures("with_curves")
 @pytest.mark.parametrize("width", [400, 640, 660, 800, 1000, 1400])
 def test_the_tables_and_curves_of_a_report_fit_into_pages_of_any_width(

@@ -449,7 +449,7 @@ def test_who_freezes_before_it_is_asked_does_not_hold_the_round(tmp_path: Path) 
     assert summary.leases_returned > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:
     early, shared = threading.Event(), threading.Event()
 

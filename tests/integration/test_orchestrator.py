@@ -295,7 +295,7 @@ def test_what_is_missing_is_said(config: smolcluster.DistributedConfig) -> None:
         smolcluster.NetworkWorker(0, config, Net).connect_and_train()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_seed_s_two_commands_train_on_two_processes(processes: Processes) -> None:
     """Those of seed 000, with addresses of this machine."""
     port = str(free_port())

@@ -102,8 +102,8 @@ def run(settings: Settings, folder: Path, workload: Workload) -> Cluster:
     ("workers", "schedule", "dtype"),
     [
         (2, "gpipe", torch.float32),
-        (3, "1f1b", torch.float64),
         *at_night(
+            (3, "1f1b", torch.float64),
             (1, "1f1b", torch.float32),
             (4, "zero-bubble", torch.float32),
             (2, "zb-v", torch.float64),
@@ -619,7 +619,7 @@ def test_links_between_machines_are_measured_and_planned_with(
     assert [each and each.capacities.keys() for each in stages] == others
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_gradient_that_is_not_finite_ends_the_run_and_names_worker_and_layers(
     tmp_path: Path,
 ) -> None:
@@ -665,7 +665,7 @@ def test_a_stage_that_hangs_is_cut_and_the_others_go_on(
     assert any("worker 2 (win) has not answered for" in line for line in cluster.log_lines)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_that_is_stopped_keeps_what_the_stages_have(tmp_path: Path) -> None:
     settings = settings_for(2, "reconnect_timeout_s=1")
     cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())

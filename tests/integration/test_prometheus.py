@@ -258,7 +258,7 @@ def moving(who: ProcessLabels, runs: Path) -> RunCollector:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_panel_has_data(prometheus: Prometheus, tmp_path: Path) -> None:
     cluster = local_settings(f"metrics_port={free_ports(3)}", workers=2).cluster
     announce(prometheus, cluster, "pi5", "win")

@@ -345,7 +345,7 @@ def test_leases_that_were_open_at_a_checkpoint_are_in_it(tmp_path: Path) -> None
     assert waiting[-1] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_goes_on_for_more_epochs_than_were_asked_for_at_first(
     tmp_path: Path, algorithm: AlgorithmName
@@ -360,7 +360,7 @@ def test_it_goes_on_for_more_epochs_than_were_asked_for_at_first(
 # Codecs that lose something.
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_with_8_bits_it_goes_on_and_what_the_server_owes_is_kept(
     tmp_path: Path, algorithm: AlgorithmName

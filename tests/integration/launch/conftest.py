@@ -12,6 +12,11 @@ HERE = Path(__file__).parent
 NUM_LABS = 2
 
 
+def is_story(item: pytest.Item) -> bool:
+    """Whether it is no test of each time."""
+    return any(map(item.get_closest_marker, ("slow", "nightly")))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have two processes run the tests of this folder, each with hosts of its own, and begin with them.
@@ -19,10 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Whole stories are dealt out in turn; the other tests of a file stay together.
     """
     here = [item for item in items if item.path.parent == HERE]
-    here.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    here.sort(key=lambda item: not is_story(item))
     dealt: dict[object, int] = {}
     for item in here:
-        unit = item if item.get_closest_marker("slow") else item.path
+        unit = item if is_story(item) else item.path
         number = dealt.setdefault(unit, len(dealt)) % NUM_LABS
         item.add_marker(pytest.mark.xdist_group(f"lab-{number}"))
     items[:] = [*here, *(item for item in items if item.path.parent != HERE)]

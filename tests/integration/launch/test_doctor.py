@@ -15,6 +15,8 @@ import pytest
 
 from lab import Host, Lab, Running
 
+pytestmark = pytest.mark.nightly
+
 PROGRAM = """
 import sys
 from dataclasses import replace
@@ -219,7 +221,6 @@ FAULTS: dict[Plant, tuple[str, str, str, str]] = {
 }
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_fault_is_found_with_its_fix(case: Case, surgery: Surgery, plant: Plant) -> None:
     check, state, what, fix = FAULTS[plant]
@@ -234,7 +235,6 @@ def test_a_fault_is_found_with_its_fix(case: Case, surgery: Surgery, plant: Plan
     assert code == int(bool(failing))
 
 
-@pytest.mark.nightly
 def test_a_cut_link_is_found_and_the_others_are_looked_at(case: Case, surgery: Surgery) -> None:
     case.two_nodes()
     cut_link(case)
@@ -244,7 +244,6 @@ def test_a_cut_link_is_found_and_the_others_are_looked_at(case: Case, surgery: S
     assert nodes["mini1"]["port"]["state"] == "ok"
 
 
-@pytest.mark.slow
 def test_healthy_hosts_are_ready_and_nothing_stays_behind(case: Case, surgery: Surgery) -> None:
     case.two_nodes()
     for host in (case.server, case.pi5):

@@ -287,7 +287,7 @@ def test_names_are_never_executed(launching: Launching) -> None:
     assert launching.is_clean(), launching.left()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_folder_of_something_else_is_refused_untouched(launching: Launching) -> None:
     mini2 = launching.lab["mini2"]
     mini2.write("thesis/chapter1.tex", "precious")
@@ -299,7 +299,6 @@ def test_a_folder_of_something_else_is_refused_untouched(launching: Launching) -
     assert launching.is_clean(), launching.left()
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_launches_of_different_code_run_side_by_side_and_change_no_clone(
     launching: Launching,
@@ -367,7 +366,7 @@ def test_a_way_that_loses_large_packets_is_named_before_the_run(launching: Launc
     assert launching.is_clean(), launching.left()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_missing_tools_are_named_with_their_remedies(launching: Launching) -> None:
     lab = launching.lab
     uv = lab["mini2"].path(".local/bin/uv")
@@ -417,7 +416,7 @@ def test_a_gpt_is_launched_and_stopped_by_a_signal(launching: Launching) -> None
     assert launching.is_clean(), launching.left()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dry_run_says_no_secret_and_touches_nobody(launching: Launching) -> None:
     """Though all machines are out of reach."""
     for host in launching.lab:

@@ -12,6 +12,8 @@ from lab import Host, Lab, Running
 from reading import log_line, status_of
 from smolcluster.runs.launched import Launched, LaunchedProcess
 
+pytestmark = pytest.mark.nightly
+
 RUN = "runs/r1"
 THERE = "~/smolcluster/runs/r1"
 KEPT = "smolcluster/runs/r1"
@@ -87,7 +89,6 @@ def look(lab: Lab) -> tuple[dict[str, list[object]], float]:
     return said | {"run": [document["state"], document["step"]]}, taken_s
 
 
-@pytest.mark.slow
 def test_status_is_right_with_one_machine_cut_off(run: Lab) -> None:
     everything_well = {
         "mini1": ["running", None, None],
@@ -116,7 +117,6 @@ def test_status_is_right_with_one_machine_cut_off(run: Lab) -> None:
     assert said["pi5"] == ["running", None, None]
 
 
-@pytest.mark.nightly
 def test_logs_are_followed_across_a_cut(run: Lab) -> None:
     call = f"logs({RUN!r}, node=None, rank=None, level='INFO', follow=True, since=None)"
     following = run.controller.popen(python(call, "logs"), tty=True)
@@ -159,7 +159,6 @@ def commands(host: Host) -> str:
     return "\n".join(shlex.join(process.argv) for process in host.processes())
 
 
-@pytest.mark.nightly
 def test_everything_is_fetched(run: Lab) -> None:
     mini1 = run["mini1"]
     mini1.write(f"{KEPT}/config.yaml", "a: 1\n")
@@ -186,7 +185,6 @@ def test_everything_is_fetched(run: Lab) -> None:
     assert "error: pi5 (pi5): " in again.stdout
 
 
-@pytest.mark.nightly
 def test_a_real_terminal_is_watched_until_ctrl_c(run: Lab) -> None:
     watching: Running = run.controller.popen(
         python(f"status({RUN!r}, as_json=False, watch=True)", "status"), tty=True
