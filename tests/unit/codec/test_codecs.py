@@ -116,13 +116,13 @@ def assert_within_bound(codec: Codec, values: Tensor) -> None:
     assert torch.equal(error, values - decoded)
 
 
-@settings(derandomize=True, database=None, max_examples=140)
+@settings(derandomize=True, database=None, max_examples=70)
 @given(name=NAMES, array=FINITE_ARRAYS)
 def test_any_finite_tensor_is_within_the_bound(name: str, array: np.ndarray) -> None:
     assert_within_bound(get_codec(name), torch.from_numpy(array))
 
 
-@settings(derandomize=True, database=None, max_examples=140)
+@settings(derandomize=True, database=None, max_examples=70)
 @given(
     name=NAMES,
     numel=st.integers(1, 3 * BLOCK) | st.integers(topk.CHUNK - 130, topk.CHUNK + 130),
@@ -145,7 +145,6 @@ def test_every_size_is_within_the_bound_and_nothing_of_earlier_tensors_is_kept(
         assert torch.equal(encode(codec, values), encode(get_codec(codec.name), values))
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize(
     "constant",
     [
@@ -154,13 +153,12 @@ def test_every_size_is_within_the_bound_and_nothing_of_earlier_tensors_is_kept(
         *(BF16_MAX, 3.39e38, 3.3961775e38, 3.4e38, FLT_MAX),
     ],
 )
-def test_a_constant_and_an_outlier_are_within_the_bound(
-    codec: Codec, constant: float, sign: float
-) -> None:
-    assert_within_bound(codec, torch.full((BLOCK + 7,), sign * constant))
-    values = torch.linspace(-1, 1, 3 * BLOCK)
-    values[BLOCK + 5] = sign * constant
-    assert_within_bound(codec, values)
+def test_a_constant_and_an_outlier_are_within_the_bound(codec: Codec, constant: float) -> None:
+    for sign in (1.0, -1.0):
+        assert_within_bound(codec, torch.full((BLOCK + 7,), sign * constant))
+        values = torch.linspace(-1, 1, 3 * BLOCK)
+        values[BLOCK + 5] = sign * constant
+        assert_within_bound(codec, values)
 
 
 @pytest.mark.parametrize("codec", [name for name in CODECS if name != "topk"], indirect=True)

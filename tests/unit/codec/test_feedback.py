@@ -78,7 +78,7 @@ def assert_close(one: Tensor, other: Tensor) -> None:
     assert float((one.double() - other.double()).abs().max()) <= 1e-6 * largest
 
 
-@settings(derandomize=True, database=None, max_examples=70)
+@settings(derandomize=True, database=None, max_examples=30)
 @given(name=st.sampled_from(NAMES), pushes=PUSHES, seed=st.integers(0, 2**31))
 def test_applied_sum_plus_residual_is_the_encoded_sum(
     name: str, pushes: list[tuple[float, bool, float]], seed: int
@@ -109,7 +109,7 @@ def test_what_is_owed_does_not_grow_over_many_pushes_and_starts(name: str) -> No
     sender = Sender(name)
     wanted = torch.zeros(NUMEL, dtype=torch.float64)
     applied = torch.zeros_like(wanted)
-    for step in range(150):
+    for step in range(80):
         gradient = sender.gradient(step)
         applied += sender.apply(gradient).double()
         wanted += gradient.double()
@@ -122,11 +122,11 @@ def test_what_is_owed_does_not_grow_over_many_pushes_and_starts(name: str) -> No
 @pytest.mark.parametrize(
     ("name", "value", "outlier", "first", "atol"),
     [
-        ("int8", 1e-3, 1.0, 0.0, 2e-5),
-        ("fp16", 1e-3, 2e9, 0.0, 2e-5),
-        ("bf16", 1.001, 1.0, 1.0, 2e-5),
-        ("int4", 1e-3, 1.0, 0.0, 2e-4),
-        ("topk", 1e-3, 1.0, 0.0, 4e-4),
+        ("int8", 1e-3, 1.0, 0.0, 4e-5),
+        ("fp16", 1e-3, 2e9, 0.0, 4e-5),
+        ("bf16", 1.001, 1.0, 1.0, 4e-5),
+        ("int4", 1e-3, 1.0, 0.0, 4e-4),
+        ("topk", 1e-3, 1.0, 0.0, 8e-4),
     ],
 )
 def test_what_one_push_cannot_say_arrives_over_many(
@@ -136,8 +136,8 @@ def test_what_one_push_cannot_say_arrives_over_many(
     gradient[[0, 300, 600, 950]] = outlier
     sender = Sender(name)
     assert float(sender.apply(gradient, 1)[5]) == first
-    applied = sum((sender.apply(gradient, 1) for _ in range(400)), torch.zeros(NUMEL))
-    assert torch.allclose(applied / 400, gradient, atol=atol)
+    applied = sum((sender.apply(gradient, 1) for _ in range(200)), torch.zeros(NUMEL))
+    assert torch.allclose(applied / 200, gradient, atol=atol)
 
 
 @LOSSY
@@ -177,13 +177,13 @@ def test_what_a_small_part_lost_is_a_small_part_of_what_a_large_one_pays(name: s
 
 
 @LOSSY
-@settings(derandomize=True, database=None, max_examples=20)
+@settings(derandomize=True, database=None, max_examples=8)
 @given(
     sizes=st.lists(st.one_of(st.just(1), st.integers(1, 500)), min_size=1, max_size=20),
     seed=st.integers(0, 2**31),
 )
 @example(sizes=[500] * 19 + [1], seed=0)
-@example(sizes=[500, 1] * 40, seed=0)
+@example(sizes=[500, 1] * 20, seed=0)
 def test_what_is_applied_tracks_what_is_encoded_for_batches_of_any_sizes(
     name: str, sizes: list[int], seed: int
 ) -> None:
@@ -202,7 +202,7 @@ def test_what_is_applied_tracks_what_is_encoded_for_batches_of_any_sizes(
 
 
 @LOSSY
-@settings(derandomize=True, database=None, max_examples=20)
+@settings(derandomize=True, database=None, max_examples=8)
 @given(
     parts=st.lists(
         st.tuples(
@@ -236,7 +236,7 @@ def test_what_is_applied_tracks_what_is_encoded_whatever_the_others_bring(
 def test_shares_that_are_known_leave_a_debt_that_does_not_grow(name: str) -> None:
     sender = Sender(name)
     difference = torch.zeros(NUMEL, dtype=torch.float64)
-    for number in range(150):
+    for number in range(80):
         gradient, share = sender.gradient(number), [1 / 64, 1 / 2, 1 / 4, 1.0][number % 4]
         difference += share * (gradient.double() - sender.apply(gradient, share).double())
         assert float(difference.abs().max()) <= 5.5 * BOUNDS[name]
@@ -300,7 +300,7 @@ def test_a_push_without_a_share_is_refused() -> None:
 # It is kept over a restart.
 
 
-@settings(derandomize=True, database=None, max_examples=40)
+@settings(derandomize=True, database=None, max_examples=20)
 @given(
     name=st.sampled_from(NAMES),
     before=st.integers(1, 5),

@@ -1,13 +1,14 @@
 """Training in a single process, step by step."""
 
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from harness import digits_config
+from processes import Processes
 from smolcluster.configs.schema import (
     DatasetPlace,
     GradientClipping,
@@ -122,8 +123,9 @@ def test_a_diverging_run_stops_naming_step_and_layer(digits: Dataset) -> None:
         take_all(train, digits)
 
 
-def test_training_on_the_digits_loads_no_library_that_is_slow_to_import() -> None:
-    code = """
+def test_training_on_the_digits_loads_no_library_that_is_slow_to_import(tmp_path: Path) -> None:
+    program = tmp_path / "digits.py"
+    program.write_text("""
 import sys
 import torch
 from smolcluster.configs.schema import DatasetConfig, DatasetPlace, SimpleNNConfig, TrainConfig
@@ -134,8 +136,7 @@ bench = build(train, 1, DatasetPlace(), torch.device("cpu"))
 next(training_steps(bench, train))
 bench.evaluate()
 print(sorted({"torchvision", "sklearn", "scipy", "torch._dynamo"} & set(sys.modules)))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "[]"
+""")
+    with Processes(tmp_path) as processes:
+        child = processes.start(sys.executable, str(program))
+        assert (child.wait(), child.output.strip()) == (0, "[]")
