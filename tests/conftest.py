@@ -1,5 +1,8 @@
 """What holds for all tests."""
 
+import atexit
+import functools
+import gc
 import os
 import shutil
 import signal
@@ -28,6 +31,9 @@ from smolcluster.utils.stopping import SIGNALS
 from smolcluster.wire import acceptor, node
 from smolcluster.wire.connection import listen
 from smolcluster.wire.local import listen_beside
+
+gc.disable()  # until all tests are collected: next to nothing of what that makes is garbage
+atexit.register(gc.unfreeze)  # or extension modules report that their objects are never freed
 
 for number in SIGNALS:  # nohup, for one, has its children ignore a hang-up, which the tests send
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -71,6 +77,19 @@ DEADLINE_S = 60.0
 """Of any other test."""
 
 
+@functools.cache
+def parts_and_deadline(file: Path) -> tuple[list[str], float]:
+    """The parts that a file's tests are of, and their deadline in seconds."""
+    path = file.relative_to(TESTS) if file.is_relative_to(TESTS) else Path("other")
+    parts = [
+        part for part, patterns in PARTS.items() if any(path.match(pattern) for pattern in patterns)
+    ]
+    deadline_s = DEADLINES_S.get(path.parts[0], DEADLINE_S)
+    for part in parts:
+        deadline_s = DEADLINES_S.get(part, deadline_s)
+    return parts, deadline_s
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of each part, and give each a deadline: the longer, the busier the machine is.
@@ -80,14 +99,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     load = max(1.0, max(num_processes, os.getloadavg()[0]) / (os.cpu_count() or 1))
     for item in items:
-        path = item.path.relative_to(TESTS) if item.path.is_relative_to(TESTS) else Path("other")
-        deadline_s = DEADLINES_S.get(path.parts[0], DEADLINE_S)
-        for part, patterns in PARTS.items():
-            if any(path.match(pattern) for pattern in patterns):
-                item.add_marker(part)
-                deadline_s = DEADLINES_S.get(part, deadline_s)
+        parts, deadline_s = parts_and_deadline(item.path)
+        for part in parts:
+            item.add_marker(part)
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(load * deadline_s))
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: the garbage collector need not look through it again and again."""
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:
