@@ -154,7 +154,7 @@ def summed(stages: list[OwnStage]) -> dict[str, Tensor]:
     ("make", "num_ranks"),
     [
         (sequential, (1, 3)),
-        (gpt, (1, 2, 3, 4)),
+        (gpt, (1, 2, 4)),
         (noisy, (2,)),
         (hugging_face, (3,)),
         (noisy_targets, (1, 2)),

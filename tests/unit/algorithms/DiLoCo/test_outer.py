@@ -29,7 +29,7 @@ from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import OuterStep
 from unit.algorithms.SynchronousPS.actors import small_replica
 
-REPEATABLE = settings(derandomize=True, database=None)
+REPEATABLE = settings(derandomize=True, database=None, max_examples=40)
 NUMBERS = st.floats(-10, 10, width=32)
 
 
@@ -397,7 +397,7 @@ class Decoded:
         self.version = update.version
 
 
-@settings(derandomize=True, database=None, max_examples=40)
+@settings(derandomize=True, database=None, max_examples=20)
 @given(
     codec_name=st.sampled_from(["bf16", "int8", "int4"]),
     seed=st.integers(0, 2**31),

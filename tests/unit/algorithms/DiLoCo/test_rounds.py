@@ -22,7 +22,7 @@ from smolcluster.algorithms.DiLoCo.rounds import (
 )
 from smolcluster.algorithms.DiLoCo.timing import Pace, Timing, plan_round
 
-REPEATABLE = settings(derandomize=True, database=None)
+REPEATABLE = settings(derandomize=True, database=None, max_examples=40)
 PACES = st.builds(
     Pace,
     step_s=st.floats(0.01, 10),

@@ -165,8 +165,6 @@ def run_of(tmp_path: Path, *overrides: str) -> Iterator[Run]:
     ("codec", "optimizer"),
     [
         ("fp32", "adam"),
-        ("int8", "adam"),
-        ("fp32", "sgd"),
         ("int8", "sgd"),
         ("fp32", "sgd optimizer_args.momentum=0.9"),
         ("fp32", "NAdam"),

@@ -334,7 +334,7 @@ class Chaos:
             assert sorted(done) == list(range(part.num_counted)), "a prefix of the part, too"
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     num_buckets=st.integers(1, 5),

@@ -45,6 +45,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3": GROUPED,
     }
 )
+AS_LLAMA = ("gemma", "mistral", "phi", "qwen2", "qwen3")
 
 
 def of(architecture: str) -> Workload:
@@ -103,7 +104,14 @@ def whole(trained: Workload) -> nn.Module:
         return trained.new_model()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        # llama and gemma2 go the same way
+        pytest.param(name, marks=pytest.mark.nightly if name in AS_LLAMA else ())
+        for name in ARCHITECTURES
+    ],
+)
 def test_three_stages_are_the_model(architecture: str) -> None:
     trained = of(architecture)
     assert num_layers(trained) == 3

@@ -124,7 +124,7 @@ def summed(stages: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_gives_the_loss_and_gradients_of_one_process(schedule: str) -> None:
     expected, count, grads = alone(gpt(), tokens())
-    for ranks in range(1, 5):
+    for ranks in (1, 2, 3):
         loss, stages = run(gpt(), schedule, ranks, tokens())
         assert loss.total == pytest.approx(expected, rel=1e-9)
         assert loss.num_terms == count
