@@ -246,11 +246,11 @@ def test_another_seed_text_or_model_does_not_go_on(tmp_path: Path) -> None:
 # Patience
 
 
-def test_patience_ends_a_run_early_and_says_why(tmp_path: Path) -> None:
+def test_patience_ends_a_run_early_says_why_and_it_goes_on_with_more_of_it(tmp_path: Path) -> None:
     run = Run(tmp_path, "mine", *FROZEN, "training.patience=2", "training.eval_steps=3")
     summary = run.train()
     assert run.evaluated()[:3] == [3, 6, 9]
-    assert summary.steps == 9
+    assert (summary.steps, summary.num_bad_evals) == (9, 2)
     assert summary.samples_applied == 9 * 4 < summary.train_samples
     end = run.end()
     assert end.ok
@@ -258,6 +258,13 @@ def test_patience_ends_a_run_early_and_says_why(tmp_path: Path) -> None:
     assert run.newest.state.step == 9
     assert run.paths.sample.is_file()
     assert summary.final.val_loss is not None
+
+    for change in ("training.patience=2", "training.epochs=9"):
+        with pytest.raises(CheckpointError, match="raise patience above 2 or set it to null"):
+            run.train(change, resume="mine")
+    assert run.train("training.patience=4", resume="mine").steps == 15
+    summary = run.train("training.patience=null", resume="mine")
+    assert (summary.samples_applied, summary.num_bad_evals) == (summary.train_samples, None)
 
 
 def test_a_run_that_gets_better_is_not_ended(tmp_path: Path) -> None:
@@ -269,17 +276,6 @@ def test_a_run_that_gets_better_is_not_ended(tmp_path: Path) -> None:
     assert losses == sorted(losses, key=lambda loss: -(loss or 0))
     assert summary.samples_applied == summary.train_samples
     assert run.end().reason == "every sample of every epoch has been applied"
-
-
-def test_a_run_that_ran_out_of_patience_goes_on_with_more_of_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, "mine", *FROZEN, "training.patience=2", "training.eval_steps=3")
-    assert run.train().num_bad_evals == 2
-    for change in ("training.patience=2", "training.epochs=9"):
-        with pytest.raises(CheckpointError, match="raise patience above 2 or set it to null"):
-            run.train(change, resume="mine")
-    assert run.train("training.patience=4", resume="mine").steps == 15
-    summary = run.train("training.patience=null", resume="mine")
-    assert (summary.samples_applied, summary.num_bad_evals) == (summary.train_samples, None)
 
 
 def test_weights_that_a_run_began_with_are_not_asked_for_again(tmp_path: Path) -> None:
