@@ -12,8 +12,6 @@ import torch
 from smolcluster.training.finetune import lora_config
 from smolcluster.utils.isolated_rng import forked_rng
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
 LAYERS = 3
 WORKLOAD = "smolcluster.training.finetune:workload"
 WIDTHS = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
@@ -29,6 +27,14 @@ SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
+def transformers() -> Any:
+    return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def peft() -> Any:
+    return pytest.importorskip("peft", reason="peft is not installed")
+
+
 def saved(
     folder: Path,
     architecture: str = "llama",
@@ -37,10 +43,10 @@ def saved(
     **sizes: int,
 ) -> Path:
     """The folder of a random model; `part_size`: of each of its files; `sizes`: other ones."""
-    config = transformers.AutoConfig.for_model(architecture, **{**SIZES[architecture], **sizes})
+    config = transformers().AutoConfig.for_model(architecture, **{**SIZES[architecture], **sizes})
     with forked_rng():
         torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder, max_shard_size=part_size)
     return folder
 

@@ -6,7 +6,6 @@ from types import MappingProxyType
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BatchEncoding
 
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import NonFiniteLoss, UserCodeError
@@ -17,8 +16,7 @@ from smolcluster.training.replica import Replica
 META = torch.device("meta")
 
 
-@pytest.mark.parametrize("kind", [dict, OrderedDict, MappingProxyType, UserDict, BatchEncoding])
-def test_tensors_of_every_mapping_are_brought_to_the_device_and_type(kind: type) -> None:
+def check_placed(kind: type) -> None:
     batch = kind({"input": torch.zeros(2), "more": kind({"ids": torch.arange(3), "name": "a"})})
     found = placed(batch, META, torch.float64)
     assert (found["input"].device, found["input"].dtype) == (META, torch.float64)
@@ -27,6 +25,17 @@ def test_tensors_of_every_mapping_are_brought_to_the_device_and_type(kind: type)
     assert batch["input"].device.type == batch["more"]["ids"].device.type == "cpu"
     if issubclass(kind, UserDict):
         assert type(found) is type(found["more"]) is kind
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, MappingProxyType, UserDict])
+def test_tensors_of_every_mapping_are_brought_to_the_device_and_type(kind: type) -> None:
+    check_placed(kind)
+
+
+def test_tensors_of_a_tokenizer_are_brought_there_too() -> None:
+    from transformers import BatchEncoding
+
+    check_placed(BatchEncoding)
 
 
 def test_nan_in_the_inputs_is_named_whatever_mapping_holds_them() -> None:

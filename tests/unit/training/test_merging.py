@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrained_models import adapters, saved
+from pretrained_models import adapters, peft, saved, transformers
 from smolcluster.errors import CheckpointError
 from smolcluster.training.merging import write_adapters, write_merged
 from smolcluster.training.pretrained import Pretrained
 from smolcluster.utils.isolated_rng import forked_rng
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-peft = pytest.importorskip("peft", reason="peft is not installed")
 
 
 def trained(model: Pretrained) -> tuple[Any, dict[str, Tensor]]:
@@ -29,7 +26,7 @@ def trained(model: Pretrained) -> tuple[Any, dict[str, Tensor]]:
 
 
 def loaded(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return transformers().AutoModelForCausalLM.from_pretrained(folder)
 
 
 def check_equal(model: Any, expected: Any) -> None:
@@ -67,7 +64,7 @@ def test_adapters_load_in_plain_peft(tmp_path: Path, architecture: str) -> None:
     model = Pretrained(saved(tmp_path / "base", architecture), lora=adapters())
     whole, values = trained(model)
     write_adapters(model, values, tmp_path / "adapters")
-    found = peft.PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "adapters")
+    found = peft().PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "adapters")
     check_equal(found, whole)
 
 

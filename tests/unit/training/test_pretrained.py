@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pretrained_models import WORKLOAD, adapters, saved, text_arguments
+from pretrained_models import WORKLOAD, adapters, peft, saved, text_arguments, transformers
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.training import pretrained
 from smolcluster.training.finetune import next_token_loss
@@ -25,9 +25,6 @@ from smolcluster.training.weight_files import INDEX_FILE, WEIGHTS_FILE
 from smolcluster.training.workload import Workload
 from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.seed import derive_seed
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-peft = pytest.importorskip("peft", reason="peft is not installed")
 
 SEED = 5
 CPU = torch.device("cpu")
@@ -93,9 +90,9 @@ def test_adapters_of_all_stages_are_those_that_peft_loads(tmp_path: Path) -> Non
         own = dict(stage(model, *cut).named_parameters())
         union |= {name: each for name, each in own.items() if is_adapter(name)}
     with torch.device("meta"):
-        config = transformers.AutoConfig.from_pretrained(tmp_path / "base")
-        base = transformers.AutoModelForCausalLM.from_config(config)
-        unsplit = peft.get_peft_model(base, adapters("q_proj", "up_proj"))
+        config = transformers().AutoConfig.from_pretrained(tmp_path / "base")
+        base = transformers().AutoModelForCausalLM.from_config(config)
+        unsplit = peft().get_peft_model(base, adapters("q_proj", "up_proj"))
     names = {name for name, each in unsplit.named_parameters() if each.requires_grad}
     assert union.keys() == names
 
@@ -149,18 +146,21 @@ def test_weights_that_do_not_fit_their_configuration_are_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("lora", "words"),
-    [
-        (SimpleNamespace(), "must be a LoraConfig"),
-        (peft.LoraConfig(use_dora=True), "use_dora"),
-        (peft.LoraConfig(modules_to_save=["lm_head"]), "modules_to_save"),
-        (peft.LoraConfig(init_lora_weights="pissa"), "init_lora_weights"),
-    ],
+    ("setting", "value"),
+    [("use_dora", True), ("modules_to_save", ["lm_head"]), ("init_lora_weights", "pissa")],
 )
-def test_adapters_that_cannot_be_split_are_refused(tmp_path: Path, lora: Any, words: str) -> None:
+def test_adapters_that_cannot_be_split_are_refused(
+    tmp_path: Path, setting: str, value: Any
+) -> None:
     saved(tmp_path)
-    with pytest.raises(ConfigError, match=words):
-        Pretrained(tmp_path, lora=lora)
+    with pytest.raises(ConfigError, match=setting):
+        Pretrained(tmp_path, lora=peft().LoraConfig(**{setting: value}))
+
+
+def test_adapters_must_be_those_of_peft(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(ConfigError, match="must be a LoraConfig"):
+        Pretrained(tmp_path, lora=SimpleNamespace())
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "nothing"), ("nothing",)])

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from smolcluster.algorithms.Mesh import parallel
@@ -17,6 +16,8 @@ from smolcluster.training.stages.huggingface import HuggingFaceStage
 
 @pytest.fixture
 def stage() -> HuggingFaceStage:
+    import transformers
+
     config = transformers.OPTConfig(
         vocab_size=24,
         hidden_size=16,

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import (
@@ -92,6 +91,8 @@ def test_zb_v_waits_for_the_first_microbatch_alone(ranks: int, num: int) -> None
 @pytest.mark.parametrize(("ranks", "num"), [(1, 2), (2, 5), (3, 6), (4, 8), (5, 13)])
 def test_dualpipe_v_is_that_of_torch(ranks: int, num: int) -> None:
     """What it would overlap is forward, then backward, here."""
+    from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
     size: Any = SimpleNamespace(pp_group_size=ranks, _n_microbatches=num)
     ops = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     for rank, own in enumerate(dualpipe_v(ranks, num)):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pretrained_models import transformers
 from smolcluster.errors import ConfigError
 from smolcluster.training.stages import huggingface
 from smolcluster.training.stages.build import build_stage, model_input, num_layers, output_loss
@@ -16,8 +17,6 @@ from smolcluster.training.stages.huggingface import language_model
 from smolcluster.training.workload import Workload
 from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.seed import derive_seed
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 SEED = 5
 WIDTHS = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
@@ -49,13 +48,13 @@ AS_LLAMA = ("gemma", "mistral", "phi", "qwen2", "qwen3")
 
 
 def of(architecture: str) -> Workload:
-    config = transformers.AutoConfig.for_model(architecture, **ARCHITECTURES[architecture])
+    config = transformers().AutoConfig.for_model(architecture, **ARCHITECTURES[architecture])
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         result: Tensor = model(**batch).loss
         return result
 
-    return Workload(lambda: transformers.AutoModelForCausalLM.from_config(config), loss, [0])
+    return Workload(lambda: transformers().AutoModelForCausalLM.from_config(config), loss, [0])
 
 
 @pytest.mark.parametrize(
@@ -67,16 +66,16 @@ def of(architecture: str) -> Workload:
 )
 def test_a_model_that_says_no_number_of_blocks_is_no_language_model(config: dict[str, Any]) -> None:
     kind = config.pop("model_type")
-    made = transformers.AutoConfig.for_model(kind, **config)
-    assert language_model(transformers.AutoModel.from_config(made)) is None
+    made = transformers().AutoConfig.for_model(kind, **config)
+    assert language_model(transformers().AutoModel.from_config(made)) is None
 
 
 def test_a_configuration_may_raise_anything() -> None:
-    class Several(transformers.LlamaConfig):  # type: ignore[misc, name-defined]
+    class Several(transformers().LlamaConfig):  # type: ignore[misc]
         def get_text_config(self, **_: Any) -> Any:
             raise ValueError("two text configurations")
 
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
+    model = transformers().LlamaForCausalLM(transformers().LlamaConfig(**GROUPED))
     model.config = Several(**GROUPED)
     assert language_model(model) is None
     model.config = {"num_hidden_layers": 3}
@@ -167,9 +166,9 @@ def test_an_architecture_that_scales_what_it_is_given_is_refused(
 def test_the_check_of_a_wide_model_is_of_a_narrow_one(monkeypatch: pytest.MonkeyPatch) -> None:
     widths = {"hidden_size": 2048, "num_attention_heads": 64, "intermediate_size": 8192}
     sizes = {**SIZES, **widths, "num_key_value_heads": 16, "num_hidden_layers": 48}
-    config = transformers.AutoConfig.for_model("llama", **sizes)
+    config = transformers().AutoConfig.for_model("llama", **sizes)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers().AutoModelForCausalLM.from_config(config)
     twins: list[Any] = []
     observed = huggingface._observed
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pretrained_models import transformers
 from smolcluster.training.stages.measure import (
     LayerToMeasure,
     key_of,
@@ -14,8 +15,6 @@ from smolcluster.training.stages.measure import (
 )
 from smolcluster.training.workload import Workload
 from waiting import Clock
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 CPU = torch.device("cpu")
 
@@ -86,7 +85,7 @@ def test_what_takes_longer_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_hugging_face_model_is_measured_block_by_block() -> None:
     """The first block has the embedding with it, the last one the head; those between are alike."""
-    config = transformers.LlamaConfig(
+    config = transformers().LlamaConfig(
         vocab_size=50,
         hidden_size=16,
         intermediate_size=24,
@@ -101,7 +100,7 @@ def test_a_hugging_face_model_is_measured_block_by_block() -> None:
 
     tokens = torch.randint(0, 50, (2, 8))
     workload = Workload(
-        lambda: transformers.AutoModelForCausalLM.from_config(config), loss, [tokens[0]]
+        lambda: transformers().AutoModelForCausalLM.from_config(config), loss, [tokens[0]]
     )
     found = measure_workload(workload, 0, 1, CPU).layers
     block = found[1].trained_bytes
