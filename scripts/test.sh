@@ -51,7 +51,7 @@ wait "$packages"
 cat "$beside/packages"
 if [ ! -d tests/unit/__pycache__ ]; then # or all processes would do it at once, each for itself
   "$uv" run --no-sync pytest -n 0 --collect-only -q -m "" >/dev/null || true
-  "$uv" run --no-sync python -c "import peft, torch.distributed.pipelining, torch._dynamo" || true
+  .venv/bin/python -c "import peft, torch.distributed.pipelining, torch._dynamo" || true
 fi
 
 printf '\n== pytest, and mypy beside it\n'
