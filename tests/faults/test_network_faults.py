@@ -1,6 +1,6 @@
 """Connections that fail at every point of the protocol, in every way: the run ends as if they had not.
 
-A choice of the matrix runs always; the rest is marked `faults`.
+A choice of the matrix is `slow`; the rest is `nightly`.
 """
 
 import re

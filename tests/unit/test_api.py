@@ -13,6 +13,8 @@ def test_importing_the_package_imports_no_torch() -> None:
         "import sys, smolcluster\n"
         "assert smolcluster.errors.ConfigError.exit_code == 2\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "smolcluster.Workload\n"
+        "assert 'torch' in sys.modules\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120

@@ -13,7 +13,7 @@ NUM_LABS = 2
 
 
 def is_story(item: pytest.Item) -> bool:
-    """Whether it is no test of each time."""
+    """Whether it runs in CI or at night only."""
     return any(map(item.get_closest_marker, ("slow", "nightly")))
 
 

@@ -37,7 +37,6 @@ def test_a_signal_after_the_last_step_costs_a_run_nothing(
         write(*args)
 
     monkeypatch.setattr(owner, "write_artifacts", interrupted)
-    monkeypatch.setattr(owner, "draw_curves", lambda _paths: None)  # a second each
     overrides = ["num_epochs=1", "eval_steps=1000", f"runs_dir={tmp_path}"]
     assert train("digits", overrides, run_id="r") == (0 if num_signals == 1 else 130)
     paths = find_run(tmp_path, "r")
