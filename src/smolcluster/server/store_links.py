@@ -355,8 +355,8 @@ class StoreLinks(ABC, Generic[Own]):
             if store.listens is not None:
                 continue
             session = store.session
-            if session is not None and session.num_sent > store.num_sent:
-                store.num_sent, store.waiting_since = session.num_sent, now
+            if session is not None and session.num_gone > store.num_sent:
+                store.num_sent, store.waiting_since = session.num_gone, now
             if now - store.waiting_since > limit_s:
                 missing, remedy = "did not come within", "start it"
                 if session is not None:

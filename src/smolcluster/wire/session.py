@@ -7,13 +7,11 @@ the session is cut, and the peer may come back.
 """
 
 import math
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -54,18 +52,11 @@ class Receiver(ABC):
 Later = Callable[[float], Frame | None]
 """Returns a frame when it may be sent, after so many seconds at most; None: it is wanted no more."""
 
-Frames = Sequence[Frame]
-"""Frames that are sent one after another, and count as one."""
-Outbound = Frame | Frames | Later | threading.Event | None
-"""What a writer gets: frames, now or later, somebody who waits until it is here, or the end."""
-
 HEARTBEATS_PER_TIMEOUT = 4
 LONGEST_PULSE_S = 1.0
 """Heartbeats also tell the round trip and what the worker does, and are followed by people."""
 MOST_UNREAD = 65_536
 """Events of one session that may wait in the inbox: more than any step has, and little memory."""
-FLUSH_TICK_S = 0.5
-"""How soon a wait for the writer sees that the session has ended."""
 
 
 class Session:
@@ -94,25 +85,25 @@ class Session:
         self._inbox = inbox
         self._longest_hold_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._heartbeat_every_s = min(self._longest_hold_s, LONGEST_PULSE_S)
-        self.num_queued = 0
-        """Frames that were ever queued; only the thread that queues counts them."""
-        self.num_sent = 0
-        """Frames of these that the system has taken over: their memory is free."""
-        self.num_dropped = 0
-        """Frames of these that were taken back; counted by the thread that queues."""
         self._max_queued = max_queued
-        self._outbound: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        """Guards what follows."""
+        self._queued: deque[Iterator[Frame]] = deque()
+        """What waits to be sent: frames that belong together, of which each may have to be waited for."""
+        self._begun: Iterator[Frame] | None = None
+        """Those that the writer is at."""
         self._urgent: deque[Frame] = deque()
-        self._rest: deque[Frame] = deque()
-        """What follows of the frames that belong together; only the writer touches it."""
-        self._rest_since = self._num_drops = 0
-        """How often what was queued had been taken back when they were begun, and until now."""
+        self._is_finishing = self._is_over = False
+        """Whether this side is closed when all of that has been sent, and whether it is."""
+        self.num_queued = 0
+        """What was ever queued; frames that belong together count as one."""
+        self.num_gone = 0
+        """Of these, what was sent or taken back: its memory is free."""
         self._reason: str | None = None
         self._room = threading.Semaphore(MOST_UNREAD)
         """For what has come and was not taken up yet."""
         self._started = threading.Event()
         """Others may know of the session just before it is started."""
-        self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name=f"reader-{session_id}", daemon=True)
         self._writer = threading.Thread(
             target=self._write, name=f"writer-{session_id}", daemon=True
@@ -129,34 +120,42 @@ class Session:
 
     def send_urgent(self, message: Message) -> None:
         """Send a small message after the frame that is being sent, before all others. Never blocks."""
-        self._urgent.append(frame_of(message))
-        self._outbound.put(threading.Event())  # lets the writer look
+        with self._changed:
+            self._urgent.append(frame_of(message))
+            self._changed.notify_all()
 
     def send_frame(self, frame: Frame) -> None:
         """Queue a ready frame, which may be shared with other sessions. Never blocks."""
-        self._queue(frame)
-
-    def send_frames(self, frames: Frames) -> None:
-        """Queue frames that belong together: between them come heartbeats and what is urgent."""
-        self._queue(frames)
+        self.send_frames((frame,))
 
     def send_later(self, later: Later) -> None:
         """Queue what the writer asks for a frame when its turn has come; all behind it wait for that."""
-        self._queue(later)
 
-    def _queue(self, item: Frame | Frames | Later) -> None:
-        if self.is_cut:
-            return
-        if self.backlog >= self._max_queued:
-            self.cut(f"it does not keep up: {self._max_queued} frames are waiting for it")
-            return
-        self.num_queued += 1
-        self._outbound.put(item)
+        def asked() -> Iterator[Frame]:
+            if (frame := later(self._longest_hold_s)) is not None:
+                yield frame
+
+        self.send_frames(asked())
+
+    def send_frames(self, frames: Iterable[Frame]) -> None:
+        """Queue frames that belong together: between them come heartbeats and what is urgent. Never blocks.
+
+        The writer asks for each when its turn has come.
+        """
+        with self._changed:
+            if self._is_over:
+                return
+            if self.backlog < self._max_queued:
+                self.num_queued += 1
+                self._queued.append(iter(frames))
+                self._changed.notify_all()
+                return
+        self.cut(f"it does not keep up: {self._max_queued} frames are waiting for it")
 
     @property
     def backlog(self) -> int:
         """Frames that wait, with the one that is being sent."""
-        return self.num_queued - self.num_sent - self.num_dropped
+        return self.num_queued - self.num_gone
 
     @property
     def is_crowded(self) -> bool:
@@ -165,15 +164,11 @@ class Session:
 
     def flush(self, timeout_s: float = math.inf) -> bool:
         """Wait until what is queued has been sent. Returns whether it was, or the session has ended."""
-        done = threading.Event()
-        self._outbound.put(done)
-        deadline = Deadline(min(timeout_s, threading.TIMEOUT_MAX))
-        if not self._started.wait(deadline.remaining()):
-            return False
-        while self._writer.is_alive() and not deadline.expired:
-            if done.wait(min(deadline.remaining(), FLUSH_TICK_S)):
-                return True
-        return not self._writer.is_alive()
+        with self._changed:
+            num = self.num_queued
+            return self._changed.wait_for(
+                lambda: self.num_gone >= num, min(timeout_s, threading.TIMEOUT_MAX)
+            )
 
     def end_with(self, close_message: Message) -> None:
         """Drop what is still queued, send a last report and a last message, then close this side."""
@@ -190,24 +185,26 @@ class Session:
 
     def drop_queued(self) -> None:
         """Take back what has not begun to be sent. Only the thread that queues may, unless nobody does."""
-        self._num_drops += 1
-        with suppress(queue.Empty):
-            while True:
-                item = self._outbound.get_nowait()
-                if isinstance(item, threading.Event):
-                    item.set()
-                elif item is not None:
-                    self.num_dropped += 1
+        with self._changed:
+            self.num_gone += len(self._queued)
+            self._queued.clear()
+            self._is_finishing = False
+            if self._begun is not None:  # the writer notes that it has gone
+                self._begun = iter(())
+            self._changed.notify_all()
 
     def finish(self) -> None:
         """Send what is queued, then close this side; the peer's closing ends the session."""
-        self._outbound.put(None)
+        with self._changed:
+            self._is_finishing = True
+            self._changed.notify_all()
 
     def cut(self, reason: str) -> None:
         """End the session at once. Whether queued messages arrived is unknown. The first reason counts."""
-        with self._lock:
+        with self._changed:
             if self._reason is None:
                 self._reason = reason
+            self._changed.notify_all()
         self.connection.abort()
 
     @property
@@ -244,60 +241,54 @@ class Session:
         finally:
             self.cut("an internal error in its reader, see the log file")
             self.receiver.close()
-            self._outbound.put(None)
             self._writer.join()
-            self.drop_queued()
             self.connection.close()
             self._inbox.put(SessionClosed(self.session_id, self._reason or ""))
 
     def _write(self) -> None:
         beat_at = time.monotonic() + self._heartbeat_every_s
         try:
-            while True:
+            while self._send_next(beat_at):
                 if time.monotonic() >= beat_at:  # however much is queued
                     self._beat()
                     beat_at = time.monotonic() + self._heartbeat_every_s
-                if not self._send_next(max(0.0, beat_at - time.monotonic())):
-                    break
             self.connection.end_sending()
         except SmolclusterError as error:
             self.cut(str(error))
         except BaseException:
             self.cut("an internal error in its writer, see the log file")
             raise
+        finally:
+            with self._changed:
+                self.drop_queued()
+                self._begun, self._is_over = None, True
+                self.num_gone = self.num_queued
 
-    def _send_next(self, timeout_s: float) -> bool:
-        """Send what comes next, if anything does in time, and keep no hold of it; False: that was all."""
-        try:
-            item = self._next_of_rest() or self._outbound.get(timeout=timeout_s)
-        except queue.Empty:
-            return True
-        while self._urgent:
-            self.connection.send_frame(self._urgent.popleft())
-        if isinstance(item, Sequence):
-            self._rest.extend(item)
-            self._rest_since = self._num_drops
-            if not self._rest:  # there were none
-                self.num_sent += 1
-        elif isinstance(item, threading.Event):
-            item.set()
-        elif item is not None:
-            frame = item if isinstance(item, Frame) else item(self._longest_hold_s)
-            if frame is not None:
-                self.connection.send_frame(frame)
-            if not self._rest:
-                self.num_sent += 1
-        return item is not None
+    def _send_next(self, wait_until: float) -> bool:
+        """Send what comes next, if anything does by then, and keep no hold of it; False: that was all."""
+        with self._changed:
+            self._changed.wait_for(self._has_work, max(0.0, wait_until - time.monotonic()))
+            urgent = list(self._urgent)
+            self._urgent.clear()
+            if self._begun is None and self._queued:
+                self._begun = self._queued.popleft()
+            begun = self._begun
+            if self.is_cut or (self._is_finishing and begun is None and not urgent):
+                return False
+        for each in urgent:
+            self.connection.send_frame(each)
+        if begun is not None and (frame := next(begun, None)) is not None:
+            self.connection.send_frame(frame)
+        elif begun is not None:
+            with self._changed:
+                self._begun = None
+                self.num_gone += 1
+                self._changed.notify_all()
+        return True
 
-    def _next_of_rest(self) -> Frame | None:
-        """The next of frames that belong together, unless they have been taken back."""
-        if not self._rest:
-            return None
-        if self._rest_since != self._num_drops:
-            self._rest.clear()
-            self.num_sent += 1
-            return None
-        return self._rest.popleft()
+    def _has_work(self) -> bool:
+        has_any = self._urgent or self._begun is not None or self._queued
+        return bool(has_any) or self._is_finishing or self.is_cut
 
     def _beat(self) -> None:
         self.connection.send_frame(frame_of(self.clocks.beat(self._trouble())))

@@ -50,10 +50,10 @@ LISTENING = Listening(places=(HostPort(host="127.0.0.1", port=1),))
 
 @dataclass
 class FakeSession:
-    """What was sent, as messages and frames; `num_sent` is said by the test."""
+    """What was sent, as messages and frames; `num_gone` is said by the test."""
 
     session_id: int
-    num_sent: int = 0
+    num_gone: int = 0
     reason: str = ""
     sent: list[Message] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
@@ -135,9 +135,9 @@ def test_a_store_that_gets_no_further_with_its_slice_ends_the_run() -> None:
     win = open_session(stores, "win", 1)
     pi5 = open_session(stores, "pi5", 2)
     stores.handle(MessageReceived(pi5.session_id, LISTENING))
-    win.num_sent = 3
+    win.num_gone = 3
     stores.check_patience(began + 540)
-    win.num_sent = 4
+    win.num_gone = 4
     stores.check_patience(began + 1080)  # from the last frame on
     stores.check_patience(began + 1620)
     with pytest.raises(ClusterEmpty, match="win has not got on with its slice for 10 min"):
@@ -148,7 +148,7 @@ def test_a_store_that_comes_and_goes_without_taking_its_slice_ends_the_run() -> 
     stores, began = spread(), time.monotonic()
     for session_id, after_s in enumerate((0, 360), 1):
         win = open_session(stores, "win", session_id)
-        win.num_sent = 3
+        win.num_gone = 3
         stores.check_patience(began + after_s)
         stores.handle(SessionClosed(session_id, "it has crashed"))
     with pytest.raises(ClusterEmpty, match="win did not come within 10 min"):

@@ -94,7 +94,7 @@ class Peer(Timing):
             heard_at: when a piece of one came last.
             grace: seconds beyond what is expected; None: by what is expected.
         """
-        num_sent = self.worker.live_session.num_sent
+        num_sent = self.worker.live_session.num_gone
         is_idle = not (self.unanswered or owes_change) or self.outbox.is_waiting
         num_received = self.worker.gauge.received_bytes
         is_receiving = num_received - self.num_received >= LEAST_RECEIVED_NBYTES

@@ -14,11 +14,11 @@ computes: it alone connects, sends and receives, and copies between the accelera
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
-from typing import Any, overload
+from typing import Any
 
 import psutil
 import torch
@@ -460,21 +460,19 @@ class _Outbox:
         with self._lock:
             self._queued_nbytes += nbytes
 
-        def frames() -> list[Frame]:
-            return self._frames(key, tree, nbytes, codec, is_counted=is_counted)
-
-        self.session.send_frames(_Outgoing(frames))
+        frames = self._frames(key, tree, nbytes, codec, is_counted=is_counted)
+        self.session.send_frames(frames)
 
     def _frames(
         self, key: Key, tree: Batch, nbytes: int, codec: str, *, is_counted: bool
-    ) -> list[Frame]:
+    ) -> Iterator[Frame]:
         """The frames of a tree, none larger than the session allows; in the writer's thread."""
         try:
             encoded = _encoded(tree, codec)
         except DataError as error:
             what = DataError(f"{key} cannot be sent to another stage: {error}")
             self._mailbox.interrupt(what, through=key.attempt)
-            return []
+            return
         finally:
             with self._lock:
                 self._queued_nbytes -= nbytes
@@ -485,7 +483,7 @@ class _Outbox:
             with self._lock:
                 self._sent_nbytes += encoded.nbytes
         message = partial(self._message, key=key, nbytes=encoded.nbytes)
-        return list(byte_frames(message, encoded.slices(self.session.connection.max_payload)))
+        yield from byte_frames(message, encoded.slices(self.session.connection.max_payload))
 
     def _message(self, *, key: Key, offset: int, nbytes: int, tensor: TensorSpec) -> Message:
         piece = TransferPiece(**key._asdict(), offset=offset, nbytes=nbytes)
@@ -502,27 +500,6 @@ def _encoded(tree: Batch, codec: str) -> Encoded:
             "microbatches"
         )
     return encoded
-
-
-class _Outgoing(Sequence[Frame]):
-    """Frames that are made when the writer asks for the first one."""
-
-    def __init__(self, make: Callable[[], list[Frame]]) -> None:
-        self._make = make
-
-    @cached_property
-    def _frames(self) -> list[Frame]:
-        return self._make()
-
-    def __len__(self) -> int:
-        return len(self._frames)
-
-    @overload
-    def __getitem__(self, index: int) -> Frame: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Frame]: ...
-    def __getitem__(self, index: int | slice) -> Frame | list[Frame]:
-        return self._frames[index]
 
 
 class _Incoming(Receiver):

@@ -99,7 +99,7 @@ class StepMember:
     @property
     def num_gone(self) -> int:
         """Frames of those that were queued for it which need no memory any more."""
-        return self.session.num_sent + self.session.num_dropped
+        return self.session.num_gone
 
     def is_behind(self, num_steps: int) -> bool:
         """Whether it has not been sent the mean of `num_steps` commits ago; 1: of the last one."""

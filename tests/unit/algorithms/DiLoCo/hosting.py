@@ -66,7 +66,7 @@ class Line:
 
     session_id: int
     hears: Hears
-    num_sent: int = 0
+    num_gone: int = 0
     is_cut: bool = False
 
     def send(self, message: Message, payload: Buffer = b"") -> None:

@@ -17,7 +17,7 @@ def key(number: int) -> LeaseKey:
 
 def peer_with(num_batches: int) -> Peer:
     """A worker that has joined at 0, and was given so many batches then."""
-    session = SimpleNamespace(num_sent=num_batches)
+    session = SimpleNamespace(num_gone=num_batches)
     worker = SimpleNamespace(live_session=session, gauge=SimpleNamespace(received_bytes=0))
     peer = Peer(STEP_S, worker=worker, stepped_at=0.0, progressed_at=0.0, num_sent=num_batches)  # type: ignore[arg-type]
     for number in range(num_batches):
@@ -46,7 +46,7 @@ def test_who_has_nothing_to_do_is_never_late() -> None:
 def test_what_is_still_being_sent_or_loaded_is_not_expected_yet() -> None:
     peer = peer_with(2)
     for now in range(0, 1000, 20):
-        peer.worker.live_session.num_sent += 1
+        peer.worker.live_session.num_gone += 1
         assert not is_late(peer, float(now))
     peer.outbox.place()
     assert not is_late(peer, 5000.0)

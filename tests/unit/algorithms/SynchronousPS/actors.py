@@ -40,8 +40,7 @@ class Post(Session):
     def __init__(self, session_id: int = 1) -> None:
         self.session_id = session_id
         self.num_queued = 0
-        self.num_sent = 0
-        self.num_dropped = 0
+        self.num_gone = 0
         self.is_full = False
         self.frames: list[Frame] = []
         self.cut_because = ""
@@ -58,7 +57,7 @@ class Post(Session):
     def drop_queued(self) -> None:
         """All but a frame that is being sent."""
         waiting = max(0, self.backlog - 1)
-        self.num_dropped += waiting
+        self.num_gone += waiting
         del self.frames[len(self.frames) - waiting :]
 
     @property

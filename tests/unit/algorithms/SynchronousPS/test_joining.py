@@ -70,7 +70,7 @@ class Joiner:
     def follow(self) -> None:
         """Take what has been sent, as it is now."""
         frames, self._post.frames = self._post.frames, []
-        self._post.num_sent = self._post.num_queued
+        self._post.num_gone = self._post.num_queued
         for frame in frames:
             event = deliver(frame, self._receiver)
             if event is not None:
@@ -123,7 +123,7 @@ class Run:
         self._post = post_of(peer)
         self._receiver = server.receiver_for(1)
         self._sender = GradientSender(server.context.codec, server.replica)
-        self._post.num_sent = self._post.num_queued
+        self._post.num_gone = self._post.num_queued
         server.pool.started = True
         server.advance(0.0)
 
@@ -132,7 +132,7 @@ class Run:
         replica, version = self.server.replica, self.server.version
         lease = next(each.lease for each in self._post.said if isinstance(each, Assignment))
         self._post.frames.clear()
-        self._post.num_sent = self._post.num_queued
+        self._post.num_gone = self._post.num_queued
         replica.grads.copy_(random_gradient(replica.num_params, version))
         loss = BatchLoss(0.5, lease.stop - lease.start)
         for frame in self._sender.frames(lease, version, loss, 0.25):

@@ -95,7 +95,7 @@ class House:
 def clear(member: StepMember) -> None:
     """All that is queued has been sent."""
     post = post_of(member.worker)
-    post.num_sent = post.num_queued - post.num_dropped
+    post.num_gone = post.num_queued
     post.frames.clear()
 
 
@@ -147,11 +147,11 @@ def test_a_joiner_gets_its_buffers_before_the_state_and_the_open_mean_after_it(
 
 def test_a_joiner_gets_no_part_before_the_state_has_left(house: House) -> None:
     member = house.newcomer(1)
-    post_of(member.worker).num_sent = 8
+    post_of(member.worker).num_gone = 8
     house.members.note_joined()
     assert house.members.free == []
     assert still_joins(member, 2) == "1 frames of the state wait for it"
-    post_of(member.worker).num_sent = 9
+    post_of(member.worker).num_gone = 9
     house.members.note_joined()
     assert house.members.free == [member]
     assert still_joins(member, 2) is None
@@ -162,7 +162,7 @@ def test_a_joiner_whose_link_takes_five_frames_a_step_joins(house: House) -> Non
     joiner = house.newcomer(1)
     post = post_of(joiner.worker)
     for version in range(1, 5):
-        post.num_sent = min(post.num_sent + 5, post.num_queued)
+        post.num_gone = min(post.num_gone + 5, post.num_queued)
         commit(house, version)
         assert house.members.laggards == []
         house.members.note_joined()
@@ -172,7 +172,7 @@ def test_a_joiner_whose_link_takes_five_frames_a_step_joins(house: House) -> Non
 def test_a_joiner_whose_link_takes_less_than_a_mean_a_step_is_parked(house: House) -> None:
     joiner = house.newcomer(1)
     for version in range(1, 10):
-        post_of(joiner.worker).num_sent += 2
+        post_of(joiner.worker).num_gone += 2
         commit(house, version)
         house.members.note_joined()
     assert not joiner.joined
@@ -450,8 +450,8 @@ def test_who_has_not_been_sent_the_step_before_the_last_lags(
     before = post.num_queued
     for version in (1, 2):
         commit(house, version)
-        post_of(quick.worker).num_sent = post_of(quick.worker).num_queued
-    post.num_sent = before + 3 - num_missing  # nothing of step 2, and so many frames less of step 1
+        post_of(quick.worker).num_gone = post_of(quick.worker).num_queued
+    post.num_gone = before + 3 - num_missing  # nothing of step 2, and so many frames less of step 1
     assert house.members.laggards == ([(member, "it is 2 steps behind")] if num_missing else [])
     assert not post.is_cut
 
