@@ -49,7 +49,7 @@ from smolcluster.runs.status import (
     unbegun,
 )
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
-from smolcluster.server.board import StatusBoard
+from smolcluster.server.board import StatusBoard, link_stats
 from smolcluster.server.process_stats import Gauge, ProcessStats
 from smolcluster.server.rates import Rates
 from smolcluster.server.records import Records
@@ -220,9 +220,9 @@ class Report(Listener):
         if isinstance(message, Logged):
             self._logged(worker, message.values)
             return
-        kept = self.board.heard(worker, message)
+        kept = worker.gauge.take(message)
         if kept is not None:
-            self._measured("worker", kept, **worker.who)
+            self._measured("worker", kept | link_stats(worker), **worker.who)
         best = worker.live_session.clocks.best
         if self._records.spans and best:
             self._records.spans.write("worker", message, ahead_s=best.offset_s, **worker.who)

@@ -30,7 +30,7 @@ class Setting:
         connection = SimpleNamespace(
             last_byte_at=self.clock, address="10.10.0.2", bytes_sent=30, bytes_received=70
         )
-        session: Any = SimpleNamespace(connection=connection)
+        session: Any = SimpleNamespace(connection=connection, clocks=SimpleNamespace(best=None))
         return Worker(Member(session_id, worker_id, node, "abcdef01"), session)
 
     def join(self, worker_id: int = 1, node: str = "pi5", device: str = "cpu") -> Worker:

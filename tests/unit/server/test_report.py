@@ -24,6 +24,7 @@ from smolcluster.server.report import Report
 from smolcluster.server.worker import Worker
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.training.loop import StepTaken
+from smolcluster.wire.clocks import Clocks
 from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import LeaseKey, Logged
 from smolcluster.wire.session import Session
@@ -271,7 +272,9 @@ def test_a_run_out_of_patience_says_so(parts: Parts, report: Report, reason: str
 def test_patience_counts_the_evaluations_of_one_worker(parts: Parts, report: Report) -> None:
     connection = SimpleNamespace(address="", last_byte_at=0.0, bytes_received=0, bytes_sent=0)
     first, second = (
-        Worker(worker.member, cast("Session", SimpleNamespace(connection=connection)))
+        Worker(
+            worker.member, cast("Session", SimpleNamespace(connection=connection, clocks=Clocks()))
+        )
         for worker in (WORKER, OTHER)
     )
     for worker in (first, second):
