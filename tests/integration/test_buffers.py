@@ -25,6 +25,7 @@ from own_workloads import (
     run,
     settings_for,
 )
+from peers import next_event
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS.sharing import sizes_by_share
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
@@ -32,14 +33,15 @@ from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import Rejected
 from smolcluster.server.assignment import Assigned
-from smolcluster.server.evaluator import EvaluationFinished, Evaluator
+from smolcluster.server.evaluator import Evaluator
 from smolcluster.server.push import Pushed
 from smolcluster.training.batches import placed
 from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
+from smolcluster.training.evaluate import Evaluation
 from smolcluster.training.loop import training_steps
 from smolcluster.training.schedule import learning_rate
-from smolcluster.wire.inbox import Inbox
+from smolcluster.wire.inbox import Call, Inbox
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -112,16 +114,17 @@ def test_the_buffers_that_are_evaluated_are_those_of_the_step() -> None:
     settings = settings_for("syncps", 1)
     train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
     training = build(train, seed, settings.node.dataset, CPU, workload=normed(held_out=True))
-    inbox = Inbox()
-    with Evaluator(training, inbox, every=1, log=logging.getLogger("test")) as evaluator:
+    inbox, told = Inbox(), list[Evaluation]()
+    done = lambda _version, _epoch, evaluation: told.append(evaluation)  # noqa: E731
+    log = logging.getLogger("test")
+    with Evaluator(training, inbox, done, every=1, log=log) as evaluator:
         for _ in itertools.islice(training_steps(training, train), 3):
             pass
         evaluation = training.evaluate()
         assert evaluator.after_step(3, 0)
         training.compute(torch.arange(32))  # while it evaluates
-        done = inbox.get(60.0)
-    assert isinstance(done, EvaluationFinished)
-    assert done.evaluation == evaluation
+        next_event(inbox, Call).run()
+    assert told == [evaluation]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

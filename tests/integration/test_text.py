@@ -20,10 +20,11 @@ from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import Evaluated, EventLog, RunEnded
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import Summary, read_summary
-from smolcluster.server.evaluator import EvaluationFinished, Evaluator
+from smolcluster.server.evaluator import Evaluator
 from smolcluster.server.records import Records
 from smolcluster.training.build import build
-from smolcluster.wire.inbox import Inbox
+from smolcluster.training.evaluate import Evaluation
+from smolcluster.wire.inbox import Call, Inbox
 from texts import FROZEN, TINY, tiny_settings, write_text
 
 ALGORITHMS: tuple[AlgorithmName, ...] = ("edp", "syncps")
@@ -156,12 +157,15 @@ def test_evaluation_in_the_background_is_of_the_weights_of_its_step(text: Path) 
         training.replica.step(0.05)
     expected, inbox = training.evaluate(), Inbox()
     assert expected is not None
-    with Evaluator(training, inbox, every=3, log=logger([])) as evaluator:
+    told: list[tuple[int, int, Evaluation]] = []
+    done = lambda *event: told.append(event)  # noqa: E731
+    with Evaluator(training, inbox, done, every=3, log=logger([])) as evaluator:
         assert evaluator.after_step(3, 0)
         training.replica.params.zero_()  # training goes on
-        event = next_event(inbox, EvaluationFinished)
-    assert event.version == 3
-    assert event.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
+        next_event(inbox, Call).run()
+    [(version, _, evaluation)] = told
+    assert version == 3
+    assert evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -247,10 +247,12 @@ class ServerContext(PoolContext):
             shares=cluster.store_shares,
         )
 
-    def new_evaluator(self) -> Evaluator:
-        every = self.run.train.eval_steps
+    def new_evaluator(self, report: Report) -> Evaluator:
         return Evaluator(
-            self.training, self.inbox, every=every, log=self.log, check_stop=self.check_stop
+            *(self.training, self.inbox, report.evaluated),
+            every=self.run.train.eval_steps,
+            log=self.log,
+            check_stop=self.check_stop,
         )
 
     def new_saver(

@@ -65,7 +65,7 @@ class LeasingServer(ABC):
         self.feed = context.open_feed()
         self.pool = context.open_pool(self.receiver_for, self.stores, num_more=num_more)
         self.report = self.pool.listener
-        self.evaluator = context.new_evaluator()
+        self.evaluator = context.new_evaluator(self.report)
         source = CheckpointSource(self.replica, self.progress, extra)
         if state := context.resume(source, self.report):
             self.version = state.step

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from torch import Tensor, nn
@@ -13,24 +13,10 @@ from smolcluster.training.buffers import BufferValues, ModelBuffers
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.utils.device import executor_beside
-from smolcluster.wire.inbox import Event, Inbox
+from smolcluster.wire.inbox import Call, Inbox, fail
 
-
-@dataclass(frozen=True)
-class EvaluationFinished(Event):
-    """The weights of `version` have been evaluated."""
-
-    version: int
-    epoch: int
-    evaluation: Evaluation
-
-
-@dataclass(frozen=True)
-class EvaluationFailed(Event):
-    """The weights of `version` could not be evaluated."""
-
-    version: int
-    error: Exception
+Done = Callable[[int, int, Evaluation], None]
+"""Hears of the weights of a version, in an epoch, what they were evaluated as."""
 
 
 class _GivenUp(Exception):
@@ -38,7 +24,7 @@ class _GivenUp(Exception):
 
 
 class Evaluator:
-    """Evaluates one snapshot at a time, beside the deciding thread, and reports to the inbox.
+    """Evaluates one snapshot at a time, beside the deciding thread, which is told through the inbox.
 
     On a device for one thread only, `after_step` returns when the evaluation is over.
     """
@@ -47,6 +33,7 @@ class Evaluator:
         self,
         training: TrainingContext,
         inbox: Inbox,
+        on_done: Done,
         *,
         every: int,
         log: logging.Logger,
@@ -54,9 +41,10 @@ class Evaluator:
     ) -> None:
         """`every` so many steps the replica is evaluated on the validation split.
 
-        `check_stop` may raise, before each batch and in any thread.
+        The deciding thread calls `on_done`, or raises why the weights could not be evaluated. `check_stop`
+        may raise, before each batch and in any thread.
         """
-        self._training = training
+        self._training, self._on_done = training, on_done
         self._every = every
         self._log = log
         self._check_stop = check_stop
@@ -106,10 +94,10 @@ class Evaluator:
         except _GivenUp:
             return
         except Exception as error:
-            self._inbox.put(EvaluationFailed(version, error))
+            self._inbox.put(Call(partial(fail, error)))
             return
         if evaluation is not None:
-            self._inbox.put(EvaluationFinished(version, epoch, evaluation))
+            self._inbox.put(Call(partial(self._on_done, version, epoch, evaluation)))
 
     def _check_wanted(self) -> None:
         self._check_stop()

@@ -23,7 +23,7 @@ from smolcluster.training.user_code import user_code
 from smolcluster.utils.background import Background
 from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.units import format_duration
-from smolcluster.wire.inbox import Call, Inbox
+from smolcluster.wire.inbox import Call, Inbox, fail
 
 MAX_PIECE_NBYTES = 1 << 20
 SLOW_S = 5.0
@@ -93,7 +93,7 @@ class Feed:
         try:
             batch = ServedBatch(encode(self._load(samples, indices)), self._piece_nbytes)
         except Exception as error:
-            self._inbox.put(Call(partial(_fail, error)))
+            self._inbox.put(Call(partial(fail, error)))
         else:
             self._inbox.put(Call(partial(self._arrived, samples, batch)))
         finally:
@@ -170,7 +170,3 @@ class NoFeed:
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def _fail(error: Exception) -> None:
-    raise error

@@ -14,7 +14,6 @@ from smolcluster.runs.events import (
 )
 from smolcluster.runs.paths import process_title
 from smolcluster.server.process_stats import Gauge
-from smolcluster.training.evaluate import Evaluation
 from smolcluster.utils.meter import Meter
 from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import Logged, Ready, Telemetry
@@ -102,9 +101,6 @@ class Listener:
         """A worker reports of itself, or its user's own loop has measured something."""
         if isinstance(message, Telemetry):
             worker.gauge.take(message)
-
-    def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
-        """The weights of this version have been evaluated."""
 
     def ended(self, error: BaseException | None = None) -> None:
         """The run is over, and all workers have been told; `error` has ended it before its time."""

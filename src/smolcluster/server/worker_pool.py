@@ -23,7 +23,6 @@ from smolcluster.runs.events import (
     WorkerRejected,
     WorkerStalled,
 )
-from smolcluster.server.evaluator import EvaluationFailed, EvaluationFinished
 from smolcluster.server.report import why_ended
 from smolcluster.server.worker import Listener, Worker
 from smolcluster.training.build import TrainingContext
@@ -165,7 +164,7 @@ class WorkerPool(Generic[L]):
         Raises:
             Interrupted: a signal asked this process to stop.
             ClusterEmpty: there have been too few workers for too long.
-            SmolclusterError: the weights could not be evaluated.
+            SmolclusterError: what another thread did has failed.
         """
         self._check_stop()
         event = self._next_but_reports(timeout_s)
@@ -205,8 +204,6 @@ class WorkerPool(Generic[L]):
                 self._open_session(event)
             case SessionClosed():
                 yield from self._depart(event.session_id, event.reason)
-            case EvaluationFinished() | EvaluationFailed():
-                self._evaluated(event)
             case MessageReceived(session_id, Ready() as ready):
                 yield from self._join(session_id, ready)
             case MessageReceived(session_id, Goodbye() | Logged() as message):
@@ -265,11 +262,6 @@ class WorkerPool(Generic[L]):
                     gone = self._workers.get(session_id)
                     if gone is not None and gone.ready and gone.goodbye is None:
                         self._missing.add(gone.member.worker_id)
-
-    def _evaluated(self, event: EvaluationFinished | EvaluationFailed) -> None:
-        if isinstance(event, EvaluationFailed):
-            raise event.error
-        self.listener.evaluated(event.version, event.epoch, event.evaluation)
 
     def _hear_fault(self, session_id: int, fault: Fault) -> None:
         """A worker gives up. The others go on without it, unless the run's own code is to blame.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Semaphore
+from typing import NoReturn
 
 from smolcluster.wire.membership import Admitted, NumberAssigned, Refused
 from smolcluster.wire.messages import Hello, Message
@@ -23,6 +24,11 @@ class Call(Event):
     """Something that the deciding thread shall do, such as to take what another one has made ready."""
 
     run: Callable[[], None]
+
+
+def fail(error: Exception) -> NoReturn:
+    """What the deciding thread shall do when another one has failed."""
+    raise error
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from peers import Echo, Parts, next_event, server_parts
 from smolcluster.algorithms.context import codec_for
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError
-from smolcluster.server.evaluator import EvaluationFinished
 from smolcluster.server.listening import listening_addresses
+from smolcluster.wire.inbox import Call
 from waiting import DEADLINE_S
 
 ELSEWHERE = "203.0.113.7"  # of a block that is nobody's
@@ -95,10 +95,13 @@ def test_an_open_hub_listens_and_a_closed_one_frees_the_port(parts: Parts) -> No
 
 def test_the_weights_are_evaluated_as_often_as_the_training_file_says(tmp_path: Path) -> None:
     settings = local_settings("eval_steps=3", f"port={free_port()}")
-    with server_parts(settings, tmp_path) as parts, parts.context.new_evaluator() as evaluator:
-        for version in (1, 2, 3, 4):
-            evaluator.after_step(version, 0)
-        assert next_event(parts.context.inbox, EvaluationFinished).version == 3
+    with server_parts(settings, tmp_path) as parts:
+        report = parts.context.new_report()
+        with parts.context.new_evaluator(report) as evaluator:
+            for version in (1, 2, 3, 4):
+                evaluator.after_step(version, 0)
+            next_event(parts.context.inbox, Call).run()
+        assert report.evaluated_version == 3
     assert parts.context.inbox.get(0.0) is None
 
 

@@ -16,15 +16,15 @@ from harness import local_settings
 from peers import DEADLINE_S, logger, next_event, session_threads
 from smolcluster.data.dataset import Samples
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.server.evaluator import EvaluationFailed, EvaluationFinished, Evaluator
+from smolcluster.server.evaluator import Evaluator
 from smolcluster.training import build as room
 from smolcluster.training.build import TrainingContext, build
-from smolcluster.training.evaluate import Totals, evaluate
+from smolcluster.training.evaluate import Evaluation, Totals, evaluate
 from smolcluster.training.replica import Replica
 from smolcluster.utils import device
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.stopping import Interrupted, StopRequest
-from smolcluster.wire.inbox import Inbox
+from smolcluster.wire.inbox import Call, Inbox
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,16 @@ class Gate:
 class Steps:
     """An evaluator of a replica whose steps the test takes."""
 
-    def __init__(self, training: TrainingContext, every: int = 1) -> None:
+    def __init__(self, training: TrainingContext, every: int = 1, **options: Any) -> None:
         self.inbox = Inbox()
         self.lines: list[str] = []
-        self.evaluator = Evaluator(training, self.inbox, every=every, log=logger(self.lines))
+        self.told: list[tuple[int, int, Evaluation]] = []
+        self.evaluator = Evaluator(
+            *(training, self.inbox, lambda *done: self.told.append(done)),
+            every=every,
+            log=logger(self.lines),
+            **options,
+        )
 
     def take(self, version: int, epoch: int = 0) -> None:
         """Take a step as soon as the last evaluation has ended."""
@@ -73,6 +79,11 @@ class Steps:
                 return
             del self.lines[num_lines:]
             assert not deadline.expired, "it is busy for ever"
+
+    def next(self) -> tuple[int, int, Evaluation]:
+        """What the deciding thread hears next of an evaluation."""
+        next_event(self.inbox, Call).run()
+        return self.told.pop()
 
 
 def test_the_weights_of_the_moment_are_evaluated_whatever_becomes_of_them(
@@ -87,10 +98,10 @@ def test_the_weights_of_the_moment_are_evaluated_whatever_becomes_of_them(
         steps.take(50, epoch=1)
         training.replica.params.zero_()
         gate.opened.set()
-        done = next_event(steps.inbox, EvaluationFinished)
-    assert (done.version, done.epoch) == (50, 1)
-    assert done.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert done.evaluation.metrics == expected.metrics
+        version, epoch, evaluation = steps.next()
+    assert (version, epoch) == (50, 1)
+    assert evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert evaluation.metrics == expected.metrics
 
 
 def test_only_every_so_many_steps_the_weights_are_evaluated(training: TrainingContext) -> None:
@@ -98,8 +109,7 @@ def test_only_every_so_many_steps_the_weights_are_evaluated(training: TrainingCo
     with steps.evaluator:
         for version in range(1, 10):
             steps.take(version)
-    versions = [next_event(steps.inbox, EvaluationFinished).version for _ in range(2)]
-    assert versions == [4, 8]
+    assert [steps.next()[0] for _ in range(2)] == [4, 8]
     assert steps.inbox.get(0.0) is None
 
 
@@ -114,9 +124,9 @@ def test_while_one_evaluation_runs_no_other_is_begun_and_nobody_waits(
         assert len(steps.lines) == 1
         assert "step 2 is not evaluated" in steps.lines[0]
         gate.opened.set()
-        assert next_event(steps.inbox, EvaluationFinished).version == 1
+        assert steps.next()[0] == 1
         steps.take(3)
-        assert next_event(steps.inbox, EvaluationFinished).version == 3
+        assert steps.next()[0] == 3
     assert session_threads() == []
 
 
@@ -128,7 +138,7 @@ def test_the_running_evaluation_is_finished_before_the_evaluator_ends(
         steps.take(1)
         assert gate.entered.wait(DEADLINE_S)
         gate.opened.set()
-    assert isinstance(steps.inbox.get(0.0), EvaluationFinished)
+    assert steps.next()[0] == 1
 
 
 def test_diverged_weights_are_reported_and_the_next_ones_evaluated(
@@ -139,12 +149,11 @@ def test_diverged_weights_are_reported_and_the_next_ones_evaluated(
         good = training.replica.snapshot()
         training.replica.params.fill_(float("nan"))
         steps.take(1)
-        failed = next_event(steps.inbox, EvaluationFailed)
-        assert failed.version == 1
-        assert isinstance(failed.error, NonFiniteLoss)
+        with pytest.raises(NonFiniteLoss):
+            steps.next()
         training.replica.load(good)
         steps.take(2)
-        assert next_event(steps.inbox, EvaluationFinished).version == 2
+        assert steps.next()[0] == 2
 
 
 def test_frozen_weights_are_not_mistaken_for_trained_ones(training: TrainingContext) -> None:
@@ -158,7 +167,7 @@ def test_frozen_weights_are_not_mistaken_for_trained_ones(training: TrainingCont
     steps = Steps(replace(training, replica=replica))
     with steps.evaluator:
         steps.take(1)
-        assert next_event(steps.inbox, EvaluationFinished).evaluation == expected
+        assert steps.next()[2] == expected
 
 
 def test_an_evaluation_that_nobody_wants_any_more_ends_with_the_run(
@@ -178,13 +187,15 @@ def test_on_a_device_for_one_thread_the_caller_evaluates_unless_it_is_told_to_st
     training: TrainingContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "ONE_THREAD_ONLY", {"cpu"})
-    inbox, stop = Inbox(), StopRequest()
-    with Evaluator(training, inbox, every=1, log=logger([]), check_stop=stop.check) as evaluator:
+    stop = StopRequest()
+    steps = Steps(training, check_stop=stop.check)
+    with steps.evaluator as evaluator:
         assert evaluator.after_step(1, 0)
-        assert isinstance(inbox.get(0.0), EvaluationFinished)
+        assert steps.next()[0] == 1
         training.replica.params.fill_(float("nan"))
         assert evaluator.after_step(2, 0)
-        assert isinstance(inbox.get(0.0), EvaluationFailed)
+        with pytest.raises(NonFiniteLoss):
+            steps.next()
         stop.note(signal.SIGTERM)
         with pytest.raises(Interrupted):
             evaluator.after_step(3, 0)
@@ -206,7 +217,7 @@ def test_a_model_that_cannot_be_copied_is_made_again(training: TrainingContext) 
     steps = Steps(context)
     with steps.evaluator:
         steps.take(1)
-        done = next_event(steps.inbox, EvaluationFinished)
+        _, _, evaluation = steps.next()
     alone = context.evaluate()
     assert alone is not None
-    assert done.evaluation.loss == pytest.approx(alone.loss, rel=1e-6)
+    assert evaluation.loss == pytest.approx(alone.loss, rel=1e-6)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +35,6 @@ from smolcluster.errors import (
     UserCodeError,
 )
 from smolcluster.runs.events import (
-    Evaluated,
     RunEnded,
     WorkerJoined,
     WorkerLeft,
@@ -42,11 +42,9 @@ from smolcluster.runs.events import (
     WorkerRejected,
 )
 from smolcluster.server import worker_pool as room
-from smolcluster.server.evaluator import EvaluationFailed, EvaluationFinished
 from smolcluster.server.joining import RunOver
 from smolcluster.server.process_stats import ProcessStats
 from smolcluster.server.worker_pool import Departed, Joined
-from smolcluster.training.evaluate import Evaluation
 from smolcluster.training.first_loss import FirstLosses
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.retry import Deadline
@@ -54,7 +52,7 @@ from smolcluster.wire import acceptor
 from smolcluster.wire.acceptor import Acceptor
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import refuse
-from smolcluster.wire.inbox import MessageReceived
+from smolcluster.wire.inbox import Call, MessageReceived, fail
 from smolcluster.wire.messages import End, Fault, Goodbye, Message, Pull, Reject, Welcome
 from waiting import Clock
 
@@ -535,19 +533,9 @@ def test_before_training_has_started_nobody_is_missed(house: HandledHub, parts: 
     assert all_gone(parts) == []
 
 
-def test_an_evaluation_is_told_to_the_world_and_not_to_the_algorithm(
-    house: HandledHub, parts: Parts
-) -> None:
-    parts.context.inbox.put(EvaluationFinished(200, 3, Evaluation(0.5, {"accuracy": 0.75})))
-    house.until(lambda: bool(parts.happened(Evaluated)))
-    assert parts.happened(Evaluated) == [
-        Evaluated(epoch=3, step=200, val_loss=0.5, val_accuracy=0.75)
-    ]
-    assert house.events == []
-
-
-def test_weights_that_cannot_be_evaluated_end_the_run(house: HandledHub, parts: Parts) -> None:
-    parts.context.inbox.put(EvaluationFailed(200, NonFiniteLoss("weights hold nan at layer fc1")))
+def test_the_failure_of_another_thread_ends_the_run(house: HandledHub, parts: Parts) -> None:
+    failure = NonFiniteLoss("weights hold nan at layer fc1")
+    parts.context.inbox.put(Call(partial(fail, failure)))
     with pytest.raises(NonFiniteLoss, match="nan at layer fc1"):
         house.until(lambda: False)
 

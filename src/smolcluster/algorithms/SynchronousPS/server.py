@@ -110,7 +110,7 @@ class Server:
         self.feed = context.open_feed()
         self.pool = context.open_pool(self.receiver_for, self.links)
         self.report = self.pool.listener
-        self.evaluator = context.new_evaluator()
+        self.evaluator = context.new_evaluator(self.report)
         source = CheckpointSource(self.replica, dict, self.reduction.residual)
         self.version = self.samples_applied = 0
         if state := context.resume(source, self.report):
