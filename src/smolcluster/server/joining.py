@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from smolcluster.errors import ConnectTimeout, PeerLost, Rejected, RunFailed, VersionDiffers
-from smolcluster.utils.retry import Deadline
+from smolcluster.utils.retry import Deadline, backoff_delays
 from smolcluster.utils.units import format_duration
 from smolcluster.wire.connection import Connection
-from smolcluster.wire.dialling import Address, Pauses
+from smolcluster.wire.dialling import Address
 from smolcluster.wire.messages import Accepted, Welcome
-from smolcluster.wire.node import SAY_AFTER_S, Node
+from smolcluster.wire.node import LONGEST_DELAY_S, SAY_AFTER_S, Node
+
+SETTLED_S = 4.0
+"""A session that lasted so long lets the delays between reconnects begin anew."""
 
 A = TypeVar("A", bound=Accepted)
 
@@ -80,10 +83,10 @@ class Follower(Node):
             PeerLost: the server was lost, and there is no time left.
             SmolclusterError: as `join` and `spend_session`.
         """
-        patience, pauses = Deadline(self.start_timeout_s), Pauses()
+        patience, delays_s = Deadline(self.start_timeout_s), backoff_delays(cap_s=LONGEST_DELAY_S)
         while True:
             connection, accepted = self.join(answer, patience.remaining())
-            pauses.session_begins()
+            settled = Deadline(SETTLED_S)
             try:
                 spend_session(connection, accepted)
             except PeerLost as error:
@@ -93,7 +96,9 @@ class Follower(Node):
                     raise
                 left = format_duration(patience.remaining())
                 self.log.warning("%s; trying to reconnect for %s", error, left)
-                time.sleep(pauses.next_s())
+                if settled.expired:
+                    delays_s = backoff_delays(cap_s=LONGEST_DELAY_S)
+                time.sleep(next(delays_s))
 
     def ask(self) -> Welcome:
         """What the run is, and a worker id for this node, which it comes in under later.

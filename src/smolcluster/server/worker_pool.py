@@ -34,7 +34,6 @@ from smolcluster.wire.inbox import Call, Event, Inbox, JoinRequest, MessageRecei
 from smolcluster.wire.membership import (
     Admitted,
     Member,
-    NumberAssigned,
     Refused,
     admit,
     assign,
@@ -378,7 +377,7 @@ class WorkerPool(Generic[L]):
             )
         request.answer.set_result(decision)
 
-    def _assign(self, members: list[Member], node: str) -> NumberAssigned | Refused:
+    def _assign(self, members: list[Member], node: str) -> Admitted | Refused:
         """A worker id for a node that asks for one; two that ask at the same time get two.
 
         It is the node's for `prepare_timeout_s`, as it is that of a worker that prepares.
@@ -389,7 +388,7 @@ class WorkerPool(Generic[L]):
         promised = {number: name for number, (name, _) in self._promised.items()}
         taken = {**promised, **self.listener.known_nodes}
         decision = assign(members, node, taken, self._cluster)
-        if isinstance(decision, NumberAssigned):
+        if isinstance(decision, Admitted) and decision.worker_id is not None:
             until = Deadline(self._cluster.prepare_timeout_s, self._clock)
             self._promised[decision.worker_id] = node, until
         return decision

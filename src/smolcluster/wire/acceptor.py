@@ -28,7 +28,7 @@ from smolcluster.wire.handshake import (
 )
 from smolcluster.wire.inbox import Event, Inbox, JoinRequest, SessionClosed
 from smolcluster.wire.local import listen_beside
-from smolcluster.wire.membership import NumberAssigned, Refused
+from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import Accepted, Hello, Welcome, from_dialler
 from smolcluster.wire.session import Receiver, Session
 
@@ -63,8 +63,7 @@ def ask_inbox(inbox: Inbox, welcome: Welcome) -> Admit:
             raise ProtocolError("the server was too busy to answer") from None
         if isinstance(answer, Refused):
             return answer
-        worker_id = answer.worker_id if isinstance(answer, NumberAssigned) else None
-        return welcome.model_copy(update={"worker_id": worker_id})
+        return welcome.model_copy(update={"worker_id": answer.worker_id})
 
     return admit
 

@@ -15,7 +15,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from xxhash import xxh3_64
 
@@ -138,10 +138,13 @@ class Connection:
                 seconds.
             scratch: for payloads; None: memory of its own.
         """
-        self.peer = _peer_name(sock) if peer is None else peer
-        self._local_address = address_of(sock)
-        self.address = self._local_address or _address(sock, sock.getpeername)
-        self.own_address = self._local_address or _address(sock, sock.getsockname)
+        own, theirs = _end(sock.getsockname), _end(sock.getpeername)
+        local = self._local_address = address_of(sock)
+        if peer is None and local is not None:
+            peer = f"{local} on this machine"
+        self.peer = peer or (format_address(*theirs) if theirs else "a peer that is gone")
+        self.address = local or (theirs[0] if theirs else "")
+        self.own_address = local or (own[0] if own else "")
         """This side's IP address, also when the connection is gone; of a Unix socket as `address`."""
         self.phase = "handshake"
         self.stall_timeout_s = stall_timeout_s
@@ -627,27 +630,13 @@ def _tune(sock: socket.socket) -> None:
         return
 
 
-def _address(sock: socket.socket, find: Callable[[], Sequence[object]]) -> str:
+def _end(find: Callable[[], Any]) -> tuple[str, int] | None:
+    """IP address and port of an end of a socket; None: it is gone, or is of another kind."""
     try:
-        return str(find()[0]) if _is_internet(sock) else ""
+        address = find()
     except OSError:
-        return ""
-
-
-def _is_internet(sock: socket.socket) -> bool:
-    return sock.family in (socket.AF_INET, socket.AF_INET6)
-
-
-def _peer_name(sock: socket.socket) -> str:
-    if (local := address_of(sock)) is not None:
-        return f"{local} on this machine"
-    try:
-        address = sock.getpeername()
-    except OSError:
-        return "a peer that is gone"
-    if _is_internet(sock):
-        return format_address(address[0], address[1])
-    return "local peer"
+        return None
+    return (str(address[0]), address[1]) if isinstance(address, tuple) else None
 
 
 def _why(error: OSError) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from threading import Semaphore
 from typing import NoReturn
 
-from smolcluster.wire.membership import Admitted, NumberAssigned, Refused
+from smolcluster.wire.membership import Admitted, Refused
 from smolcluster.wire.messages import Hello, Message
 
 
@@ -37,7 +37,7 @@ class JoinRequest(Event):
 
     session_id: int
     hello: Hello
-    answer: "Future[Admitted | NumberAssigned | Refused]" = field(default_factory=Future)
+    answer: "Future[Admitted | Refused]" = field(default_factory=Future)
 
 
 @dataclass(frozen=True)

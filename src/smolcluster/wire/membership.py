@@ -1,7 +1,7 @@
 """Who may join, and whether there are enough: pure functions from values to a decision and its reason."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal
 
@@ -23,16 +23,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Admitted:
-    """The worker may come in; `fences` is the session id of its own older session, which ends."""
+    """The worker may come in; `fences` is the session id of its own older session, which ends.
+
+    Who asked for a number has `worker_id`, and comes in under it later.
+    """
 
     fences: int | None = None
-
-
-@dataclass(frozen=True)
-class NumberAssigned:
-    """Who asked for a number has this one; it comes in under it later."""
-
-    worker_id: int
+    worker_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def admit(
 
 def assign(
     members: Sequence[Member], node: str, taken: Mapping[int, str], cluster: ClusterConfig
-) -> NumberAssigned | Refused:
+) -> Admitted | Refused:
     """A worker id for a node that has none.
 
     Args:
@@ -110,7 +107,7 @@ def assign(
         )
     worker_id = free_worker_id(node, taken, [member.worker_id for member in members], cluster)
     decision = admit(members, worker_id, node, "", cluster)
-    return decision if isinstance(decision, Refused) else NumberAssigned(worker_id)
+    return replace(decision, worker_id=worker_id) if isinstance(decision, Admitted) else decision
 
 
 def free_worker_id(

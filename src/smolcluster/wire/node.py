@@ -30,7 +30,7 @@ from smolcluster.utils.retry import Deadline, backoff_delays
 from smolcluster.utils.units import format_duration
 from smolcluster.wire.acceptor import Acceptor, Admit
 from smolcluster.wire.connection import Connection, connect, listen
-from smolcluster.wire.dialling import LONGEST_DELAY_S, Address
+from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import Door, client_handshake
 from smolcluster.wire.inbox import Inbox
 from smolcluster.wire.messages import (
@@ -49,6 +49,7 @@ from smolcluster.wire.tls import new_identity
 CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 10.0
 LAST_TRY_S = 1.0
+LONGEST_DELAY_S = 0.5
 SAY_AFTER_S = 3.0
 """A peer that starts at the same time is worth no word."""
 LONG_S = 7200.0

@@ -6,7 +6,6 @@ from smolcluster.configs.schema import ClusterConfig
 from smolcluster.wire.membership import (
     Admitted,
     Member,
-    NumberAssigned,
     Refused,
     admit,
     assign,
@@ -94,7 +93,7 @@ def test_a_name_belongs_to_the_living_worker_that_has_it() -> None:
     refused = assign([PI5], "pi5", {}, cluster())
     assert isinstance(refused, Refused)
     assert (refused.code, refused.retry_after_s is not None) == ("busy", True)
-    assert assign([], "pi5", {1: "pi5"}, cluster()) == NumberAssigned(1)
+    assert assign([], "pi5", {1: "pi5"}, cluster()) == Admitted(worker_id=1)
 
 
 def test_a_fixed_cluster_has_no_number_for_a_stranger() -> None:
@@ -109,7 +108,7 @@ def test_a_stage_of_a_worker_is_given_no_number_of_its_own() -> None:
     refused = assign([], "mini1", {}, config)
     assert isinstance(refused, Refused)
     assert "mini1 is a stage of a worker" in refused.sentence
-    assert assign([], "pi5", {}, config) == NumberAssigned(1)
+    assert assign([], "pi5", {}, config) == Admitted(worker_id=1)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +143,8 @@ def test_stages_are_called_so() -> None:
 def test_a_worker_of_one_machine_is_known_by_its_name_in_the_cluster_file_too(node: str) -> None:
     here = local_cluster()
     assert admit([PI5], 2, node, "bbbb", here) == Admitted()
-    assert assign([PI5], node, {1: "pi5"}, here) == NumberAssigned(2)
-    assert assign([PI5], node, {1: "pi5", 2: "worker2"}, here) == NumberAssigned(2)
+    assert assign([PI5], node, {1: "pi5"}, here) == Admitted(worker_id=2)
+    assert assign([PI5], node, {1: "pi5", 2: "worker2"}, here) == Admitted(worker_id=2)
     refusal = assign([PI5], "worker1", {1: "pi5"}, here)
     assert isinstance(refusal, Refused)
     assert refusal.code == "busy"
