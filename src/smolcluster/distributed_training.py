@@ -58,6 +58,12 @@ MODEL_FLAGS = {
     "save_interval": "checkpoint_steps",
 }
 """Flags, and the keys of the configuration that they set."""
+MESH_KEYS = (
+    *("mesh.dp", "mesh.fsdp", "mesh.tp", "mesh.pp", "mesh.sequence_parallel", "mesh.loss_parallel"),
+    *("compile", "schedule", "microbatches", "activation_checkpointing", "instruction_log"),
+    *("backend", "hang_timeout_s"),
+)
+"""Those of a mesh, each by the flag of its last name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +96,13 @@ def parser() -> argparse.ArgumentParser:
     ranks.add_argument("--master-addr", help="where rank 0 is; default MASTER_ADDR, localhost")
     ranks.add_argument("--master-port", type=int, help="its port; default MASTER_PORT, 29500")
     ranks.add_argument("--backend", choices=("auto", "nccl", "gloo", "mpi"), help="default auto")
-    ranks.add_argument("--no-nccl", action="store_true", help="the same as --backend gloo")
+    ranks.add_argument(
+        "--no-nccl",
+        dest="backend",
+        action="store_const",
+        const="gloo",
+        help="the same as --backend gloo",
+    )
     ranks.add_argument(
         "--start-timeout",
         type=float,
@@ -100,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
     )
     ranks.add_argument(
         "--hang-timeout",
+        dest="hang_timeout_s",
         type=float,
         metavar="SECONDS",
         help="how long no rank may get on before the mesh ends; default 300",
@@ -114,7 +127,12 @@ def parser() -> argparse.ArgumentParser:
     mesh.add_argument("--sequence-parallel", action="store_true", help="GPT, with --tp")
     mesh.add_argument("--loss-parallel", action="store_true", help="GPT, with --tp")
     mesh.add_argument("--compile", action="store_true", help="torch.compile each layer")
-    mesh.add_argument("--use-gradient-checkpointing", action="store_true")
+    mesh.add_argument(
+        "--use-gradient-checkpointing",
+        dest="activation_checkpointing",
+        action="store_const",
+        const="full",
+    )
     mesh.add_argument(
         "--activation-checkpointing", choices=("none", "full", "selective"), help="default none"
     )
@@ -180,43 +198,15 @@ def overrides_of(args: argparse.Namespace, num_shares: int) -> list[str]:
 
 
 def mesh_keys(args: argparse.Namespace, world_size: int) -> dict[str, object]:
-    """The mesh's section; what no flag says of dp is what is left of the processes."""
-    sizes = {name: getattr(args, name) or 1 for name in ("fsdp", "tp", "pp")}
-    rest = world_size // (sizes["fsdp"] * sizes["tp"] * sizes["pp"])
-    recompute = "full" if args.use_gradient_checkpointing else args.activation_checkpointing
-    keys = {
-        "mesh": {
-            "dp": args.dp or max(1, rest),
-            **sizes,
-            "sequence_parallel": args.sequence_parallel,
-            "loss_parallel": args.loss_parallel,
-        },
-        "compile": args.compile,
-        "profile": PROFILED if args.profile else None,
-        "schedule": args.schedule or "1f1b",
-        "microbatches": args.microbatches or (2 * sizes["pp"] if sizes["pp"] > 1 else 1),
-        "activation_checkpointing": recompute or "none",
-        "instruction_log": args.instruction_log,
-        "backend": "gloo" if args.no_nccl else args.backend or "auto",
-        "hang_timeout_s": args.hang_timeout,
-    }
-    return {key: value for key, value in keys.items() if value is not None}
-
-
-def stated_keys(args: argparse.Namespace) -> dict[str, object]:
-    """What flags say of the mesh, on top of a cluster file."""
-    sizes = {f"mesh.{name}": getattr(args, name) for name in ("dp", "fsdp", "tp", "pp")}
-    names = ("schedule", "microbatches", "activation_checkpointing", "instruction_log", "backend")
-    keys: dict[str, object] = {**sizes, **{name: getattr(args, name) for name in names}}
-    for key in ("mesh.sequence_parallel", "mesh.loss_parallel", "compile"):
-        if getattr(args, key.rpartition(".")[2]):
-            keys[key] = True
-    if args.use_gradient_checkpointing:
-        keys["activation_checkpointing"] = "full"
-    if args.no_nccl:
-        keys["backend"] = "gloo"
-    keys["hang_timeout_s"] = args.hang_timeout
-    return {key: value for key, value in keys.items() if value is not None}
+    """What the flags say of the mesh; without a cluster file also what follows from the number of ranks."""
+    said = {key: getattr(args, key.rpartition(".")[2]) for key in MESH_KEYS}
+    keys = {key: value for key, value in said.items() if value is not None and value is not False}
+    if args.cluster:
+        return keys
+    num_stages = args.pp or 1
+    rest = world_size // ((args.fsdp or 1) * (args.tp or 1) * num_stages)
+    num_microbatches = 2 * num_stages if num_stages > 1 else 1
+    return {"mesh.dp": max(1, rest), "microbatches": num_microbatches, **keys}
 
 
 def configuration(
@@ -235,7 +225,7 @@ def configuration(
     from smolcluster.configs.resolve import load_settings  # noqa: PLC0415
     from smolcluster.configs.schema import config_of  # noqa: PLC0415 - they take time
 
-    keys = stated_keys(args) if args.cluster else mesh_keys(args, world_size or 1)
+    keys = mesh_keys(args, world_size or 1)
     texts = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     train_file = training_source(args.config, args.cluster, default=SMALL_GPT)
 

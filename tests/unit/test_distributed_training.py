@@ -15,7 +15,7 @@ from smolcluster import distributed_training
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.ranks import ranks_of
 from smolcluster.configs.schema import MeshSizes
-from smolcluster.distributed_training import configuration, mesh_keys, overrides_of, parser
+from smolcluster.distributed_training import configuration, overrides_of, parser
 from smolcluster.errors import ConfigError, LaunchError
 
 RANK_NAMES = (
@@ -143,26 +143,12 @@ def test_ranks_that_cannot_be(environ: Mapping[str, str], flags: dict[str, int],
 
 
 def test_flags_become_the_mesh_and_the_configuration() -> None:
-    args = parser().parse_args(
-        [
-            "--world-size",
-            "8",
-            "--tp",
-            "2",
-            "--hidden-size",
-            "64",
-            "--batch-size",
-            "4",
-            "--mixed-precision",
-            "--no-nccl",
-            "--use-gradient-checkpointing",
-            "--gradient-clip-norm",
-            "0.5",
-        ]
-    )
-    keys = mesh_keys(args, 8)
-    assert MeshConfig.model_validate(keys).mesh == MeshSizes(dp=4, tp=2)
-    assert (keys["backend"], keys["activation_checkpointing"]) == ("gloo", "full")
+    words = "--world-size 8 --tp 2 --hidden-size 64 --batch-size 4 --gradient-clip-norm 0.5"
+    flags = ("--mixed-precision", "--no-nccl", "--use-gradient-checkpointing")
+    args = parser().parse_args([*words.split(), *flags])
+    config = MeshConfig.model_validate(configuration(args, 8)[1])
+    assert config.mesh == MeshSizes(dp=4, tp=2)
+    assert (config.backend, config.activation_checkpointing) == ("gloo", "full")
     assert overrides_of(args, 4) == [
         "model.model_dim=64",
         "gradient_clipping.max_norm=0.5",

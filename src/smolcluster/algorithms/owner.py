@@ -84,7 +84,7 @@ def own_run(
     resume: str | None,
     progress: Console | None,
     output: Console | None,
-) -> None:
+) -> Summary:
     """Claim a run, open its records, train with `body`, and leave what a run leaves behind.
 
     `run_id` None: a new one; `resume`: as `--resume`. Progress, and what came of the run, are shown on
@@ -141,6 +141,7 @@ def own_run(
             write_artifacts(paths, training, log.logger)
             if output and paths.sample.is_file():
                 log.print(output, shown_text(output, sample_shown(paths)))
+    return summary
 
 
 @contextmanager

@@ -40,7 +40,6 @@ class Arrivals:
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[str, float]] = {}
         """The process that has a name, and when it came last; in order of arrival."""
-        self._limit_s = settings.cluster.start_timeout_s
         cluster, addresses = settings.cluster, listening_addresses(settings.cluster)
         node = Node(
             hello=introduce(cluster.server), secret=secret, log=log, encryption=cluster.encryption

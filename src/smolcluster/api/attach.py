@@ -408,19 +408,16 @@ class Cluster:
         self._participant = participant
         return participant
 
-    def _known_samples(self) -> int:
-        """Samples of an epoch; waits for the loop to say it."""
-        while self._wanted.num_samples is None:
-            self._pause()
-        return self._wanted.num_samples
-
     def _pause(self) -> None:
         parent = self._greenlet.parent
         assert parent is not None  # noqa: S101 - set by `_switch`
         parent.switch()
 
     def _plan(self) -> Plan:
-        num_samples, wanted = self._known_samples(), self._wanted
+        """What this process would train; waits for the loop to say how many samples there are."""
+        while (num_samples := self._wanted.num_samples) is None:
+            self._pause()
+        wanted = self._wanted
         return Plan.of(
             self._model, num_samples, is_counted=wanted.is_counted, samples=wanted.samples
         )
@@ -478,24 +475,29 @@ class Cluster:
         self._places = [(named[plain_name(name)], place) for name, place in replica.layers]
         for parameter, _ in self._places:
             parameter.grad = None  # `grads` is what is pushed
+        trained = [
+            (name, parameter)
+            for (name, _), (parameter, _) in zip(replica.layers, self._places, strict=True)
+        ]
         self._watch = LoopWatch(
-            *(self._model, self._optimizer, self._trained(replica)),
-            is_synchronous=spec.is_synchronous,
+            self._model, self._optimizer, trained, is_synchronous=spec.is_synchronous
         )
         replica.fingerprint = welcome.model_fingerprint  # the plans have been compared
         workload = PlannedWorkload(plan, lambda: self._model)
+        own_optimizer = None
         take: Callable[[Replica], float | None] = self._difference
         if spec.is_synchronous:
             take = self._gradient
         elif spec.has_local_steps:
             take = self._share_gradient
+            own_optimizer = LoopOptimizer(self._optimizer, self._original_step, trained)
         self._training = AttachedContext(
             workload,
             replica,
             run.seed,
             lend=partial(self._lend, replica, take, run.train.batch_size),
             is_synchronous=spec.is_synchronous,
-            own_optimizer=self._own_optimizer(replica) if spec.has_local_steps else None,
+            own_optimizer=own_optimizer,
             steps_alone=differs is not None,
         )
         if self._wanted.is_counted:
@@ -606,15 +608,6 @@ class Cluster:
             if parameter.grad is not None:
                 parameter.grad = replica.grads[place].view(parameter.shape)
         return rate
-
-    def _own_optimizer(self, replica: Replica) -> LoopOptimizer:
-        return LoopOptimizer(self._optimizer, self._original_step, self._trained(replica))
-
-    def _trained(self, replica: Replica) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (name, parameter)
-            for (name, _), (parameter, _) in zip(replica.layers, self._places, strict=True)
-        ]
 
     # The end.
 

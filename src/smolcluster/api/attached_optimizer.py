@@ -139,12 +139,8 @@ def check_optimizer(model: nn.Module, optimizer: object) -> None:
                     f"attach: the optimizer has a parameter of shape {tuple(param.shape)} that is not the "
                     "model's; put all that is trained into one module, such as nn.ModuleDict"
                 )
-    if not list(_trainable(model)):
+    if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError("model: no parameter is trainable; set requires_grad on at least one")
-
-
-def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
-    return (param for param in model.parameters() if param.requires_grad)
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

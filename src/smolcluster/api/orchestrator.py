@@ -240,23 +240,16 @@ class Orchestrator:
         body: Callable[[ServerContext], Summary],
         resume: str | None,
     ) -> Summary:
-        summaries = []
-
-        def noted(context: ServerContext) -> Summary:
-            summaries.append(body(context))
-            return summaries[0]
-
         console = None if self.config.compact_log else SteadyConsole(stderr=True)
-        own_run(
+        return own_run(
             owner,
             log,
-            noted,
+            body,
             run_id=self.config.run_id,
             resume=resume,
             progress=console,
             output=console,
         )
-        return summaries[0]
 
     def save_checkpoint(self, path: str | Path) -> Path:
         """Write the model's weights and buffers as safetensors, whatever the name; returns where they are.

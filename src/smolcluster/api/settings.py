@@ -31,7 +31,7 @@ def server_settings(
         ConfigError: a value, an override or a variable of the environment is wrong.
     """
     config.check()
-    is_mesh = config.tensor_parallel
+    is_mesh, clip = config.tensor_parallel, config.max_grad_norm
     sizes = config.mesh if is_mesh else None
     threads = {"threads": max(1, (os.cpu_count() or 1) // sizes.world_size)} if sizes else {}
     own: dict[str, Any] = dict(  # noqa: C408 - names of keys, one of which is an algorithm's as well
@@ -50,7 +50,7 @@ def server_settings(
             "learning_rate": config.learning_rate,
             "optimizer": config.optimizer,
             "weight_decay": config.weight_decay,
-            "gradient_clipping": _clipping(config.max_grad_norm),
+            "gradient_clipping": {"enabled": False} if clip is None else {"max_norm": clip},
             "precision": "bf16" if config.use_amp else "fp32",
             "dataset": {"name": DATASET, "source": "server"},
             **train,
@@ -119,10 +119,6 @@ def _cluster(
         "metrics_port": None,
         "nodes": {here: own},
     }
-
-
-def _clipping(most: float | None) -> dict[str, Any]:
-    return {"enabled": False} if most is None else {"enabled": True, "max_norm": most}
 
 
 def secret_of(settings: Settings, *, makes: bool) -> Secret:

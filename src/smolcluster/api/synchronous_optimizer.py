@@ -69,24 +69,24 @@ def _decay(groups: list[dict[str, Any]]) -> float:
     Raises:
         ConfigError: they have several, or what is no matrix decays.
     """
-    of_matrices: set[float] = set()
-    of_others: set[float] = set()
-    for group in groups:
-        for param in group["params"]:
-            if param.requires_grad:
-                decays = of_matrices if param.ndim > 1 else of_others
-                decays.add(float(group["weight_decay"]))
-    if of_others - {0.0}:
+    decays = {
+        (param.ndim > 1, float(group["weight_decay"]))
+        for group in groups
+        for param in group["params"]
+        if param.requires_grad
+    }
+    if any(decay for is_matrix, decay in decays if not is_matrix):
         raise ConfigError(
             "optimizer: weight_decay is for matrices only with SyncPS; put biases and norms into a group "
             f"with weight_decay 0, or {REMEDY}"
         )
+    of_matrices = sorted(decay for is_matrix, decay in decays if is_matrix)
     if len(of_matrices) > 1:
-        several = ", ".join(f"{decay:g}" for decay in sorted(of_matrices))
+        several = ", ".join(f"{decay:g}" for decay in of_matrices)
         raise ConfigError(
             f"optimizer: its matrices have weight_decay {several}; give them one, or {REMEDY}"
         )
-    return next(iter(of_matrices), 0.0)
+    return of_matrices[0] if of_matrices else 0.0
 
 
 Told = Sequence[Mapping[str, Any]]

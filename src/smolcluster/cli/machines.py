@@ -1,9 +1,8 @@
 """Commands about machines and what runs beside a run: doctor, init, advise, plan, config, observe, ship."""
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,15 +22,6 @@ from smolcluster.cli.options import (
 )
 from smolcluster.errors import ConfigError
 from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
-
-
-class Form(StrEnum):
-    """Files of a diagram."""
-
-    SVG = "svg"
-    PDF = "pdf"
-    PNG = "png"
-    MMD = "mmd"
 
 
 app = typer.Typer(rich_markup_mode=None)
@@ -301,8 +291,9 @@ def _diagram(
         ),
     ],
     form: Annotated[
-        Form, typer.Option("--format", help="svg, pdf and png need Graphviz; mmd is Mermaid.")
-    ] = Form.SVG,
+        Literal["svg", "pdf", "png", "mmd"],
+        typer.Option("--format", help="svg, pdf and png need Graphviz; mmd is Mermaid."),
+    ] = "svg",
     to: Annotated[
         Path | None, typer.Option("--to", help="The file.  [default: the terminal]")
     ] = None,
@@ -310,7 +301,7 @@ def _diagram(
     """Draw machines, layers, links and devices."""
     from smolcluster.commands.diagram import diagram_command  # noqa: PLC0415 - takes time
 
-    return diagram_command(source, form.value, to)
+    return diagram_command(source, form, to)
 
 
 @mesh_app.command(
