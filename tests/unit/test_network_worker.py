@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness import Lines, Outcome
+from smolcluster.algorithms import supervision
 from smolcluster.api import network_worker
 from smolcluster.api.config import DistributedConfig
 from smolcluster.api.losses import code_digest, loss_name, loss_of, named_loss
-from smolcluster.api.network_worker import Life, device_of, run_workers
+from smolcluster.api.network_worker import device_of, living, run_workers
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.server.joining import RunOver
 from smolcluster.server.link import WorkerSetup
@@ -129,12 +130,18 @@ class Process(BaseProcess):
     def exitcode(self) -> int | None:
         return self.code
 
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
 
 @pytest.mark.parametrize(
     ("codes", "result"),
     [([0], 0), ([77], 77), ([-signal.SIGKILL, 0], 0), ([BUG, -signal.SIGSEGV, BUG], BUG)],
 )
-def test_a_process_that_died_is_started_again_twice_in_a_row(codes: list[int], result: int) -> None:
+def test_a_process_that_died_is_started_again_twice_in_a_row(
+    monkeypatch: pytest.MonkeyPatch, codes: list[int], result: int
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.01)
     started: list[Process] = []
     lines: list[str] = []
     log = logging.Logger("test")
@@ -144,20 +151,19 @@ def test_a_process_that_died_is_started_again_twice_in_a_row(codes: list[int], r
         started.append(Process())
         return started[-1]
 
-    life, now = Life("worker", start, 2, log), time.monotonic()
-    for number, code in enumerate(codes, 1):
-        assert life.goes_on(now)
-        assert len(started) == number
+    life = living("worker", start, 2, log)
+    next(life)
+    for number, code in enumerate(codes[:-1], 1):
         started[-1].code = code
-        is_last = number == len(codes)
-        assert life.goes_on(now + 1) is not is_last
-        if not is_last:
-            assert "started again in" in lines[-1]
-            assert life.goes_on(now + 1.5)
-            assert len(started) == number, "not before its delay is over"
-        now += 100
-    assert not life.goes_on(now)
-    assert (life.code, len(started)) == (result, len(codes))
+        next(life)
+        assert "started again in" in lines[-1]
+        assert len(started) == number, "not before its delay is over"
+        while len(started) == number:
+            next(life)
+    started[-1].code = codes[-1]
+    with pytest.raises(StopIteration) as ended:
+        next(life)
+    assert (ended.value.value, len(started)) == (result, len(codes))
 
 
 def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +181,9 @@ def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) 
         def join(self, timeout: float | None = None) -> None:
             assert timeout is not None or self.code is not None, "it would wait for ever"
 
-    Life("worker", Deaf, 2, logging.Logger("test")).end()
+    life = living("worker", Deaf, 2, logging.Logger("test"))
+    next(life)
+    life.close()
     assert told == ["terminate", "kill"]
 
 

@@ -12,7 +12,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -44,6 +44,7 @@ from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import LossFunction, Metric, Workload
 from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.device import use_threads
+from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
@@ -221,17 +222,23 @@ def run_workers(
         log.info(NO_CUDA)
     # What is wrong with the options is raised here, once, and not by each of the processes.
     NetworkWorker(gpu_ids[0], config, model_ctor, **options)
-    lives: list[Life] = []
+    lives, codes = {}, dict.fromkeys(gpu_ids, 0)
+    for gpu_id in gpu_ids:
+        start = partial(_start, partial(_work, gpu_id, config, model_ctor, options))
+        lives[gpu_id] = living(f"the worker of GPU {gpu_id}", start, restarts, log)
     try:
-        for gpu_id in gpu_ids:
-            body = partial(_work, gpu_id, config, model_ctor, options)
-            lives.append(Life(f"the worker of GPU {gpu_id}", partial(_start, body), restarts, log))
-        while sum(life.goes_on(time.monotonic()) for life in lives):  # every one is looked after
+        while lives:
+            for gpu_id, life in list(lives.items()):
+                try:
+                    next(life)
+                except StopIteration as ended:
+                    codes[gpu_id] = ended.value
+                    del lives[gpu_id]
             time.sleep(POLL_S)
     finally:
-        for life in lives:
-            life.end()
-    return next((life.code for life in lives if life.code), 0)
+        for life in lives.values():
+            life.close()
+    return next(filter(None, codes.values()), 0)
 
 
 def _start(body: Callable[[], None]) -> BaseProcess:
@@ -250,57 +257,43 @@ def _start(body: Callable[[], None]) -> BaseProcess:
     return process
 
 
-class Life:
-    """A worker's processes, one after the other; `start` starts one."""
+def living(
+    name: str, start: Callable[[], BaseProcess], allowed: int, log: logging.Logger
+) -> Generator[None, None, int]:
+    """A worker's processes, one after the other, looked at whenever this is asked to go on.
 
-    def __init__(
-        self, name: str, start: Callable[[], BaseProcess], allowed: int, log: logging.Logger
-    ) -> None:
-        self.code = 0
-        """The exit code of the last process, if that did not end well."""
-        self._name = name
-        self._start = start
-        self._allowed = allowed
-        self._log = log
-        self._num_restarts = 0
-        self._is_over = False
-        self._process = start()
-        self._began_at = time.monotonic()
-        self._starts_at: float | None = None
-        """When the next one is started; None: the last one has not been judged."""
+    Returns the exit code of the last one; closed before, it ends that one.
+    """
+    num_restarts = 0
+    while True:
+        process, began = start(), time.monotonic()
+        try:
+            while (code := process.exitcode) is None:
+                yield
+        finally:
+            _end(process)
+        decision = decide(code, time.monotonic() - began, num_restarts, allowed)
+        num_restarts = decision.num_restarts
+        if decision.delay_s is None:
+            if decision.reason:
+                log.error("%s %s, and is not started again", name, decision.reason)
+            return code if code >= 0 else 128 - code
+        delay = Deadline(decision.delay_s)
+        log.warning(
+            "%s %s; it is started again in %s",
+            *(name, decision.reason, format_duration(decision.delay_s)),
+        )
+        while not delay.expired:
+            yield
 
-    def goes_on(self, now: float) -> bool:
-        """Whether there is a process, or will be one again; `now`: seconds of `time.monotonic`."""
-        code = self._process.exitcode
-        if self._is_over or code is None:
-            return not self._is_over
-        if self._starts_at is None:
-            self._judge(code, now)
-        elif now >= self._starts_at:
-            self._process, self._began_at, self._starts_at = self._start(), now, None
-        return not self._is_over
 
-    def _judge(self, code: int, now: float) -> None:
-        decision = decide(code, now - self._began_at, self._num_restarts, self._allowed)
-        self._num_restarts = decision.num_restarts
-        if decision.delay_s is not None:
-            delay = format_duration(decision.delay_s)
-            self._log.warning(
-                "%s %s; it is started again in %s", self._name, decision.reason, delay
-            )
-            self._starts_at = now + decision.delay_s
-            return
-        self._is_over, self.code = True, code if code >= 0 else 128 - code
-        if decision.reason:
-            self._log.error("%s %s, and is not started again", self._name, decision.reason)
-
-    def end(self) -> None:
-        if self._process.exitcode is None:
-            self._process.terminate()
-        self._process.join(END_S)
-        if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
+def _end(process: BaseProcess) -> None:
+    if process.exitcode is None:
+        process.terminate()
+    process.join(END_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
 
 
 def _work(

@@ -23,7 +23,6 @@ from smolcluster.cli.options import (
 from smolcluster.errors import ConfigError
 from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
 
-
 app = typer.Typer(rich_markup_mode=None)
 config_app = typer.Typer(
     rich_markup_mode=None, epilog=below("smolcluster config check --config my.yaml")

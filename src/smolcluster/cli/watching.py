@@ -286,7 +286,6 @@ def _clean(
     With both --older-than and --keep, runs to which both apply. A run that lives stays, and so does the one
     that `latest` points to, unless it is named. Exits with 1 if a machine does not answer or something stays.
     """
-    from smolcluster.launch.clean import CleanOptions, clean, parse_age  # noqa: PLC0415 - takes time
+    from smolcluster.launch.clean import clean, parse_age  # noqa: PLC0415 - takes time
 
-    choice = CleanOptions(tuple(run or ()), parse_age(older_than), keep)
-    return clean(choice, here=here, yes=yes)
+    return clean(run or (), older_than_s=parse_age(older_than), keep=keep, here=here, yes=yes)

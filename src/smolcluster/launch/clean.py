@@ -10,9 +10,10 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -76,21 +77,6 @@ done
 """
 
 
-@dataclass(frozen=True)
-class CleanOptions:
-    """Which runs are to go: these, or failed starts and those that are old by both measures.
-
-    Attributes:
-        runs: their names; empty: choose by the others.
-        older_than_s: seconds since their end; None: any.
-        keep: so many of the newest stay, failed starts not counted; None: any number.
-    """
-
-    runs: tuple[str, ...] = ()
-    older_than_s: float | None = None
-    keep: int | None = None
-
-
 @dataclass
 class Removal:
     """A run that is proposed, and why; `elsewhere`: its other folders that are there, with their size."""
@@ -104,22 +90,34 @@ class Removal:
     """Whether every machine that may have a folder of it has answered."""
 
 
-def clean(choice: CleanOptions, *, here: bool = False, yes: bool = False) -> int:
+def clean(
+    runs: Sequence[str] = (),
+    *,
+    older_than_s: float | None = None,
+    keep: int | None = None,
+    here: bool = False,
+    yes: bool = False,
+) -> int:
     """Show what would go, ask, and remove it; 1 when a machine did not answer or something stays.
 
-    `here`: ask no other machine, and leave what is there. Without a terminal nothing goes, unless `yes`.
+    Args:
+        runs: names of those that are to go; empty: failed starts, and those that are old by both measures.
+        older_than_s: seconds since their end; None: any.
+        keep: so many of the newest stay, failed starts not counted; None: any number.
+        here: ask no other machine, and leave what is there.
+        yes: ask nobody; without a terminal nothing goes otherwise.
 
     Raises:
         ConfigError: there is no such run.
     """
     root = all_runs()
     troubles: list[str] = []
-    removals = chosen(root, choice, troubles, here=here)
+    removals = _chosen(root, runs, troubles, older_than_s=older_than_s, keep=keep, here=here)
     if not here:
         removals = _looked_up(removals, troubles)
     for trouble in troubles:
         say(trouble)
-    projects = {} if here or choice.runs else old_projects(root)
+    projects = {} if here or runs else old_projects(root)
     if not removals and not projects:
         say(f"nothing to remove in {root}")
         return int(bool(troubles))
@@ -149,8 +147,14 @@ def parse_age(text: str | None) -> float | None:
 # --- which runs
 
 
-def chosen(
-    root: Path, choice: CleanOptions, troubles: list[str], *, here: bool = False
+def _chosen(
+    root: Path,
+    names: Sequence[str],
+    troubles: list[str],
+    *,
+    older_than_s: float | None,
+    keep: int | None,
+    here: bool,
 ) -> list[Removal]:
     """The runs that are to go, the newest last; what cannot be told of others is added to `troubles`.
 
@@ -158,16 +162,17 @@ def chosen(
         ConfigError: a run that was named is not there, or lives.
     """
     latest = latest_of(root)
-    named = {_name(root, name) for name in choice.runs}
+    named = {_name(root, name) for name in names}
     runs = [
         each for each in listed(root, _ask_here if here else None) if is_run(root / each.run_id)
     ]
-    if named - {run.run_id for run in runs}:
-        missing = ", ".join(sorted(named - {run.run_id for run in runs}))
-        raise ConfigError(f"no run {missing} under {root}; {as_command('runs')} lists them")
+    if missing := sorted(named - {run.run_id for run in runs}):
+        raise ConfigError(
+            f"no run {', '.join(missing)} under {root}; {as_command('runs')} lists them"
+        )
     in_use = _in_use(root)
     trained = [run.run_id for run in runs if not _never_began(RunPaths(root / run.run_id), run)]
-    kept = set(trained[-choice.keep :]) if choice.keep else set()
+    kept = {latest, *(trained[-keep:] if keep else ())}
     removals = []
     for run in runs:
         paths = RunPaths(root / run.run_id)
@@ -175,8 +180,7 @@ def chosen(
         if named:
             why = "named" if run.run_id in named else None
         else:
-            is_kept = run.run_id == latest or run.run_id in kept
-            why = None if is_kept else _why(paths, run, age_s, choice)
+            why = None if run.run_id in kept else _why(paths, run, age_s, older_than_s, keep)
         if why is None:
             continue
         if run.is_alive or run.state == "starting" or run.run_id in in_use or is_held(paths.lock):
@@ -209,14 +213,14 @@ def _name(root: Path, name: str) -> str:
     return latest
 
 
-def _why(paths: RunPaths, run: ListedRun, age_s: float, choice: CleanOptions) -> str | None:
+def _why(
+    paths: RunPaths, run: ListedRun, age_s: float, older_than_s: float | None, keep: int | None
+) -> str | None:
     if _never_began(paths, run):
         return FAILED_START
-    if choice.older_than_s is not None and age_s <= choice.older_than_s:
-        return None
-    if choice.older_than_s is not None:
-        return f"older than {format_duration(choice.older_than_s)}"
-    return None if choice.keep is None else f"not of the newest {choice.keep}"
+    if older_than_s is not None:
+        return f"older than {format_duration(older_than_s)}" if age_s > older_than_s else None
+    return None if keep is None else f"not of the newest {keep}"
 
 
 def _never_began(paths: RunPaths, run: ListedRun) -> bool:
@@ -266,12 +270,7 @@ def _ask_here(host: Host, script: str) -> str:
 def _looked_up(removals: Sequence[Removal], troubles: list[str]) -> list[Removal]:
     """The same with their folders on other machines, without those that live or have trained there."""
     places = {each.run.run_id: list(_places(each.paths)) for each in removals}
-    hosts = list(dict.fromkeys(host for found in places.values() for host, _ in found))
-    asked = {
-        host: [folder for found in places.values() for at, folder in found if at == host]
-        for host in hosts
-    }
-    answers = _each(asked, "look", troubles)
+    answers = _each(chain.from_iterable(places.values()), "look", troubles)
     left = []
     for each in removals:
         said = {place: answers.get(place) for place in places[each.run.run_id]}
@@ -302,13 +301,16 @@ def _places(paths: RunPaths) -> Iterator[tuple[Host, str]]:
 
 
 def _each(
-    asked: dict[Host, list[str]], mode: str, troubles: list[str]
+    places: Iterable[tuple[Host, str]], mode: str, troubles: list[str]
 ) -> dict[tuple[Host, str], tuple[str, int]]:
     """Run the script on all machines at once; of each folder of those that answer its word and bytes."""
     answers: dict[tuple[Host, str], tuple[str, int]] = {}
+    asked: dict[Host, list[str]] = {}
+    for host, folder in dict.fromkeys(places):
+        asked.setdefault(host, []).append(folder)
 
     def ask(host: Host) -> str | list[tuple[str, int]]:
-        lines = list(dict.fromkeys(asked[host]))
+        lines = asked[host]
         try:
             done = host.run(
                 f"mode={shlex.quote(mode)}\n{SCRIPT}",
@@ -326,8 +328,7 @@ def _each(
         if isinstance(said, str):
             troubles.append(f"{said}; what is there is left")
         else:
-            folders_there = dict.fromkeys(asked[host])
-            answers |= {(host, at): word for at, word in zip(folders_there, said, strict=True)}
+            answers |= {(host, at): word for at, word in zip(asked[host], said, strict=True)}
     return answers
 
 
@@ -371,12 +372,8 @@ def _confirmed() -> bool:
 
 def _remove(root: Path, removals: Sequence[Removal]) -> list[str]:
     """Remove them, elsewhere first; returns what stays, in words."""
-    asked: dict[Host, list[str]] = {}
-    for each in removals:
-        for host, folder in each.elsewhere:
-            asked.setdefault(host, []).append(folder)
     failures: list[str] = []
-    answers = _each(asked, "remove", failures)
+    answers = _each((place for each in removals for place in each.elsewhere), "remove", failures)
     removed = []
     for each in removals:
         words = {place: answers.get(place, ("unknown", 0))[0] for place in each.elsewhere}

@@ -63,7 +63,9 @@ def params_of(settings: Settings) -> int | None:
     model, dataset = settings.train.model, settings.train.dataset
     if isinstance(model, SimpleNNConfig):
         features = model.input_dim or FEATURES.get(dataset.name)
-        return None if features is None else perceptron_params(model, features)
+        if features is None:
+            return None
+        return (features + 1) * model.hidden + (model.hidden + 1) * model.out
     vocabulary = VOCABULARIES.get(dataset.tokenizer)
     return None if vocabulary is None else gpt_params(model, vocabulary)
 
@@ -77,10 +79,6 @@ def tensors_of(settings: Settings) -> int | None:
         return 2 * LAYER_TENSORS
     embeddings, final_norm = 2, LAYER_TENSORS
     return embeddings + model.num_layers * BLOCK_LAYERS * LAYER_TENSORS + final_norm
-
-
-def perceptron_params(model: SimpleNNConfig, features: int) -> int:
-    return (features + 1) * model.hidden + (model.hidden + 1) * model.out
 
 
 def gpt_params(model: GPTConfig, vocabulary: int) -> int:

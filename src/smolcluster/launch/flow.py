@@ -334,11 +334,11 @@ class Cluster(Site):
             SmolclusterError: one is not, or it cannot.
         """
         cluster, train = self.settings.cluster, self.settings.train
-        machines, name = self._machines.values(), self.request.workload
-        own_env = next((each.env for each in machines if each.is_here), None)
+        machines, name = self._machines, self.request.workload
+        own_env = next((each.env for each in machines.values() if each.is_here), None)
         with calling(name, train.workload_args, cluster.seed, say, own_env) as wait:
             try:
-                systems = examine(machines, say, sync=self.how.sync)
+                systems = examine(machines.values(), say, sync=self.how.sync)
             except NotFit as error:
                 left_out = [node for node in error.unreached if node in cluster.workers]
                 if not left_out or {cluster.server, *cluster.stage_nodes} & {*error.unreached}:
@@ -347,7 +347,7 @@ class Cluster(Site):
                 raise LaunchError(f"{error}; {flags} launches the others alone") from None
             wait()
         if self.request.algorithm.is_group:
-            check_systems(systems)
+            check_systems(dict(zip(machines, systems, strict=True)))
 
     def make_ready(self, launched: Launched, say: Say) -> RunPaths:
         check_port(host_of(launched.server), launched.port)

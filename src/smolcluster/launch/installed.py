@@ -1,5 +1,6 @@
 """A project's folder for other machines, made of the package that is installed here without a checkout."""
 
+import json
 import shutil
 from importlib.metadata import distribution
 from pathlib import Path
@@ -71,6 +72,4 @@ def pyproject() -> str:
 
 
 def _text(value: str) -> str:
-    """A string of TOML."""
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    return json.dumps(value, ensure_ascii=False)  # as TOML has it

@@ -7,15 +7,16 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from smolcluster.errors import ConfigError, LaunchError, PortBusy, SmolclusterError
 from smolcluster.launch.host import Host, Unreachable, shell_path
 from smolcluster.launch.plan import Machine
 from smolcluster.launch.project import Project, bring, look_at_clone
+from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_count
 
+M = TypeVar("M")
 T = TypeVar("T")
 
 MIN_FREE_KIB = 200 * 1024
@@ -59,12 +60,10 @@ def _said_once(failures: Sequence[SmolclusterError]) -> list[str]:
     ]
 
 
-def examine(
-    machines: Collection[Machine], say: Callable[..., None], *, sync: bool
-) -> dict[str, str]:
+def examine(machines: Collection[Machine], say: Callable[..., None], *, sync: bool) -> list[str]:
     """See that all machines are fit for a run; with `sync` also for making environments.
 
-    Returns their operating systems, as `uname -s` says them, by node.
+    Returns their operating systems, as `uname -s` says them, in the machines' order.
 
     Raises:
         LaunchError: one is not; the message says what to do.
@@ -75,7 +74,7 @@ def examine(
         needs_uv = sync and not (machine.is_here or machine.is_own)
         return check(machine.host, machine.project_dir, ["uv", "tmux"] if needs_uv else ["tmux"])
 
-    return _on_all(machines, examine_one)
+    return run_on_all(machines, examine_one)
 
 
 def make_ready(
@@ -92,7 +91,15 @@ def make_ready(
         LaunchError: it cannot be done, or without `sync` one lacks the project; the message says what to do.
     """
     bring_project(machines, say, project=project, sync=sync)
-    _on_all(machines, lambda each: _give_secret(each, secret, say))
+
+    def give_secret(machine: Machine) -> None:
+        if machine.is_here and machine.secret_file is None:
+            return  # it is where it comes from
+        if hand_over_secret(machine.host, machine.secret_file, secret):
+            node = machine.host.node
+            say(f"{node}: had another secret, which this machine's replaces", "yellow")
+
+    run_on_all(machines, give_secret)
 
 
 def bring_project(
@@ -114,41 +121,26 @@ def bring_project(
             took_s = time.monotonic() - began
             say(f"{host.node}: code and environment are in {folder} ({took_s:.1f} s)")
 
-    _on_all([machine for machine in machines if not machine.is_here], bring_to)
+    run_on_all([machine for machine in machines if not machine.is_here], bring_to)
 
 
-def _give_secret(machine: Machine, secret: bytes, say: Callable[..., None]) -> None:
-    if machine.is_here and machine.secret_file is None:
-        return  # it is where it comes from
-    if hand_over_secret(machine.host, machine.secret_file, secret):
-        node = machine.host.node
-        say(f"{node}: had another secret, which this machine's replaces", "yellow")
-
-
-def _on_all(machines: Collection[Machine], task: Callable[[Machine], T]) -> dict[str, T]:
-    by_node = {machine.host.node: machine for machine in machines}
-    hosts = [machine.host for machine in machines]
-    return run_on_all(hosts, lambda host: task(by_node[host.node]))
-
-
-def run_on_all(hosts: Sequence[Host], task: Callable[[Host], T]) -> dict[str, T]:
-    """Do a task for all machines at once; what came of it, by node.
+def run_on_all(machines: Collection[M], task: Callable[[M], T]) -> list[T]:
+    """Do a task for all machines at once; what came of it, in their order.
 
     Raises:
         LaunchError: it failed for at least one; the message has a sentence of each.
     """
-    results: dict[str, T] = {}
-    failures: list[SmolclusterError] = []
-    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
-        futures = {host.node: pool.submit(task, host) for host in hosts}
-        for node, future in futures.items():
-            try:
-                results[node] = future.result()
-            except SmolclusterError as error:
-                failures.append(error)
-    if failures:
+
+    def attempt(machine: M) -> T | SmolclusterError:
+        try:
+            return task(machine)
+        except SmolclusterError as error:
+            return error
+
+    results = at_once(attempt, machines)
+    if failures := [each for each in results if isinstance(each, SmolclusterError)]:
         raise NotFit(failures)
-    return results
+    return [each for each in results if not isinstance(each, SmolclusterError)]
 
 
 def check_systems(systems: Mapping[str, str]) -> None:

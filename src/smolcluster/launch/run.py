@@ -134,10 +134,6 @@ class Run(ABC):
         """Leave the run or stop it, as the user has asked; returns the exit code."""
 
     @abstractmethod
-    def _give_up(self) -> None:
-        """End what cannot go on without this launcher, which fails."""
-
-    @abstractmethod
     def _codes_of_others(self) -> list[int | None]:
         """The exit code of each process but the server; None: it runs."""
 
@@ -235,15 +231,11 @@ class Run(ABC):
             return self._follow(asked)
 
     def _follow(self, asked: Interrupts) -> int:
-        try:
-            while not asked:
-                if (code := self._look()) is not None:
-                    return self.conclude(code, asked)
-                _wait(self._poll_s, asked)
-            return self._interrupted(asked)
-        except BaseException:
-            self._give_up()
-            raise
+        while not asked:
+            if (code := self._look()) is not None:
+                return self.conclude(code, asked)
+            _wait(self._poll_s, asked)
+        return self._interrupted(asked)
 
     # its end
 

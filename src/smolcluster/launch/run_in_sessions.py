@@ -9,14 +9,14 @@ import select
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 
 from rich.console import Console
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch.host import Host, TookTooLong, Unreachable
+from smolcluster.launch.host import TookTooLong, Unreachable
 from smolcluster.launch.interrupts import Interrupts, interrupts
 from smolcluster.launch.prepare import run_on_all
 from smolcluster.launch.run import (
@@ -31,7 +31,6 @@ from smolcluster.launch.run import (
 from smolcluster.launch.sessions import (
     begin,
     exit_code,
-    host_of,
     kill,
     newest_line,
     status_of,
@@ -102,12 +101,10 @@ class RunInSessions(Run):
             "some seconds"
         )
         self._begin(server)
-        self._ship([each for each in self._launched.shippers if each.node == server.node])
-        if self._launched.has_script:  # the run begins when a script has told what is trained
-            return
-        if self._launched.is_group:  # which begins when all are there
-            return
-        self._wait_until_it_listens(server, asked)
+        self._ship({server.node})
+        # one with a script begins when that has told what is trained, a group when all are there
+        if not (self._launched.has_script or self._launched.is_group):
+            self._wait_until_it_listens(server, asked)
 
     def _wait_until_it_listens(self, server: LaunchedProcess, asked: Interrupts) -> None:
         told, patience, newest = Deadline(TOLD_EVERY_S), Deadline(SERVER_SILENT_S), ""
@@ -142,13 +139,12 @@ class RunInSessions(Run):
         for worker in begun:
             by_node.setdefault(worker.node, []).append(worker)
 
-        def begin_there(host: Host) -> None:
-            for worker in by_node[host.node]:
-                self._begin(worker)
+        def begin_there(processes: Sequence[LaunchedProcess]) -> None:
+            for process in processes:
+                self._begin(process)
 
-        run_on_all([host_of(each[0]) for each in by_node.values()], begin_there)
-        elsewhere = {each.node for each in self._launched.others} - {self._launched.server.node}
-        self._ship([each for each in self._launched.shippers if each.node in elsewhere])
+        run_on_all(by_node.values(), begin_there)
+        self._ship({each.node for each in self._launched.others} - {self._launched.server.node})
         if self._launched.is_group:
             self._wait_until_it_listens(self._launched.server, asked)
             self.say("all ranks are there")
@@ -160,7 +156,8 @@ class RunInSessions(Run):
     def _begin(self, process: LaunchedProcess) -> None:
         begin(process, self._env.get(process.node, {}))
 
-    def _ship(self, shippers: Sequence[LaunchedProcess]) -> None:
+    def _ship(self, nodes: Collection[str]) -> None:
+        shippers = [each for each in self._launched.shippers if each.node in nodes]
         begin_shippers(shippers, self._env, self._warn)
 
     def _wait_for(
@@ -313,9 +310,6 @@ class RunInSessions(Run):
             self.say(left_running(self._launched))
             return 0
         return self.stop() or asked.exit_code
-
-    def _give_up(self) -> None:
-        """It goes on without its launcher."""
 
     def _codes_of_others(self) -> list[int | None]:
         return [code for _, code in exit_codes(self._launched.others)]

@@ -83,7 +83,11 @@ class RunOfChildren(Run):
         try:
             for process, colour in zip(processes, itertools.cycle(COLOURS), strict=False):
                 self._start_child(process, Text(f"{process.title:<{width}}", style=colour))
-            self._start_shippers(width)
+            for shipper in self._launched.shippers:
+                try:
+                    self._start_child(shipper, Text(f"{shipper.role:<{width}}", style="dim"))
+                except LaunchError as error:
+                    self._warn(f"the logs are not shipped: {error}")
         finally:
             pids = {stem: child.pid for stem, child in self._children.items()}
             self._launched = self._launched.with_pids(pids)
@@ -92,13 +96,6 @@ class RunOfChildren(Run):
         except SmolclusterError as error:
             self._warn(f"{error}; the run goes on without it")
         self._asked_early = asked.received
-
-    def _start_shippers(self, width: int) -> None:
-        for shipper in self._launched.shippers:
-            try:
-                self._start_child(shipper, Text(f"{shipper.role:<{width}}", style="dim"))
-            except LaunchError as error:
-                self._warn(f"the logs are not shipped: {error}")
 
     def _start_child(
         self, process: LaunchedProcess, prefix: Text, env: Mapping[str, str] = MappingProxyType({})
@@ -123,7 +120,11 @@ class RunOfChildren(Run):
 
     def _follow(self, asked: Interrupts) -> int:
         asked.received += self._asked_early
-        return super()._follow(asked)
+        try:
+            return super()._follow(asked)
+        except BaseException:
+            self._end()  # they cannot go on without this launcher
+            raise
 
     def _look(self) -> int | None:
         code = self._children[self._launched.server.stem].exit_code
@@ -199,9 +200,6 @@ class RunOfChildren(Run):
             code = code or asked.exit_code
         self._say_where(code)
         return code
-
-    def _give_up(self) -> None:
-        self._end()
 
     def _codes_of_others(self) -> list[int | None]:
         return [self._children[each.stem].exit_code for each in self._launched.others]

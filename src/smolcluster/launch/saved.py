@@ -60,14 +60,29 @@ def resume(
     """
     paths = find(run)
     launched = launched_of(paths)
-    _check_left_out(paths, launched, without)
-    if launched is not None and launched.is_job:
+    has_machines = launched is not None and not (launched.is_local or launched.is_job)
+    if without and not has_machines:
+        raise ConfigError(
+            f"--without {without[0]}: it leaves out machines that are reached over SSH, and run "
+            f"{paths.run_id} has none"
+        )
+    if launched is None or (launched.is_local and not launched.is_job):
+        return _resume_here(paths, launched, num_workers, overrides, how)
+    if launched.is_job:
         how = replace(how, on=launched.server.scheduler or how.on)
-    elif launched is not None and not launched.is_local and num_workers is not None:
+    elif num_workers is not None:
         raise ConfigError("--workers: the workers of a cluster are those of its file")
-    if launched is not None and (launched.is_job or not launched.is_local):
-        request = request_again(paths, launched, overrides, without)
-        return launch(request, how, local=False, run_id=paths.run_id, resume=True)
+    request = request_again(paths, launched, overrides, without)
+    return launch(request, how, local=False, run_id=paths.run_id, resume=True)
+
+
+def _resume_here(
+    paths: RunPaths,
+    launched: Launched | None,
+    num_workers: int | None,
+    overrides: Sequence[str],
+    how: LaunchOptions,
+) -> int:
     with run_lock(paths.lock):  # the server takes it again
         settings = load_resolved(paths.config)
         store = store_of(paths)
@@ -85,8 +100,9 @@ def resume(
             f"run {paths.run_id} was not a local one: start its server with --resume {paths.run_id}, and its "
             "workers as before"
         )
-    is_served = launched is not None and not launched.is_group
-    script = script_of(launched.workers[0]) if launched is not None and is_served else None
+    script = None
+    if launched is not None and not launched.is_group:
+        script = script_of(launched.workers[0])
     if script is not None:
         check_launched_here(paths)
     if script is None and settings.train.dataset.name == ATTACHED_DATA:
@@ -105,15 +121,6 @@ def resume(
     )
     check_unfinished(paths, settings_of(request, local=True).train)
     return launch(request, how, local=True, run_id=paths.run_id, resume=True)
-
-
-def _check_left_out(paths: RunPaths, launched: Launched | None, without: Sequence[str]) -> None:
-    has_none = launched is None or launched.is_local or launched.is_job
-    if without and has_none:
-        raise ConfigError(
-            f"--without {without[0]}: it leaves out machines that are reached over SSH, and run "
-            f"{paths.run_id} has none"
-        )
 
 
 def _resume_single(

@@ -76,18 +76,29 @@ def with_shippers(launched: Launched, loki: LokiAddress | None, say: Say) -> Lau
     if loki is None:
         return launched
     if not launched.has_sessions:
-        shipper = _shipper_beside(launched.server, loki)
-        return launched.model_copy(update={"shippers": (shipper,)})
+        words = (*MODULE, "smolcluster.cli", "ship", launched.server.run_dir, "--loki", loki.url)
+        own = {"role": ROLE, "argv": (sys.executable, *words)}
+        return launched.model_copy(update={"shippers": (launched.server.model_copy(update=own),)})
     places: dict[tuple[str | None, str], list[LaunchedProcess]] = {}
     for process in launched.processes:
         places.setdefault((process.ssh, process.run_dir), []).append(process)
 
     def planned(processes: Sequence[LaunchedProcess]) -> LaunchedProcess | None:
+        first = processes[0]
         try:
-            return shipper_of(launched.run_id, processes, url_for(processes[0], loki))
+            url = url_for(first, loki)
         except LaunchError as error:
-            say(f"the logs of {processes[0].node} are not shipped: {error}")
+            say(f"the logs of {first.node} are not shipped: {error}")
             return None
+        return first.model_copy(
+            update={
+                "role": ROLE,
+                "rank": None,
+                "session": session_name(launched.run_id, f"{ROLE}-{first.node}", None),
+                "argv": ("sh", "-c", ship_script(processes, url)),
+                "device": None,
+            }
+        )
 
     shippers = tuple(filter(None, at_once(planned, places.values())))
     return launched.model_copy(update={"shippers": shippers})
@@ -117,25 +128,6 @@ def url_for(process: LaunchedProcess, loki: LokiAddress) -> str:
     return url
 
 
-def shipper_of(run_id: str, processes: Sequence[LaunchedProcess], url: str) -> LaunchedProcess:
-    first = processes[0]
-    return first.model_copy(
-        update={
-            "role": ROLE,
-            "rank": None,
-            "session": session_name(run_id, f"{ROLE}-{first.node}", None),
-            "argv": ("sh", "-c", ship_script(processes, url)),
-            "device": None,
-        }
-    )
-
-
-def _shipper_beside(server: LaunchedProcess, loki: LokiAddress) -> LaunchedProcess:
-    """The shipper of a run whose processes are this process's children."""
-    words = (*MODULE, "smolcluster.cli", "ship", server.run_dir, "--loki", loki.url)
-    return server.model_copy(update={"role": ROLE, "argv": (sys.executable, *words)})
-
-
 def ship_script(processes: Sequence[LaunchedProcess], url: str) -> str:
     """What ships the logs of these processes of one machine, until they have ended or it is told to end."""
     first = processes[0]
@@ -145,6 +137,11 @@ def ship_script(processes: Sequence[LaunchedProcess], url: str) -> str:
     roles = dict.fromkeys(process.role for process in processes)
     configs = [f"logging/promtail-{role}-remote.yaml" for role in roles]
     looks = "\n".join(f"{{ {look_script(process)}; }}" for process in processes)
+    only = [word for process in processes for word in ("--only", process.stem)]
+    own = (
+        f"{shlex.join([first.argv[0], *MODULE, 'smolcluster.cli', 'ship'])} {shell_path(first.run_dir)} "
+        f"{shlex.join(['--loki', url, *only])}"
+    )
     return "\n".join(
         [
             PREAMBLE,
@@ -163,7 +160,7 @@ def ship_script(processes: Sequence[LaunchedProcess], url: str) -> str:
             "alloy run --disable-reporting --server.http.listen-addr=127.0.0.1:0 "
             '--storage.path="$HOME/.cache/smolcluster-alloy" logging/config.alloy >> "$out" 2>&1 & pids=$!',
             "else",
-            f'cd "$here"; {_own_command(processes, url)} >> "$out" 2>&1 & pids=$!',
+            f'cd "$here"; {own} >> "$out" 2>&1 & pids=$!',  # in the folder in which the processes start
             "fi",
             f'running() {{ case "$({looks}\n)" in *running*) ;; *) return 1; esac; }}',
             "alive() { for each in $pids; do kill -0 $each 2>/dev/null && return; done; return 1; }",
@@ -172,14 +169,6 @@ def ship_script(processes: Sequence[LaunchedProcess], url: str) -> str:
             "while alive; do wait; done",  # a signal ends a wait
         ]
     )
-
-
-def _own_command(processes: Sequence[LaunchedProcess], url: str) -> str:
-    """Our own shipper, as a command of a shell; it starts in the folder in which the processes start."""
-    first = processes[0]
-    only = [word for process in processes for word in ("--only", process.stem)]
-    command = [first.argv[0], *MODULE, "smolcluster.cli", "ship"]
-    return f"{shlex.join(command)} {shell_path(first.run_dir)} {shlex.join(['--loki', url, *only])}"
 
 
 def begin_shippers(

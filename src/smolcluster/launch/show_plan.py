@@ -27,11 +27,11 @@ def show_plan(
     console = SteadyConsole()
     with steady(console):
         console.print(plan_table(launched, settings, cost))
-    lines = [
-        *commands(launched),
-        "",
-        *costs(cost),
-        *code_lines(code),
+    lines = [*commands(launched), "", *costs(cost)]
+    if code is not None:
+        size, files = format_bytes(len(code.packed)), format_count(code.num_files, "file")
+        lines.append(f"your code is sent to every machine: {files}, {size} packed")
+    lines += [
         "",
         "```mermaid",
         *mermaid(launched, settings),
@@ -83,13 +83,6 @@ def costs(cost: StepCost | None) -> Iterator[str]:
     )
     rates = [f"{format_duration(cost.transfer_s(rate))} at {rate:,g} MB/s" for rate in LINKS_MB_S]
     yield f"  {', '.join(rates)}"
-
-
-def code_lines(code: WorkloadCode | None) -> Iterator[str]:
-    if code is not None:
-        size = format_bytes(len(code.packed))
-        files = format_count(code.num_files, "file")
-        yield f"your code is sent to every machine: {files}, {size} packed"
 
 
 def mermaid(launched: Launched, settings: Settings) -> Iterator[str]:

@@ -74,7 +74,9 @@ def start(host: Host, process: LaunchedProcess, script_file: str) -> None:
         raise LaunchError(
             f"{process.title}: a tmux session {process.session} is already there: stop that run first"
         )
-    if not done.ok and not _ended_at_once(done):
+    # It may be over before its options are set: its exit code says why.
+    ended_at_once = "can't find session" in done.stderr or "no server running" in done.stderr
+    if not done.ok and not ended_at_once:
         raise LaunchError(f"{process.title}: tmux does not start a session: {done.stderr_tail}")
 
 
@@ -91,11 +93,6 @@ def _started(start_session: Callable[[], Done]) -> Done:
         time.sleep(TRY_AGAIN_S)
         done = start_session()
     return done
-
-
-def _ended_at_once(done: Done) -> bool:
-    """Whether the session was over before its options were set: its exit code says why."""
-    return "can't find session" in done.stderr or "no server running" in done.stderr
 
 
 def attach_script(session: str) -> str:

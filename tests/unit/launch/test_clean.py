@@ -12,7 +12,7 @@ from reading import fake_ssh, launched_run, server, status_of, worker, write
 from smolcluster.cli import main
 from smolcluster.configs.begun import is_known, remember
 from smolcluster.errors import ConfigError
-from smolcluster.launch.clean import CleanOptions, clean, parse_age
+from smolcluster.launch.clean import clean, parse_age
 from smolcluster.launch.find import RUNS_DIR
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
@@ -53,7 +53,7 @@ def test_by_itself_only_failed_starts_go_and_only_when_they_are_confirmed(
     a_run(root, "trained", days=400)
     saved = a_run(root, "resumed", step=0)
     write(saved.checkpoints / "step-00000100" / "state.json", "{}")
-    assert clean(CleanOptions()) == 0
+    assert clean() == 0
     shown = capsys.readouterr().out
     [line] = [line.split() for line in shown.splitlines() if line.startswith("failed")]
     assert line[1:4] == ["here", "1", "d"]
@@ -106,12 +106,12 @@ def test_a_run_that_is_written_stays_whatever_is_asked(root: Path) -> None:
     ):
         assert process.stdout is not None
         assert process.stdout.readline()
-        assert clean(CleanOptions(older_than_s=0.0, keep=0), yes=True) == 0
+        assert clean(older_than_s=0.0, keep=0, yes=True) == 0
         with pytest.raises(ConfigError, match="living"):
-            clean(CleanOptions(("living",)), yes=True)
+            clean(("living",), yes=True)
         assert left(root) == {"living", by_hand.run_id}
         process.communicate(timeout=60)
-    assert clean(CleanOptions(keep=0), yes=True) == 0
+    assert clean(keep=0, yes=True) == 0
     assert left(root) == set()
 
 
@@ -127,12 +127,12 @@ def test_what_is_no_run_stays_and_links_are_not_followed(root: Path, tmp_path: P
     failed.lock.unlink()
     failed.lock.symlink_to(treasure / "logs" / "treasure")
     before = left(root)
-    assert clean(CleanOptions(older_than_s=0.0, keep=0), yes=True) == 0
+    assert clean(older_than_s=0.0, keep=0, yes=True) == 0
     assert left(root) == before - {"failed"}
     assert (treasure / "logs" / "treasure").read_text() == "gold"
     for name in ("linked", "thesis", "nobody", "../elsewhere"):
         with pytest.raises(ConfigError):
-            clean(CleanOptions((name,)), yes=True)
+            clean((name,), yes=True)
 
 
 def elsewhere(there: Path, name: str) -> RunPaths:
@@ -161,12 +161,12 @@ def test_a_failed_start_goes_on_its_machines_too(
     remote_run(root, R1)
     elsewhere(there, R1)
     write(there / "runs" / f"{R1}0" / "pids" / "x", "")
-    assert clean(CleanOptions()) == 0
+    assert clean() == 0
     shown = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert [R1, "here"] in shown
     assert [R1, "mini1"] in shown
     assert left(there / "runs") == {R1, f"{R1}0", "latest"}
-    assert clean(CleanOptions(), yes=True) == 0
+    assert clean(yes=True) == 0
     assert left(root) == set()
     assert left(there / "runs") == {f"{R1}0"}
 
@@ -191,13 +191,13 @@ def test_a_machine_that_does_not_answer_is_said_and_the_run_stays_known(
     remote_run(root, R1, ("pi5", "cut"))
     a_run(root, "failed", step=0)
     elsewhere(there, R1)
-    assert clean(CleanOptions(), yes=True) == 1
+    assert clean(yes=True) == 1
     assert "pi5 (cut)" in capsys.readouterr().out
     assert left(root) == {R1}
     assert not (there / "runs" / R1).exists()
     launched_run(root, server("cut"), run_id="unknown")
     (root / "latest").unlink()
-    assert clean(CleanOptions(), yes=True) == 1
+    assert clean(yes=True) == 1
     assert "unknown" in left(root)
 
 
@@ -219,12 +219,12 @@ def test_a_folder_elsewhere_that_lives_has_trained_or_is_no_run_stays(
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline()
-        assert clean(CleanOptions(), yes=True) == 0
+        assert clean(yes=True) == 0
         process.communicate(timeout=60)
     assert left(there / "runs") == before
     assert (tmp_path / "other" / "pids" / "x").is_file()
     assert left(root) == {"trained", "living"}
-    assert clean(CleanOptions(), yes=True) == 0
+    assert clean(yes=True) == 0
     assert left(root) == {"trained"}
 
 
