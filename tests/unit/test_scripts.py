@@ -73,27 +73,6 @@ def test_only_what_bash_3_and_bsd_tools_have(script: Path) -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "declare -A table",
-        "mapfile -t lines < file",
-        "readarray lines",
-        'echo "${name,,}"',
-        'run "${arguments[@]}"',
-        "sed -i s/a/b/ file",
-        "here=$(readlink -f .)",
-        "timeout 5 sleep 9",
-        "if timeout 5 true; then",
-        "date -d yesterday",
-        "grep -oP x file",
-        "wait -n",
-    ],
-)
-def test_the_grep_finds_what_it_looks_for(line: str) -> None:
-    assert any(re.search(pattern, line) for pattern in NOT_PORTABLE.values())
-
-
 def test_the_scripts_are_there() -> None:
     names = {str(path.relative_to(PROJECT)) for path in SCRIPTS}
     assert {f"launch_{name}.sh" for name in algorithms()} <= names

@@ -39,20 +39,6 @@ def main() -> int:
     )
 
 
-def environment_of(algorithm: str, args: argparse.Namespace) -> dict[str, str]:
-    """What a script is told, by variable."""
-    told = Told(
-        config=args.config or algorithm,
-        overrides=(*args.override, *server_overrides(args.server, args.node)),
-        worker_id=args.worker_id,
-        run_id=args.run_id,
-        is_local=args.local,
-        num_workers=args.workers,
-        is_named=not args.stop_on_stdin_eof,
-    )
-    return {NAME_VARIABLE: args.node, ATTACH_VARIABLE: json.dumps(asdict(told))}
-
-
 def run_script(script: str, algorithm: str, args: argparse.Namespace) -> None:
     """Run a script, with its arguments, as the main module.
 
@@ -64,7 +50,16 @@ def run_script(script: str, algorithm: str, args: argparse.Namespace) -> None:
     file = str(Path(stated).expanduser())
     if not Path(file).is_file():
         raise ConfigError(f"--script is {file}: there is no such file")
-    os.environ.update(environment_of(algorithm, args))
+    told = Told(
+        config=args.config or algorithm,
+        overrides=(*args.override, *server_overrides(args.server, args.node)),
+        worker_id=args.worker_id,
+        run_id=args.run_id,
+        is_local=args.local,
+        num_workers=args.workers,
+        is_named=not args.stop_on_stdin_eof,
+    )
+    os.environ |= {NAME_VARIABLE: args.node, ATTACH_VARIABLE: json.dumps(asdict(told))}
     sys.argv = [file, *arguments]
     sys.path[0] = str(Path(file).resolve().parent)
     try:

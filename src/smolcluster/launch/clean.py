@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -162,7 +162,7 @@ def _chosen(
         ConfigError: a run that was named is not there, or lives.
     """
     latest = latest_of(root)
-    named = {_name(root, name) for name in names}
+    named = {latest or name if name == LATEST else check_run_id(name) for name in names}
     runs = [
         each for each in listed(root, _ask_here if here else None) if is_run(root / each.run_id)
     ]
@@ -202,15 +202,6 @@ def is_run(folder: Path) -> bool:
     return any((folder / mark).is_file() for mark in MARKS) or (
         is_named and (folder / "logs").is_dir()
     )
-
-
-def _name(root: Path, name: str) -> str:
-    if name != LATEST:
-        return check_run_id(name)
-    latest = latest_of(root)
-    if latest is None:
-        raise ConfigError(f"no run {LATEST!r} under {root}")
-    return latest
 
 
 def _why(
@@ -390,8 +381,14 @@ def _remove(root: Path, removals: Sequence[Removal]) -> list[str]:
         except (SmolclusterError, OSError) as error:
             failures.append(f"{each.paths.root} stays: {error}")
     if latest_of(root) in removed:
+        begun = [
+            run
+            for run in listed(root, _ask_here)
+            if not _never_began(RunPaths(root / run.run_id), run)
+        ]
+        newest = max(begun, key=lambda run: run.began_at).run_id if begun else None
         with suppress(OSError):
-            point_latest(root, _newest(root))
+            point_latest(root, newest)
     say(f"removed {len(removed)} of {len(removals)} runs")
     return failures
 
@@ -408,10 +405,3 @@ def remove_here(paths: RunPaths) -> None:
     with run_lock(paths.lock):
         shutil.rmtree(paths.root)
     forget(paths.run_id)
-
-
-def _newest(root: Path) -> str | None:
-    begun: Collection[ListedRun] = [
-        run for run in listed(root, _ask_here) if not _never_began(RunPaths(root / run.run_id), run)
-    ]
-    return max(begun, key=lambda run: run.began_at).run_id if begun else None

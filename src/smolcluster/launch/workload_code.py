@@ -89,17 +89,12 @@ def code_of_script(script: str) -> WorkloadCode:
 
 
 def _packed(root: Path, own: Path | None, name: str) -> WorkloadCode:
-    files = {relative: _content(path) for relative, path in _files(root, own)}
-    return WorkloadCode(name, gzip.compress(packed(files), mtime=0), len(files))
-
-
-def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        files = {relative: path.read_bytes() for relative, path in _files(root, own)}
     except OSError as error:
-        raise ConfigError(
-            one_line(f"workload: {path} cannot be read: {error.strerror or error}")
-        ) from None
+        why = error.strerror or error
+        raise ConfigError(one_line(f"workload: {error.filename} cannot be read: {why}")) from None
+    return WorkloadCode(name, gzip.compress(packed(files), mtime=0), len(files))
 
 
 def _root_of(name: FunctionName) -> tuple[Path | None, FunctionName]:

@@ -1,6 +1,5 @@
 """The hosts that other tests of this folder use are what they claim to be."""
 
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -11,7 +10,6 @@ from lab import HOMES, Host, Lab, Running
 from waiting import eventually
 
 TWO_MEGABYTES = ["ssh", "mini2", "head -c 2000000 /dev/zero"]
-PING = ["ssh", "-o", "ConnectTimeout=60", "mini1", "hostname"]
 
 
 def duration_s(host: Host, command: list[str]) -> float:
@@ -32,13 +30,6 @@ def sleeper(host: Host) -> Running:
     running = host.popen("echo started; exec sleep 1000")
     running.wait_for("started")
     return running
-
-
-def test_the_controller_reaches_each_host_by_its_name(lab: Lab) -> None:
-    script = "hostname; whoami; pwd; command -v uv; echo code $?"
-    for host in lab:
-        said = lab.controller.output(["ssh", host.name, script])
-        assert said.split("\n") == [host.name, host.user, str(host.home), "code 1"]
 
 
 def test_each_host_has_a_tmux_and_files_of_its_own(lab: Lab) -> None:
@@ -68,38 +59,10 @@ def test_what_runs_on_a_host_is_seen_there_only(lab: Lab) -> None:
     eventually(lambda: lab["mini1"].processes() == [])
 
 
-def test_an_orphan_is_reaped(lab: Lab) -> None:
-    lab["pi5"].output("(sleep 0.2 &) >/dev/null 2>&1")
-    eventually(lambda: lab["pi5"].processes() == [])
-
-
 def test_a_command_past_its_deadline_is_killed_with_its_children(lab: Lab) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         lab["pi5"].run("sleep 1000 & sleep 1001; true", timeout_s=0.5)
     eventually(lambda: lab["pi5"].processes() == [])
-
-
-def test_signals_and_ctrl_c_reach_a_command(lab: Lab) -> None:
-    script = "trap 'echo caught; exit 3' INT; echo started; while :; do sleep 0.1; done"
-    typed = lab["pi5"].popen(script, tty=True)
-    sent = lab["pi5"].popen(script)
-    for running in (typed, sent):
-        running.wait_for("started")
-    typed.type("\x03")
-    sent.signal(signal.SIGINT)
-    assert [running.wait() for running in (typed, sent)] == [3, 3]
-    assert "caught" in typed.output
-    assert "caught" in sent.output
-
-
-@pytest.mark.nightly
-def test_a_cut_host_is_out_of_reach_until_it_is_joined(lab: Lab) -> None:
-    lab["mini1"].cut()
-    try:
-        assert lab.controller.run(PING).returncode == 255
-    finally:
-        lab["mini1"].join()
-    assert lab.controller.output(PING) == "mini1"
 
 
 def test_a_shaped_link_is_slower(lab: Lab) -> None:
@@ -110,37 +73,6 @@ def test_a_shaped_link_is_slower(lab: Lab) -> None:
     finally:
         lab["mini2"].unshape()
     assert shaped_s > 1.5
-
-
-def test_a_host_can_have_a_second_address(lab: Lab) -> None:
-    lab.controller.connect(1)
-    address = lab["pi5"].connect(1)
-    assert address != lab["pi5"].address
-    lab["pi5"].cut(0)
-    try:
-        assert lab.controller.output(["ssh", f"pi@{address}", "hostname"]) == "pi5"
-    finally:
-        lab["pi5"].join(0)
-        lab["pi5"].disconnect(1)
-        lab.controller.disconnect(1)
-
-
-@pytest.mark.nightly
-def test_uv_makes_an_environment_on_a_host(lab: Lab) -> None:
-    folder = lab["mini2"].checkout()
-    sync = f"~/.local/bin/uv sync --quiet --project {folder}"
-    lab.controller.output(["ssh", "mini2", sync], timeout_s=100)
-    said = lab.controller.output(["ssh", "mini2", f"{folder}/.venv/bin/smolcluster --help"])
-    assert said.startswith("Usage: smolcluster")
-
-
-@pytest.mark.nightly
-def test_a_prepared_checkout_runs_its_own_code(lab: Lab) -> None:
-    folder = lab.controller.checkout()
-    programs = lab.controller.prepare()
-    script = "import smolcluster, sys; print(smolcluster.__file__, sys.prefix)"
-    said = lab.controller.output([str(programs / "python"), "-c", script])
-    assert said == f"{folder}/src/smolcluster/__init__.py {folder}/.venv"
 
 
 def test_nothing_is_left_of_a_lab(tmp_path_factory: pytest.TempPathFactory) -> None:

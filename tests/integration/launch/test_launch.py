@@ -1,7 +1,6 @@
 """Runs on three hosts, launched over SSH from a fourth: real sshd, tmux and uv."""
 
 import json
-import os
 import shlex
 import signal
 import stat
@@ -225,27 +224,6 @@ def test_a_run_outlives_what_happens_to_its_machines(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("now", [(), ("--now",)])
-def test_the_number_of_a_process_that_is_gone_is_nobodys_death(
-    launching: Launching, now: tuple[str, ...]
-) -> None:
-    """Long after a run its numbers belong to others."""
-    mini1 = launching.lab["mini1"]
-    folder = f"{PROJECT}/runs/edp-old"
-    server = {"node": "mini1", "role": "server", "rank": None, "ssh": "mini1"}
-    server |= {"run_dir": f"~/{folder}", "session": "edp-old-server"}
-    launched = {"run_id": "edp-old", "algorithm": "edp", "processes": [server]}
-    launching.controller.write(f"{folder}/launch.json", json.dumps(launched))
-    sleeper = mini1.popen("echo $$; exec sleep 1000")
-    sleeper.wait_for("\n")
-    mini1.write(f"{folder}/pids/server-mini1", sleeper.output)
-    stopped = launching.run(launching.command("stop", "edp-old", *now))
-    assert (stopped.returncode, "over already" in stopped.stdout) == (0, True)
-    assert sleeper.process.poll() is None
-    sleeper.stop()
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("has_python", [True, False])
 def test_a_start_that_fails_is_taken_back(launching: Launching, has_python: bool) -> None:
     """Of a worker that refuses its device, and of one whose interpreter is broken."""
@@ -284,18 +262,6 @@ def test_names_are_never_executed(launching: Launching) -> None:
     assert done.returncode == 0, done.stderr
     for host in (launching.controller, *launching.lab):
         assert host.run("find / -maxdepth 2 -name pwned; find ~ /tmp -name pwned").stdout == ""
-    assert launching.is_clean(), launching.left()
-
-
-@pytest.mark.nightly
-def test_a_folder_of_something_else_is_refused_untouched(launching: Launching) -> None:
-    mini2 = launching.lab["mini2"]
-    mini2.write("thesis/chapter1.tex", "precious")
-    launching.write_config("thesis.yaml", {"mini2": {"project_dir": "~/thesis"}})
-    refused = launching.run(launching.launch(config="~/thesis.yaml"))
-    assert refused.returncode == 1
-    assert "mini2: ~/thesis is not a clone of this project" in refused.stderr
-    assert os.listdir(mini2.path("thesis")) == ["chapter1.tex"]  # noqa: PTH208 - what is hidden, too
     assert launching.is_clean(), launching.left()
 
 
@@ -364,22 +330,6 @@ def test_a_way_that_loses_large_packets_is_named_before_the_run(launching: Launc
     assert "pi5: small packets pass, but large ones to mini1" in failed.stderr
     assert "mini2" not in failed.stderr
     assert launching.is_clean(), launching.left()
-
-
-@pytest.mark.nightly
-def test_missing_tools_are_named_with_their_remedies(launching: Launching) -> None:
-    lab = launching.lab
-    uv = lab["mini2"].path(".local/bin/uv")
-    uv.rename(uv.with_name("uv-moved"))
-    try:
-        with hidden(lab["mini1"], "/usr/bin/tmux"):
-            failed = launching.run(launching.launch())
-    finally:
-        uv.with_name("uv-moved").rename(uv)
-    assert failed.returncode == 1
-    for node, tool in (("mini1", "tmux"), ("mini2", "uv")):
-        assert f"{node} ({node}): has no {tool} ({tool}: " in failed.stderr
-    assert len(failed.stderr.splitlines()) == 1
 
 
 @pytest.mark.nightly

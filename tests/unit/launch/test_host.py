@@ -361,14 +361,6 @@ def test_a_script_passes_the_shell_of_the_other_side(home: Path, shell: str, nam
     assert done.stdout == f"{home}/{name}"
 
 
-def test_programs_are_found_where_people_install_them(home: Path) -> None:
-    tool = home / ".local" / "bin" / "tool"
-    tool.parent.mkdir(parents=True)
-    tool.write_text("#!/bin/sh\necho found\n")
-    tool.chmod(0o755)
-    assert Host("here").run("tool").stdout == "found\n"
-
-
 # The cluster file
 
 

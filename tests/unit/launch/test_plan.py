@@ -1,8 +1,6 @@
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,16 +43,13 @@ def request(
     return Request(get_algorithm(algorithm), config, train_config, overrides, num_workers)
 
 
-def local(asked: Request, cluster: ClusterConfig = CLUSTER, **facts: Any) -> Launched:
-    return here(asked, localise(cluster, asked.num_workers), **facts)
+def local(asked: Request, cluster: ClusterConfig = CLUSTER) -> Launched:
+    return here(asked, localise(cluster, asked.num_workers))
 
 
-def here(asked: Request, cluster: ClusterConfig, with_threads: Sequence[str] = ()) -> Launched:
-    place = Machine(Host("here"), "/runs", "/runs", python="/usr/bin/python")
-    places = {
-        node: replace(place, threads=None if node in with_threads else 1)
-        for node in cluster.machines
-    }
+def here(asked: Request, cluster: ClusterConfig) -> Launched:
+    place = Machine(Host("here"), "/runs", "/runs", python="/usr/bin/python", threads=1)
+    places = dict.fromkeys(cluster.machines, place)
     settings = replace(SETTINGS, cluster=cluster)
     return plan(asked, settings, places, "edp-1", is_local=True, in_sessions=False)
 
@@ -68,14 +63,6 @@ def test_a_local_server_gets_everything_the_user_said() -> None:
         *("--run-id", "edp-1", "--no-progress", "--config", "edp", "--train-config", "nn"),
         *("--override", "num_epochs=5", "--override", "device=cpu", "--override", "threads=1"),
     )
-
-
-def test_every_process_is_told_the_function_that_makes_the_workload() -> None:
-    asked = replace(request("workload=b.py:b", "num_epochs=5"), workload="/me/train.py:workload")
-    for process in local(asked).processes:
-        place = process.argv.index("--workload")
-        assert process.argv[place + 1] == "/me/train.py:workload"
-        assert "workload=b.py:b" not in process.argv
 
 
 def test_a_local_worker_gets_its_place_and_only_what_belongs_to_a_machine() -> None:
@@ -124,22 +111,6 @@ def test_a_server_refuses_what_its_algorithm_cannot_follow() -> None:
 
     with pytest.raises(ConfigError, match="global_batch_size is 1, must be at least num_workers"):
         serve("syncps", args, serve_run)
-
-
-def test_threads_that_the_user_has_set_stay() -> None:
-    launched = local(request(), with_threads=["mini1", "worker2"])
-    assert ["threads=1" in process.argv for process in launched.processes] == [False, True, False]
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_number_of_workers_is_what_the_user_wants(count: int) -> None:
-    launched = local(request(num_workers=count))
-    assert [worker.node for worker in launched.workers] == ["worker1", "worker2", "worker3"][:count]
-    assert [worker.title for worker in launched.workers] == ["worker 1", "worker 2", "worker 3"][
-        :count
-    ]
-    for process in launched.processes:
-        assert process.argv[process.argv.index("--workers") + 1] == str(count)
 
 
 def test_an_ipv6_address_is_bracketed() -> None:

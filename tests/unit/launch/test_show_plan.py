@@ -2,7 +2,6 @@
 
 import io
 import os
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from smolcluster.launch.estimate import cost_of
 from smolcluster.launch.host import Host
 from smolcluster.launch.plan import Machine, Request, plan
 from smolcluster.launch.sessions import start_script
-from smolcluster.launch.show_plan import commands, costs, mermaid, plan_table, show_plan
+from smolcluster.launch.show_plan import commands, costs, mermaid, plan_table
 from smolcluster.runs.launched import Launched
 
 RUN_ID = "edp-20261122-033617-c682"
@@ -117,21 +116,6 @@ def test_the_picture_has_every_process_and_its_way_to_the_server() -> None:
         '  p2 -- "[fe80::1]:65432" --> p0',
         '  p3 -- "10.10.0.1:65432" --> p0',
     ]
-
-
-def test_all_of_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = settings_of()
-    launched = planned(settings)
-    show_plan(launched, settings)
-    shown = capsys.readouterr().out
-    assert f"run {RUN_ID}" in shown
-    lines = shown.splitlines()
-    for line in (*commands(launched), *costs(cost_of(settings, "edp"))):
-        assert line in lines
-    begin, end = lines.index("```mermaid"), len(lines) - 1
-    assert lines[begin + 1 : end] == list(mermaid(launched, settings))
-    assert lines[end] == "```"
-    assert shlex.join(launched.server.argv) in shown
 
 
 def test_a_store_has_a_row_and_a_link_of_its_own() -> None:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -117,12 +118,19 @@ def test_a_window_that_somebody_looks_at_shows_the_end_until_he_leaves(
     wait = f"until [ -e {over} ]; do sleep 0.05; done"
     monkeypatch.setattr(tmux, "pane_command", lambda _: wait)
     name = open_window("r", PROCESSES, "true")
+    with looked_at(name):
+        over.touch()
+        until(lambda: set(panes_of(name).values()) == {""})
+
+
+@contextmanager
+def looked_at(name: str) -> Iterator[None]:
+    """Somebody looks at a window, whose run ends meanwhile; nothing is left when he leaves."""
     look = f"unset TMUX; exec tmux attach-session -t ={name}"
     output("-L", "outer", "new-session", "-d", "-s", "people", "sh", "-c", look)
     try:
         until(lambda: output("list-clients"))
-        over.touch()
-        until(lambda: set(panes_of(name).values()) == {""})
+        yield
         output("detach-client", "-s", f"={name}")
         until(lambda: output("list-sessions") == "")
     finally:
@@ -144,15 +152,8 @@ def test_a_window_whose_run_ends_before_it_is_shown_stays_until_it_has_been(
     name = open_window("r", PROCESSES, "true", is_shown=True)
     over.touch()
     until(lambda: set(panes_of(name).values()) == {""})
-    look = f"unset TMUX; exec tmux attach-session -t ={name}"
-    output("-L", "outer", "new-session", "-d", "-s", "people", "sh", "-c", look)
-    try:
-        until(lambda: output("list-clients"))
+    with looked_at(name):
         assert set(panes_of(name).values()) == {""}
-        output("detach-client", "-s", f"={name}")
-        until(lambda: output("list-sessions") == "")
-    finally:
-        output("-L", "outer", "kill-server")
 
 
 def panes_of(name: str) -> dict[str, str]:

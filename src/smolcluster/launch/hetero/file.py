@@ -214,17 +214,12 @@ def read_hetero(path: Path) -> HeteroConfig:
     try:
         config = HeteroConfig.model_validate(content)
     except ValidationError as error:
-        raise _problem(error, path) from None
+        first, *_ = setting_errors(HeteroConfig, error, str(path))
+        if first.place == ("secret",):
+            first.value = HIDDEN
+        raise first from None
     check_plan(config, str(path))
     return config
-
-
-def _problem(error: ValidationError, path: Path) -> SettingError:
-    """What is wrong first; the secret is not shown."""
-    first, *_ = setting_errors(HeteroConfig, error, str(path))
-    if first.place == ("secret",):
-        first.value = HIDDEN
-    return first
 
 
 def check_plan(config: HeteroConfig, told: str) -> None:

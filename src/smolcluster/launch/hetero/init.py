@@ -31,7 +31,10 @@ def init_hetero(options: InitOptions, layers: int | None, user: Terminal | None 
         return 1
     coordinator, workers = _machines(options, user)
     if layers is None:
-        layers = LAYERS if user is None else _number(user.text("Layers of the model", str(LAYERS)))
+        text = str(LAYERS) if user is None else user.text("Layers of the model", str(LAYERS))
+        if not text.isdigit():
+            raise ConfigError(f"the number of layers is {text!r}, must be a whole number")
+        layers = int(text)
     config = hetero_of(coordinator, workers, layers, options.port)
     content = config.model_dump(mode="json", exclude_defaults=True) | {"version": config.version}
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -77,8 +80,10 @@ def hetero_of(coordinator: str, workers: list[str], layers: int, port: int) -> H
 def _machines(options: InitOptions, user: Terminal | None) -> tuple[str, list[str]]:
     coordinator, workers = options.server, list(options.workers)
     if user is not None and coordinator is None:
-        usual = next(iter(sorted(each for each in own_addresses() if _is_outside(each))), "")
-        coordinator = user.text("Address of the coordinator", usual)
+        outside = (
+            each for each in own_addresses() if each.count(".") == 3 and not each.startswith("127.")
+        )
+        coordinator = user.text("Address of the coordinator", min(outside, default=""))
     while user is not None and not options.workers:
         answer = user.text(f"Address of worker {len(workers) + 1} (empty: no more)", "")
         if not answer:
@@ -90,13 +95,3 @@ def _machines(options: InitOptions, user: Terminal | None) -> tuple[str, list[st
             "reach the machine"
         )
     return coordinator, workers
-
-
-def _is_outside(address: str) -> bool:
-    return address.count(".") == 3 and not address.startswith("127.")
-
-
-def _number(text: str) -> int:
-    if not text.isdigit():
-        raise ConfigError(f"the number of layers is {text!r}, must be a whole number")
-    return int(text)

@@ -50,7 +50,13 @@ def manifests(job: Job, config: KubernetesConfig) -> list[Json]:
     """
     _check(job, config)
     kinds = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}
-    return [_config_map(job, config), *kinds[config.kind](job, config)]
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(job, config),
+        "data": dict(job.files),
+    }
+    return [config_map, *kinds[config.kind](job, config)]
 
 
 def pod_logs(process: LaunchedProcess) -> str:
@@ -107,15 +113,6 @@ def _metadata(job: Job, config: KubernetesConfig, *, queued: bool = False) -> Js
     if queued and config.queue is not None:
         labels[QUEUE] = config.queue
     return {"name": job.run_id, "namespace": config.namespace, "labels": labels}
-
-
-def _config_map(job: Job, config: KubernetesConfig) -> Json:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(job, config),
-        "data": dict(job.files),
-    }
 
 
 def _job(job: Job, config: KubernetesConfig) -> Iterator[Json]:

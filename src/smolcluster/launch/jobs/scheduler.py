@@ -128,11 +128,7 @@ def _state(process: LaunchedProcess) -> str:
             f'squeue --noheader --states=all --name={name} --user="$(id -un)" --sort=i --format=%T'
         )
         return f'found=$({query}) || return; printf "%s\\n" "$found" | tail -n 1'
-    return kubernetes_state(process)
-
-
-def kubernetes_state(process: LaunchedProcess) -> str:
-    """A condition that is true of the object, of which the last one tells; empty: there is no such object."""
+    # a condition that is true of the object, of which the last one tells; empty: there is no such object
     template = 'found {range .status.conditions[?(@.status=="True")]}{.type} {end}'
     get = ("get", process.session, "--ignore-not-found", "-o", f"jsonpath={template}")
     return (
