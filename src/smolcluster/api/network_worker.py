@@ -40,12 +40,12 @@ from smolcluster.server.link import Participant, WorkerSetup, follow
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.recipe import Training
 from smolcluster.training.stages.build import outline
-from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import LossFunction, Metric, Workload
 from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.device import use_threads
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
+from smolcluster.utils.user_code import user_code
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.messages import Welcome, sets_of

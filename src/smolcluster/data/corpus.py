@@ -20,7 +20,7 @@ from pathlib import Path
 
 from smolcluster.configs.schema import DatasetConfig
 from smolcluster.data.dataset import Dataset
-from smolcluster.data.token_cache import Role, TextSource
+from smolcluster.data.token_cache import Documents, Role, TextSource
 from smolcluster.data.tokens import load_text
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.utils.units import format_bytes
@@ -45,15 +45,6 @@ class CorpusFile:
     name: str
     num_bytes: int
     mtime_ns: int
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some bytes of a text file that are a document of their own."""
-
-    entry: CorpusFile
-    start: int
-    stop: int
 
 
 def load_corpus(config: DatasetConfig, length: int, log: logging.Logger) -> Dataset:
@@ -186,7 +177,7 @@ def _entry(path: Path, name: str) -> CorpusFile:
 
 def _read(
     root: Path, entries: list[CorpusFile], log: logging.Logger, most_held_out: float = float("inf")
-) -> Iterator[tuple[Role, Iterator[str]]]:
+) -> Documents:
     """Give each document's split and text; binary files are left out."""
     texts = [entry for entry in entries if _is_text(entry.path)]
     if not texts:
@@ -194,33 +185,26 @@ def _read(
         raise DataError(f"dataset.root is {root}, which is {what} in UTF-8; set it to some that is")
     if left_out := len(entries) - len(texts):
         log.info("%d files below %s are no UTF-8 text and are left out", left_out, root)
-    for role, part in _split(texts, most_held_out):
-        yield role, _decoded(part)
-
-
-def _split(texts: list[CorpusFile], most_held_out: float) -> Iterator[tuple[Role, _Part]]:
     total = _num_bytes(texts)
     if len(texts) < MANY_DOCUMENTS:
         yield from _split_few(texts, total)
         return
     drawn = draw(texts, min(VALIDATION_SHARE_OF_MANY * total, most_held_out))
     for entry in texts:
-        yield "validation" if entry.name in drawn else "train", _Part(entry, 0, entry.num_bytes)
+        role: Role = "validation" if entry.name in drawn else "train"
+        yield role, _decoded(entry.path, 0, entry.num_bytes)
 
 
-def _split_few(texts: list[CorpusFile], total: int) -> Iterator[tuple[Role, _Part]]:
+def _split_few(texts: list[CorpusFile], total: int) -> Documents:
     """Hold the last tenth out, which begins behind a line's end where the file has one."""
     place = total - int(VALIDATION_SHARE_OF_FEW * total)
     for entry in texts:
         size = entry.num_bytes
-        if place >= size:
-            yield "train", _Part(entry, 0, size)
-        elif place <= 0:
-            yield "validation", _Part(entry, 0, size)
-        else:
-            border = _border(entry.path, place)
-            yield "train", _Part(entry, 0, border)
-            yield "validation", _Part(entry, border, size)
+        border = _border(entry.path, place) if 0 < place < size else max(0, min(place, size))
+        if border > 0:
+            yield "train", _decoded(entry.path, 0, border)
+        if border < size:
+            yield "validation", _decoded(entry.path, border, size)
         place -= size
 
 
@@ -258,13 +242,13 @@ def _is_text(path: Path) -> bool:
     return True
 
 
-def _decoded(part: _Part) -> Iterator[str]:
-    """The text of a part in blocks, as it is but for a byte order mark at the file's beginning."""
-    decoder = codecs.getincrementaldecoder("utf-8" if part.start else "utf-8-sig")()
-    path, left = part.entry.path, part.stop - part.start
+def _decoded(path: Path, start: int, stop: int) -> Iterator[str]:
+    """The text of some bytes in blocks, as it is but for a byte order mark at the file's beginning."""
+    decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
+    left = stop - start
     try:
         with path.open("rb") as file:
-            file.seek(part.start)
+            file.seek(start)
             while block := file.read(min(_BLOCK_NBYTES, left)):
                 left -= len(block)
                 yield decoder.decode(block)

@@ -61,13 +61,19 @@ class Samples(Protocol):
 
 
 class Permuted:
-    """What splits have in common: a seeded permutation an epoch, and batches that travel as they are."""
+    """What most splits have in common.
+
+    They have a seeded permutation an epoch, and batches that travel as they are and are moved one by one.
+    """
 
     def order(self: Samples, epoch: int, seed: int) -> Tensor:
         return epoch_permutation(seed, epoch, self.num_samples)
 
     def to_send(self: Samples, indices: Tensor, place: Place | None = None) -> Batch:
         return self.batch(indices, place)
+
+    def to(self, device: torch.device) -> Self:  # noqa: ARG002
+        return self
 
 
 def check_indices(indices: Tensor, num_samples: int) -> None:
@@ -106,9 +112,6 @@ class Elsewhere(Permuted):
         """A batch as it may be sent; None: nobody knows one."""
         return None
 
-    def to(self, device: torch.device) -> Self:  # noqa: ARG002 - batches are moved one by one
-        return self
-
 
 @dataclass(frozen=True)
 class ElsewhereText(Elsewhere):
@@ -141,9 +144,6 @@ class Sent(Permuted):
     def batch(self, indices: Tensor, place: Place | None = None) -> Batch:  # noqa: ARG002
         """The batch that begins with the first of these indices."""
         return self.batches[int(indices[0]) // self.batch_size]
-
-    def to(self, device: torch.device) -> Self:  # noqa: ARG002 - batches are moved one by one
-        return self
 
 
 @dataclass(frozen=True)

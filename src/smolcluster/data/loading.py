@@ -11,10 +11,11 @@ import operator
 import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,10 +37,9 @@ from smolcluster.data.processes import begin_to_read
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.utils.isolated_rng import isolated_rng
 from smolcluster.utils.seed import derive_seed
+from smolcluster.utils.user_code import user_code
 
 Collate = Callable[[list[Any]], Batch]
-Guard = Callable[[str], AbstractContextManager[None]]
-"""Entered as a user's function is called, with what it is called for."""
 Drawn = TypeVar("Drawn")
 COUNT_PATIENCE_S = 30.0
 """How long a stream or a sampler is counted; one that is endless must not be counted for ever."""
@@ -61,20 +61,12 @@ Data = MapDataset | Iterable[Any] | Samples
 """What a workload is trained on; a DataLoader is an iterable."""
 
 
-def unguarded(_what: str) -> AbstractContextManager[None]:
-    """A guard that does nothing."""
-    return nullcontext()
-
-
 def samples_of(
     data: Data,
     collate: Collate | None = None,
     samples_per_epoch: int | None = None,
-    guard: Guard = unguarded,
 ) -> Samples:
     """A user's data as a split. `samples_per_epoch` is the length of a stream that has none.
-
-    `guard` is entered as the data are asked for their length and their order.
 
     Raises:
         ConfigError: it is no data, an iterator, or a DataLoader that says nothing of its batches.
@@ -85,16 +77,16 @@ def samples_of(
         case str() | bytes() | Mapping():
             pass  # what it holds are not samples
         case DataLoader():
-            return _of_loader(data, collate, samples_per_epoch, guard)
+            return _of_loader(data, collate, samples_per_epoch)
         case _ if not _is_stream(data) and isinstance(data, MapDataset):
-            return MapSamples(data, collate, guard=guard)
+            return MapSamples(data, collate)
         case Iterator() if not isinstance(data, IterableDataset):
             raise ConfigError(
                 f"the data are a {type(data).__qualname__}, which can be gone through only once, not "
                 "once an epoch; give an IterableDataset, or an object whose __iter__ makes a new iterator"
             )
         case Iterable():
-            return StreamSamples(data, collate, samples_per_epoch, guard=guard)
+            return StreamSamples(data, collate, samples_per_epoch)
     raise ConfigError(
         f"the data are a {type(data).__qualname__}, which is neither a dataset with __getitem__ and __len__, "
         "nor an iterable, nor a DataLoader"
@@ -113,10 +105,7 @@ def _is_stream(data: object) -> bool:
 
 
 def _of_loader(
-    loader: DataLoader[Any],
-    collate: Collate | None,
-    samples_per_epoch: int | None,
-    guard: Guard,
+    loader: DataLoader[Any], collate: Collate | None, samples_per_epoch: int | None
 ) -> Samples:
     batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if batch_size is None:
@@ -126,12 +115,30 @@ def _of_loader(
     collate = collate or loader.collate_fn
     data: Any = loader.dataset
     if _is_stream(data):
-        return StreamSamples(data, collate, samples_per_epoch, loader, batch_size, guard=guard)
-    return MapSamples(data, collate, loader, batch_size, guard=guard)
+        return StreamSamples(data, collate, samples_per_epoch, loader, batch_size)
+    return MapSamples(data, collate, loader, batch_size)
 
 
-class MapSamples(Permuted):
-    """A map-style dataset, whose samples `collate` makes a batch of; None: PyTorch's `default_collate`."""
+class LoadedSamples(Permuted, ABC):
+    """A user's samples, which `collate` makes a batch of; None: PyTorch's `default_collate`."""
+
+    def __init__(
+        self, collate: Collate | None, loader: DataLoader[Any] | None, batch_size: int | None
+    ) -> None:
+        self.collate = collate or default_collate
+        self.loader = loader
+        self.batch_size = batch_size
+
+    @abstractmethod
+    def load(self, indices: Tensor, place: Place | None = None) -> list[Any]:
+        """The samples of these indices (n,), one by one."""
+
+    def batch(self, indices: Tensor, place: Place | None = None) -> Batch:
+        return collated(self.load(indices, place), self.collate, place)
+
+
+class MapSamples(LoadedSamples):
+    """A map-style dataset."""
 
     def __init__(
         self,
@@ -139,17 +146,12 @@ class MapSamples(Permuted):
         collate: Collate | None = None,
         loader: DataLoader[Any] | None = None,
         batch_size: int | None = None,
-        *,
-        guard: Guard = unguarded,
     ) -> None:
         """`loader`, if there is one, says which samples make an epoch, and in which order."""
+        super().__init__(collate, loader, batch_size)
         self.dataset = dataset
         self._epoch: int | None = None
         """That the dataset was told last."""
-        self.collate = collate or default_collate
-        self.loader = loader
-        self.batch_size = batch_size
-        self._guard = guard
 
     @cached_property
     def num_samples(self) -> int:
@@ -166,15 +168,15 @@ class MapSamples(Permuted):
         Raises:
             DataError: an epoch has not as many samples as the others.
             ConfigError: the sampler has no end, or names samples by what is no whole number.
-            UserCodeError: dataset or sampler raised an exception, where the guard says so.
+            UserCodeError: dataset or sampler raised an exception.
         """
         if self.loader is None or not self.has_own_order:
-            with self._guard("data"):
+            with user_code("data"):
                 num_samples = len(self.dataset)
             order = epoch_permutation(seed, epoch, num_samples)
         else:
             seed = derive_seed(seed, "sampler", epoch)
-            with self._guard("sampler"):
+            with user_code("sampler"):
                 of_batches = self.batch_size if self.loader.batch_size is None else None
                 drawn = _drawn(_sampler_of(self.loader), seed, epoch, of_batches)
             order = torch.tensor(drawn, dtype=torch.int64)
@@ -190,7 +192,6 @@ class MapSamples(Permuted):
         return order
 
     def load(self, indices: Tensor, place: Place | None = None) -> list[Any]:
-        """The samples of these indices (n,), one by one."""
         if place is not None and place.epoch != self._epoch:
             self._epoch = place.epoch
             _set_epoch(self.dataset, place.epoch)
@@ -201,14 +202,8 @@ class MapSamples(Permuted):
                 samples.append(self.dataset[index])
         return samples
 
-    def batch(self, indices: Tensor, place: Place | None = None) -> Batch:
-        return collated(self.load(indices, place), self.collate, place)
 
-    def to(self, device: torch.device) -> Self:  # noqa: ARG002 - batches are moved one by one
-        return self
-
-
-class StreamSamples(Permuted):
+class StreamSamples(LoadedSamples):
     """Samples that can only be read in order, epoch by epoch, by one process of the run."""
 
     def __init__(
@@ -218,16 +213,11 @@ class StreamSamples(Permuted):
         samples_per_epoch: int | None = None,
         loader: DataLoader[Any] | None = None,
         batch_size: int | None = None,
-        *,
-        guard: Guard = unguarded,
     ) -> None:
         """`loader` reads the stream in processes, if it has any."""
+        super().__init__(collate, loader, batch_size)
         self.stream = stream
-        self.collate = collate or default_collate
         self.samples_per_epoch = samples_per_epoch
-        self.loader = loader
-        self.batch_size = batch_size
-        self._guard = guard
         self._counted: int | None = None
         self._reading: tuple[int, Iterator[Any]] | None = None
         self._next = 0
@@ -252,7 +242,7 @@ class StreamSamples(Permuted):
     def _count(self, say: Callable[[str], None]) -> int:
         if self.samples_per_epoch is not None:
             return self.samples_per_epoch
-        with self._guard("data"):
+        with user_code("data"):
             if isinstance(self.stream, Sized):
                 return len(self.stream)
             remedy = (
@@ -269,12 +259,6 @@ class StreamSamples(Permuted):
         """The samples at these places of an epoch (n,), which grow; what lies before them is passed over."""
         place = place or Place(0, 0, 0)
         return [self._read(index, place) for index in indices.tolist()]
-
-    def batch(self, indices: Tensor, place: Place | None = None) -> Batch:
-        return collated(self.load(indices, place), self.collate, place)
-
-    def to(self, device: torch.device) -> Self:  # noqa: ARG002 - batches are moved one by one
-        return self
 
     def _read(self, index: int, place: Place) -> Any:
         if self._reading is None or self._reading[0] != place.epoch or index < self._next:

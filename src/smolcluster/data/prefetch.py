@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.data.dataset import Batch, Place
-from smolcluster.data.loading import (
-    Guard,
-    MapSamples,
-    StreamSamples,
-    collated,
-    unguarded,
-)
+from smolcluster.data.loading import LoadedSamples, MapSamples, StreamSamples, collated
 from smolcluster.data.processes import (
     Work,
     end_processes,
@@ -29,6 +23,7 @@ from smolcluster.data.processes import (
 )
 from smolcluster.errors import DataError
 from smolcluster.utils.background import Background
+from smolcluster.utils.user_code import user_code
 
 Key = tuple[int, int]
 """An epoch, and a place in its order."""
@@ -39,10 +34,9 @@ MAX_CHUNK = 16
 class Prefetch:
     """Loads samples in the order in which they are wanted, and keeps them until they are taken."""
 
-    def __init__(self, samples: MapSamples | StreamSamples, guard: Guard = unguarded) -> None:
+    def __init__(self, samples: LoadedSamples) -> None:
         self._samples = samples
         self._is_stream = isinstance(samples, StreamSamples)
-        self._guard = guard
         self._loading: dict[Key, tuple[Future[Any], int]] = {}
         """Of each sample, the chunk that it is in, and its place in that."""
         self._lock = threading.Lock()
@@ -107,7 +101,7 @@ class Prefetch:
 
     def collated(self, samples: list[Any], place: Place) -> Batch:
         """The batch of samples that were loaded; what is random in it by `place`."""
-        with self._guard("data"):
+        with user_code("data"):
             return collated(samples, self._samples.collate, place)
 
     def close(self) -> None:
@@ -117,12 +111,12 @@ class Prefetch:
 
     def _submit(self, indices: Tensor, place: Place) -> Future[Any]:
         samples = self._samples
-        if not self.num_processes or samples.loader is None or isinstance(samples, StreamSamples):
+        if samples.loader is None or not (self.num_processes and isinstance(samples, MapSamples)):
             return self._thread.submit(partial(self._load, indices, place))
         try:
             if self._processes is None:
-                load = partial(_load_seeded, MapSamples(samples.dataset), self._guard)
-                begin = partial(_begin_guarded, samples.loader.worker_init_fn, self._guard)
+                load = partial(_load_seeded, MapSamples(samples.dataset))
+                begin = partial(_begin_guarded, samples.loader.worker_init_fn)
                 work = Work(samples.dataset, load, begin, place.seed)
                 self._processes = start_processes(samples.loader, work)
             return self._processes.submit(load_packed, indices.tolist(), place)
@@ -137,7 +131,7 @@ class Prefetch:
             )
 
     def _load(self, indices: Tensor, place: Place) -> list[Any]:
-        with self._guard("data"):
+        with user_code("data"):
             return self._samples.load(indices, place)
 
     def _result(self, future: Future[Any]) -> list[Any]:
@@ -168,10 +162,10 @@ def _failed(error: Exception) -> Future[Any]:
     return future
 
 
-def _load_seeded(samples: MapSamples, guard: Guard, indices: Tensor, place: Place) -> list[Any]:
+def _load_seeded(samples: MapSamples, indices: Tensor, place: Place) -> list[Any]:
     """In a process of its own: what `random` and NumPy draw for a sample depends on its place, too."""
     loaded = []
-    with guard("data"):
+    with user_code("data"):
         for number, index in enumerate(torch.split(indices, 1)):
             here = place._replace(start=place.start + number)
             seed_process(here.draw(0))
@@ -179,12 +173,12 @@ def _load_seeded(samples: MapSamples, guard: Guard, indices: Tensor, place: Plac
     return loaded
 
 
-def _begin_guarded(worker_init: Callable[[int], None] | None, guard: Guard, number: int) -> None:
+def _begin_guarded(worker_init: Callable[[int], None] | None, number: int) -> None:
     if worker_init is not None:
-        with guard("worker_init_fn"):
+        with user_code("worker_init_fn"):
             worker_init(number)
 
 
-def prefetch_of(samples: object, guard: Guard = unguarded) -> Prefetch | None:
+def prefetch_of(samples: object) -> Prefetch | None:
     """What loads a user's data ahead; None: they lie in memory."""
-    return Prefetch(samples, guard) if isinstance(samples, MapSamples | StreamSamples) else None
+    return Prefetch(samples) if isinstance(samples, LoadedSamples) else None

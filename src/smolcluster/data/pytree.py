@@ -380,12 +380,10 @@ def _named_tuple(fields: tuple[str, ...]) -> Callable[..., Any]:
     return namedtuple("NamedTuple", fields)
 
 
-def _same(node: Any) -> Any:
-    return node
-
-
 def map_tensors(
-    batch: Batch, change: Callable[[Tensor], Tensor], otherwise: Callable[[Any], Any] = _same
+    batch: Batch,
+    change: Callable[[Tensor], Tensor],
+    otherwise: Callable[[Any], Any] = lambda node: node,
 ) -> Batch:
     """The batch with what `change` makes of each of its tensors, taken in order, in fresh containers.
 
@@ -399,7 +397,12 @@ def map_tensors(
             return _mapping_of(batch, mapped)
         case list() | tuple():
             return _sequence_of(batch, mapped)
-    return _dataclass_of(batch, mapped) if _is_dataclass(batch) else otherwise(batch)
+    if not is_dataclass(batch) or isinstance(batch, type):
+        return otherwise(batch)
+    copied = copy.copy(batch)
+    for each in fields(batch):
+        object.__setattr__(copied, each.name, mapped(getattr(batch, each.name)))  # may be frozen
+    return copied
 
 
 def _mapping_of(batch: Any, mapped: Callable[[Any], Any]) -> Any:
@@ -437,17 +440,6 @@ def _sequence_of(batch: Any, mapped: Callable[[Any], Any]) -> Any:
     if hasattr(batch, "__dict__"):
         vars(made).update(vars(batch))
     return made
-
-
-def _dataclass_of(batch: Any, mapped: Callable[[Any], Any]) -> Any:
-    copied = copy.copy(batch)
-    for each in fields(batch):
-        object.__setattr__(copied, each.name, mapped(getattr(batch, each.name)))  # may be frozen
-    return copied
-
-
-def _is_dataclass(node: Any) -> bool:
-    return is_dataclass(node) and not isinstance(node, type)
 
 
 def tensors_in(batch: Batch) -> list[Tensor]:

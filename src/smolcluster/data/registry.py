@@ -9,7 +9,7 @@ from smolcluster.data.corpus import load_corpus, load_stdlib
 from smolcluster.data.dataset import Dataset
 from smolcluster.data.digits import load_digits
 from smolcluster.data.mnist import load_mnist
-from smolcluster.data.wikitext import load_huggingface, load_snli, load_wikitext
+from smolcluster.data.wikitext import load_huggingface
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import hint_at
 
@@ -20,8 +20,8 @@ TEXTS: Mapping[str, TextLoader] = MappingProxyType(
     {
         "stdlib": load_stdlib,
         "text": load_corpus,
-        "wikitext": load_wikitext,
-        "snli": load_snli,
+        "wikitext": load_huggingface,
+        "snli": load_huggingface,
         "huggingface": load_huggingface,
     }
 )

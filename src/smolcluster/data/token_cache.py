@@ -17,11 +17,11 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 import numpy as np
 import xxhash
@@ -111,10 +111,6 @@ class _Damaged(DataError):
     """A folder of the cache is not what its meta.json says."""
 
 
-def default_cache() -> Path:
-    return user_cache() / "tokens"
-
-
 def cache_key(source: TextSource, tokenizer_identity: str) -> str:
     """The name of the folder that holds `source` as ids of a tokenizer."""
     parts = json.dumps([FORMAT, tokenizer_identity, source.identity])
@@ -137,14 +133,18 @@ def open_tokens(
     Raises:
         DataError: the text cannot be read or encoded, a split is empty, or the cache cannot be written.
     """
-    place = default_cache() if cache is None else cache.expanduser().absolute()
+    place = user_cache() / "tokens" if cache is None else cache.expanduser().absolute()
     folder = place / cache_key(source, tokenizer_identity)
+
+    def waiting(holder: str) -> None:
+        log.info("waiting for %s, which tokenizes %s", holder, source.name)
+
     with _storing(place):
         try:
             return _open(folder)
         except (_Damaged, FileNotFoundError):
             place.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.with_suffix(".lock"), source.name, log):
+        with held(folder.with_suffix(".lock"), waiting):
             try:
                 return _open(folder)
             except FileNotFoundError:
@@ -198,14 +198,6 @@ def _storing(place: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _alone(path: Path, name: str, log: logging.Logger) -> Iterator[None]:
-    """Hold the lock file `path` while the block lasts; wait for whoever holds it now."""
-    waiting = "waiting for %s, which tokenizes %s"
-    with held(path, lambda holder: log.info(waiting, holder, name)):
-        yield
-
-
 def _build(folder: Path, source: TextSource, tokenizer: Tokenizer, log: logging.Logger) -> None:
     """Make `folder` anew, in the place of what may be there; for the holder of its lock."""
     scratch = folder.with_suffix(".building")
@@ -252,26 +244,29 @@ def _write(scratch: Path, source: TextSource, documents: Documents, tokenizer: T
     dtype: Literal["uint16", "uint32"] = "uint16" if is_small else "uint32"
     with (
         _progress(source) as advance,
-        _SplitWriter(scratch / "train.bin", tokenizer, dtype, advance) as train,
-        _SplitWriter(scratch / "validation.bin", tokenizer, dtype, advance) as validation,
+        ExitStack() as stack,
     ):
-        writers: dict[Role, _SplitWriter] = {"train": train, "validation": validation}
+        writers = {
+            role: stack.enter_context(
+                closing(_SplitWriter(scratch / f"{role}.bin", tokenizer, dtype, advance))
+            )
+            for role in ROLES
+        }
         for role, chunks in documents:
             writers[role].add(chunks)
         for role, writer in writers.items():
             writer.flush()
             if not writer.num_tokens:
                 raise DataError(f"dataset {source.name} has no text for its {role} split; add some")
-        content = hashlib.sha256(
-            f"{tokenizer.identity}|{dtype}|{train.sha256}|{validation.sha256}".encode()
-        )
+        hashes = [writer.sha256.hexdigest() for writer in writers.values()]
+        content = "|".join([tokenizer.identity, dtype, *hashes])
         return Meta(
             format=FORMAT,
             dtype=dtype,
             vocab_size=tokenizer.vocab_size,
-            content=content.hexdigest(),
-            train=train.meta(),
-            validation=validation.meta(),
+            content=hashlib.sha256(content.encode()).hexdigest(),
+            train=writers["train"].meta(),
+            validation=writers["validation"].meta(),
         )
 
 
@@ -285,15 +280,12 @@ class _SplitWriter:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._advance = advance
         self._file = path.open("xb", buffering=0)
-        self._sha256, self._xxh3 = hashlib.sha256(), xxhash.xxh3_128()
+        self.sha256, self._xxh3 = hashlib.sha256(), xxhash.xxh3_128()
         self._waiting: list[str | None] = []
         self._waiting_chars = 0
         self.num_tokens = self.num_documents = self.text_bytes = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def add(self, chunks: Iterable[str]) -> None:
@@ -330,14 +322,10 @@ class _SplitWriter:
             xxh3=self._xxh3.hexdigest(),
         )
 
-    @property
-    def sha256(self) -> str:
-        return self._sha256.hexdigest()
-
     def _append(self, ids: Stream) -> None:
         self.num_tokens += len(ids)
         data = memoryview(ids.tobytes())
-        self._sha256.update(data)
+        self.sha256.update(data)
         self._xxh3.update(data)
         while data:
             data = data[self._file.write(data) :]

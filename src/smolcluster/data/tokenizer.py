@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,20 +52,19 @@ _OFFLINE = (
 )
 
 
-class Tokenizer(Protocol):
-    """Turns text into token ids and back."""
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """The bytes of UTF-8; byte 0, which no text holds, stands after each document.
 
-    @property
-    def identity(self) -> str:
-        """Equal for two tokenizers of which it is known that they give the same ids."""
+    Attributes:
+        identity: equal for two tokenizers of which it is known that they give the same ids.
+        vocab_size: ids lie in 0 … vocab_size - 1.
+        end_of_text: the id that stands after each document.
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids lie in 0 … vocab_size - 1."""
-
-    @property
-    def end_of_text(self) -> int:
-        """The id that stands after each document."""
+    identity: str = BYTES
+    vocab_size: int = 256
+    end_of_text: int = 0
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, without any added at its ends.
@@ -73,20 +72,6 @@ class Tokenizer(Protocol):
         Raises:
             DataError: a text holds what the tokenizer has no id for.
         """
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text that `ids` stand for; what is no whole character becomes U+FFFD."""
-
-
-@dataclass(frozen=True)
-class ByteTokenizer:
-    """The bytes of UTF-8; byte 0, which no text holds, stands after each document."""
-
-    identity: str = BYTES
-    vocab_size: int = 256
-    end_of_text: int = 0
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         if any("\0" in text for text in texts):
             raise DataError(
                 "a text holds the character NUL, which separates documents with dataset.tokenizer=bytes; "
@@ -95,12 +80,13 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
+        """The text that `ids` stand for; what is no whole character becomes U+FFFD."""
         return bytes(ids).decode(errors="replace")
 
 
 @dataclass(frozen=True)
 class SubwordTokenizer:
-    """A tokenizer of the transformers library."""
+    """A tokenizer of the transformers library, with the interface of `ByteTokenizer`."""
 
     identity: str
     vocab_size: int
@@ -120,6 +106,9 @@ class SubwordTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         text = self.theirs.decode([int(i) for i in ids], clean_up_tokenization_spaces=False)
         return str(text)
+
+
+Tokenizer = ByteTokenizer | SubwordTokenizer
 
 
 def tokenizer_identity(name: str) -> str:

@@ -19,10 +19,10 @@ from smolcluster.data.permutation import EpochOrders, Range
 from smolcluster.data.pytree import encode
 from smolcluster.server.assignment import ServedBatch
 from smolcluster.training.build import TrainingContext
-from smolcluster.training.user_code import user_code
 from smolcluster.utils.background import Background
 from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.units import format_duration
+from smolcluster.utils.user_code import user_code
 from smolcluster.wire.inbox import Call, Inbox, fail
 
 MAX_PIECE_NBYTES = 1 << 20

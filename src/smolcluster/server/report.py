@@ -182,7 +182,7 @@ class Report(Listener):
                 "step %d is skipped: a gradient overflowed in float16%s", step.version, now
             )
         self.meter.step_done(num_samples)
-        self._hooks.step(
+        self._hooks.tell(
             hooks.StepDone(
                 step=step.version,
                 epoch=step.samples.epoch,
@@ -248,7 +248,7 @@ class Report(Listener):
         """A checkpoint of this step is on the disk, in `folder`. Any thread."""
         self._unsaved = ""
         self._records.events.write(CheckpointSaved(step=step))
-        self._hooks.checkpoint(hooks.CheckpointSaved(step, folder))
+        self._hooks.tell(hooks.CheckpointSaved(step, folder))
 
     def has_no_space(self, step: int) -> None:
         """The disk was too full for the checkpoint of this step. Any thread."""
@@ -284,7 +284,7 @@ class Report(Listener):
         self._records.events.write(event)
         if worker is not None and change is not None:
             reason = getattr(event, "reason", "")
-            self._hooks.worker(hooks.WorkerChanged(**worker.who, change=change, reason=reason))
+            self._hooks.tell(hooks.WorkerChanged(**worker.who, change=change, reason=reason))
 
     def dropped(
         self,
@@ -353,7 +353,7 @@ class Report(Listener):
         self._records.events.write(Evaluated(epoch=epoch, step=version, **evaluation.values))
         self._log.info("epoch %d, step %d: %s", epoch + 1, version, evaluation)
         metrics = dict(evaluation.metrics)
-        self._hooks.evaluation(hooks.EvaluationDone(version, epoch, evaluation.loss, metrics))
+        self._hooks.tell(hooks.EvaluationDone(version, epoch, evaluation.loss, metrics))
 
     def _logged(self, worker: Worker, values: Mapping[str, float]) -> None:
         """What a user's own loop has measured; with a `val_loss` it is an evaluation of these weights.

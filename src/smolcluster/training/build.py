@@ -33,7 +33,6 @@ from smolcluster.training.optimizer import LocalOptimizer
 from smolcluster.training.recipe import Training
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.stages.build import build_stage, model_layers, outline
-from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device_errors import empty_cache, first_line, is_out_of_memory
 from smolcluster.utils.gpu import no_gpu, watched
@@ -41,6 +40,7 @@ from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.peak_memory import PeakMemory
 from smolcluster.utils.seed import derive_seed
+from smolcluster.utils.user_code import user_code
 from smolcluster.utils.words import a_few
 
 NUM_BATCHES = 5
@@ -495,7 +495,7 @@ def build(
             a_few(replica.reordered),
         )
     unused = UnusedParameters(replica, log)
-    prefetch = prefetch_of(workload.train, user_code)
+    prefetch = prefetch_of(workload.train)
     if not is_outline:
         workload = workload.watched()
         workload.bring_losses(device)

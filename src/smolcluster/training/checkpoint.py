@@ -47,6 +47,7 @@ from smolcluster.errors import CheckpointError
 from smolcluster.runs.files import FULL, utc_timestamp
 from smolcluster.runs.model_file import Measured, Strict, problem_of
 from smolcluster.runs.paths import CHECKPOINT
+from smolcluster.training.kept import on_cpu
 from smolcluster.training.replica import AVERAGE, Replica
 from smolcluster.utils.replacing import replacing
 from smolcluster.utils.units import format_bytes, format_duration
@@ -170,11 +171,11 @@ class Snapshot:
             model_fingerprint=replica.fingerprint,
             base=replica.base,
             model={
-                name: flat[places[name]].view(tensor.shape) if name in places else _copy(tensor)
+                name: flat[places[name]].view(tensor.shape) if name in places else on_cpu(tensor)
                 for name, tensor in model_tensors(replica).items()
             },
             optimizer={
-                name: _copy(tensor, old.get(name))
+                name: old[name].copy_(tensor) if name in old else on_cpu(tensor)
                 for name, tensor in optimizer_tensors(replica, extra).items()
             },
             weights=flat,
@@ -697,29 +698,33 @@ def check_same(
     Raises:
         CheckpointError: something differs; one sentence says what, and what to do.
     """
-    if state.algorithm != algorithm:
-        problem = (
+    differences = (
+        (
+            state.algorithm != algorithm,
             f"was trained by algorithm {state.algorithm}, not by {algorithm}: "
-            f"resume it with {state.algorithm}"
-        )
-    elif state.seed != seed:
-        problem = (
+            f"resume it with {state.algorithm}",
+        ),
+        (
+            state.seed != seed,
             f"began with seed {state.seed}, not {seed}, and with it the order of its samples: "
-            f"set seed={state.seed}"
-        )
-    elif state.dataset_fingerprint != dataset_fingerprint:
-        problem = (
+            f"set seed={state.seed}",
+        ),
+        (
+            state.dataset_fingerprint != dataset_fingerprint,
             f"was trained on other data (fingerprint {state.dataset_fingerprint[:12]}, here "
-            f"{dataset_fingerprint[:12]}): give it the same data, in the same form"
-        )
-    elif state.model_fingerprint != model_fingerprint:
-        problem = (
+            f"{dataset_fingerprint[:12]}): give it the same data, in the same form",
+        ),
+        (
+            state.model_fingerprint != model_fingerprint,
             f"is of another model (fingerprint {state.model_fingerprint[:12]}, here "
-            f"{model_fingerprint[:12]}): set it as it was then"
-        )
-    else:
-        return
-    raise CheckpointError(f"step {state.step} of run {state.run_id} {problem}, or begin a new run")
+            f"{model_fingerprint[:12]}): set it as it was then",
+        ),
+    )
+    for differs, problem in differences:
+        if differs:
+            raise CheckpointError(
+                f"step {state.step} of run {state.run_id} {problem}, or begin a new run"
+            )
 
 
 def export(checkpoint: Checkpoint, folder: Path) -> Path:
@@ -781,12 +786,6 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """What is saved of what the optimizer and the replica keep, and the tensors `extra`."""
     return {**replica.optimizer.state, **replica.kept(), **(extra or {})}
-
-
-def _copy(tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    if out is not None:
-        return out.copy_(tensor)
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _best_first(states: Mapping[int, tuple[Path, CheckpointState]]) -> list[int]:

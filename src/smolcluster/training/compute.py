@@ -15,8 +15,8 @@ from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import tensors_in
 from smolcluster.errors import NonFiniteLoss, UserCodeError
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica, first_non_finite
-from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.training.workload import LossFunction, real_count
+from smolcluster.utils.user_code import user_code, wrong_result
 
 AT_THE_LOSS = "at the loss itself: every layer's output is finite"
 NO_TERMS_REMEDY = (

@@ -20,9 +20,9 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.training.buffers import kept_attributes
 from smolcluster.training.criterion import holders_of
 from smolcluster.training.replica import Replica
-from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import LossFunction
 from smolcluster.utils.isolated_rng import isolated_rng
+from smolcluster.utils.user_code import user_code
 
 NUM_SAMPLES = 16
 """Of a batch, which are computed whole and in two parts."""

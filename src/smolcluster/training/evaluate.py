@@ -18,7 +18,6 @@ from smolcluster.training.batches import Doubles, placed
 from smolcluster.training.compute import autocast, trained_dtype
 from smolcluster.training.labels import LabelsSeen, lacks_labels
 from smolcluster.training.replica import DIVERGENCE_REMEDY
-from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.training.workload import (
     LossFunction,
     Metric,
@@ -26,6 +25,7 @@ from smolcluster.training.workload import (
     described,
     real_count,
 )
+from smolcluster.utils.user_code import user_code, wrong_result
 
 DEFAULT_BATCH_SIZE = 32
 LOSS = "loss"

@@ -1,6 +1,7 @@
 """What two machines compare, so that they train the same model: of layout, frozen weights and activations."""
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,13 @@ def fingerprint(model: nn.Module) -> str:
 
 def frozen_digest(model: nn.Module) -> str:
     """SHA-256 over the frozen parameters (name, shape, type, content); empty: there are none."""
-    digest, is_any = hashlib.sha256(), False
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            digest.update(f"{_described(name, parameter)}|{content(parameter)}\n".encode())
-            is_any = True
-    return digest.hexdigest() if is_any else ""
+    frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
+    return _digest(frozen) if frozen else ""
+
+
+def _digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
+    lines = [f"{_described(name, each)}|{content(each)}\n" for name, each in parameters]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def base_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -50,12 +52,7 @@ def base_of(model: nn.Module) -> dict[str, nn.Parameter]:
 def described_base(model: nn.Module) -> str | None:
     """The base of a model's adapters, for people and for comparison: its name and SHA-256."""
     base = base_of(model)
-    if not base:
-        return None
-    digest = hashlib.sha256()
-    for name, parameter in base.items():
-        digest.update(f"{_described(name, parameter)}|{content(parameter)}\n".encode())
-    return f"{_base_name(model)} (SHA-256 {digest.hexdigest()})"
+    return f"{_base_name(model)} (SHA-256 {_digest(base.items())})" if base else None
 
 
 def _base_name(model: nn.Module) -> str:

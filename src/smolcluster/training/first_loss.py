@@ -29,9 +29,9 @@ from smolcluster.training.copying import copied
 from smolcluster.training.criterion import holders_of, modules_of
 from smolcluster.training.layer_seeds import seed_generators
 from smolcluster.training.replica import Replica
-from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload, count_terms
 from smolcluster.utils.isolated_rng import isolated_rng
+from smolcluster.utils.user_code import user_code
 from smolcluster.wire.messages import MAX_LOSS
 
 PATIENCE_S = 0.25

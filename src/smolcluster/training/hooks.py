@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from smolcluster.errors import SmolclusterError, UserCodeError
-from smolcluster.training.user_code import user_code
 from smolcluster.utils.units import format_duration
+from smolcluster.utils.user_code import user_code
 
 MAX_BEHIND = 10_000
 """Calls that may wait for their turn; then the run waits."""
@@ -94,6 +95,15 @@ class Hooks:
 
 
 NO_HOOKS = Hooks()
+Fact = StepDone | EvaluationDone | CheckpointSaved | WorkerChanged
+_HOOK_OF: Mapping[type[Fact], str] = MappingProxyType(
+    {
+        StepDone: "on_step",
+        EvaluationDone: "on_evaluation",
+        CheckpointSaved: "on_checkpoint",
+        WorkerChanged: "on_worker",
+    }
+)
 
 
 class HookCalls:
@@ -118,17 +128,30 @@ class HookCalls:
         self._waited_s = 0.0
         """How long `finish` has waited in vain."""
 
-    def step(self, step: StepDone) -> None:
-        self._call("on_step", self._hooks.on_step, step)
-
-    def evaluation(self, evaluation: EvaluationDone) -> None:
-        self._call("on_evaluation", self._hooks.on_evaluation, evaluation)
-
-    def checkpoint(self, saved: CheckpointSaved) -> None:
-        self._call("on_checkpoint", self._hooks.on_checkpoint, saved)
-
-    def worker(self, changed: WorkerChanged) -> None:
-        self._call("on_worker", self._hooks.on_worker, changed)
+    def tell(self, fact: Fact) -> None:
+        """Have the hook of such a fact called, if there is one."""
+        name = _HOOK_OF[type(fact)]
+        function: Callable[[Any], object] | None = getattr(self._hooks, name)
+        if function is None or self._error is not None:
+            return
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hooks", daemon=True)
+                self._thread.start()
+        waited_s = 0.0
+        while not self._put((name, function, fact), _WARN_S):
+            waited_s += _WARN_S
+            if self._is_stopping():
+                return  # the run ends: whoever decides finds that out next
+            if waited_s >= HANG_S:
+                self._error = UserCodeError(
+                    f"{self._running}: a call has not returned for {format_duration(waited_s)}, with "
+                    f"{MAX_BEHIND} more waiting"
+                )
+                return
+            self._log.warning(
+                "training waits for the hook %s: %d calls behind", self._running, MAX_BEHIND
+            )
 
     def check(self) -> None:
         """Raise the error of a hook, once.
@@ -156,28 +179,6 @@ class HookCalls:
                     "hooks are not over after %s, and are left behind", format_duration(patience_s)
                 )
         self.check()
-
-    def _call(self, name: str, function: Callable[[Any], object] | None, fact: object) -> None:
-        if function is None or self._error is not None:
-            return
-        with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hooks", daemon=True)
-                self._thread.start()
-        waited_s = 0.0
-        while not self._put((name, function, fact), _WARN_S):
-            waited_s += _WARN_S
-            if self._is_stopping():
-                return  # the run ends: whoever decides finds that out next
-            if waited_s >= HANG_S:
-                self._error = UserCodeError(
-                    f"{self._running}: a call has not returned for {format_duration(waited_s)}, with "
-                    f"{MAX_BEHIND} more waiting"
-                )
-                return
-            self._log.warning(
-                "training waits for the hook %s: %d calls behind", self._running, MAX_BEHIND
-            )
 
     def _is_stopping(self) -> bool:
         try:

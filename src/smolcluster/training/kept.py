@@ -31,7 +31,7 @@ class KeptSteps:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with replacing(self._place(step)) as draft:
-                save_file({name: _copy(tensor) for name, tensor in tensors.items()}, draft)
+                save_file({name: on_cpu(tensor) for name, tensor in tensors.items()}, draft)
             for old in self.steps()[:-keep_last]:
                 self._place(old).unlink(missing_ok=True)
         except (OSError, SafetensorError) as error:
@@ -74,6 +74,6 @@ def is_like(live: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> bool:
     )
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """In memory of its own, which is what safetensors takes."""
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own, which is what safetensors takes."""
     return tensor.detach().to("cpu", copy=True).contiguous()

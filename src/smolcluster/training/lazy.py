@@ -9,8 +9,8 @@ from smolcluster.errors import ConfigError
 from smolcluster.training.batches import placed
 from smolcluster.training.compute import trained_dtype
 from smolcluster.training.modes import evaluating
-from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
+from smolcluster.utils.user_code import user_code
 
 EXAMPLES = 2
 """Samples of the first forward: of one alone a batch norm, or a loss of pairs, may be none."""

@@ -5,8 +5,9 @@ the base's after the other: no more of the model is in memory than its largest f
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,43 +77,32 @@ def write_merged(model: Pretrained, trained: Mapping[str, Tensor], folder: Path)
                 shutil.copyfile(path, draft)
 
 
-class _Replaced:
+Change = Callable[[Tensor], Tensor]
+"""What is stored of a weight to what becomes of it."""
+
+
+def _replaced(value: Tensor, stored: Tensor) -> Tensor:
     """A weight that was trained itself."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
-
-    def __call__(self, stored: Tensor) -> Tensor:
-        return self._value.to(stored.dtype).contiguous()
+    return value.to(stored.dtype).contiguous()
 
 
-class _Merged:
-    """A weight that adapters were put on: peft's layer, which is given one weight after the other."""
-
-    def __init__(self, layer: Any, name: str, trained: Mapping[str, Tensor]) -> None:
-        self._layer = layer
-        self._values = {
-            key: _value(trained, f"{name}.{key}")
-            for key, _ in layer.named_parameters()
-            if is_adapter(key)
-        }
-
-    def __call__(self, stored: Tensor) -> Tensor:
-        for key, value in self._values.items():
-            module, _, last = key.rpartition(".")
-            self._layer.get_submodule(module)._parameters[last] = nn.Parameter(value)
-        base = self._layer.get_base_layer()
-        base.weight = nn.Parameter(stored, requires_grad=False)
-        self._layer.merge()
-        merged: Tensor = base.weight.data
-        base.weight = nn.Parameter(stored.to("meta"), requires_grad=False)
-        return merged.contiguous()
+def _merged(layer: Any, values: Mapping[str, Tensor], stored: Tensor) -> Tensor:
+    """A weight that adapters were put on: peft's layer is given one weight after the other."""
+    for key, value in values.items():
+        module, _, last = key.rpartition(".")
+        layer.get_submodule(module)._parameters[last] = nn.Parameter(value)
+    base = layer.get_base_layer()
+    base.weight = nn.Parameter(stored, requires_grad=False)
+    layer.merge()
+    merged: Tensor = base.weight.data
+    base.weight = nn.Parameter(stored.to("meta"), requires_grad=False)
+    return merged.contiguous()
 
 
-def _changes(model: Pretrained, trained: Mapping[str, Tensor]) -> dict[str, _Replaced | _Merged]:
+def _changes(model: Pretrained, trained: Mapping[str, Tensor]) -> dict[str, Change]:
     """What becomes of each tensor of the base's files that changes."""
     outline = _outline(model)
-    found: dict[str, _Replaced | _Merged] = {}
+    found: dict[str, Change] = {}
     tied: dict[int, list[str]] = {}
     for name, parameter in outline.named_parameters(remove_duplicate=False):
         if parameter.requires_grad and not is_adapter(name):
@@ -121,13 +111,18 @@ def _changes(model: Pretrained, trained: Mapping[str, Tensor]) -> dict[str, _Rep
         places = [each for each in map(model.stored_as, names) if each is not None]
         if not places:
             raise _nowhere(model, names[0])
-        found.update(dict.fromkeys(places, _Replaced(_value(trained, names[0]))))
+        found.update(dict.fromkeys(places, partial(_replaced, _value(trained, names[0]))))
     for name, layer in outline.named_modules():
         if hasattr(layer, "get_base_layer") and hasattr(layer, "merge"):
             stored = model.stored_as(f"{name}.base_layer.weight")
             if stored is None:
                 raise _nowhere(model, name)
-            found[stored] = _Merged(layer, name, trained)
+            values = {
+                key: _value(trained, f"{name}.{key}")
+                for key, _ in layer.named_parameters()
+                if is_adapter(key)
+            }
+            found[stored] = partial(_merged, layer, values)
     return found
 
 

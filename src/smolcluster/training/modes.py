@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from smolcluster.errors import ConfigError
-from smolcluster.training.user_code import user_code
+from smolcluster.utils.user_code import user_code
 
 
 def move(model: nn.Module, device: torch.device) -> None:

@@ -19,10 +19,10 @@ from smolcluster.configs.argument_types import checked_argument
 from smolcluster.configs.begun import content_hash, files_digest
 from smolcluster.configs.function_name import FunctionName, check_workload_args
 from smolcluster.errors import ConfigError
-from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import UNNAMED, Workload
 from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.seed import derive_seed
+from smolcluster.utils.user_code import user_code
 from smolcluster.utils.words import hint_at, one_line
 
 _OURS = "smolcluster"

@@ -68,10 +68,12 @@ class FlatState(ABC):
     """An optimizer of flat weights by its state.
 
     Attributes:
+        name: what people call it.
         state: what a continued run needs, by name; empty for sgd. Copy into its tensors to restore it.
             `step` counts the steps taken; the others are flat (num_params,).
     """
 
+    name: str
     state: dict[str, Tensor]
     _grads: Tensor
 
@@ -126,7 +128,7 @@ class FlatOptimizer(FlatState):
         if name not in FLAT_OPTIMIZERS:
             raise ConfigError(f"optimizer is {name!r}, allowed: {', '.join(FLAT_OPTIMIZERS)}")
         self._arguments = _arguments(name, arguments)
-        self._name = name
+        self.name = name
         self._params = params
         self._grads = grads
         self._weight_decay = weight_decay
@@ -158,12 +160,8 @@ class FlatOptimizer(FlatState):
         return part
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
     def rule(self) -> FlatRule:
-        return FlatRule(self._name, self._arguments, self._weight_decay, self._num_decayed)
+        return FlatRule(self.name, self._arguments, self._weight_decay, self._num_decayed)
 
     def step_with(
         self,
@@ -173,7 +171,7 @@ class FlatOptimizer(FlatState):
         owned: bool = False,  # noqa: ARG002 - for optimizers that change it
     ) -> None:
         """Change the weights by one step with this gradient (num_params,), on the same device."""
-        step = self._sgd_step if self._name == "sgd" else self._adam_step
+        step = self._sgd_step if self.name == "sgd" else self._adam_step
         for place, decay in self._stretches():
             if place.start < place.stop:
                 step(place, gradient[place], learning_rate, decay)
@@ -188,7 +186,7 @@ class FlatOptimizer(FlatState):
     def _adam_step(
         self, place: slice, gradient: Tensor, learning_rate: float, weight_decay: float
     ) -> None:
-        first, second = (self.state[name] for name in moments_of(self._name, self._arguments))
+        first, second = (self.state[name] for name in moments_of(self.name, self._arguments))
         adam(
             [self._params[place]],
             [gradient],
@@ -198,7 +196,7 @@ class FlatOptimizer(FlatState):
             [self.state[STEP_COUNT].clone()],
             foreach=False,
             fused=self._fused,
-            decoupled_weight_decay=self._name != "adam",
+            decoupled_weight_decay=self.name != "adam",
             amsgrad=False,
             beta1=self._arguments["betas"][0],
             beta2=self._arguments["betas"][1],
@@ -273,13 +271,11 @@ def bucket_norms(flat: Tensor, buckets: Sequence[slice]) -> list[float]:
     return norms
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
-    """The factor that clips a gradient of this L2 norm: that of `torch.nn.utils.clip_grad_norm_`."""
-    return min(1.0, max_norm / (norm + 1e-6))
-
-
 def clip_factor(norm: float, clipping: GradientClipping) -> float:
-    """The same as configured: 1 where clipping by the norm is not enabled."""
+    """The factor that clips a gradient of this L2 norm: that of `torch.nn.utils.clip_grad_norm_`.
+
+    It is 1 where clipping by the norm is not enabled.
+    """
     if not clipping.enabled or clipping.max_norm is None:
         return 1.0
-    return clip_coefficient(norm, clipping.max_norm)
+    return min(1.0, clipping.max_norm / (norm + 1e-6))

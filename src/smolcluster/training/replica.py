@@ -30,8 +30,8 @@ from smolcluster.training.recipe import OptimizerSpec
 from smolcluster.training.scaler import LEAST_SCALE, LossScaler
 from smolcluster.training.state_watch import StateWatch, Trained
 from smolcluster.training.torch_optimizer import Flat, new_optimizer
-from smolcluster.training.user_code import user_code
 from smolcluster.utils.meter import Meter
+from smolcluster.utils.user_code import user_code
 
 DEFAULT_BUCKET_BYTES = 1 << 20
 

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.training.recipe import Schedule
-from smolcluster.training.user_code import user_code, wrong_result
+from smolcluster.utils.user_code import user_code, wrong_result
 
 SCHEDULE = "schedule"
 """Where a checkpoint's progress has a `ScheduleState`."""

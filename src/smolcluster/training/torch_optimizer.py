@@ -6,7 +6,7 @@ sent bucket by bucket. Making one imports PyTorch's compiler, which takes second
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Self, get_args
@@ -19,7 +19,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.training.muon import CHOOSERS, Matrix, MuonOptimizer, choose
 from smolcluster.training.optimizer import CLASSES, MUON, STEP_COUNT, FlatOptimizer, FlatState
 from smolcluster.training.recipe import Groups, OptimizerFactory, OptimizerSpec, ParameterGroup
-from smolcluster.training.user_code import user_code, wrong_result
+from smolcluster.utils.user_code import user_code, wrong_result
 from smolcluster.utils.words import hint_at
 
 ELEMENTWISE = frozenset(get_args(ElementwiseName))
@@ -85,6 +85,7 @@ class TorchOptimizer(FlatState):
             UserCodeError: the same, of a user's own.
         """
         self._factory, self._base_rate = factory, spec.learning_rate
+        self.name = getattr(factory, "__name__", type(factory).__name__)
         self._arguments = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in spec.arguments.items()
@@ -220,10 +221,6 @@ class TorchOptimizer(FlatState):
         if taken := keys & {SCALARS, EXTRA}:
             raise ConfigError(f"optimizer {self.name} has a state {min(taken)!r}: rename it")
         return frozenset(key for key in keys if key != STEP_COUNT and fits(key))
-
-    @property
-    def name(self) -> str:
-        return getattr(self._factory, "__name__", type(self._factory).__name__)
 
     def part(self, place: slice) -> Self:
         """See `FlatOptimizer.part`.
@@ -367,14 +364,9 @@ def check_optimizer_args(factory: OptimizerFactory, arguments: Mapping[str, Any]
             raise ConfigError(
                 f"optimizer_args has {name}, which is not said there; set {key} itself"
             )
-    try:
-        known = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
-        return
+    known = _parameters_of(factory)
     for name in arguments:
-        if name not in known:
+        if known is not None and name not in known:
             allowed = [each for each in known if each not in ("params", "lr", "weight_decay")]
             raise ConfigError(
                 f"optimizer_args has {name}, which {getattr(factory, '__name__', 'the optimizer')} does not "
@@ -416,7 +408,8 @@ def new_optimizer(
     )
     check_optimizer_args(factory, spec.arguments)
     groups, numbers = _grouped(spec, model, flat.trainable)
-    if _takes(factory, "weight_decay"):
+    known = _parameters_of(factory) if isinstance(factory, type) else None
+    if known is None or "weight_decay" in known:
         groups = [{"weight_decay": weight_decay, **options} for options in groups]
     elif weight_decay:
         raise ConfigError(
@@ -450,13 +443,14 @@ def _muon(spec: OptimizerSpec, model: nn.Module, flat: Flat, weight_decay: float
     )
 
 
-def _takes(factory: OptimizerFactory, name: str) -> bool:
+def _parameters_of(factory: OptimizerFactory) -> Collection[str] | None:
+    """The names of what it takes; None: any, or nobody knows."""
     try:
         known = inspect.signature(factory).parameters
     except (TypeError, ValueError):
-        return True
-    any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
-    return any_name or name in known or not isinstance(factory, type)
+        return None
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    return None if takes_any else known
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:

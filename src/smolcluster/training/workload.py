@@ -20,7 +20,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.training.copying import copied
 from smolcluster.training.criterion import WatchedLoss, bring_modules, check_untrained
 from smolcluster.training.recipe import Training
-from smolcluster.training.user_code import user_code, wrong_result
+from smolcluster.utils.user_code import user_code, wrong_result
 from smolcluster.wire.messages import DataSizes, ServedData
 
 UNNAMED = "workload"
@@ -109,10 +109,8 @@ class Workload:
         check_untrained("output_loss", output_loss)
         self.maker = model
         self.loss = loss
-        self.train = samples_of(train, collate, samples_per_epoch, user_code)
-        self.validation = (
-            None if validation is None else samples_of(validation, collate, guard=user_code)
-        )
+        self.train = samples_of(train, collate, samples_per_epoch)
+        self.validation = None if validation is None else samples_of(validation, collate)
         self.metrics = metrics
         self.name = name or UNNAMED
         self.is_named = name is not None

@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,12 +33,17 @@ from torch.utils.data import (
 
 from smolcluster.data import loading, processes
 from smolcluster.data.dataset import Place
-from smolcluster.data.loading import MapSamples, StreamSamples, every_index, samples_of
+from smolcluster.data.loading import (
+    LoadedSamples,
+    MapSamples,
+    StreamSamples,
+    every_index,
+    samples_of,
+)
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.prefetch import Prefetch
 from smolcluster.data.processes import Work, end_processes, start_processes
 from smolcluster.errors import ConfigError, DataError, UserCodeError
-from smolcluster.training.user_code import user_code
 from waiting import DEADLINE_S
 
 SEED = 7
@@ -98,6 +103,14 @@ class Guessing(Sampler[int]):
 
 def loader(**options: Any) -> DataLoader[Any]:
     return DataLoader(Numbers(), batch_size=3, **options)  # type: ignore[arg-type]
+
+
+@contextmanager
+def loading_ahead(dataset: Any, **options: Any) -> Iterator[Prefetch]:
+    samples = samples_of(DataLoader(dataset, batch_size=2, **options))
+    assert isinstance(samples, LoadedSamples)
+    with closing(Prefetch(samples)) as prefetch:
+        yield prefetch
 
 
 def orders(data: Any, seed: int = SEED) -> list[list[int]]:
@@ -191,9 +204,7 @@ def test_a_dataset_is_told_of_each_epoch(num_workers: int) -> None:
         def __getitem__(self, index: int) -> Any:
             return index + 100 * self.epoch
 
-    samples = samples_of(DataLoader(Curriculum(), 2, num_workers=num_workers))  # type: ignore[arg-type]
-    assert isinstance(samples, MapSamples)
-    with closing(Prefetch(samples)) as prefetch:
+    with loading_ahead(Curriculum(), num_workers=num_workers) as prefetch:
         read = [prefetch.batch(torch.tensor([3, 4]), Place(SEED, epoch, 0)) for epoch in range(3)]
     assert [each.tolist() for each in read] == [[3, 4], [103, 104], [203, 204]]
 
@@ -245,7 +256,7 @@ def test_an_exception_of_a_sampler_is_the_users() -> None:
             raise KeyError("lengths.json")
 
     with pytest.raises(UserCodeError, match=r"lengths\.json"):
-        _ = samples_of(loader(sampler=Fails()), guard=user_code).num_samples
+        _ = samples_of(loader(sampler=Fails())).num_samples
 
 
 class Endless(IterableDataset[Any]):
@@ -459,14 +470,11 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_is_loaded_ahead_is_what_is_loaded_at_once(num_workers: int) -> None:
-    samples = samples_of(loader(num_workers=num_workers))
-    assert isinstance(samples, MapSamples)
-    prefetch = Prefetch(samples)
-    indices, place = torch.tensor([4, 2, 9, 0, 1]), Place(SEED, 1, 5)
-    prefetch.want(indices[1:4], place._replace(start=6))
-    ahead = prefetch.batch(indices, place)
-    prefetch.close()
-    at_once = samples.batch(indices, place)
+    with loading_ahead(Numbers(), num_workers=num_workers) as prefetch:
+        indices, place = torch.tensor([4, 2, 9, 0, 1]), Place(SEED, 1, 5)
+        prefetch.want(indices[1:4], place._replace(start=6))
+        ahead = prefetch.batch(indices, place)
+    at_once = MapSamples(Numbers()).batch(indices, place)
     assert [each.tolist() for each in ahead] == [each.tolist() for each in at_once]
 
 
@@ -499,43 +507,28 @@ class Dying(Numbers):
 
 
 def test_a_process_that_has_died_is_told_to_who_takes_the_samples() -> None:
-    samples = samples_of(DataLoader(Dying(), batch_size=2, num_workers=2))  # type: ignore[arg-type]
-    assert isinstance(samples, MapSamples)
-    prefetch = Prefetch(samples)
-    for start in (0, 4):
-        prefetch.want(torch.arange(4), Place(SEED, 0, start))
-        with pytest.raises(DataError, match="one of the DataLoader's 2 processes has died"):
-            prefetch.load(torch.arange(4), Place(SEED, 0, start))
-    prefetch.close()
+    with loading_ahead(Dying(), num_workers=2) as prefetch:
+        for start in (0, 4):
+            prefetch.want(torch.arange(4), Place(SEED, 0, start))
+            with pytest.raises(DataError, match="one of the DataLoader's 2 processes has died"):
+                prefetch.load(torch.arange(4), Place(SEED, 0, start))
 
 
 def test_processes_that_cannot_be_started_are_told_to_who_takes_the_samples() -> None:
-    data: DataLoader[Any] = DataLoader(
-        [lambda: None] * 8,  # type: ignore[arg-type]
-        batch_size=2,
-        num_workers=1,
-        multiprocessing_context="spawn",
-    )
-    samples = samples_of(data)
-    assert isinstance(samples, MapSamples)
-    prefetch = Prefetch(samples)
-    prefetch.want(torch.arange(4), Place(SEED, 0, 0))
-    with pytest.raises(DataError, match=r"processes cannot be started: .*pickle"):
-        prefetch.load(torch.arange(4), Place(SEED, 0, 0))
-    prefetch.close()
+    with loading_ahead(
+        [lambda: None] * 8, num_workers=1, multiprocessing_context="spawn"
+    ) as prefetch:
+        prefetch.want(torch.arange(4), Place(SEED, 0, 0))
+        with pytest.raises(DataError, match=r"processes cannot be started: .*pickle"):
+            prefetch.load(torch.arange(4), Place(SEED, 0, 0))
 
 
 def test_a_process_of_a_fork_server_loads() -> None:
     rows = TensorDataset(torch.arange(100))
-    samples = samples_of(
-        DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context="forkserver")
-    )
-    assert isinstance(samples, MapSamples)
-    prefetch = Prefetch(samples)
-    for start in range(0, 100, 50):
-        (numbers,) = prefetch.batch(torch.arange(start, start + 50), Place(SEED, 0, start))
-        assert numbers.tolist() == list(range(start, start + 50))
-    prefetch.close()
+    with loading_ahead(rows, num_workers=1, multiprocessing_context="forkserver") as prefetch:
+        for start in range(0, 100, 50):
+            (numbers,) = prefetch.batch(torch.arange(start, start + 50), Place(SEED, 0, start))
+            assert numbers.tolist() == list(range(start, start + 50))
 
 
 class Stuck(Numbers):
@@ -544,14 +537,11 @@ class Stuck(Numbers):
 
 
 def test_processes_end_when_they_are_closed_whatever_they_do() -> None:
-    samples = samples_of(DataLoader(Stuck(), batch_size=2, num_workers=1))  # type: ignore[arg-type]
-    assert isinstance(samples, MapSamples)
-    prefetch = Prefetch(samples)
-    prefetch.want(torch.arange(4), Place(SEED, 0, 0))
-    assert prefetch._processes is not None
-    processes = list(prefetch._processes._processes.values())
-    assert processes
-    prefetch.close()
+    with loading_ahead(Stuck(), num_workers=1) as prefetch:
+        prefetch.want(torch.arange(4), Place(SEED, 0, 0))
+        assert prefetch._processes is not None
+        processes = list(prefetch._processes._processes.values())
+        assert processes
     for process in processes:
         process.join(DEADLINE_S)
         assert process.exitcode is not None
@@ -589,12 +579,8 @@ class Drawing(Numbers):
 
 def test_what_is_drawn_in_a_process_depends_on_the_samples_place_alone() -> None:
     def drawn(num_workers: int, start: int) -> list[Any]:
-        samples = samples_of(DataLoader(Drawing(), batch_size=2, num_workers=num_workers))  # type: ignore[arg-type]
-        assert isinstance(samples, MapSamples)
-        prefetch = Prefetch(samples)
-        loaded = prefetch.load(torch.arange(start, 8), Place(SEED, 0, start))
-        prefetch.close()
-        return loaded
+        with loading_ahead(Drawing(), num_workers=num_workers) as prefetch:
+            return prefetch.load(torch.arange(start, 8), Place(SEED, 0, start))
 
     first = drawn(2, 0)
     assert len(set(first)) == 8
@@ -620,17 +606,10 @@ def draw_at_the_beginning(number: int) -> None:
 
 
 def test_every_process_knows_its_number_and_draws_what_is_its_own() -> None:
-    data: DataLoader[Any] = DataLoader(
-        OfItsProcess(1000),  # type: ignore[arg-type]
-        batch_size=2,
-        num_workers=2,
-        worker_init_fn=draw_at_the_beginning,
-    )
-    samples = samples_of(data)
-    assert isinstance(samples, MapSamples)
-    prefetch = Prefetch(samples)
-    found = set(prefetch.load(torch.arange(1000), Place(SEED, 0, 0)))
-    prefetch.close()
+    with loading_ahead(
+        OfItsProcess(1000), num_workers=2, worker_init_fn=draw_at_the_beginning
+    ) as prefetch:
+        found = set(prefetch.load(torch.arange(1000), Place(SEED, 0, 0)))
     assert {each[:2] for each in found} <= {(0, 2), (1, 2)}
     for drawn in zip(*(each[2] for each in found), strict=True):
         assert len(set(drawn)) == len(found)
@@ -641,18 +620,11 @@ def refuse_to_begin(number: int) -> None:
 
 
 def test_a_worker_init_that_fails_is_told() -> None:
-    data: DataLoader[Any] = DataLoader(
-        Numbers(),  # type: ignore[arg-type]
-        batch_size=2,
-        num_workers=1,
-        worker_init_fn=refuse_to_begin,
-    )
-    samples = samples_of(data)
-    assert isinstance(samples, MapSamples)
-    prefetch = Prefetch(samples, user_code)
-    with pytest.raises(UserCodeError, match=r"worker_init_fn.*process 0 cannot begin"):
+    with (
+        loading_ahead(Numbers(), num_workers=1, worker_init_fn=refuse_to_begin) as prefetch,
+        pytest.raises(UserCodeError, match=r"worker_init_fn.*process 0 cannot begin"),
+    ):
         prefetch.load(torch.arange(4), Place(SEED, 0, 0))
-    prefetch.close()
 
 
 class Shared(IterableDataset[Any]):
@@ -679,10 +651,8 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 @pytest.mark.parametrize("connected", [tcp_pair, socket.socketpair], ids=["TCP", "Unix"])
 def test_a_process_that_loads_holds_no_connection_open(connected: Any) -> None:
-    samples = samples_of(loader(num_workers=1))
-    assert isinstance(samples, MapSamples)
     ours, theirs = connected()
-    with theirs, closing(Prefetch(samples)) as prefetch:
+    with theirs, loading_ahead(Numbers(), num_workers=1) as prefetch:
         prefetch.load(torch.arange(3), Place(SEED, 0, 0))
         ours.close()
         theirs.settimeout(DEADLINE_S)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from smolcluster.data import token_cache
-from smolcluster.data.token_cache import Role, TextSource, Tokens, default_cache, open_tokens
+from smolcluster.data.token_cache import Role, TextSource, Tokens, open_tokens
 from smolcluster.data.tokenizer import ByteTokenizer, Ids, Tokenizer
 from smolcluster.errors import DataError
 from waiting import DEADLINE_S
@@ -380,13 +380,3 @@ def test_text_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
     assert refused(tmp_path, TextSource("made", "x", read)) == "the second file cannot be read"
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-
-
-@pytest.mark.parametrize(("platform", "cache"), [("linux", ".cache"), ("darwin", "Library/Caches")])
-def test_the_default_cache_is_the_users(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str, cache: str
-) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache() == tmp_path / cache / "smolcluster" / "tokens"

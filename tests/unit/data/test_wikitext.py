@@ -7,15 +7,26 @@ from pathlib import Path
 import pytest
 
 from smolcluster.configs.schema import DatasetConfig
+from smolcluster.data import wikitext
 from smolcluster.data.dataset import Dataset, Samples
 from smolcluster.data.tokens import TokenBlocks
-from smolcluster.data.wikitext import load_huggingface, load_snli, load_wikitext
 from smolcluster.errors import ConfigError, DataError, SmolclusterError
 
 LOG = logging.getLogger("smolcluster")
 
 ROWS = ["", " = Title = \n", "", " Some words of an article . \n"]
 Loader = Callable[[DatasetConfig, int, logging.Logger], Dataset]
+
+
+def loader_of(name: str) -> Loader:
+    def load(config: DatasetConfig, length: int, log: logging.Logger) -> Dataset:
+        named = config.model_copy(update={"name": name})
+        return wikitext.load_huggingface(named, length, log)
+
+    return load
+
+
+load_wikitext, load_snli, load_huggingface = map(loader_of, ("wikitext", "snli", "huggingface"))
 
 
 def text_of(split: Samples) -> str:

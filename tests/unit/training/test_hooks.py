@@ -43,11 +43,11 @@ def test_each_hears_of_its_own_facts_in_the_order_in_which_they_happened() -> No
     heard: list[Any] = []
     add = heard.append
     calls, _ = calls_of(Hooks(on_step=add, on_evaluation=add, on_checkpoint=add, on_worker=add))
-    calls.step(step(9))
-    calls.step(step(10))
-    calls.evaluation(EVALUATED)
-    calls.checkpoint(SAVED)
-    calls.worker(LOST)
+    calls.tell(step(9))
+    calls.tell(step(10))
+    calls.tell(EVALUATED)
+    calls.tell(SAVED)
+    calls.tell(LOST)
     calls.finish()
     assert heard == [step(9), step(10), EVALUATED, SAVED, LOST]
 
@@ -61,7 +61,7 @@ def test_training_does_not_wait_for_a_hook() -> None:
 
     calls, lines = calls_of(Hooks(on_step=slow))
     for number in range(3):
-        calls.step(step(number))
+        calls.tell(step(number))
     calls.finish(patience_s=0.01)
     assert "left behind" in lines[-1]
     may_go_on.set()
@@ -72,7 +72,7 @@ def test_training_does_not_wait_for_a_hook() -> None:
 def test_without_hooks_there_is_no_thread() -> None:
     before = threading.active_count()
     calls, _ = calls_of(Hooks())
-    calls.step(step(1))
+    calls.tell(step(1))
     calls.finish()
     assert threading.active_count() == before
 
@@ -85,13 +85,13 @@ def test_an_exception_is_raised_once_and_names_the_hook_and_the_line() -> None:
         raise KeyError("loss")
 
     calls, _ = calls_of(Hooks(on_step=log_loss))
-    calls.step(step(1))
-    calls.step(step(2))
+    calls.tell(step(1))
+    calls.tell(step(2))
     line = log_loss.__code__.co_firstlineno + 2
     expected = rf"^on_step, in log_loss \(test_hooks.py:{line}\): KeyError: 'loss'$"
     with pytest.raises(UserCodeError, match=expected):
         calls.finish()
-    calls.step(step(3))
+    calls.tell(step(3))
     calls.finish()
     assert heard == [1], "who has failed is not called again"
 
@@ -101,7 +101,7 @@ def test_a_hook_that_would_end_its_thread_ends_the_run() -> None:
         raise SystemExit(3)
 
     calls, _ = calls_of(Hooks(on_step=leave))
-    calls.step(step(1))
+    calls.tell(step(1))
     with pytest.raises(SmolclusterError, match=r"on_step, in leave .*: SystemExit: 3"):
         calls.finish()
 
@@ -119,9 +119,9 @@ def full(
         may_go_on.wait(60)
 
     calls = HookCalls(Hooks(on_step=hang), logging.Logger("test"), check_stop)
-    calls.step(step(1))
+    calls.tell(step(1))
     assert is_called.wait(60)
-    calls.step(step(2))
+    calls.tell(step(2))
     return calls
 
 
@@ -130,7 +130,7 @@ def test_training_does_not_wait_for_ever_for_a_hook_that_hangs(
 ) -> None:
     may_go_on = threading.Event()
     calls = full(monkeypatch, may_go_on, lambda: None)
-    calls.step(step(3))
+    calls.tell(step(3))
     with pytest.raises(UserCodeError, match=r"^on_step: a call has not returned for"):
         calls.check()
     calls.finish()  # and nobody waits for it any more
@@ -144,7 +144,7 @@ def test_who_is_asked_to_stop_does_not_wait_for_a_hook(monkeypatch: pytest.Monke
     may_go_on = threading.Event()
     calls = full(monkeypatch, may_go_on, stop)
     monkeypatch.setattr(hooks, "HANG_S", math.inf)
-    calls.step(step(3))
+    calls.tell(step(3))
     calls.check()
     may_go_on.set()
 
@@ -152,7 +152,7 @@ def test_who_is_asked_to_stop_does_not_wait_for_a_hook(monkeypatch: pytest.Monke
 def test_the_end_waits_for_hooks_once() -> None:
     may_go_on = threading.Event()
     calls, lines = calls_of(Hooks(on_step=lambda _: may_go_on.wait(60)))
-    calls.step(step(1))
+    calls.tell(step(1))
     for _ in range(2):
         calls.finish(patience_s=0.01)
     assert sum("left behind" in line for line in lines) == 1

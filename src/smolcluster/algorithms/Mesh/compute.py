@@ -17,8 +17,8 @@ from smolcluster.errors import ConfigError
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.stages.compute import StageCompute
 from smolcluster.training.stages.cut import Stage
-from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
+from smolcluster.utils.user_code import user_code
 
 
 def stage_compute(

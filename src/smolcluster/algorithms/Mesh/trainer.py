@@ -36,10 +36,10 @@ from smolcluster.training.schedules.simulation import Span
 from smolcluster.training.stages.build import build_stage, num_layers, outline
 from smolcluster.training.stages.compute import StageCompute
 from smolcluster.training.stages.execution import execute
-from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device_errors import first_line, is_out_of_memory
 from smolcluster.utils.meter import Meter
+from smolcluster.utils.user_code import user_code
 
 WEIGHTS = ""
 """Names a parameter itself among its moments."""

@@ -30,8 +30,8 @@ from smolcluster.training.modes import evaluating
 from smolcluster.training.stages.build import model_input, output_loss
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.deferred import Deferred, backward_input
-from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload, count_terms, real_count
+from smolcluster.utils.user_code import user_code
 
 Gradients = list[Tensor | None]
 """Of the tensors of floats in a tree, in order; None: nothing depends on one."""

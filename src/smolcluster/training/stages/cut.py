@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from smolcluster.errors import ConfigError
 from smolcluster.training.compute import trained_dtype
 from smolcluster.training.layer_seeds import may_draw
-from smolcluster.training.user_code import user_code, wrong_result
+from smolcluster.utils.user_code import user_code, wrong_result
 
 _LAYERS = "_stage_layers"
 """Where a stage keeps its layers; its own parameters were registered before, under the model's names."""

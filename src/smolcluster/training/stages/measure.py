@@ -23,9 +23,9 @@ from smolcluster.training.batches import placed
 from smolcluster.training.stages.build import build_stage, model_input, outlines, output_loss
 from smolcluster.training.stages.compute import leaves_of
 from smolcluster.training.stages.deferred import backward_input
-from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload, count_terms
 from smolcluster.utils.device import describe
+from smolcluster.utils.user_code import user_code
 from smolcluster.wire.messages import MeasuredLayer
 
 LEAST_REPEATS, MOST_REPEATS, MEASURE_S = 3, 50, 0.3

@@ -22,8 +22,8 @@ from smolcluster.models.gpt import GPT
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.stages.cut import Stage
-from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
+from smolcluster.utils.user_code import user_code
 
 SEED = 5
 SIZES = GPTConfig(model_dim=8, num_heads=2, num_layers=2, ff_dim=16, max_seq_len=8, dropout=0.5)

@@ -15,8 +15,8 @@ from smolcluster.algorithms.Mesh.group_worker import (
 )
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import RANK_LOST, ConfigError, UserCodeError
-from smolcluster.training.user_code import user_code
 from smolcluster.utils.bugs import EXIT_CODE as BUG
+from smolcluster.utils.user_code import user_code
 from waiting import DEADLINE_S, eventually
 
 

@@ -20,7 +20,7 @@ from smolcluster.errors import ProtocolError
 from smolcluster.models.gpt import GPT
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.local_copy import InProcess, LocalCopy
-from smolcluster.training.optimizer import clip_coefficient
+from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.places import common, total, without
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
@@ -74,7 +74,7 @@ class Both:
             self.obey("add_gradient", weight=1.0, held=tuple(held))
         norm = self.own.clip(GradientClipping(max_norm=1.0))
         self.own.step(0.1, held)
-        clip = clip_coefficient(norm, 1.0) / 4
+        clip = clip_factor(norm, GradientClipping(max_norm=1.0)) / 4
         self.obey("step", learning_rate=0.1, held=tuple(held), clip=clip)
 
     def give(self, order: CopyOrder, places: Sequence[slice], values: Tensor) -> None:

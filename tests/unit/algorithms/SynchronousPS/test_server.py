@@ -33,7 +33,7 @@ from smolcluster.server.slices import arrived
 from smolcluster.server.store import Store
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.compute import BatchLoss
-from smolcluster.training.optimizer import clip_coefficient
+from smolcluster.training.optimizer import clip_factor
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import (
@@ -282,7 +282,7 @@ def test_a_step_is_the_optimizers_step_with_the_weighted_mean(stage: Stage) -> N
     other.push(other_part, seed=2, loss=3.0)
     mean = 0.75 * one.gradient(1) + 0.25 * one.gradient(2)
     rate = stage.parts.context.run.train.learning_rate
-    clip = clip_coefficient(float(mean.norm()), 1.0)
+    clip = clip_factor(float(mean.norm()), GradientClipping())
     torch.testing.assert_close(stage.weights, before - rate * clip * mean)
     (reduced, commit), (same, as_well) = one.step(), other.step()
     torch.testing.assert_close(reduced, mean, rtol=1e-6, atol=1e-6)

@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
 from types import TracebackType
@@ -23,6 +23,11 @@ from smolcluster.utils.device_errors import device_error, is_out_of_memory
 MAX_MESSAGE_CHARS = 500
 _ELSEWHERE = "Original Traceback (most recent call last):"
 """Before the traceback of another process, in the message of an error that PyTorch raises again here."""
+_OURS = f"{Path(_package).resolve().parent}/"
+_INSTALLED = tuple(
+    {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+"""Where Python keeps its standard library and packages."""
 
 
 class _Frame(NamedTuple):
@@ -96,7 +101,7 @@ def _frames_in(text: str) -> list[FrameSummary]:
         FrameSummary(file, int(line), name)
         for file, line, name in re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
     ]
-    return [frame for frame in found if not frame.filename.startswith((_ours(), *_installed()))]
+    return [frame for frame in found if not frame.filename.startswith((_OURS, *_INSTALLED))]
 
 
 def _users_frames(raised: TracebackType | None) -> tuple[list[_Frame], list[_Frame]]:
@@ -111,31 +116,15 @@ def _users_frames(raised: TracebackType | None) -> tuple[list[_Frame], list[_Fra
         if not code.co_filename.startswith("<frozen"):
             summary = FrameSummary(code.co_filename, line, code.co_name)
             frames.append(_Frame(summary, code.co_qualname))
-    theirs = [frame for frame in frames if not _lies_in(frame, (_ours(),))]
-    own = [frame for frame in theirs if not _lies_in(frame, _installed())]
+    theirs = [frame for frame in frames if not _lies_in(frame, _OURS)]
+    own = [frame for frame in theirs if not _lies_in(frame, _INSTALLED)]
     if own:
         return own, own
-    return [frame for frame in theirs if not _lies_in(frame, _pytorch())], theirs or frames
-
-
-def _lies_in(frame: _Frame, folders: tuple[str, ...]) -> bool:
-    return frame.summary.filename.startswith(folders)
-
-
-@cache
-def _ours() -> str:
-    return f"{Path(_package).resolve().parent}/"
-
-
-@cache
-def _pytorch() -> tuple[str, ...]:
     import torch  # noqa: PLC0415 - only once something has gone wrong
 
-    return (f"{Path(torch.__file__).parent}/",)
+    pytorch = f"{Path(torch.__file__).parent}/"
+    return [frame for frame in theirs if not _lies_in(frame, pytorch)], theirs or frames
 
 
-@cache
-def _installed() -> tuple[str, ...]:
-    """Where Python keeps its standard library and packages."""
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    return tuple({f"{sysconfig.get_path(name)}/" for name in names})
+def _lies_in(frame: _Frame, folders: str | tuple[str, ...]) -> bool:
+    return frame.summary.filename.startswith(folders)

@@ -18,9 +18,9 @@ from smolcluster.configs.schema import DatasetPlace
 from smolcluster.errors import ConfigError, DeviceFailed, NonFiniteLoss, OutOfMemory, UserCodeError
 from smolcluster.observability.logs import NodeLog
 from smolcluster.training.build import TrainingContext, build
-from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import OfLoss, Workload
 from smolcluster.utils.device_errors import device_error
+from smolcluster.utils.user_code import user_code
 
 HERE = Path(__file__).name
 DATA = TensorDataset(torch.randn(8, 3))
