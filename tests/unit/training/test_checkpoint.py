@@ -124,6 +124,17 @@ def new_store(
     return CheckpointStore(tmp_path / "checkpoints", keep_last, log, now=lambda: 1_795_000_000.0)
 
 
+@pytest.fixture
+def lines() -> list[str]:
+    """What the store logs."""
+    return []
+
+
+@pytest.fixture
+def store(tmp_path: Path, lines: list[str]) -> CheckpointStore:
+    return new_store(tmp_path, lines)
+
+
 def tensors_of(replica: Replica) -> dict[str, Tensor]:
     return {"params": replica.params, **replica.optimizer.state}
 
@@ -183,10 +194,9 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, dtype: torch.
     assert_same(resumed, straight)
 
 
-def test_the_state_comes_back_as_it_was_told(tmp_path: Path) -> None:
+def test_the_state_comes_back_as_it_was_told(store: CheckpointStore) -> None:
     progress = {"cursor": [0, 64], "open": [{"epoch": 0, "start": 0, "stop": 32}], "rate": 0.1}
     told = state_of(7, epoch=2, train_loss=0.5, val_loss=1, progress=progress)
-    store = new_store(tmp_path)
     path = store.save(Snapshot.of(new_replica(), told))
     found = newest(store)
     assert path == found.path == store.folder / "step-00000007"
@@ -200,13 +210,12 @@ def test_the_state_comes_back_as_it_was_told(tmp_path: Path) -> None:
 
 
 def test_the_models_file_holds_all_that_is_no_passing_buffer_also_without_this_package(
-    tmp_path: Path,
+    store: CheckpointStore,
 ) -> None:
     torch.manual_seed(0)
     model = Odd()
     saved, other = Replica(copy.deepcopy(model), "adam"), Replica(model, "adam")
     train(saved, 1)
-    store = new_store(tmp_path)
     stored = load_file(store.save(snapshot_of(1, saved)) / MODEL_FILE)
     assert stored.keys() == {"first.weight", "frozen", "last.weight", "last.bias", "persistent"}
     fresh = Odd()
@@ -218,11 +227,12 @@ def test_the_models_file_holds_all_that_is_no_passing_buffer_also_without_this_p
         assert torch.equal(other.model.state_dict()[name], tensor), name
 
 
-def test_further_tensors_are_kept_beside_the_optimizers_and_must_be_those(tmp_path: Path) -> None:
+def test_further_tensors_are_kept_beside_the_optimizers_and_must_be_those(
+    store: CheckpointStore,
+) -> None:
     replica, residual = new_replica(), torch.randn(3)
     with pytest.raises(ValueError, match="'exp_avg' names a tensor of the optimizer"):
         Snapshot.of(replica, state_of(1), {"exp_avg": torch.zeros(1)})
-    store = new_store(tmp_path)
     store.save(Snapshot.of(replica, state_of(1), {"residual": residual}))
     stored = load_file(newest(store).path / OPTIMIZER_FILE)
     assert stored.keys() == {"step", "exp_avg", "exp_avg_sq", "residual"}
@@ -266,9 +276,8 @@ def test_a_snapshot_does_not_follow_later_steps() -> None:
     assert snapshot.state.progress == {"cursor": 3}
 
 
-def test_a_checkpoint_does_not_hang_on_its_files(tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_hang_on_its_files(store: CheckpointStore) -> None:
     """The server reads one and goes on saving, which may delete those very files."""
-    store = new_store(tmp_path)
     store.save(snapshot_of(4))
     found = newest(store)
     for name in FILES:
@@ -279,8 +288,7 @@ def test_a_checkpoint_does_not_hang_on_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_no_number_is_none(tmp_path: Path, loss: float) -> None:
-    store = new_store(tmp_path)
+def test_a_loss_that_is_no_number_is_none(store: CheckpointStore, loss: float) -> None:
     path = store.save(snapshot_of(1, train_loss=loss, val_loss=loss))
     assert json.loads((path / STATE_FILE).read_text())["val_loss"] is None
     assert newest(store).state.train_loss is None
@@ -485,8 +493,7 @@ def test_flushing_reaches_the_disk_and_only_a_folder_may_refuse_it(
         room._sync(tmp_path)
 
 
-def test_only_a_save_sweeps_and_only_its_own_rubbish(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
+def test_only_a_save_sweeps_and_only_its_own_rubbish(store: CheckpointStore) -> None:
     store.save(snapshot_of(1))
     rubbish = store.folder / ".step-00000009.1a2b3c4d.tmp"
     kept = [".other.tmp", "step-00000009.tmp", ".step-00000009", "notes.txt"]
@@ -501,9 +508,8 @@ def test_only_a_save_sweeps_and_only_its_own_rubbish(tmp_path: Path) -> None:
 
 
 def test_what_a_crash_left_aside_is_put_back_before_anything_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = new_store(tmp_path)
     place = store.save(snapshot_of(1))
     place.rename(place.with_name(".step-00000001.old.tmp"))
     assert newest(store).state.step == 1
@@ -602,10 +608,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize(("damage", "problem"), DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    tmp_path: Path, damage: Damage, problem: str
+    store: CheckpointStore, lines: list[str], damage: Damage, problem: str
 ) -> None:
-    lines: list[str] = []
-    store = new_store(tmp_path, lines)
     store.save(snapshot_of(1, val_loss=0.5))
     damage(store.save(snapshot_of(2, val_loss=0.4)))
     lines.clear()
@@ -635,17 +639,15 @@ def test_no_flipped_bit_of_the_state_goes_unnoticed(tmp_path: Path) -> None:
                 assert room._decode(bytes(flipped), file) == state, "the same in other letters"
 
 
-def test_a_file_that_holds_no_tensors_is_damaged_whatever_its_hash(tmp_path: Path) -> None:
-    lines: list[str] = []
-    store = new_store(tmp_path, lines)
+def test_a_file_that_holds_no_tensors_is_damaged_whatever_its_hash(
+    store: CheckpointStore, lines: list[str]
+) -> None:
     other_tensors(store.save(snapshot_of(1)))
     assert store.newest_good() is None
     assert re.search(r"step-00000001/model\.safetensors cannot be read \(.*header", lines[-1])
 
 
-def test_a_newer_format_asks_for_an_update(tmp_path: Path) -> None:
-    lines: list[str] = []
-    store = new_store(tmp_path, lines)
+def test_a_newer_format_asks_for_an_update(store: CheckpointStore, lines: list[str]) -> None:
     store.save(snapshot_of(1))
     path = store.save(snapshot_of(2))
     rewrite(path, format=2, news="unheard of")
@@ -656,10 +658,8 @@ def test_a_newer_format_asks_for_an_update(tmp_path: Path) -> None:
 
 
 def test_a_state_too_large_is_neither_read_nor_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointStore, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines: list[str] = []
-    store = new_store(tmp_path, lines)
     store.save(snapshot_of(1))
     monkeypatch.setattr(room, "MAX_STATE_NBYTES", 500)
     assert store.newest_good() is None
@@ -669,9 +669,7 @@ def test_a_state_too_large_is_neither_read_nor_written(
     assert steps_in(store) == [1]
 
 
-def test_when_all_are_damaged_there_is_none(tmp_path: Path) -> None:
-    lines: list[str] = []
-    store = new_store(tmp_path, lines)
+def test_when_all_are_damaged_there_is_none(store: CheckpointStore, lines: list[str]) -> None:
     assert store.newest_good() is None
     assert store.list() == []
     for step in (1, 2):
@@ -683,10 +681,8 @@ def test_when_all_are_damaged_there_is_none(tmp_path: Path) -> None:
 
 
 def test_what_a_server_deletes_meanwhile_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointStore, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines: list[str] = []
-    store = new_store(tmp_path, lines)
     for step in (1, 2, 3):
         store.save(snapshot_of(step))
     lines.clear()
@@ -705,9 +701,8 @@ def test_what_a_server_deletes_meanwhile_is_not_damaged(
 
 
 def test_a_file_that_may_not_be_read_is_not_to_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = new_store(tmp_path)
     store.save(snapshot_of(1))
     monkeypatch.setattr(room, "_sha256", raiser(PermissionError(errno.EACCES, "x")))
     [info] = store.list()
@@ -740,8 +735,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     assert best.state.step == 6
 
 
-def test_the_next_best_serves_where_the_best_is_damaged(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
+def test_the_next_best_serves_where_the_best_is_damaged(store: CheckpointStore) -> None:
     for step, loss in ((1, 0.3), (2, 0.1), (3, 0.2)):
         store.save(snapshot_of(step, val_loss=loss))
     flip(MODEL_FILE)(store.folder / "step-00000002")
@@ -750,8 +744,7 @@ def test_the_next_best_serves_where_the_best_is_damaged(tmp_path: Path) -> None:
     assert best.state.step == 3
 
 
-def test_a_list_tells_what_there_is(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
+def test_a_list_tells_what_there_is(store: CheckpointStore) -> None:
     path = store.save(snapshot_of(3, train_loss=0.6, val_loss=0.5))
     damaged = store.save(snapshot_of(4))
     (damaged / STATE_FILE).unlink()
@@ -774,9 +767,8 @@ def test_damaged_ones_do_not_count_and_are_left_to_be_looked_at(tmp_path: Path) 
     assert steps_in(store) == [2, 3, 4]
 
 
-def test_an_abandoned_time_line_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_an_abandoned_time_line_is_not_gone_on_with(store: CheckpointStore) -> None:
     """After resuming from step 2, step 3 of the new time line is newer than step 4 of the old one."""
-    store = new_store(tmp_path)
     for step in (1, 2, 4, 5):
         store.save(snapshot_of(step, val_loss={5: 0.1}.get(step)))
     store.save(snapshot_of(3))
@@ -786,24 +778,21 @@ def test_an_abandoned_time_line_is_not_gone_on_with(tmp_path: Path) -> None:
     assert newest(store).state.step == 2
 
 
-def test_without_the_link_the_highest_step_is_the_newest(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
+def test_without_the_link_the_highest_step_is_the_newest(store: CheckpointStore) -> None:
     for step in (1, 2):
         store.save(snapshot_of(step))
     (store.folder / LATEST).unlink()
     assert newest(store).state.step == 2
 
 
-def test_a_step_that_is_reached_again_is_replaced(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
+def test_a_step_that_is_reached_again_is_replaced(store: CheckpointStore) -> None:
     flip(MODEL_FILE)(store.save(snapshot_of(1, incarnation="a1")))
     store.save(snapshot_of(1, incarnation="b2"))
     assert newest(store).state.incarnation == "b2"
     assert names_in(store) == ["step-00000001"]
 
 
-def test_the_best_link_goes_when_nothing_is_the_best(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
+def test_the_best_link_goes_when_nothing_is_the_best(store: CheckpointStore) -> None:
     store.save(snapshot_of(1, val_loss=0.5))
     store.save(snapshot_of(1))
     assert not (store.folder / BEST).is_symlink()
@@ -854,8 +843,9 @@ def test_a_failing_disk_is_one_sentence_and_leaves_the_old_ones(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_real_limit_on_files_is_told_in_the_systems_words(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
+def test_a_real_limit_on_files_is_told_in_the_systems_words(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
     report = tmp_path / "report"
     snapshot = snapshot_of(1)
     pid = os.fork()
@@ -927,9 +917,8 @@ def with_more() -> Replica:
     ],
 )
 def test_nothing_is_restored_into_something_else(
-    tmp_path: Path, replica: Replica, sentence: str
+    store: CheckpointStore, replica: Replica, sentence: str
 ) -> None:
-    store = new_store(tmp_path)
     store.save(snapshot_of(3))
     before = {name: tensor.clone() for name, tensor in tensors_of(replica).items()}
     with pytest.raises(CheckpointError, match=f"{sentence}.*resume with the configuration of run"):
@@ -938,8 +927,7 @@ def test_nothing_is_restored_into_something_else(
         assert torch.equal(tensor, before[name]), name
 
 
-def test_a_model_that_lost_a_layer_is_told(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
+def test_a_model_that_lost_a_layer_is_told(store: CheckpointStore) -> None:
     store.save(snapshot_of(1, with_more()))
     with pytest.raises(CheckpointError, match=r"holds extra\.\w+, float32 of shape .*unknown here"):
         restore(new_replica(), newest(store))
@@ -955,9 +943,8 @@ def test_a_model_that_lost_a_layer_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_goes_on_with_what_it_began_with(
-    tmp_path: Path, differing: dict[str, object], sentence: str
+    store: CheckpointStore, differing: dict[str, object], sentence: str
 ) -> None:
-    store = new_store(tmp_path)
     store.save(snapshot_of(5))
     same: dict[str, Any] = {
         "algorithm": "edp",
@@ -973,8 +960,9 @@ def test_a_run_goes_on_with_what_it_began_with(
 # Export
 
 
-def test_the_best_models_file_is_exported_and_nothing_is_overwritten(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
+def test_the_best_models_file_is_exported_and_nothing_is_overwritten(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
     store.save(snapshot_of(2, val_loss=0.5))
     best = store.best()
     assert best is not None
@@ -995,9 +983,8 @@ def test_the_best_models_file_is_exported_and_nothing_is_overwritten(tmp_path: P
 
 
 def test_what_cannot_be_exported_is_told_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: CheckpointStore
 ) -> None:
-    store = new_store(tmp_path)
     store.save(snapshot_of(2))
     found = newest(store)
     (tmp_path / "file").write_text("")
@@ -1152,10 +1139,9 @@ def test_a_last_checkpoint_that_lies_there_already_does_not_get_on(
 
 
 def test_a_failure_is_told_once_a_kind_until_it_works_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    store = new_store(tmp_path)
     errors = [
         FULL_DISK,
         FULL_DISK,
@@ -1223,8 +1209,7 @@ def test_a_spare_snapshot_is_written_over(tmp_path: Path) -> None:
         assert all(torch.equal(kept[name], expected[name]) for name in kept)
 
 
-def test_an_earlier_step_can_be_the_one_to_go_on_from(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
+def test_an_earlier_step_can_be_the_one_to_go_on_from(store: CheckpointStore) -> None:
     for step in (10, 20, 30):
         store.save(snapshot_of(step))
     store.make_latest(20)
@@ -1236,9 +1221,8 @@ def test_an_earlier_step_can_be_the_one_to_go_on_from(tmp_path: Path) -> None:
 
 
 def test_what_becomes_known_of_a_saved_step_is_said_and_may_make_it_the_best(
-    tmp_path: Path,
+    store: CheckpointStore,
 ) -> None:
-    store = new_store(tmp_path)
     store.save(snapshot_of(1, val_loss=0.5))
     store.save(snapshot_of(2))
     store.tell(state_of(2, val_loss=0.25, progress={"told": 1}))

@@ -20,6 +20,7 @@ from smolcluster.algorithms.SynchronousPS.reduction import PushArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Need, Part, Step, needs_holder
 from smolcluster.algorithms.SynchronousPS.store import ReducingLinks
+from smolcluster.configs.schema import GradientClipping
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.runs.events import (
     LeaseReturned,
