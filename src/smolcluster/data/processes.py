@@ -70,13 +70,11 @@ def end_processes(executor: ProcessPoolExecutor) -> None:
 
 
 def load_packed(indices: list[int], place: Place) -> bytes:
-    """In one of the processes: the samples of these indices."""
-    return packed(_own["load"](torch.tensor(indices), place))
+    """In one of the processes: the samples of these indices, for the one that asks.
 
-
-def packed(samples: list[Any]) -> bytes:
-    """Samples for another process of this machine; tensors by their values, not by open files."""
-    memory = io.BytesIO()
+    Tensors are packed by their values, not by open files.
+    """
+    samples, memory = _own["load"](torch.tensor(indices), place), io.BytesIO()
     _Pickler(memory, protocol=pickle.HIGHEST_PROTOCOL).dump(samples)
     return memory.getvalue()
 

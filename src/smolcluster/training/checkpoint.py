@@ -509,7 +509,6 @@ class CheckpointWriter:
         self._waiting: Snapshot | None = None
         self._told: TrainingState | None = None
         self._spare: Snapshot | None = None
-        self._busy = False
         self._ending = False
         self._reported: set[object] = set()
         self._failed_step: int | None = None
@@ -582,19 +581,11 @@ class CheckpointWriter:
             spare, self._spare = self._spare, None
         return spare
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing waits and nothing is being written; False when that took too long."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._waiting is None and not self._busy, timeout_s
-            )
-
     def _run(self) -> None:
         while (snapshot := self._next()) is not None:
             self._write(snapshot)
             with self._changed:
-                self._busy, self._spare = False, snapshot
-                self._changed.notify_all()
+                self._spare = snapshot
         if self._told is not None and self._failed_step is None:
             try:
                 self._store.tell(self._told)
@@ -606,7 +597,6 @@ class CheckpointWriter:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None or self._ending)
             snapshot, self._waiting = self._waiting, None
-            self._busy = snapshot is not None
         return snapshot
 
     def _write(self, snapshot: Snapshot) -> None:

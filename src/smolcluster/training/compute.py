@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import NamedTuple, Self
 
 import torch
@@ -229,14 +229,8 @@ def _first_bad_output(
 
         return look
 
-    handles = [
-        module.register_forward_hook(watch(name or "model"))
-        for name, module in model.named_modules()
-    ]
-    try:
-        with torch.no_grad(), lone_sample(model):
-            loss(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad(), lone_sample(model):
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(watch(name or "model")))
+        loss(model, batch)
     return found[0] if found else None

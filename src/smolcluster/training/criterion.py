@@ -123,12 +123,9 @@ class WatchedLoss:
             named = vars(output) if isinstance(output, SimpleNamespace) else output
             outputs.update(each.grad_fn for each in tensors_in(named))
 
-        noting = model.register_forward_hook(note)
         before = self._buffers(model)
-        try:
+        with model.register_forward_hook(note):
             result = self._loss(model, batch)
-        finally:
-            noting.remove()
         now = self._buffers(model)
         total = result[0] if isinstance(result, tuple) and result else result
         if isinstance(total, Tensor) and total.grad_fn is not None:

@@ -1,7 +1,7 @@
 """The labels of a batch that count, which are not -100: of these a Hugging Face model's loss is the mean."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,12 +32,10 @@ class LabelsSeen:
     def watching(self) -> Iterator[None]:
         """Look at what they are given and return while the block runs."""
         self._found.clear()
-        hooks = [each.register_forward_hook(self._note, with_kwargs=True) for each in self._models]
-        try:
+        with ExitStack() as hooks:
+            for each in self._models:
+                hooks.enter_context(each.register_forward_hook(self._note, with_kwargs=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def count(
         self, result: Any, num_samples: int, *, of: LossFunction, what: str = "loss"

@@ -10,7 +10,7 @@ first time. The seed that they had then tells which call is repeated, and that c
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -90,19 +90,14 @@ class LayerSeeds:
         The first one begins with the model itself, since what stands before a model's blocks is not always a
         module that is called. Without layers the model draws nothing, and nothing is seeded.
         """
-        begins = [model if number == 0 and each else each for number, each in enumerate(layers)]
-        hooks = [
-            each.register_forward_pre_hook(self._hook(number))
-            for number, each in enumerate(begins)
-            if each is not None
-        ]
-        if layers:
-            hooks.append(model.register_forward_hook(self._after))
-        try:
+        with ExitStack() as hooks:
+            for number, each in enumerate(layers):
+                if each is not None:
+                    begins = each if number else model
+                    hooks.enter_context(begins.register_forward_pre_hook(self._hook(number)))
+            if layers:
+                hooks.enter_context(model.register_forward_hook(self._after))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _after(self, module: nn.Module, *_: object) -> None:
         if module.training:

@@ -134,14 +134,11 @@ class FlatOptimizer(FlatState):
         self._weight_decay = weight_decay
         self._num_decayed = params.numel() if num_decayed is None else num_decayed
         self._fused = params.device.type in FUSED_DEVICES
-        self.state = self._moments(moments_of(name, self._arguments))
-
-    def _moments(self, names: Sequence[str]) -> dict[str, Tensor]:
-        if not names:
-            return {}
-        counter_device = self._params.device if self._fused else torch.device("cpu")
-        count = torch.zeros((), dtype=torch.float32, device=counter_device)
-        return {STEP_COUNT: count} | {name: torch.zeros_like(self._params) for name in names}
+        self.state = {}
+        if moments := moments_of(name, self._arguments):
+            counter_device = params.device if self._fused else torch.device("cpu")
+            count = torch.zeros((), dtype=torch.float32, device=counter_device)
+            self.state = {STEP_COUNT: count} | {each: torch.zeros_like(params) for each in moments}
 
     def part(self, place: slice) -> Self:
         """The rule for a slice of the weights, in the same memory.

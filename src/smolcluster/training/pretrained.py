@@ -9,7 +9,6 @@ that peft gives them there.
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,8 +128,9 @@ class Pretrained:
         self._stored_as = self._names_in_files(model)
         adapted = self._adapted(model.eval())
         if self.dtype != torch.float32:  # peft does so where the base is not on `meta`
-            for parameter in _trained(adapted) if self.lora is not None else ():
-                parameter.data = parameter.data.to(self.dtype).to(parameter.dtype)
+            for parameter in adapted.parameters() if self.lora is not None else ():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(self.dtype).to(parameter.dtype)
         return adapted
 
     def read_into(self, part: nn.Module, device: torch.device) -> int:
@@ -217,7 +217,8 @@ class Pretrained:
 
         model.name_or_path = str(self.folder)
         try:
-            adapted: Any = get_peft_model(model, _copied(self.lora))
+            own = type(self.lora)(**self.lora.to_dict())  # peft writes into what it is given
+            adapted: Any = get_peft_model(model, own)
         except ValueError as error:
             raise ConfigError(f"lora: {' '.join(str(error).split()):.200}") from None
         targets = adapted.peft_config["default"].target_modules
@@ -239,10 +240,6 @@ def is_adapter(name: str) -> bool:
 def base_name(name: str) -> str:
     """A parameter's name in the model without adapters."""
     return name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, ".")
-
-
-def _trained(model: nn.Module) -> Iterator[nn.Parameter]:
-    return (each for each in model.parameters() if each.requires_grad)
 
 
 @dataclass
@@ -290,11 +287,6 @@ def _check_lora(lora: Any) -> None:
             f"lora: init_lora_weights={lora.init_lora_weights!r} needs the whole base: choose True or "
             "'gaussian'"
         )
-
-
-def _copied(lora: Any) -> Any:
-    """peft writes into the configuration that it is given."""
-    return type(lora)(**lora.to_dict())
 
 
 def _dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -134,7 +134,9 @@ class Workload:
     def fingerprint(self) -> str:
         """Of the data; where nobody has said one, of names and sizes alone."""
         if self._fingerprint is None:
-            self._fingerprint = self._sizes()
+            held_out = 0 if self.validation is None else self.validation.num_samples
+            sizes = f"{self.name}|{self.train.num_samples}|{held_out}"
+            self._fingerprint = hashlib.sha256(sizes.encode()).hexdigest()
         return self._fingerprint
 
     @property
@@ -219,11 +221,6 @@ class Workload:
         watching = copy.copy(self)
         watching.loss = WatchedLoss(self.loss)
         return watching
-
-    def _sizes(self) -> str:
-        held_out = 0 if self.validation is None else self.validation.num_samples
-        sizes = f"{self.name}|{self.train.num_samples}|{held_out}"
-        return hashlib.sha256(sizes.encode()).hexdigest()
 
 
 def count_terms(result: Any, num_samples: int, *, of: LossFunction, what: str = "loss") -> Terms:

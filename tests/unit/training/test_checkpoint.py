@@ -1028,6 +1028,15 @@ class Gated(CheckpointStore):
         return self.folder
 
 
+def written(writer: CheckpointWriter) -> Snapshot:
+    """The next snapshot that was written, or could not be."""
+    deadline = Deadline(DEADLINE_S)
+    while (spare := writer.take_spare()) is None and not deadline.expired:
+        time.sleep(0.001)
+    assert spare is not None
+    return spare
+
+
 def test_a_stuck_disk_stops_nobody_and_the_newest_waits(tmp_path: Path) -> None:
     lines: list[str] = []
     store = Gated(tmp_path, lines)
@@ -1036,10 +1045,8 @@ def test_a_stuck_disk_stops_nobody_and_the_newest_waits(tmp_path: Path) -> None:
         assert store.entered.acquire(timeout=DEADLINE_S)
         for step in (2, 3, 4):
             writer.submit(snapshot_of(step))
-        assert not writer.flush(0.01)
         store.gate.set()
-        assert writer.flush(DEADLINE_S)
-        assert store.saved == [1, 4]
+    assert store.saved == [1, 4]
     assert lines == [
         "DEBUG step 2 is not saved: the disk was busy until step 3 came",
         "DEBUG step 3 is not saved: the disk was busy until step 4 came",
@@ -1056,7 +1063,7 @@ def test_who_is_told_of_a_full_disk_hears_the_step(tmp_path: Path) -> None:
     with CheckpointWriter(store, logger([]), on_no_space=told.append) as writer:
         for step in (1, 2, 3):
             writer.submit(snapshot_of(step))
-            assert writer.flush(DEADLINE_S)
+            written(writer)
     assert (told, store.saved) == ([1], [3])
 
 
@@ -1082,7 +1089,7 @@ def test_a_disk_that_hangs_does_not_keep_the_process(
         writer.submit(snapshot_of(1))
     assert "WARNING the last checkpoint is still being written after" in lines[0]
     store.gate.set()
-    assert writer.flush(DEADLINE_S)
+    written(writer)
 
 
 class Growing(Gated):
@@ -1135,7 +1142,7 @@ def test_a_last_checkpoint_that_lies_there_already_does_not_get_on(
         writer.submit(snapshot_of(1))
     assert not told and "is given up" in lines[0]
     store.gate.set()
-    assert writer.flush(DEADLINE_S)
+    written(writer)
 
 
 def test_a_failure_is_told_once_a_kind_until_it_works_again(
@@ -1162,7 +1169,7 @@ def test_a_failure_is_told_once_a_kind_until_it_works_again(
     with CheckpointWriter(store, logger(lines)) as writer:
         for step in range(1, 9):
             writer.submit(snapshot_of(step))
-            assert writer.flush(DEADLINE_S)
+            written(writer)
     told = [line.replace(str(store.folder), "…") for line in lines]
     full = "cannot write checkpoint …/step-{}: No space left on device; free some space"
     assert told == [
@@ -1177,21 +1184,19 @@ def test_a_failure_is_told_once_a_kind_until_it_works_again(
     assert steps_in(store) == [7]
 
 
-def test_the_writer_keeps_one_spare_snapshot_for_its_memory(tmp_path: Path) -> None:
-    with CheckpointWriter(new_store(tmp_path), logger([])) as writer:
+def test_the_writer_keeps_one_spare_snapshot_for_its_memory(store: CheckpointStore) -> None:
+    saved = threading.Semaphore(0)
+    with CheckpointWriter(store, logger([]), lambda *_: saved.release()) as writer:
         assert writer.take_spare() is None
         snapshots = [snapshot_of(step) for step in (1, 2)]
-        gone = weakref.ref(snapshots[0])
         for snapshot in snapshots:
             writer.submit(snapshot)
-            assert writer.flush(DEADLINE_S)
-        assert writer.take_spare() is snapshots[1]
-        assert writer.take_spare() is None
-        del snapshot, snapshots
-        deadline = Deadline(DEADLINE_S)
-        while gone() is not None and not deadline.expired:
-            time.sleep(0.001)
-        assert gone() is None
+            assert saved.acquire(timeout=DEADLINE_S)
+    gone = weakref.ref(snapshots[0])
+    assert writer.take_spare() is snapshots[1]
+    assert writer.take_spare() is None
+    del snapshot, snapshots
+    assert gone() is None
 
 
 def test_a_spare_snapshot_is_written_over(tmp_path: Path) -> None:
