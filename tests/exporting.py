@@ -3,17 +3,21 @@
 from typing import Any
 
 from harness import free_port
-from smolcluster.observability.exporter import ProcessNumbers
 from smolcluster.runs.status import RunStatus, WorkerStatus, instant
 from smolcluster.utils.gpu import Readings
-from smolcluster.utils.meter import PHASES
+from smolcluster.utils.meter import PHASES, Meter
 
 NOW = instant(1_790_000_000.0)
 GPU: Readings = {
     **{"utilization": 0.875, "memory_bytes": 12.5e9, "memory_size_bytes": 80e9},
     **{"temperature_c": 61.0, "power_w": 240.5},
 }
-NUMBERS = ProcessNumbers(100, 3200, {phase: 0.5 + index for index, phase in enumerate(PHASES)}, GPU)
+METER = Meter(
+    seconds=[0.5 + index for index, _ in enumerate(PHASES)],
+    steps=100,
+    samples=3200,
+    gpu=lambda: GPU,
+)
 
 
 def free_ports(number: int) -> int:

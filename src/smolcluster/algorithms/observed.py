@@ -13,8 +13,6 @@ from rich.console import Console
 from smolcluster.configs.schema import RunConfig, Settings, TrainConfig
 from smolcluster.configs.spec import title_of
 from smolcluster.observability.exporter import (
-    ProcessLabels,
-    ProcessNumbers,
     RunCollector,
     metrics_address,
     serve_metrics,
@@ -23,6 +21,7 @@ from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.console import ProgressView, ShownBeside
 from smolcluster.observability.sinks.wandb import WandbSink, wandb_for
+from smolcluster.runs.launched import Process
 from smolcluster.runs.paths import RunPaths, create_run, runs_root
 from smolcluster.runs.status import RunStatus
 from smolcluster.server.process_stats import Gauge
@@ -34,7 +33,7 @@ from smolcluster.wire.messages import Telemetry
 @contextmanager
 def metrics_served(
     settings: Settings,
-    who: ProcessLabels,
+    who: Process,
     meter: Meter,
     log: logging.Logger,
     *,
@@ -52,9 +51,7 @@ def metrics_served(
         return
     collector = RunCollector(
         who,
-        lambda: ProcessNumbers(
-            meter.steps, meter.samples, meter.by_phase, meter.gpu(), meter.peaks
-        ),
+        meter,
         existing(runs_root(settings.node.runs_dir)),
         run_id=run_id,
         status=status,

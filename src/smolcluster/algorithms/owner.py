@@ -23,7 +23,6 @@ from smolcluster.configs.spec import spec_of
 from smolcluster.data.marks import SAME_DATA, SAME_ORDER, first_difference
 from smolcluster.errors import CheckpointError, SmolclusterError
 from smolcluster.observability.curves import draw_curves
-from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.report.page import write_report
 from smolcluster.observability.terminal import SteadyConsole, shown_text
@@ -31,6 +30,7 @@ from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.asked import ASKED
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.files import write_whole
+from smolcluster.runs.launched import Process
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import StatusFile
 from smolcluster.runs.summary import Summary, sample_shown, table, write_summary
@@ -113,7 +113,7 @@ def own_run(
                 ) as records,
                 metrics_served(
                     settings,
-                    ProcessLabels(owner.role, owner.node),
+                    Process(node=owner.node, role=owner.role),
                     training.replica.meter,
                     log.logger,
                     run_id=lambda: run.run_id,

@@ -37,9 +37,9 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, RunConfig, Settings
 from smolcluster.configs.spec import algorithm_of_groups, algorithm_of_stages, get_algorithm
 from smolcluster.errors import ConfigError, RunFailed, SmolclusterError
-from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.runs.launched import Process
 from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
 from smolcluster.runs.summary import Summary
 from smolcluster.server.link import Participant, WorkerSetup, follow
@@ -171,7 +171,7 @@ def work(
     if not 1 <= args.worker_id <= MAX_WORKER_ID:
         raise ConfigError(f"worker_id is {args.worker_id}, must be between 1 and {MAX_WORKER_ID}")
     rank = args.worker_id - 1
-    who = ProcessLabels("worker", args.node, rank)
+    who = Process(node=args.node, role="worker", rank=rank)
     with (
         _following(settings, args, "worker", rank) as (log, own, setup),
         metrics_served(settings, who, setup.meter, log, run_id=lambda: own.run_id),

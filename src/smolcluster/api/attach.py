@@ -51,8 +51,8 @@ from smolcluster.configs.schema import RunConfig, Settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.data.marks import Mark, chosen, marks_of
 from smolcluster.errors import ConfigError, NonFiniteLoss, Rejected
-from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
+from smolcluster.runs.launched import Process
 from smolcluster.runs.paths import runs_root
 from smolcluster.server.link import Participant, WorkerSetup, follow
 from smolcluster.server.offering import (
@@ -214,7 +214,7 @@ class Cluster:
             )
             exits.callback(self._node_log.close)
             self._log = self._node_log.logger
-            labels = ProcessLabels("worker", self._name, self.rank)
+            labels = Process(node=self._name, role="worker", rank=self.rank)
             exits.enter_context(
                 metrics_served(
                     self._settings, labels, self._meter, self._log, run_id=lambda: self.run_id

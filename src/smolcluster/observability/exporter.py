@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
@@ -35,10 +34,11 @@ from prometheus_client.registry import Collector
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.runs.evaluated import metrics_in
+from smolcluster.runs.launched import Process
 from smolcluster.runs.status import STALENESS_EDGES, RunStatus, WorkerStatus
 from smolcluster.utils.addresses import is_address, name_of
-from smolcluster.utils.gpu import GpuQuantity, Readings, no_gpu
-from smolcluster.utils.meter import Phase
+from smolcluster.utils.gpu import GpuQuantity
+from smolcluster.utils.meter import Meter
 from smolcluster.utils.units import format_address
 
 PREFIX = "smolcluster_"
@@ -74,39 +74,6 @@ WORKER_STATS = {
     "drift": ("worker_drift", "DiLoCo: of its newest change, as a share of the weights' norm."),
 }
 """The same, of what workers report of themselves, and the server measures of them."""
-
-
-@dataclass(frozen=True)
-class ProcessNumbers:
-    """What a process counted of itself since it started.
-
-    Attributes:
-        steps: local optimizer steps, or the server's applied ones.
-        samples: samples that went through it.
-        phase_seconds: wall time by phase.
-        gpu: what its GPU does now.
-        peak_bytes: the most memory by phase; empty: it is not measured.
-    """
-
-    steps: int
-    samples: int
-    phase_seconds: Mapping[Phase, float]
-    gpu: Readings = field(default_factory=no_gpu)
-    peak_bytes: Mapping[Phase, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ProcessLabels:
-    """Whose numbers they are: `role` is server or worker; the server has no rank."""
-
-    role: str
-    node: str
-    rank: int | None = None
-
-    @property
-    def values(self) -> dict[str, str]:
-        rank = "" if self.rank is None else str(self.rank)
-        return {"role": self.role, "rank": rank, "node": self.node}
 
 
 class Growth:
@@ -161,21 +128,22 @@ class RunCollector(Collector):
 
     def __init__(
         self,
-        who: ProcessLabels,
-        numbers: Callable[[], ProcessNumbers],
+        who: Process,
+        meter: Meter,
         runs_dir: Path,
         *,
         run_id: Callable[[], str] = lambda: "",
         status: Callable[[], RunStatus | None] = lambda: None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """All that can be called is so by the threads that answer; `status` is the server's.
+        """The threads that answer call all that can be called; `meter` counts the work of the process `who`.
 
-        `run_id` names the run that every series is labelled with; empty: none yet.
+        `status` is the owner's. `run_id` names the run that every series is labelled with; empty: none yet.
         """
-        self._who = who
+        rank = "" if who.rank is None else str(who.rank)
+        self._who = {"role": who.role, "rank": rank, "node": who.node}
         self._run_id = run_id
-        self._numbers = numbers
+        self._meter = meter
         self._runs_dir = runs_dir
         self._status = status
         self._now = now
@@ -185,8 +153,8 @@ class RunCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         scrape = Scrape(self._run_id())
-        add_process(scrape, self._who.values, self._numbers(), self._process)
-        add_disk(scrape, self._who.values, self._runs_dir)
+        add_process(scrape, self._who, self._meter, self._process)
+        add_disk(scrape, self._who, self._runs_dir)
         if (status := self._status()) is not None:
             add_run(scrape, status, self._growth)
             for worker in status.workers:
@@ -203,20 +171,20 @@ class RunCollector(Collector):
 
 
 def add_process(
-    scrape: Scrape, who: Mapping[str, str], numbers: ProcessNumbers, process: psutil.Process
+    scrape: Scrape, who: Mapping[str, str], meter: Meter, process: psutil.Process
 ) -> None:
-    scrape.counter("process_steps", "Steps of this process.", numbers.steps, **who)
-    scrape.counter("process_samples", "Samples of this process.", numbers.samples, **who)
-    for phase, seconds in numbers.phase_seconds.items():
+    scrape.counter("process_steps", "Steps of this process.", meter.steps, **who)
+    scrape.counter("process_samples", "Samples of this process.", meter.samples, **who)
+    for phase, seconds in meter.by_phase.items():
         scrape.counter("phase_seconds", "Wall time by phase.", seconds, **who, phase=phase)
     with process.oneshot():
         cpu, memory = process.cpu_times(), process.memory_info()
     cpu_s = cpu.user + cpu.system
     scrape.counter("process_cpu_seconds", "Processor time of this process.", cpu_s, **who)
     scrape.gauge("process_resident_memory_bytes", "Memory of this process.", memory.rss, **who)
-    for phase, peak in numbers.peak_bytes.items():
+    for phase, peak in meter.peaks.items():
         scrape.gauge("phase_peak_memory_bytes", "Most memory by phase.", peak, **who, phase=phase)
-    for quantity, value in numbers.gpu.items():
+    for quantity, value in meter.gpu().items():
         scrape.gauge(*GPU_SERIES[quantity], value, **who)
 
 
@@ -382,11 +350,10 @@ def _listening(address: str, first: int, application: Any) -> WSGIServer:
     Raises:
         OSError: there is none, or the address is not this machine's.
     """
-    server_class = _Server6 if ":" in address else _Server
     last = min(first + MAX_FURTHER_PORTS, 65535)
     for port in range(first, last + 1):
         try:
-            return make_server(address, port, application, server_class, _Handler)
+            return make_server(address, port, application, _Server, _Handler)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or port == last:
                 raise
@@ -396,13 +363,13 @@ def _listening(address: str, first: int, application: Any) -> WSGIServer:
 class _Server(ThreadingWSGIServer):
     """Asks no name server for its own name, and prints nothing when a client hangs up."""
 
-    address_family = AF_INET
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, address: tuple[str, int], *args: Any) -> None:
+        self.address_family = AF_INET6 if ":" in address[0] else AF_INET
         self.places = threading.Semaphore(MAX_CLIENTS)
-        super().__init__(*args)
+        super().__init__(address, *args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own; who comes when there are too many is turned away."""
@@ -439,10 +406,6 @@ class _Server(ThreadingWSGIServer):
 def _cut(connection: socket.socket) -> None:
     with suppress(OSError):  # it has gone
         connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Server6(_Server):
-    address_family = AF_INET6
 
 
 class _Handler(WSGIRequestHandler):

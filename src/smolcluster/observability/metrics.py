@@ -6,8 +6,9 @@ raises and never makes training wait: what it cannot report it drops, after one 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
+from smolcluster.runs.files import StampedLog
 from smolcluster.runs.series import RESERVED
 
 MetricKind = Literal["step", "eval", "worker", "rank", "server"]
@@ -46,14 +47,6 @@ class Sink(Protocol):
         """Report what is left, within a deadline; later records are ignored."""
 
 
-@runtime_checkable
-class Flushing(Protocol):
-    """A sink that keeps records back for a while."""
-
-    def flush(self) -> None:
-        """Write them."""
-
-
 class Metrics:
     """Hands each record to all sinks."""
 
@@ -68,7 +61,7 @@ class Metrics:
     def flush(self) -> None:
         """Write what the sinks that have a file keep back."""
         for sink in self._sinks:
-            if isinstance(sink, Flushing):
+            if isinstance(sink, StampedLog):
                 sink.flush()
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from harness import free_port, local_settings
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
-from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
+from smolcluster.runs.launched import Process
 from smolcluster.server.process_stats import ProcessStats
 from smolcluster.utils.meter import Computed, Meter
 from waiting import DEADLINE_S, Clock
@@ -27,7 +27,7 @@ def test_a_second_run_says_on_which_port_its_metrics_are(
     settings = local_settings(f"metrics_port={port}")
     with ExitStack() as runs:
         for _ in range(2):
-            who = ProcessLabels("server", "mini1")
+            who = Process(node="mini1", role="server")
             runs.enter_context(metrics_served(settings, who, Meter(), log, run_id=lambda: "r1"))
         [record] = caplog.records
         assert record.levelno == logging.INFO

@@ -17,34 +17,34 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from exporting import NOW, NUMBERS, a_status, a_worker
+from exporting import METER, NOW, a_status, a_worker
 from harness import free_port
 from smolcluster.configs.resolve import load_settings
 from smolcluster.observability import exporter
 from smolcluster.observability.exporter import (
     MAX_CLIENTS,
     MAX_FURTHER_PORTS,
-    ProcessLabels,
-    ProcessNumbers,
     RunCollector,
     free_ports,
     metrics_address,
     serve_metrics,
 )
+from smolcluster.runs.launched import Process
 from smolcluster.runs.status import RunStatus
+from smolcluster.utils.meter import PHASES, Meter
 from waiting import DEADLINE_S, eventually
 
-SERVER = ProcessLabels("server", "mini1")
+SERVER = Process(node="mini1", role="server")
 Series = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def collector(
     status: RunStatus | None = None,
-    numbers: ProcessNumbers = NUMBERS,
+    meter: Meter = METER,
     runs: Path = Path("/"),
-    who: ProcessLabels = SERVER,
+    who: Process = SERVER,
 ) -> RunCollector:
-    return RunCollector(who, lambda: numbers, runs, status=lambda: status, now=lambda: NOW)
+    return RunCollector(who, meter, runs, status=lambda: status, now=lambda: NOW)
 
 
 def scraped(source: RunCollector) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -89,7 +89,7 @@ def test_the_server_tells_of_each_worker() -> None:
 def in_a_row(*statuses: RunStatus) -> list[Series]:
     """What one process tells, status by status."""
     told = iter(statuses)
-    source = RunCollector(SERVER, lambda: NUMBERS, Path("/"), status=lambda: next(told))
+    source = RunCollector(SERVER, METER, Path("/"), status=lambda: next(told))
     return [scraped(source) for _ in statuses]
 
 
@@ -136,7 +136,7 @@ def test_the_sum_of_the_staleness_never_falls() -> None:
 
 
 def test_every_process_tells_of_itself(tmp_path: Path) -> None:
-    who = ProcessLabels("worker", "pi5", 0)
+    who = Process(node="pi5", role="worker", rank=0)
     series = scraped(collector(who=who, runs=tmp_path))
     labels = {"role": "worker", "rank": "0", "node": "pi5"}
     assert value(series, "process_steps_total", **labels) == 100
@@ -168,8 +168,8 @@ def test_what_was_not_measured_yet_is_absent_and_a_loss_is_no_number() -> None:
 
 def test_infinite_and_odd_values_and_names_do_no_harm() -> None:
     worker = a_worker(0, 'a"\\\nb').model_copy(update={"process_stats": {"rtt_s": math.inf}})
-    numbers = ProcessNumbers(1, 1, {"wait": math.inf})
-    series = scraped(collector(a_status(workers=[worker]), numbers))
+    meter = Meter(seconds=[math.inf] * len(PHASES))
+    series = scraped(collector(a_status(workers=[worker]), meter))
     assert math.isnan(value(series, "link_round_trip_seconds", rank="0", node='a"\\\nb'))
     assert math.isnan(
         value(series, "phase_seconds_total", role="server", rank="", node="mini1", phase="wait")
@@ -179,7 +179,7 @@ def test_infinite_and_odd_values_and_names_do_no_harm() -> None:
 def test_every_series_says_of_which_run_it_is_once_that_is_known() -> None:
     named = ""
     source = RunCollector(
-        SERVER, lambda: NUMBERS, Path("/"), run_id=lambda: named, status=a_status, now=lambda: NOW
+        SERVER, METER, Path("/"), run_id=lambda: named, status=a_status, now=lambda: NOW
     )
     assert all("run" not in dict(labels) for name, labels in scraped(source) if name != "run_info")
     named = "edp-1"

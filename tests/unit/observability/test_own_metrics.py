@@ -7,11 +7,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
-from exporting import NOW, NUMBERS, a_status
+from exporting import METER, NOW, a_status
 from made_runs import MadeRun, summary_of
 from smolcluster.launch.run_in_sessions import progress_line
 from smolcluster.launch.watch.status import head
-from smolcluster.observability.exporter import ProcessLabels, RunCollector
+from smolcluster.observability.exporter import RunCollector
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.comparison import comparison_of
 from smolcluster.observability.report.page import write_report
@@ -20,6 +20,7 @@ from smolcluster.observability.view.measured import columns_of
 from smolcluster.observability.view.report import report_of
 from smolcluster.observability.view.snapshot import Snapshot
 from smolcluster.observability.view.view import read_view
+from smolcluster.runs.launched import Process
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.series import SeriesFile
 from smolcluster.runs.status import RunStatus
@@ -64,10 +65,8 @@ def test_in_the_closing_table() -> None:
 def test_in_prometheus() -> None:
     status = a_status_with_metrics()
     registry = CollectorRegistry()
-    who = ProcessLabels("server", "mini1")
-    registry.register(
-        RunCollector(who, lambda: NUMBERS, Path("/"), status=lambda: status, now=lambda: NOW)
-    )
+    who = Process(node="mini1", role="server")
+    registry.register(RunCollector(who, METER, Path("/"), status=lambda: status, now=lambda: NOW))
     text = generate_latest(registry).decode()
     assert 'smolcluster_validation_metric{metric="hits"} 0.4321' in text
 

@@ -7,16 +7,17 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
-from exporting import NOW, NUMBERS
+from exporting import METER, NOW
 from harness import digits_config
 from made_runs import MadeRun, worker_status
 from reading import launched_run, server, status_of, worker
 from smolcluster.configs.schema import DatasetPlace
 from smolcluster.launch.host import Host
 from smolcluster.launch.watch.status import look_at, peak_lines, status
-from smolcluster.observability.exporter import ProcessLabels, RunCollector
+from smolcluster.observability.exporter import RunCollector
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.page import write_report
+from smolcluster.runs.launched import Process
 from smolcluster.training.build import build
 
 PEAKS = {"peak_bytes/forward": 1.5e9, "peak_bytes/backward": 2.5e9}
@@ -68,9 +69,9 @@ def test_in_the_report(tmp_path: Path) -> None:
 
 
 def test_in_prometheus() -> None:
-    numbers = replace(NUMBERS, peak_bytes={"forward": 1500, "backward": 2500})
+    meter = replace(METER, peak_bytes=[0, 1500, 2500, 0, 0, 0, 0])
     registry = CollectorRegistry()
-    registry.register(RunCollector(ProcessLabels("worker", "pi5", 0), lambda: numbers, Path("/")))
+    registry.register(RunCollector(Process(node="pi5", role="worker", rank=0), meter, Path("/")))
     text = generate_latest(registry).decode()
     named = (
         'smolcluster_phase_peak_memory_bytes{node="pi5",phase="backward",rank="0",role="worker"}'
