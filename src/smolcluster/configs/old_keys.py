@@ -26,75 +26,57 @@ class OldKey:
 
     Attributes:
         kind: the type of its value.
-        now: what says the same today, or what holds whatever it says.
-        read: puts what the key says into the mapping in which it, or its section, stood; None: it has no
-            effect.
+        now: the key that says the same today, or what holds whatever the old one says.
+        has_effect: whether it says anything today.
+        on: what `now` holds where the old key was switched on; None: what that said.
+        off: what `now` holds where an override switches the old key off again.
+        must_agree: whether `now` may hold nothing else where the old key is switched on.
         default: what says nothing in a file, besides null and false.
     """
 
     kind: Any
     now: str
-    read: Callable[[Values, Any], None] | None
+    has_effect: bool = True
+    on: Any = None
+    off: Any = None
+    must_agree: bool = False
     default: Any = None
 
-
-def _use_quantization(values: Values, told: Any) -> None:
-    codec = values.get("codec")
-    if told and codec not in (None, "int8"):
-        problem = f"which means codec int8, but codec is {codec}; the two must agree"
-        raise SettingError(("use_quantization",), told, problem)
-    if told or codec == "int8":
-        values["codec"] = "int8" if told else None
+    @property
+    def instead(self) -> str:
+        """What to write today."""
+        return f"{self.now}: {self.on}" if self.on else self.now
 
 
-def _stores(values: Values, told: Any) -> None:
-    servers = values.get("servers")
-    if told and servers not in (None, told):
-        raise SettingError(("stores",), told, "but servers lists nodes; set one of them to null")
-    if told or servers == "auto":
-        values["servers"] = told
-
-
-def _store_shares(values: Values, told: Any) -> None:
+def _servers_by_shares(values: Values, told: Any) -> None:
+    """Shares stood in a list of their own, in the order of `servers`."""
     servers = values.get("servers") or [values.get("server")]
     if not isinstance(servers, list | dict) or (told and len(told) != len(servers)):
         problem = f"must have one share for each of servers, {len(servers)}"
-        raise SettingError(("store_shares",), told, problem)
+        raise SettingError((STORE_SHARES,), told, problem)
     if told and len(servers) > 1:
         values["servers"] = dict(zip(servers, told, strict=True))
     elif isinstance(servers, dict):
         values["servers"] = list(servers)
 
 
-def _recompute(values: Values, told: Any) -> None:
-    if told or values.get("activation_checkpointing") == "full":
-        values["activation_checkpointing"] = "full" if told else "none"
-
-
-def _renamed(key: str) -> Callable[[Values, Any], None]:
-    def read(values: Values, told: Any) -> None:
-        if told is not None:
-            values[key] = told
-
-    return read
-
-
 _SHARE = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+STORE_SHARES = "store_shares"
 
 OLD_KEYS: Mapping[str, OldKey] = MappingProxyType(
     {
-        "use_quantization": OldKey(bool, "codec: int8", _use_quantization),
-        "stores": OldKey(Literal["auto"] | None, "servers: auto", _stores),
-        "store_shares": OldKey(list[_SHARE] | None, "servers: {NODE: SHARE}", _store_shares),
-        "recompute": OldKey(bool, "activation_checkpointing: full", _recompute),
-        "redundancy": OldKey(PositiveInt | None, "checkpoint_steps", _renamed("checkpoint_steps")),
+        "use_quantization": OldKey(bool, "codec", on="int8", must_agree=True),
+        "stores": OldKey(Literal["auto"] | None, "servers", on="auto", must_agree=True),
+        STORE_SHARES: OldKey(list[_SHARE] | None, "servers", on="{NODE: SHARE}"),
+        "recompute": OldKey(bool, "activation_checkpointing", on="full", off="none"),
+        "redundancy": OldKey(PositiveInt | None, "checkpoint_steps"),
         "momentum_delay": OldKey(
-            PositiveInt | None, "momentum acts after two changes of each worker", read=None
+            PositiveInt | None, "momentum acts after two changes of each worker", has_effect=False
         ),
         "slurm.launcher": OldKey(
-            Literal["srun", "torchrun"], "srun starts the ranks", read=None, default="srun"
+            Literal["srun", "torchrun"], "srun starts the ranks", has_effect=False, default="srun"
         ),
-        "kubernetes.retries": OldKey(NonNegativeInt, "restarts", _renamed("restarts"), default=3),
+        "kubernetes.retries": OldKey(NonNegativeInt, "restarts", default=3),
     }
 )
 """By name; of a key in a section with the section's name."""
@@ -113,10 +95,21 @@ def read_old_key(values: Values, name: str, told: Any, source: str) -> None:
     except ValidationError:
         allowed = KeySchema.build(adapter.json_schema(), {}).allowed(told)
         raise SettingError((name,), told, allowed=allowed) from None
-    if key.read is not None:
-        key.read(values, told)
-    elif told not in (None, key.default):
-        _say_once(f"{source}: {name} is {show(told)}, which has no effect any more: {key.now}")
+    is_on, before = told is not None and told is not False, values.get(key.now)
+    if name == STORE_SHARES:
+        _servers_by_shares(values, told)
+    elif not key.has_effect:
+        if told not in (None, key.default):
+            _say_once(f"{source}: {name} is {show(told)}, which has no effect any more: {key.now}")
+    elif is_on and key.must_agree and before not in (None, key.on):
+        problem = (
+            f"which means {key.instead}, but {key.now} is {show(before)}; set one of them to null"
+        )
+        raise SettingError((name,), told, problem)
+    elif is_on:
+        values[key.now] = key.on or told
+    elif before == key.on:
+        values[key.now] = key.off
 
 
 @cache
@@ -158,7 +151,7 @@ def with_old_keys(*names: str) -> Callable[[dict[str, Any]], None]:
     def add(schema: dict[str, Any]) -> None:
         for name in names:
             key = OLD_KEYS[name]
-            said = f"Now `{key.now}`." if key.read else f"No effect: {key.now}."
+            said = f"Now `{key.instead}`." if key.has_effect else f"No effect: {key.now}."
             told = {"deprecated": True, "description": said}
             last = name.rpartition(".")[2]
             schema["properties"][last] = TypeAdapter(key.kind).json_schema() | told

@@ -1139,7 +1139,7 @@ def own_keys(name: str) -> frozenset[str]:
 def own_old_keys(name: str) -> frozenset[str]:
     """The keys of earlier versions that the algorithm of that name alone understands."""
     own = own_keys(name)
-    renamed = {key for key, old in OLD_KEYS.items() if old.now.partition(":")[0] in own}
+    renamed = {key for key, old in OLD_KEYS.items() if old.now in own}
     return config_of(spec_of(name)).old_keys | renamed
 
 

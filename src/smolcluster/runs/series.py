@@ -11,6 +11,7 @@ The document: `metrics_nbytes` (how much of `metrics.jsonl` it tells), `starts` 
 Null is what was not measured, or is no finite number.
 """
 
+import copy
 import math
 import time
 from bisect import bisect_right
@@ -80,12 +81,8 @@ class Bucket:
 
     def take(self, later: "Bucket") -> None:
         """Add the points of one that follows it."""
-        self.place, self.step, self.t, self.samples = (
-            later.place,
-            later.step,
-            later.t,
-            later.samples,
-        )
+        self.place, self.step = later.place, later.step
+        self.t, self.samples = later.t, later.samples
         self.num += later.num
         for name, (total, count) in later.sums.items():
             own_total, own_count = self.sums.get(name, (0.0, 0))
@@ -151,6 +148,8 @@ class Curve:
         """As it is in the file."""
         columns: dict[str, Any] = self.columns()
         columns["t"] = [round(t - t0, 3) for t in columns["t"]]
+        places = [each.place for each in self.buckets]
+        columns |= {} if places == columns["step"] else {"places": places}
         columns["num"] = [each.num for each in self.buckets]
         columns["samples_applied"] = [rounded(each.samples, 12) for each in self.buckets]
         columns["low"] = [rounded(each.low, _DIGITS) for each in self.buckets]
@@ -160,8 +159,9 @@ class Curve:
     def load(self, document: Mapping[str, Any], t0: float) -> None:
         self.stride = int(document["stride"])
         shared = [document[name] for name in ("t", "step", "num", "samples_applied", "low", "high")]
+        places = document.get("places", document["step"])
         for index, (t, step, num, samples, low, high) in enumerate(zip(*shared, strict=True)):
-            bucket = Bucket(int(step), int(step), t0 + t, samples or 0.0, int(num), {})
+            bucket = Bucket(int(places[index]), int(step), t0 + t, samples or 0.0, int(num), {})
             for name in self.names:
                 value = document[name][index] if name in document else None
                 if value is not None:
@@ -224,28 +224,21 @@ class ProcessSeries:
     def document(self, t0: float, at_most: int) -> dict[str, Any]:
         """As it is in the file, with so many points at most."""
         thinner = Curve(at_most, REPORT_VALUES, self.curve.stride)
-        if at_most:
-            thinner.load(self.curve.document(t0), t0)
-            for bucket, own in zip(thinner.buckets, self.curve.buckets, strict=True):
-                bucket.place = own.place
-            thinner.thin(at_most)
+        thinner.buckets = copy.deepcopy(self.curve.buckets) if at_most else []
+        thinner.thin(at_most)
         totals = {
             name: [
                 rounded(value, _DIGITS) for value in (own.mean, own.seconds, own.most, own.newest)
             ]
             for name, own in self.totals.items()
         }
-        points = {"places": [each.place for each in thinner.buckets], **thinner.document(t0)}
         return {
             **{"role": self.role, "rank": self.rank, "node": self.node, "last_s": self.last_s},
-            **{"points": points, "totals": totals},
+            **{"points": thinner.document(t0), "totals": totals},
         }
 
     def load(self, document: Mapping[str, Any], t0: float) -> None:
-        points = document["points"]
-        self.curve.load(points, t0)
-        for bucket, place in zip(self.curve.buckets, points["places"], strict=True):
-            bucket.place = int(place)
+        self.curve.load(document["points"], t0)
         self.last_s = document["last_s"]
         self.totals = {name: Total(*values) for name, values in document["totals"].items()}
 
@@ -341,8 +334,6 @@ def loaded(content: bytes) -> tuple[Series, int] | None:
             )
         )
         series.evaluations.load(evaluations, t0)
-        for index, bucket in enumerate(series.evaluations.buckets):
-            bucket.place = (index + 1) * series.evaluations.stride - 1
         series.starts = [(str(name), int(step)) for name, step in document["starts"]]
         series._samples = float(document["samples_applied"])
         for each in document["processes"]:
