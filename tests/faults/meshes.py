@@ -33,7 +33,7 @@ from harness import free_port
 from processes import Child, Processes
 from smolcluster.data.permutation import Range, global_batches
 from smolcluster.observability.metrics import MetricRecord
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.training.checkpoint import MODEL_FILE
@@ -107,7 +107,11 @@ def play(processes: Processes, case: Case | None = None) -> PlayedMesh:
     newest = paths.checkpoints / f"step-{NUM_STEPS['mesh']:08}" / MODEL_FILE
     return PlayedMesh(
         summary=read_summary(paths.summary),
-        steps=[each.record for each in read_metrics(paths.metrics) if each.record.kind == "step"],
+        steps=[
+            each.record
+            for each in follow_metrics(paths.metrics).poll()
+            if each.record.kind == "step"
+        ],
         weights=torch.cat([each.flatten() for _, each in sorted(load_file(newest).items())]),
         ended_with=[[rank.wait() for rank in each] for each in attempts],
         said="\n".join(rank.output for each in attempts for rank in each),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from processes import Processes, fill_disk, small_disk
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.events import RunEnded, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
@@ -41,7 +41,9 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line_nor_the_end(tmp_path: Pat
         paths = find_run(disk / "runs", "r1")
         ended = read_events(paths.events)[-1].event
         steps = [
-            line.record.step for line in read_metrics(paths.metrics) if line.record.kind == "step"
+            line.record.step
+            for line in follow_metrics(paths.metrics).poll()
+            if line.record.kind == "step"
         ]
         assert isinstance(ended, RunEnded)
         assert steps == list(range(1, ended.steps + 1))

@@ -35,7 +35,7 @@ from smolcluster.algorithms import context
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.data.permutation import epoch_permutation
-from smolcluster.observability.sinks.jsonl import MetricLine, read_metrics
+from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
 from smolcluster.runs.events import Event, RunResumed, WorkerJoined, WorkerLost, read_events
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.summary import Summary, read_summary
@@ -119,7 +119,9 @@ class Site:
 
     @property
     def steps(self) -> list[MetricLine]:
-        return [line for line in read_metrics(self.run.metrics) if line.record.kind == "step"]
+        return [
+            line for line in follow_metrics(self.run.metrics).poll() if line.record.kind == "step"
+        ]
 
     @property
     def saved(self) -> list[int]:

@@ -29,7 +29,7 @@ from processes import Child, Processes
 from proxy import Proxy
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.page import write_report
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.observability.view.stages import numbers_of
 from smolcluster.runs.advice import ADVICE, LinkSpeed, Prediction
 from smolcluster.runs.events import CheckpointSaved, Event, kind_of
@@ -235,7 +235,7 @@ def test_a_run_that_goes_on_is_shown_as_it_is(processes: Processes, browser: Chr
     eventually(are_read)
     written = {
         line.record.step: line.record.values["loss"]
-        for line in read_metrics(paths.metrics)
+        for line in follow_metrics(paths.metrics).poll()
         if line.record.kind == "step"
     }
     for (before, _), (step, loss), (after, _) in zip(points, points[1:], points[2:], strict=False):

@@ -11,7 +11,7 @@ import mesh_rank
 from harness import free_port
 from processes import Processes
 from smolcluster.errors import ModelChanged
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
 from smolcluster.training.schedules.instructions import Instruction, Op, generate
@@ -102,7 +102,9 @@ def test_a_run_goes_on_with_another_mesh(processes: Processes) -> None:
     assert both.steps == 2 * first.steps
     assert both.final.val_loss is not None and first.final.val_loss is not None
     assert both.final.val_loss < first.final.val_loss
-    steps = [each.record for each in read_metrics(paths.metrics) if each.record.kind == "step"]
+    steps = [
+        each.record for each in follow_metrics(paths.metrics).poll() if each.record.kind == "step"
+    ]
     skipped = [each.values["overflows"] for each in steps]
     assert skipped[0] == 1
     assert skipped[first.steps :] == [skipped[first.steps - 1]] * first.steps

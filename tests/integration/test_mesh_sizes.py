@@ -15,7 +15,7 @@ import mesh_resumed
 from harness import free_port
 from processes import Processes
 from smolcluster.configs.resolve import load_settings
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.training.build import build
 from smolcluster.training.checkpoint import MODEL_FILE, OPTIMIZER_FILE
@@ -79,7 +79,7 @@ def kept_at(paths: RunPaths, step: int, layers: Sequence[tuple[str, slice]]) -> 
 
 
 def losses_of(paths: RunPaths) -> list[float]:
-    records = [line.record for line in read_metrics(paths.metrics)]
+    records = [line.record for line in follow_metrics(paths.metrics).poll()]
     return [each.values["loss"] for each in records if each.kind == "step"]
 
 

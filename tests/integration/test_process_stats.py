@@ -10,7 +10,7 @@ from processes import Processes
 from smolcluster.cli import main
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.observability.spans import read_spans
 from smolcluster.runs.events import CheckpointSaved, read_events
 from smolcluster.runs.paths import RunPaths, find_run
@@ -79,7 +79,7 @@ def test_a_run_leaves_process_stats_spans_and_checkpoints_behind(
     total = summary.bytes.sent + summary.bytes.received
     assert sum(moved) == pytest.approx(total, rel=0.01), "the farewell came later"
 
-    kinds = [line.record.kind for line in read_metrics(paths.metrics)]
+    kinds = [line.record.kind for line in follow_metrics(paths.metrics).poll()]
     assert {"step", "eval", "worker", "server"} <= set(kinds)
     saved = [
         e.event.step for e in read_events(paths.events) if isinstance(e.event, CheckpointSaved)

@@ -19,7 +19,7 @@ from harness import free_port
 from processes import Processes
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.data.permutation import epoch_permutation
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.events import WorkerJoined, WorkerLost, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
@@ -33,7 +33,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 def applied(metrics: Path, num_samples: int, seed: int = 42) -> dict[int, Counter[int]]:
     """How often each sample was applied, by epoch."""
     counts: dict[int, Counter[int]] = defaultdict(Counter)
-    for line in read_metrics(metrics):
+    for line in follow_metrics(metrics).poll():
         if line.record.kind == "step":
             order = epoch_permutation(seed, line.record.epoch, num_samples)
             values = line.record.values
@@ -72,7 +72,7 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
         for rank, node in enumerate(("pi5", "win", "macbook"))
     ]
     metrics = processes.runs / "latest" / "metrics.jsonl"
-    eventually(lambda: {r.record.rank for r in read_metrics(metrics)} >= {0, 1, 2})
+    eventually(lambda: {r.record.rank for r in follow_metrics(metrics).poll()} >= {0, 1, 2})
     for worker in (workers[0], workers[2]):  # or the run could be over before the late one is there
         worker.kill(signal.SIGSTOP)
     workers[1].kill(signal.SIGKILL)

@@ -10,7 +10,7 @@ from harness import free_port
 from processes import Child, Processes
 from smolcluster.observability.report.page import write_report
 from smolcluster.observability.report.render import loss
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
@@ -60,7 +60,7 @@ def test_a_run_whose_worker_was_killed_leaves_a_report_that_agrees_with_its_file
 ) -> None:
     server, workers = begin(processes, "num_epochs=60", "eval_steps=500", "min_workers=3")
     metrics = processes.runs / "latest" / "metrics.jsonl"
-    eventually(lambda: {line.record.rank for line in read_metrics(metrics)} >= {0, 1, 2})
+    eventually(lambda: {line.record.rank for line in follow_metrics(metrics).poll()} >= {0, 1, 2})
     workers[1].kill(signal.SIGKILL)
     assert server.wait() == 0, server.output
     run = find_run(processes.runs)
@@ -81,7 +81,9 @@ def test_a_run_whose_worker_was_killed_leaves_a_report_that_agrees_with_its_file
             f"{share.mean_staleness:.2f}",
         ]
     assert page.row("worker 2 (win)")[1] == "lost"
-    applied = [r.record.values for r in read_metrics(run.metrics) if r.record.kind == "step"]
+    applied = [
+        r.record.values for r in follow_metrics(run.metrics).poll() if r.record.kind == "step"
+    ]
     assert sum(values["stop"] - values["start"] for values in applied) == summary.samples_applied
     trouble = page.text.partition("What went wrong first")[2].partition("Curves")[0]
     assert "worker 2 (win) is lost" in trouble
@@ -115,7 +117,7 @@ def test_a_run_that_is_stopped_leaves_a_report(
 ) -> None:
     server, _ = begin(processes, "num_epochs=5000")
     metrics = processes.runs / "latest" / "metrics.jsonl"
-    eventually(lambda: any(line.record.kind == "step" for line in read_metrics(metrics)))
+    eventually(lambda: any(line.record.kind == "step" for line in follow_metrics(metrics).poll()))
     server.kill(signum)
     assert server.wait() == 128 + signum, server.output
     run = find_run(processes.runs)
@@ -127,7 +129,11 @@ def test_a_run_that_is_stopped_leaves_a_report(
 def test_a_run_that_is_killed_has_a_report_when_it_is_asked_for(processes: Processes) -> None:
     server, _ = begin(processes, "num_epochs=5000")
     folder = processes.runs / "latest"
-    eventually(lambda: any(r.record.kind == "step" for r in read_metrics(folder / "metrics.jsonl")))
+    eventually(
+        lambda: any(
+            r.record.kind == "step" for r in follow_metrics(folder / "metrics.jsonl").poll()
+        )
+    )
     eventually((folder / "status.json").is_file)
     live = Text(write_report(RunPaths(folder.resolve()))).text
     assert "it goes on; this is how it stood" in live

@@ -13,7 +13,7 @@ from processes import Child, Processes
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.observability.metrics import MetricRecord
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.events import LeaseReturned, WorkerLost, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
@@ -55,7 +55,9 @@ class Machines:
     def steps(self) -> list[MetricRecord]:
         """What the run's file holds of its steps."""
         metrics = find_run(self._processes.runs).metrics
-        return [line.record for line in read_metrics(metrics) if line.record.kind == "step"]
+        return [
+            line.record for line in follow_metrics(metrics).poll() if line.record.kind == "step"
+        ]
 
     @property
     def evaluated(self) -> int:

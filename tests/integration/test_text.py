@@ -16,7 +16,7 @@ from smolcluster.cli import main
 from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.errors import ConfigError
 from smolcluster.observability.metrics import MetricRecord, Metrics
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.events import Evaluated, EventLog, RunEnded
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import Summary, read_summary
@@ -331,7 +331,9 @@ def test_a_cluster_of_processes_trains_a_language_model(
     assert summary.final.val_perplexity is not None
     assert 1 < summary.final.val_perplexity < 256
     assert {share.rank for share in summary.workers} <= {0, 1}
-    steps = [line.record for line in read_metrics(run.metrics) if line.record.kind == "step"]
+    steps = [
+        line.record for line in follow_metrics(run.metrics).poll() if line.record.kind == "step"
+    ]
     assert len(steps) == summary.steps
     assert run.sample.is_file()
     assert run.curves.is_file()

@@ -9,7 +9,7 @@ import pytest
 from harness import free_port
 from processes import Child, Processes
 from smolcluster.data.permutation import epoch_permutation
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
@@ -57,7 +57,7 @@ def test_an_algorithm_of_another_package_is_launched_and_shown(processes: Proces
     assert sum(each.samples for each in summary.workers) == EPOCHS * summary.train_samples
     applied: dict[int, list[int]] = {epoch: [] for epoch in range(EPOCHS)}
     losses = []
-    for line in read_metrics(run.metrics):
+    for line in follow_metrics(run.metrics).poll():
         record = line.record
         if record.kind == "step":
             order = epoch_permutation(42, record.epoch, summary.train_samples)

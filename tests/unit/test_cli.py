@@ -300,6 +300,10 @@ WATCHING = ["status", "logs", "listing", "fetch", "top.command"]
 LIGHT = ["runs.paths", "runs.events", "runs.summary", "runs.launched", "observability.logs"]
 LIGHT += [f"observability.{name}" for name in ("metrics", "sinks.console", "sinks.jsonl")]
 LIGHT += ["observability.sinks.wandb", "observability.sinks.wandb_child"]
+LIGHT += [
+    "observability.shipping.command",
+    *(f"utils.{name}" for name in ("device", "seed", "retry")),
+]
 
 
 @pytest.mark.parametrize(

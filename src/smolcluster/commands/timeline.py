@@ -19,7 +19,6 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.training.schedules.drawing import csv_of, picture_of
 from smolcluster.training.schedules.instructions import (
     SCHEDULES,
-    Instruction,
     Op,
     Schedule,
 )
@@ -83,6 +82,7 @@ def newest_step(paths: RunPaths) -> StepView:
     """
     plan = PLAN.read(paths.plan)
     names = list(dict.fromkeys(each.machine for each in plan.stages))
+    links = [Boundary(each.forward_s, each.backward_s, each.latency_s) for each in plan.links]
     taken = _steps_taken(paths)
     if missing := [name for name in names if name not in taken]:
         raise DataError(_nothing(paths, f"of {', '.join(missing)}"))
@@ -94,7 +94,7 @@ def newest_step(paths: RunPaths) -> StepView:
             return StepView(
                 tuple(f"{name} {_layers(plan, name)}" for name in names),
                 measured,
-                simulate(lists, median_costs(measured), _boundaries(plan)),
+                simulate(lists, median_costs(measured), links),
             )
     raise DataError(_nothing(paths, "that all stages have kept whole"))
 
@@ -150,15 +150,13 @@ def _lists(plan: PlanFile, num_ranks: int, steps: Sequence[Sequence[Stretch]]) -
     kind = SCHEDULES[plan.schedule]
     for num_microbatches in range(plan.num_microbatches, 0, -1):
         lists = kind.generate(num_ranks, num_microbatches, kind.chunks[0])
-        if all(_are(own, step) for own, step in zip(lists, steps, strict=True)):
+        # Phases, in this order, can have been those instructions.
+        if all(
+            [each.op is Op.FORWARD for each in own] == [what == FORWARD for _, _, what in step]
+            for own, step in zip(lists, steps, strict=True)
+        ):
             return lists
     return None
-
-
-def _are(instructions: Sequence[Instruction], computed: Sequence[Stretch]) -> bool:
-    """Whether these phases, in this order, can have been those instructions."""
-    forward = [each.op is Op.FORWARD for each in instructions]
-    return forward == [what == FORWARD for _, _, what in computed]
 
 
 def _measured(lists: Schedule, steps: Sequence[Sequence[Stretch]]) -> Timeline:
@@ -172,10 +170,6 @@ def _measured(lists: Schedule, steps: Sequence[Sequence[Stretch]]) -> Timeline:
             for own, step in zip(lists, steps, strict=True)
         )
     )
-
-
-def _boundaries(plan: PlanFile) -> list[Boundary]:
-    return [Boundary(each.forward_s, each.backward_s, each.latency_s) for each in plan.links]
 
 
 def _layers(plan: PlanFile, name: str) -> str:

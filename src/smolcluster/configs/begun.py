@@ -98,7 +98,8 @@ def check_workload(run: Path, train: TrainConfig, *, may_have_changed: bool = Fa
                 f"the code, say {flag}"
             )
         )
-    if _lies_in(name, run):
+    place, *_ = _place(name)
+    if place is not None and place.is_relative_to(run):
         brought = brought_workload(run)
         is_same = brought is not None and _place(FunctionName.parse(brought)) == _place(name)
     else:
@@ -191,11 +192,6 @@ def _is_unchanged(files: Mapping[str, str]) -> bool:
     with suppress(OSError):
         return all(content_hash(Path(file).read_bytes()) == files[file] for file in files)
     return False
-
-
-def _lies_in(name: FunctionName, run: Path) -> bool:
-    place, *_ = _place(name)
-    return place is not None and place.is_relative_to(run)
 
 
 def _place(name: FunctionName) -> tuple[Path | None, str, str]:

@@ -76,17 +76,12 @@ def training_source(
     for file in (folder / each.name for each in shipped.values()):
         if file.is_file() and file.resolve() not in map(Path.resolve, shipped.values()):
             return str(file)
-    edited = (name for name in names if name in AS_SHIPPED and is_edited(name))
+    edited = (
+        name
+        for name in names
+        if name in AS_SHIPPED and content_digest(shipped[name]) != AS_SHIPPED[name]
+    )
     return next(edited, default)
-
-
-def is_edited(name: str) -> bool:
-    """Whether a shipped training file holds other values than those that it came with.
-
-    Raises:
-        ConfigError: it is no YAML.
-    """
-    return content_digest(find_config(name, "training")) != AS_SHIPPED[name]
 
 
 def content_digest(path: Path) -> str:

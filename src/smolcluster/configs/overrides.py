@@ -51,10 +51,6 @@ class OverrideValue:
     origin: str
     folded: bool = False
 
-    @property
-    def is_node_key(self) -> bool:
-        return find_shape(NodeConfig, self.path) is not None
-
     def names(self, known: str, part: str) -> bool:
         """Whether `part` of the path means the free name `known`."""
         return part == known or (self.folded and part.lower() == known.lower())
@@ -255,4 +251,5 @@ def check_node_overrides(overrides: Iterable[str]) -> None:
 
 
 def _is_for_worker(assignment: OverrideValue) -> bool:
-    return assignment.is_node_key or assignment.path[0] in _WORKER_CLUSTER_KEYS
+    is_node_key = find_shape(NodeConfig, assignment.path) is not None
+    return is_node_key or assignment.path[0] in _WORKER_CLUSTER_KEYS

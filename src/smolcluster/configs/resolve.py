@@ -50,10 +50,6 @@ from smolcluster.utils.words import hint_at, one_line
 S = TypeVar("S", bound=Section)
 
 
-def _anything(section: Section) -> None:
-    """All values of a section fit together."""
-
-
 @dataclass
 class Draft(Generic[S]):
     """One section while layers are put on it.
@@ -100,7 +96,7 @@ class Draft(Generic[S]):
         for each in target.keys() - {key for key in before if before[key] is target[key]}:
             self.told[(*path, each)] = (assignment.written, assignment.origin)
 
-    def check(self, fits: Callable[[S], None] = _anything) -> S:
+    def check(self, fits: Callable[[S], object] = lambda _: None) -> S:
         """The finished section, whose values agree with each other as `fits` says.
 
         Raises:

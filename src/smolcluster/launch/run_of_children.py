@@ -21,8 +21,8 @@ from smolcluster.launch.interrupts import Interrupts
 from smolcluster.launch.run import EndedBadly, Run, missing_workers
 from smolcluster.launch.sessions import status_of
 from smolcluster.launch.stop import StopResult
-from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.observability.terminal import COLOURS, displayable
+from smolcluster.observability.view.snapshot import measured
 from smolcluster.runs.asked import ASKED
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.paths import RunPaths, take_back_latest
@@ -50,7 +50,7 @@ class RunOfChildren(Run):
         num_epochs: int | None = None,
     ) -> None:
         super().__init__(launched, paths, console, num_epochs=num_epochs)
-        self._metrics = follow_metrics(paths.metrics)
+        self._metrics = measured(paths)
         self._children: dict[str, Child] = {}
         """What was started, by stem."""
         self._errors: dict[str, str] = {}

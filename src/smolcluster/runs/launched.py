@@ -1,6 +1,6 @@
 """`launch.json`: which processes were started for a run, and where; kept on the machine that launched it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -107,16 +107,15 @@ class Launched(BaseModel):
 
     def with_pids(self, pids: Mapping[str, int]) -> "Launched":
         """The same run, whose processes are children with these ids, by stem."""
-        processes, shippers = (
-            tuple(each.model_copy(update={"pid": pids.get(each.stem)}) for each in some)
-            for some in (self.processes, self.shippers)
-        )
-        return self.model_copy(update={"processes": processes, "shippers": shippers})
+        return self._changed(lambda each: {"pid": pids.get(each.stem)})
 
     def at(self, run_dir: str) -> "Launched":
         """The same run, whose folder has been moved or copied here since."""
+        return self._changed(lambda _: {"run_dir": run_dir})
+
+    def _changed(self, change: Callable[[LaunchedProcess], dict[str, object]]) -> "Launched":
         processes, shippers = (
-            tuple(each.model_copy(update={"run_dir": run_dir}) for each in some)
+            tuple(each.model_copy(update=change(each)) for each in some)
             for some in (self.processes, self.shippers)
         )
         return self.model_copy(update={"processes": processes, "shippers": shippers})

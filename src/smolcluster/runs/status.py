@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -55,7 +56,16 @@ def no_space_on(node: str) -> str:
     return f"nothing is saved: no space is left on the disk of {node}"
 
 
-class WorkerStatus(Strict):
+class _Seen(Strict):
+    """Somebody from whom the owner hears."""
+
+    last_seen: Instant = Field(description="When the last byte came from it; heartbeats count.")
+
+    def silent_s(self, now: datetime) -> float:
+        return age_s(self.last_seen, now)
+
+
+class WorkerStatus(_Seen):
     """How one worker stands. Who came back has the entry of its rank."""
 
     rank: NonNegativeInt
@@ -83,22 +93,15 @@ class WorkerStatus(Strict):
     address: str = Field("", description="Its IP address, as the server sees it.")
     sent_bytes: NonNegativeInt = Field(0, description="By it to the server since it joined.")
     received_bytes: NonNegativeInt = Field(0, description="By it from the server since it joined.")
-    last_seen: Instant = Field(description="When the last byte came from it; heartbeats count.")
-
-    def silent_s(self, now: datetime) -> float:
-        return age_s(self.last_seen, now)
 
 
-class RankStatus(Strict):
+class RankStatus(_Seen):
     """What one rank of a mesh reported of itself last."""
 
     rank: NonNegativeInt
     node: str
     process_stats: dict[str, float]
     last_seen: Instant = Field(description="When it reported.")
-
-    def silent_s(self, now: datetime) -> float:
-        return age_s(self.last_seen, now)
 
 
 class RunStatus(WithMetrics):
@@ -265,27 +268,19 @@ class StatusFile:
 
     def write(self, status: RunStatus) -> None:
         """Write this status now; never raises for the file's sake."""
-        self.newest, self._retry_at = status, -math.inf
-        self.flush()
+        self.newest = status
+        self.flush(is_urgent=True)
 
-    def flush(self) -> None:
-        """Write the newest, if it is not yet; any thread."""
+    def flush(self, *, is_urgent: bool = False) -> None:
+        """Write the newest, if it is not yet; after a failure only if it is urgent or time. Any thread."""
         with self._writing:
-            status = self.newest
-            if (
-                status is not None
-                and status is not self._written
-                and self._clock() >= self._retry_at
-            ):
+            status, is_due = self.newest, is_urgent or self._clock() >= self._retry_at
+            if status is not None and status is not self._written and is_due:
                 self._write(status)
 
     def close(self, patience_s: float = 0.0) -> None:
         """Write the newest; for so many seconds it is tried again on a full disk."""
-
-        def flush() -> None:
-            self._retry_at = -math.inf
-            self.flush()
-
+        flush = partial(self.flush, is_urgent=True)
         flush_at_the_end(self._path, flush, lambda: self._problem, self._warn, patience_s)
 
     def _write(self, status: RunStatus) -> None:

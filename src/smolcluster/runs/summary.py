@@ -117,6 +117,7 @@ def sample_shown(paths: RunPaths) -> str:
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
     final, pushes, traffic = summary.final, summary.pushes, summary.bytes
+    tokens = summary.tokens_per_sample
     rate = summary.samples_applied / summary.wall_s if summary.wall_s else 0.0
     outcomes = [
         f"{count:,} {name.replace('_', '-')}"
@@ -126,7 +127,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     own = [
         ("run", summary.run_id),
         ("time", format_duration(summary.wall_s)),
-        ("speed", _speed(rate, summary.tokens_per_sample)),
+        ("speed", f"{rate * (tokens or 1):,.0f} {'tokens' if tokens else 'samples'}/s on average"),
         ("epochs", f"{summary.epochs:,}"),
         ("steps", f"{summary.steps:,}"),
         ("samples", f"{summary.samples_applied:,}"),
@@ -156,12 +157,6 @@ def _losses(final: Final, lowest: float | None) -> str:
     return f"{said}, lowest {_number(lowest)}"
 
 
-def _speed(rate: float, tokens_per_sample: int | None) -> str:
-    if tokens_per_sample is None:
-        return f"{rate:,.0f} samples/s on average"
-    return f"{rate * tokens_per_sample:,.0f} tokens/s on average"
-
-
 def _measured(final: Final) -> list[tuple[str, str]]:
     return [
         (f"validation {name}", _number(value) if name == "accuracy" else f"{value:.4g}")
@@ -184,25 +179,17 @@ def check_unfinished(paths: RunPaths, train: TrainConfig) -> None:
     """
     if not paths.summary.is_file():
         return
-    summary = read_summary(paths.summary)
-    in_vain = summary.num_bad_evals
-    if in_vain is not None:
-        if train.patience is not None and train.patience <= in_vain:
-            raise CheckpointError(
-                f"run {paths.run_id} has ended because its validation loss fell no more; to train on, raise "
-                f"patience above {in_vain} or set it to null"
-            )
-        return
-    if train.num_steps is not None:
-        if train.num_steps <= summary.steps:
-            raise CheckpointError(
-                f"run {paths.run_id} has ended; to train on, raise num_steps above {summary.steps} or "
-                "set it to null"
-            )
-        return
-    ended_with = summary.samples_applied // summary.train_samples
-    if ended_with >= train.num_epochs:
+    summary, why, or_by = read_summary(paths.summary), "", " or set it to null"
+    if summary.num_bad_evals is not None:
+        key, asked, had = "patience", train.patience, summary.num_bad_evals
+        why = " because its validation loss fell no more"
+    elif train.num_steps is not None:
+        key, asked, had = "num_steps", train.num_steps, summary.steps
+    else:
+        had = summary.samples_applied // summary.train_samples
+        key, asked = "num_epochs", train.num_epochs
+        or_by = f", such as by --override num_epochs={2 * had}"
+    if asked is not None and asked <= had:
         raise CheckpointError(
-            f"run {paths.run_id} has ended; to train on, raise num_epochs above {ended_with}, such as by "
-            f"--override num_epochs={2 * ended_with}"
+            f"run {paths.run_id} has ended{why}; to train on, raise {key} above {had}{or_by}"
         )

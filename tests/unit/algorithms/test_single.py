@@ -28,7 +28,7 @@ from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.asked import ASKED
 from smolcluster.runs.events import (
     CheckpointSaved,
@@ -92,7 +92,7 @@ def run(
     finally:
         log.close()
     paths = RunPaths(folder / "single-test")
-    records = [line.record for line in read_metrics(paths.metrics)]
+    records = [line.record for line in follow_metrics(paths.metrics).poll()]
     return read_summary(paths.summary), records, read_events(paths.events), paths
 
 

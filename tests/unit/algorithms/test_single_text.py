@@ -21,7 +21,7 @@ from smolcluster.errors import CheckpointError
 from smolcluster.launch.language_model import gpt_config
 from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.logs import NodeLog
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.events import (
     CheckpointSaved,
     Evaluated,
@@ -113,7 +113,7 @@ class Run:
 
     def losses(self) -> dict[int, float]:
         """The loss of each step, in the time line that has led to the end."""
-        lines = read_metrics(self.paths.metrics)
+        lines = follow_metrics(self.paths.metrics).poll()
         return {
             line.record.step: line.record.values["loss"]
             for line in lines
@@ -186,7 +186,11 @@ def test_a_person_sees_table_and_sample_and_steps_say_how_many_tokens_a_second_t
     assert "validation perplexity" in shown
     assert "tokens/s" in shown
     assert "a sample of what the model writes" in shown
-    lines = [line.record for line in read_metrics(run.paths.metrics) if line.record.kind == "step"]
+    lines = [
+        line.record
+        for line in follow_metrics(run.paths.metrics).poll()
+        if line.record.kind == "step"
+    ]
     assert lines
     for record in lines:
         expected = 16 * record.values["samples_per_s"]

@@ -181,24 +181,6 @@ def damage(folder: Path) -> None:
     file.write_bytes(data)
 
 
-def test_a_damaged_best_one_gives_way_to_a_good_one(
-    run: RunPaths, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = sorted(run.checkpoints.glob("step-*"))
-    assert len(steps) > 1
-    damage(run.checkpoints / "best")
-    good = [folder for folder in steps if folder != (run.checkpoints / "best").resolve()]
-    text = written(run, capsys)
-    texts = []
-    for folder in good:
-        alone = RunPaths(run.root.parent / folder.name)
-        alone.checkpoints.mkdir(parents=True)
-        shutil.copytree(folder, alone.checkpoints / folder.name)
-        shutil.copy(run.config, alone.config)
-        texts.append(written(alone, capsys))
-    assert text in texts
-
-
 def test_without_any_good_one_there_is_nothing_to_write_with(run: RunPaths) -> None:
     for folder in run.checkpoints.glob("step-*"):
         damage(folder)

@@ -111,10 +111,6 @@ def test_text_in_another_encoding_is_refused(file: Path) -> None:
     assert refusal(file) == ", line 2: is not UTF-8 text; save it as UTF-8"
 
 
-def test_a_missing_file_is_refused(file: Path) -> None:
-    assert refusal(file) == ": no such file"
-
-
 def test_a_folder_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path) == ": is a folder, must be a YAML file"
 
@@ -136,12 +132,6 @@ def test_a_file_that_may_not_be_read_is_refused(
 def test_a_path_that_cannot_be_a_file_is_refused(file: Path) -> None:
     file.touch()
     assert refusal(file / "below.yaml") == ": cannot be read (Not a directory)"
-
-
-def test_a_file_name_with_a_newline_stays_on_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as raised:
-        read_yaml(tmp_path / "a\nb.yaml")
-    assert str(raised.value).endswith(r"a\nb.yaml: no such file")
 
 
 def test_what_is_dumped_is_read_back() -> None:

@@ -185,12 +185,6 @@ def test_its_defaults_are_those_of_a_language_model_and_a_flat_file_has_its_own(
     assert (flat.optimizer, flat.gradient_clipping.enabled) == ("adam", True)
 
 
-def test_no_argument_is_changed() -> None:
-    before = copy.deepcopy(NESTED)
-    settle(NESTED, "model.num_layers=3", "training.grad_clip_norm=1")
-    assert before == NESTED
-
-
 # Both shapes at once
 
 

@@ -1,7 +1,5 @@
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,13 +116,6 @@ def test_keys_that_users_do_not_have_get_their_defaults() -> None:
     assert settings.of(EDPConfig) == EDPConfig()
     assert settings.of(SyncPSConfig) == SyncPSConfig()
     assert (settings.train.global_batch_size, settings.node.microbatch) == (None, None)
-
-
-def test_digits_need_no_sizes_of_the_data() -> None:
-    train = load_settings("edp", "digits", environ={}).train
-    assert train.dataset.name == "digits"
-    assert isinstance(train.model, SimpleNNConfig)
-    assert train.model.input_dim is None
 
 
 @pytest.mark.parametrize(
@@ -297,11 +288,6 @@ def test_names_of_nodes_in_the_environment_match_whatever_their_case() -> None:
     del hosts["mini1"]
     settings = settle(environ=environ, cluster={"host_ip": hosts, "server": "Mini1"})
     assert settings.cluster.host_ip == hosts | {"Mini1": "127.0.0.1", "pi5": "127.0.0.2"}
-
-
-def test_a_worker_list_and_its_number_can_be_changed_together() -> None:
-    cluster = settle("workers=[pi5]", "num_workers=1").cluster
-    assert (cluster.workers, cluster.num_workers) == (("pi5",), 1)
 
 
 # Refusals
@@ -760,12 +746,6 @@ def test_a_local_cluster_is_on_this_machine_with_as_many_workers_as_asked_for(
     assert set(cluster.host_ip.values()) == {"127.0.0.1"}
 
 
-def test_overrides_hold_on_a_local_cluster_too() -> None:
-    settings = local(["port=7000", "timeout=2", "bind=[127.0.0.2]"])
-    assert (settings.cluster.port, settings.cluster.bind) == (7000, ("127.0.0.2",))
-    assert settings.of(SyncPSConfig).timeout == 2.0
-
-
 def test_a_local_cluster_forgets_the_deadline_for_late_workers_and_keeps_the_rest() -> None:
     stated = cluster_section().model_validate(
         TODAY
@@ -796,14 +776,6 @@ def test_pipelines_on_one_machine_have_a_port_each(tmp_path: Path) -> None:
         load_settings(path, "digits", None, ["nodes.win.stages.port=65433"], environ={}, local=True)
 
 
-def test_a_local_run_takes_the_dataset_s_place_from_the_training_file(tmp_path: Path) -> None:
-    cluster, train = tmp_path / "cluster.yaml", tmp_path / "train.yaml"
-    cluster.write_text(json.dumps(CLUSTER | {"nodes": {"mini1": {"threads": 1}}}))
-    train.write_text(json.dumps(NN | {"dataset": {"name": "MNIST", "root": "/data"}}))
-    node = load_settings(cluster, train, environ={}, local=True).node
-    assert (node.threads, node.dataset.root) == (1, Path("/data"))
-
-
 def test_shares_of_the_file_hold_on_a_local_cluster_for_its_own_workers(tmp_path: Path) -> None:
     shares = {"pi5": 0.25, "win": 0.25, "macbook": 0.5}
     path = tmp_path / "cluster.yaml"
@@ -819,12 +791,6 @@ def test_shares_of_the_file_hold_on_a_local_cluster_for_its_own_workers(tmp_path
     assert said is not None and said.startswith(
         "batch_share has no share for the worker 'worker4', "
     )
-
-
-def test_a_cluster_that_is_local_already_stays_as_it_is() -> None:
-    for num_workers in (2, 5):
-        cluster = local(["nodes.pi5.threads=2"], num_workers).cluster
-        assert localise(cluster, None) == cluster
 
 
 def test_a_local_run_that_goes_on_with_more_workers_has_the_next_names(tmp_path: Path) -> None:
@@ -993,17 +959,6 @@ def test_files_are_named_in_messages(tmp_path: Path, is_local: bool) -> None:
     with pytest.raises(ConfigError) as raised:
         load_settings(path, "nn", environ={}, local=is_local)
     assert str(raised.value) == f"{path}: port is 'x', must be a whole number from 1 to 65535"
-
-
-def test_resolving_does_not_wait_for_torch() -> None:
-    script = (
-        "import sys\n"
-        "from smolcluster.configs.resolve import load_settings\n"
-        "load_settings('edp', 'nn', None, ['port=1'], {})\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
-    assert done.returncode == 0
 
 
 @pytest.mark.parametrize(

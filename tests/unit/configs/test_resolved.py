@@ -134,14 +134,6 @@ def test_shown_are_only_the_names_of_a_machines_environment() -> None:
 # As a configuration file
 
 
-@pytest.mark.parametrize("kind", ["cluster", "training"])
-def test_of_a_runs_configuration_only_the_part_of_that_kind_is_read(file: Path, kind: Kind) -> None:
-    settings = shipped("port=7001", "learning_rate=0.25")
-    part = read_config(kept(settings, file), kind)
-    own = settings.cluster if kind == "cluster" else settings.train
-    assert part == own.model_dump(mode="json", exclude={"nodes": {"__all__": {"env"}}})
-
-
 def test_a_runs_configuration_stands_for_both_files(file: Path) -> None:
     settings = shipped("port=7001", "learning_rate=0.25")
     kept(settings, file)
@@ -178,14 +170,6 @@ def test_a_file_with_other_keys_is_read_whole(
     """So that a mistake in it is told with its key."""
     file.write_text(dump_yaml(content))
     assert read_config(file, kind) == content
-
-
-@pytest.mark.parametrize("text", ["", "- a\n", "port: [\n", "a: 1\na: 2\n"])
-def test_what_cannot_be_read_at_all_names_the_file(file: Path, text: str) -> None:
-    file.write_text(text)
-    for read in (lambda: read_config(file, "cluster"), lambda: load_resolved(file)):
-        with pytest.raises(ConfigError, match=str(file)):
-            read()
 
 
 def damaged(file: Path, section: str, **changes: Any) -> None:

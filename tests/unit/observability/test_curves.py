@@ -121,18 +121,6 @@ def test_numbers_on_an_axis_are_short(value: float, text: str) -> None:
     assert short(value) == text
 
 
-def test_a_picture_that_cannot_be_written_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "rendered", Mock(return_value=b"a picture"))
-    paths = made(tmp_path, "r")
-    (paths.curves / "x").mkdir(parents=True)
-    with pytest.raises(SmolclusterError) as caught:
-        draw_curves(paths)
-    assert str(caught.value).startswith(f"cannot write {paths.curves}: Is a directory; ")
-    assert not list(paths.root.glob(".curves*"))
-
-
 def test_a_failure_to_draw_is_one_line_and_the_old_picture_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,14 +49,6 @@ def test_a_console_line_is_readable_and_plain_where_there_is_no_terminal() -> No
     assert re.fullmatch(r"\d\d:\d\d:\d\d WARN  worker 1 \(macbook\)  slow", second)
 
 
-def test_levels_are_coloured_on_a_terminal() -> None:
-    out = console(force_terminal=True, color_system="standard", no_color=False)
-    log = NodeLog("worker", "macbook", console=out)
-    log.logger.error("broken")
-    log.close()
-    assert "\x1b[31mERROR\x1b[0m" in printed(out)[0]
-
-
 def test_lines_below_the_level_go_to_the_file_only(tmp_path: Path) -> None:
     out = console()
     log = NodeLog("server", "mini1", level=logging.WARNING, console=out)
@@ -172,28 +164,6 @@ def test_a_closed_log_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_a_full_disk_is_one_line_on_the_console_and_the_run_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(logs, "SPACE_S", 0.0)
-    out = console()
-    log = NodeLog("server", "mini1", console=out)
-    log.logger.info("before")
-    log.file_logs_to(Path("/dev/full"), "edp-1")
-    for n in range(50):
-        log.logger.debug("detail %d", n)
-    log.logger.info("after")
-    log.close()
-    lines = [line.split("mini1  ")[1] for line in printed(out)]
-    told = [line for line in lines if line not in ("before", "after")]
-    assert len(lines) == 4
-    assert [line.partition(";")[0] for line in told[:1]] == [
-        "cannot write /dev/full: No space left on device"
-    ]
-    assert re.match(r"/dev/full: \d+ lines were lost, from .*: No space left on device", told[1])
-
-
 class Hanging(io.StringIO):
     """A terminal that takes nothing until it may."""
 
@@ -293,12 +263,3 @@ def test_a_log_that_grows_too_large_is_rotated(
     kept = [line for file in reversed(rotations(tmp_path / "x.log")) for line in filed(file)]
     assert [line["message"] for line in kept] == [str(n) for n in range(20)][-len(kept) :]
     assert 10 < len(kept) < 20
-
-
-def test_a_field_that_cannot_be_written_costs_no_line_and_no_step(tmp_path: Path) -> None:
-    log = NodeLog("worker", "mini2", 0, console=console())
-    log.file_logs_to(tmp_path / "x.log", "edp-1")
-    log.logger.info("odd", extra={"shape": {(3, 4): "x"}})
-    log.close()
-    [line] = filed(tmp_path / "x.log")
-    assert (line["message"], line["shape"]) == ("odd", "{(3, 4): 'x'}")

@@ -89,22 +89,6 @@ def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
         assert [r["n"] for r in records if r["thread"] == thread_id] == list(range(200))
 
 
-def test_who_writes_does_not_wait_for_the_disk(tmp_path: Path) -> None:
-    """A pipe without a reader hangs as a disk may."""
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    writer = LineWriter(path, warn=pytest.fail)
-    writer.write({"n": 1})
-    hanging = threading.Thread(target=writer.flush)
-    hanging.start()
-    writer.write({"n": 2})
-    assert hanging.is_alive()
-    with path.open("rb") as reader:
-        hanging.join(DEADLINE_S)
-        writer.close()
-        assert [json.loads(line)["n"] for line in reader] == [1, 2]
-
-
 class Disk:
     """A disk with room for so many bytes; what is written beyond is refused as a full disk does."""
 
@@ -235,24 +219,6 @@ def test_a_folder_that_is_missing_is_not_waited_for_at_the_end_but_may_come_back
     assert ["No such file" in each for each in warnings] == [True, False, True, True]
 
 
-def test_a_file_that_is_replaced_while_the_disk_is_full_has_all_lines(
-    tmp_path: Path, disk: Disk
-) -> None:
-    path, clock, warnings = tmp_path / "x.jsonl", Clock(), list[str]()
-    writer = LineWriter(path, warn=warnings.append, clock=clock)
-    disk.room = 5
-    for n in (1, 2):
-        writer.write({"n": n})
-    writer.flush()
-    path.unlink()
-    disk.room = 1 << 30
-    clock.now += 1.0
-    writer.flush()
-    assert follower(path).poll() == [{"n": 1}, {"n": 2}]
-    assert "no line was lost" in warnings[1]
-    writer.close()
-
-
 def test_after_a_crash_the_next_record_begins_on_its_own_line(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"n": 1}\n{"n": 2, "ha')
@@ -267,14 +233,6 @@ def test_what_is_not_an_object_is_left_out(tmp_path: Path) -> None:
     deep = b"[" * 100_000
     path.write_bytes(b"\n[1]\nnull\n\xff\xfe\n" + deep + b'\n{"n": 1}\n')
     assert follower(path).poll() == [{"n": 1}]
-
-
-def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "small.json"
-    write_whole(path, "old")
-    write_whole(path, "new")
-    assert path.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
@@ -358,17 +316,3 @@ def test_a_file_without_a_limit_is_never_rotated(tmp_path: Path) -> None:
         writer.flush()
     writer.close()
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_that_cannot_be_rotated_is_told_of_once_and_at_the_end(tmp_path: Path) -> None:
-    path, warnings = tmp_path / "x.log", list[str]()
-    writer = LineWriter(path, warn=warnings.append, max_nbytes=10)
-    (tmp_path / "x.log.1").mkdir()
-    (tmp_path / "x.log.2").mkdir()
-    (tmp_path / "x.log.2" / "full").touch()
-    for n in range(5):
-        writer.write({"n": n})
-        writer.flush()
-    writer.close()
-    assert [f"{path}: 4 lines were lost" in each for each in warnings] == [False, True]
-    assert follower(path).poll() == [{"n": 0}]

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from smolcluster.errors import DataError, SmolclusterError
+from smolcluster.errors import DataError
 from smolcluster.runs.launched import CHILDREN, LAUNCHED, Launched, LaunchedProcess
 from smolcluster.runs.model_file import ModelFile
-from smolcluster.runs.status import STATUS, unbegun
+from smolcluster.runs.status import STATUS
 from smolcluster.runs.summary import SUMMARY
 
 SERVER = LaunchedProcess(node="mini1", role="server", rank=None)
@@ -67,9 +67,3 @@ def test_the_first_wrong_key_is_named(tmp_path: Path, text: str, key: str) -> No
 @pytest.mark.parametrize("pid", ["-1", '"7"', "1.5"])
 def test_a_value_of_another_kind_is_not_taken(pid: str) -> None:
     assert CHILDREN.parse(f'[{{"node": "a", "role": "server", "pid": {pid}}}]') is None
-
-
-def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
-    status = unbegun("r1", "edp", "failed", "no data")
-    with pytest.raises(SmolclusterError, match=r"cannot write .*status\.json"):
-        STATUS.write(tmp_path / "gone" / "status.json", status)

@@ -114,13 +114,6 @@ def test_a_place_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path)
         create_run(tmp_path / "file", "edp-1")
 
 
-def test_a_run_is_found_by_id_and_as_latest(tmp_path: Path) -> None:
-    create_run(tmp_path, "edp-1")
-    create_run(tmp_path, "edp-2")
-    assert find_run(tmp_path, "edp-1").root == tmp_path / "edp-1"
-    assert find_run(tmp_path).run_id == "edp-2"
-
-
 def test_an_unknown_run_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no run that has begun .*known: none"):
         find_run(tmp_path)

@@ -158,10 +158,6 @@ class TestReader:
         append(paths.metrics, step_of(3, 3.0))
         assert SeriesReader(paths).poll_all().steps.columns()["loss"] == [1, 2, 3]
 
-    def test_makes_the_series_where_there_is_no_file(self, paths: RunPaths) -> None:
-        append(paths.metrics, step_of(1, 1.0))
-        assert SeriesReader(paths).poll_all().steps.columns()["loss"] == [1]
-
     def test_needs_the_small_file_only(self, paths: RunPaths) -> None:
         append(paths.metrics, step_of(1, 1.0))
         SeriesFile(paths, warn=pytest.fail).close()

@@ -13,7 +13,6 @@ from smolcluster.runs.status import (
     STOPPED,
     RunStatus,
     StatusFile,
-    instant,
     read_status,
     write_status,
 )
@@ -123,7 +122,3 @@ def test_what_cannot_be_written_is_one_warning_and_tried_again(tmp_path: Path) -
     file.flush()
     assert read_status(folder / "status.json").step == 120
     assert len(warnings) == 1
-
-
-def test_a_moment_of_the_clock_is_one_in_utc() -> None:
-    assert instant(NOON.timestamp()) == NOON

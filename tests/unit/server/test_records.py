@@ -15,7 +15,7 @@ from harness import local_settings
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks import console as console_sink
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.events import EpochFinished, read_events
 from smolcluster.runs.files import LineWriter
@@ -58,14 +58,14 @@ def test_what_is_told_is_in_the_files_soon_and_nobody_asks_for_it(
 ) -> None:
     with opened(paths, log) as records:
         tell(records)
-        eventually(lambda: read_metrics(paths.metrics) and read_events(paths.events))
+        eventually(lambda: follow_metrics(paths.metrics).poll() and read_events(paths.events))
 
 
 def test_at_the_end_all_of_it_is_there_also_after_an_error(paths: RunPaths, log: NodeLog) -> None:
     with pytest.raises(ZeroDivisionError), opened(paths, log) as records:
         tell(records)
         raise ZeroDivisionError
-    assert [line.record for line in read_metrics(paths.metrics)] == [STEP]
+    assert [line.record for line in follow_metrics(paths.metrics).poll()] == [STEP]
     assert [record.event for record in read_events(paths.events)] == [EPOCH]
 
 
@@ -135,6 +135,6 @@ def test_a_terminal_that_hangs_holds_nothing_up(
         with opened(paths, log, terminal) as records:
             tell(records)
             assert hangs.wait(DEADLINE_S)
-            eventually(lambda: read_metrics(paths.metrics) and read_events(paths.events))
+            eventually(lambda: follow_metrics(paths.metrics).poll() and read_events(paths.events))
     finally:
         over.set()

@@ -32,8 +32,3 @@ def test_a_library_may_replace_the_draft_without_changing_who_may_read_it(tmp_pa
         draft.unlink()
         draft.touch(mode=0o600)
     assert path.stat().st_mode == plain.stat().st_mode
-
-
-def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), replacing(tmp_path / "nowhere" / "file"):
-        pass

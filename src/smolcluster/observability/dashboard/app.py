@@ -68,19 +68,28 @@ class Views:
         self._views: OrderedDict[str, View] = OrderedDict()
         self._streams: Counter[View] = Counter()
 
-    def get(self, name: str) -> View:
-        """The run of that name, or the newest for `latest`.
+    def get(self, name: str, num_streams: int = 0) -> View:
+        """The run of that name, or the newest for `latest`, which so many more streams are of.
 
         Raises:
             ConfigError: the name cannot be a run's.
             KeyError: there is none.
         """
-        return self._take(name, num_streams=0)
+        paths = run_of(self.root, name)
+        if paths is None:
+            raise KeyError(name)
+        with self._lock:
+            view = self._views.pop(paths.run_id, None) or View(self._open_files(paths))
+            self._views[paths.run_id] = view
+            self._streams[view] += num_streams
+            surplus = self._surplus()
+        _close(surplus)
+        return view
 
     @contextmanager
     def streamed(self, name: str) -> Iterator[View]:
         """The same, which is not forgotten meanwhile."""
-        view = self._take(name, num_streams=1)
+        view = self.get(name, num_streams=1)
         try:
             yield view
         finally:
@@ -96,18 +105,6 @@ class Views:
             self._views.clear()
         _close(views)
 
-    def _take(self, name: str, num_streams: int) -> View:
-        paths = run_of(self.root, name)
-        if paths is None:
-            raise KeyError(name)
-        with self._lock:
-            view = self._views.pop(paths.run_id, None) or View(self._open_files(paths))
-            self._views[paths.run_id] = view
-            self._streams[view] += num_streams
-            surplus = self._surplus()
-        _close(surplus)
-        return view
-
     def _surplus(self) -> list[View]:
         """Takes out those that are too many: the longest unused, but none that is streamed."""
         self._streams = +self._streams
@@ -120,7 +117,7 @@ class Views:
 def _close(views: Iterable[View]) -> None:
     """Takes seconds where copies end: nobody else should wait for it."""
     for view in views:
-        view.close()
+        view.files.close()
 
 
 def make_app(views: Views, write: Write, chosen: str = "latest") -> FastAPI:
@@ -228,7 +225,10 @@ async def _logs(
     wanted = lines.Wanted(node, rank, lowest, text)
 
     def search() -> lines.Found:
-        return view.search(wanted, MAX_LINES, lambda: not from_thread.run(request.is_disconnected))
+        def goes_on() -> bool:
+            return not from_thread.run(request.is_disconnected)
+
+        return lines.search(view.log_files(), wanted, MAX_LINES, goes_on)
 
     with _place(request.app.state.searches, "searches"):
         found = await to_thread.run_sync(search, limiter=request.app.state.searching)

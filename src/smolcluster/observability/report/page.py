@@ -41,8 +41,9 @@ from smolcluster.runs.series import ProcessSeries, Total
 from smolcluster.runs.status import STALENESS_EDGES, STOPPED
 from smolcluster.utils.meter import PEAK, PHASES
 from smolcluster.utils.units import format_bytes, format_count, format_duration, format_megabytes
-from smolcluster.utils.words import as_command
+from smolcluster.utils.words import a_few, as_command
 
+MAX_NAMES = 20
 SKEW_S = 0.05
 """A clock that is off by less is right."""
 TAUS = (
@@ -99,7 +100,10 @@ def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path
         links=_links(view, workers),
         events=[_event(each, began) for each in view.story.happenings],
         routine=_routine(view),
-        changed=_changed(view),
+        changed=Table(
+            ["setting", "value", "default"],
+            changed_settings(view.settings) if view.settings else [],
+        ),
         machines=_machines(logs),
         problems=[*view.problems, *undrawn],
         began=began,
@@ -191,12 +195,12 @@ def _log_notes(view: View, logs: Logs, workers: Sequence[Worker]) -> Iterator[st
     by_themselves = {each.name for each in workers if launched and each.node not in launched}
     if far := [each for each in logs.missing if each not in by_themselves]:
         yield (
-            f"Logs that are not here: {_names(far)}. {as_command('fetch')} brings those of other machines, "
-            f"and {as_command('report')} then writes this page anew."
+            f"Logs that are not here: {a_few(far, MAX_NAMES)}. {as_command('fetch')} brings those of other "
+            f"machines, and {as_command('report')} then writes this page anew."
         )
     if own := [each for each in logs.missing if each in by_themselves]:
         yield (
-            f"Logs on the machines of workers that have joined by themselves: {_names(own)}. "
+            f"Logs on the machines of workers that have joined by themselves: {a_few(own, MAX_NAMES)}. "
             f"{as_command('logs', view.paths.run_id)} there shows them."
         )
     for process in view.processes:
@@ -205,11 +209,6 @@ def _log_notes(view: View, logs: Logs, workers: Sequence[Worker]) -> Iterator[st
             side = "ahead of" if offset.newest > 0 else "behind"
             off = format_duration(abs(offset.newest))
             yield f"The clock of {process.node} is {off} {side} the server's; its lines are moved by it."
-
-
-def _names(titles: Sequence[str]) -> str:
-    more = len(titles) - 20
-    return ", ".join(titles[:20]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _process_of(view: View, worker: Worker) -> ProcessSeries | None:
@@ -399,13 +398,6 @@ def _routine(view: View) -> str:
     counts = [(view.story.counts[kind_of(kind)], one, many) for kind, one, many in names]
     said = [f"{count:,} {one if count == 1 else many}" for count, one, many in counts if count]
     return f"Besides: {', '.join(said)}." if said else ""
-
-
-def _changed(view: View) -> Table:
-    return Table(
-        ["setting", "value", "default"],
-        changed_settings(view.settings) if view.settings else [],
-    )
 
 
 def _machines(logs: Logs) -> Table:

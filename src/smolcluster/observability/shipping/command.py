@@ -4,8 +4,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from smolcluster.errors import ConfigError, RunBusy, SmolclusterError, TryAgain
@@ -44,8 +44,12 @@ def ship(
         TryAgain: with `once`: not all of it could be pushed.
         SmolclusterError: with `once`: Loki has refused some of it.
     """
-    loki = LokiClient(base)
-    with _alone(logs / LOCK):
+    loki, lock = LokiClient(base), logs / LOCK
+
+    def refuse(holder: str) -> None:
+        raise RunBusy(f"{holder} ships the logs in {logs} already")
+
+    with held(lock, refuse, lambda reason: ConfigError(f"{lock} cannot be made: {reason}")):
         shipper = Shipper(Spool(logs, only), loki.push, _warn)
         if once:
             arrived = shipper.flush(ONCE_S, patient=True)
@@ -63,15 +67,6 @@ def _left(shipper: Shipper, logs: Path, base: str) -> str:
     if shipper.refusal:
         return f"{base} has refused some of the logs in {logs}, which stay there: {shipper.refusal}"
     return f"{format_bytes(shipper.spool.left_nbytes())} of logs have not been pushed to {base}"
-
-
-@contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    def refuse(holder: str) -> None:
-        raise RunBusy(f"{holder} ships the logs in {file.parent} already")
-
-    with held(file, refuse, lambda reason: ConfigError(f"{file} cannot be made: {reason}")):
-        yield
 
 
 def _until_told(shipper: Shipper, *, stop_on_stdin_eof: bool) -> bool:

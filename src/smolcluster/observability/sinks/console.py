@@ -96,7 +96,13 @@ class ProgressView:
         speed = self._speed(self._step)
         parts = status_parts(self._step, self._num_epochs, self._measured, speed)
         if self._has_bar:
-            self._show_bar(self._step, fit(parts, self._console.width - BAR_WIDTH - 7))
+            status = displayable(self._console, fit(parts, self._console.width - BAR_WIDTH - 7))
+            values = self._step.values
+            with steady(self._console):
+                self._bar = self._bar or BarLine(self._console)
+                self._bar.show(
+                    values.get("samples_applied", 0), values.get("total_samples"), status
+                )
         elif (line := " · ".join([*share_done(self._step), *parts])) != self._shown:
             self._shown = line
             print_line(self._console, line)
@@ -112,15 +118,6 @@ class ProgressView:
         if until - since < LEAST_WINDOW_S:
             return step.values.get("samples_per_s")
         return (now - before) / (until - since)
-
-    def _show_bar(self, step: MetricRecord, status: str) -> None:
-        with steady(self._console):
-            self._bar = self._bar or BarLine(self._console)
-            self._bar.show(
-                step.values.get("samples_applied", 0),
-                step.values.get("total_samples"),
-                displayable(self._console, status),
-            )
 
 
 class BarLine(RenderHook):

@@ -42,11 +42,6 @@ def follow_metrics(path: Path) -> Follower[MetricLine]:
     return Follower(path, parse_metric)
 
 
-def read_metrics(path: Path) -> list[MetricLine]:
-    """All records that are in the file now; none when it does not exist."""
-    return follow_metrics(path).poll()
-
-
 def parse_metric(entry: dict[str, Any]) -> MetricLine | None:
     """The record of one line's JSON object; None when it is not one."""
     rank, node = entry.get("rank"), entry.get("node")

@@ -110,10 +110,6 @@ def _has_login(environ: Mapping[str, str]) -> bool:
     return False
 
 
-def _keep_silent(_: str) -> None:
-    """Who has no account misses nothing."""
-
-
 class WandbSink:
     """Reports records to W&B; `log` keeps them for its thread and returns at once.
 
@@ -142,7 +138,8 @@ class WandbSink:
         self._output = self._folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', start['name'])}.log"
         self._role = start["job_type"]
         is_chosen = mode == "online" or bool(environ.get("WANDB_MODE"))
-        self._warn = warn if is_chosen else _keep_silent
+        # Who has no account misses nothing.
+        self._warn: Callable[[str], None] = warn if is_chosen else lambda _: None
         self._timeout_s = finish_timeout_s
         self._cadence = Cadence(NUM_STEPS_FIRST, STEP_EVERY_S)
         self._newest = MetricRecord("step", 0, 0)

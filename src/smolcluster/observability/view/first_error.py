@@ -18,7 +18,7 @@ from typing import Any
 from smolcluster.observability.parsing import LogLine, parse_log_line
 from smolcluster.observability.view.story import told
 from smolcluster.runs.events import EventRecord, RunEnded, WorkerLost
-from smolcluster.runs.files import seconds_of
+from smolcluster.runs.files import rotations, seconds_of
 from smolcluster.runs.launched import Process
 from smolcluster.runs.paths import parse_log_stem, process_title
 from smolcluster.runs.status import STOPPED
@@ -112,20 +112,13 @@ def read_logs(
 def _files(folder: Path, expected: Sequence[Process]) -> list[tuple[str, Path]]:
     """The log files that are here: whose, and where; those of one process in order of time."""
     known = {each.stem: each.title for each in expected}
-    found = []
-    for path in sorted(folder.glob("*.log*"), key=_age_order):
-        stem = path.name.partition(".log")[0]
-        if path.is_file() and path.name.rpartition(".")[2] not in ("gz", "tmp", "json"):
-            title = known.get(stem) or process_title(*(parse_log_stem(stem) or (stem, "")))
-            found.append((title, path))
-    return found
-
-
-def _age_order(path: Path) -> tuple[str, int]:
-    """`x.log.2` was written before `x.log.1`, and that before `x.log`."""
-    stem, _, number = path.name.partition(".log")
-    digits = number.strip(".")
-    return stem, -int(digits) if digits.isdigit() else 0
+    stems = sorted({path.name.partition(".log")[0] for path in folder.glob("*.log*")})
+    return [
+        (known.get(stem) or process_title(*(parse_log_stem(stem) or (stem, ""))), path)
+        for stem in stems
+        for path in reversed(rotations(folder / f"{stem}.log"))
+        if path.is_file()
+    ]
 
 
 def _look_through(path: Path, title: str, offset_s: float, logs: Logs) -> Iterable[LogLine]:

@@ -36,11 +36,12 @@ class Wanted:
     text: str = ""
 
     def accepts(self, entry: dict[str, Any]) -> bool:
+        searched = f"{entry['message']}\n{entry['detail']}" if self.text else ""
         return (
             self.node in (None, entry["node"])
             and self.rank in (None, entry["rank"])
             and level_number(entry["level"]) >= self.level
-            and (not self.text or self.text.casefold() in _searched(entry))
+            and self.text.casefold() in searched.casefold()
         )
 
 
@@ -200,10 +201,6 @@ def _backwards(path: Path, goes_on: Callable[[], bool] = lambda: True) -> Iterat
                 yield Line(0, held)
     except OSError:
         return
-
-
-def _searched(entry: dict[str, Any]) -> str:
-    return f"{entry['message']}\n{entry['detail']}".casefold()
 
 
 def _order(entry: dict[str, Any]) -> tuple[float, str, int]:

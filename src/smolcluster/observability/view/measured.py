@@ -12,18 +12,6 @@ STANDS_OUT = 10.0
 """So many times the usual distance of a bucket's highest loss from its mean."""
 
 
-def newest_reports(series: Series) -> dict[int | None, dict[str, float]]:
-    """What each rank reported of itself last; None is the server."""
-    ordered = sorted(series.processes.values(), key=lambda each: each.last_s or 0.0)
-    return {each.rank: each.newest() for each in ordered}
-
-
-def staleness_values(series: Series) -> list[float]:
-    """The staleness of the steps that are known, steps."""
-    values = (bucket.mean("staleness") for bucket in series.steps.buckets)
-    return [value for value in values if value is not None]
-
-
 def columns_of(series: Series) -> dict[str, Any]:
     """Points of what no later start has undone: of the steps, the evaluations, and of each process.
 

@@ -13,11 +13,12 @@ from pydantic import Field
 
 from smolcluster.configs.spec import SINGLE
 from smolcluster.errors import DataError
+from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
 from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.advice import ADVICE, Prediction
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.events import RunStarted, first_start
-from smolcluster.runs.files import or_none
+from smolcluster.runs.files import Follower, or_none
 from smolcluster.runs.launched import Launched, Process, launched_of
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths
@@ -150,6 +151,11 @@ class Snapshot:
         """How a run of this machine stands: an owner that lives holds its run's lock."""
         is_new = self.status is None and (lives or time.time() - self.began < STARTING_S)
         return state_of(self.status, self.summary, bool(is_held(self.paths.lock)) or is_new)
+
+
+def measured(paths: RunPaths) -> Follower[MetricLine]:
+    """What a run's owner measures, as it comes."""
+    return follow_metrics(paths.metrics)
 
 
 def read_snapshot(paths: RunPaths, served: RunPaths | None = None) -> Snapshot:

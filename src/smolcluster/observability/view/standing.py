@@ -1,12 +1,13 @@
 """How a run stands, as one value: from what its server wrote last, and what its processes reported."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from smolcluster.configs.spec import SINGLE, STALENESS, spec_of
 from smolcluster.observability.view.snapshot import Snapshot, numbers_of, state_of
 from smolcluster.runs.events import RunStarted
+from smolcluster.runs.series import Series
 from smolcluster.runs.status import OLD_S, STALENESS_EDGES, RunStatus, WorkerStatus
 
 RATE = "samples_per_s"
@@ -17,7 +18,7 @@ Reports = Mapping[int | None, Mapping[str, float]]
 def standing(
     read: Snapshot,
     started: RunStarted | None,
-    reports: Reports,
+    series: Series,
     *,
     age_s: float | None,
     is_held: bool | None,
@@ -27,10 +28,12 @@ def standing(
     Args:
         read: what its files say.
         started: how its newest start began.
-        reports: what its processes said last, for runs whose status does not tell.
+        series: what it has measured, for runs whose status does not tell.
         age_s: seconds since its server wrote last.
         is_held: whether a process of this machine writes it; None: it would be on another machine.
     """
+    ordered = sorted(series.processes.values(), key=lambda each: each.last_s or 0.0)
+    reports = {each.rank: each.newest() for each in ordered}
     state = state_of(read.status, read.summary, is_held is not False)
     is_over = state in ("ended", "stopped", "failed", "broken off")
     status, nodes = read.status, (each.node for each in read.processes if each.rank is None)
@@ -53,6 +56,7 @@ def standing(
         **_setup(read, started),
         **_progress(read, is_over=is_over),
         "workers": rows,
+        "staleness": _staleness_counts(status, series),
         "server": {
             "node": started.node if started else next(nodes, None),
             "process_stats": dict((status and status.process_stats) or reports.get(None, {})),
@@ -138,12 +142,13 @@ def _worker(
     }
 
 
-def staleness_counts(status: RunStatus | None, sampled: Sequence[float]) -> dict[str, Any]:
+def _staleness_counts(status: RunStatus | None, series: Series) -> dict[str, Any]:
     """How many pushes had which staleness; where it was not counted, of the steps that are known."""
     own = [each.staleness for each in status.workers if each.staleness] if status else []
     if own:
         return {"counts": [sum(counts) for counts in zip(*own, strict=False)], "is_sampled": False}
     counts = [0] * (len(STALENESS_EDGES) + 1)
-    for value in sampled:
+    means = (bucket.mean("staleness") for bucket in series.steps.buckets)
+    for value in (each for each in means if each is not None):
         counts[bisect_left(STALENESS_EDGES, value)] += 1
-    return {"counts": counts if sampled else [], "is_sampled": True}
+    return {"counts": counts if any(counts) else [], "is_sampled": True}

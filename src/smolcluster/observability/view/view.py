@@ -15,9 +15,9 @@ from smolcluster.errors import ConfigError, DataError, SmolclusterError
 from smolcluster.observability.view import lines
 from smolcluster.observability.view.curves import Curves, curves_of
 from smolcluster.observability.view.first_error import Logs, read_logs
-from smolcluster.observability.view.measured import columns_of, newest_reports, staleness_values
+from smolcluster.observability.view.measured import columns_of
 from smolcluster.observability.view.snapshot import Snapshot, read_snapshot
-from smolcluster.observability.view.standing import staleness_counts, standing
+from smolcluster.observability.view.standing import standing
 from smolcluster.observability.view.story import Story
 from smolcluster.observability.view.workers import Worker, expected_of, stderr_tail, workers_of
 from smolcluster.runs.events import RunStarted
@@ -198,15 +198,17 @@ class View:
         """How the run stands, see `standing`; reads what is new."""
         with self._lock:
             self._poll()
-            reports = newest_reports(self.series)
-            age_s, is_held = self._age_s(), self.is_held
+            state = standing(
+                self.snapshot,
+                self.story.started,
+                self.series,
+                age_s=self._age_s(),
+                is_held=self.is_held,
+            )
+            problems = [*self.files.problems(), *self.snapshot.problems]
             return {
-                **standing(
-                    self.snapshot, self.story.started, reports, age_s=age_s, is_held=is_held
-                ),
-                "num_workers": self.num_workers,
-                "staleness": staleness_counts(self.status, staleness_values(self.series)),
-                "problems": [*self.files.problems(), *self.snapshot.problems],
+                **state,
+                **{"num_workers": self.num_workers, "problems": problems},
                 "versions": self.versions,
             }
 
@@ -230,18 +232,6 @@ class View:
 
     def log_files(self) -> dict[str, Path]:
         return lines.log_files(self.files.logs)
-
-    def search(
-        self, wanted: lines.Wanted, at_most: int, goes_on: Callable[[], bool] = lambda: True
-    ) -> lines.Found:
-        """The newest log lines that are wanted.
-
-        `goes_on` is asked for each block of a file: nobody may wait for the answer any more.
-        """
-        return lines.search(self.log_files(), wanted, at_most, goes_on)
-
-    def close(self) -> None:
-        self.files.close()
 
     def read(self, num_pieces: int | None = None) -> None:
         """Read what is new: all of it, or so many pieces of a file."""

@@ -298,43 +298,22 @@ def test_the_stream_tells_how_it_stands_and_what_is_logged(served: str, tmp_path
         assert [entry["message"] for entry in entries] == ["here I am"]
 
 
-def test_a_run_is_kept_open_as_long_as_its_stream(
-    served: str, tmp_path: Path, views: Views
-) -> None:
-    others = [MadeRun(tmp_path, f"other-{number}").paths.run_id for number in range(MAX_VIEWS + 1)]
-
-    def is_kept() -> bool:
-        view = views.get("edp-2")
-        for name in others:
-            views.get(name)
-        return views.get("edp-2") is view
-
-    with httpx.stream("GET", f"{served}/api/runs/edp-2/stream", timeout=DEADLINE_S) as answer:
-        events = streamed(answer)
-        next(events)
-        assert is_kept()
-    end = time.monotonic() + DEADLINE_S
-    while is_kept():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def test_a_search_ends_when_its_browser_has_gone(
     served: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "edp-2" / "logs" / "server-mini1.log").write_text("y\n")
     begun, found = threading.Event(), list[Found]()
-    search = View.search
+    search = lines.search
 
     def search_when_it_has_gone(
-        view: View, wanted: Wanted, at_most: int, goes_on: Callable[[], bool]
+        files: dict[str, Path], wanted: Wanted, at_most: int, goes_on: Callable[[], bool]
     ) -> Found:
         begun.set()
         eventually(lambda: not goes_on())
-        found.append(search(view, wanted, at_most, goes_on))
+        found.append(search(files, wanted, at_most, goes_on))
         return found[0]
 
-    monkeypatch.setattr(View, "search", search_when_it_has_gone)
+    monkeypatch.setattr(lines, "search", search_when_it_has_gone)
     address = urlsplit(served)
     with socket.create_connection((address.hostname, address.port)) as browser:
         request = f"GET /api/runs/edp-2/logs?text=y HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n"

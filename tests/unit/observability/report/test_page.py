@@ -1,8 +1,6 @@
 import math
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -16,14 +14,11 @@ from smolcluster.observability.view.stages import numbers_of
 from smolcluster.observability.view.view import View, files_here
 from smolcluster.runs.advice import ADVICE, LinkSpeed, Prediction
 from smolcluster.runs.events import (
-    CheckpointSaved,
     PushDropped,
-    RunResumed,
     WorkerJoined,
 )
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.status import read_status, write_status
 from smolcluster.runs.summary import read_summary
 
 VOID = {"meta", "br", "line", "path"}
@@ -144,33 +139,6 @@ def test_the_page_needs_no_network_and_runs_no_script(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
-@pytest.mark.usefixtures("with_curves")
-def test_curves_have_their_marks_and_checkpoints(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
-    run.started()
-    run.steps(1, 10)
-    run.event(CheckpointSaved(step=10))
-    again = MadeRun(tmp_path, incarnation="b2")
-    again.now = 60.0
-    again.started()
-    again.event(RunResumed(step=10, samples_applied=320))
-    again.joined(0)
-    again.steps(11, 30)
-    again.joined(1)
-    again.lost(1)
-    again.steps(31, 40)
-    page = report_of(again)
-    curves = page.words("curves")
-    for label in (
-        *("training, smoothed", "worker joined", "worker lost or left", "resumed", "checkpoint"),
-        "learning rate",
-    ):
-        assert label in curves
-    assert "resumed from step 10, after 320 samples" in page.words("events")
-    sections = list(page.text)
-    assert sections.index("curves") < sections.index("trouble")
-
-
 @pytest.mark.parametrize(
     "content", [None, b'\xff\xfe{]\n[1, 2]\n{"ts": null}\n\n'], ids=["gone", "damaged"]
 )
@@ -183,12 +151,6 @@ def test_whatever_file_is_missing_or_damaged_there_is_a_page(
     path.unlink(missing_ok=True)
     if content is not None:
         path.write_bytes(content)
-    assert "edp-1" in report_of(run).words("head")
-
-
-def test_without_logs_there_is_a_page(tmp_path: Path) -> None:
-    run = killed_run(tmp_path)
-    shutil.rmtree(run.paths.logs)
     assert "edp-1" in report_of(run).words("head")
 
 
@@ -272,17 +234,6 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     assert "Predicted" not in report_of(run).words("head")
 
 
-def test_the_speed_of_a_resumed_run_is_over_the_time_of_all_its_starts(tmp_path: Path) -> None:
-    """Its 960 samples took 96 s, of which its last owner trained 60 s."""
-    run = MadeRun(tmp_path)
-    run.status("training")
-    status = read_status(run.paths.status)
-    write_status(run.paths.status, status.model_copy(update={"wall_s": 96.0}))
-    head = report_of(run).words("head")
-    assert "1 min 36 s" in head
-    assert "10 samples/s on average" in head
-
-
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;{{ 7*7 }}\x1b[2J\u202e\x00"
 
 
@@ -314,19 +265,6 @@ def test_lone_surrogates_and_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -
     page = report_of(run)
     assert r"a\ud800b" in page.words("trouble")
     assert "no JSON" in page.words("trouble")
-
-
-def test_metrics_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
-    run = killed_run(tmp_path)
-    run.steps(101, 105, loss=math.nan, lr=math.inf)
-    run.metric(
-        process_stats(0, "pi5", queue=math.nan, rtt_s=math.inf, **{"share/forward": math.nan})
-    )
-    page = report_of(run)
-    text = run.paths.report.read_text()
-    assert "nan" not in text.lower().replace("finance", "")
-    assert ">inf" not in text.lower()
-    assert "worker 1 (pi5)" in page.words("time")
 
 
 @pytest.mark.usefixtures("with_curves")
@@ -375,12 +313,6 @@ def test_lines_are_moved_by_the_clock_of_the_machine_that_wrote_them(tmp_path: P
     trouble = report_of(run).words("trouble")
     assert "14:13:23 · worker 1 (pi5): the first" in trouble
     assert "14:13:25.000" in trouble
-
-
-def test_without_reports_of_workers_there_is_neither_time_nor_links(tmp_path: Path) -> None:
-    page = report_of(killed_run(tmp_path))
-    assert not {"time", "links"} & page.text.keys()
-    assert page.row("workers", "worker 1 (pi5)")["mean step"] == "–"
 
 
 def test_staleness_is_told_by_worker_where_something_was_stale(tmp_path: Path) -> None:
@@ -522,20 +454,6 @@ def test_a_mesh_has_a_table_of_ranks(tmp_path: Path) -> None:
     assert f"mesh · SimpleNN (9,610 parameters) · on digits · 2 ranks: {grid}" in page.words("head")
     assert "codec" not in page.words("head")
     assert "worker" not in " ".join(page.text.values()).replace("no worker was lost", "")
-
-
-def test_an_older_page_stays_when_a_new_one_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = killed_run(tmp_path)
-    write_report(run.paths)
-    before = run.paths.report.read_bytes()
-
-    full = OSError(28, "No space left on device")
-    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
-    with pytest.raises(SmolclusterError, match=r"report\.html.*No space left"):
-        write_report(run.paths)
-    assert run.paths.report.read_bytes() == before
 
 
 @pytest.mark.parametrize(("reason", "is_lost"), [("it was stopped", False), ("it broke", True)])

@@ -173,11 +173,3 @@ def test_a_wrong_address_is_one_line_and_2(
     [line] = capsys.readouterr().err.splitlines()
     assert "Loki's address" in line
     assert "sentinel" not in line
-
-
-def test_it_takes_no_torch() -> None:
-    program = (
-        "import smolcluster.observability.shipping.command, sys; print('torch' in sys.modules)"
-    )
-    said = subprocess.check_output([sys.executable, "-c", program], text=True)
-    assert said == "False\n"

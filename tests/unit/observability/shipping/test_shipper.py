@@ -154,33 +154,6 @@ def test_what_is_no_answer_of_lokis_loses_nothing(
     assert said[0].isprintable()
 
 
-def test_a_slow_receiver_gets_a_batch_once_more_and_keeps_one_copy(
-    tmp_path: Path, receiver: Receiver
-) -> None:
-    log = Log(tmp_path, STEMS[0])
-    said: list[str] = []
-    log.write(50)
-    has_given_up = threading.Event()
-    receiver.faults.append(Fault(204, before=has_given_up.wait, takes_it=True))
-    hasty, patient = LokiClient(receiver.url, timeout_s=0.3), LokiClient(receiver.url)
-
-    def push(body: bytes) -> PushReply:
-        if has_given_up.is_set():
-            return patient.push(body)
-        try:
-            return hasty.push(body)
-        finally:
-            has_given_up.set()
-
-    shipper = Shipper(Spool(tmp_path), push, said.append)
-    assert shipper.flush(DEADLINE_S)
-    hasty.close()
-    patient.close()
-    receiver.wait_for(lambda: receiver.received.num_repeated == 50)
-    log.check(receiver)
-    assert "timed out" in said[0]
-
-
 def test_what_loki_refuses_is_said_with_its_own_words_and_stays(
     tmp_path: Path, receiver: Receiver
 ) -> None:
@@ -202,33 +175,6 @@ def test_what_loki_refuses_is_said_with_its_own_words_and_stays(
     assert sorted(receiver.received.messages()) == sorted(f"line {n}" for n in range(100))
     assert receiver.received.num_repeated == 80
     assert Spool(tmp_path).left_nbytes() == 0
-
-
-def test_lines_of_an_earlier_run_arrive_after_those_of_a_later_one(
-    tmp_path: Path, receiver: Receiver
-) -> None:
-    """Loki takes none that are hours older than the newest of their stream."""
-    loki = LokiClient(receiver.url)
-    for run, days in (("edp-2", 2), ("edp-1", 0)):
-        folder = tmp_path / run / "logs"
-        folder.mkdir(parents=True)
-        log = Log(folder, STEMS[0])
-        log.count = days * 86_400 * 10_000  # ten lines have a millisecond
-        log.write(50)
-        assert Shipper(Spool(folder), loki.push, pytest.fail).flush(DEADLINE_S)
-    loki.close()
-    assert [len(receiver.received.texts(run=run)) for run in ("edp-1", "edp-2")] == [50, 50]
-
-
-def test_what_is_left_is_counted_as_the_files_are_now(tmp_path: Path) -> None:
-    """While Loki is down nobody looks at the files."""
-    log = Log(tmp_path, STEMS[0])
-    log.write(1)
-    shipper = Shipper(Spool(tmp_path), lambda _: PushReply("later", "down"), lambda _: None)
-    shipper.step()
-    log.write(500)
-    shipper.step()
-    assert shipper.spool.left_nbytes() == (tmp_path / f"{STEMS[0]}.log").stat().st_size
 
 
 def test_a_shipper_that_starts_again_repeats_one_batch_at_most(
@@ -268,39 +214,6 @@ def test_files_that_are_rotated_meanwhile_arrive_whole_and_in_order(
     log.check(receiver)
     assert receiver.received.num_repeated == 0
     assert said == []
-
-
-def test_what_was_rotated_while_the_receiver_was_down_arrives(
-    tmp_path: Path, receiver: Receiver
-) -> None:
-    log = Log(tmp_path, STEMS[1], max_nbytes=20_000)
-    said: list[str] = []
-    with running(tmp_path, receiver, said):
-        log.write(100)
-        receiver.wait_for(lambda: len(receiver.received.texts()) == 100)
-    log.write(500)  # over two rotations, while nobody ships
-    assert (tmp_path / f"{STEMS[1]}.log.2").exists()
-    with running(tmp_path, receiver, said) as end:
-        assert end()
-    log.check(receiver)
-    assert said == []
-
-
-def test_what_is_left_at_the_end_stays_for_the_next_one(tmp_path: Path, receiver: Receiver) -> None:
-    log = Log(tmp_path, STEMS[0])
-    log.write(20)
-    receiver.down()
-    loki = LokiClient(receiver.url)
-    said: list[str] = []
-    shipper = Shipper(Spool(tmp_path), loki.push, said.append)
-    asked = threading.Event()
-    asked.set()
-    assert not shipper.run(asked, 0.2)
-    assert shipper.spool.left_nbytes() == (tmp_path / f"{STEMS[0]}.log").stat().st_size
-    receiver.up()
-    assert Shipper(Spool(tmp_path), loki.push, pytest.fail).flush(DEADLINE_S)
-    loki.close()
-    log.check(receiver)
 
 
 @pytest.mark.parametrize("patient", [True, False])

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from smolcluster.observability.metrics import MetricRecord
-from smolcluster.observability.sinks.console import NO_WRAP, WRAP, ProgressView, fit
+from smolcluster.observability.sinks.console import NO_WRAP, WRAP, ProgressView
 from smolcluster.observability.terminal import SteadyConsole
 
 EVAL = MetricRecord("eval", 500, 2, {"val_loss": 0.3, "val_accuracy": 0.94})
@@ -112,14 +112,6 @@ def test_a_quiet_time_repeats_nothing() -> None:
     assert len(text(console).splitlines()) == 1
 
 
-def test_a_view_without_any_step_prints_nothing() -> None:
-    for console in (plain(), terminal()):
-        view = ProgressView(console)
-        view.tick()
-        view.close()
-        assert text(console) == ""
-
-
 def test_values_that_are_missing_are_left_out() -> None:
     console = plain()
     view = ProgressView(console)
@@ -136,17 +128,6 @@ def test_a_terminal_shows_one_bar_line_with_everything() -> None:
     show(view, step(674))
     assert bar(console).endswith(f" 50% {LINE.format(step=674, left='6.7 s')}")
     view.close()
-
-
-def test_a_terminal_is_redrawn_at_most_ten_times_a_second() -> None:
-    console, clock = terminal(), Clock()
-    view = ProgressView(console, clock=clock)
-    for number in range(1, 1001):
-        clock.now = number * 0.001
-        show(view, step(number))
-    drawn = text(console).count("epoch 3")
-    view.close()
-    assert 5 <= drawn <= 25
 
 
 def test_lines_are_printed_above_the_bar() -> None:
@@ -190,12 +171,6 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(num_seen: int) -> None:
         assert console.quiet
         view.print("line")
         view.close()
-
-
-def test_as_many_parts_as_fit_are_joined() -> None:
-    assert fit(["abc", "de", "f"], 8) == "abc · de"
-    assert fit(["abc", "de", "f"], 7) == "abc"
-    assert fit(["abc", "de"], 2) == ""
 
 
 def test_a_plain_line_says_how_much_is_done_of_how_much() -> None:

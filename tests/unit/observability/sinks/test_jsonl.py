@@ -9,7 +9,6 @@ from smolcluster.observability.sinks.jsonl import (
     JsonlSink,
     MetricLine,
     follow_metrics,
-    read_metrics,
 )
 
 STEP = MetricRecord("step", 512, 2, {"loss": 0.25, "grad_norm/fc1.weight": 1.5}, rank=0, node="pi")
@@ -43,7 +42,10 @@ def test_records_are_read_as_they_were_logged(tmp_path: Path) -> None:
         "loss": 0.25,
         "grad_norm/fc1.weight": 1.5,
     }
-    assert read_metrics(path) == [MetricLine(stamp, "a1", STEP), MetricLine(stamp, "a1", EVAL)]
+    assert follow_metrics(path).poll() == [
+        MetricLine(stamp, "a1", STEP),
+        MetricLine(stamp, "a1", EVAL),
+    ]
 
 
 def test_a_value_that_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_path: Path) -> None:
@@ -52,34 +54,7 @@ def test_a_value_that_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_pa
     sink.log(MetricRecord("step", 1, 0, {"loss": math.inf}))
     sink.close()
     assert json.loads(path.read_text())["loss"] is None
-    assert math.isnan(read_metrics(path)[0].record.values["loss"])
-
-
-def test_records_reach_the_file_within_a_second_also_in_a_quiet_time(tmp_path: Path) -> None:
-    clock = [0.0]
-    path = tmp_path / "metrics.jsonl"
-    follower = follow_metrics(path)
-    sink = JsonlSink(path, "a1", warn=no_warning, clock=lambda: clock[0])
-    sink.log(STEP)
-    assert follower.poll() == []
-    clock[0] = 1.0
-    sink.writer.tick()
-    assert [line.record for line in follower.poll()] == [STEP]
-    sink.close()
-    assert follower.poll() == []
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_a_full_disk_warns_once_and_at_the_end() -> None:
-    warnings: list[str] = []
-    clock = [0.0]
-    sink = JsonlSink(Path("/dev/full"), "a1", warn=warnings.append, clock=lambda: clock[0])
-    for _ in range(5):
-        sink.log(STEP)
-        clock[0] += 2.0
-    sink.close()
-    assert ["5 lines were lost" in each for each in warnings] == [False, True]
-    assert "No space left" in warnings[0]
+    assert math.isnan(follow_metrics(path).poll()[0].record.values["loss"])
 
 
 @pytest.mark.parametrize(
@@ -95,4 +70,4 @@ def test_a_full_disk_warns_once_and_at_the_end() -> None:
 def test_what_is_no_record_is_left_out(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(line + "\n")
-    assert read_metrics(path) == []
+    assert follow_metrics(path).poll() == []

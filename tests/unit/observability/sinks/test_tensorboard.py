@@ -61,18 +61,6 @@ def test_without_records_there_is_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_told_of_once(tmp_path: Path) -> None:
-    (tmp_path / "tensorboard").write_text("a file")
-    told: list[str] = []
-    sink = TensorBoardSink(tmp_path / "tensorboard", warn=told.append)
-    for _ in range(2):
-        sink.log(STEP)
-        sink.tick()
-    sink.close()
-    (line,) = told
-    assert line.startswith("TensorBoard gets no more values: ")
-
-
 def test_a_disk_that_fills_up_is_told_of_once_and_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

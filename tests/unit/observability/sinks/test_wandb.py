@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
@@ -462,33 +462,3 @@ def await_row(tmp_path: Path, row: dict[str, Any]) -> None:
     """Wait until W&B has these values."""
     file = tmp_path / "run" / "seen.txt"
     eventually(lambda: file.exists() and json.dumps(row) in seen(tmp_path))
-
-
-def test_the_child_is_written_to_twice_a_second_at_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before each write it waits for half a second, or until the sink is closed."""
-    done: list[str | float | None] = []
-    write, wait = wandb_module._write, threading.Event.wait
-
-    def note_write(pipe: IO[bytes], lines: bytes) -> None:
-        done.append("write")
-        write(pipe, lines)
-
-    def note_wait(event: threading.Event, timeout: float | None = None) -> bool:
-        if event is sink._closing:
-            done.append(timeout)
-        return wait(event, timeout)
-
-    monkeypatch.setattr(wandb_module, "_write", note_write)
-    sink = wandb_sink(tmp_path, with_fake(tmp_path), [])
-    monkeypatch.setattr(threading.Event, "wait", note_wait)
-    for number in range(1, 1000):
-        sink.log(step(number))
-        if number == 500:
-            eventually(lambda: done.count("write") > 2)
-    sink.close()
-    steps = [json.loads(line)["step"] for line in seen(tmp_path)[1:-1]]
-    assert steps == list(range(1, 1000))
-    writes = [place for place, each in enumerate(done) if each == "write"][2:]
-    assert all(done[place - 1] == 0.5 for place in writes)

@@ -14,7 +14,7 @@ from smolcluster.runs.status import STOPPED, RunStatus
 
 READERS = re.compile(
     r"\b(read_status|read_events|parse_event|first_start"
-    r"|read_metrics|follow_metrics|parse_metric|SeriesReader)\b"
+    r"|follow_metrics|parse_metric|SeriesReader)\b"
 )
 ROOMS = ("runs/", "observability/view/", "observability/sinks/jsonl.py")
 
