@@ -48,16 +48,15 @@ class OldKey:
         return f"{self.now}: {self.on}" if self.on else self.now
 
 
-def _servers_by_shares(values: Values, told: Any) -> None:
+def _servers_by_shares(values: Values, told: Any) -> Values:
     """Shares stood in a list of their own, in the order of `servers`."""
     servers = values.get("servers") or [values.get("server")]
     if not isinstance(servers, list | dict) or (told and len(told) != len(servers)):
         problem = f"must have one share for each of servers, {len(servers)}"
         raise SettingError((STORE_SHARES,), told, problem)
     if told and len(servers) > 1:
-        values["servers"] = dict(zip(servers, told, strict=True))
-    elif isinstance(servers, dict):
-        values["servers"] = list(servers)
+        return {"servers": dict(zip(servers, told, strict=True))}
+    return {"servers": list(servers)} if isinstance(servers, dict) else {}
 
 
 _SHARE = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -83,8 +82,8 @@ OLD_KEYS: Mapping[str, OldKey] = MappingProxyType(
 TOP_LEVEL = tuple(name for name in OLD_KEYS if "." not in name)
 
 
-def read_old_key(values: Values, name: str, told: Any, source: str) -> None:
-    """Put what an old key says into the mapping in which it, or its section, stood.
+def read_old_key(values: Values, name: str, told: Any, source: str) -> Values:
+    """What an old key says in today's words, in the mapping in which it, or its section, stands.
 
     Raises:
         SettingError: it holds what it may not, or contradicts today's key.
@@ -97,19 +96,17 @@ def read_old_key(values: Values, name: str, told: Any, source: str) -> None:
         raise SettingError((name,), told, allowed=allowed) from None
     is_on, before = told is not None and told is not False, values.get(key.now)
     if name == STORE_SHARES:
-        _servers_by_shares(values, told)
-    elif not key.has_effect:
+        return _servers_by_shares(values, told)
+    if not key.has_effect:
         if told not in (None, key.default):
             _say_once(f"{source}: {name} is {show(told)}, which has no effect any more: {key.now}")
-    elif is_on and key.must_agree and before not in (None, key.on):
-        problem = (
-            f"which means {key.instead}, but {key.now} is {show(before)}; set one of them to null"
-        )
+        return {}
+    if is_on and key.must_agree and before not in (None, key.on):
+        problem = f"which means {key.instead}, but {key.now} is {show(before)}; the two must agree"
         raise SettingError((name,), told, problem)
-    elif is_on:
-        values[key.now] = key.on or told
-    elif before == key.on:
-        values[key.now] = key.off
+    if is_on:
+        return {key.now: key.on or told}
+    return {key.now: key.off} if key.on and before == key.on else {}
 
 
 @cache
@@ -140,7 +137,7 @@ def read_old_keys(content: Values, source: str) -> None:
             told = section.pop(last)
             try:
                 if told is not None and told is not False and told != key.default:
-                    read_old_key(values, name, told, source)
+                    values.update(read_old_key(values, name, told, source))
             except SettingError as error:
                 raise error.placed((*place, *name.split(".")), source) from None
 

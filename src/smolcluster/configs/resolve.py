@@ -84,16 +84,14 @@ class Draft(Generic[S]):
         old = name if not path or path[-1] == "stages" else ".".join((*path, name))
         if old in OLD_KEYS and path and "." in old:  # it says something beside its section
             target, path = self.values, ()
-        before = dict(target)
+        said = {name: assignment.value}
         if old in OLD_KEYS:
             try:
-                read_old_key(target, old, assignment.value, assignment.origin)
+                said = read_old_key(target, old, assignment.value, assignment.origin)
             except SettingError as error:
                 raise error.placed(assignment.written, assignment.origin) from None
-        else:
-            target[name] = assignment.value
-            before.pop(name, None)
-        for each in target.keys() - {key for key in before if before[key] is target[key]}:
+        target.update(said)
+        for each in said:
             self.told[(*path, each)] = (assignment.written, assignment.origin)
 
     def check(self, fits: Callable[[S], object] = lambda _: None) -> S:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.view.curves import (
@@ -88,14 +88,6 @@ COLUMN_PX, COLUMN_HEIGHT_PX = 233, 660
 """A column on a page: the width of a share, and its height."""
 
 
-class Column(NamedTuple):
-    """Panels one below another: their metrics, and their share of the width."""
-
-    names: Sequence[str]
-    share: int
-    has_legend: bool
-
-
 _DRAWING = threading.Lock()
 """matplotlib is not made for several threads: runs of one process are drawn one after another."""
 
@@ -126,7 +118,7 @@ def svg_of(runs: Sequence[Curves]) -> str:
         return ""
     makes: list[Callable[[], Figure]] = [lambda: figure_of_runs(runs)]
     if len(runs) == 1:
-        makes = [partial(_figure_of_column, runs[0], column) for column in _columns(runs[0])]
+        makes = [partial(_figure_of_column, runs[0], place) for place in range(len(runs[0].panels))]
     return "".join(_for_a_page(make, runs[0].title) for make in makes)
 
 
@@ -191,33 +183,25 @@ def figure_of(curves: Curves) -> "Figure":
     """The picture, not yet rendered; one thread at a time."""
     figure = _empty()
     figure.suptitle(curves.title, fontsize=14, color=INK, parse_math=False)
-    columns = _columns(curves)
-    grid = figure.add_gridspec(1, len(columns), width_ratios=SHARES[: len(columns)], wspace=0.04)
-    for place, column in enumerate(columns):
-        _fill(figure, grid[0, place], curves, column)
+    shares = SHARES[: len(curves.panels)]
+    grid = figure.add_gridspec(1, len(shares), width_ratios=shares, wspace=0.04)
+    for place in range(len(shares)):
+        _fill(figure, grid[0, place], curves, place)
     return figure
 
 
-def _figure_of_column(curves: Curves, column: Column) -> "Figure":
+def _figure_of_column(curves: Curves, place: int) -> "Figure":
     """One column of panels alone."""
-    figure = _empty(COLUMN_PX * column.share, COLUMN_HEIGHT_PX)
-    _fill(figure, figure.add_gridspec(1, 1)[0, 0], curves, column)
+    figure = _empty(COLUMN_PX * SHARES[place], COLUMN_HEIGHT_PX)
+    _fill(figure, figure.add_gridspec(1, 1)[0, 0], curves, place)
     return figure
 
 
-def _columns(curves: Curves) -> list[Column]:
-    found = [names for names in curves.panels if names]
-    return [
-        Column(names, share, has_legend=place == 0)
-        for place, (names, share) in enumerate(zip(found, SHARES, strict=False))
-    ]
-
-
-def _fill(figure: "Figure", place: "SubplotSpec", curves: Curves, column: Column) -> None:
-    """Draw the panels of a column, one below another."""
-    names, end = column.names, _end([curves])
+def _fill(figure: "Figure", spot: "SubplotSpec", curves: Curves, place: int) -> None:
+    """Draw the panels of a column, one below another; the first column has the legend."""
+    names, end = curves.panels[place], _end([curves])
     heights = [2 if name == "loss" else 1 for name in names]
-    rows = place.subgridspec(len(names), 1, height_ratios=heights)
+    rows = spot.subgridspec(len(names), 1, height_ratios=heights)
     for row, name in enumerate(names):
         axes = figure.add_subplot(rows[row, 0])
         _furnish(axes, name, end, is_lowest=row == len(names) - 1)
@@ -227,7 +211,7 @@ def _fill(figure: "Figure", place: "SubplotSpec", curves: Curves, column: Column
             ticks = _thinned(curves.saved)
             bottom = axes.get_xaxis_transform()
             axes.vlines(ticks, 0, 0.035, GREY, transform=bottom, label="checkpoint")
-        if row == 0 and column.has_legend:
+        if row == place == 0:
             _add_legend(axes)
 
 

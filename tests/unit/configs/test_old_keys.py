@@ -81,6 +81,7 @@ CHECKPOINTING = "activation_checkpointing"
         ("checkpoint_steps", {"pipeline": {"redundancy": 5}, "checkpoint_steps": 50}, [], 5),
         ("checkpoint_steps", {"redundancy": None, "checkpoint_steps": 50}, [], 50),
         ("checkpoint_steps", {"checkpoint_steps": 50}, ["redundancy=null"], 50),
+        ("checkpoint_steps", {}, ["redundancy=null"], 200),
         ("checkpoint_steps", {"checkpoint_steps": 50}, ["pipeline.redundancy=5"], 5),
         ("restarts", {"kubernetes": {"retries": 5}}, [], 5),
         ("restarts", {"kubernetes": {"retries": 3}, "restarts": 0}, [], 0),

@@ -75,7 +75,13 @@ def compare(
     views = [read_view(run) for run in dict.fromkeys(runs)]
     compared = comparison_of(views)
     if as_json:
-        _print_json(compared)
+        settings = {
+            key: [None if value == UNKNOWN else value for value in row]
+            for key, row in compared.settings.items()
+        }
+        runs_told = [run.model_dump() for run in compared.runs]
+        problems = list(compared.problems)
+        write_json({"runs": runs_told, "settings": settings, "problems": problems})
     else:
         with steady(console):
             console.print(table(console, compared))
@@ -119,18 +125,6 @@ def comparison_of(views: Sequence[View]) -> Comparison:
         {key: [value or UNKNOWN for value in row] for key, row in settings.items()},
         problems,
     )
-
-
-def _print_json(compared: Comparison) -> None:
-    document = {
-        "runs": [run.model_dump() for run in compared.runs],
-        "settings": {
-            key: [None if value == UNKNOWN else value for value in row]
-            for key, row in compared.settings.items()
-        },
-        "problems": list(compared.problems),
-    }
-    write_json(document)
 
 
 def table(console: Console, compared: Comparison) -> Table:

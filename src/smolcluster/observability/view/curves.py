@@ -64,10 +64,10 @@ class Curves:
     single: Points = field(default_factory=lambda: Points([], []))
 
     @property
-    def panels(self) -> tuple[list[str], list[str]]:
-        """The metrics that have a panel, of the left and of the right column, from the top."""
+    def panels(self) -> list[list[str]]:
+        """The metrics that have a panel, column by column from the left, each from the top."""
         left, right = ([name for name in column if name in self.series] for column in (LEFT, RIGHT))
-        return left + own_metrics([self]), right
+        return [names for names in (left + own_metrics([self]), right) if names]
 
 
 def own_metrics(runs: Sequence[Curves]) -> list[str]:

@@ -100,7 +100,11 @@ def read_logs(
     for title, path in files:
         for line in _look_through(path, title, offsets.get(title, 0.0), logs):
             (serious if line.level in SERIOUS else warnings).append(line)
-    end = _good_end(events)
+    last = events[-1] if events else None
+    ended = last.event if last else None
+    # What processes warn of when a run ends as it should, or because it was asked to, is that end.
+    is_good = isinstance(ended, RunEnded) and (ended.ok or ended.reason == STOPPED)
+    end = seconds_of(last.ts, math.inf) if last and is_good else math.inf
     early = [line for line in warnings if line.seconds < end - SAME_S]
     trouble = _first(serious, events) or _first_warning(early)
     if trouble is not None:
@@ -173,18 +177,6 @@ def _first(serious: Sequence[LogLine], events: Sequence[EventRecord]) -> FirstEr
                 if not serious:
                     found.append(FirstError(reason, moment))
     return min(found, key=lambda trouble: trouble.seconds, default=None)
-
-
-def _good_end(events: Sequence[EventRecord]) -> float:
-    """When the run ended as it should or because it was asked to, seconds since 1970; infinity if it did not.
-
-    What processes warn of then is that end.
-    """
-    last = events[-1] if events else None
-    match last and last.event:
-        case RunEnded(ok=ok, reason=reason) if last and (ok or reason == STOPPED):
-            return seconds_of(last.ts, math.inf)
-    return math.inf
 
 
 def _first_warning(warnings: Sequence[LogLine]) -> FirstError | None:

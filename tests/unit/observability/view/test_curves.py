@@ -77,7 +77,7 @@ def curves_from(*records: MetricRecord, events: Sequence[EventRecord] = ()) -> C
 def test_a_run_gets_the_panels_that_it_has_values_for(
     records: list[MetricRecord], left: list[str], right: list[str]
 ) -> None:
-    assert curves_from(*records).panels == (left, right)
+    assert curves_from(*records).panels == [names for names in (left, right) if names]
 
 
 def test_the_title_says_what_was_trained() -> None:
