@@ -44,7 +44,7 @@ class InstructionLog:
             each = span.instruction
             told = {"op": each.op.value, "microbatch": each.microbatch, "stage": each.stage}
             times = {"start_s": self._wall + span.start_s, "end_s": self._wall + span.end_s}
-            self._lines.write({"step": step, **self._rank, **told, **times})
+            self._lines.append({"step": step, **self._rank, **told, **times})
 
         return note
 

@@ -305,7 +305,7 @@ class _FileHandler(logging.Handler):
             **self._labels,
             "run": self._run_id,
         }
-        writer.write(
+        writer.append(
             head
             | {(name if name not in head else f"{name}_"): value for name, value in line.items()}
         )

@@ -30,8 +30,8 @@ class SpanLine(BaseModel):
     spans: list[tuple[int, int, int]]
 
 
-class SpanLog:
-    """Appends spans to a run's file, by way of `writer`; safe to use from several threads."""
+class SpanLog(LineWriter):
+    """Appends spans to a run's file; safe to use from several threads."""
 
     def __init__(
         self,
@@ -40,8 +40,7 @@ class SpanLog:
         warn: Callable[[str], None],
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._now = now
-        self.writer = LineWriter(path, warn=warn, max_nbytes=MAX_NBYTES)
+        super().__init__(path, warn=warn, now=now, max_nbytes=MAX_NBYTES)
 
     def write(
         self,
@@ -57,7 +56,7 @@ class SpanLog:
             line: dict[str, Any] = {"ts": utc_timestamp(self._now()), "role": role, "node": node}
             if rank is not None:
                 line["rank"] = rank
-            self.writer.write(line | {"at": report.spans_at - ahead_s, "spans": report.spans})
+            self.append(line | {"at": report.spans_at - ahead_s, "spans": report.spans})
 
 
 def read_spans(path: Path) -> Iterator[SpanLine]:

@@ -260,7 +260,7 @@ class EventLog(StampedLog):
         self._on_event = on_event
 
     def write(self, event: Event) -> None:
-        self.append(kind_of(type(event)), event.model_dump())
+        self.stamp(kind_of(type(event)), event.model_dump())
         self._on_event(event)
 
 

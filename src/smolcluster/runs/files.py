@@ -150,7 +150,7 @@ class LineWriter:
         self._writing = threading.Lock()
         """Guards what follows `_keeping`."""
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: Mapping[str, Any]) -> None:
         """Append one record; never raises for the file's sake."""
         line = json_line(record)
         with self._keeping:
@@ -279,11 +279,8 @@ class LineWriter:
         return nbytes > 0 and nbytes + num_more > self._max_nbytes
 
 
-class StampedLog:
-    """Appends records to a file, each with its time, its kind and its run's incarnation; any thread.
-
-    `writer` is what writes the file.
-    """
+class StampedLog(LineWriter):
+    """Appends records to a file, each with its time, its kind and its run's incarnation; any thread."""
 
     def __init__(
         self,
@@ -292,23 +289,13 @@ class StampedLog:
         *,
         warn: Callable[[str], None],
         now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(path, warn=warn, now=now)
         self._incarnation = incarnation
-        self._now = now
-        self.writer = LineWriter(path, warn=warn, clock=clock)
 
-    def append(self, kind: str, values: Mapping[str, Any]) -> None:
+    def stamp(self, kind: str, values: Mapping[str, Any]) -> None:
         stamp = {"ts": utc_timestamp(self._now()), "kind": kind, "incarnation": self._incarnation}
-        self.writer.write({**stamp, **values})
-
-    def flush(self) -> None:
-        """Write what has been kept back."""
-        self.writer.flush()
-
-    def close(self) -> None:
-        """Flush and close."""
-        self.writer.close()
+        self.append({**stamp, **values})
 
 
 def is_full(problem: BaseException | None) -> bool:

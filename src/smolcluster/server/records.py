@@ -113,7 +113,7 @@ def open_records(
     metrics = Metrics(sinks)
     with ExitStack() as closing:
         closing.callback(metrics.close)
-        writers = (lines.writer, events.writer, spans.writer)
+        writers = (lines, events, spans)
         others: list[SeriesFile | TensorBoardSink] = [series, *boards]
         closing.enter_context(_written_beside(writers, others, status, log.logger))
         yield Records(metrics, events, incarnation, status, spans, paths.root)

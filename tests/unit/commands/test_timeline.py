@@ -67,7 +67,7 @@ def taken(paths: RunPaths, timeline: Timeline, num_steps: int, *, lost: Sequence
             ahead_s = 100.0 * worker
             report = telemetry(spans_at=5000.0 + ahead_s, spans=told)
             log.write("worker", report, ahead_s=ahead_s, node=node, rank=worker)
-    log.writer.close()
+    log.close()
 
 
 def place(span: Span) -> int:

@@ -42,7 +42,7 @@ def test_all_processes_are_on_the_owners_clock(paths: RunPaths, log: SpanLog) ->
     log.write("server", telemetry(spans_at=1000.0, spans=steps(4)), node="mini1")
     ahead = telemetry(spans_at=1000.0005 + 77.0, spans=steps(4))
     log.write("worker", ahead, ahead_s=77.0, rank=0, node="mini2")
-    log.writer.close()
+    log.close()
     assert write_trace(paths, 20, paths.trace) == 4
     names = {
         event["pid"]: event["args"]["name"]
@@ -63,7 +63,7 @@ def test_only_the_newest_steps_are_shown_with_what_lies_beside_them(
 ) -> None:
     log.write("server", telemetry(spans_at=1000.0, spans=steps(10)), node="a")
     log.write("worker", telemetry(spans_at=1000.0, spans=steps(10)), rank=0, node="b")
-    log.writer.close()
+    log.close()
     assert write_trace(paths, 3, paths.trace) == 3
     shown = [event for event in events(paths.trace) if event["ph"] == "X"]
     assert {(event["pid"], event["name"]) for event in shown} == {
@@ -100,7 +100,7 @@ def test_a_run_that_was_resumed_on_another_machine_is_that_machines(
 ) -> None:
     log.write("server", telemetry(spans_at=1000.0, spans=steps(10)), node="mini1")
     log.write("server", telemetry(spans_at=2000.0, spans=steps(4)), node="mini2")
-    log.writer.close()
+    log.close()
     assert write_trace(paths, 20, paths.trace) == 4
     [name] = [each for each in events(paths.trace) if each["name"] == "process_name"]
     assert name["args"]["name"] == "server mini2"
@@ -127,16 +127,16 @@ def test_old_parts_of_the_file_are_read_first_and_rubbish_is_left_out(
     paths: RunPaths, log: SpanLog
 ) -> None:
     log.write("server", telemetry(spans_at=5.0, spans=steps(1)), node="a")
-    log.writer.close()
+    log.close()
     paths.spans.rename(rotations(paths.spans)[1])
     paths.spans.write_bytes(b'{"role":"server"}\nnonsense\n[1]\n{"role":"server","node":"a","at":7')
     later = SpanLog(paths.spans, warn=pytest.fail)
     later.write("server", telemetry(spans_at=6.0, spans=steps(1)), node="a")
-    later.writer.close()
+    later.close()
     assert [line.at for line in read_spans(paths.spans)] == [5.0, 6.0]
 
 
 def test_a_report_without_spans_leaves_none(paths: RunPaths, log: SpanLog) -> None:
     log.write("server", telemetry(), node="a")
-    log.writer.close()
+    log.close()
     assert not paths.spans.exists()

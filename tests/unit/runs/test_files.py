@@ -47,7 +47,7 @@ def test_lines_reach_the_file_a_second_later(tmp_path: Path) -> None:
     clock = Clock()
     path = tmp_path / "lines.jsonl"
     writer = LineWriter(path, warn=pytest.fail, clock=clock)
-    writer.write({"n": 1})
+    writer.append({"n": 1})
     clock.now = 0.9
     writer.tick()
     assert follower(path).poll() == []
@@ -61,9 +61,9 @@ def test_a_writer_appends_and_closing_flushes(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     for n in (1, 2):
         writer = LineWriter(path, warn=pytest.fail)
-        writer.write({"n": n})
+        writer.append({"n": n})
         writer.close()
-        writer.write({"n": "too late"})
+        writer.append({"n": "too late"})
         writer.flush()
     assert follower(path).poll() == [{"n": 1}, {"n": 2}]
 
@@ -74,7 +74,7 @@ def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
 
     def write(thread: int) -> None:
         for n in range(200):
-            writer.write({"thread": thread, "n": n})
+            writer.append({"thread": thread, "n": n})
             writer.flush()
 
     threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
@@ -122,7 +122,7 @@ def test_a_full_disk_costs_no_line_and_tears_none(tmp_path: Path, disk: Disk, ro
     writer = LineWriter(path, warn=warnings.append, clock=clock)
     disk.room = room
     for n in range(100):
-        writer.write({"n": n})
+        writer.append({"n": n})
         writer.flush()
     assert ["No space left on device" in each for each in warnings] == [True]
     disk.room = 1 << 30
@@ -141,7 +141,7 @@ def test_of_a_disk_that_stays_full_the_newest_lines_are_kept_and_the_lost_are_to
     writer = LineWriter(path, warn=warnings.append, clock=clock, now=lambda: next(moments))
     disk.room = 12
     for n in range(10, 40):
-        writer.write({"n": n})
+        writer.append({"n": n})
         writer.flush()
     disk.room = 1 << 30
     clock.now += 1.0
@@ -163,13 +163,13 @@ def test_a_disk_that_hangs_costs_the_oldest_lines_and_no_memory(
     path, warnings = tmp_path / "pipe", list[str]()
     os.mkfifo(path)
     writer = LineWriter(path, warn=warnings.append)
-    writer.write({"n": 0})
+    writer.append({"n": 0})
     hanging = threading.Thread(target=writer.flush)
     hanging.start()
     while writer._kept:
         time.sleep(0.001)
     for n in range(100, 200):
-        writer.write({"n": n})
+        writer.append({"n": n})
     with path.open("rb") as reader:
         hanging.join(DEADLINE_S)
         writer.close()
@@ -186,13 +186,13 @@ def test_closing_waits_for_space_and_says_what_is_lost_without(tmp_path: Path, d
         disk.room = 1 << 30
 
     writer = LineWriter(tmp_path / "x.jsonl", warn=free)
-    writer.write({"n": 1})
+    writer.append({"n": 1})
     writer.close(30.0)
     assert follower(tmp_path / "x.jsonl").poll() == [{"n": 1}]
 
     disk.room, warnings = 0, list[str]()
     writer = LineWriter(tmp_path / "y.jsonl", warn=warnings.append)
-    writer.write({"n": 1})
+    writer.append({"n": 1})
     writer.close()
     writer.close()
     assert len(warnings) == 2
@@ -205,7 +205,7 @@ def test_a_folder_that_is_missing_is_not_waited_for_at_the_end_but_may_come_back
     clock, warnings = Clock(), list[str]()
     path = tmp_path / "no" / "x.jsonl"
     writer = LineWriter(path, warn=warnings.append, clock=clock)
-    writer.write({"n": 1})
+    writer.append({"n": 1})
     writer.flush()
     path.parent.mkdir()
     clock.now += 1.0
@@ -214,7 +214,7 @@ def test_a_folder_that_is_missing_is_not_waited_for_at_the_end_but_may_come_back
     writer.close()
     shutil.rmtree(path.parent)
     lost = LineWriter(path, warn=warnings.append)
-    lost.write({"n": 2})
+    lost.append({"n": 2})
     lost.close(3600.0)
     assert ["No such file" in each for each in warnings] == [True, False, True, True]
 
@@ -223,7 +223,7 @@ def test_after_a_crash_the_next_record_begins_on_its_own_line(tmp_path: Path) ->
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"n": 1}\n{"n": 2, "ha')
     writer = LineWriter(path, warn=pytest.fail)
-    writer.write({"n": 3})
+    writer.append({"n": 3})
     writer.close()
     assert follower(path).poll() == [{"n": 1}, {"n": 3}]
 
@@ -292,7 +292,7 @@ def test_a_file_that_grows_too_large_is_rotated_and_no_line_is_lost(tmp_path: Pa
     path = tmp_path / "x.log"
     writer = LineWriter(path, warn=pytest.fail, max_nbytes=100)
     for n in range(40):
-        writer.write({"n": n})
+        writer.append({"n": n})
         writer.flush()
     writer.close()
     newest, *old = rotations(path)
@@ -301,7 +301,7 @@ def test_a_file_that_grows_too_large_is_rotated_and_no_line_is_lost(tmp_path: Pa
     records = [record for file in (*reversed(old), newest) for record in follower(file).poll()]
     assert records == [{"n": n} for n in range(records[0]["n"], 40)]
     again = LineWriter(path, warn=pytest.fail, max_nbytes=100)
-    again.write({"n": "x" * 1000})
+    again.append({"n": "x" * 1000})
     again.flush()
     again.close()
     assert follower(path).poll() == [{"n": "x" * 1000}]
@@ -312,7 +312,7 @@ def test_a_file_without_a_limit_is_never_rotated(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     writer = LineWriter(path, warn=pytest.fail)
     for _ in range(100):
-        writer.write({"n": "x" * 1000})
+        writer.append({"n": "x" * 1000})
         writer.flush()
     writer.close()
     assert list(tmp_path.iterdir()) == [path]

@@ -25,7 +25,7 @@ class JsonlSink(StampedLog):
             values["rank"] = record.rank
         if record.node is not None:
             values["node"] = record.node
-        self.append(record.kind, values | dict(record.values))
+        self.stamp(record.kind, values | dict(record.values))
 
 
 @dataclass(frozen=True)

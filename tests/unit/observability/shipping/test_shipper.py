@@ -50,7 +50,7 @@ class Log:
             ts = utc_timestamp(START_S + self.count // 10 / 1000)
             level = ("INFO", "WARNING")[self.count % 7 == 0]
             message = f"line {self.count}"
-            writer.write({"ts": ts, "level": level, "message": message})
+            writer.append({"ts": ts, "level": level, "message": message})
             writer.flush()
             self.count += 1
         writer.close()
