@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from processes import Child, Processes
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import SmolclusterError
-from smolcluster.observability.sinks.jsonl import MetricLine, read_metrics
+from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
 from smolcluster.runs.events import EventRecord
 from smolcluster.runs.paths import RunPaths, find_run
 
@@ -111,7 +111,7 @@ class Cluster(Processes):
 
 def steps_of(run: RunPaths, after_s: float = 0.0) -> list[MetricLine]:
     """The metric lines of all steps that were taken after that time."""
-    lines = (line for line in read_metrics(run.metrics) if line.record.kind == "step")
+    lines = (line for line in follow_metrics(run.metrics).poll() if line.record.kind == "step")
     return [line for line in lines if seconds_of(line) > after_s]
 
 

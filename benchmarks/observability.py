@@ -30,13 +30,13 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.observed import metrics_served
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import Settings
-from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import Metrics
 from smolcluster.observability.sinks.wandb import NUM_STEPS_FIRST, STEP_EVERY_S
 from smolcluster.observability.spans import MAX_NBYTES
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.files import NUM_OLD_FILES
+from smolcluster.runs.launched import Process
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.server.process_stats import KEPT_EVERY_S, ProcessStats
 from smolcluster.server.records import Records, open_records
@@ -78,7 +78,7 @@ def observed(
         open_records(paths, run, role="trainer", node="here", log=log, progress=None) as records,
         metrics_served(
             settings,
-            ProcessLabels("trainer", "here"),
+            Process(role="trainer", node="here"),
             training.replica.meter,
             log.logger,
             run_id=lambda: RUN_ID,

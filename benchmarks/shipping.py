@@ -82,7 +82,7 @@ def write(folder: Path, num_lines: int, over_s: float) -> None:
         time.sleep(max(0.0, start + over_s * n / num_lines - time.monotonic()))
         ts = utc_timestamp(time.time())
         log = logs[n % len(logs)]
-        log.write({"ts": ts, "level": "INFO", "message": str(n)})
+        log.append({"ts": ts, "level": "INFO", "message": str(n)})
         log.flush()
     for log in logs:
         log.close()

@@ -308,7 +308,7 @@ def test_everything_tells_one_story_of_a_worker_that_is_killed(
 
     view = View(files_here(run))
     told = view.events()["events"]
-    view.close()
+    view.files.close()
     [end] = [event for event in told if event["kind"] == "worker_lost"]
     assert (end["rank"], end["node"]) == (1, lost.node)
     trouble = read_view(run).logs().trouble
