@@ -358,8 +358,8 @@ class SeriesReader:
         self._paths = paths
         self._read_at: tuple[int, int] | None = None
         self.version = 0
-        self.series = Series()
-        self._tail = Tail(paths.metrics)
+        self._tail = Tail(paths.metrics, on_restart=self._begin)
+        self._begin()
         self._load()
 
     @property
@@ -371,15 +371,15 @@ class SeriesReader:
         """Take what is new, a piece of the file at most; whether there was something."""
         if not self._paths.metrics.is_file():
             return self._load()
-        offset = self._tail.offset
         lines = self._tail.poll()
-        if self._tail.offset < offset:  # it is another file
-            self.series = Series()
-            self.version += 1
         for entry in json_objects(line.data for line in lines):
             self.series.take(entry)
             self.version += 1
         return bool(lines)
+
+    def _begin(self) -> None:
+        self.series = Series()
+        self.version += 1
 
     def poll_all(self) -> Series:
         """All that there is now."""

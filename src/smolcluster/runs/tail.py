@@ -1,6 +1,7 @@
 """Whole lines of a file that grows, a bounded piece at a time."""
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -24,17 +25,25 @@ class Tail:
     """
 
     def __init__(
-        self, path: Path, offset: int = 0, max_piece_nbytes: int = MAX_PIECE_NBYTES
+        self,
+        path: Path,
+        offset: int = 0,
+        max_piece_nbytes: int = MAX_PIECE_NBYTES,
+        on_restart: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_restart`: called when it is another file, which is read from its beginning."""
         self.path = path
         self.offset = offset
         self._max_nbytes = max_piece_nbytes
+        self._on_restart = on_restart
         self._is_inside = False
 
     @classmethod
-    def newest(cls, path: Path, nbytes: int) -> "Tail":
+    def newest(
+        cls, path: Path, nbytes: int, on_restart: Callable[[], None] = lambda: None
+    ) -> "Tail":
         """One that begins with the first line that begins within the file's last bytes."""
-        tail = cls(path)
+        tail = cls(path, on_restart=on_restart)
         with suppress(OSError):
             tail.offset = max(0, path.stat().st_size - nbytes)
         tail._is_inside = tail.offset > 0
@@ -65,6 +74,7 @@ class Tail:
             with self.path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self.offset:
                     self.offset, self._is_inside = 0, False
+                    self._on_restart()
                 file.seek(self.offset)
                 return file.read(self._max_nbytes)
         except OSError:

@@ -67,11 +67,15 @@ class Story:
 
     def __init__(self, path: Path, newest_nbytes: int | None = None) -> None:
         """Begin with the file, or with so many of its newest bytes."""
-        self._tail = Tail(path) if newest_nbytes is None else Tail.newest(path, newest_nbytes)
+        if newest_nbytes is None:
+            self._tail = Tail(path, on_restart=self._begin)
+        else:
+            self._tail = Tail.newest(path, newest_nbytes, on_restart=self._begin)
         self.version = 0
-        self._forget()
+        self._begin()
 
-    def _forget(self) -> None:
+    def _begin(self) -> None:
+        self.version += 1
         self.started: RunStarted | None = None
         self.counts: Counter[str] = Counter()
         self.events: list[EventRecord] = []
@@ -82,11 +86,7 @@ class Story:
 
     def poll(self) -> bool:
         """Take what is new, a piece of the file at most; whether there was something."""
-        offset = self._tail.offset
         lines = self._tail.poll()
-        if self._tail.offset < offset:  # it is another file
-            self.version += 1
-            self._forget()
         for record in records_of(line.data for line in lines):
             self.take(record)
         return bool(lines)
