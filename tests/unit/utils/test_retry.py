@@ -5,18 +5,11 @@ import random
 import pytest
 
 from smolcluster.utils.retry import Deadline, backoff_delays
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from waiting import Clock
 
 
 def test_a_deadline_counts_down_to_zero_and_stays_there() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     deadline = Deadline(5.0, clock)
     clock.now += 3.0
     assert (deadline.remaining(), deadline.expired) == (2.0, False)

@@ -99,13 +99,6 @@ def test_without_the_token_nothing_of_a_run_is_told(tmp_path: Path, path: str) -
     assert "edp-1" not in answer.text
 
 
-@pytest.mark.parametrize("path", ["/?token=", "/api/runs?token="])
-def test_a_token_in_the_address_opens_nothing(tmp_path: Path, path: str) -> None:
-    client = client_of(tmp_path)
-    client.get(path + TOKEN)
-    assert client.get("/api/runs").status_code == 401
-
-
 def test_other_names_and_other_pages_get_nothing(client: TestClient) -> None:
     strangers = ({"host": "evil.org:8265"}, {"origin": "http://evil.org"})
     for path, headers in product(("/api/runs", CHAT), strangers):

@@ -7,20 +7,13 @@ from rich.console import Console
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.console import NO_WRAP, WRAP, ProgressView
 from smolcluster.observability.terminal import SteadyConsole
+from waiting import Clock
 
 EVAL = MetricRecord("eval", 500, 2, {"val_loss": 0.3, "val_accuracy": 0.94})
 LINE = (
     "epoch 3/30 · step {step} · loss 0.213 · acc 0.940 · {left} left · 3,200 samples/s now · staleness 1.8"
     " · 4.1 MB/s"
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def step(number: int) -> MetricRecord:
