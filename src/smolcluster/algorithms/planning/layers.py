@@ -17,7 +17,6 @@ from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
 from smolcluster.training.schedules.simulation import Boundary, Costs, Timeline, simulate
 from smolcluster.training.schedules.validation import graphs_by_stage, peak_by_stage
-from smolcluster.utils.words import hint_at
 
 NUM_SIMULATED = 12
 """Cuts, the best by the objective, among which the simulation decides."""
@@ -406,63 +405,3 @@ def in_words(plan: LayerPlan) -> str:
         f"step {milliseconds(plan.step_s)} with {plan.num_microbatches} microbatches and schedule "
         f"{plan.schedule}, bubble {plan.bubble:.0%}, bottleneck: {plan.bottleneck}"
     )
-
-
-def check_ranges(
-    shard_plan: Mapping[str, Sequence[tuple[int, int]]], num_layers: int, nodes: Sequence[str]
-) -> list[tuple[str, int, int]]:
-    """The stages `(node, start, end)` of a plan made by hand, in the order of the layers.
-
-    Args:
-        shard_plan: the ranges `[start, end)` of each node.
-        num_layers: of the model.
-        nodes: of the cluster file.
-
-    Raises:
-        ConfigError: a node is unknown, or ranges are empty, reversed, overlap, leave a gap, or are too many.
-    """
-    for node in shard_plan:
-        if node not in nodes:
-            known = ", ".join(nodes)
-            raise ConfigError(
-                f"shard_plan names {node!r}, which is none of {known}{hint_at(node, nodes)}"
-            )
-    stages = [(node, *each) for node, ranges in shard_plan.items() for each in ranges]
-    if len(stages) > num_layers:
-        raise ConfigError(
-            f"shard_plan has {len(stages)} stages and the model {num_layers} layers: leave out "
-            f"{len(stages) - num_layers} or more"
-        )
-    for node, start, end in stages:
-        if start >= end:
-            word = "empty" if start == end else "reversed"
-            raise ConfigError(
-                f"shard_plan: {node}: [{start}, {end}] is {word}: end must exceed start"
-            )
-    stages.sort(key=lambda each: each[1:])
-    _check_cover(stages, num_layers)
-    return stages
-
-
-def _check_cover(stages: Sequence[tuple[str, int, int]], num_layers: int) -> None:
-    """Refuse what is not each layer once."""
-    reached, before = 0, ""
-    for node, start, end in stages:
-        if start < reached:
-            raise ConfigError(
-                f"shard_plan: {before or node} and {node} overlap at layer {start}: "
-                f"begin {node} at {reached}"
-            )
-        if start > reached:
-            raise ConfigError(
-                f"shard_plan: nobody has layers {reached} to {start - 1}: begin {node} at {reached}"
-            )
-        reached, before = end, node
-    if reached < num_layers:
-        last = f"end {before} at {num_layers}" if before else "name a node"
-        raise ConfigError(f"shard_plan: nobody has layers {reached} to {num_layers - 1}: {last}")
-    if reached > num_layers:
-        raise ConfigError(
-            f"shard_plan: {before} ends at {reached} and the model has {num_layers} layers: "
-            f"end it at {num_layers}"
-        )

@@ -33,7 +33,7 @@ class Sleep:
     seconds: float
 
 
-@dataclass
+@dataclass(eq=False)
 class Flow:
     """Bytes that travel between the server and the worker at that place of the site."""
 
@@ -55,6 +55,8 @@ class Simulation:
         self._asleep: list[tuple[float, int, Process]] = []
         self._order = itertools.count()
         self._flows: list[Flow] = []
+        self._rates: list[tuple[Flow, float]] | None = None
+        """What each flow gets; None: flows have begun or ended since that was known."""
         self._server_free_at = 0.0
 
     def start(self, process: Process) -> None:
@@ -67,6 +69,7 @@ class Simulation:
                     return
                 case Flow(done=done):
                     self._flows.append(wanted)
+                    self._rates = None
                     done.waiting.append(process)
                     return
                 case Done(is_done=False):
@@ -91,7 +94,9 @@ class Simulation:
         for _ in range(MOST_EVENTS):
             if is_over():
                 return
-            flows = [*self._rates("up"), *self._rates("down")]
+            if self._rates is None:
+                self._rates = [*self._shared("up"), *self._shared("down")]
+            flows = self._rates
             ends = [flow.left / rate for flow, rate in flows if rate]
             passed = min([*ends, self._asleep[0][0] - self.now if self._asleep else inf])
             if self.now + passed > until_s or passed == inf:
@@ -100,13 +105,15 @@ class Simulation:
             for flow, rate in flows:
                 flow.left = 0.0 if rate == inf else flow.left - rate * passed
             ended = [flow for flow, rate in flows if flow.left <= AT_ONCE_S * rate]
-            self._flows = [flow for flow in self._flows if flow not in ended]
+            if ended:
+                self._flows = [flow for flow in self._flows if flow not in ended]
+                self._rates = None
             for flow in ended:
                 self.finish(flow.done)
             while self._asleep and self._asleep[0][0] <= self.now:
                 self.start(heapq.heappop(self._asleep)[2])
 
-    def _rates(self, way: str) -> Iterator[tuple[Flow, float]]:
+    def _shared(self, way: str) -> Iterator[tuple[Flow, float]]:
         """What each flow of a direction gets: of a shared interface all the same, unless its own link gives
         less."""
         by_via: dict[str, list[tuple[float, Flow]]] = {}

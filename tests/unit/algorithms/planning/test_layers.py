@@ -17,7 +17,6 @@ from smolcluster.algorithms.planning.layers import (
     Machine,
     Problem,
     _tables,
-    check_ranges,
     one_more,
     plan_again,
     plan_layers,
@@ -220,34 +219,3 @@ def test_stages_that_compute_again_hold_inputs_and_take_a_forward_more() -> None
     put_off = replace(put_off, schedule="zero-bubble", recompute=True)
     middle = predict(put_off, [("a", 0, 1), ("b", 1, 3), ("c", 3, 4)]).stages[1]
     assert middle.memory_bytes == 2 * 100 + 3 * 3 + 2 * 2 * 10, "of two the weights' are put off"
-
-
-def test_ranges_by_hand_are_sorted() -> None:
-    plan = {"pi5": [(20, 24)], "mini1": [(0, 6), (12, 20)], "macbook": [(6, 12)]}
-    assert check_ranges(plan, 24, ["mini1", "macbook", "pi5"]) == [
-        *(("mini1", 0, 6), ("macbook", 6, 12)),
-        *(("mini1", 12, 20), ("pi5", 20, 24)),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("plan", "said"),
-    [
-        ({"a": [(0, 3)], "b": [(2, 4)]}, "a and b overlap at layer 2: begin b at 3"),
-        ({"a": [(0, 1)], "b": [(2, 4)]}, "nobody has layers 1 to 1: begin b at 1"),
-        ({"a": [(0, 2)], "b": [(2, 3)]}, "nobody has layers 3 to 3: end b at 4"),
-        ({"a": [(0, 2)], "b": [(2, 5)]}, "b ends at 5 and the model has 4 layers"),
-        ({"a": [(0, 0)], "b": [(0, 4)]}, r"a: \[0, 0\] is empty"),
-        ({"a": [(2, 0)], "b": [(0, 4)]}, r"a: \[2, 0\] is reversed"),
-        ({"a": [(1, 4)]}, "nobody has layers 0 to 0: begin a at 0"),
-        ({"a": [(-1, 4)]}, "overlap at layer -1"),
-        ({}, "nobody has layers 0 to 3: name a node"),
-        ({"a": [(0, 2)], "bb": [(2, 4)]}, "'bb', which is none of a, b"),
-        ({"a": [(n, n + 1) for n in range(4)], "b": [(4, 5)]}, "5 stages and the model 4 layers"),
-    ],
-)
-def test_ranges_by_hand_are_each_layer_once(
-    plan: dict[str, list[tuple[int, int]]], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        check_ranges(plan, 4, ["a", "b"])
