@@ -116,5 +116,8 @@ def test_a_server_here_is_read_here_and_only_the_others_logs_are_copied(
         assert (files.served, files.is_here) == (paths, True)
         view = View(files)
         eventually(lambda: sorted(view.log_files()) == ["server-mini1", "worker-rank0-pi5"])
+        eventually(lambda: copied.newest() is not None)
+        first, later = copied.newest(), copied.newest()
+        assert first and later and first.now < later.now, "it is older by now"
     finally:
         copied.close()

@@ -259,8 +259,10 @@ def test_without_colours_phases_are_letters() -> None:
 
 
 def test_a_status_that_grows_old_is_said() -> None:
-    later = busy().later(65.0)
-    shown = lines(later)
+    status = three_workers()
+    old = status.model_copy(update={"updated_at": instant(NOW - 65.2)})
+    workers = [each.model_copy(update={"last_seen": instant(NOW - 65)}) for each in old.workers]
+    shown = lines(picture_of(old.model_copy(update={"workers": workers})))
     assert "what the server said 1 min 05 s ago" in shown
     [row] = [line for line in shown if line.startswith("mini2")]
     assert " 1m " in row

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 from smolcluster.errors import SmolclusterError
@@ -29,7 +31,7 @@ from smolcluster.runs.series import MAX_NBYTES
 from smolcluster.runs.status import write_status
 from smolcluster.runs.summary import write_summary
 
-LOOK_EVERY_S = 2.0
+LOOK_EVERY_S, LOOK_ELSEWHERE_EVERY_S = 1.0, 2.0
 NUM_EVENTS = 5000
 PATIENCE_S = CONNECT_TIMEOUT_S + 1.0
 """How long the first look waits for the lines that are there."""
@@ -80,6 +82,8 @@ class Mirror:
         self._come: dict[Path, threading.Event] = {}
         """Of each copy that grows: whether what was there has come, or cannot."""
         self._series_due_at = 0.0
+        self._newest: tuple[Snapshot, float] | SmolclusterError | None = None
+        """What the last look found, and when that was by the clock here."""
         self._copy = paths
         if launched is not None and not self._is_whole:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +110,7 @@ class Mirror:
             return list(self._problems.values())
 
     def look(self) -> Snapshot:
-        """How the run stands now; what its server has written is copied.
+        """Look how the run stands now; what its server has written is copied.
 
         Raises:
             DataError: what says which processes it has is damaged.
@@ -116,12 +120,25 @@ class Mirror:
             self._take(read)
         if self._launched is not None and self._launched.is_group and not self._is_whole:
             self._follow_logs()  # its ranks begin theirs by and by
+        self._newest = read, time.monotonic()
         return read
+
+    def newest(self) -> Snapshot | None:
+        """What the last look found, as old as it is by now; None: nobody has looked yet.
+
+        Raises:
+            SmolclusterError: why that look failed.
+        """
+        if isinstance(self._newest, SmolclusterError):
+            raise self._newest
+        if self._newest is None:
+            return None
+        read, seen_at = self._newest
+        return replace(read, now=read.now + timedelta(seconds=time.monotonic() - seen_at))
 
     def keep_looking(self) -> None:
         """Look again and again, in a thread."""
-        if not self._is_here:
-            threading.Thread(target=self._keep_looking, daemon=True).start()
+        threading.Thread(target=self._keep_looking, daemon=True).start()
 
     def wait(self) -> None:
         """Wait until what was there when it began has come, but not long for a machine that says nothing."""
@@ -163,12 +180,15 @@ class Mirror:
         self._followed.add(tail, lost, lambda: self._say(process.node, None))
 
     def _keep_looking(self) -> None:
+        every_s = LOOK_EVERY_S if self._is_here else LOOK_ELSEWHERE_EVERY_S
         while not self._stopped.is_set():
+            began = time.monotonic()
             try:
                 self.look()
             except SmolclusterError as error:
+                self._newest = error
                 self._say("", str(error))
-            self._stopped.wait(LOOK_EVERY_S)
+            self._stopped.wait(max(0.1, began + every_s - time.monotonic()))
 
     def _asking(self, host: Host, script: str) -> str:
         """Ask a machine; the server's now and then for the curves as well, with the same command."""

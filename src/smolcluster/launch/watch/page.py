@@ -48,8 +48,10 @@ def open_files(paths: RunPaths, folder: Path) -> Files:
     """Where a run is read: its own folder, or copies under `folder` that grow with the originals."""
     with suppress(DataError):
         mirror = Mirror(paths, folder / paths.run_id)
-        mirror.keep_looking()
-        return mirror.files()
+        files = mirror.files()
+        if not files.is_here:
+            mirror.keep_looking()
+        return files
     return files_here(paths)
 
 

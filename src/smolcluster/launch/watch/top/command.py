@@ -5,7 +5,6 @@ import select
 import sys
 import tempfile
 import termios
-import threading
 import time
 import tty
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from smolcluster.errors import SmolclusterError
 from smolcluster.launch.find import find
 from smolcluster.launch.watch.probe import Ask
 from smolcluster.launch.watch.top.frame import PLAIN, Canvas, frame
@@ -24,7 +22,6 @@ from smolcluster.launch.watch.top.source import Picture, Source
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 
 DRAW_EVERY_S = 1.0
-LOOK_EVERY_S, LOOK_ELSEWHERE_EVERY_S = 1.0, 2.0
 PAGE = 1000
 """Lines of a frame that is printed once, into a file or a pipe."""
 
@@ -53,53 +50,13 @@ def _top(source: Source, run_id: str, console: Console, *, once: bool) -> int:
         with steady(console):
             console.print(drawn(source.look(), console, height), no_wrap=True, crop=False)
         return 0
-    lookout = Poller(source)
-    lookout.start()
+    source.keep_looking()
     with suppress(KeyboardInterrupt), steady(console):
-        _watch(lookout, console, f"looking at {run_id} …")
-    lookout.stop()
+        _watch(source, console, f"looking at {run_id} …")
     return 0
 
 
-class Poller(threading.Thread):
-    """Looks at a run again and again, and keeps the newest picture."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(name="lookout", daemon=True)
-        self._source = source
-        self._every_s = LOOK_ELSEWHERE_EVERY_S if source.is_elsewhere else LOOK_EVERY_S
-        self._taken: tuple[Picture, float] | None = None
-        self._error: SmolclusterError | None = None
-        self._stopped = threading.Event()
-
-    def run(self) -> None:
-        while not self._stopped.is_set():
-            began = time.monotonic()
-            try:
-                self._taken = self._source.look(), time.monotonic()
-            except SmolclusterError as error:
-                self._error = error
-                return
-            self._stopped.wait(max(0.1, began + self._every_s - time.monotonic()))
-
-    def picture(self) -> Picture | None:
-        """How the run stands now, as far as is known; None: nothing was seen yet.
-
-        Raises:
-            DataError: its list of processes is damaged.
-        """
-        if self._error is not None:
-            raise self._error
-        if self._taken is None:
-            return None
-        picture, taken_at = self._taken
-        return picture.later(time.monotonic() - taken_at)
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-
-def _watch(lookout: Poller, console: Console, first_words: str) -> None:
+def _watch(source: Source, console: Console, first_words: str) -> None:
     """Draw until the run is over, whose end then stays on the screen, or q is pressed."""
     with (
         keyboard() as descriptor,
@@ -112,7 +69,7 @@ def _watch(lookout: Poller, console: Console, first_words: str) -> None:
     ):
         live.refresh()
         while True:
-            picture = lookout.picture()
+            picture = source.newest()
             if picture is not None:
                 live.update(drawn(picture, console, console.height), refresh=True)
                 if picture.is_over:

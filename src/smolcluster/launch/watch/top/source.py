@@ -5,14 +5,15 @@ How loss and speed went tells `series.json`, which comes every ten seconds; the 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from smolcluster.launch.watch.mirror import Mirror
 from smolcluster.launch.watch.probe import Ask
 from smolcluster.observability.view.lines import NewLines
 from smolcluster.observability.view.report import RunReport, report_of
+from smolcluster.observability.view.snapshot import Snapshot
 from smolcluster.observability.view.story import told
 from smolcluster.observability.view.view import View
 from smolcluster.runs.events import EpochFinished, Evaluated, kind_of
@@ -71,20 +72,6 @@ class Picture:
         server = self.report.processes[0].process if self.report.processes else "unknown"
         return self.report.state in (*AT_END, "failed", "broken off") and server != "running"
 
-    def later(self, seconds: float) -> "Picture":
-        """The same picture, so much later: what it tells is older then."""
-        if self.status is None or self.status.is_over:
-            return self
-        aged = [
-            process
-            if process.heartbeat_age_s is None
-            else process.model_copy(update={"heartbeat_age_s": process.heartbeat_age_s + seconds})
-            for process in self.report.processes
-        ]
-        age = None if self.report.age_s is None else self.report.age_s + seconds
-        report = self.report.model_copy(update={"processes": tuple(aged), "age_s": age})
-        return replace(self, report=report, now=self.now + timedelta(seconds=seconds))
-
 
 class Source:
     """Looks at one run; its copies, if it is elsewhere, are in `folder` until `close`.
@@ -98,14 +85,10 @@ class Source:
     def __init__(self, paths: RunPaths, folder: Path, ask: Ask | None = None) -> None:
         self._mirror = Mirror(paths, folder / paths.run_id, ask, num_lines=LOG_LINES)
         self.close = self._mirror.close
+        self.keep_looking = self._mirror.keep_looking
         self._view = View(self._mirror.files(), newest_nbytes=EVENTS_NBYTES)
         self._lines = NewLines(self._view.log_files(), LOG_NBYTES)
         self._warnings: list[EventLine] = []
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether looking may take a network."""
-        return not self._view.files.is_here
 
     def look(self) -> Picture:
         """How the run stands now; takes as long as the slowest machine.
@@ -115,6 +98,18 @@ class Source:
         """
         read = self._mirror.look()
         self._mirror.wait()
+        return self._picture(read)
+
+    def newest(self) -> Picture | None:
+        """How the run stands as far as is known, while it is looked at; None: nothing was seen yet.
+
+        Raises:
+            DataError: what says which processes it has is damaged.
+        """
+        read = self._mirror.newest()
+        return None if read is None else self._picture(read)
+
+    def _picture(self, read: Snapshot) -> Picture:
         self._view.read()
         for entry in self._lines.poll(self._view.log_files()).entries:
             if entry["level"] in SERIOUS:
