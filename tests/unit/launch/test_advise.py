@@ -26,10 +26,11 @@ from smolcluster.launch.advise.command import (
     can_follow,
     find_advice,
     options_of,
+    question,
     site_of,
     stated,
 )
-from smolcluster.launch.advise.measuring import Computer, Files, busy, measure_all
+from smolcluster.launch.advise.measuring import Computer, busy, measure_all
 from smolcluster.launch.advise.show import advice_line, as_json, lines, show
 from smolcluster.launch.advise.speed import ASKED_FILE, SPEED, Asked, Speed, meet
 from smolcluster.launch.host import Done, Host
@@ -264,12 +265,13 @@ def test_a_machine_alone_is_no_slower_than_one_of_its_workers(
         return {computer.host.node: speed(seconds) for computer in computers}
 
     monkeypatch.setattr(command, "measure_all", fake)
+    monkeypatch.setattr(command, "options_of", predicting := Mock(wraps=options_of))
     request = requests.request_of(
         local=True, num_workers=2, config=None, train_config="stdlib", overrides=["batch_size=4"]
     )
     found = find_advice(request, lambda _: None, local=True)
     assert found.advice.alone == (command.ALONE, 8.0)
-    assert found.site.num_cores == os.cpu_count()
+    assert predicting.call_args.args[1].num_cores == os.cpu_count()
 
 
 # What connects them
@@ -349,13 +351,13 @@ def test_who_cannot_be_measured_is_left_out_with_a_line(monkeypatch: pytest.Monk
     assert all("\n" not in line for line in told)
 
 
-def test_a_machine_is_sent_all_that_it_needs_to_know() -> None:
-    packed = Files(b"cluster", b"train").packed(Asked(node="pi5", overrides=("batch_size=2",)))
+def test_a_machine_is_sent_all_that_it_needs_to_know(request_of: Callable[..., Request]) -> None:
+    packed = question(request_of("threads=2"), node="pi5")
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         assert {each.mode for each in tar} == {0o600}
         asked = tar.extractfile(ASKED_FILE)
         assert asked is not None
-        assert Asked.model_validate_json(asked.read()).overrides == ("batch_size=2",)
+        assert Asked.model_validate_json(asked.read()).overrides == ("batch_size=4", "threads=2")
 
 
 def test_a_batch_larger_than_an_epoch_is_measured_by_what_there_is(

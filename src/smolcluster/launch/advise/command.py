@@ -30,8 +30,17 @@ from smolcluster.configs.overrides import without_workload
 from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import AlgorithmSpec, algorithms, get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
-from smolcluster.launch.advise.measuring import Computer, Files, busy, measure_all
-from smolcluster.launch.advise.speed import SPEED, Asked, Speed
+from smolcluster.launch.advise.measuring import Computer, busy, measure_all
+from smolcluster.launch.advise.speed import (
+    ASKED,
+    ASKED_FILE,
+    CLUSTER_FILE,
+    CODE_FOLDER,
+    SPEED,
+    TRAIN_FILE,
+    Asked,
+    Speed,
+)
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Host, host_of
 from smolcluster.launch.kept import without_env
@@ -39,7 +48,7 @@ from smolcluster.launch.links import Say, Way, measure_all_ways
 from smolcluster.launch.places import machines_of, project_root
 from smolcluster.launch.plan import Machine, Request
 from smolcluster.launch.prepare import bring_project, settings_in
-from smolcluster.launch.project import read_project
+from smolcluster.launch.project import packed, read_project
 from smolcluster.launch.requests import (
     naming_workload,
     settings_of,
@@ -67,7 +76,6 @@ class Found:
     speeds: Mapping[str, Speed]
     ways: Mapping[str, Way]
     stated: Mapping[str, str]
-    site: Site
     advice: Advice
     tokens_per_sample: int
     request: Request | None
@@ -125,7 +133,6 @@ def find_advice(request: Request, say: Say, *, local: bool, sync: bool = True) -
         speeds=speeds,
         ways=ways,
         stated=settings.cluster.host_ip,
-        site=site,
         advice=advice,
         tokens_per_sample=measured.tokens_per_sample,
         request=None if advice.chosen is None else _following(request, advice.chosen),
@@ -139,26 +146,16 @@ def _measured_here(
     named: Request, settings: Settings, say: Say
 ) -> tuple[dict[str, Speed], dict[str, float]]:
     """Workers side by side, then this machine alone."""
-    nodes, files = settings.cluster.workers, files_of(named)
+    nodes = settings.cluster.workers
     of_all = {"is_local": True, "num_workers": len(nodes)}
     with tempfile.TemporaryDirectory() as meeting:
+        together = {"meeting": meeting, "crowd": len(nodes), **of_all}
         crowd = [
-            this_machine(
-                node,
-                asked_of(
-                    one_thread(named, node),
-                    files,
-                    node=node,
-                    meeting=meeting,
-                    crowd=len(nodes),
-                    **of_all,
-                ),
-                files,
-            )
+            this_machine(node, question(one_thread(named, node), node=node, **together))
             for node in nodes
         ]
         speeds = _speeds(crowd, say)
-    alone = _speeds([this_machine(ALONE, asked_of(named, files, **of_all), files)], say)
+    alone = _speeds([this_machine(ALONE, question(named, **of_all))], say)
     if not alone:
         raise LaunchError("this machine cannot be measured: see the line above")
     # With one thread, or beside others, it cannot be faster; if it was, the machine had other things to do.
@@ -173,8 +170,8 @@ def _speeds(computers: Sequence[Computer], say: Say) -> dict[str, Speed]:
     return speeds
 
 
-def this_machine(node: str, asked: Asked, files: Files) -> Computer:
-    return Computer(Host(node), sys.executable, str(Path.cwd()), files.packed(asked))
+def this_machine(node: str, asked: bytes) -> Computer:
+    return Computer(Host(node), sys.executable, str(Path.cwd()), asked)
 
 
 def one_thread(named: Request, node: str) -> Request:
@@ -196,7 +193,6 @@ def reach(
     machines = machines_of(
         named, settings, cluster_file, train_file, here=all_runs(), project=project
     )
-    files = files_of(named)
     say(f"looking at {', '.join(machines)}")
 
     def ready(machine: Machine) -> Computer | None:
@@ -207,8 +203,8 @@ def reach(
         except SmolclusterError as error:
             say(f"{error}; it is left out")
             return None
-        packed = files.packed(asked_of(named, files, node=host.node, environ=env, **asked))
-        return Computer(host, machine.python, machine.project_dir, packed)
+        own = question(named, node=host.node, environ=env, **asked)
+        return Computer(host, machine.python, machine.project_dir, own)
 
     return [each for each in at_once(ready, list(machines.values())) if each is not None]
 
@@ -237,20 +233,24 @@ def config_files(named: Request) -> tuple[Path, Path]:
     )
 
 
-def files_of(named: Request) -> Files:
+def question(named: Request, **more: Any) -> bytes:
+    """What one machine is asked, `more` fields of it, with the run's files and code, as an archive."""
     cluster_file, train_file = config_files(named)
     code = None if named.workload is None else code_of(named.workload)
-    return Files(without_env(cluster_file), train_file.read_bytes(), code)
-
-
-def asked_of(named: Request, files: Files, **more: Any) -> Asked:
-    code = files.code
-    return Asked(
+    asked = Asked(
         overrides=tuple(without_workload(named.overrides)),
         workload=named.workload if code is None else code.name,
         has_code=code is not None,
         **more,
     )
+    contents = {
+        ASKED_FILE: ASKED.text(asked),
+        CLUSTER_FILE: without_env(cluster_file),
+        TRAIN_FILE: train_file.read_bytes(),
+    }
+    if code is not None:
+        contents[f"{CODE_FOLDER}.tgz"] = code.packed
+    return packed(contents, 0o600)
 
 
 def _samples_per_s(speed: Speed) -> float:

@@ -20,9 +20,8 @@ from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.advise.command import (
     ALONE,
-    asked_of,
-    files_of,
     one_thread,
+    question,
     reach,
     this_machine,
 )
@@ -136,10 +135,10 @@ def _measured_here(
     named: Request, settings: Settings, num: int, say: Say
 ) -> dict[str, LayerSpeeds]:
     """This machine, as each of `--workers` processes side by side that share its memory."""
-    nodes, files = settings.cluster.workers, files_of(named)
+    nodes = settings.cluster.workers
     alone = one_thread(named, nodes[0])
-    asked = asked_of(alone, files, is_local=True, num_workers=len(nodes), num_microbatches=num)
-    found = measure_all([this_machine(ALONE, asked, files)], say, LAYER_SPEEDS)
+    asked = question(alone, is_local=True, num_workers=len(nodes), num_microbatches=num)
+    found = measure_all([this_machine(ALONE, asked)], say, LAYER_SPEEDS)
     return {
         node: each.model_copy(update={"memory_bytes": each.memory_bytes // len(nodes)})
         for node in nodes

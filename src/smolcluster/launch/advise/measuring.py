@@ -6,19 +6,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from smolcluster.errors import LaunchError, SmolclusterError
-from smolcluster.launch.advise.speed import (
-    ASKED,
-    ASKED_FILE,
-    CLUSTER_FILE,
-    CODE_FOLDER,
-    TRAIN_FILE,
-    Asked,
-    Speed,
-)
+from smolcluster.launch.advise.speed import CODE_FOLDER, Speed
 from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.links import Say
-from smolcluster.launch.project import packed
-from smolcluster.launch.workload_code import WorkloadCode
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.words import one_line
@@ -38,33 +28,13 @@ class Computer:
     Attributes:
         python: the interpreter there, relative to `folder` or absolute.
         folder: the project's.
-        packed: what it is asked, and what it needs to know of the run, as `Files.packed` has it.
+        question: what it is asked, with what it needs to know of the run, as an archive.
     """
 
     host: Host
     python: str
     folder: str
-    packed: bytes
-
-
-@dataclass(frozen=True)
-class Files:
-    """What a machine needs to know of the run."""
-
-    cluster: bytes
-    train: bytes
-    code: WorkloadCode | None = None
-
-    def packed(self, asked: Asked) -> bytes:
-        """All of it, with what is asked of one machine, as an archive."""
-        contents = {
-            ASKED_FILE: ASKED.text(asked),
-            CLUSTER_FILE: self.cluster,
-            TRAIN_FILE: self.train,
-        }
-        if self.code is not None:
-            contents[f"{CODE_FOLDER}.tgz"] = self.code.packed
-        return packed(contents, 0o600)
+    question: bytes
 
 
 def measure_all(computers: Sequence[Computer], say: Say, answer: ModelFile[R]) -> dict[str, R]:
@@ -103,7 +73,7 @@ fi
 cd {shell_path(computer.folder)} || exit 9
 [ -x {python} ] || {{ echo 'the project has no environment there' >&2; exit 9; }}
 {python} -m smolcluster.launch.advise.speed "$dir" </dev/null""",
-        stdin=computer.packed,
+        stdin=computer.question,
         timeout_s=SPEED_S,
     )
     with suppress(IndexError):
