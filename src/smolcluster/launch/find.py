@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from smolcluster.errors import ConfigError
-from smolcluster.runs.paths import LATEST, RunPaths, find_run, runs_root
+from smolcluster.runs.paths import LATEST, RunPaths, find_run, latest_of, runs_root
 
 RUNS_DIR = "SMOLCLUSTER_RUNS_DIR"
 
@@ -32,16 +32,10 @@ def find(run: str, *, acts: bool = False) -> RunPaths:
         return find_run(root)
     if len(found) > 1:
         return _asked(found) if acts else _told(found)
-    newest = found[0]
-    if newest != find_run_or_none(root):
+    [newest] = found
+    if newest.run_id != latest_of(root):
         _say(f"run {newest.run_id}, the one that is running")
     return newest
-
-
-def find_run_or_none(root: Path) -> RunPaths | None:
-    with suppress(ConfigError):
-        return find_run(root)
-    return None
 
 
 def _told(living: Sequence[RunPaths]) -> RunPaths:

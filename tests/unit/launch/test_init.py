@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -17,7 +16,7 @@ from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.host import Host
 from smolcluster.launch.links import Way
 from smolcluster.launch.setup import init as init_module
-from smolcluster.launch.setup.cluster_file import ClusterFile
+from smolcluster.launch.setup.cluster_file import cluster_text
 from smolcluster.launch.setup.discover import Neighbour
 from smolcluster.launch.setup.init import (
     NEEDED,
@@ -399,15 +398,23 @@ YAML_MISREADS = [
 ]
 
 
+def text_of(
+    algorithm: str, server: str, workers: list[str], host_ip: dict[str, str], **more: Any
+) -> str:
+    own = {"port": 1, "host_ip": host_ip, "remarks": {}, "nodes": {}, **more}
+    return cluster_text("x", TODAY, algorithm=algorithm, server=server, workers=workers, **own)
+
+
 @pytest.mark.parametrize("algorithm", ["edp", "syncps"])
 def test_odd_names_and_paths_survive(algorithm: AlgorithmName, tmp_path: Path) -> None:
     names = YAML_MISREADS
     host_ip = dict.fromkeys(names, "fd00::1")
     folder = '~/my "smol" $(reboot) #1: é 🚀'
     nodes = {name: {"ssh": "pi@[fd00::2%25eth0]", "project_dir": folder} for name in names}
-    file = ClusterFile(algorithm, names[0], names[1:], 1, host_ip, {"1": "Server"}, nodes)
     path = tmp_path / "cluster.yaml"
-    path.write_text(file.text("cluster.yaml", TODAY))
+    path.write_text(
+        text_of(algorithm, names[0], names[1:], host_ip, remarks={"1": "Server"}, nodes=nodes)
+    )
     cluster = load_settings(path, "nn", environ={}).cluster
     assert cluster.host_ip == host_ip
     assert (cluster.server, *cluster.workers) == tuple(names)
@@ -420,13 +427,4 @@ def test_odd_names_and_paths_survive(algorithm: AlgorithmName, tmp_path: Path) -
 
 def test_a_wrong_file_is_not_written() -> None:
     with pytest.raises(SmolclusterError, match="must be a node of host_ip"):
-        ClusterFile("edp", "a", ["b"], 1, {"a": "x"}).text("x", TODAY)
-
-
-def test_a_folder_that_may_not_be_written_is_told(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = OSError(28, "No space left on device")
-    monkeypatch.setattr(Path, "touch", Mock(side_effect=full))
-    with pytest.raises(LaunchError, match=r"my cluster\.yaml: cannot be written \(No space left"):
-        init_module.write(target, "x")
+        text_of("edp", "a", ["b"], {"a": "x"})

@@ -294,8 +294,8 @@ def inviters(*some: Invitation) -> Iterator[tuple[list[Announced], list[str]]]:
 def test_a_liar_learns_nothing_and_the_code_finds_the_run() -> None:
     said: list[str] = []
     with inviters(invitation(code=OTHER), invitation()) as (alike, _):
-        handed = handed_over([at(OWN, 1), *alike], CODE, said.append)
-    assert (handed.run_id, bytes.fromhex(handed.gives.secret), handed.host) == (OWN, KEY, LOOPBACK)
+        run_id, gives, connection = handed_over([at(OWN, 1), *alike], CODE, said.append)
+    assert (run_id, bytes.fromhex(gives.secret), connection.address) == (OWN, KEY, LOOPBACK)
     assert [line.partition(": ")[0] for line in said] == [
         f"not the one at {LOOPBACK}:1",
         f"not the one at {alike[0]}",
@@ -341,7 +341,7 @@ def test_those_who_come_and_say_nothing_are_in_nobodys_way() -> None:
         for _ in range(2 * MAX_AT_ONCE):
             silent = connect(LOOPBACK, alike[0].port, 10.0)
             stack.callback(silent.close)
-        assert handed_over(alike, CODE, print).run_id == OWN
+        assert handed_over(alike, CODE, print)[0] == OWN
 
 
 def test_one_that_ends_while_it_is_chosen_to_be_cut_ends_nothing_else(
@@ -351,7 +351,7 @@ def test_one_that_ends_while_it_is_chosen_to_be_cut_ends_nothing_else(
     with inviters(invitation()) as (alike, _), ExitStack() as stack:
         for _ in range(MAX_AT_ONCE):
             stack.callback(connect(LOOPBACK, alike[0].port, 10.0).close)
-        assert handed_over(alike, CODE, print).run_id == OWN
+        assert handed_over(alike, CODE, print)[0] == OWN
 
 
 def test_an_invitation_says_who_came() -> None:

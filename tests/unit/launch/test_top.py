@@ -123,7 +123,7 @@ def three_workers(process_stats: Mapping[str, float] = PROCESS_STATS) -> RunStat
 
 
 def busy() -> Picture:
-    points = [Point(step, 2.5 / (1 + step), 100.0 + step) for step in range(120)]
+    points = [(step, 2.5 / (1 + step), 100.0 + step) for step in range(120)]
     news = [
         EventLine(NOW - 9, "worker_joined", "worker 1 (mini2) joined, on cpu"),
         *(
@@ -214,7 +214,7 @@ def test_every_size_is_kept_whatever_peers_are_called(encoding: str) -> None:
     written = three_workers()
     workers = [each.model_copy(update={"node": hostile}) for each in written.workers]
     news = [EventLine(NOW, "ERROR", hostile * 1000), EventLine(NOW, "\x1b[31m", hostile)]
-    points = [Point(1, math.nan, math.inf), Point(2, 0.0, 0.0), Point(9**20, -1.0, 1e300)]
+    points = [(1, math.nan, math.inf), (2, 0.0, 0.0), (9**20, -1.0, 1e300)]
     evil = written.model_copy(update={"workers": workers, "reason": hostile})
     snapshot = picture_of(evil, points=points, news=news)
     sizes = itertools.product((1, 2, 10, 39, 40, 80, 81, 111, 250), (1, 2, 3, 6, 9, 12, 24, 60))
@@ -416,7 +416,7 @@ def test_a_local_run_is_read_from_the_ends_of_its_files(local: RunPaths, source:
     write_status(local.status, status_of().model_copy(update={"step": 20_001}))
     looking = source(local)
     snapshot = looking.look()
-    steps = [point.step for point in snapshot.points]
+    steps = [step for step, *_ in snapshot.points]
     assert steps == sorted(set(steps))
     assert steps[0] < 1000
     assert steps[-1] == 20_001
@@ -436,7 +436,7 @@ def test_a_local_run_is_read_from_the_ends_of_its_files(local: RunPaths, source:
         "server mini1: no more",
         "checkpoint of step 7 saved",
     ]
-    assert max(point.step for point in again.points) == 7, "what was abandoned is forgotten"
+    assert max(step for step, *_ in again.points) == 7, "what was abandoned is forgotten"
     assert again.report.state == "broken off"
 
 
@@ -445,7 +445,7 @@ def test_of_a_young_run_the_curve_begins_at_the_first_step(
     local: RunPaths, source: Look, num_steps: int
 ) -> None:
     record(local, num_steps)
-    steps = [point.step for point in source(local).look().points]
+    steps = [step for step, *_ in source(local).look().points]
     assert steps == list(range(1, num_steps + 1))
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import date
 
 from smolcluster.configs.load import find_config, parse_yaml
@@ -12,70 +11,73 @@ _COMMENT_COLUMN = 28
 """As in the shipped files."""
 
 
-@dataclass(frozen=True)
-class ClusterFile:
-    """What shall stand in a cluster file.
+def cluster_text(
+    name: str,
+    today: date,
+    *,
+    algorithm: str,
+    server: str,
+    workers: Sequence[str],
+    port: int,
+    host_ip: Mapping[str, str],
+    remarks: Mapping[str, str],
+    nodes: Mapping[str, Mapping[str, str]],
+) -> str:
+    """A cluster file as YAML.
 
-    Attributes:
+    Args:
+        name: what the file will be called.
+        today: when it was written.
+        algorithm: whose shipped file it is like.
+        server: the server's node.
+        workers: the workers' nodes.
+        port: the server's.
         host_ip: the address at which each node reaches the server.
         remarks: what is said behind an address, by node.
         nodes: settings of single machines: keys and text values, by node.
+
+    Raises:
+        ConfigError: it would not be a right cluster file.
     """
-
-    algorithm: str
-    server: str
-    workers: Sequence[str]
-    port: int
-    host_ip: Mapping[str, str]
-    remarks: Mapping[str, str] = field(default_factory=dict)
-    nodes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-
-    def text(self, name: str, today: date) -> str:
-        """The file as YAML; `name` is what it will be called.
-
-        Raises:
-            ConfigError: it would not be a right cluster file.
-        """
-        title, shared = _shipped(self.algorithm)
-        workers = f"workers: [{', '.join(map(_word, self.workers))}]"
-        text = f"""{title}
+    title, shared = _shipped(algorithm)
+    addresses = "".join(
+        f"{_commented(f'  {_word(node)}: {_quoted(address)}', remarks.get(node, ''))}\n"
+        for node, address in host_ip.items()
+    )
+    names = f"workers: [{', '.join(map(_word, workers))}]"
+    text = f"""{title}
 # Written by `smolcluster init` on {today.isoformat()}; to check changes by hand:
 # smolcluster config check --config {name}
-# Any key can also be set for one run: --override port=6000 host_ip.{self.workers[0]}=…
+# Any key can also be set for one run: --override port=6000 host_ip.{workers[0]}=…
 # or by the environment: SMOLCLUSTER_PORT=6000
 
 # The address at which each machine reaches the server (the server's own entry included).
 # Behind it what was measured from there, and what the server's other addresses would give.
 host_ip:
-{self._addresses()}
-port: {self.port}
-{_commented(f"num_workers: {len(self.workers)}", "Must equal the number of names in workers")}
-{_commented(workers, "Names from host_ip")}
-{_commented(f"server: {_word(self.server)}", "Name from host_ip")}
-{shared}{self._nodes()}"""
-        checked_cluster(parse_yaml(text), name)
-        return text
+{addresses}
+port: {port}
+{_commented(f"num_workers: {len(workers)}", "Must equal the number of names in workers")}
+{_commented(names, "Names from host_ip")}
+{_commented(f"server: {_word(server)}", "Name from host_ip")}
+{shared}{_nodes(nodes)}"""
+    checked_cluster(parse_yaml(text), name)
+    return text
 
-    def _addresses(self) -> str:
-        return "".join(
-            f"{_commented(f'  {_word(node)}: {_quoted(address)}', self.remarks.get(node, ''))}\n"
-            for node, address in self.host_ip.items()
-        )
 
-    def _nodes(self) -> str:
-        if not self.nodes:
-            return ""
-        text = """
+def _nodes(nodes: Mapping[str, Mapping[str, str]]) -> str:
+    if not nodes:
+        return ""
+    text = """
 # What belongs to single machines; also device, threads, microbatch, dataset, env and more:
 # smolcluster config schema cluster
 nodes:
 """
-        for node, settings in self.nodes.items():
-            text += f"  {_word(node)}:\n"
-            for key, value in settings.items():
-                remark = "Where `ssh` finds it" if key == "ssh" and value != "local" else ""
-                text += f"{_commented(f'    {key}: {_quoted(value)}', remark)}\n"
-        return text
+    for node, settings in nodes.items():
+        text += f"  {_word(node)}:\n"
+        for key, value in settings.items():
+            remark = "Where `ssh` finds it" if key == "ssh" and value != "local" else ""
+            text += f"{_commented(f'    {key}: {_quoted(value)}', remark)}\n"
+    return text
 
 
 def _shipped(algorithm: str) -> tuple[str, str]:

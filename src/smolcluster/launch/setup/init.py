@@ -26,10 +26,10 @@ from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.links import addresses_of, measure_ways
 from smolcluster.launch.prepare import NotFit, run_on_all
-from smolcluster.launch.setup.cluster_file import ClusterFile
+from smolcluster.launch.setup.cluster_file import cluster_text
 from smolcluster.launch.setup.discover import Neighbour, discover
 from smolcluster.observability.terminal import SteadyConsole, print_line
-from smolcluster.utils.replacing import replacing
+from smolcluster.runs.files import write_whole
 from smolcluster.utils.words import as_command, one_line
 
 DEFAULT_PORT = 65432
@@ -103,6 +103,7 @@ def init(
     Raises:
         ConfigError: a flag is wrong or missing, or the file is there already.
         LaunchError: a machine cannot be reached, or a worker has no way to the server.
+        SmolclusterError: the file cannot be written.
     """
     if user is None and sys.stdin.isatty() and sys.stdout.isatty():
         user = Terminal()
@@ -116,11 +117,11 @@ def init(
         return 1
     found = neighbours(console) if options.discover else []
     server, workers = machines(server, workers, user, found, console)
-    file = draft(options, algorithm, server, workers, console)
-    text = file.text(one_line(shlex.quote(str(target))), datetime.now().astimezone().date())
+    name = one_line(shlex.quote(str(target)))
+    text = draft(options, algorithm, server, workers, name=name, console=console)
     if user and not options.yes and not user.confirm(f"Write {target}?"):
         return 1
-    write(target, text)
+    write_whole(target, text, durable=False)
     starts = as_command("launch", algorithm, "--config", str(target))
     print_line(console, f"wrote {target}; {starts} starts it")
     return 0
@@ -305,9 +306,11 @@ def draft(
     algorithm: str,
     server: Host,
     workers: Sequence[Host],
+    *,
+    name: str,
     console: Console,
-) -> ClusterFile:
-    """The cluster file for some machines, whose links are measured for it.
+) -> str:
+    """The cluster file of this name for some machines, whose links are measured for it.
 
     Raises:
         LaunchError: a machine cannot be reached, or a worker has no way to the server.
@@ -323,7 +326,9 @@ def draft(
         say(f"{node} reaches {server.node} best at {way.address}: {way.reason}")
     host_ip = {node: way.address for node, way in best.items()}
     own = most_used([*host_ip.values()] or [addresses[0].address])
-    return ClusterFile(
+    return cluster_text(
+        name,
+        datetime.now().astimezone().date(),
         algorithm=algorithm,
         server=server.node,
         workers=[worker.node for worker in workers],
@@ -349,20 +354,6 @@ def settings_of(hosts: Sequence[Host], project_dir: str | None) -> dict[str, dic
         if own:
             settings[host.node] = own
     return settings
-
-
-def write(target: Path, text: str) -> None:
-    """Put the file in its place, at once.
-
-    Raises:
-        LaunchError: it cannot be written.
-    """
-    try:
-        with replacing(target, durable=False) as path:
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        why = error.strerror or error
-        raise LaunchError(one_line(f"{target}: cannot be written ({why})")) from error
 
 
 def _wrong(text: str) -> ConfigError:

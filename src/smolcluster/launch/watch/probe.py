@@ -169,7 +169,8 @@ def _look_at_owner(paths: RunPaths) -> Snapshot:
     node = platform.node() if started is None else started.node
     holder = _holder(paths)
     owner = Process(node=node, role="trainer" if started is None else started.owner_role)
-    if holder is not None and holder in ours_alive([holder]):
+    command = "" if holder is None else command_lines([holder]).get(holder, "")
+    if any(word in command for word in OURS):
         seen = _found(owner, "running")
     else:
         seen = _found(owner, "ended" if read.is_over else "gone")
@@ -197,11 +198,6 @@ def _holder(paths: RunPaths) -> int | None:
         text = paths.lock.read_text(errors="replace").strip()
         return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
     return None
-
-
-def ours_alive(pids: Sequence[int]) -> set[int]:
-    found = command_lines(pids)
-    return {pid for pid, line in found.items() if any(word in line for word in OURS)}
 
 
 def command_lines(pids: Sequence[int]) -> dict[int, str]:

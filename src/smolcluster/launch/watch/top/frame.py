@@ -71,10 +71,6 @@ class Row:
     state: State
     """The run's."""
 
-    @property
-    def process_stats(self) -> Mapping[str, float]:
-        return self.process.process_stats
-
 
 @dataclass(frozen=True)
 class Column:
@@ -100,7 +96,7 @@ def frame(picture: Picture, canvas: Canvas) -> list[Text]:
         curves = []
     room -= len(curves)
     legend = []
-    if room >= 3 and any(row.process_stats for row in rows):
+    if room >= 3 and any(row.process.process_stats for row in rows):
         legend = [bars.legend(letters=not canvas.has_colour)]
     room -= len(legend)
     gap = [Text()] if room >= 2 else []
@@ -166,16 +162,15 @@ def _measured(picture: Picture, status: RunStatus) -> list[str]:
 
 
 def _curves(picture: Picture, canvas: Canvas) -> list[Text]:
-    points = picture.points
-    if len(points) < 2:
+    if len(picture.points) < 2:
         return []
-    steps = [point.step for point in points]
+    steps, losses, speeds = zip(*picture.points, strict=True)
     is_wide = canvas.width >= WIDE
     width = (canvas.width - 4) // 2 if is_wide else canvas.width
     lines = []
     for name, values, form in (
-        ("loss", [point.loss for point in points], "{:.4g}"),
-        ("samples/s", [point.samples_per_s for point in points], "{:,.0f}"),
+        ("loss", losses, "{:.4g}"),
+        ("samples/s", speeds, "{:,.0f}"),
     ):
         shown = bars.spread(steps, values, max(4, width - 19))
         heights = [bars.logarithm(value) for value in shown] if name == "loss" else shown
@@ -214,14 +209,16 @@ def _number_of(role: str, *, first: int) -> Callable[[Row], str]:
 
 
 def _vital(name: str, form: Callable[[float], str]) -> Callable[[Row], str]:
-    return lambda row: form(row.process_stats[name]) if name in row.process_stats else ""
+    return lambda row: (
+        form(row.process.process_stats[name]) if name in row.process.process_stats else ""
+    )
 
 
 def _staged(form: Callable[[StageView], str]) -> Callable[[Row], str]:
     """A cell of what a stage of a pipeline did in the newest step."""
 
     def cell(row: Row) -> str:
-        stage = StageView.of(row.process_stats)
+        stage = StageView.of(row.process.process_stats)
         return "" if stage is None else form(stage)
 
     return cell
@@ -323,7 +320,7 @@ def _style(row: Row) -> str:
 def _table(rows: Sequence[Row], canvas: Canvas) -> list[Text]:
     gap = 2 if canvas.width >= WIDE else 1
     cells = {column.title: [canvas.show(column.cell(row)) for row in rows] for column in COLUMNS}
-    has_split = any(row.process_stats for row in rows)
+    has_split = any(row.process.process_stats for row in rows)
     known = [each for each in COLUMNS if any(cells[each.title]) or (each is SPLIT and has_split)]
     widths = {column.title: _width(column, cells[column.title]) for column in known}
     kept: list[Column] = []
@@ -359,7 +356,9 @@ def _aligned(column: Column, cell: str, widths: Mapping[str, int]) -> str:
 
 def _cell(column: Column, cell: str, row: Row, widths: Mapping[str, int], canvas: Canvas) -> Text:
     if column is SPLIT:
-        return bars.split_bar(row.process_stats, widths["time"], letters=not canvas.has_colour)
+        return bars.split_bar(
+            row.process.process_stats, widths["time"], letters=not canvas.has_colour
+        )
     style = _style(row) if column.title == "state" else ""
     return Text(_aligned(column, cell, widths), style)
 

@@ -33,13 +33,8 @@ ROUTINE = (EpochFinished, Evaluated)
 SERIOUS = ("WARNING", "ERROR", "CRITICAL")
 
 
-@dataclass(frozen=True)
-class Point:
-    """Loss and speed at a step; NaN is what is not known."""
-
-    step: int
-    loss: float
-    samples_per_s: float
+Point = tuple[int, float, float]
+"""A step, loss and speed; NaN is what is not known."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +122,13 @@ class Source:
     def _points(self, status: RunStatus | None) -> Sequence[Point]:
         """How it went so far; what an abandoned time line had after the newest step is left out."""
         points = [
-            Point(each.step, _or_nan(each.mean("loss")), _or_nan(each.mean("samples_per_s")))
+            (each.step, _or_nan(each.mean("loss")), _or_nan(each.mean("samples_per_s")))
             for each in self._view.series.steps.buckets
         ]
         if status is None or status.loss is None:
             return points
-        newest = Point(status.step, status.loss, status.samples_per_s)
-        return [*(point for point in points if point.step < newest.step), newest]
+        before = (point for point in points if point[0] < status.step)
+        return [*before, (status.step, status.loss, status.samples_per_s)]
 
 
 def _or_nan(value: float | None) -> float:
