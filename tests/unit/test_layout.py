@@ -368,10 +368,7 @@ MECHANISMS = {
     ),
     "following a file of another machine": Mechanism(
         lambda node: calls(node, "RemoteTail"),
-        {
-            "launch/watch/logs.py": "lines for a terminal, all of them",
-            "launch/watch/mirror.py": "copies of what a view reads",
-        },
+        {"launch/watch/tail.py": "copies, which `logs` and all views read"},
         "RemoteTail(host, file, on_lines=take)",
     ),
 }
