@@ -172,6 +172,15 @@ class Encoder:
             encoded.append(out)
         return encoded
 
+    def encoded(
+        self, number: int, values: Tensor, *, counts: bool = True
+    ) -> tuple[list[Tensor], Tensor]:
+        """As `encode`; also `values` (numel,), in the same memory, as everybody decodes them."""
+        encoded = self.encode(number, values, counts=counts)
+        for place, bucket in zip(self._layout.buckets(number), encoded, strict=True):
+            self.codec.decode(bucket, values[place])
+        return encoded, values
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """What is owed to the next changes."""

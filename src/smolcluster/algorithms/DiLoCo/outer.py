@@ -9,10 +9,7 @@ With γ = 1 and β = 0 that is local SGD: θ becomes the workers' mean. Where wo
 a change is stale when it comes, and momentum is delayed (Liu et al., 2401.09135): see `DelayedNesterov`.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +22,6 @@ from smolcluster.server.store import Counted, Store, mean_of
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import TakeStep
 
-T = TypeVar("T")
 ALL = slice(None)
 
 OUTER_LR, ASYNC_OUTER_LR = 0.7, 0.9
@@ -247,54 +243,6 @@ WHOLE = 0
 """The one fragment, where all weights are exchanged at once."""
 
 
-@dataclass(frozen=True)
-class Update(Generic[T]):
-    """What leads from the weights of `base_version` to those of `version`: `nbytes`, in whatever form."""
-
-    base_version: int
-    version: int
-    nbytes: int
-    encoded: T
-
-
-class UpdateHistory(Generic[T]):
-    """Consecutive updates up to the newest version, of fewer than `whole_nbytes` bytes together.
-
-    Whoever is a few versions behind applies them in order: with `int8` 3, with `int4` 7. Whoever is further
-    behind gets the whole weights.
-    """
-
-    def __init__(self, whole_nbytes: int) -> None:
-        self._whole_nbytes = whole_nbytes
-        self._updates: deque[Update[T]] = deque()
-
-    def add(self, update: Update[T]) -> None:
-        """Keep the newest update.
-
-        Raises:
-            ValueError: it does not follow on the last one.
-        """
-        if self._updates and self._updates[-1].version != update.base_version:
-            raise ValueError(
-                f"an update from version {update.base_version} does not follow on version "
-                f"{self._updates[-1].version}"
-            )
-        self._updates.append(update)
-        while self._updates and self._nbytes() >= self._whole_nbytes:
-            self._updates.popleft()
-
-    def since(self, version: int) -> Sequence[Update[T]] | None:
-        """The updates that lead from `version` to the newest, in order; None: send the whole weights."""
-        updates = list(self._updates)
-        for index, update in enumerate(updates):
-            if update.base_version == version:
-                return updates[index:]
-        return None
-
-    def _nbytes(self) -> int:
-        return sum(update.nbytes for update in self._updates)
-
-
 class OuterStore:
     """A host's part of the run's weights θ: takes outer steps, and says what workers are sent of them.
 
@@ -333,24 +281,14 @@ class OuterStore:
         self._steps = steps if steps and not steps.codec.lossless else None
         self.versions = [0] * len(layout.fragments)
         """Of each fragment: that of the last outer step that has changed it."""
-        self._history: list[UpdateHistory[list[Frame]]] = [
-            UpdateHistory(weights.itemsize * fragment.numel) for fragment in whole.fragments
-        ]
-        """Of each fragment: its last outer steps, encoded; as many on each host."""
-        self._nbytes = [self._step_nbytes(whole, number) for number in range(len(self.versions))]
+        self._newest: dict[int, tuple[int, list[Frame]]] = {}
+        """Of each fragment: its last outer step, encoded, and the version that it leads on from."""
         self._fragment: dict[int, tuple[int, list[Frame]]] = {}
         """Fragments as they are, by number: their version, and frames that all share."""
         self._norms: dict[int, tuple[int, list[float]]] = {}
         """Of fragments, by number: their version, and the L2 norms of its weights by bucket."""
         self._theirs: dict[str, Tensor] = {}
         """Where changes are applied one by one: the weights that each worker has, on the CPU."""
-
-    def _step_nbytes(self, whole: Layout, number: int) -> int:
-        """Of an outer step of a whole fragment, encoded."""
-        if self._steps is None:
-            return 0
-        sizes = (bucket.stop - bucket.start for bucket in whole.buckets(number))
-        return sum(self._steps.codec.encoded_nbytes(size) for size in sizes)
 
     @property
     def residuals(self) -> Sequence[ErrorFeedback]:
@@ -404,9 +342,14 @@ class OuterStore:
         base_version, self.versions[number] = self.versions[number], version
         if self._steps is None or before is None:
             return
-        theta = self._layout.gather(number, self._weights)
-        taken = self._encode(self._steps, number, (before - theta).cpu(), base_version)
-        self._layout.fragments[number].scatter(before - taken.to(theta.device), self._weights)
+        taken = before - self._layout.gather(number, self._weights)
+        encoded, decoded = self._steps.encoded(number, taken.cpu())
+        self._steps.settle(number, is_applied=True)
+        self._layout.fragments[number].scatter(before - decoded.to(before.device), self._weights)
+        self._newest[number] = (
+            base_version,
+            self._frames(self._steps, number, encoded, base_version),
+        )
 
     def apply(
         self, worker: str, change: Tensor, share: float, moves_by: float | None, version: int
@@ -456,11 +399,9 @@ class OuterStore:
         """What leads `worker`, who has `base_version` of a fragment, to its weights of now."""
         if self._one_by_one and self._steps is not None:
             return self._own_frames(self._steps, worker, base_version)
-        steps = self._history[number].since(base_version)
         self.follow(worker)
-        if steps is None:
-            return self._whole_fragment(number)
-        return [frame for step in steps for frame in step.encoded]
+        followed, frames = self._newest.get(number, (None, []))
+        return frames if followed == base_version else self._whole_fragment(number)
 
     def _own_frames(self, encoder: Encoder, worker: str, base_version: int) -> list[Frame]:
         """The way from what `worker` has to the weights as they are.
@@ -469,10 +410,8 @@ class OuterStore:
         """
         theirs = self._theirs[worker]
         way = theirs - self._layout.gather(WHOLE, self._weights).cpu()
-        encoded = encoder.encode(WHOLE, way, counts=False)
-        for place, bucket in zip(self._layout.buckets(WHOLE), encoded, strict=True):
-            encoder.codec.decode(bucket, way[place])
-        theirs.sub_(way)
+        encoded, decoded = encoder.encoded(WHOLE, way, counts=False)
+        theirs.sub_(decoded)
         return self._frames(encoder, WHOLE, encoded, base_version)
 
     def _whole_fragment(self, number: int) -> list[Frame]:
@@ -482,17 +421,6 @@ class OuterStore:
             encoded = self._lossless.encode(number, values)
             self._fragment[number] = version, self._frames(self._lossless, number, encoded, None)
         return self._fragment[number][1]
-
-    def _encode(self, encoder: Encoder, number: int, taken: Tensor, base_version: int) -> Tensor:
-        """Encode an outer step for those who have the weights before it; returns it as it is decoded."""
-        encoded = encoder.encode(number, taken)
-        encoder.settle(number, is_applied=True)
-        for place, bucket in zip(self._layout.buckets(number), encoded, strict=True):
-            encoder.codec.decode(bucket, taken[place])
-        frames = self._frames(encoder, number, encoded, base_version)
-        update = Update(base_version, self.versions[number], self._nbytes[number], frames)
-        self._history[number].add(update)
-        return taken
 
     def _frames(
         self, encoder: Encoder, number: int, encoded: Sequence[Tensor], base_version: int | None
