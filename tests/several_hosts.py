@@ -93,7 +93,7 @@ def after_step(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
     def has_come(*args: Any) -> bool:
         if not isinstance(core, diloco.Server):
             return bool(core.version == step)
-        return core.stores.version >= step and bool(core.contributions[args[1].fragment])
+        return core.stores.version >= step and bool(core.changes[args[1].request.fragment])
 
     setattr(core, method, watched)
 

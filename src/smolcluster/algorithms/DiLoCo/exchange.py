@@ -172,7 +172,7 @@ class Encoder:
             encoded.append(out)
         return encoded
 
-    def encoded(
+    def encode_and_decode(
         self, number: int, values: Tensor, *, counts: bool = True
     ) -> tuple[list[Tensor], Tensor]:
         """As `encode`; also `values` (numel,), in the same memory, as everybody decodes them."""

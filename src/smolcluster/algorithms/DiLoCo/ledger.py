@@ -105,12 +105,14 @@ class Ledger:
         """Whether a worker has still to bring what it was asked for."""
         return any(each.holder == holder for each in self._requests.values())
 
-    def has_uncovered(self, holder: int, fragment: int) -> bool:
-        return bool(self._uncovered.get(holder, {}).get(fragment))
+    def request(self, holder: int, fragment: int) -> Request | None:
+        """Ask `holder` for the change of a fragment, by all leases that no earlier request covers.
 
-    def request(self, holder: int, fragment: int) -> Request:
-        """Ask `holder` for the change of a fragment, by all leases that no earlier request covers."""
+        None: there are no such leases.
+        """
         leases = self._uncovered.get(holder, {}).pop(fragment, [])
+        if not leases:
+            return None
         self._num_requests += 1
         request = Request(self._num_requests, holder, fragment, tuple(leases))
         self._requests[request.number] = request

@@ -343,7 +343,7 @@ class OuterStore:
         if self._steps is None or before is None:
             return
         taken = before - self._layout.gather(number, self._weights)
-        encoded, decoded = self._steps.encoded(number, taken.cpu())
+        encoded, decoded = self._steps.encode_and_decode(number, taken.cpu())
         self._steps.settle(number, is_applied=True)
         self._layout.fragments[number].scatter(before - decoded.to(before.device), self._weights)
         self._newest[number] = (
@@ -410,7 +410,7 @@ class OuterStore:
         """
         theirs = self._theirs[worker]
         way = theirs - self._layout.gather(WHOLE, self._weights).cpu()
-        encoded, decoded = encoder.encoded(WHOLE, way, counts=False)
+        encoded, decoded = encoder.encode_and_decode(WHOLE, way, counts=False)
         theirs.sub_(decoded)
         return self._frames(encoder, WHOLE, encoded, base_version)
 

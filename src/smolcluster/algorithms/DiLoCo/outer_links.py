@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, Layout
+from smolcluster.algorithms.DiLoCo.ledger import Request
 from smolcluster.algorithms.DiLoCo.outer import WHOLE, DelayedNesterov, OuterOptimizer, OuterStore
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError
@@ -45,31 +46,28 @@ RESIDUAL = "residual"
 """The content of a slice that `codec_down` owes to its next outer steps."""
 
 
-@dataclass(frozen=True)
-class WholeChange:
-    """A change that has arrived, at all hosts.
+@dataclass
+class Change:
+    """What a worker was asked for, as it has arrived at all hosts; it waits for the others'.
 
     Attributes:
         values: the server's own part, (numel,) on the CPU.
         buffers: what was added to the model's.
         norm, weights_norm: of all of it, and of the weights that it is a change of.
+        weight: how many times it counts in an outer step: its loss terms.
+        num_samples: that it is of.
+        share: its worker's part of what all workers bring, where it is applied by itself.
     """
 
+    request: Request
     key: PartKey
-    fragment: int
     values: Tensor
     buffers: BufferValues
     norm: float
     weights_norm: float
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change that an outer step takes: it counts `weight` times, and is of `num_samples`."""
-
-    arrived: WholeChange
-    weight: float
-    num_samples: int
+    weight: float = 0.0
+    num_samples: int = 0
+    share: float = 0.0
 
 
 class OuterLinks(StoreLinks[DeltaArrived]):
@@ -211,25 +209,27 @@ class OuterLinks(StoreLinks[DeltaArrived]):
             self._means[told.fragment].take(told)
         return is_there and told.key is not None
 
-    def whole(self, key: PartKey, part: DeltaArrived | NormsArrived) -> WholeChange | None:
-        """Take a part of a change; returns all of it when that has arrived."""
+    def whole(
+        self, request: Request, key: PartKey, part: DeltaArrived | NormsArrived
+    ) -> Change | None:
+        """Take a part of what was requested; returns all of it when that has arrived."""
         pending = self.collect(key, part, part.fragment)
         if pending is None or pending.own is None:
             return None
         del self._pending[key]
         number, own = part.fragment, pending.own
-        return WholeChange(
+        return Change(
+            request,
             key,
-            number,
             own.values,
             own.buffers,
             math.hypot(*self.layout.norms(number, own.values), *pending.others()),
             math.hypot(*self._own.norms(number), *pending.others(1)),
         )
 
-    def drop(self, change: WholeChange) -> None:
+    def drop(self, change: Change) -> None:
         """A change that has arrived is not to be applied."""
-        self._tell(self._holders(change.fragment), Drop(key=change.key))
+        self._tell(self._holders(change.request.fragment), Drop(key=change.key))
 
     def forget_worker(self, instance: str) -> None:
         """Nobody waits any more for a worker's changes that have not arrived everywhere."""
@@ -243,10 +243,9 @@ class OuterLinks(StoreLinks[DeltaArrived]):
         """Step a fragment's weights along the mean of these changes, here and on all other hosts."""
         self._tell_outer_step(number, changes)
         with self._replica.meter("apply"):
-            counted = [(each.weight, each.arrived.values) for each in changes]
+            counted = [(each.weight, each.values) for each in changes]
             self._own.step(number, counted, self.version)
-            buffers = [(each.num_samples, each.arrived.buffers) for each in changes]
-            self._replica.buffers.add(mean_buffers(buffers))
+            self._add_buffers(changes)
 
     def step_together(
         self,
@@ -284,12 +283,15 @@ class OuterLinks(StoreLinks[DeltaArrived]):
         )
         self._tell_to_step([store.node for store in self._stores], step)
         self.version += len(changes)
-        replica = self._replica
-        with replica.meter("apply"):
-            self._own.step_along(Store.of(replica, self.own_span), own, step)
-            buffers = [(each.num_samples, each.arrived.buffers) for each in changes[0]]
-            replica.buffers.add(mean_buffers(buffers))
+        with self._replica.meter("apply"):
+            self._own.step_along(Store.of(self._replica, self.own_span), own, step)
+            self._add_buffers(changes[0])
         return True
+
+    def _add_buffers(self, changes: Sequence[Change]) -> None:
+        self._replica.buffers.add(
+            mean_buffers([(each.num_samples, each.buffers) for each in changes])
+        )
 
     def _take_means(self, changes: Sequence[Sequence[Change]]) -> None:
         """Have all hosts take the mean of each fragment's gradients."""
@@ -299,24 +301,23 @@ class OuterLinks(StoreLinks[DeltaArrived]):
             if holders := self._holders(number):
                 self._tell(holders, TakeMean(parts=_counted(of_fragment)))
             with self._replica.meter("apply"):
-                mean = mean_of([(each.weight, each.arrived.values) for each in of_fragment])
+                mean = mean_of([(each.weight, each.values) for each in of_fragment])
             self._means[number] = Pending(number, mean)
 
-    def apply(self, change: Change, share: float) -> None:
+    def apply(self, change: Change) -> None:
         """Change all weights by one worker's change, of weight `share`, as soon as it has come.
 
         Raises:
             TypeError: the outer optimizer cannot.
         """
-        outer = self._outer
+        outer, share = self._outer, change.share
         moves_by = outer.count(share) if isinstance(outer, DelayedNesterov) else None
         self._tell_outer_step(
             WHOLE, [replace(change, weight=share)], one_by_one=True, moves_by=moves_by
         )
         with self._replica.meter("apply"):
-            worker = change.arrived.key.worker
-            self._own.apply(worker, change.arrived.values, share, moves_by, self.version)
-            buffers = change.arrived.buffers
+            self._own.apply(change.key.worker, change.values, share, moves_by, self.version)
+            buffers = change.buffers
             self._replica.buffers.add({each: added * share for each, added in buffers.items()})
 
     def _tell_outer_step(self, number: int, changes: Sequence[Change], **how: Any) -> None:
@@ -361,4 +362,4 @@ class OuterLinks(StoreLinks[DeltaArrived]):
 
 
 def _counted(changes: Sequence[Change]) -> tuple[CountedPart, ...]:
-    return tuple(CountedPart(key=each.arrived.key, weight=each.weight) for each in changes)
+    return tuple(CountedPart(key=each.key, weight=each.weight) for each in changes)

@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from statistics import fmean
 
 from smolcluster.algorithms.context import ServerContext
@@ -42,13 +42,11 @@ from smolcluster.algorithms.DiLoCo.outer import WHOLE
 from smolcluster.algorithms.DiLoCo.outer_links import (
     Change,
     OuterLinks,
-    WholeChange,
 )
 from smolcluster.algorithms.DiLoCo.peers import (
-    Contribution,
     Peer,
-    Sender,
     local_step,
+    send_frames,
     share_of,
     tell,
 )
@@ -58,6 +56,7 @@ from smolcluster.algorithms.leasing import LeasingServer
 from smolcluster.data.permutation import Range
 from smolcluster.runs.events import BeginningEnded
 from smolcluster.runs.summary import Summary
+from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.plausible import PushRefused, check_norm
 from smolcluster.server.store_links import NormsArrived
@@ -74,6 +73,7 @@ from smolcluster.wire.messages import (
     Pull,
     Ready,
     Resumed,
+    SameWeights,
     Saved,
     Skip,
     Stepped,
@@ -128,11 +128,11 @@ class Server(LeasingServer):
             self.on_store_lost,
             begins_together=self.pacing.is_synchronous and not self.beginning.reason,
         )
-        self.sender = Sender(context, self.stores)
         self.peers = {}
         self.workers: dict[int, Worker] = {}
         """All that have ever taken part, by session."""
-        self.contributions: dict[int, list[Contribution]] = {each: [] for each in self.numbers}
+        self.changes: dict[int, list[Change]] = {each: [] for each in self.numbers}
+        """By fragment: those that wait for others'."""
 
     def go_on_from(self, rounds: RoundsState) -> None:
         """Take up a checkpoint's state, and what the run has begun with where nothing is said.
@@ -222,21 +222,21 @@ class Server(LeasingServer):
         peer.gets(lease.key, time.monotonic())
         self.round.given(peer.id)
         fill, is_gradient = peer.outbox.place(), self.pacing.is_synchronous
-        self.feed.deliver(
-            lease.range,
-            lease.indices,
-            lambda batch: fill(
-                partial(
-                    self.sender.send_lease,
-                    peer,
-                    lease,
-                    rate,
-                    fragments,
-                    batch,
-                    is_gradient=is_gradient,
-                )
-            ),
-        )
+
+        def send(batch: ServedBatch | None) -> None:
+            assignment = assignment_of(
+                lease.key,
+                lease.indices,
+                batch,
+                version=self.stores.version,
+                learning_rate=rate,
+                loss_scale=self.replica.run_scale,
+                fragments=sorted(fragments) if len(fragments) < len(self.numbers) else None,
+                is_gradient=is_gradient,
+            )
+            send_assignment(peer.worker.live_session, *assignment, batch)
+
+        self.feed.deliver(lease.range, lease.indices, lambda batch: fill(partial(send, batch)))
 
     def collect(self, now: float) -> None:
         """Ask for what workers have changed in the fragments whose turn has come."""
@@ -251,18 +251,18 @@ class Server(LeasingServer):
             self.ask(self.peers[id_], number)
 
     def ask(self, peer: Peer, number: int) -> None:
-        if not self.ledger.has_uncovered(peer.id, number):
+        request = self.ledger.request(peer.id, number)
+        if request is None:
             return
         peer.asked(number, time.monotonic(), waits=self.pacing.waits)
-        request = self.ledger.request(peer.id, number).number
         # at a request that waits the worker reads no further one
         waits = peer.is_asked and number == self.numbers[-1]
-        tell(peer, Collect(request=request, fragment=number, wait=waits))
+        tell(peer, Collect(request=request.number, fragment=number, wait=waits))
 
     def step(self, now: float) -> None:
         """Take the outer steps for which all have brought what they have changed; then a round may end."""
         if self.pacing.is_async:
-            changes, self.contributions[WHOLE] = self.contributions[WHOLE], []
+            changes, self.changes[WHOLE] = self.changes[WHOLE], []
             for each in changes:
                 self.apply(each)
                 self.pacing.choose_steps(self.active, self.stores.version)
@@ -274,38 +274,36 @@ class Server(LeasingServer):
                     self.round.gathered(number, now)
                 self.begin_round()
             elif self.beginning.reason and not (
-                self.ledger.num_open_samples or any(self.contributions.values())
+                self.ledger.num_open_samples or any(self.changes.values())
             ):
                 self.begin_round()
             return
         for number in [each for each in self.round.gathering if each not in waiting]:
             self.round.gathered(number, now)
-            if self.contributions[number]:
+            if self.changes[number]:
                 self.take_outer_step(number)
         if self.pacing.is_round_over:
             self.begin_round()
 
-    def apply(self, contribution: Contribution) -> None:
+    def apply(self, change: Change) -> None:
         """Apply one worker's change as it has come, and send it what the weights are now."""
         self.saver.wait_for_copy()
-        self.stores.apply(contribution.change, contribution.share)
+        self.stores.apply(change)
         self.replica.check_weights(f"after outer step {self.stores.version}")
-        peer = self.peers.get(contribution.request.holder)
+        peer = self.peers.get(change.request.holder)
         if peer is not None and not peer.is_stalled:
-            self.sender.send_fragment(peer, WHOLE)
-        self.applied(WHOLE, [contribution])
+            self.send_fragment(peer, WHOLE)
+        self.applied(WHOLE, [change])
 
     def take_outer_step(self, number: int) -> None:
         """Step a fragment along the mean of what workers have changed, and send it to all."""
         self.saver.wait_for_copy()
-        contributions, self.contributions[number] = self.contributions[number], []
-        # a sum must not depend on who came first
-        contributions.sort(key=lambda each: each.request.holder)
-        self.stores.step(number, [each.change for each in contributions])
+        changes, self.changes[number] = in_order(self.changes[number]), []
+        self.stores.step(number, changes)
         self.replica.check_weights(f"after outer step {self.stores.version}")
         for peer in self.active:
-            self.sender.send_fragment(peer, number)
-        self.applied(number, contributions)
+            self.send_fragment(peer, number)
+        self.applied(number, changes)
 
     def take_synchronous_step(self) -> bool:
         """Take one step of the inner optimizer along the mean gradient of all workers, and send it to all.
@@ -313,39 +311,36 @@ class Server(LeasingServer):
         Returns False while hosts have not told all norms of that mean. If one is lost, so are the gradients.
         """
         self.saver.wait_for_copy()
-        arrived = self.contributions
-        for contributions in arrived.values():  # a sum must not depend on who came first
-            contributions.sort(key=lambda each: each.request.holder)
-        if not any(arrived.values()):
+        changes = [in_order(self.changes[number]) for number in self.numbers]
+        if not any(changes):
             return True
-        changes = [[each.change for each in arrived[number]] for number in self.numbers]
         steps = [
             step
-            for contributions in arrived.values()
-            for each in contributions
+            for of_fragment in changes
+            for each in of_fragment
             for step in self.ledger.steps_of(each.request)
         ]
         rates = [step.learning_rate for step in steps if step.learning_rate is not None]
         rate = fmean(rates) if rates else self.rate_after(self.dispatcher.samples_applied)
         if not self.stores.step_together(changes, rate, self.train.gradient_clipping):
             return False
-        self.contributions = {each: [] for each in self.numbers}
+        self.changes = {each: [] for each in self.numbers}
         self.replica.check_weights(f"after synchronous step {self.beginning.num_steps + 1}")
         self.beginning.stepped()
         for peer in self.active:
             for number in self.numbers:
-                self.sender.send_fragment(peer, number)
-        for number, contributions in arrived.items():
-            self.applied(number, contributions)
+                self.send_fragment(peer, number)
+        for number, of_fragment in enumerate(changes):
+            self.applied(number, of_fragment)
         return True
 
-    def applied(self, number: int, contributions: Sequence[Contribution]) -> None:
+    def applied(self, number: int, changes: Sequence[Change]) -> None:
         """An outer step has applied these changes of a fragment: their samples may count now."""
-        applied = self.ledger.apply(each.request for each in contributions)
+        applied = self.ledger.apply(each.request for each in changes)
         self.replica.update_average(len(applied) / self.num_optimizers)
-        for each in contributions:
+        for each in changes:
             name = self.workers[each.request.holder].name
-            self.norms.add(each.change.arrived.norm, f"{name} in outer step {self.stores.version}")
+            self.norms.add(each.norm, f"{name} in outer step {self.stores.version}")
             if each.request.holder in self.peers:
                 self.receiver_of(self.peers[each.request.holder]).free(number)
         self.count(applied)
@@ -412,19 +407,40 @@ class Server(LeasingServer):
         if peer.steps_alone and self.pacing.is_synchronous:
             self.beginning.end(f"{worker.name} is a loop whose optimizer the server has not")
         if self.stores.introduce(worker.live_session):
-            self.welcome(peer, has_weights=self.sender.has_first_weights(ready))
+            self.welcome(peer, has_weights=self.has_first_weights(ready))
 
     def welcome(self, peer: Peer, *, has_weights: bool = False) -> None:
         """A worker reaches all hosts: send it the weights unless it has them; it can be given work."""
         if not (peer.is_joining and self.stores.is_ready):
             return
         peer.is_joining = False
-        if has_weights:
-            self.sender.confirm_weights(peer)
-        else:
-            self.sender.send_weights(peer)
+        self.send_weights(peer, has_weights=has_weights)
         if self.version == self.resumed_at:  # else what it kept then is of long ago
             tell(peer, Resumed(step=self.version))
+
+    def has_first_weights(self, ready: Ready) -> bool:
+        """Whether a worker has made itself, from the run's seed, what it would be sent."""
+        return self.stores.version == 0 and ready.weights == self.first_digest
+
+    def send_weights(self, peer: Peer, *, has_weights: bool = False) -> None:
+        """Send the whole weights, or confirm that it has them; what it was sent before is void.
+
+        Raises:
+            NonFiniteLoss: they are not finite.
+        """
+        peer.versions, instance = list(self.stores.versions), peer.worker.member.instance
+        if has_weights:
+            self.stores.follow(instance)
+            tell(peer, SameWeights())
+        else:
+            send_frames(peer, self.stores.send_whole(instance, self.stores.version))
+
+    def send_fragment(self, peer: Peer, number: int) -> None:
+        """Send a worker what has become of a fragment."""
+        instance = peer.worker.member.instance
+        frames = self.stores.send_fragment(instance, number, peer.versions[number])
+        peer.versions[number] = self.stores.versions[number]
+        send_frames(peer, frames)
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id)
@@ -461,41 +477,39 @@ class Server(LeasingServer):
         if isinstance(key.of, int):
             request = self.ledger.asked(key.of, peer.id, part.fragment)
         if request is not None:
-            if (whole := self.stores.whole(key, part)) is not None:
-                self.on_change(peer, request, whole)
+            if (change := self.stores.whole(request, key, part)) is not None:
+                self.on_change(peer, change)
         elif isinstance(part, NormsArrived):
             self.stores.drop_part(part)
         else:
             self.receiver_of(peer).free(part.fragment)
             self.report.lost_push(peer.worker.name, "its samples had been taken back")
 
-    def on_change(self, peer: Peer, request: Request, arrived: WholeChange) -> None:
+    def on_change(self, peer: Peer, change: Change) -> None:
         """A worker's change has come: from now on its samples are safe, whatever befalls the worker."""
+        request = change.request
         steps = self.ledger.steps_of(request)
         if len(steps) < len(request.leases):
-            self.stores.drop(arrived)
+            self.stores.drop(change)
             peer.worker.live_session.cut("it sent a change before it had taken its steps")
             return
         try:
-            check_norm(arrived.norm, self.norms.limit)
+            check_norm(change.norm, self.norms.limit)
         except PushRefused as error:
-            self.stores.drop(arrived)
+            self.stores.drop(change)
             self.refuse(peer, request, str(error))
             return
         if not self.pacing.is_synchronous:
-            peer.drift = arrived.norm / (arrived.weights_norm or 1.0)
+            peer.drift = change.norm / (change.weights_norm or 1.0)
             self.report.board.measured(peer.worker, local_steps=len(steps), drift=peer.drift)
-        change = Change(
-            arrived,
-            float(sum(each.num_terms for each in steps if each.overflow is None)),
-            sum(Range.of(each).num_samples for each in request.leases),
-        )
+        change.weight = float(sum(each.num_terms for each in steps if each.overflow is None))
+        change.num_samples = sum(Range.of(each).num_samples for each in request.leases)
         self.ledger.arrived(request)
         peer.answered(request.fragment, time.monotonic())
         if steps:
             peer.step_terms = change.weight / len(steps)
-        share = share_of(peer, [each for each in self.active if each is not peer])
-        self.contributions[request.fragment].append(Contribution(request, change, share))
+        change.share = share_of(peer, [each for each in self.active if each is not peer])
+        self.changes[request.fragment].append(change)
 
     def on_skip(self, peer: Peer, skip: Skip) -> None:
         """A worker's copy has come to NaN or infinity: it begins again, and its samples go to others.
@@ -507,7 +521,7 @@ class Server(LeasingServer):
         if self.ledger.holds(peer.id, skip.lease):  # else it has been sent whole weights since
             self.take_back(peer, "its worker's copy is not finite")
             self.fail(peer, [skip.lease], skip.reason)
-            self.sender.send_weights(peer)
+            self.send_weights(peer)
 
     def refuse(self, peer: Peer, request: Request, reason: str) -> None:
         """Apply nothing of a change; its worker begins again from the server's weights.
@@ -520,7 +534,7 @@ class Server(LeasingServer):
         ack = Ack(lease=request.leases[-1], outcome="non_finite", version=self.stores.version)
         peer.worker.live_session.send(ack)
         self.fail(peer, [each for each in request.leases if each in returned], reason)
-        self.sender.send_weights(peer)
+        self.send_weights(peer)
 
     def fail(self, peer: Peer, leases: Sequence[LeaseKey], reason: str) -> None:
         self.report.dropped(peer.worker, leases[-1], "non_finite", None, reason)
@@ -552,11 +566,11 @@ class Server(LeasingServer):
 
         Workers begin anew, as soon as it is back: what is on its way between them and other hosts is void.
         """
-        lost = [each for waiting in self.contributions.values() for each in waiting]
-        self.contributions = {each: [] for each in self.numbers}
+        lost = [each for waiting in self.changes.values() for each in waiting]
+        self.changes = {each: [] for each in self.numbers}
         holders = self.ledger.lose(each.request for each in lost)
         for each in lost:
-            self.stores.drop(each.change.arrived)
+            self.stores.drop(each)
         for holder in holders.difference(self.peers):
             self.take_back_from(holder, "a store was lost")
         for peer in self.peers.values():
@@ -566,7 +580,7 @@ class Server(LeasingServer):
         if peer.is_stalled:
             peer.is_stalled, peer.progressed_at = False, time.monotonic()
             self.context.log.info("%s answers again", peer.worker.name)
-            self.sender.send_weights(peer)
+            self.send_weights(peer)
 
     def leave_late(self, now: float) -> None:
         """Go on without those who are late; they begin again when they are heard of, or have come back."""
@@ -586,6 +600,11 @@ class Server(LeasingServer):
                 reason = "its samples go to others, and it gets no more until it answers"
                 self.pool.stalled(peer.worker, silent_s, reason)
 
+    @cached_property
+    def first_digest(self) -> str:
+        """Of the weights before the first outer step."""
+        return self.replica.digest()
+
     @property
     def active(self) -> list[Peer]:
         return [each for each in self.peers.values() if not (each.is_stalled or each.is_joining)]
@@ -598,6 +617,11 @@ class Server(LeasingServer):
     def learning_rate(self) -> float:
         """That of the next batch to be handed out: where all before it have been applied."""
         return self.rate_after(self.dispatcher.samples_applied + self.ledger.num_open_samples)
+
+
+def in_order(changes: Sequence[Change]) -> list[Change]:
+    """A sum must not depend on who came first."""
+    return sorted(changes, key=lambda each: each.request.holder)
 
 
 def serve(context: ServerContext) -> Summary:

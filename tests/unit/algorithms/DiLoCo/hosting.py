@@ -18,11 +18,11 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     delta_frames,
 )
 from smolcluster.algorithms.DiLoCo.fragments import cut
+from smolcluster.algorithms.DiLoCo.ledger import Request
 from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.algorithms.DiLoCo.outer_links import (
     Change,
     OuterLinks,
-    WholeChange,
 )
 from smolcluster.algorithms.DiLoCo.store import Held
 from smolcluster.configs.schema import GradientClipping
@@ -225,11 +225,12 @@ class Hosting:
                 return store
         return None
 
-    def bring(self, worker: str, fragment: int, values: Tensor) -> WholeChange:
+    def bring(self, worker: str, fragment: int, values: Tensor, weight: float = 1.0) -> Change:
         """A worker sends what a fragment has changed by; returns what the server makes of all parts."""
         encoder, self.num_requests = self.encoders[worker], self.num_requests + 1
         encoded = encoder.encode(fragment, values)
         encoder.settle(fragment, is_applied=True)
+        request = Request(self.num_requests, 0, fragment, ())
         collect = Collect(request=self.num_requests, fragment=fragment, wait=False)
         key, whole = PartKey(instance=worker, of=self.num_requests), None
         own: DeltaArrived | None = None
@@ -249,26 +250,23 @@ class Hosting:
         self.receivers[worker].free(fragment)
         for part in (*self.events, own):
             assert isinstance(part, DeltaArrived | NormsArrived)
-            whole = self.links.whole(key, part) or whole
+            whole = self.links.whole(request, key, part) or whole
         self.events.clear()
         assert whole is not None
+        whole.weight, whole.num_samples = weight, 8
         return whole
 
     def step(self, fragment: int, *changes: tuple[str, Tensor, float]) -> None:
         """Workers bring these changes with these weights, and a fragment steps along them."""
         brought = [
-            Change(self.bring(worker, fragment, values), weight, 8)
-            for worker, values, weight in changes
+            self.bring(worker, fragment, values, weight) for worker, values, weight in changes
         ]
         self.links.step(fragment, brought)
 
     def step_together(self, changes: Sequence[Sequence[tuple[str, Tensor, float]]]) -> bool:
         """Workers bring these gradients, by fragment, and all weights step along them."""
         brought = [
-            [
-                Change(self.bring(worker, number, values), weight, 8)
-                for worker, values, weight in each
-            ]
+            [self.bring(worker, number, values, weight) for worker, values, weight in each]
             for number, each in enumerate(changes)
         ]
         return self.take_step(brought)

@@ -28,21 +28,27 @@ def give(ledger: Ledger, lease: LeaseKey, holder: int) -> None:
     assert step(ledger, lease, holder)
 
 
+def ask(ledger: Ledger, holder: int, fragment: int) -> Request:
+    request = ledger.request(holder, fragment)
+    assert request is not None
+    return request
+
+
 def test_a_request_covers_what_was_given_before_it_and_not_covered_yet() -> None:
     ledger = Ledger(1)
     first, second = key(0, 1), key(10, 2)
     give(ledger, first, 7)
-    earlier = ledger.request(7, 0)
+    earlier = ask(ledger, 7, 0)
     give(ledger, second, 7)
     assert earlier.leases == (first,)
-    assert ledger.request(7, 0).leases == (second,)
-    assert not ledger.has_uncovered(7, 0)
+    assert ask(ledger, 7, 0).leases == (second,)
+    assert ledger.request(7, 0) is None
 
 
 def test_samples_count_when_they_are_applied_in_every_fragment() -> None:
     ledger, lease = Ledger(2), key(0, 1)
     give(ledger, lease, 7)
-    requests = [ledger.request(7, fragment) for fragment in (0, 1)]
+    requests = [ask(ledger, 7, fragment) for fragment in (0, 1)]
     for request in requests:
         ledger.arrived(request)
     assert ledger.apply(requests[:1]) == []
@@ -54,7 +60,7 @@ def test_samples_count_when_they_are_applied_in_every_fragment() -> None:
 def test_a_lost_worker_s_samples_go_back_for_the_fragments_that_have_not_arrived() -> None:
     ledger = Ledger(2)
     give(ledger, key(0, 1), 7)
-    request = ledger.request(7, 0)
+    request = ask(ledger, 7, 0)
     ledger.arrived(request)
     give(ledger, key(10, 2), 7)
     assert set(ledger.take_back(7)) == {key(0, 1), key(10, 2)}
@@ -67,7 +73,7 @@ def test_a_lost_worker_s_samples_go_back_for_the_fragments_that_have_not_arrived
 def test_what_has_arrived_whole_outlives_its_worker() -> None:
     ledger = Ledger(1)
     give(ledger, key(0, 1), 7)
-    request = ledger.request(7, 0)
+    request = ask(ledger, 7, 0)
     ledger.arrived(request)
     assert ledger.take_back(7) == []
     assert [each.holder for each in ledger.apply([request])] == [7]
@@ -76,7 +82,7 @@ def test_what_has_arrived_whole_outlives_its_worker() -> None:
 def test_answers_to_nobody_s_request_are_known() -> None:
     ledger = Ledger(1)
     give(ledger, key(0, 1), 7)
-    request = ledger.request(7, 0)
+    request = ask(ledger, 7, 0)
     assert ledger.asked(request.number, 7, 0) is request
     assert ledger.asked(request.number, 8, 0) is None
     ledger.take_back(7)
@@ -90,14 +96,14 @@ def test_a_step_is_noted_once_and_none_of_what_has_arrived() -> None:
     give(ledger, lease, 7)
     assert not step(ledger, lease, 7)
     assert ledger.holds(7, lease)
-    ledger.arrived(ledger.request(7, 0))
+    ledger.arrived(ask(ledger, 7, 0))
     assert not ledger.holds(7, lease)
 
 
 def test_a_resumed_run_repeats_only_the_fragments_that_are_missing() -> None:
     before, after = Ledger(3), Ledger(3)
     give(before, key(0, 1), 7)
-    request = before.request(7, 1)
+    request = ask(before, 7, 1)
     before.arrived(request)
     assert before.apply([request]) == []
     after.resume(before.partly_applied)
@@ -128,8 +134,8 @@ class Chance:
 
     def ask(self, holder: int) -> None:
         fragment = self.draw.randrange(self.num_fragments)
-        if self.ledger.has_uncovered(holder, fragment):
-            self.asked.append(self.ledger.request(holder, fragment))
+        if (request := self.ledger.request(holder, fragment)) is not None:
+            self.asked.append(request)
 
     def answer(self, _holder: int) -> None:
         if self.asked:
@@ -163,11 +169,11 @@ def test_a_lost_change_goes_back_to_who_has_its_samples_though_another_had_sent_
     """The first worker was lost when it had sent one fragment, the second when the other was applied."""
     ledger = Ledger(2)
     give(ledger, key(0, 1), 7)
-    first = ledger.request(7, 0)
+    first = ask(ledger, 7, 0)
     ledger.arrived(first)
     assert ledger.take_back(7) == [key(0, 1)]
     give(ledger, key(0, 2), 8)
-    second = ledger.request(8, 1)
+    second = ask(ledger, 8, 1)
     ledger.arrived(second)
     assert ledger.apply([second]) == []
     assert ledger.take_back(8) == [], "all of it is here"

@@ -15,7 +15,7 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     delta_frames,
     step_assembler,
 )
-from smolcluster.algorithms.DiLoCo.outer_links import Change
+from smolcluster.algorithms.DiLoCo.ledger import Request
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ProtocolError
 from smolcluster.server import store_host
@@ -28,6 +28,7 @@ from unit.algorithms.DiLoCo.hosting import Hosting, Line, StoreHost
 FAST, SLOW = "a" * 8, "b" * 8
 WORKERS = (FAST, SLOW)
 FIRST = PartKey(instance=FAST, of=1)
+ASKED = Request(1, 0, 0, ())
 CODECS = [("fp32", None), ("int8", "int8"), ("int4", "int4"), ("topk", None)]
 
 
@@ -121,10 +122,7 @@ def test_gradients_of_a_step_that_comes_to_nothing_are_kept_nowhere() -> None:
     session = hosting.links.session_of("win")
     assert session is not None
     brought = [
-        [
-            Change(hosting.bring(worker, number, values), weight, 8)
-            for worker, values, weight in each
-        ]
+        [hosting.bring(worker, number, values, weight) for worker, values, weight in each]
         for number, each in enumerate(gradients)
     ]
     cast(Line, session).hears = lambda _message, _payload: None
@@ -136,7 +134,7 @@ def test_gradients_of_a_step_that_comes_to_nothing_are_kept_nowhere() -> None:
     hosting.lose(win)
     for each in brought:
         for change in each:
-            hosting.links.drop(change.arrived)
+            hosting.links.drop(change)
     assert not pi5.held._parts
     assert not pi5.held._means
     hosting.open("win", 9)
@@ -164,8 +162,9 @@ def test_changes_that_are_applied_one_by_one_are_the_same(codec_down: str | None
             copy.follow(0)
         for seed in range(1, 8):
             worker, values, weight = changes_of(each, 0, seed)[seed % 2]
-            change = Change(each.bring(worker, 0, values), weight, 8)
-            each.links.apply(change, 0.5)
+            change = each.bring(worker, 0, values, weight)
+            change.share = 0.5
+            each.links.apply(change)
             copies[worker].follow(0)
         if codec_down is None:
             continue
@@ -188,7 +187,7 @@ def test_a_fragment_without_gradients_stays_in_a_step_of_all() -> None:
             []
             if number == left_out
             else [
-                Change(hosting.bring(worker, number, values), weight, 8)
+                hosting.bring(worker, number, values, weight)
                 for worker, values, weight in changes_of(hosting, number, seed=number)
             ]
             for number in range(3)
@@ -209,7 +208,7 @@ def test_a_step_of_all_fragments_copies_no_weights_that_nobody_needs(
     replica.optimizer = FlatOptimizer("adam", replica.params, replica.grads, 0.0)
     changes = [
         [
-            Change(hosting.bring(worker, number, values), weight, 8)
+            hosting.bring(worker, number, values, weight)
             for worker, values, weight in changes_of(hosting, number, seed=number)
         ]
         for number in range(3)
@@ -358,11 +357,11 @@ def test_a_part_that_is_not_finite_makes_no_finite_norm() -> None:
     receiver, key = hosting.links.receiver_for(1), FIRST
     assert receiver is not None
     own = DeltaArrived(0, 1, 0, torch.zeros(256), {})
-    assert hosting.links.whole(key, own) is None
-    assert hosting.links.whole(key, NormsArrived(2, key, 0, 2, ((1.0,), (1.0,)))) is None
+    assert hosting.links.whole(ASKED, key, own) is None
+    assert hosting.links.whole(ASKED, key, NormsArrived(2, key, 0, 2, ((1.0,), (1.0,)))) is None
     part = receiver(*arrived(key, 0, 1, ((math.nan,), (1.0,))))
     assert isinstance(part, NormsArrived)
-    whole = hosting.links.whole(key, part)
+    whole = hosting.links.whole(ASKED, key, part)
     assert whole is not None
     assert math.isnan(whole.norm)
 
@@ -401,7 +400,7 @@ def test_what_a_lost_store_leaves_in_parts_is_kept_by_no_other() -> None:
     send_to(pi5, hosting, 1, changes_of(hosting, 0, 0)[0][1])
     [part] = hosting.events
     assert isinstance(part, NormsArrived)
-    assert hosting.links.whole(FIRST, part) is None
+    assert hosting.links.whole(ASKED, FIRST, part) is None
     assert pi5.held._parts
     hosting.lose(win)
     assert not pi5.held._parts
@@ -421,7 +420,7 @@ def test_a_change_that_is_sent_to_a_store_twice_counts_once() -> None:
     hosting = Hosting(2, WORKERS)
     (store,) = hosting.stores
     values = changes_of(hosting, 0, 0)[0][1]
-    change = Change(hosting.bring(FAST, 0, values), 1.0, 8)
+    change = hosting.bring(FAST, 0, values, 1.0)
     send_to(store, hosting, hosting.num_requests, 2 * values)
     norms = [each for each in hosting.events if isinstance(each, NormsArrived)]
     for part in norms:
@@ -434,7 +433,7 @@ def test_a_change_that_is_sent_to_a_store_twice_counts_once() -> None:
 
 def test_one_host_takes_more_changes_than_a_message_to_stores_may_name() -> None:
     hosting = Hosting(1, WORKERS)
-    change = Change(hosting.bring(FAST, 0, torch.ones(610)), 1.0, 8)
+    change = hosting.bring(FAST, 0, torch.ones(610), 1.0)
     hosting.links.step(0, [change] * (MAX_CHANGES + 1))
     assert hosting.links.version == 1
 
