@@ -28,7 +28,7 @@ from common import DEFAULT_DATA, report
 from equal_tokens import ARMS, MODELS, measure_loss
 from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
 from smolcluster.algorithms.DiLoCo.rounds import warmed_up
-from smolcluster.algorithms.DiLoCo.timing import Pace, plan_round
+from smolcluster.algorithms.shares import Cost, shared_out
 from smolcluster.data.dataset import Split
 from smolcluster.data.digits import load_digits
 
@@ -186,7 +186,7 @@ def planned(num_rounds: int, paces: Sequence[float], joins_at: int = 0) -> list[
     for number in range(num_rounds):
         able = paces if number >= joins_at else paces[:-1]
         budget = NUM_WORKERS * warmed_up(number, LOCAL_STEPS)
-        plan = plan_round(budget, {worker: Pace(step_s) for worker, step_s in enumerate(able)})
+        plan = shared_out(budget, {worker: Cost(0.0, step_s) for worker, step_s in enumerate(able)})
         rounds.append([plan.get(worker, 0) for worker in range(NUM_WORKERS)])
     return rounds
 

@@ -15,8 +15,8 @@ from harness import DEADLINE_S, Cluster, computing_after, local_settings
 from own_workloads import assert_same, buffers_of, normed
 from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo.ledger import Applied
+from smolcluster.algorithms.DiLoCo.rounds import Timing
 from smolcluster.algorithms.DiLoCo.server import Server
-from smolcluster.algorithms.DiLoCo.timing import Timing
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.schema import Settings

@@ -12,8 +12,8 @@ from harness import Cluster, local_settings
 from proxy import Proxy
 from smolcluster.algorithms.DiLoCo.ledger import Applied
 from smolcluster.algorithms.DiLoCo.peers import Peer
+from smolcluster.algorithms.DiLoCo.rounds import MOST_BEHIND
 from smolcluster.algorithms.DiLoCo.server import Server
-from smolcluster.algorithms.DiLoCo.timing import MOST_BEHIND
 from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
 from smolcluster.server.assignment import Assigned
 from smolcluster.server.worker import Worker

@@ -176,7 +176,7 @@ def test_two_workers_go_on_as_if_nothing_had_happened(
 
     While fragments are sent behind computation, times decide which weights a batch meets.
     """
-    monkeypatch.setattr(rounds, "plan_round", in_equal_parts)
+    monkeypatch.setattr(rounds, "shared_out", in_equal_parts)
     monkeypatch.setattr(Peer, "num_wanted", lambda _peer, _busy_s: 1000)
     settings = settings_for("int8", workers=2)
 

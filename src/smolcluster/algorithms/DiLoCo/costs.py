@@ -24,12 +24,12 @@ from smolcluster.algorithms.DiLoCo.rounds import (
     MOST_WAITING,
     Pacing,
     SyncBeginning,
+    Timing,
     choose_local_steps,
     hiding_round_s,
     most_local_steps,
     waiting_round_s,
 )
-from smolcluster.algorithms.DiLoCo.timing import Timing
 from smolcluster.algorithms.planning.costs import (
     HANDLING_S,
     Forecast,

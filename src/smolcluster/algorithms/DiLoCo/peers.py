@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from smolcluster.algorithms.DiLoCo.ledger import Applied
-from smolcluster.algorithms.DiLoCo.timing import Timing
+from smolcluster.algorithms.DiLoCo.rounds import Timing
 from smolcluster.data.permutation import Range
 from smolcluster.server.worker import Worker
 from smolcluster.training.loop import StepTaken

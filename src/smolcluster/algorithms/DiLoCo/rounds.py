@@ -9,11 +9,14 @@ it, and what a run will cost is predicted by it.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from statistics import harmonic_mean
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import harmonic_mean, median
 
 from smolcluster.algorithms.DiLoCo.config import Mode
-from smolcluster.algorithms.DiLoCo.timing import Timing, plan_round
+from smolcluster.algorithms.shares import Cost, shared_out
 
 COMPUTING = 0.95
 """The least share of a round that workers should compute, where exchanging is not behind computation."""
@@ -38,6 +41,17 @@ more steps. Where links are slow it costs more than that (`benchmarks/results/ti
 """
 NUM_TRIED = 3
 """Steps after which it is known how long workers wait."""
+
+
+FIRST_RETRY = 16
+"""After 16, 32, 64, … rounds without a batch a worker gets one: should it still be slow, all wait for it."""
+AHEAD_S, LEAST_AHEAD, MOST_AHEAD = 0.25, 2, 16
+"""A worker holds batches for so many seconds, and so many, so that it never waits for the next."""
+MOST_BEHIND = 256
+"""So many at most where messages wait behind a fragment on its link."""
+LEAST_STEP_S, MOST_STEP_S = 1e-6, 1e6
+NUM_RECENT = 3
+"""A step counts as long as the median of so many: a machine may be held up once."""
 
 
 def warmed_up(round_index: int, local_steps: int) -> int:
@@ -95,6 +109,117 @@ def choose_local_steps(step_s: float, round_s: float, total_batches: int, num_wo
     most = most_local_steps(total_batches, num_workers)
     wanted = round_s / step_s
     return most if wanted >= most else max(1, math.ceil(wanted))
+
+
+@dataclass
+class Timing:
+    """How fast a worker is, and what it holds. Its defaults are of the monotonic clock."""
+
+    step_s: float
+    """How long a batch takes it."""
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
+    """How long its newest steps took."""
+    num_idle_rounds: int = 0
+    """Rounds that have begun since it was given a batch last."""
+    is_measured_anew: bool = False
+    """Whether its next step alone says how fast it is."""
+    unanswered: set[Hashable] = field(default_factory=set)
+    """Batches that it was given, and has not yet taken a step with."""
+    is_asked: bool = False
+    """Whether it was asked for its change, and gets nothing to compute before its new weights."""
+    progressed_at: float = field(default_factory=time.monotonic)
+    """When it was last seen to go on with what it is to do, or to be sent something, or had nothing to do."""
+    began_at: float = 0.0
+    """When it was given a batch after it had had none."""
+    stepped_at: float = field(default_factory=time.monotonic)
+    """When it joined, or was heard to have taken its last step."""
+    upload_s: float = 0.0
+    """How long after its last step its change is here."""
+    num_before: dict[int, int] = field(default_factory=dict)
+    """By fragment whose change it owes: batches that it has to take a step with before it sends it."""
+    ready_at: dict[int, float] = field(default_factory=dict)
+    """By fragment whose change it owes: since when it has been on its way."""
+    on_way_s: dict[int, float] = field(default_factory=dict)
+    """By fragment: how long its newest change was on its way."""
+    num_since_asked: int = 0
+    """Batches that it was given since it was asked for its change last."""
+    waited_s: float | None = None
+    """How long it had nothing to compute before this round's first step; None: that is to come."""
+
+    @property
+    def link_busy_s(self) -> float:
+        """How long at most its change is on its way, and then new weights are."""
+        return 2 * max(self.on_way_s.values(), default=0.0)
+
+    def num_wanted(self, busy_s: float) -> int:
+        """How many more batches it should hold, while its link may be busy with other things for so long."""
+        ahead = min(MOST_AHEAD, math.ceil(AHEAD_S / self.step_s))
+        behind = min(MOST_BEHIND, math.ceil(busy_s / self.step_s))
+        return max(LEAST_AHEAD, ahead, 1 + behind) - len(self.unanswered)
+
+    def cost(self, now: float, *, is_streaming: bool) -> Cost:
+        """What more batches cost it; who is silent with batches in hand is as slow as it has been silent.
+
+        In streaming nobody waits for an upload.
+        """
+        silent_s = now - max(self.stepped_at, self.began_at) if self.unanswered else 0.0
+        step_s = max(self.step_s, silent_s)
+        upload_s = 0.0 if is_streaming else self.upload_s
+        return Cost(now + len(self.unanswered) * step_s - silent_s + upload_s, step_s)
+
+    def gets(self, lease: Hashable, now: float) -> None:
+        """It is given a batch."""
+        if not self.unanswered:
+            self.began_at = now
+        self.unanswered.add(lease)
+        self.num_since_asked += 1
+        self.is_measured_anew = self.is_measured_anew or self.is_tried_again
+        self.num_idle_rounds = 0
+
+    def stepped(self, compute_s: float, now: float) -> None:
+        """Learn from a step how fast it is: as it says, or as its steps come, if that is slower."""
+        if self.waited_s is None:
+            self.waited_s = max(0.0, now - self.stepped_at - compute_s)
+        went_on = self.began_at < self.stepped_at  # it held more batches at its last step
+        took_s = max(compute_s, now - self.stepped_at if went_on else 0.0)
+        if self.is_measured_anew:
+            self.is_measured_anew, self.step_s = False, took_s
+            self.recent_s.clear()
+        self.recent_s.append(took_s)
+        smoothed_s = 0.7 * self.step_s + 0.3 * median(self.recent_s)
+        self.step_s = min(MOST_STEP_S, max(LEAST_STEP_S, smoothed_s))
+        self.stepped_at = self.progressed_at = now
+        for fragment in self.num_before:
+            self.num_before[fragment] -= 1
+            if self.num_before[fragment] == 0:
+                self.ready_at[fragment] = now
+
+    def asked(self, fragment: int, now: float, *, waits: bool) -> None:
+        """It is asked for its change in a fragment; `waits`: and for no other before it has new weights."""
+        self.is_asked, self.num_since_asked = waits, 0
+        self.num_before[fragment] = len(self.unanswered)
+        if not self.unanswered:
+            self.ready_at[fragment] = now
+
+    def answered(self, fragment: int, now: float) -> None:
+        """Its change in a fragment has come."""
+        self.progressed_at = now
+        self.num_before.pop(fragment, None)
+        upload_s = max(0.0, now - self.stepped_at)
+        self.upload_s = 0.5 * self.upload_s + 0.5 * upload_s if self.on_way_s else upload_s
+        if (ready_at := self.ready_at.pop(fragment, None)) is not None:
+            self.on_way_s[fragment] = now - ready_at
+
+    def begin(self) -> None:
+        """A round begins with new weights, or it is to begin again."""
+        self.is_asked, self.waited_s, self.num_since_asked = False, None, 0
+        self.num_idle_rounds += 1
+
+    @property
+    def is_tried_again(self) -> bool:
+        """Whether it should be given a batch because it was too slow for so long: it may not be any more."""
+        num_idle = self.num_idle_rounds - 1  # the round of now may still give it one
+        return num_idle >= FIRST_RETRY and num_idle.bit_count() == 1
 
 
 class Round:
@@ -190,7 +315,7 @@ class Round:
         return len(self.asked) == len(self.numbers)
 
 
-def shared_out(
+def batches_of(
     round_: Round, takers: Mapping[int, Timing], num_workers: int, now: float, mode: Mode
 ) -> tuple[dict[int, int], dict[int, int]]:
     """How many more batches each of `takers` should get in a round, and how many of them at once.
@@ -208,19 +333,19 @@ def shared_out(
     if mode == "async":
         return dict(wanted), wanted
     streaming = mode == "streaming"
-    paces = {id_: each.pace(now, is_streaming=streaming) for id_, each in takers.items()}
+    costs = {id_: each.cost(now, is_streaming=streaming) for id_, each in takers.items()}
     budget = round_.budget(num_workers)
-    plan = plan_round(budget, paces)
+    plan = shared_out(budget, costs)
     if streaming and budget > 0:
         # a slow worker's batch lasts longer than a fragment's share of the round, not than all of it
-        whole = plan_round(round_.local_steps * num_workers, paces)
+        whole = shared_out(round_.local_steps * num_workers, costs)
         slow = [
             id_
             for id_, each in takers.items()
             if whole[id_] and not plan[id_] and not each.unanswered
         ][:budget]
-        others = {id_: pace for id_, pace in paces.items() if id_ not in slow}
-        plan = plan_round(budget - len(slow), others) | dict.fromkeys(slow, 1)
+        others = {id_: cost for id_, cost in costs.items() if id_ not in slow}
+        plan = shared_out(budget - len(slow), others) | dict.fromkeys(slow, 1)
     plan |= {id_: 1 for id_, each in takers.items() if each.is_tried_again}
     return plan, {id_: min(plan[id_], wanted[id_]) for id_ in takers}
 
@@ -387,7 +512,7 @@ class Pacing:
         if self.round.asked and self.waits:
             return {}
         mode: Mode = "sync" if self.waits else self.mode
-        self.round.plan, at_once = shared_out(self.round, takers, num_workers, now, mode)
+        self.round.plan, at_once = batches_of(self.round, takers, num_workers, now, mode)
         return at_once
 
     def requests(

@@ -50,8 +50,12 @@ from smolcluster.algorithms.DiLoCo.peers import (
     share_of,
     tell,
 )
-from smolcluster.algorithms.DiLoCo.rounds import Pacing
-from smolcluster.algorithms.DiLoCo.timing import LEAST_STEP_S, MOST_BEHIND, MOST_STEP_S
+from smolcluster.algorithms.DiLoCo.rounds import (
+    LEAST_STEP_S,
+    MOST_BEHIND,
+    MOST_STEP_S,
+    Pacing,
+)
 from smolcluster.algorithms.leasing import LeasingServer
 from smolcluster.data.permutation import Range
 from smolcluster.runs.events import BeginningEnded

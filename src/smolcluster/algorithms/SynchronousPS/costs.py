@@ -22,7 +22,8 @@ from smolcluster.algorithms.planning.costs import (
     up_rates,
 )
 from smolcluster.algorithms.planning.stores import Traffic, as_spread, with_stores
-from smolcluster.algorithms.SynchronousPS.sharing import Cost, sizes_by_cost
+from smolcluster.algorithms.shares import Cost
+from smolcluster.algorithms.SynchronousPS.sharing import sizes_by_cost
 from smolcluster.configs.schema import Settings
 
 BUCKET_VALUES = 1 << 18
@@ -84,7 +85,7 @@ def shared_out(site: Site, sent: int, settings: Settings) -> tuple[list[int], li
         costs = []
         for place, upload_s in enumerate(uploads):
             own, latency_s = _computing(site, settings, place), site.workers[place].latency_s
-            costs.append(Cost(own.fixed_s + latency_s + min(upload_s, 1e9), own.per_sample_s))
+            costs.append(Cost(own.fixed_s + latency_s + min(upload_s, 1e9), own.each_s))
         sizes = sizes_by_cost(costs, settings.global_batch_size)
         if list(map(bool, pushing)) == list(map(bool, sizes)):
             break

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from smolcluster.algorithms.shares import Cost
 from smolcluster.algorithms.SynchronousPS.sharing import (
-    Cost,
     Pace,
     all_to_one,
     sizes_by_cost,
@@ -273,9 +273,9 @@ class Members:
         known = [each.pace.cost for each in self._members.values() if each.pace.is_measured]
         if member.pace.is_measured or not known:
             return own
-        per_sample_s = statistics.median(cost.per_sample_s for cost in known)
+        per_sample_s = statistics.median(cost.each_s for cost in known)
         return Cost(
-            statistics.median(cost.fixed_s for cost in known), max(own.per_sample_s, per_sample_s)
+            statistics.median(cost.fixed_s for cost in known), max(own.each_s, per_sample_s)
         )
 
     def expected_s(self, member: StepMember) -> float:

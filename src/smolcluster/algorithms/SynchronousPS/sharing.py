@@ -6,7 +6,8 @@ whose `a` alone is longer than that gets nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from smolcluster.algorithms.shares import Cost, shared_out
 
 MEMORY = 0.8
 """What an estimate keeps of its past with each new measurement."""
@@ -27,17 +28,6 @@ FIRST_PROBE = 16
 """Steps without a part after which a member is measured again; doubles each time."""
 EARLY_PROBE = 2
 """The same for who was measured but once, while other joiners' states took the link."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a part costs a member: `fixed_s` seconds, and `per_sample_s` for each of its samples."""
-
-    fixed_s: float
-    per_sample_s: float
-
-    def seconds(self, num_samples: int) -> float:
-        return self.fixed_s + self.per_sample_s * num_samples
 
 
 class Pace:
@@ -85,7 +75,7 @@ class Pace:
             self.cost = Cost(fixed_s, per_sample_s)
         else:
             self.cost = Cost(
-                _moved(self.cost.fixed_s, fixed_s), _moved(self.cost.per_sample_s, per_sample_s)
+                _moved(self.cost.fixed_s, fixed_s), _moved(self.cost.each_s, per_sample_s)
             )
         self._num_measured += 1
         self._is_fresh = self._is_fresh and not whole
@@ -108,23 +98,7 @@ class Pace:
 
 def sizes_by_cost(costs: Sequence[Cost], total: int) -> list[int]:
     """Whole sizes that add up to `total`, for which the longest part is shortest."""
-    low, high = 0.0, max(cost.seconds(total) for cost in costs)
-    for _ in range(60):
-        middle = (low + high) / 2
-        if sum(_within(cost, middle) for cost in costs) >= total:
-            high = middle
-        else:
-            low = middle
-    sizes = [min(_within(cost, high), total) for cost in costs]
-    while sum(sizes) > total:
-        longest = max(
-            (place for place, size in enumerate(sizes) if size),
-            key=lambda place: costs[place].seconds(sizes[place]),
-        )
-        sizes[longest] -= 1
-    for _ in range(total - sum(sizes)):
-        sizes[sizes.index(max(sizes))] += 1
-    return sizes
+    return list(shared_out(total, dict(enumerate(costs))).values())
 
 
 def all_to_one(costs: Sequence[Cost], total: int) -> list[int]:
@@ -169,7 +143,3 @@ def _moved(estimate: float, measured: float) -> float:
     return MEMORY * estimate + (1 - MEMORY) * min(
         measured, MOST_GROWTH * max(estimate, LEAST_BELIEVED_S)
     )
-
-
-def _within(cost: Cost, seconds: float) -> int:
-    return max(0, int((seconds - cost.fixed_s) / cost.per_sample_s))

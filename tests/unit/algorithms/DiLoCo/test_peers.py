@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from smolcluster.algorithms.DiLoCo.peers import LEAST_PATIENCE_S, Peer, share_of
-from smolcluster.algorithms.DiLoCo.timing import MOST_STEP_S, Pace, plan_round
+from smolcluster.algorithms.DiLoCo.rounds import MOST_STEP_S
+from smolcluster.algorithms.shares import Cost, shared_out
 from smolcluster.wire.messages import LeaseKey
 
 STEP_S = 1.0
@@ -29,8 +30,8 @@ def is_late(peer: Peer, now: float, *, owes_change: bool = False, heard_at: floa
     return peer.is_late(now, owes_change=owes_change, heard_at=heard_at, grace=None)
 
 
-def pace(peer: Peer, now: float) -> Pace:
-    return peer.pace(now, is_streaming=False)
+def cost(peer: Peer, now: float) -> Cost:
+    return peer.cost(now, is_streaming=False)
 
 
 def test_who_freezes_with_batches_in_hand_is_late_whether_asked_or_not() -> None:
@@ -82,14 +83,14 @@ def test_grace_is_beyond_what_is_expected() -> None:
 
 
 def test_who_has_half_of_a_batch_behind_it_is_done_that_much_sooner() -> None:
-    assert pace(peer_with(2), 0.5 * STEP_S).busy_until == pytest.approx(2 * STEP_S)
+    assert cost(peer_with(2), 0.5 * STEP_S).fixed_s == pytest.approx(2 * STEP_S)
 
 
 def test_who_is_silent_loses_its_share_of_the_round() -> None:
     frozen, other = peer_with(2), peer_with(0)
-    at_once = plan_round(8, {0: pace(frozen, 0.0), 1: pace(other, 0.0)})
+    at_once = shared_out(8, {0: cost(frozen, 0.0), 1: cost(other, 0.0)})
     assert at_once[0] == 3
-    later = plan_round(8, {0: pace(frozen, 20.0), 1: pace(other, 20.0)})
+    later = shared_out(8, {0: cost(frozen, 20.0), 1: cost(other, 20.0)})
     assert later[0] == 0
 
 
@@ -156,8 +157,8 @@ def test_how_long_a_change_is_on_its_way_counts_from_the_last_step_that_it_holds
 def test_an_upload_that_is_hidden_gives_nobody_less_to_compute() -> None:
     far = peer_with(0)
     far.upload_s = 5.0
-    assert far.pace(0.0, is_streaming=False).arrival(0) == 5.0
-    assert far.pace(0.0, is_streaming=True).arrival(0) == 0.0
+    assert far.cost(0.0, is_streaming=False).fixed_s == 5.0
+    assert far.cost(0.0, is_streaming=True).fixed_s == 0.0
 
 
 def test_shares_are_by_loss_terms_a_second_and_come_to_one() -> None:

@@ -1,6 +1,5 @@
 """Rounds are planned from measured times alone; plans are compared with all there are."""
 
-import itertools
 import math
 
 import pytest
@@ -12,113 +11,17 @@ from smolcluster.algorithms.DiLoCo.rounds import (
     Pacing,
     Round,
     SyncBeginning,
+    Timing,
+    batches_of,
     choose_local_steps,
     hiding_round_s,
     measured_steps,
     own_steps,
-    shared_out,
     waiting_round_s,
     warmed_up,
 )
-from smolcluster.algorithms.DiLoCo.timing import Pace, Timing, plan_round
 
 REPEATABLE = settings(derandomize=True, database=None, max_examples=40)
-PACES = st.builds(
-    Pace,
-    step_s=st.floats(0.01, 10),
-    upload_s=st.floats(0, 20),
-    busy_until=st.floats(-5, 20),
-)
-
-
-def last_arrival(plan: dict[int, int], paces: dict[int, Pace]) -> float:
-    return max(paces[worker].arrival(steps) for worker, steps in plan.items() if steps)
-
-
-@REPEATABLE
-@given(st.integers(1, 6), st.lists(PACES, min_size=1, max_size=4))
-def test_no_other_plan_lets_the_last_arrive_earlier(budget: int, paces: list[Pace]) -> None:
-    workers = dict(enumerate(paces))
-    plan = plan_round(budget, workers)
-    others = (
-        dict(enumerate(steps))
-        for steps in itertools.product(range(budget + 1), repeat=len(paces))
-        if sum(steps) == budget
-    )
-    best = min(last_arrival(other, workers) for other in others)
-    assert sum(plan.values()) == budget
-    assert last_arrival(plan, workers) == pytest.approx(best, rel=1e-6, abs=1e-6)
-
-
-@REPEATABLE
-@given(st.integers(0, 10_000), st.dictionaries(st.integers(), PACES, min_size=1, max_size=30))
-def test_all_arrive_within_a_step_of_each_other(budget: int, workers: dict[int, Pace]) -> None:
-    plan = plan_round(budget, workers)
-    assert sum(plan.values()) == budget
-    assert plan.keys() == workers.keys()
-    if budget:
-        last = last_arrival(plan, workers)
-        for worker, pace in workers.items():
-            assert pace.arrival(plan[worker] + 1) >= last - 1e-5
-
-
-def test_steps_go_by_speed() -> None:
-    assert plan_round(100, {"fast": Pace(0.35), "slow": Pace(0.9)}) == {"fast": 72, "slow": 28}
-
-
-def test_a_slow_uplink_is_made_up_for_by_fewer_steps() -> None:
-    plan = plan_round(100, {"near": Pace(1.0), "far": Pace(1.0, upload_s=20)})
-    assert plan == {"near": 60, "far": 40}
-
-
-def test_who_is_too_far_takes_none() -> None:
-    assert plan_round(10, {1: Pace(1.0), 2: Pace(1.0, upload_s=50)}) == {1: 10, 2: 0}
-    assert plan_round(10, {1: Pace(1.0), 2: Pace(1.0, busy_until=11)}) == {1: 10, 2: 0}
-
-
-def test_a_worker_ten_times_slower_in_mid_round_keeps_what_it_can_finish() -> None:
-    """Of 100 steps 40 are done when it slows down; it holds two."""
-    before = plan_round(100, {1: Pace(1.0), 2: Pace(1.0)})
-    assert before == {1: 50, 2: 50}
-    rest = plan_round(56, {1: Pace(1.0, busy_until=22), 2: Pace(10.0, busy_until=40)})
-    assert rest == {1: 53, 2: 3}
-
-
-def test_a_worker_ten_times_faster_takes_what_the_others_would_be_late_with() -> None:
-    assert plan_round(44, {1: Pace(1.0), 2: Pace(0.1)}) == {1: 4, 2: 40}
-
-
-def test_when_the_others_are_gone_one_does_it_all() -> None:
-    assert plan_round(7, {3: Pace(2.0)}) == {3: 7}
-
-
-def test_a_link_at_a_tenth_costs_its_worker_steps_and_nobody_else_time() -> None:
-    before = plan_round(100, {1: Pace(0.5, 2), 2: Pace(0.5, 2)})
-    after = plan_round(100, {1: Pace(0.5, 2), 2: Pace(0.5, 20)})
-    assert before == {1: 50, 2: 50}
-    assert after == {1: 68, 2: 32}
-
-
-@pytest.mark.parametrize("steps", [0, -3])
-def test_nothing_to_hand_out(steps: int) -> None:
-    assert plan_round(steps, {1: Pace(1.0)}) == {1: 0}
-
-
-def test_nobody_who_could_take_any() -> None:
-    assert plan_round(5, {}) == {}
-    assert plan_round(5, {1: Pace(math.inf), 2: Pace(1.0, math.inf)}) == {1: 0, 2: 0}
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan])
-def test_no_step_takes_no_time(bad: float) -> None:
-    with pytest.raises(ValueError, match="no pace"):
-        Pace(bad)
-
-
-def test_steps_until_is_the_inverse_of_arrival() -> None:
-    pace = Pace(0.5, upload_s=1, busy_until=3)
-    assert pace.arrival(4) == 6
-    assert [pace.steps_until(each) for each in (2, 4, 4.4, 6)] == [0, 0, 0, 4]
 
 
 @REPEATABLE
@@ -187,20 +90,20 @@ def begun(local_steps: int, num_fragments: int) -> Round:
 def test_a_slow_worker_has_its_part_of_a_round_though_a_fragment_is_over_sooner() -> None:
     """12 batches, 3 before the first fragment: of those the fast one could do all while another does one."""
     timings = {1: at_rest(0.2), 2: at_rest(1.0), 3: at_rest(1.0)}
-    plan, at_once = shared_out(begun(4, 4), timings, 3, 0.0, "streaming")
+    plan, at_once = batches_of(begun(4, 4), timings, 3, 0.0, "streaming")
     assert plan == {1: 1, 2: 1, 3: 1}
     assert at_once == plan
 
 
 def test_who_could_not_finish_one_batch_in_a_round_gets_none() -> None:
     timings = {1: at_rest(0.2), 2: at_rest(100.0)}
-    plan, _ = shared_out(begun(4, 4), timings, 2, 0.0, "streaming")
+    plan, _ = batches_of(begun(4, 4), timings, 2, 0.0, "streaming")
     assert plan == {1: 2, 2: 0}
 
 
 def test_no_more_is_handed_out_than_belongs_before_a_fragment() -> None:
     timings = {number: at_rest(0.5) for number in range(8)}
-    plan, _ = shared_out(begun(1, 4), timings, 8, 0.0, "streaming")
+    plan, _ = batches_of(begun(1, 4), timings, 8, 0.0, "streaming")
     assert sum(plan.values()) == 2
 
 
@@ -221,7 +124,7 @@ def test_a_round_that_a_slow_link_holds_up_becomes_longer_within_what_the_run_al
     assert round_.budget(2) == 0
     round_.ask(1, 0.0)
     workers = {id_: at_rest(0.1) for id_ in range(2)}
-    _, at_once = shared_out(round_, workers, 2, 0.0, "streaming")
+    _, at_once = batches_of(round_, workers, 2, 0.0, "streaming")
     assert sum(at_once.values()) == 2
     round_.num_handed += 2
     assert round_.budget(2) <= 0, "it has four batches for each now"
@@ -253,7 +156,7 @@ def test_a_worker_holds_batches_for_as_long_as_changes_and_weights_keep_its_link
     worker.on_way_s = {0: 1.0, 1: 0.1}
     cases: tuple[tuple[Mode, int], ...] = (("sync", 2), ("streaming", 5), ("async", 5))
     for mode, number in cases:
-        _, at_once = shared_out(begun(20, 2), {1: worker}, 1, 0.0, mode)
+        _, at_once = batches_of(begun(20, 2), {1: worker}, 1, 0.0, mode)
         assert at_once == {1: number}
 
 

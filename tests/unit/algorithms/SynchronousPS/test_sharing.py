@@ -1,16 +1,16 @@
 """Who gets how much: the sizes are the best there are, and estimates follow what is measured."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smolcluster.algorithms.shares import Cost
 from smolcluster.algorithms.SynchronousPS.sharing import (
     EARLY_PROBE,
     FIRST_PROBE,
-    Cost,
     Pace,
     all_to_one,
     patience_s,
@@ -21,70 +21,9 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
 )
 from smolcluster.algorithms.SynchronousPS.step_receiver import PACE
 
-costs = st.builds(Cost, fixed_s=st.floats(0.0, 2.0), per_sample_s=st.floats(1e-3, 1.0))
-wild_costs = st.builds(Cost, fixed_s=st.floats(0.0, 1e6), per_sample_s=st.floats(1e-7, 1e3))
-
-
-def longest(of: Sequence[Cost], sizes: Sequence[int]) -> float:
-    """How long a step takes; who has no part is not waited for."""
-    return max(cost.seconds(size) for cost, size in zip(of, sizes, strict=True) if size)
-
-
-def splits(total: int, num_members: int) -> Iterator[list[int]]:
-    """All ways to divide a batch."""
-    if num_members == 1:
-        yield [total]
-        return
-    for first in range(total + 1):
-        for rest in splits(total - first, num_members - 1):
-            yield [first, *rest]
-
-
-@settings(max_examples=60)
-@given(members=st.lists(costs, min_size=1, max_size=4), total=st.integers(1, 12))
-def test_no_other_split_makes_a_shorter_step(members: list[Cost], total: int) -> None:
-    sizes = sizes_by_cost(members, total)
-    assert sum(sizes) == total
-    best = min(longest(members, split) for split in splits(total, len(members)))
-    assert longest(members, sizes) <= best * (1 + 1e-9)
-
-
-@settings(max_examples=100)
-@given(members=st.lists(wild_costs, min_size=1, max_size=6), total=st.integers(1, 5000))
-def test_sizes_add_up_whatever_the_costs_are(members: list[Cost], total: int) -> None:
-    sizes = sizes_by_cost(members, total)
-    assert sum(sizes) == total
-    assert min(sizes) >= 0
-
-
-def test_a_member_that_is_four_times_slower_gets_a_quarter() -> None:
-    fast, slow = Cost(0.0, 1e-3), Cost(0.0, 4e-3)
-    assert sizes_by_cost([fast, slow, fast, fast], 130) == [40, 10, 40, 40]
-
-
-def test_where_several_splits_are_as_good_nobody_is_left_out() -> None:
-    assert sorted(sizes_by_cost([Cost(0.0, 1e-3)] * 3, 4)) == [1, 1, 2]
-
-
-def test_a_longer_way_costs_samples() -> None:
-    """20 ms more on the way are 20 samples of 1 ms; they are taken from it and divided."""
-    near, far = Cost(0.01, 1e-3), Cost(0.03, 1e-3)
-    assert sizes_by_cost([near, far], 100) == [60, 40]
-
-
-def test_a_hopeless_member_gets_nothing() -> None:
-    fast = Cost(0.0, 1e-3)
-    assert sizes_by_cost([fast, Cost(10.0, 1e-3), fast], 100) == [50, 0, 50]
-
-
-def test_alone_even_a_hopeless_member_gets_all() -> None:
-    assert sizes_by_cost([Cost(1e6, 1e3)], 100) == [100]
-
 
 @pytest.mark.parametrize("total", [1, 2, 3])
 def test_a_batch_smaller_than_the_cluster_leaves_some_without(total: int) -> None:
-    sizes = sizes_by_cost([Cost(0.0, 1e-3)] * 4, total)
-    assert sorted(sizes, reverse=True) == [1] * total + [0] * (4 - total)
     by_share = sizes_by_share([0.25] * 4, total)
     assert sorted(by_share, reverse=True) == [1] * total + [0] * (4 - total)
 
@@ -134,7 +73,7 @@ def test_a_pace_learns_what_parts_cost(samples_per_s: float) -> None:
     for _ in range(60):
         pace.measured(32, 0.064, 0.094)
     assert pace.cost.fixed_s == pytest.approx(0.03, rel=0.01)
-    assert pace.cost.per_sample_s == pytest.approx(0.002, rel=0.01)
+    assert pace.cost.each_s == pytest.approx(0.002, rel=0.01)
 
 
 def test_a_pace_does_not_follow_a_single_measurement_far() -> None:
@@ -143,7 +82,7 @@ def test_a_pace_does_not_follow_a_single_measurement_far() -> None:
         pace.measured(10, 0.01, 0.02)
     before = pace.cost
     pace.measured(10, 20.0, 20.01)  # it was stopped while it computed
-    assert before.per_sample_s < pace.cost.per_sample_s < 2 * before.per_sample_s
+    assert before.each_s < pace.cost.each_s < 2 * before.each_s
     assert pace.cost.fixed_s == pytest.approx(before.fixed_s, rel=0.01)
 
 
@@ -151,7 +90,7 @@ def test_no_time_at_all_is_measured_as_almost_none() -> None:
     pace = Pace(1000.0)
     for _ in range(100):
         pace.measured(10, 1e-12, 0.0)
-    assert 0 < pace.cost.per_sample_s < 1e-3
+    assert 0 < pace.cost.each_s < 1e-3
     assert pace.cost.fixed_s == 0
 
 
