@@ -106,46 +106,32 @@ class StepMember:
         marks = self.commit_marks
         return len(marks) >= num_steps and self.num_gone < marks[-num_steps]
 
+    def has_caught_up(self, num_buffers: int) -> bool:
+        """Whether all of the state has been sent to it, and the last `num_buffers` steps but one."""
+        return not (
+            self.state_end is None or self.num_gone < self.state_end or self.is_behind(num_buffers)
+        )
+
+    def lag(self, num_buffers: int) -> str:
+        """Why it has to be parked; empty: it need not.
+
+        A step takes the memory of the mean that was sent `num_buffers` steps before it.
+        """
+        num_steps = num_buffers + self.allowance
+        if self.is_parked:
+            return ""
+        if self.is_behind(num_steps):
+            return f"it is {num_steps} steps behind"
+        return f"{self.session.backlog} frames wait for it" if self.session.is_crowded else ""
+
+    def returns(self, now: float, *, at_once: bool) -> bool:
+        """Whether it is parked, and is sent the state now."""
+        waits = not self.has_asked or self.session.backlog
+        return self.is_parked and not waits and (at_once or now >= self.resumed_at)
+
     def send_mean(self, frame: Frame) -> None:
         self.session.send_frame(frame)
         self.last_mean = self.session.num_queued
-
-
-def still_joins(member: StepMember, num_buffers: int) -> str | None:
-    """Why a member that was sent the state gets no part yet; None: it takes part from now on."""
-    if member.state_end is None:
-        return "it is parked"
-    if member.num_gone < member.state_end:
-        return f"{member.state_end - member.num_gone} frames of the state wait for it"
-    if member.is_behind(num_buffers):
-        return f"it is {num_buffers} steps behind"
-    return None
-
-
-def does_not_keep_up(member: StepMember, num_buffers: int) -> str | None:
-    """Why a member has to be parked; None: it need not.
-
-    A step takes the memory of the mean that was sent `num_buffers` steps before it.
-    """
-    num_steps = num_buffers + member.allowance
-    if member.is_parked:
-        return None
-    if member.is_behind(num_steps):
-        return f"it is {num_steps} steps behind"
-    if member.session.is_crowded:
-        return f"{member.session.backlog} frames wait for it"
-    return None
-
-
-def stays_parked(member: StepMember, now: float, *, at_once: bool) -> str | None:
-    """Why a parked member is not sent the state yet; None: it is. `at_once`: somebody is needed."""
-    if not member.has_asked:
-        return "it has not asked for the state"
-    if member.session.backlog:
-        return f"{member.session.backlog} frames wait for it"
-    if not at_once and now < member.resumed_at:
-        return f"it waits for {member.resumed_at - now:.0f} s more"
-    return None
 
 
 class Members:
@@ -219,7 +205,7 @@ class Members:
     def note_joined(self) -> None:
         """Those that have been sent the state may have parts from now on."""
         for member in self._members.values():
-            if not member.joined and still_joins(member, self._num_buffers) is None:
+            if not member.joined and member.has_caught_up(self._num_buffers):
                 member.joined, member.allowance = True, 0
 
     def unanswered(self, session_id: int, lease: LeaseKey) -> PartAssignment | None:
@@ -378,9 +364,7 @@ class Members:
     @property
     def laggards(self) -> list[tuple[StepMember, str]]:
         """Those that do not keep up with the steps, and why."""
-        found = [
-            (each, does_not_keep_up(each, self._num_buffers)) for each in self._members.values()
-        ]
+        found = ((each, each.lag(self._num_buffers)) for each in self._members.values())
         return [(member, reason) for member, reason in found if reason]
 
     def park(self, member: StepMember, now: float) -> None:
@@ -402,8 +386,7 @@ class Members:
 
     def returning(self, now: float, *, at_once: bool) -> list[StepMember]:
         """Parked members that are sent the newest state now; `at_once`: nobody's time has to come."""
-        parked = [member for member in self._members.values() if member.is_parked]
-        back = [each for each in parked if stays_parked(each, now, at_once=at_once) is None]
+        back = [each for each in self._members.values() if each.returns(now, at_once=at_once)]
         for member in back:
             member.resumed_at = now
         return back

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
@@ -62,7 +62,6 @@ from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
     Arrived,
-    Assignment,
     Commit,
     Pull,
     Push,
@@ -255,7 +254,7 @@ class Server:
         samples = Range.of(assignment.key)
         indices = self.orders[samples.epoch][part.start : part.stop]
         member.unanswered[assignment.key] = assignment
-        assigned = partial(
+        message_of = partial(
             assignment_of,
             assignment.key,
             indices,
@@ -266,7 +265,15 @@ class Server:
             first_bucket=assignment.first_bucket,
             backup=assignment.backup,
         )
-        self.feed.deliver(samples, indices, partial(self.send_part, assignment, member, assigned))
+
+        def send(batch: ServedBatch | None) -> None:
+            if batch is not None:
+                assignment.term.since = time.monotonic()  # only now its time begins
+            self.set_term(assignment, member)
+            if assignment.key in member.unanswered and not member.is_parked:
+                send_assignment(member.session, *message_of(batch), batch)
+
+        self.feed.deliver(samples, indices, send)
         if assignment.backup:
             self.context.log.info(
                 "%s takes over %d samples of step %d%s",
@@ -275,20 +282,6 @@ class Server:
             )
         if late:
             self.report.lease_returned(late, samples, f"it is late: {member.name} has it too")
-
-    def send_part(
-        self,
-        assignment: PartAssignment,
-        member: StepMember,
-        assigned: Callable[..., tuple[Assignment, memoryview]],
-        batch: ServedBatch | None,
-    ) -> None:
-        """Send a part with its batch, if the server loads that; only now its time begins."""
-        if batch is not None:
-            assignment.term.since = time.monotonic()
-        self.set_term(assignment, member)
-        if assignment.key in member.unanswered and not member.is_parked:
-            send_assignment(member.session, *assigned(batch=batch), batch)
 
     def set_term(self, assignment: PartAssignment, member: StepMember) -> None:
         """When a part is overdue: what is expected of its holder counts up to twice the step's own time."""

@@ -12,8 +12,6 @@ from smolcluster.algorithms.SynchronousPS.members import (
     FIRST_PAUSE_S,
     Members,
     StepMember,
-    stays_parked,
-    still_joins,
 )
 from smolcluster.algorithms.SynchronousPS.sharing import FIRST_PROBE
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
@@ -150,11 +148,9 @@ def test_a_joiner_gets_no_part_before_the_state_has_left(house: House) -> None:
     post_of(member.worker).num_gone = 8
     house.members.note_joined()
     assert house.members.free == []
-    assert still_joins(member, 2) == "1 frames of the state wait for it"
     post_of(member.worker).num_gone = 9
     house.members.note_joined()
     assert house.members.free == [member]
-    assert still_joins(member, 2) is None
 
 
 def test_a_joiner_whose_link_takes_five_frames_a_step_joins(house: House) -> None:
@@ -487,19 +483,14 @@ def test_who_is_parked_hears_of_no_step_until_it_has_asked_and_its_link_has_drai
     house.members.cancel(assignment)
     assert [type(each) for each in said(member)] == kinds
 
-    def stays(now: float, *, at_once: bool = False) -> str | None:
-        """Why it is not let back."""
-        reason = stays_parked(member, now, at_once=at_once)
-        back = house.members.returning(now, at_once=at_once)
-        assert (back == []) is (reason is not None)
-        return reason
-
-    assert stays(1e9, at_once=True) == "it has not asked for the state"
+    assert house.members.returning(1e9, at_once=True) == []
     member.has_asked = True
-    assert stays(1e9, at_once=True) == "2 frames wait for it"
+    assert house.members.returning(1e9, at_once=True) == [], "two frames wait for it"
     clear(member)
-    assert stays(100.0 + FIRST_PAUSE_S - 1) == "it waits for 1 s more", "others need no help"
-    assert stays(100.0 + FIRST_PAUSE_S) is None
+    soon = 100.0 + FIRST_PAUSE_S - 1
+    assert house.members.returning(soon, at_once=False) == [], "others need no help"
+    assert house.members.returning(soon, at_once=True) == [member]
+    assert house.members.returning(soon + 1, at_once=False) == [member]
 
 
 def parked_for(house: House, member: StepMember, now: float) -> float:
