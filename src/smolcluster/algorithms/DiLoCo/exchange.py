@@ -31,6 +31,7 @@ from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.local_copy import Values
 from smolcluster.training.optimizer import bucket_norms
+from smolcluster.training.places import pieces
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
@@ -60,8 +61,8 @@ class Layout:
     dtype: torch.dtype
     whole: "Layout | None" = None
     """What it is a part of."""
-    held: range | None = None
-    """Numbers of the flat buckets that a part holds."""
+    start: int = 0
+    """The number of the first flat bucket that it holds."""
 
     @classmethod
     def of(cls, replica: Replica, fragments: Sequence[Fragment]) -> "Layout":
@@ -71,7 +72,7 @@ class Layout:
         """What lies in these buckets of the flat weights; places count from the first of them."""
         slice_ = slice(held.start * self._length, held.stop * self._length)
         fragments = [fragment.within(slice_) for fragment in self.fragments]
-        return Layout(fragments, self.bucket_bytes, self.dtype, self, held)
+        return Layout(fragments, self.bucket_bytes, self.dtype, self, held.start)
 
     @property
     def _length(self) -> int:
@@ -84,20 +85,12 @@ class Layout:
     @cached_property
     def numbers(self) -> list[range]:
         """By fragment: the numbers of its buckets that are held here."""
-        if self.whole is None or self.held is None:
-            return [range(len(each)) for each in self._buckets]
-        firsts = [
-            len([home for home in self.whole.homes(number) if home < self.held.start])
-            for number in range(len(self.fragments))
-        ]
-        return [
-            range(first, first + len(each))
-            for first, each in zip(firsts, self._buckets, strict=True)
-        ]
-
-    def num_buckets(self, number: int) -> int:
-        """Of a whole fragment."""
-        return len((self.whole or self)._buckets[number])
+        numbers = []
+        for number, buckets in enumerate(self._buckets):
+            before = self.whole.homes(number) if self.whole else []
+            first = sum(home < self.start for home in before)
+            numbers.append(range(first, first + len(buckets)))
+        return numbers
 
     def homes(self, number: int) -> list[int]:
         """By bucket of a fragment: the number of the flat bucket that it lies in, counted as places are."""
@@ -120,8 +113,8 @@ class Layout:
         """
         if number >= len(self.fragments):
             raise ProtocolError(f"there is no fragment {number}")
-        total = self.num_buckets(number)
-        return bucket_pieces(codec, self.buckets(number), self.numbers[number], total)
+        num_in_all = len((self.whole or self)._buckets[number])
+        return bucket_pieces(codec, self.buckets(number), self.numbers[number], num_in_all)
 
     def gather(self, number: int, flat: Tensor) -> Tensor:
         """A fragment's values of `flat` (num_params,), in memory of their own, on its device."""
@@ -131,10 +124,6 @@ class Layout:
     def nbytes(self, number: int) -> int:
         """Bytes of a fragment's values as they are."""
         return self.fragments[number].numel * self.dtype.itemsize
-
-    @property
-    def lossless(self) -> Codec:
-        return get_codec(lossless_for(self.dtype))
 
 
 class Encoder:
@@ -255,20 +244,9 @@ class FragmentArrived(Event):
     first: int = 0
 
 
-def change_assembler(codec_up: str, layout: Layout) -> Assembler[Delta]:
-    """Puts a worker's changes or gradients together, as far as `layout` says that they come here."""
-    changes, gradients = get_codec(codec_up), get_codec(gradient_codec(codec_up))
-
-    def pieces_of(first: Delta) -> list[Piece]:
-        is_gradient = first.tensor.codec == gradients.name
-        return layout.pieces(first.fragment, gradients if is_gradient else changes)
-
-    return Assembler("change", pieces_of)
-
-
 def step_assembler(codec_name: str, layout: Layout) -> Assembler[OuterStep]:
     """Puts outer steps, or fragments' weights, together, as far as `layout` says that one host sends them."""
-    steps, lossless = get_codec(codec_name), layout.lossless
+    steps, lossless = get_codec(codec_name), get_codec(lossless_for(layout.dtype))
     return Assembler(
         "fragment",
         lambda step: layout.pieces(step.fragment, lossless if step.base_version is None else steps),
@@ -284,7 +262,13 @@ class ChangeReceiver(Receiver):
     def __init__(self, session_id: int, codec_name: str, layout: Layout) -> None:
         self._session_id = session_id
         self._layout = layout
-        self._deltas = change_assembler(codec_name, layout)
+        changes, gradients = get_codec(codec_name), get_codec(gradient_codec(codec_name))
+
+        def pieces_of(first: Delta) -> list[Piece]:
+            is_gradient = first.tensor.codec == gradients.name
+            return layout.pieces(first.fragment, gradients if is_gradient else changes)
+
+        self._deltas = Assembler("change", pieces_of)
         self._held = Counter[int]()
         """By fragment: changes that have not been decided on."""
 
@@ -374,17 +358,9 @@ class FragmentReceiver(StateReceiver):
         return FragmentArrived(*place, values, self.take_buffers(), self._span.start)
 
 
-def name_of(fragment: Fragment, index: int, replica: Replica) -> str:
-    """The parameter that a fragment's element `index` belongs to."""
-    for place in fragment.places:
-        if index < place.stop - place.start:
-            return replica.parameter_at(place.start + index)
-        index -= place.stop - place.start
-    raise IndexError(f"a fragment of {fragment.numel} values has none of number {index}")
-
-
 def cannot_be_sent(error: NonFiniteValue, fragment: Fragment, replica: Replica) -> NonFiniteLoss:
-    name = name_of(fragment, error.index, replica)
+    [(place, _)] = pieces(fragment.places, slice(error.index, error.index + 1))
+    name = replica.parameter_at(place.start)
     return NonFiniteLoss(f"what training has changed at layer {name} cannot be sent: {error}")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smolcluster.errors import ConfigError
+from smolcluster.training.places import common, pieces, shifted, total
 
 if TYPE_CHECKING:
     from torch import Tensor  # not imported by whoever only reads a configuration
@@ -25,7 +26,7 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        return sum(place.stop - place.start for place in self.places)
+        return total(self.places)
 
     def buckets(self, length: int) -> list[tuple[int, slice]]:
         """Its parts in the buckets of `length` values that the flat parameters are cut into, in order.
@@ -44,18 +45,8 @@ class Fragment:
 
     def within(self, slice_: slice) -> "Fragment":
         """What of it lies in a slice of the flat parameters, in places counted from that slice's start."""
-        places = (
-            slice(max(each.start, slice_.start), min(each.stop, slice_.stop))
-            for each in self.places
-        )
-        start = slice_.start
-        return Fragment(
-            tuple(
-                slice(each.start - start, each.stop - start)
-                for each in places
-                if each.start < each.stop
-            )
-        )
+        here = common(self.places, [slice_])
+        return Fragment(tuple(shifted(place, -slice_.start) for place in here))
 
     def view(self, flat: "Tensor") -> "Tensor":
         """The fragment's values of `flat`: a view if they are in one place, else a copy."""
@@ -65,23 +56,14 @@ class Fragment:
 
     def gather(self, flat: "Tensor", out: "Tensor") -> "Tensor":
         """Copy the fragment's values of `flat` (num_params,) into `out` (numel,), and return that."""
-        for place, part in self._parts(out):
-            part.copy_(flat[place])
+        for place, within in pieces(self.places, slice(0, self.numel)):
+            out[within] = flat[place]
         return out
 
     def scatter(self, values: "Tensor", flat: "Tensor") -> None:
         """Copy `values` (numel,) to the fragment's places in `flat` (num_params,)."""
-        for place, part in self._parts(values):
-            flat[place] = part
-
-    def _parts(self, values: "Tensor") -> "list[tuple[slice, Tensor]]":
-        if values.shape != (self.numel,):
-            raise ValueError(f"a fragment of {self.numel} values and a tensor of {values.shape}")
-        stops = itertools.accumulate(place.stop - place.start for place in self.places)
-        return [
-            (place, values[stop - (place.stop - place.start) : stop])
-            for place, stop in zip(self.places, stops, strict=True)
-        ]
+        for place, within in pieces(self.places, slice(0, self.numel)):
+            flat[place] = values[within]
 
 
 def filled(layers: Sequence[tuple[str, slice]]) -> list[slice]:

@@ -93,8 +93,3 @@ def test_tensors_without_values_change_nothing(sizes: list[int], data: st.DataOb
 def test_more_fragments_than_tensors_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"fragments is 3.*2 trainable tensors"):
         cut(layers_of([5, 5]), 3)
-
-
-def test_values_of_another_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="a fragment of 8 values"):
-        Fragment((slice(0, 8),)).scatter(torch.zeros(7), torch.zeros(8))
