@@ -9,7 +9,7 @@ import io
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -137,7 +137,11 @@ def rendered(make: Callable[[], "Figure"], form: str, what: str) -> bytes:
         SmolclusterError: matplotlib failed, in whatever way.
     """
     try:
-        with _DRAWING, _quiet():
+        with _DRAWING, contextlib.ExitStack() as until_then:
+            # Without remarks on its font cache, or on a home folder that cannot be written.
+            log = logging.getLogger("matplotlib")
+            until_then.callback(log.setLevel, log.level)
+            log.setLevel(logging.ERROR)
             import matplotlib as mpl  # noqa: PLC0415 - it takes a second
 
             image = io.BytesIO()
@@ -156,18 +160,6 @@ def rendered(make: Callable[[], "Figure"], form: str, what: str) -> bytes:
     except Exception as error:
         reason = one_line(str(error) or type(error).__name__)
         raise SmolclusterError(f"cannot draw {what}: {reason}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without matplotlib's remarks on its font cache, or on a home folder that cannot be written."""
-    log = logging.getLogger("matplotlib")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _empty(width_px: float = WIDTH_PX, height_px: float = HEIGHT_PX) -> "Figure":

@@ -106,7 +106,7 @@ def bound(host: str, port: int | None) -> socket.socket:
             raise PortBusy(
                 f"port {port} on {host} is taken: leave --port out, or choose another one"
             ) from error
-        reason = error.strerror or str(error)
+        reason = (error.strerror or str(error)).partition(" (while")[0]
         raise ConfigError(
             f"cannot listen on {format_address(host, port or PORT)}: {reason}; "
             "choose another --host or --port"
@@ -115,15 +115,9 @@ def bound(host: str, port: int | None) -> socket.socket:
 
 def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_NBYTES)
-        listener.bind((host, port))
-        listener.listen()
-    except BaseException:
-        listener.close()
-        raise
+    takes_both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    listener = socket.create_server((host, port), family=family, dualstack_ipv6=takes_both)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_NBYTES)
     return listener
 
 

@@ -12,6 +12,7 @@ from smolcluster.runs.model_file import WithMetrics
 from smolcluster.runs.status import RunStatus, WorkerStatus, no_space_on
 from smolcluster.utils.meter import PEAK
 
+GPU = "gpu/"
 KILLED = 137
 """The exit code of a process that SIGKILL has ended."""
 ASKED_TO_END = (130, 143)
@@ -118,13 +119,13 @@ def _ranks(
         starter = by_node.get(rank.node, starters[0])
         values: dict[str, object] = {
             **{"role": "rank", "rank": rank.rank, "node": rank.node},
-            "peak_bytes": peaks_in(rank.process_stats),
+            "peak_bytes": _below(PEAK, rank.process_stats),
         }
         if not status.is_over and starter.process in ("running", "unreachable"):
             values |= {
                 "samples_per_s": rank.process_stats.get("samples_per_s"),
                 "heartbeat_age_s": rank.silent_s(now),
-                "gpu": _gpu(rank.process_stats),
+                "gpu": _below(GPU, rank.process_stats),
             }
         if not status.is_over:
             values["process_stats"] = rank.process_stats
@@ -148,13 +149,13 @@ def _owner(process: ProcessReport, status: RunStatus, now: datetime) -> ProcessR
     values: dict[str, object] = {
         "step": status.step,
         "loss": status.loss,
-        "peak_bytes": peaks_in(status.process_stats),
+        "peak_bytes": _below(PEAK, status.process_stats),
     }
     if not status.is_over and process.process in ("running", "unreachable"):
         values |= {
             "samples_per_s": status.samples_per_s,
             "heartbeat_age_s": status.age_s(now),
-            "gpu": _gpu(status.process_stats),
+            "gpu": _below(GPU, status.process_stats),
         }
     if not status.is_over:
         values["process_stats"] = {name: n for name, n in status.process_stats.items() if n}
@@ -174,25 +175,20 @@ def _worker(
         "step": worker.step,
         "loss": worker.loss,
         "samples": worker.samples,
-        "peak_bytes": peaks_in(worker.process_stats),
+        "peak_bytes": _below(PEAK, worker.process_stats),
         "stage": StageView.of(worker.process_stats),
     }
     if not is_over:
         values |= {
             "samples_per_s": worker.samples_per_s,
             "heartbeat_age_s": worker.silent_s(now),
-            "gpu": _gpu(worker.process_stats),
+            "gpu": _below(GPU, worker.process_stats),
             "process_stats": worker.process_stats if worker.state == "joined" else {},
         }
     return process.model_copy(update=values)
 
 
-def peaks_in(process_stats: Mapping[str, float]) -> dict[str, float]:
-    """The most memory by phase, bytes, of what a process reported of itself."""
+def _below(prefix: str, process_stats: Mapping[str, float]) -> dict[str, float]:
+    """What a process reported of itself below a prefix, by names without it."""
     found = process_stats.items()
-    return {name.removeprefix(PEAK): peak for name, peak in found if name.startswith(PEAK)}
-
-
-def _gpu(process_stats: Mapping[str, float]) -> dict[str, float]:
-    found = process_stats.items()
-    return {name.removeprefix("gpu/"): value for name, value in found if "gpu/" in name}
+    return {name.removeprefix(prefix): value for name, value in found if name.startswith(prefix)}
