@@ -58,7 +58,7 @@ def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
         eventually(lambda: sorted(view.log_files()) == ["server-mini1", "worker-rank0-pi5"])
         assert view.state()["problems"] == []
     finally:
-        view.close()
+        view.files.close()
     assert list((tmp_path / "copies").iterdir()) == []
     assert sorted(paths.root.rglob("*")) == before
 
@@ -89,7 +89,7 @@ def test_a_machine_that_cannot_be_reached_is_named_and_the_others_are_shown(
         [problem] = view.state()["problems"]
         assert problem.startswith("pi5 (pi@cut): it does not answer")
     finally:
-        view.close()
+        view.files.close()
 
 
 def test_a_run_that_was_fetched_is_read_here(tmp_path: Path, elsewhere: RunPaths) -> None:
