@@ -164,8 +164,8 @@ def compute_torchs(pipe: Pipe, case: Case, rank: int) -> None:
 
 
 def measure(schedule: str, unit_s: float, steps: int) -> dict[str, Any]:
-    chunks = SCHEDULES[schedule].chunks[0]
-    layers = equal_stages(chunks * NUM_STAGES, unit_s / chunks)
+    num_stages = SCHEDULES[schedule].num_stages
+    layers = equal_stages(num_stages * NUM_STAGES, unit_s / num_stages)
     hosts = (Host("127.0.0.1", "lo"),) * NUM_STAGES
     make = partial(Case, schedule, NUM_MICROBATCHES, layers, MEGABYTES, hosts)
     case = make()

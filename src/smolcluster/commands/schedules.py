@@ -9,7 +9,7 @@ from smolcluster.runs.files import write_whole
 from smolcluster.training.schedules.drawing import csv_of, picture_of
 from smolcluster.training.schedules.instructions import Instruction, stage_ranks
 from smolcluster.training.schedules.simulation import Costs, median_costs, simulate
-from smolcluster.training.schedules.validation import validate
+from smolcluster.training.schedules.validation import most_held
 
 FORWARD_S = 1.0
 """Of a microbatch through all layers of a rank; both halves of the backward take as long each."""
@@ -56,7 +56,6 @@ def schedule_command(
         ConfigError: there is no such schedule, or it cannot be made of these numbers.
     """
     schedule = mesh_schedule(name, num_ranks, num_microbatches)
-    held = validate(schedule, num_microbatches)
     num_stages = len(stage_ranks(schedule))
     share = FORWARD_S * num_ranks / num_stages
     timeline = simulate(schedule, [Costs(share, share, share)] * num_stages)
@@ -65,7 +64,7 @@ def schedule_command(
     if svg is not None:
         write_whole(svg, picture_of({f"{name}, pp {num_ranks}": timeline}))
     stages = num_stages // num_ranks
-    most = ", ".join(f"{each / stages:g}" for each in held)
+    most = ", ".join(f"{most_held(each)[0] / stages:g}" for each in schedule)
     lines = [
         f"{name}: {num_ranks} ranks, {num_stages} stages, {num_microbatches} microbatches",
         f"efficiency {1 - timeline.bubble:.1%}, bubble {timeline.bubble:.1%}",

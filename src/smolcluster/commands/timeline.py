@@ -149,7 +149,7 @@ def _lists(plan: PlanFile, num_ranks: int, steps: Sequence[Sequence[Stretch]]) -
     """
     kind = SCHEDULES[plan.schedule]
     for num_microbatches in range(plan.num_microbatches, 0, -1):
-        lists = kind.generate(num_ranks, num_microbatches, kind.chunks[0])
+        lists = kind.generate(num_ranks, num_microbatches)
         # Phases, in this order, can have been those instructions.
         if all(
             [each.op is Op.FORWARD for each in own] == [what == FORWARD for _, _, what in step]

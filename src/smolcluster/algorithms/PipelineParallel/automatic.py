@@ -63,7 +63,7 @@ class Cut:
 
 def is_measured(config: PipelineConfig) -> bool:
     """Whether the cut depends on how fast the machines are."""
-    return config.shard_plan == "auto" and 1 in SCHEDULES[config.schedule].chunks
+    return config.shard_plan == "auto" and SCHEDULES[config.schedule].num_stages == 1
 
 
 def measure(

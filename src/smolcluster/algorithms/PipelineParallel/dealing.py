@@ -38,13 +38,13 @@ from smolcluster.algorithms.planning.layers import (
     Link,
     Problem,
     gigabytes,
-    held_by_stage,
     memory_of,
     plan_layers,
 )
 from smolcluster.configs.schema import ClusterConfig, TrainConfig
 from smolcluster.errors import ClusterEmpty, ConfigError, OutOfMemory
 from smolcluster.training.schedules.simulation import Costs
+from smolcluster.training.schedules.validation import held_by_stage
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
 from smolcluster.wire.messages import LinkMeasured, MeasureLink

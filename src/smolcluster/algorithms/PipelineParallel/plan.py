@@ -69,8 +69,7 @@ class StageMap:
 
 def schedule_of(config: PipelineConfig, num_ranks: int, num_microbatches: int) -> Schedule:
     """The instruction lists of a step of so many microbatches, of which an epoch's last step may have few."""
-    kind = SCHEDULES[config.schedule]
-    return kind.generate(num_ranks, num_microbatches, kind.chunks[0])
+    return SCHEDULES[config.schedule].generate(num_ranks, num_microbatches)
 
 
 def even_cut(num_layers: int, nodes: Sequence[str], config: PipelineConfig) -> StageMap:

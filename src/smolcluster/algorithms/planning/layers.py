@@ -14,9 +14,9 @@ import numpy as np
 
 from smolcluster.algorithms.planning.layer_search import Cut, Floats, Tables, search
 from smolcluster.errors import ConfigError
-from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, generate
+from smolcluster.training.schedules.instructions import SCHEDULES, generate
 from smolcluster.training.schedules.simulation import Boundary, Costs, Timeline, simulate
-from smolcluster.training.schedules.validation import graphs_by_stage, peak_by_stage
+from smolcluster.training.schedules.validation import held_by_stage
 
 NUM_SIMULATED = 12
 """Cuts, the best by the objective, among which the simulation decides."""
@@ -145,7 +145,7 @@ def plan_layers(problem: Problem) -> LayerPlan:
         ConfigError: the schedule takes several stages a machine, or nothing fits; says what would.
     """
     kind = SCHEDULES.get(problem.schedule)
-    if kind is not None and 1 not in kind.chunks:
+    if kind is not None and kind.num_stages > 1:
         raise ConfigError(
             f"schedule {problem.schedule} has several stages a machine, which are not planned: "
             "write shard_plan by hand, or take schedule zero-bubble"
@@ -230,11 +230,6 @@ def _ranges(problem: Problem, cut: Cut) -> list[tuple[str, int, int]]:
     ends = (*cut.starts[1:], len(problem.layers))
     names = [problem.machines[each].name for each in cut.machines]
     return list(zip(names, cut.starts, ends, strict=True))
-
-
-def held_by_stage(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """Microbatches that each stage holds, and of these those in their backward, the most at once."""
-    return tuple(zip(peak_by_stage(schedule), graphs_by_stage(schedule), strict=True))
 
 
 def memory_of(problem: Problem, start: int, end: int, held: tuple[int, int]) -> float:

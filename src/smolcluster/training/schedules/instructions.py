@@ -11,7 +11,7 @@ second copy of the weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -96,15 +96,15 @@ def _alternating(stage: int, num_microbatches: int, num_warm_up: int) -> tuple[I
     return (*instructions, *_all(Op.BACKWARD, cool_down, stage))
 
 
-def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """1F1B over `num_chunks` stages a rank: stage `chunk * num_ranks + rank` is on `rank`.
+def interleaved(num_ranks: int, num_microbatches: int) -> Schedule:
+    """1F1B over two stages a rank: stage `chunk * num_ranks + rank` is on `rank`.
 
-    The bubble is `num_chunks` times smaller than that of 1F1B, the bytes sent so many times more. The order
-    is made for a multiple of `num_ranks` microbatches; of fewer those that do not exist are left out.
+    The bubble is half of that of 1F1B, the bytes sent twice as many. The order is made for a multiple of
+    `num_ranks` microbatches; of fewer those that do not exist are left out.
     """
     padded = -(-num_microbatches // num_ranks) * num_ranks
 
-    def units(rank: int, chunks: range, op: Op) -> list[Instruction]:
+    def units(rank: int, chunks: tuple[int, int], op: Op) -> list[Instruction]:
         return [
             Instruction(op, microbatch, chunk * num_ranks + rank)
             for first in range(0, padded, num_ranks)
@@ -113,9 +113,8 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> S
         ]
 
     def instructions(rank: int) -> Iterator[Instruction]:
-        forwards = units(rank, range(num_chunks), Op.FORWARD)
-        backwards = units(rank, range(num_chunks - 1, -1, -1), Op.BACKWARD)
-        num_warm_up = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks
+        forwards, backwards = units(rank, (0, 1), Op.FORWARD), units(rank, (1, 0), Op.BACKWARD)
+        num_warm_up = 2 * (num_ranks - rank - 1) + num_ranks
         num_warm_up = min(num_warm_up, len(forwards))
         yield from forwards[:num_warm_up]
         for backward, forward in enumerate(forwards[num_warm_up:]):
@@ -168,10 +167,13 @@ class _TwoChunks:
         self.instructions: list[Instruction] = []
         self._stages = stages
         self._next: dict[tuple[Op, int], int] = {}
+        self._late: list[Instruction] = []
+        """Weight gradients that were put off, the oldest first."""
 
     def add(self, op: Op, chunk: int) -> None:
-        microbatch = self.count(op, chunk)
-        self._next[op, chunk] = microbatch + 1
+        half = Op.BACKWARD_INPUT if op is Op.BACKWARD else op
+        microbatch = self.count(half, chunk)
+        self._next[half, chunk] = microbatch + 1
         self.instructions.append(Instruction(op, microbatch, self._stages[chunk]))
 
     def add_backward(self, chunk: int) -> None:
@@ -180,6 +182,32 @@ class _TwoChunks:
 
     def count(self, op: Op, chunk: int) -> int:
         return self._next.get((op, chunk), 0)
+
+    def put_off(self, chunk: int) -> None:
+        """The first half of a backward alone; `catch_up` adds the second one."""
+        self.add(Op.BACKWARD_INPUT, chunk)
+        self._late.append(replace(self.instructions[-1], op=Op.BACKWARD_WEIGHT))
+
+    def catch_up(self) -> None:
+        if self._late:
+            self.instructions.append(self._late.pop(0))
+
+    def drain(self, num_pairs: int, num_last: int) -> None:
+        """The backwards of both stages that are left, the second half of them without weight gradients."""
+        is_late = False
+        for pair in range(num_pairs):
+            for chunk in (1, 0):
+                # an odd rank begins in the middle of a pair, so that neighbours take turns
+                if pair == num_pairs // 2 and chunk == 1 - num_pairs % 2:
+                    is_late = True
+                if is_late:
+                    self.put_off(chunk)
+                else:
+                    self.add(Op.BACKWARD, chunk)
+        for _ in range(num_last):
+            self.catch_up()
+            self.put_off(0)
+        self.instructions += self._late
 
 
 def _zb_v_rank(rank: int, num_ranks: int, num_microbatches: int) -> list[Instruction]:
@@ -223,7 +251,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _dualpipe_v_rank(rank: int, num_ranks: int, num_microbatches: int) -> list[Instruction]:
-    rows, after = _PuttingOff((rank, 2 * num_ranks - 1 - rank)), num_ranks - rank - 1
+    rows, after = _TwoChunks((rank, 2 * num_ranks - 1 - rank)), num_ranks - rank - 1
     for _ in range(2 * after):
         rows.add(Op.FORWARD, 0)
     for _ in range(rank + 1):
@@ -236,52 +264,13 @@ def _dualpipe_v_rank(rank: int, num_ranks: int, num_microbatches: int) -> list[I
     for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
         for chunk in (0, 1):
             rows.add(Op.FORWARD, chunk)
-            rows.add_whole(1 - chunk)
+            rows.add(Op.BACKWARD, 1 - chunk)
     for _ in range(after):
-        rows.add_whole(1)
+        rows.add(Op.BACKWARD, 1)
         rows.add(Op.FORWARD, 1)
-        rows.add_whole(0)
+        rows.add(Op.BACKWARD, 0)
     rows.drain(rank + 1, after)
     return rows.instructions
-
-
-class _PuttingOff(_TwoChunks):
-    """Whole backwards, and some whose weight gradients are computed later, the oldest first."""
-
-    def __init__(self, stages: tuple[int, int]) -> None:
-        super().__init__(stages)
-        self._late: list[tuple[int, int]] = []
-
-    def add_whole(self, chunk: int) -> None:
-        self._backward(Op.BACKWARD, chunk)
-
-    def put_off(self, chunk: int) -> None:
-        self._late.append((self._backward(Op.BACKWARD_INPUT, chunk), self._stages[chunk]))
-
-    def catch_up(self) -> None:
-        if self._late:
-            self.instructions.append(Instruction(Op.BACKWARD_WEIGHT, *self._late.pop(0)))
-
-    def drain(self, num_pairs: int, num_last: int) -> None:
-        """The backwards of both stages that are left, the second half of them without weight gradients."""
-        is_late = False
-        for pair in range(num_pairs):
-            for chunk in (1, 0):
-                # an odd rank begins in the middle of a pair, so that neighbours take turns
-                if pair == num_pairs // 2 and chunk == 1 - num_pairs % 2:
-                    is_late = True
-                (self.put_off if is_late else self.add_whole)(chunk)
-        for _ in range(num_last):
-            self.catch_up()
-            self.put_off(0)
-        while self._late:
-            self.catch_up()
-
-    def _backward(self, op: Op, chunk: int) -> int:
-        microbatch = self._next.get((Op.BACKWARD, chunk), 0)
-        self._next[Op.BACKWARD, chunk] = microbatch + 1
-        self.instructions.append(Instruction(op, microbatch, self._stages[chunk]))
-        return microbatch
 
 
 def _all(op: Op, microbatches: range, stage: int) -> Iterator[Instruction]:
@@ -302,35 +291,31 @@ class ScheduleKind:
     """A schedule that a configuration can name.
 
     Attributes:
-        generate: `(num_ranks, num_microbatches, num_chunks) -> Schedule`.
-        chunks: how many stages a rank may have, the fewest first.
+        generate: `(num_ranks, num_microbatches) -> Schedule`.
+        num_stages: of each rank.
         needs_full: whether fewer microbatches than ranks make it pointless, and are refused.
     """
 
-    generate: Callable[[int, int, int], Schedule]
-    chunks: range = range(1, 2)
+    generate: Callable[[int, int], Schedule]
+    num_stages: int = 1
     needs_full: bool = False
 
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
     {
-        "gpipe": ScheduleKind(lambda ranks, num, _: gpipe(ranks, num)),
-        "1f1b": ScheduleKind(lambda ranks, num, _: one_f_one_b(ranks, num)),
-        "eager-1f1b": ScheduleKind(lambda ranks, num, _: eager_one_f_one_b(ranks, num)),
-        "interleaved": ScheduleKind(interleaved, range(2, 17), needs_full=True),
-        "zero-bubble": ScheduleKind(lambda ranks, num, _: zero_bubble(ranks, num)),
-        "dualpipev": ScheduleKind(
-            lambda ranks, num, _: dualpipe_v(ranks, num), range(2, 3), needs_full=True
-        ),
-        "zb-v": ScheduleKind(lambda ranks, num, _: zb_v(ranks, num), range(2, 3), needs_full=True),
+        "gpipe": ScheduleKind(gpipe),
+        "1f1b": ScheduleKind(one_f_one_b),
+        "eager-1f1b": ScheduleKind(eager_one_f_one_b),
+        "interleaved": ScheduleKind(interleaved, num_stages=2, needs_full=True),
+        "zero-bubble": ScheduleKind(zero_bubble),
+        "dualpipev": ScheduleKind(dualpipe_v, num_stages=2, needs_full=True),
+        "zb-v": ScheduleKind(zb_v, num_stages=2, needs_full=True),
     }
 )
 
 
-def generate(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None
-) -> Schedule:
-    """The schedule of that name; `num_chunks` stages a rank, by default the fewest that it takes.
+def generate(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    """The schedule of that name.
 
     Raises:
         ConfigError: there is no such schedule, or it cannot be made of these numbers.
@@ -340,21 +325,17 @@ def generate(
             f"schedule {name!r} is none of {', '.join(SCHEDULES)}{hint_at(name, SCHEDULES)}"
         )
     kind = SCHEDULES[name]
-    chunks = kind.chunks[0] if num_chunks is None else num_chunks
     if num_ranks < 1 or num_microbatches < 1:
         raise ConfigError(
             f"schedule {name} over {num_ranks} machines with {num_microbatches} microbatches: "
             "both must be 1 or more"
         )
-    if chunks not in kind.chunks:
-        allowed = " to ".join(map(str, sorted({kind.chunks[0], kind.chunks[-1]})))
-        raise ConfigError(f"schedule {name} takes {allowed} stages a machine, not {chunks}")
     if kind.needs_full and num_microbatches < num_ranks:
         raise ConfigError(
             f"schedule {name} over {num_ranks} machines needs {num_ranks} microbatches or more, not "
             f"{num_microbatches}: raise microbatches, or take schedule 1f1b"
         )
-    return kind.generate(num_ranks, num_microbatches, chunks)
+    return kind.generate(num_ranks, num_microbatches)
 
 
 def stage_ranks(schedule: Schedule) -> tuple[int, ...]:

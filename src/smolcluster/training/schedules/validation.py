@@ -1,6 +1,6 @@
 """Whether a schedule can be executed, and what it holds in memory meanwhile."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import Instruction, Op, Schedule, stage_ranks
@@ -22,48 +22,6 @@ def dependencies(instruction: Instruction, last_stage: int) -> Iterator[Key]:
         yield before, microbatch, stage
     if 0 <= instruction.source <= last_stage:
         yield op, microbatch, instruction.source
-
-
-def validate(schedule: Schedule, num_microbatches: int) -> tuple[int, ...]:
-    """The most microbatch activations that each rank holds at once, counted once for each of its stages.
-
-    An activation is held from FORWARD until the weight gradients are made.
-
-    Raises:
-        ConfigError: an instruction is missing, there twice, on two ranks, or can never be executed.
-    """
-    _check_complete(schedule, num_microbatches)
-    for _ in execution_order(schedule):
-        pass
-    return tuple(_peak(instructions) for instructions in schedule)
-
-
-def _check_complete(schedule: Schedule, num_microbatches: int) -> None:
-    """Each stage on one rank, with one forward and one backward, whole or in two parts, a microbatch."""
-    rank_of, seen = dict[int, int](), set[Instruction]()
-    for rank, instructions in enumerate(schedule):
-        for each in instructions:
-            if rank_of.setdefault(each.stage, rank) != rank:
-                raise ConfigError(
-                    f"schedule: {each} is on rank {rank}, but stage {each.stage} on "
-                    f"rank {rank_of[each.stage]}"
-                )
-            if each in seen:
-                raise ConfigError(f"schedule: rank {rank} has {each} twice")
-            seen.add(each)
-    whole = {Op.FORWARD, Op.BACKWARD}
-    parts = {Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}
-    for stage in range(max(rank_of, default=-1) + 1):
-        for microbatch in range(num_microbatches):
-            ops = {op for op in Op if Instruction(op, microbatch, stage) in seen}
-            if ops not in (whole, parts):
-                found = "+".join(sorted(ops)) or "nothing"
-                raise ConfigError(
-                    f"schedule: rank {rank_of.get(stage, 'unknown')} has {found} "
-                    f"of microbatch {microbatch} at stage {stage}, not F+B or F+I+W"
-                )
-    if len(seen) and max(each.microbatch for each in seen) >= num_microbatches:
-        raise ConfigError(f"schedule: it is of more than {num_microbatches} microbatches")
 
 
 def execution_order(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
@@ -103,40 +61,27 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
             )
 
 
-def graphs_by_stage(schedule: Schedule) -> tuple[int, ...]:
-    """The most microbatches of each stage that are in their backward at once, in the order of stages.
+def most_held(instructions: Sequence[Instruction]) -> tuple[int, int]:
+    """The most microbatches whose activations are held at once, and of which the graphs are.
 
-    Of these a stage that computes its layers again has all activations, of others the input alone.
+    An activation is held from FORWARD until the weight gradients are made; of a stage that computes its
+    layers again the graph is held in the backward alone.
     """
-    return tuple(
-        _most_in_backward(tuple(each for each in schedule[rank] if each.stage == stage))
-        for stage, rank in enumerate(stage_ranks(schedule))
-    )
-
-
-def _most_in_backward(instructions: tuple[Instruction, ...]) -> int:
-    begun = most = 0
-    for each in instructions:
-        if each.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            most = max(most, begun + 1)
-        begun += {Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: -1}.get(each.op, 0)
-    return most
-
-
-def _peak(instructions: tuple[Instruction, ...]) -> int:
-    held = peak = 0
+    held = begun = most = most_begun = 0
     for each in instructions:
         if each.op is Op.FORWARD:
             held += 1
-            peak = max(peak, held)
-        elif each.op is not Op.BACKWARD_INPUT:
-            held -= 1
-    return peak
+        elif each.op is not Op.BACKWARD_WEIGHT:
+            begun += 1
+        most, most_begun = max(most, held), max(most_begun, begun)
+        if each.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+            held, begun = held - 1, begun - 1
+    return most, most_begun
 
 
-def peak_by_stage(schedule: Schedule) -> tuple[int, ...]:
-    """The most microbatches whose activations each stage holds at once, in the order of stages."""
+def held_by_stage(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """What `most_held` says of each stage, in the order of stages."""
     return tuple(
-        _peak(tuple(each for each in schedule[rank] if each.stage == stage))
+        most_held([each for each in schedule[rank] if each.stage == stage])
         for stage, rank in enumerate(stage_ranks(schedule))
     )

@@ -25,7 +25,7 @@ from smolcluster.algorithms.planning.layers import (
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import generate
 from smolcluster.training.schedules.simulation import Costs
-from smolcluster.training.schedules.validation import graphs_by_stage, peak_by_stage
+from smolcluster.training.schedules.validation import held_by_stage
 
 Ranges = list[tuple[str, int, int]]
 
@@ -83,7 +83,7 @@ def all_ranges(problem: Problem) -> Iterator[Ranges]:
 def objective(problem: Problem, ranges: Ranges) -> float:
     """`Σ t + (m - 1) max t`, written anew; infinite where a stage does not fit."""
     schedule = generate(problem.schedule, len(ranges), problem.num_microbatches)
-    held, graphs = peak_by_stage(schedule), graphs_by_stage(schedule)
+    held, graphs = zip(*held_by_stage(schedule), strict=True)
     paths, paces = [], []
     for place, (name, start, end) in enumerate(ranges):
         machine = problem.machine(name)
