@@ -42,7 +42,7 @@ from exchange import Children, Host, hosts_of
 from pipelines import even_cuts, executions, parts_of, run_step, stages_of
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
-from smolcluster.algorithms.PipelineParallel.transfers import Neighbour, encode
+from smolcluster.algorithms.PipelineParallel.transfers import encode
 from smolcluster.algorithms.planning.layers import Layer, Machine, Problem, plan_layers, predict
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.data.dataset import Batch, Place
@@ -62,6 +62,7 @@ from smolcluster.training.stages.measure import measure_layers
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.utils.meter import Meter
 from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import StageNeighbour
 from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 
@@ -219,7 +220,7 @@ def compute_stage(pipe: Pipe, case: Case, rank: int) -> None:
     )
     with closing(links):
         places = links.listen([case.hosts[rank].address])
-        pipe.send(Neighbour(rank, hello.node, hello.instance, places))
+        pipe.send(StageNeighbour(rank=rank, node=hello.node, instance=hello.instance, places=places))
         others = tuple(each for each in pipe.recv() if each.rank != rank)
         ranks = stage_ranks(case.lists)
         route = Route(rank, 1, 0, ranks, others, case.codec, TIMEOUT_S)

@@ -25,7 +25,6 @@ import torch
 from exchange import Children
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
-from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.algorithms.planning.layers import PlannedStage, plan_layers
 from smolcluster.algorithms.planning.measured import problem_of
 from smolcluster.configs.schema import DatasetConfig, GPTConfig, TrainConfig
@@ -40,6 +39,7 @@ from smolcluster.training.stages.measure import LayerSpeeds, measure_workload
 from smolcluster.training.workload import Workload
 from smolcluster.utils.meter import Meter
 from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import StageNeighbour
 from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 
@@ -127,7 +127,7 @@ def compute_stage(pipe: Pipe, case: Case, rank: int, planned: PlannedStage, limi
     )
     with closing(links):
         places = links.listen(["127.0.0.1"])
-        pipe.send(Neighbour(rank, hello.node, hello.instance, places))
+        pipe.send(StageNeighbour(rank=rank, node=hello.node, instance=hello.instance, places=places))
         others = tuple(each for each in pipe.recv() if each.rank != rank)
         ranks = tuple(range(NUM_STAGES))
         links.connect(Route(rank, 1, 0, ranks, others, "fp32", TIMEOUT_S), None, TIMEOUT_S)

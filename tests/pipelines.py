@@ -19,7 +19,6 @@ from smolcluster.algorithms.PipelineParallel import worker
 from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, StepOutcome
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
-from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.server import link
@@ -37,6 +36,7 @@ from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.seed import derive_seed
 from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import StageNeighbour
 from smolcluster.wire.node import Node
 
 SEED = 7
@@ -174,7 +174,9 @@ def executions(
             stack.callback(made.close)
             places = made.listen(["127.0.0.1"])
             links.append(made)
-            known.append(Neighbour(rank, hello.node, hello.instance, places))
+            known.append(
+                StageNeighbour(rank=rank, node=hello.node, instance=hello.instance, places=places)
+            )
 
         def connect(rank: int) -> None:
             others = tuple(each for each in known if each.rank != rank)

@@ -17,8 +17,8 @@ import own_workloads
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pipelines import share_generator
 from pretrained_models import adapters, saved
-from smolcluster.algorithms.PipelineParallel import coordinator, dealing, moving, worker
-from smolcluster.algorithms.PipelineParallel.automatic import Reported, measure
+from smolcluster.algorithms.PipelineParallel import coordinator, moving, worker
+from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.crew import Peer
 from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
 from smolcluster.algorithms.PipelineParallel.worker import Worker
@@ -48,13 +48,16 @@ from smolcluster.training.schedules.simulation import Span
 from smolcluster.training.workload import Metric, OfLoss, Terms, Workload
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.inbox import Event
-from smolcluster.wire.messages import LayersMeasured, MeasuredLayer, Planned
+from smolcluster.wire.messages import LayersMeasured, MeasuredLayer, Message, Planned
 from smolcluster.wire.node import Node
 from tiers import at_night
 
 SIZES = GPTConfig(
     type="GPT", model_dim=16, num_layers=8, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0
 )
+
+OF_ITS_OWN = property(lambda peer: peer.instance)
+"""The host of each worker, as if it were on a machine of its own."""
 
 
 @pytest.fixture(autouse=True)
@@ -294,7 +297,7 @@ def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
                     Span(Instruction(Op.FORWARD, 0, 0), 0.0, seconds),
                     Span(Instruction(Op.BACKWARD, 0, 0), seconds, 3 * seconds),
                 ]
-                return replace(outcome, spans=spans)
+                return outcome._replace(spans=spans)
 
             monkeypatch.setattr(execution, "run", paced)
 
@@ -474,7 +477,7 @@ def test_a_first_plan_that_fits_nowhere_ends_the_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where links were measured before it."""
-    monkeypatch.setattr(dealing, "reported", on_machines_of_their_own)
+    monkeypatch.setattr(Peer, "host", OF_ITS_OWN)
     too_large = costing([0.1] * SIZES.num_layers).model_copy(update={"memory_bytes": 1})
     monkeypatch.setattr(worker, "measure", lambda *_: too_large)
     settings = settings_for(2, "shard_plan=auto")
@@ -491,12 +494,16 @@ def test_a_first_plan_that_fits_nowhere_ends_the_run_at_once(
 def test_a_plan_by_hand_that_does_not_fit_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reported(peer: Peer) -> Reported:
-        has = 150_000 if peer.worker.member.node == "pi5" else 10**9
-        assert peer.measured is not None
-        return Reported(peer.instance, peer.measured.model_copy(update={"memory_bytes": has}))
+    hear = coordinator.Coordinator.hear
 
-    monkeypatch.setattr(dealing, "reported", reported)
+    def heard(self: coordinator.Coordinator, peer: Peer, message: Message) -> None:
+        if isinstance(message, LayersMeasured):
+            has = 150_000 if peer.worker.member.node == "pi5" else 10**9
+            message = message.model_copy(update={"memory_bytes": has})
+        hear(self, peer, message)
+
+    monkeypatch.setattr(coordinator.Coordinator, "hear", heard)
+    monkeypatch.setattr(Peer, "host", OF_ITS_OWN)
     settings = settings_for(2)
     by_hand = {"shard_plan": {"worker1": [0, 6], "worker2": [6, 8]}}
     settings = replace(settings, cluster=settings.cluster.model_copy(update=by_hand))
@@ -531,7 +538,7 @@ def test_a_machine_without_memory_for_a_single_layer_has_none(
             super().tell_speed(link, place)
 
     monkeypatch.setattr(worker, "measure", measured)
-    monkeypatch.setattr(dealing, "reported", on_machines_of_their_own)
+    monkeypatch.setattr(Peer, "host", OF_ITS_OWN)
     monkeypatch.setattr(worker, "measure_link", full)
     settings = settings_for(3, "shard_plan=auto", "num_epochs=1")
     cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
@@ -586,10 +593,6 @@ def test_samples_keep_their_type_in_a_last_stage_without_parameters(tmp_path: Pa
     assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-9)
 
 
-def on_machines_of_their_own(peer: Peer) -> Reported:
-    return Reported(peer.instance, peer.measured)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_links_between_machines_are_measured_and_planned_with(
@@ -602,7 +605,7 @@ def test_links_between_machines_are_measured_and_planned_with(
 
     if is_blocked:
         monkeypatch.setattr(Node, "dial_session", blocked)
-    monkeypatch.setattr(dealing, "reported", on_machines_of_their_own)
+    monkeypatch.setattr(Peer, "host", OF_ITS_OWN)
     monkeypatch.setattr(worker, "measure", lambda *_: costing([0.1] * SIZES.num_layers))
     settings = settings_for(3, "shard_plan=auto", "num_epochs=1")
     cluster = run(settings, tmp_path, gpt())

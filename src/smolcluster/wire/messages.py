@@ -832,6 +832,9 @@ class StageNeighbour(HeaderModel):
     instance: Instance
     places: HostPorts
 
+    def __str__(self) -> str:
+        return f"stage {self.rank} ({self.node})"
+
 
 class Planned(Message, kind=52):
     """Server: which layers are whose from now on; what was begun before is void.

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.algorithms.PipelineParallel.crew import Peer
 from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut
 from smolcluster.algorithms.planning.layers import LayerPlan, Link, Problem, in_words, plan_layers
 from smolcluster.algorithms.planning.measured import problem_of
@@ -24,25 +25,6 @@ from smolcluster.training.build import TrainingContext
 from smolcluster.training.schedules.instructions import SCHEDULES
 from smolcluster.training.stages.measure import LayerSpeeds, measure_workload
 from smolcluster.wire.messages import MAX_LAYER_KINDS, MAX_STAGES, LayersMeasured
-
-
-@dataclass(frozen=True)
-class Reported:
-    """What a worker has said of its machine.
-
-    Attributes:
-        host: equal of processes of one machine, which share its memory.
-        measured: None: it could not measure.
-    """
-
-    host: str
-    measured: LayersMeasured | None
-
-    @property
-    def place(self) -> tuple[str, str]:
-        """Equal of processes that share one memory: a device of a host, such as `cuda:0`."""
-        device = "" if self.measured is None else self.measured.device
-        return self.host, device.partition(" ")[0]
 
 
 @dataclass(frozen=True)
@@ -114,7 +96,7 @@ def message_of(speeds: LayerSpeeds) -> LayersMeasured:
 
 def automatic_cut(
     num_layers: int,
-    machines: Mapping[str, Reported],
+    machines: Mapping[str, Peer],
     config: PipelineConfig,
     train: TrainConfig,
     links: Mapping[tuple[str, str], Link] = MappingProxyType({}),
@@ -180,7 +162,7 @@ def slowed(measured: LayersMeasured, factor: float) -> LayersMeasured:
     return measured.model_copy(update={"kinds": tuple(kinds)})
 
 
-def speeds_of(num_layers: int, machines: Mapping[str, Reported]) -> dict[str, LayerSpeeds]:
+def speeds_of(num_layers: int, machines: Mapping[str, Peer]) -> dict[str, LayerSpeeds]:
     """What each machine has measured of this model; processes on one device share its memory."""
     num_sharing = Counter(each.place for each in machines.values())
     return {

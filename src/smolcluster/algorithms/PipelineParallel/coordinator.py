@@ -23,7 +23,6 @@ from smolcluster.algorithms.PipelineParallel.crew import (
     Peer,
     Question,
     named,
-    reported,
     subject_of,
 )
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
@@ -166,7 +165,7 @@ class Coordinator(ABC):
         peers = [by_name[name] for name in cut.map.nodes]
         times = None
         if cut.problem and cut.plan:
-            hosts = {name: reported(each).host for name, each in by_name.items()}
+            hosts = {name: each.host for name, each in by_name.items()}
             rest_s = rest_after(self.num_moves)
             times = StageTimes(cut.problem, cut.plan, hosts=hosts, rest_s=rest_s)
         links = cut.problem.links if cut.problem else {}

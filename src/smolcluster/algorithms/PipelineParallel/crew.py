@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from smolcluster.algorithms.PipelineParallel.automatic import Reported
 from smolcluster.algorithms.PipelineParallel.link_speed import UNMEASURED
 from smolcluster.algorithms.PipelineParallel.moving import Decision, StageTimes
 from smolcluster.algorithms.PipelineParallel.plan import StageMap
 from smolcluster.algorithms.planning.layers import LayerPlan, Link
 from smolcluster.observability.view.stages import numbers_of
 from smolcluster.server.worker import Worker
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.schedules.instructions import Op
 from smolcluster.wire.messages import (
     LayersMeasured,
@@ -32,7 +32,7 @@ class Peer:
     worker: Worker
     listening: Listening | None = None
     measured: LayersMeasured | None = None
-    """Comes before it listens, if at all."""
+    """What layers take there; comes before it listens. None: it could not measure."""
     building_attempt: int | None = None
     """The plan whose layers it was told and has not said yet that it has; None: there is none."""
 
@@ -43,6 +43,17 @@ class Peer:
     @property
     def instance(self) -> str:
         return self.worker.member.instance
+
+    @property
+    def host(self) -> str:
+        """Equal of processes of one machine, which share its memory."""
+        return self.listening.places[0].host if self.listening else ""
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Equal of processes that share one memory: a device of a host, such as `cuda:0`."""
+        device = "" if self.measured is None else self.measured.device
+        return self.host, device.partition(" ")[0]
 
     def as_neighbour(self, rank: int) -> StageNeighbour:
         """How others reach it, as the one of that rank in a plan."""
@@ -59,11 +70,6 @@ def named(peers: Sequence[Peer]) -> dict[str, Peer]:
         node = member.node
         found[f"{node} (worker {member.worker_id})" if node in found else node] = each
     return found
-
-
-def reported(peer: Peer) -> Reported:
-    host = peer.listening.places[0].host if peer.listening else ""
-    return Reported(host, peer.measured)
 
 
 OPS = {
@@ -118,6 +124,19 @@ def subject_of(answer: Message) -> tuple[object, ...]:
         case StageKept():
             return StageKept, answer.step
     return (type(answer),)
+
+
+def computed(answers: Sequence[StageDone]) -> tuple[BatchLoss, float]:
+    """What stages have come to, all together: the loss, and the norm of the mean gradient.
+
+    Both are NaN where a stage's are not finite.
+    """
+    num_terms = sum(each.num_terms for each in answers)
+    divisor = num_terms or 1.0
+    losses = [math.nan if each.loss is None else each.loss for each in answers]
+    squares = [math.nan if each.squared_norm is None else each.squared_norm for each in answers]
+    norm = math.sqrt(math.fsum(squares)) / divisor
+    return BatchLoss(sum(losses) / divisor, num_terms), norm
 
 
 def stage_figures(crew: Crew, rank: int, done: StageDone, took_s: float) -> dict[str, float]:

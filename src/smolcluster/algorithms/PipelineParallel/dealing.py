@@ -13,7 +13,6 @@ from itertools import permutations
 
 from smolcluster.algorithms.PipelineParallel.automatic import (
     Cut,
-    Reported,
     automatic_cut,
     is_measured,
     problem_for,
@@ -21,7 +20,7 @@ from smolcluster.algorithms.PipelineParallel.automatic import (
     unmeasured,
 )
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
-from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, named, reported
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, named
 from smolcluster.algorithms.PipelineParallel.link_speed import (
     PATIENCE_S,
     UNMEASURED,
@@ -108,8 +107,7 @@ class Dealer:
         try:
             cut = self.cut(peers)
             if not (self._has_dealt or is_measured(self._config)):
-                machines = {name: reported(peer) for name, peer in peers.items()}
-                check_memory(cut.map, machines, self._config, self._train, self._num_copies)
+                check_memory(cut.map, peers, self._config, self._train, self._num_copies)
         except ConfigError as error:
             if not self._has_dealt:
                 raise
@@ -128,10 +126,9 @@ class Dealer:
             ConfigError: there is none.
         """
         if self._config.shard_plan == "auto":
-            machines = {name: reported(peer) for name, peer in peers.items()}
             return automatic_cut(
                 self._num_layers,
-                machines,
+                peers,
                 self._config,
                 self._train,
                 self._links(peers),
@@ -160,8 +157,7 @@ class Dealer:
             if cut := crew.map.relieved(rank):
                 advice = f"less is {cut} as shard_plan; or {advice}"
             raise OutOfMemory(f"{what}; {advice}")
-        place = reported(peer).place
-        num_sharing = sum(reported(each).place == place for each in ready)
+        num_sharing = sum(each.place == peer.place for each in ready)
         less = int(LESS_MEMORY * crew.plan.stages[rank].memory_bytes * num_sharing)
         peer.measured = peer.measured.model_copy(update={"memory_bytes": less})
         try:
@@ -215,7 +211,7 @@ class Dealer:
         """Have those workers measure how they reach each other that have not yet; False: all have."""
         if not is_measured(self._config) or any(each.measured is None for each in peers.values()):
             return False
-        hosts = {each.instance: reported(each).host for each in peers.values()}
+        hosts = {each.instance: each.host for each in peers.values()}
         if not self._survey.begin(hosts):
             return False
         self.attempt += 1
@@ -255,7 +251,7 @@ class Dealer:
 
 def check_memory(
     stages: StageMap,
-    machines: Mapping[str, Reported],
+    machines: Mapping[str, Peer],
     config: PipelineConfig,
     train: TrainConfig,
     num_copies: int = 0,
@@ -275,7 +271,8 @@ def check_memory(
     needed = _needed(problem, stages, config)
     for place in dict.fromkeys(each.place for each in machines.values()):
         nodes = [node for node, each in machines.items() if each.place == place]
-        has = max(_memory_bytes(machines[node]) for node in nodes)
+        measured = [machines[node].measured for node in nodes]
+        has = max(each.memory_bytes for each in measured if each is not None)
         needs = sum(needed[node] for node in nodes)
         if needs > has:
             told = " and ".join(
@@ -285,10 +282,6 @@ def check_memory(
                 f"shard_plan: {told} need {gigabytes(needs)}, the device has {gigabytes(has)} free: "
                 f"{_remedy(problem)}"
             )
-
-
-def _memory_bytes(machine: Reported) -> int:
-    return 0 if machine.measured is None else machine.measured.memory_bytes
 
 
 def _needed(problem: Problem, stages: StageMap, config: PipelineConfig) -> dict[str, float]:

@@ -3,17 +3,16 @@
 At the end of a step first and last stage add up the gradients of what both hold, such as a tied embedding.
 """
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from smolcluster.algorithms.PipelineParallel.links import Links
-from smolcluster.data.dataset import Batch, Samples
+from smolcluster.data.dataset import Samples
 from smolcluster.data.loading import every_index
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import Microbatch
@@ -59,8 +58,7 @@ class OwnStage:
         return self.compute.stage
 
 
-@dataclass
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """What a process has come to in a step.
 
     Attributes:
@@ -71,10 +69,10 @@ class StepOutcome:
 
     loss: StageLoss
     squared_norm: float
-    spans: Sequence[Span]
+    spans: list[Span]
 
     @property
-    def seconds(self) -> Mapping[str, float]:
+    def seconds(self) -> dict[str, float]:
         """What was computed, by operation."""
         seconds = defaultdict[str, float](float)
         for each in self.spans:
@@ -128,8 +126,8 @@ class Execution:
             spans,
         )
 
-    def evaluate(self, number: int, batch: Callable[[], Batch]) -> Any:
-        """The model's output for batch `number` of a turn, where the last stage is; else None.
+    def evaluate(self, number: int, samples: Samples, indices: torch.Tensor) -> Any:
+        """The model's output for these samples, batch `number` of a turn, where the last stage is; else None.
 
         A stage is at most `AHEAD` batches per stage before the last one, which answers each.
         """
@@ -140,7 +138,7 @@ class Execution:
             if not is_last and number >= window:
                 self._receive(Instruction(Op.BACKWARD, number - window, stage))
             value = None if is_first else self._receive(Instruction(Op.FORWARD, number, stage))
-            output = compute.evaluate(value, batch() if is_first else None)
+            output = compute.evaluate(value, samples.batch(indices) if is_first else None)
             if not is_last:
                 self.links.send(Instruction(Op.FORWARD, number, stage), output)
             if not is_first:
@@ -158,7 +156,7 @@ class Execution:
     def _add_tied(self) -> None:
         """Let first and last stage have the sum of their gradients of the parameters that both hold."""
         ends = {0, len(self._ranks) - 1}
-        own = [self._tied(number) for number in sorted(ends & self.stages.keys())]
+        own = [_tied(self.stages[number]) for number in sorted(ends & self.stages.keys())]
         if len(ends) == 1 or not own or not own[0]:
             return
         if len(own) == 1:
@@ -173,24 +171,23 @@ class Execution:
             for each in own[1:]:
                 each[name].copy_(grad)
 
-    def _tied(self, number: int) -> dict[str, torch.Tensor]:
-        parameters = self.stages[number].replica.parameters
-        found = {name: parameters[name].grad for name in self.stages[number].module.tied}
-        return {name: grad for name, grad in found.items() if grad is not None}
-
     def _squared_norm(self, stage: OwnStage) -> float:
         """Of a stage's gradients; what is tied counts on the first stage."""
         total = stage.replica.grad_norm() ** 2
         if stage.module.is_first or not stage.module.tied:
             return total
-        parameters = stage.replica.parameters
-        tied = [parameters[name].grad for name in stage.module.tied]
         norms = [
             torch.linalg.vector_norm(each, dtype=torch.float64).item()
-            for each in tied
-            if each is not None
+            for each in _tied(stage).values()
         ]
         return max(total - math.fsum(each * each for each in norms), 0.0)  # NaN stays NaN
+
+
+def _tied(stage: OwnStage) -> dict[str, torch.Tensor]:
+    """The gradients of what another stage has as well, by name."""
+    parameters = stage.replica.parameters
+    found = {name: parameters[name].grad for name in stage.module.tied}
+    return {name: grad for name, grad in found.items() if grad is not None}
 
 
 def evaluate_stages(
@@ -205,36 +202,18 @@ def evaluate_stages(
     """
     batches = torch.split(every_index(held_out), batch_size)
     execution.links.begin_step(turn)
-    numbers = itertools.count()
-
-    def output() -> Any:
-        number = next(numbers)
-        return execution.evaluate(number, lambda: held_out.batch(batches[number]))
-
+    outputs = (execution.evaluate(number, held_out, each) for number, each in enumerate(batches))
     if not execution.is_last:
-        for _ in batches:
-            output()
+        for _ in outputs:
+            pass
         return {}
-    return _totals(execution, training, output, held_out, len(batches[0]))
+    workload, own, output = training.workload, execution.stages[max(execution.stages)], None
 
+    def compute_next() -> None:
+        nonlocal output
+        output = next(outputs)
 
-def _totals(
-    execution: Execution,
-    training: TrainingContext,
-    output: Callable[[], Any],
-    held_out: Samples,
-    batch_size: int,
-) -> Totals:
-    """Of loss and metrics at the last stage, with the outputs of batches as they come."""
-    workload, own = training.workload, execution.stages[max(execution.stages)]
-    of_batch: list[Any] = []
-
-    def once() -> Any:
-        if not of_batch:
-            of_batch.append(output())
-        return of_batch[0]
-
-    answer = Answer(once)
+    answer = Answer(lambda: output)
     answer.add_module("stage", own.module)
     with evaluating(answer):
         return evaluate(
@@ -245,6 +224,6 @@ def _totals(
             metrics=workload.metrics,
             precision=own.replica.precision,
             batch_size=batch_size,
-            before_batch=of_batch.clear,
+            before_batch=compute_next,
             dtype=own.module.dtype,
         )

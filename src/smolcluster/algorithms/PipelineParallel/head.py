@@ -35,7 +35,7 @@ from smolcluster.algorithms.PipelineParallel.coordinator import (
     Coordinator,
     StageReceiver,
 )
-from smolcluster.algorithms.PipelineParallel.crew import Crew
+from smolcluster.algorithms.PipelineParallel.crew import Crew, computed
 from smolcluster.algorithms.PipelineParallel.part_copy import (
     MOST_COPIES,
     CopyStream,
@@ -423,19 +423,6 @@ def what_stages_hear(error: BaseException | None) -> BaseException | None:
     return KeyboardInterrupt()
 
 
-def computed(answers: Sequence[StageDone]) -> tuple[BatchLoss, float]:
-    """What stages have come to, all together: the loss, and the norm of the mean gradient.
-
-    Both are NaN where a stage's are not finite.
-    """
-    num_terms = sum(each.num_terms for each in answers)
-    divisor = num_terms or 1.0
-    losses = [math.nan if each.loss is None else each.loss for each in answers]
-    squares = [math.nan if each.squared_norm is None else each.squared_norm for each in answers]
-    norm = math.sqrt(math.fsum(squares)) / divisor
-    return BatchLoss(sum(losses) / divisor, num_terms), norm
-
-
 def spread(
     welcome: Welcome,
     training: TrainingContext,
@@ -485,10 +472,8 @@ def naming(key: str) -> Iterator[None]:
     """
     try:
         yield
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    except PortBusy as error:
-        raise PortBusy(f"{key}: {error}") from error
+    except (ConfigError, PortBusy) as error:
+        raise type(error)(f"{key}: {error}") from error
 
 
 def pipeline_run(run: RunConfig, stages: StagesConfig) -> RunConfig:

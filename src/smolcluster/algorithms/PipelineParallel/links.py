@@ -28,7 +28,6 @@ from smolcluster.algorithms.PipelineParallel.transfers import (
     Direction,
     Key,
     Mailbox,
-    Neighbour,
     decode,
     encode,
     key_of,
@@ -63,6 +62,7 @@ from smolcluster.wire.messages import (
     HostPort,
     Message,
     Relayed,
+    StageNeighbour,
     TensorSpec,
     Transfer,
     TransferPiece,
@@ -101,11 +101,11 @@ class Route:
     attempt: int
     step: int
     ranks: tuple[int, ...]
-    neighbours: tuple[Neighbour, ...]
+    neighbours: tuple[StageNeighbour, ...]
     codec: str
     patience_s: float = PATIENCE_S
 
-    def neighbour(self, rank: int) -> Neighbour:
+    def neighbour(self, rank: int) -> StageNeighbour:
         return next(each for each in self.neighbours if each.rank == rank)
 
 
@@ -240,12 +240,6 @@ class Links(Transport):
         self._send(Key(attempt, self._step, "exchange", rank, own), rank, tree, "fp32")
         return self._receive(Key(attempt, self._step, "exchange", own, rank), rank)
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until what was sent has left. Returns whether it has, or its sessions have ended."""
-        deadline = Deadline(timeout_s)
-        outboxes = [self._outbox(each) for each in self._route.neighbours]
-        return all(each.session.flush(deadline.remaining()) for each in outboxes if each)
-
     def take_sent(self) -> tuple[int, ...]:
         """The bytes, as encoded, that have begun to leave for each rank since this was asked last.
 
@@ -293,7 +287,7 @@ class Links(Transport):
         for outbox in gone:
             outbox.session.cut("it is no neighbour any more")
 
-    def _outbox(self, neighbour: Neighbour) -> "_Outbox | None":
+    def _outbox(self, neighbour: StageNeighbour) -> "_Outbox | None":
         """The way to a neighbour; None: there is none now."""
         instance = neighbour.instance
         with self._lock:
@@ -303,7 +297,7 @@ class Links(Transport):
                 self._relay_outboxes[instance] = _Outbox(self._server, self._mailbox, instance)
             return self._relay_outboxes[instance]
 
-    def _await(self, neighbour: Neighbour, timeout_s: float) -> None:
+    def _await(self, neighbour: StageNeighbour, timeout_s: float) -> None:
         self._mailbox.wait_for(
             lambda: self._outbox(neighbour),
             peer=neighbour,
@@ -312,7 +306,7 @@ class Links(Transport):
             what="it did not connect to this stage",
         )
 
-    def _reach(self, neighbour: Neighbour, deadline: Deadline) -> None:
+    def _reach(self, neighbour: StageNeighbour, deadline: Deadline) -> None:
         """Dial a neighbour at each of its addresses, or ask the server to relay."""
         try:
             self._dial(neighbour, deadline)
@@ -332,7 +326,7 @@ class Links(Transport):
             if not self._mailbox.is_interrupted():
                 raise
 
-    def _dial(self, neighbour: Neighbour, deadline: Deadline) -> None:
+    def _dial(self, neighbour: StageNeighbour, deadline: Deadline) -> None:
         """Begin a session at the first address at which the neighbour answers.
 
         Raises:
@@ -386,7 +380,9 @@ class Links(Transport):
         return Key(self._route.attempt, self._step, way, taker, instruction.microbatch)
 
     def _receive(self, key: Key, rank: int) -> Batch:
-        own = Neighbour(rank, self._hello.node, self._hello.instance, ())
+        own = StageNeighbour.model_construct(
+            rank=rank, node=self._hello.node, instance=self._hello.instance, places=()
+        )
         source = own if rank == self._route.rank else self._route.neighbour(rank)
         return self._mailbox.take(key, source, self._route.patience_s)
 

@@ -40,18 +40,14 @@ def rest_after(num_moves: int) -> float:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to deal the layers out again, and why.
+    """To deal the layers out again, and why.
 
     Attributes:
-        slowness: by machine, the seconds it takes for each second that was planned; empty: the layers stay.
+        slowness: by machine, the seconds it takes for each second that was planned.
     """
 
     reason: str
     slowness: Mapping[str, float]
-
-    @property
-    def moves(self) -> bool:
-        return bool(self.slowness)
 
 
 class StageTimes:
@@ -91,11 +87,11 @@ class StageTimes:
             self._steps.append(seconds)
             self._took.append(took_s)
 
-    def decide(self, steps_left: int, move_s: float) -> Decision:
-        """`move_s`: what dealing the layers out again costs, in seconds."""
+    def decide(self, steps_left: int, move_s: float) -> Decision | None:
+        """None: the layers stay. `move_s`: what dealing them out again costs, in seconds."""
         num_steps = len(self._steps)
         if num_steps < NUM_STEPS or sum(self._took) < WINDOW_S:
-            return _stay(f"{num_steps} steps were observed, which is not enough")
+            return None
         steps, took_s = self._steps, median(self._took)
         self._steps, self._took = [], []
         measured = {
@@ -104,21 +100,21 @@ class StageTimes:
             if planned > 0
         }
         slowness = {name: seconds / self._planned[name] for name, seconds in measured.items()}
-        if all(self._is_known(name, factor) for name, factor in slowness.items()):
-            return _stay("stages take what was considered")
-        worst = max(slowness, key=lambda name: abs(slowness[name] / self._considered[name] - 1))
+        change = {name: abs(each / self._considered[name] - 1) for name, each in slowness.items()}
+        if max(change.values(), default=0.0) <= WORTH_A_LOOK:
+            return None
+        worst = max(change, key=lambda name: change[name])
         self._considered = slowness
         slowness = slowness | self._slowness_beside(slowness)
         turned_out, better = plan_again(self._problem, self._plan, slowness)
         if better is None:
-            return _stay("no cut is better by a tenth")
+            return None
         stages = [(each.machine, each.start, each.end) for each in self._plan.stages]
         now_s = predict(turned_out, stages).step_s
         gain_s = now_s - better.step_s
-        if gain_s < WORTH_MOVING * took_s:
-            return _stay(f"another cut saves {format_duration(gain_s)} a step, less than a tenth")
-        if gain_s * min(steps_left, AS_LONG_AGAIN * num_steps) < move_s:
-            return _stay(f"steps gain less than moving layers costs, {format_duration(move_s)}")
+        gain_of_all_s = gain_s * min(steps_left, AS_LONG_AGAIN * num_steps)
+        if gain_s < WORTH_MOVING * took_s or gain_of_all_s < move_s:
+            return None
         took, planned = (format_duration(each[worst]) for each in (measured, self._planned))
         return Decision(
             f"{worst} takes {took} a microbatch instead of {planned}; with another cut a step of "
@@ -133,13 +129,6 @@ class StageTimes:
             for name, stages in self._beside.items()
         }
         return {name: max(1.0, *factors) for name, factors in there.items() if factors}
-
-    def _is_known(self, name: str, factor: float) -> bool:
-        return abs(factor / self._considered[name] - 1) <= WORTH_A_LOOK
-
-
-def _stay(reason: str) -> Decision:
-    return Decision(reason, {})
 
 
 def seconds_computed(seconds: Mapping[str, float]) -> float:

@@ -31,7 +31,7 @@ from smolcluster.algorithms.PipelineParallel.coordinator import (
     Coordinator,
     StageReceiver,
 )
-from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, named, stage_figures
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, computed, named, stage_figures
 from smolcluster.algorithms.PipelineParallel.moving import Decision, seconds_computed
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
 from smolcluster.algorithms.planning.plan_file import PLAN
@@ -317,10 +317,8 @@ class Server(Coordinator):
         for rank, each in enumerate(answers):
             figures = stage_figures(crew, rank, each, took_s)
             self.report.board.measured(crew.peers[rank].worker, **figures)
-        num_terms = sum(each.num_terms for each in answers) or 1.0
-        loss = sum(each.loss for each in answers if each.loss is not None) / num_terms
-        squares = [each.squared_norm for each in answers if each.squared_norm is not None]
-        norm = math.sqrt(math.fsum(squares)) / num_terms
+        (loss, num_terms, *_), norm = computed(answers)
+        num_terms = num_terms or 1.0
         rate = self.learning_rate()
         message = Commit(
             version=self.version + 1,
@@ -364,8 +362,8 @@ class Server(Coordinator):
             took_s,
         )
         move_s = self.keeping_s + self.dealing_s
-        decision = crew.times.decide(self.report.counts.steps_left, move_s)
-        crew.moving = decision if decision.moves and self.keeper.can_keep else None
+        if self.keeper.can_keep:
+            crew.moving = crew.times.decide(self.report.counts.steps_left, move_s)
 
     def not_finite(self, crew: Crew, rank: int, answer: StageDone) -> str:
         name = crew.peers[rank].worker.name

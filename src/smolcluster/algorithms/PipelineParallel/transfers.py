@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,24 +24,11 @@ from smolcluster.data.pytree import DTYPES, Encoded, map_tensors, tensors_in
 from smolcluster.errors import PeerLost, ProtocolError, SmolclusterError
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
-from smolcluster.wire.messages import HostPort, TransferPiece
+from smolcluster.wire.messages import StageNeighbour, TransferPiece
 
 TICK_S = 0.5
 """How soon whoever waits looks whether bytes still move."""
 Direction = Literal["forward", "backward", "exchange"]
-
-
-@dataclass(frozen=True)
-class Neighbour:
-    """Another stage's process: its rank, name, the `instance` of its Hello, and where it listens."""
-
-    rank: int
-    node: str
-    instance: str
-    places: tuple[HostPort, ...]
-
-    def __str__(self) -> str:
-        return f"stage {self.rank} ({self.node})"
 
 
 class Key(NamedTuple):
@@ -171,7 +157,7 @@ class Mailbox:
             self._step = step
             self._drop()
 
-    def take(self, key: Key, source: Neighbour, timeout_s: float) -> Batch:
+    def take(self, key: Key, source: StageNeighbour, timeout_s: float) -> Batch:
         """Wait for what has this key, and comes from `source`.
 
         Raises:
@@ -194,7 +180,7 @@ class Mailbox:
         self,
         is_ready: Callable[[], object],
         *,
-        peer: Neighbour,
+        peer: StageNeighbour,
         timeout_s: float,
         progress: Callable[[], int],
         what: str,

@@ -16,8 +16,8 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import gc
 import math
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,6 @@ from smolcluster.algorithms.PipelineParallel.links import PATIENCE_S, Links, Rou
 from smolcluster.algorithms.PipelineParallel.part_copy import StagePart, copy_frames
 from smolcluster.algorithms.PipelineParallel.plan import schedule_of
 from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames
-from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.data.dataset import Elsewhere, Place, Sent
 from smolcluster.errors import (
     ConnectTimeout,
@@ -181,14 +180,14 @@ class Worker:
         """Let the server know what each layer takes here, if it cuts the model by that."""
         if self.measured is None:
             device = pick_device(place.node.device)
-            try:
+            with self.memory_told(
+                lambda reason: StageReady(
+                    attempt=0,
+                    reason=f"a single layer does not fit: {reason}",
+                    out_of_memory=True,
+                )
+            ):
                 self.measured = measure(self.training, self.train, self.config, device, place.log)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self.free()
-                reason = f"a single layer does not fit: {first_line(error)}"
-                link.send(StageReady(attempt=0, reason=reason, out_of_memory=True))
         if self.measured is not None:
             link.send(self.measured)
 
@@ -196,7 +195,12 @@ class Worker:
         """Do what the server wants next; what a neighbour's loss breaks off it hears of."""
         event, self.newest = self.newest or self.next_event(), None
         try:
-            self.handle(event, place)
+            with self.memory_told(
+                lambda reason: StageReady(
+                    attempt=self.plan.attempt, reason=reason, out_of_memory=True
+                )
+            ):
+                self.handle(event, place)
         except PlanChanged:
             pass  # which comes next
         except ProtocolError as error:
@@ -208,12 +212,17 @@ class Worker:
             if self.link.is_cut:
                 raise
             self.link.send(StageReady(attempt=self.plan.attempt, reason=str(error)))
+
+    @contextmanager
+    def memory_told(self, message: Callable[[str], Message]) -> Iterator[None]:
+        """Give the layers back where the block runs out of memory, and let the server hear of it."""
+        try:
+            yield
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             self.free()
-            attempt, reason = self.plan.attempt, first_line(error)
-            self.link.send(StageReady(attempt=attempt, reason=reason, out_of_memory=True))
+            self.link.send(message(first_line(error)))
 
     def free(self) -> None:
         """Give back what the layers of the newest plan take."""
@@ -248,28 +257,18 @@ class Worker:
 
     def measure_link(self, wanted: MeasureLink) -> None:
         """Say how much is carried from here to another worker, without what hinders that."""
-        other, attempt = wanted.neighbour, wanted.attempt
-        route = Route(
-            rank=wanted.rank,
-            attempt=attempt,
-            step=0,
-            ranks=(0, 1),
-            neighbours=(Neighbour(other.rank, other.node, other.instance, other.places),),
-            codec="fp32",
-        )
-        try:
-            found = measure_link(self.links, route, self.link)
-        except (PeerLost, ConnectTimeout) as error:
-            if self.link.is_cut:
-                raise
-            self.link.send(LinkMeasured(attempt=attempt, reason=str(error)))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self.link.send(LinkMeasured(attempt=attempt, reason=first_line(error)))
-        else:
-            speed, latency = found.bytes_s, found.latency_s
-            self.link.send(LinkMeasured(attempt=attempt, bytes_s=speed, latency_s=latency))
+        attempt, neighbours = wanted.attempt, (wanted.neighbour,)
+        route = Route(wanted.rank, attempt, 0, ranks=(0, 1), neighbours=neighbours, codec="fp32")
+        with self.memory_told(lambda reason: LinkMeasured(attempt=attempt, reason=reason)):
+            try:
+                found = measure_link(self.links, route, self.link)
+            except (PeerLost, ConnectTimeout) as error:
+                if self.link.is_cut:
+                    raise
+                self.link.send(LinkMeasured(attempt=attempt, reason=str(error)))
+            else:
+                speed, latency = found.bytes_s, found.latency_s
+                self.link.send(LinkMeasured(attempt=attempt, bytes_s=speed, latency_s=latency))
 
     def begin(self, plan: Planned, place: WorkerSetup) -> None:
         """Build the layers that are one's own now, and reach the neighbours."""
@@ -291,10 +290,7 @@ class Worker:
             attempt=plan.attempt,
             step=plan.turn,
             ranks=plan.ranks,
-            neighbours=tuple(
-                Neighbour(each.rank, each.node, each.instance, each.places)
-                for each in plan.neighbours
-            ),
+            neighbours=plan.neighbours,
             codec=self.config.activation_codec,
         )
         self.links.connect(route, self.link, PATIENCE_S)
@@ -356,7 +352,7 @@ class Worker:
                 loss=outcome.loss.total if has_loss else None,
                 num_terms=outcome.loss.num_terms,
                 squared_norm=outcome.squared_norm if is_finite else None,
-                seconds=dict(outcome.seconds),
+                seconds=outcome.seconds,
                 sent_bytes=self.links.take_sent(),
             )
         )
@@ -364,12 +360,9 @@ class Worker:
         step.note(self.training, loss / num_terms if num_terms else math.nan)
         self.training.replica.meter.step_done(step.num_samples)
 
-    def microbatch_size(self) -> int:
-        return self.train.samples_per_step // self.config.microbatches
-
     def parts(self, step: Assigned) -> Sequence[Microbatch]:
         """A step's samples, cut into microbatches; of an epoch's last step there may be fewer."""
-        lease, size = step.lease, self.microbatch_size()
+        lease, size = step.lease, self.train.samples_per_step // self.config.microbatches
         if step.assignment.batch_nbytes is None:
             return self.training.parts(step.indices, lease.epoch, lease.start, size)
         return self.training.received_parts(

@@ -4,22 +4,23 @@ import logging
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from smolcluster.algorithms.PipelineParallel.automatic import (
-    Reported,
     automatic_cut,
     measure,
     message_of,
 )
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.algorithms.PipelineParallel.crew import Peer
 from smolcluster.configs.schema import DatasetConfig, SimpleNNConfig, TrainConfig
 from smolcluster.data.dataset import Elsewhere
 from smolcluster.errors import ConfigError
 from smolcluster.training.stages.measure import LayerSpeeds
-from smolcluster.wire.messages import MAX_LAYER_KINDS, MeasuredLayer
+from smolcluster.wire.messages import MAX_LAYER_KINDS, HostPort, Listening, MeasuredLayer
 
 TRAIN = TrainConfig(
     batch_size=64, model=SimpleNNConfig(hidden=4), dataset=DatasetConfig(name="digits")
@@ -41,13 +42,14 @@ def layer(seconds: float, trained_bytes: int = 1000) -> MeasuredLayer:
 
 def reported(
     seconds: float, *, memory_bytes: int = 10**9, host: str = "", num_layers: int = NUM_LAYERS
-) -> Reported:
+) -> Peer:
     layers = (layer(seconds),) * num_layers
     speeds = LayerSpeeds(layers=layers, memory_bytes=memory_bytes, device="cpu")
-    return Reported(host or f"10.0.0.{int(1e3 * seconds)}", message_of(speeds))
+    places = (HostPort(host=host or f"10.0.0.{int(1e3 * seconds)}", port=7777),)
+    return Peer(Mock(), Listening(places=places), message_of(speeds))
 
 
-def sizes(machines: Mapping[str, Reported]) -> dict[str, int]:
+def sizes(machines: Mapping[str, Peer]) -> dict[str, int]:
     config = PipelineConfig(shard_plan="auto", microbatches=32)
     found = automatic_cut(NUM_LAYERS, machines, config, TRAIN).document
     return {each.machine: each.end - each.start for each in found.stages}
@@ -83,9 +85,9 @@ def test_processes_of_one_machine_share_its_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [Reported("x", None), reported(0.004, num_layers=7)], ids=["nothing", "another model"]
+    "other", [Peer(Mock()), reported(0.004, num_layers=7)], ids=["nothing", "another model"]
 )
-def test_where_one_has_not_measured_all_get_as_many(other: Reported) -> None:
+def test_where_one_has_not_measured_all_get_as_many(other: Peer) -> None:
     assert sizes({"a": reported(0.001), "b": other}) == {"a": 16, "b": 16}
 
 

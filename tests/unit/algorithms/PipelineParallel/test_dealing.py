@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from smolcluster.algorithms.PipelineParallel.automatic import Reported, automatic_cut, message_of
+from smolcluster.algorithms.PipelineParallel.automatic import automatic_cut, message_of
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.crew import Peer
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer, check_memory
@@ -36,13 +36,16 @@ NEEDED = 6 * 4000 + 2 * 6 * 100
 """Of mini1, which holds two microbatches."""
 
 
-def reported(memory_bytes: int, host: str, device: str = "cpu (1 thread)") -> Reported:
-    speeds = LayerSpeeds(layers=(LAYER,) * 8, memory_bytes=memory_bytes, device=device)
-    return Reported(host, message_of(speeds))
+def reported(
+    memory_bytes: int, host: str, device: str = "cpu (1 thread)", layer: MeasuredLayer = LAYER
+) -> Peer:
+    speeds = LayerSpeeds(layers=(layer,) * 8, memory_bytes=memory_bytes, device=device)
+    listening = Listening(places=(HostPort(host=host, port=7777),))
+    return Peer(Mock(), listening, message_of(speeds))
 
 
 def check(
-    one: Reported, other: Reported, cut: StageMap = CUT, config: PipelineConfig | None = None
+    one: Peer, other: Peer, cut: StageMap = CUT, config: PipelineConfig | None = None
 ) -> None:
     check_memory(cut, {"mini1": one, "pi5": other}, config or PipelineConfig(), TRAIN)
 
@@ -82,16 +85,12 @@ def test_several_stages_of_a_machine_count_together() -> None:
 
 
 def test_where_one_has_not_measured_nothing_is_refused() -> None:
-    check(reported(1, "a"), Reported("b", None))
+    check(reported(1, "a"), Peer(Mock()))
 
 
 def test_as_many_layers_each_are_compared_with_memory_before_the_first_step() -> None:
-    def peer(host: str, memory_bytes: int) -> Peer:
-        listening = Listening(places=(HostPort(host=host, port=7777),))
-        return Peer(Mock(), listening, reported(memory_bytes, host).measured)
-
     def deal(memory_bytes: int, num_copies: int = 0, shard_plan: Any = "even") -> Any:
-        peers = {"mini1": peer("10.0.0.1", 10**6), "pi5": peer("10.0.0.2", memory_bytes)}
+        peers = {"mini1": reported(10**6, "a"), "pi5": reported(memory_bytes, "b")}
         dealer = Dealer(
             PipelineConfig(shard_plan=shard_plan),
             TRAIN,
@@ -114,10 +113,9 @@ def test_as_many_layers_each_are_compared_with_memory_before_the_first_step() ->
 
 def test_of_a_shared_device_less_is_counted_on_for_all_who_share_it() -> None:
     def peer(name: str, host: str) -> Peer:
-        listening = Listening(places=(HostPort(host=host, port=7777),))
-        worker = Mock()
-        worker.member.node = name
-        return Peer(worker, listening, reported(10**6, host).measured)
+        made = reported(10**6, host)
+        made.worker = Mock(member=Mock(node=name))
+        return made
 
     ready = [peer("mini1", "10.0.0.1"), peer("mini2", "10.0.0.1"), peer("pi5", "10.0.0.2")]
     crew = Mock(peers=ready, plan=Mock(stages=[Mock(memory_bytes=1000)] * 3))
@@ -131,12 +129,9 @@ def test_of_a_shared_device_less_is_counted_on_for_all_who_share_it() -> None:
 
 
 def test_copies_of_a_worker_s_weights_are_planned_for() -> None:
-    speeds = LayerSpeeds(
-        layers=(LAYER.model_copy(update={"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0}),) * 8,
-        memory_bytes=4 * 4000 + 4 * 4 * 100,
-        device="cpu (1 thread)",
-    )
-    machines = {name: Reported(name, message_of(speeds)) for name in ("mini1", "pi5")}
+    timed = LAYER.model_copy(update={"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0})
+    memory_bytes = 4 * 4000 + 4 * 4 * 100
+    machines = {name: reported(memory_bytes, name, layer=timed) for name in ("mini1", "pi5")}
     config = PipelineConfig()
     assert automatic_cut(8, machines, config, TRAIN).map.cuts == (0, 4, 8)
     with pytest.raises(ConfigError):

@@ -18,13 +18,12 @@ from harness import local_settings
 from peers import opened, small_replica
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.coordinator import Builders
-from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, computed
 from smolcluster.algorithms.PipelineParallel.head import (
     Head,
     Order,
     PieceArrived,
     assembled,
-    computed,
     naming,
     pipeline_run,
     settings_of,

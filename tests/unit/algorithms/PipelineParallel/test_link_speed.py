@@ -11,9 +11,9 @@ from pipelines import at_once
 from smolcluster.algorithms.PipelineParallel import link_speed
 from smolcluster.algorithms.PipelineParallel.link_speed import UNMEASURED, Survey, measure_link
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
-from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.algorithms.planning.layers import Link
 from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import StageNeighbour
 from smolcluster.wire.node import Node
 
 FAST = Link(1e8, 1e-3)
@@ -70,7 +70,10 @@ def test_two_processes_measure_what_each_sends_the_other(
                 heartbeat_timeout_s=DEADLINE_S,
             )
             stack.callback(made.close)
-            known.append(Neighbour(rank, hello.node, hello.instance, made.listen(["127.0.0.1"])))
+            places = made.listen(["127.0.0.1"])
+            known.append(
+                StageNeighbour(rank=rank, node=hello.node, instance=hello.instance, places=places)
+            )
             links.append(made)
 
         def measured(rank: int) -> Link:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from peers import DEADLINE_S, logger
 from proxy import Proxy
 from smolcluster.algorithms.PipelineParallel import links as links_module
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
-from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.errors import AuthError, ConnectTimeout, DataError, PeerLost, RunFailed
 from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.wire import node
 from smolcluster.wire.handshake import introduce
-from smolcluster.wire.messages import HostPort
+from smolcluster.wire.messages import HostPort, StageNeighbour
 from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 from waiting import eventually
@@ -44,10 +42,16 @@ class Stage:
             bucket_bytes=BUCKET_BYTES,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
-        places = self.links.listen([HOST])
-        self.known = Neighbour(rank, hello.node, hello.instance, places)
+        self.known = StageNeighbour(
+            rank=rank,
+            node=hello.node,
+            instance=hello.instance,
+            places=self.links.listen([HOST]),
+        )
 
-    def route(self, neighbours: Sequence[Neighbour], ranks: Sequence[int], **changes: Any) -> Route:
+    def route(
+        self, neighbours: Sequence[StageNeighbour], ranks: Sequence[int], **changes: Any
+    ) -> Route:
         given: dict[str, Any] = {"attempt": 1, "step": 0, "codec": "fp32"} | changes
         given.setdefault("patience_s", DEADLINE_S)
         return Route(rank=self.rank, ranks=tuple(ranks), neighbours=tuple(neighbours), **given)
@@ -80,6 +84,13 @@ def connect(stages: Sequence[Stage], ranks: Sequence[int] = (), **changes: Any) 
 
     with ThreadPoolExecutor(len(stages)) as pool:
         list(pool.map(reach, stages))
+
+
+def flush(stage: Stage, neighbour: Stage) -> None:
+    """Wait until what was sent has left."""
+    outbox = stage.links._outbox(neighbour.known)
+    assert outbox is not None
+    assert outbox.session.flush(DEADLINE_S)
 
 
 def forward(microbatch: int, stage: int) -> Instruction:
@@ -185,7 +196,7 @@ def test_what_comes_early_of_the_next_attempt_is_kept(stages: MakeStages) -> Non
     connect(made)
     low.links.connect(low.route([high.known], (0, 1), attempt=2), None, DEADLINE_S)
     low.links.send(forward(0, 0), torch.tensor(7))
-    assert low.links.flush(DEADLINE_S)
+    flush(low, high)
     high.links.connect(high.route([low.known], (0, 1), attempt=2), None, DEADLINE_S)
     assert high.links.receive(forward(0, 1)) == 7
 
@@ -194,7 +205,7 @@ def test_a_neighbour_that_is_lost_is_named_and_can_come_back(stages: MakeStages)
     low, high = made = stages(2)
     connect(made)
     low.links.send(forward(0, 0), torch.tensor(1))
-    assert low.links.flush(DEADLINE_S)
+    flush(low, high)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(high.links.receive, forward(1, 1))
         low.links.close()
@@ -337,7 +348,7 @@ def test_a_neighbour_is_not_taken_for_another_one(
     monkeypatch.setattr(links_module, "DIAL_TIMEOUT_S", 0.0)  # each address is tried once
     monkeypatch.setattr(node, "LAST_TRY_S", DEADLINE_S)
     low, middle, high = stages(3)
-    shared = replace(low.known, places=(*middle.known.places, *low.known.places))
+    shared = low.known.model_copy(update={"places": (*middle.known.places, *low.known.places)})
     routes = {
         low: low.route([high.known], (0, 2, 1)),
         middle: middle.route([high.known], (0, 2, 1)),
@@ -354,7 +365,7 @@ def proxied(stages: MakeStages) -> Iterator[tuple[Stage, Stage, Proxy]]:
     """Two stages, of which the higher one reaches the lower one through a proxy."""
     low, high = stages(2)
     proxy = Proxy(low.known.places[0].port)
-    there = Neighbour(0, "node0", low.known.instance, (HostPort(host=HOST, port=proxy.port),))
+    there = low.known.model_copy(update={"places": (HostPort(host=HOST, port=proxy.port),)})
     with ThreadPoolExecutor(1) as pool:
         route = low.route([high.known], (0, 1))
         waiting = pool.submit(low.links.connect, route, None, DEADLINE_S)
