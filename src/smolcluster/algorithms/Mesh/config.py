@@ -149,18 +149,26 @@ class MeshConfig(AlgorithmConfig, ScheduleKeys):
                 f"not divide model.max_seq_len, {gpt.max_seq_len}: change one of them"
             )
 
+    def sizes_for(self, world_size: int) -> MeshSizes:
+        """The mesh's sizes.
+
+        Raises:
+            ConfigError: they do not make so many ranks.
+        """
+        if self.mesh.world_size != world_size:
+            raise ConfigError(
+                f"mesh is {self.mesh}, which makes {self.mesh.world_size} processes, but there are "
+                f"{world_size}: change mesh, or start as many processes"
+            )
+        return self.mesh
+
     def check_division(self, *, world_size: int, num_samples: int, num_layers: int | None) -> None:
         """Refuse what cannot be divided; `num_samples` are those of a step, `num_layers` None: not known.
 
         Raises:
             ConfigError: one line with the key, its value and what to change.
         """
-        sizes = self.mesh
-        if sizes.world_size != world_size:
-            raise ConfigError(
-                f"mesh is {sizes}, which makes {sizes.world_size} processes, but there are "
-                f"{world_size}: change mesh, or start as many processes"
-            )
+        sizes = self.sizes_for(world_size)
         for key in ("sequence_parallel", "loss_parallel"):
             if sizes.tp == 1 and getattr(sizes, key):
                 raise ConfigError(

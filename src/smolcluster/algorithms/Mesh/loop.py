@@ -137,7 +137,7 @@ class _Whole:
         _tell(self._trainer.groups, Order.GATHER)
         state = _state_of(self._replica)
         if STEP_COUNT in state:
-            state[STEP_COUNT].fill_(self._trainer.num_steps)
+            state[STEP_COUNT].fill_(self._trainer.optimizer.num_steps)
         self._gathering.begin({WEIGHTS: self._replica.params, **state})
         self._version = self._report.counts.version
 

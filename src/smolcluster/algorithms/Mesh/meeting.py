@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT, compare
 from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks, has_agent_store
 from smolcluster.algorithms.Mesh.store import GroupStore, Host, Way
-from smolcluster.algorithms.Mesh.watch import FAILED, Store
+from smolcluster.algorithms.Mesh.watch import FAILED
 from smolcluster.configs.checks import check_unencrypted
 from smolcluster.configs.schema import Encryption
 from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy, SmolclusterError
@@ -218,7 +218,7 @@ def _agent_at(address: str, port: int, timeout_s: float) -> TCPStore:
     )
 
 
-def _is_first(store: Store, rank: int) -> bool:
+def _is_first(store: GroupStore, rank: int) -> bool:
     """Whether no other process has come as this rank."""
     mark = secrets.token_hex(8)
     return store.compare_set(f"rank {rank}", "", mark).decode() == mark
@@ -227,7 +227,7 @@ def _is_first(store: Store, rank: int) -> bool:
 def meet(
     rank: int,
     ranks: Ranks,
-    store: Store,
+    store: GroupStore,
     told: Mapping[str, str],
     timeout_s: float,
     *,
@@ -330,7 +330,7 @@ def use_interface(name: str, *, is_only: bool = True) -> None:
             os.environ[key] = value  # NCCL: without = any that begins so
 
 
-def part(rank: int, world_size: int, store: Store) -> None:
+def part(rank: int, world_size: int, store: GroupStore) -> None:
     """End quietly after a good end: the store goes with rank 0, so that rank 0 goes last."""
     dist.destroy_process_group()
     with suppress(dist.DistStoreError):  # all is done: rank 0 need not hear it

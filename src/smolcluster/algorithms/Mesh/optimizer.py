@@ -6,6 +6,7 @@ stay what they would be in one process. Muon's is not: it takes meshes that cut 
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -155,17 +156,13 @@ class TiedWeights:
     def _make_groups(self, name: str, told: list[dict[str, int]], groups: Groups) -> None:
         """A group of the ranks that hold the same part of it, for each part."""
         sizes = groups.sizes
-        for dp in range(sizes.dp):
-            for fsdp in range(sizes.fsdp):
-                for tp in range(sizes.tp):
-                    column = [
-                        groups.rank_at(pp=pp, dp=dp, fsdp=fsdp, tp=tp) for pp in range(sizes.pp)
-                    ]
-                    ranks = [rank for rank in column if name in told[rank]]
-                    if len(ranks) > 1:
-                        group = dist.new_group(ranks, timeout=STEP_TIMEOUT)
-                        if groups.rank in ranks:
-                            self._groups[name] = group
+        for dp, fsdp, tp in product(range(sizes.dp), range(sizes.fsdp), range(sizes.tp)):
+            column = [groups.rank_at(pp=pp, dp=dp, fsdp=fsdp, tp=tp) for pp in range(sizes.pp)]
+            ranks = [rank for rank in column if name in told[rank]]
+            if len(ranks) > 1:
+                group = dist.new_group(ranks, timeout=STEP_TIMEOUT)
+                if groups.rank in ranks:
+                    self._groups[name] = group
 
     def exchange(self, gradients: list[Tensor]) -> None:
         """Let each holder have the sum."""

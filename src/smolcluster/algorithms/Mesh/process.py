@@ -171,7 +171,7 @@ def together(
         with watch.watched(), lost_named():
             meet(rank, ranks, meeting.store, told(settings, config), start_timeout_s, check=check)
             connect(rank, ranks, meeting, backend, settings.cluster.encryption)
-            yield Groups(_sizes(config, ranks), device, watch)
+            yield Groups(config.sizes_for(ranks.world_size), device, watch)
         part(rank, ranks.world_size, meeting.store)
 
 
@@ -237,17 +237,3 @@ def _follow(
         return paths.root
 
     loop.follow(workload, run.train, config, groups, seed=run.seed, begin=begin, log=log.logger)
-
-
-def _sizes(config: MeshConfig, ranks: Ranks) -> Any:
-    """The mesh's sizes, if they make as many ranks as there are.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    if config.mesh.world_size != ranks.world_size:
-        raise ConfigError(
-            f"mesh is {config.mesh}, which makes {config.mesh.world_size} processes, but there are "
-            f"{ranks.world_size}: change mesh, or start as many processes"
-        )
-    return config.mesh

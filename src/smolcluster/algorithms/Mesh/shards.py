@@ -53,26 +53,13 @@ class Shard:
 
     def fill(self, local: Tensor, place: slice, out: Tensor) -> None:
         """Copy what of the flat weights' `place` lies in `local` to where it is in `out` (place,)."""
-        if self._in_row is not None:
-            here, there = meeting(slice(self._in_row, self._in_row + local.numel()), place)
-            out[there].copy_(local.view(-1)[here])
-            return
-        near, where, inside = self._overlap(place, local.device)
-        if len(near):
-            out[where[inside]] = self._matrix(local)[near][inside]
+        here, there = self._overlap(place, local.device)
+        out[there] = local.view(-1)[here]
 
     def put(self, local: Tensor, place: slice, values: Tensor) -> None:
         """Copy `values`, those of the flat weights' `place`, to where they are in `local`."""
-        if self._in_row is not None:
-            here, there = meeting(slice(self._in_row, self._in_row + local.numel()), place)
-            local.view(-1)[here].copy_(values[there])
-            return
-        near, where, inside = self._overlap(place, local.device)
-        if len(near):
-            matrix = self._matrix(local)
-            rows = matrix[near]
-            rows[inside] = values[where[inside]]
-            matrix[near] = rows
+        here, there = self._overlap(place, local.device)
+        local.view(-1)[here] = values[there]
 
     @property
     def _in_row(self) -> int | None:
@@ -84,16 +71,19 @@ class Shard:
             return None
         return self.begin + self.rows[0][0] * self.width + self.columns[0][0]
 
-    def _matrix(self, local: Tensor) -> Tensor:
-        return local.view(_length(self.rows), _length(self.columns))
-
-    def _overlap(self, place: slice, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Local rows that `place` reaches, where their elements are in it, and which of them are."""
+    def _overlap(
+        self, place: slice, device: torch.device
+    ) -> tuple[slice, slice] | tuple[Tensor, Tensor]:
+        """Which of the elements that lie there `place` reaches, and where they are in it."""
+        if self._in_row is not None:
+            return meeting(slice(self._in_row, self._in_row + self.size), place)
         first, stop = place.start - self.begin, place.stop - self.begin
-        at = _numbers(self.rows, device) * self.width
+        at, columns = _numbers(self.rows, device) * self.width, _numbers(self.columns, device)
         near = ((at + self.width > first) & (at < stop)).nonzero().flatten()
-        where = at[near, None] + _numbers(self.columns, device) - first
-        return near, where, (where >= 0) & (where < stop - first)
+        there = at[near, None] + columns - first
+        here = near[:, None] * len(columns) + torch.arange(len(columns), device=device)
+        inside = (there >= 0) & (there < stop - first)
+        return here[inside], there[inside]
 
 
 class Shards:

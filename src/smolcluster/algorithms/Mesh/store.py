@@ -28,6 +28,7 @@ from smolcluster.wire.messages import SESSION, Accepted, Count, Message, Message
 from smolcluster.wire.node import MAX_QUEUED, Node
 from smolcluster.wire.security import Secret
 from smolcluster.wire.session import Receiver, Session
+from smolcluster.wire.streams import spec_of
 
 MOST_NBYTES = 16 << 20
 """Of a value."""
@@ -76,11 +77,6 @@ GROUP_STORE = MessageSet(
 Ready = tuple[int, bytes]
 """A number and a value."""
 Call = Callable[[Ask, bytes], Ready]
-
-
-def bytes_of(value: bytes) -> TensorSpec:
-    """Says that a payload is these bytes."""
-    return TensorSpec(codec="none", dtype="uint8", shape=(len(value),), nbytes=len(value))
 
 
 class Shelf:
@@ -177,7 +173,7 @@ class GroupStore(Store):
     def _ask(
         self, operation: Operation, keys: Sequence[str], value: bytes = b"", number: int = 0
     ) -> Ready:
-        told = bytes_of(value)
+        told = spec_of("none", "uint8", len(value), len(value))
         return self._call(
             Ask(operation=operation, keys=tuple(keys), number=number, tensor=told), value
         )
@@ -260,7 +256,8 @@ class _Answering(Receiver):
                 session.cut(f"it asks for what cannot be done: {error}")
             else:
                 self._num_answered += 1
-                answer = Answer(number=number, question=question, tensor=bytes_of(found))
+                told = spec_of("none", "uint8", len(found), len(found))
+                answer = Answer(number=number, question=question, tensor=told)
                 session.send(answer, found)
 
 

@@ -52,7 +52,7 @@ class Computed:
     Attributes:
         loss: mean over the loss terms.
         grad_norm: L2 norm of the whole gradient.
-        gradients: of each slot's local part; `MeshTrainer.apply` uses them up.
+        gradients: of each slot's local part; a step uses them up.
     """
 
     loss: float
@@ -66,6 +66,7 @@ class MeshTrainer:
 
     Attributes:
         slots: the parameters of this rank's stages.
+        optimizer: steps this rank's parts of them.
         shapes: of all parameters, by name.
         num_samples: of an epoch.
         dtype: of the weights, those of other ranks included.
@@ -132,7 +133,7 @@ class MeshTrainer:
         computed = [each.stage for each in self._stages.values()]
         self._watches = [LayersWatch(stage, stage.own_layers()) for stage in computed]
         self._tied = TiedWeights(self.slots, tied, groups)
-        self._optimizer = MeshOptimizer(
+        self.optimizer = MeshOptimizer(
             self.slots,
             _spec_of(workload, self._train),
             self._train.weight_decay,
@@ -161,7 +162,9 @@ class MeshTrainer:
         rate = learning_rate(train, samples_applied, total, self.workload.training.schedule)
         skipped = self._overflows(computed.loss, computed.grad_norm, scale)
         if not skipped:
-            self.apply(computed, rate)
+            with self._meter("apply"):
+                clipping = train.gradient_clipping
+                self.optimizer.step(computed.gradients, computed.grad_norm, clipping, rate)
         return StepTaken(
             version=version,
             samples=Range(epoch, start, start + len(indices)),
@@ -208,14 +211,8 @@ class MeshTrainer:
         with self._meter("apply"):
             for gradient in gradients:
                 gradient.div_((terms or 1.0) * scale)
-            norm = self._optimizer.norm(gradients)
+            norm = self.optimizer.norm(gradients)
         return Computed(loss / (terms or 1.0), terms, norm, gradients)
-
-    def apply(self, computed: Computed, rate: float) -> None:
-        """Step along a gradient, clipped as the configuration says; every rank must."""
-        clipping = self._train.gradient_clipping
-        with self._meter("apply"):
-            self._optimizer.step(computed.gradients, computed.grad_norm, clipping, rate)
 
     @contextmanager
     def _memory_named(self) -> Iterator[None]:
@@ -236,16 +233,6 @@ class MeshTrainer:
                 f"{first_line(raised).partition('. ')[0]}; {what_takes_less(self._config, share)}"
             ) from error
 
-    @property
-    def optimizer(self) -> MeshOptimizer:
-        """What steps this rank's parts."""
-        return self._optimizer
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that the optimizer has taken."""
-        return self._optimizer.num_steps
-
     def scatter(self, whole: Callable[[str, str], Tensor], num_steps: int) -> None:
         """Take over weights and moments, of which `whole(name, moment)` is called on rank 0 alone.
 
@@ -254,7 +241,7 @@ class MeshTrainer:
         [count] = self.groups.total(float(num_steps) if self.groups.rank == 0 else 0.0)
         moments: list[dict[str, Tensor]] = [{} for _ in self.slots]
         for name in sorted(self.shapes):
-            for moment in (WEIGHTS, *(self._optimizer.moment_names if count else ())):
+            for moment in (WEIGHTS, *(self.optimizer.moment_names if count else ())):
                 tensor = torch.empty(self.shapes[name], dtype=self.dtype, device=self.groups.device)
                 if self.groups.rank == 0:
                     tensor.copy_(whole(name, moment).view_as(tensor))
@@ -265,7 +252,7 @@ class MeshTrainer:
                     elif slot.name == name:
                         kept[moment] = slot.part(tensor)
         if count:
-            self._optimizer.resume(moments, int(count))
+            self.optimizer.resume(moments, int(count))
 
     def _execute(
         self, parts: Sequence[Microbatch], scale: float, note: Callable[[Span], None] | None

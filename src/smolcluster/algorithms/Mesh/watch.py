@@ -26,10 +26,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter
 
+from smolcluster.algorithms.Mesh.store import GroupStore
 from smolcluster.errors import PeerLost, SmolclusterError, TryAgain
 
 BEAT_S = 1.0
@@ -44,15 +45,6 @@ SLOWER = 5.0
 MOST_STACK = 20_000
 FAILED, LOST = "failed", "lost"
 """Who has failed first; and the first rank that has lost a connection, with what it says of it."""
-
-
-class Store(Protocol):
-    """What is used of torch's TCPStore."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -177,7 +169,7 @@ class Watch:
 
     def __init__(
         self,
-        store: Store,
+        store: GroupStore,
         rank: int,
         world_size: int,
         log: logging.Logger,

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -131,7 +132,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def watches(
-    store: Memory, *ranks: int, hang_timeout_s: float = DEADLINE_S
+    store: Any, *ranks: int, hang_timeout_s: float = DEADLINE_S
 ) -> Iterator[tuple[list[Watch], list[Failure], list[int]]]:
     """Watches of these ranks, the failures that they report, and the exit codes by which they leave."""
     told: list[Failure] = []
