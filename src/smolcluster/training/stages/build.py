@@ -19,7 +19,6 @@ from smolcluster.training.stages.huggingface import (
     Logits,
     blocks_of,
     language_model,
-    num_blocks,
 )
 from smolcluster.training.stages.recording import CannotRecord, Tape, alone, recording
 from smolcluster.training.workload import Terms, Workload
@@ -35,9 +34,7 @@ def num_layers(workload: Workload, *, may_be_one: bool = False) -> int:
         ConfigError: it cannot be cut.
     """
     model, _ = _recorded(workload)
-    if _is_language_model(model, workload):
-        return num_blocks(model)
-    return len(layers_of(model, workload.stages, may_be_one=may_be_one))
+    return len(model_layers(model, workload, may_be_one=may_be_one))
 
 
 def outline(workload: Workload) -> nn.Module:
@@ -52,25 +49,17 @@ def outline(workload: Workload) -> nn.Module:
     return model
 
 
-def outlines(workload: Workload) -> list[nn.Module]:
-    """The model's layers on `meta`; a Hugging Face model's blocks, without what stands before and behind.
-
-    Raises:
-        ConfigError: it cannot be cut.
-    """
-    model, _ = _recorded(workload)
-    return model_layers(model, workload)
-
-
-def model_layers(model: nn.Module, workload: Workload) -> list[nn.Module]:
-    """The layers of the workload's model; a Hugging Face model's blocks.
+def model_layers(
+    model: nn.Module, workload: Workload, *, may_be_one: bool = False
+) -> list[nn.Module]:
+    """The layers of the workload's model; a Hugging Face model's blocks. `may_be_one`: see `layers_of`.
 
     Raises:
         ConfigError: it cannot be cut.
     """
     if _is_language_model(model, workload):
         return blocks_of(model)
-    return layers_of(model, workload.stages)
+    return layers_of(model, workload.stages, may_be_one=may_be_one)
 
 
 def build_stage(
@@ -102,7 +91,12 @@ def build_stage(
             try:
                 tape.fill([stage], device)
             except CannotRecord as problem:
-                _say_whole(log, problem)
+                if log is not None:
+                    log.warning(
+                        "%s: the whole model is made in this process once, and then what it does not need is "
+                        "dropped",
+                        problem,
+                    )
             else:
                 return stage
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
@@ -175,14 +169,6 @@ def _read_weights(
         if log is not None:
             size, folder = format_bytes(nbytes), workload.maker.folder
             log.info("%s read from %s for layers %d to %d", size, folder, stage.start, stage.end)
-
-
-def _say_whole(log: logging.Logger | None, problem: CannotRecord) -> None:
-    if log is not None:
-        log.warning(
-            "%s: the whole model is made in this process once, and then what it does not need is dropped",
-            problem,
-        )
 
 
 class _InputFound(BaseException):

@@ -169,15 +169,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(_blocks(language_model(model))[1])
 
 
-def num_blocks(model: nn.Module) -> int:
-    """How many blocks a causal language model has.
-
-    Raises:
-        ConfigError: they are not found.
-    """
-    return len(_blocks(language_model(model))[1])
-
-
 def _blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """The path of the model's list of blocks, and that list."""
     num_layers = _num_hidden_layers(model)
@@ -220,7 +211,9 @@ def _reduce(model: Any, traits: Traits, start: int, end: int) -> None:
             blocks[number] = _Passing(block, traits.tuple_length)
     for name, child in list(owner.named_children()):
         if not is_first and name in traits.before and child is not embedding:
-            owner.register_module(name, _neutral(child))
+            owner.register_module(
+                name, _Nothing() if isinstance(child, nn.Embedding) else nn.Identity()
+            )
         if not is_last and name in traits.after:
             owner.register_module(name, nn.Identity())
     for scale in _SCALES:
@@ -237,10 +230,6 @@ def _replace(model: nn.Module, module: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if child is module:
                 parent.register_module(name, nn.Identity())
-
-
-def _neutral(module: nn.Module) -> nn.Module:
-    return _Nothing() if isinstance(module, nn.Embedding) else nn.Identity()
 
 
 class _Nothing(nn.Module):
@@ -344,7 +333,7 @@ def _observed(twin: Any) -> Traits:
     hooks = [block.register_forward_hook(note_block) for block in blocks]
     for name, child in owner.named_children():
         if name != list_name and _matters(child):
-            hooks.append(child.register_forward_hook(_noting(order, name)))
+            hooks.append(child.register_forward_hook(lambda *_, name=name: order.append(name)))
     with torch.no_grad():
         twin(input_ids=_tokens(), use_cache=False)
     for hook in hooks:
@@ -352,10 +341,6 @@ def _observed(twin: Any) -> Traits:
     begin, end = order.index(""), len(order) - order[::-1].index("")
     [length] = lengths
     return Traits(frozenset(order[:begin]), frozenset(order[end:]), length)
-
-
-def _noting(order: list[str], name: str) -> Any:
-    return lambda *_: order.append(name)
 
 
 def _matters(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ before it returns, so only those that are measured are ever in memory, one at a 
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -20,7 +20,13 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import map_tensors, tensors_in
 from smolcluster.training.batches import placed
-from smolcluster.training.stages.build import build_stage, model_input, outlines, output_loss
+from smolcluster.training.stages.build import (
+    build_stage,
+    model_input,
+    model_layers,
+    outline,
+    output_loss,
+)
 from smolcluster.training.stages.compute import leaves_of
 from smolcluster.training.stages.deferred import backward_input
 from smolcluster.training.workload import Workload, count_terms
@@ -68,10 +74,10 @@ def measure_workload(
     Raises:
         SmolclusterError: the model cannot be cut, or not be computed here.
     """
-    memory_bytes = free_memory(device)
+    memory_bytes, own = free_memory(device), model_layers(outline(workload), workload)
     indices = workload.train.order(0, seed)[:num_samples]
     batch = workload.train.batch(indices, Place(seed, 0, 0))
-    batch = placed(batch, device, _dtype_of(outlines(workload)))
+    batch = placed(batch, device, _dtype_of(own))
     loss = output_loss(workload)
 
     def finish(output: object) -> Tensor:
@@ -79,7 +85,7 @@ def measure_workload(
 
     layers = [
         (key_of(layer), partial(build_stage, workload, place, place + 1, seed, device))
-        for place, layer in enumerate(outlines(workload))
+        for place, layer in enumerate(own)
     ]
     value = model_input(workload, batch)
     found = measure_layers(layers, value, finish, device, is_timed=is_timed)
@@ -120,18 +126,15 @@ def measure_layers(
     known: dict[Hashable, tuple[MeasuredLayer, Batch]] = {}
     for place, (of_layer, build) in enumerate(pending):
         is_last = place + 1 == len(pending)
-        key = (of_layer, is_last, place == 0, _shape_of(value))
+        shapes = tuple((tuple(each.shape), each.dtype) for each in tensors_in(value))
+        key = (of_layer, is_last, place == 0, shapes)
         if key not in known:
-            ending = finish if is_last else _as_it_is
+            ending = finish if is_last else lambda output: output
             known[key] = _measured(build(), value, ending, device, is_timed=is_timed)
         measured, value = known[key]
         found.append(measured)
     found[-1:] = [each.model_copy(update={"output_bytes": 0}) for each in found[-1:]]
     return found
-
-
-def _as_it_is(output: Batch) -> Batch:
-    return output
 
 
 def _measured(
@@ -212,7 +215,11 @@ def _timed(
     with user_code("loss"):
         output = finish(output)
     marks.append(_now(device))
-    entering = [(get_gradient_edge(each), torch.ones_like(each)) for each in _with_gradient(output)]
+    entering = [
+        (get_gradient_edge(each), torch.ones_like(each))
+        for each in tensors_in(output)
+        if each.requires_grad
+    ]
     with user_code("backward of the model"):
         _, deferred = backward_input(entering, inputs, trained)
         marks.append(_now(device))
@@ -222,14 +229,6 @@ def _timed(
         parameter.grad = None
     forward, gradient, weight = (b - a for a, b in pairwise(marks))
     return forward, gradient, weight
-
-
-def _with_gradient(output: Batch) -> Iterator[Tensor]:
-    return (each for each in tensors_in(output) if each.requires_grad)
-
-
-def _shape_of(value: Batch) -> Hashable:
-    return tuple((tuple(each.shape), each.dtype) for each in tensors_in(value))
 
 
 def _now(device: torch.device) -> float:

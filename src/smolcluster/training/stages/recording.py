@@ -208,26 +208,22 @@ def recording() -> Iterator[Tape]:
     PyTorch's generator is afterwards as it was before.
     """
     with alone:
-        yield from _recording()
+        begin = _default().get_state()
+        tape = Tape()
+        truncated = nn.init._no_grad_trunc_normal_  # draws until all values are within bounds
 
+        def draw_truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            tape.note(truncated, (tensor, *args), kwargs, tensor)
+            return tensor
 
-def _recording() -> Iterator[Tape]:
-    begin = _default().get_state()
-    tape = Tape()
-    truncated = nn.init._no_grad_trunc_normal_  # draws until all values are within bounds
-
-    def draw_truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        tape.note(truncated, (tensor, *args), kwargs, tensor)
-        return tensor
-
-    nn.init._no_grad_trunc_normal_ = draw_truncated
-    try:
-        with tape, _Unnoticed():
-            yield tape
-        tape.end()
-    finally:
-        _default().set_state(begin)
-        nn.init._no_grad_trunc_normal_ = truncated
+        nn.init._no_grad_trunc_normal_ = draw_truncated
+        try:
+            with tape, _Unnoticed():
+                yield tape
+            tape.end()
+        finally:
+            _default().set_state(begin)
+            nn.init._no_grad_trunc_normal_ = truncated
 
 
 def _slots(modules: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
