@@ -496,11 +496,11 @@ def test_a_plan_by_hand_that_does_not_fit_is_refused_before_the_first_step(
 ) -> None:
     hear = coordinator.Coordinator.hear
 
-    def heard(self: coordinator.Coordinator, peer: Peer, message: Message) -> None:
+    def heard(self: coordinator.Coordinator, peer: Peer, message: Message, *more: Any) -> None:
         if isinstance(message, LayersMeasured):
             has = 150_000 if peer.worker.member.node == "pi5" else 10**9
             message = message.model_copy(update={"memory_bytes": has})
-        hear(self, peer, message)
+        hear(self, peer, message, *more)
 
     monkeypatch.setattr(coordinator.Coordinator, "hear", heard)
     monkeypatch.setattr(Peer, "host", OF_ITS_OWN)

@@ -46,7 +46,7 @@ class MessageReceived(Event):
 
     session_id: int
     message: Message
-    payload: bytes = b""
+    payload: bytes | bytearray = b""
 
 
 @dataclass(frozen=True)

@@ -22,21 +22,6 @@ from smolcluster.training.kept import KeptSteps
 from smolcluster.training.local_copy import Given, Part, Place
 from smolcluster.training.replica import cut
 
-ORDERS = frozenset(
-    {
-        "begin",
-        "compute",
-        "add_gradient",
-        "step",
-        "read",
-        "mark_sent",
-        "take",
-        "reset",
-        "save",
-        "take_up",
-    }
-)
-"""Methods of `GroupRank` that rank 0 may name."""
 NUM_STEPS = "num_steps"
 LOST = "gloo", "connection closed"
 """What backends say when another rank has gone."""
@@ -71,7 +56,7 @@ class GroupRank(Shards, Part):
         self.grad_norm = 0.0
 
     def obey(self, order: str, told: Mapping[str, Any], *given: Any) -> Any:
-        """Do one of `ORDERS`; see `Executor.order`, whose `given` rank 0 alone has.
+        """Call the method of this name; see `Executor.order`, whose `given` rank 0 alone has.
 
         Values go from rank 0 to all ranks, and what these read is summed there.
         """

@@ -21,13 +21,12 @@ from torch._C._distributed_c10d import FileStore
 
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh.config import MeshConfig, pick_backend
-from smolcluster.algorithms.Mesh.group import ORDERS, GroupRank, is_of_another
+from smolcluster.algorithms.Mesh.group import GroupRank, is_of_another
 from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT, Groups
 from smolcluster.algorithms.Mesh.meeting import use_interface
 from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 from smolcluster.algorithms.process import process_log
 from smolcluster.configs.schema import DatasetPlace, RunConfig
-from smolcluster.errors import ConfigError
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device import pick_device, use_threads
@@ -78,7 +77,6 @@ def join_group(setup: Setup, workload: Workload, log: logging.Logger) -> GroupRa
         timeout=STEP_TIMEOUT,
     )
     groups = Groups(setup.mesh.mesh, device)
-    groups.check_agreed({"torch": torch.__version__})
     groups.check_data(workload, setup.run.seed)
     train = setup.run.train.model_copy(update={"global_batch_size": None})
     trainer = MeshTrainer(workload, train, setup.mesh, groups, seed=setup.run.seed)
@@ -104,8 +102,6 @@ def _be_rank() -> None:
         own = join_group(setup, workload, log.logger)
         while (order := orders.get())[0] != END:
             name, arguments = order
-            if name not in ORDERS:
-                raise ConfigError(f"rank 0 says {name!r}, which no rank understands")
             try:
                 own.obey(name, arguments)
             except Exception as error:

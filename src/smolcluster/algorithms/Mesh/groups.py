@@ -167,16 +167,6 @@ class Groups:
             for each, size in zip(texts, sizes, strict=True)
         ]
 
-    def check_agreed(self, told: Mapping[str, str]) -> None:
-        """See to it that all ranks have the same values, by what they are.
-
-        Raises:
-            ConfigError: two differ; names the first rank that has another one than rank 0.
-        """
-        everyone = self.all_told(dict(told))
-        for rank, values in enumerate(everyone):
-            compare(rank, values, everyone[0])
-
     def check_data(self, workload: Workload, seed: int) -> None:
         """See to it that all ranks have the same training data in the same order.
 
@@ -184,10 +174,12 @@ class Groups:
             ConfigError: their fingerprints differ.
             Rejected: a sample or the order does; names the first rank that has another one than rank 0.
         """
-        self.check_agreed({"the dataset": workload.fingerprint})
-        everyone = self.all_told([workload.sample_marks, workload.order_mark(seed)])
-        firsts, first_order = everyone[0]
-        for rank, (marks, order) in enumerate(everyone):
+        everyone = self.all_told(
+            [workload.fingerprint, workload.sample_marks, workload.order_mark(seed)]
+        )
+        first, firsts, first_order = everyone[0]
+        for rank, (fingerprint, marks, order) in enumerate(everyone):
+            compare(rank, {"the dataset": fingerprint}, {"the dataset": first})
             if (place := first_difference(marks, firsts)) is not None:
                 number = workload.marked_samples[place]
                 raise Rejected(

@@ -51,28 +51,19 @@ PLACE, NAME = "smolcluster/store", "name"
 
 @dataclass
 class Meeting:
-    """This rank's way to the store.
-
-    Attributes:
-        store: for the thread that trains.
-        second: for the one that watches.
-    """
+    """The store, and what of it ends with this rank: rank 0 has it, others have a way to it."""
 
     store: GroupStore
-    second: GroupStore
-    host: Host | None = None
-    ways: tuple[Way, ...] = ()
+    end: Host | Way | None = None
 
     @property
     def addresses(self) -> tuple[str, str]:
         """From which address of this machine rank 0's is reached, and the latter."""
-        return self.ways[0].addresses if self.ways else ("127.0.0.1", "127.0.0.1")
+        return self.end.addresses if isinstance(self.end, Way) else ("127.0.0.1", "127.0.0.1")
 
     def close(self) -> None:
-        for way in self.ways:
-            way.close()
-        if self.host is not None:
-            self.host.close()
+        if self.end is not None:
+            self.end.close()
 
 
 def open_store(
@@ -109,12 +100,12 @@ def open_store(
             f"rank 0 cannot listen on port {port}: {error}; is another rank 0 there? Give each node the "
             "--rank of its first process, or choose another --master-port"
         ) from error
-    store = host.store(timeout_s)
+    store = GroupStore(host.shelf, timeout_s)
     if has_agent:
         name = secrets.token_hex(8)
         store.set(NAME, name)
         _agent_at(ranks.address, port, timeout_s).set(PLACE, json.dumps([host.port, name]))
-    return Meeting(store, host.store(timeout_s), host)
+    return Meeting(store, host)
 
 
 def own_addresses(address: str) -> list[str]:
@@ -134,11 +125,8 @@ def own_addresses(address: str) -> list[str]:
 def _reached(
     address: str, port: int, secret: Secret, timeout_s: float, log: logging.Logger
 ) -> Meeting:
-    place = Address(address, port)
-    first = Way(place, secret, timeout_s, log)
-    second = Way(place, secret, timeout_s, log)
-    store, watched = GroupStore(first, timeout_s), GroupStore(second, timeout_s)
-    return Meeting(store, watched, ways=(first, second))
+    way = Way(Address(address, port), secret, timeout_s, log)
+    return Meeting(GroupStore(way, timeout_s), way)
 
 
 def _group_meeting(  # noqa: PLR0917 - as `open_store`
@@ -201,7 +189,7 @@ def _meeting_of_now(  # noqa: PLR0917 - as `open_store`
         store = found.store
         is_named = store.check([NAME]) and store.get(NAME).decode() == name
         if is_named and not store.check([FAILED]) and _is_first(store, rank):
-            found.store.timeout_s = found.second.timeout_s = timeout_s
+            store.timeout_s = timeout_s
             return found
     except RuntimeError:
         pass

@@ -161,7 +161,7 @@ def together(
     secret = group_secret(os.environ, ranks, settings.node.secret_file)
     meeting = open_store(rank, ranks, secret, start_timeout_s, log)
     watch = Watch(
-        *(meeting.second, rank, ranks.world_size, log),
+        *(meeting.store, rank, ranks.world_size, log),
         node=node or platform.node(),
         hang_timeout_s=config.hang_timeout_s,
         launcher=launcher,

@@ -122,7 +122,7 @@ class Shelf:
 
 
 class GroupStore(Store):
-    """What torch, and whoever watches the ranks, use of a store.
+    """What torch, and whoever watches the ranks, use of a store, each in threads of its own.
 
     Every operation raises `torch.distributed.DistStoreError`, a RuntimeError, when rank 0 is lost or a value
     does not come in time.
@@ -214,10 +214,6 @@ class Host:
             self.close()
             raise
 
-    def store(self, timeout_s: float) -> GroupStore:
-        """Rank 0's own way to the values."""
-        return GroupStore(self.shelf, timeout_s)
-
     def close(self) -> None:
         """Let nobody in any more, and end all sessions after what is queued for them."""
         sessions, deadline = list(self.sessions.values()), Deadline(CLOSING_S)
@@ -269,7 +265,7 @@ class _Hearing(Receiver):
 
 
 class Way:
-    """Another rank's side: a session with rank 0, which may be used by one thread at a time."""
+    """Another rank's side: a session with rank 0, of which one thread at a time asks something."""
 
     def __init__(self, address: Address, secret: Secret, timeout_s: float, log: logging.Logger):
         """Try for `timeout_s` seconds to be let in.
@@ -311,7 +307,7 @@ class Way:
                 if isinstance(event, MessageReceived) and isinstance(event.message, Answer):
                     answer = event.message
                     if answer.question == question:
-                        return answer.number, event.payload
+                        return answer.number, bytes(event.payload)
             self._end()  # an answer may be on its way still: nothing more is asked here
         raise dist.DistStoreError("rank 0, which has the store, is lost")
 

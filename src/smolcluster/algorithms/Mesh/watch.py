@@ -183,7 +183,6 @@ class Watch:
         """Begin to watch.
 
         Args:
-            store: not used by any other thread.
             node: this rank's machine, by which others name it.
             on_failure: hears once who has failed first.
             launcher: the process that must be the parent of this one while it lives; None: any.

@@ -27,6 +27,7 @@ from smolcluster.algorithms.PipelineParallel.crew import (
 )
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.moving import StageTimes, rest_after
+from smolcluster.data.permutation import Range
 from smolcluster.errors import ConfigError, OutOfMemory, RunFailed
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined, WorkerPool
@@ -35,6 +36,7 @@ from smolcluster.utils.units import format_duration
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
     LayersMeasured,
+    LeaseKey,
     LinkMeasured,
     Listening,
     Message,
@@ -51,25 +53,14 @@ PATIENCE_S, LEAST_PATIENCE_S = 600.0, 30.0
 """How long stages may take over anything, and over a step at least."""
 
 
-@dataclass(frozen=True)
-class RelayWanted(Event):
-    """What a stage says to another one that it cannot reach."""
-
-    session_id: int
-    relayed: Relayed
-    payload: bytes
-
-
 class StageReceiver(Receiver):
-    """What a stage says; what it sends a neighbour through the server is handed on."""
+    """What a stage says, and what it sends a neighbour through the server."""
 
     def __init__(self, session_id: int) -> None:
         self._session_id = session_id
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        if isinstance(message, Relayed):
-            return RelayWanted(self._session_id, message, bytes(payload))
-        return MessageReceived(self._session_id, message)
+        return MessageReceived(self._session_id, message, bytearray(payload))
 
 
 class Coordinator(ABC):
@@ -103,6 +94,7 @@ class Coordinator(ABC):
         """Workers, by their sessions, that the plan takes or leaves out for good reason."""
         self.turn = 0
         """What the stages do together is counted over all plans, steps and evaluations alike."""
+        self.num_grants = 0
         self.step_s = 0.0
         """The longest step of this plan so far."""
         self.dealing_s = 0.0
@@ -114,6 +106,15 @@ class Coordinator(ABC):
     @abstractmethod
     def num_pieces(self) -> int:
         """Pieces of tensors that have come from stages: while they come, nobody hangs."""
+
+    def lease_of(self, samples: Range, grant: int) -> LeaseKey:
+        return LeaseKey(
+            incarnation=self.context.incarnation,
+            epoch=samples.epoch,
+            start=samples.start,
+            stop=samples.stop,
+            grant=grant,
+        )
 
     @property
     def step_kept(self) -> int | None:
@@ -261,15 +262,13 @@ class Coordinator(ABC):
     def tell(self, message: Message, crew: Crew, rank: int) -> None:
         crew.peers[rank].worker.live_session.send(message)
 
-    def relay(self, wanted: RelayWanted) -> None:
+    def relay(self, sender: Peer, relayed: Relayed, payload: bytes | bytearray) -> None:
         """Hand on what one stage of the plan, or of a pair that is measured, says to another one."""
         there = self.crew.peers if self.crew else self.ready
-        peers = {each.id: each for each in there}
-        instances = {each.worker.member.instance: each for each in peers.values()}
-        sender, target = peers.get(wanted.session_id), instances.get(wanted.relayed.instance)
-        if sender is not None and target is not None:
-            told = wanted.relayed.model_copy(update={"instance": sender.worker.member.instance})
-            target.worker.live_session.send(told, wanted.payload)
+        target = next((each for each in there if each.instance == relayed.instance), None)
+        if sender in there and target is not None:
+            told = relayed.model_copy(update={"instance": sender.instance})
+            target.worker.live_session.send(told, payload)
 
     def note_failure(self, peer: Peer) -> None:
         """Remember that a worker has gone while it built its layers, if that is so."""
@@ -317,13 +316,13 @@ class Coordinator(ABC):
                     self.context.log.warning("%s is back and takes no part: %s", worker.name, why)
             case Departed(worker):
                 self.on_departure(worker)
-            case RelayWanted():
-                self.relay(event)
             case MessageReceived(session_id=id_, message=message) if id_ in self.peers:
-                self.hear(self.peers[id_], message)
+                self.hear(self.peers[id_], message, event.payload)
 
-    def hear(self, peer: Peer, message: Message) -> None:
+    def hear(self, peer: Peer, message: Message, payload: bytes | bytearray) -> None:
         match message:
+            case Relayed():
+                self.relay(peer, message, payload)
             case LayersMeasured():
                 peer.measured = message
             case Listening():

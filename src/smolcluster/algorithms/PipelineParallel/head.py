@@ -35,7 +35,7 @@ from smolcluster.algorithms.PipelineParallel.coordinator import (
     Coordinator,
     StageReceiver,
 )
-from smolcluster.algorithms.PipelineParallel.crew import Crew, computed
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, computed
 from smolcluster.algorithms.PipelineParallel.part_copy import (
     MOST_COPIES,
     CopyStream,
@@ -45,6 +45,7 @@ from smolcluster.algorithms.spreading import SpreadContext, check_can_be_spread,
 from smolcluster.algorithms.supervision import is_started_again
 from smolcluster.configs.schema import RunConfig, Settings, StagesConfig, TrainConfig, config_of
 from smolcluster.configs.spec import algorithm_of_stages, get_algorithm
+from smolcluster.data.permutation import Range
 from smolcluster.errors import (
     ClusterEmpty,
     ConfigError,
@@ -63,11 +64,10 @@ from smolcluster.training.compute import BatchLoss
 from smolcluster.training.local_copy import Given, Place, ends
 from smolcluster.training.places import common, meeting, pieces, total, without
 from smolcluster.utils.meter import Meter
-from smolcluster.wire.inbox import Call, Event
+from smolcluster.wire.inbox import Call
 from smolcluster.wire.messages import (
     CopyOrder,
     CopyPiece,
-    LeaseKey,
     Message,
     StageDone,
     StageKept,
@@ -103,24 +103,6 @@ class Order:
     outcome: "Future[Any]" = field(default_factory=Future)
 
 
-@dataclass(frozen=True)
-class PieceArrived(Event):
-    """A piece of what a stage has been asked for."""
-
-    session_id: int
-    piece: CopyPiece
-    payload: bytearray
-
-
-class HeadReceiver(StageReceiver):
-    """Passes on what stages send of a change."""
-
-    def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        if isinstance(message, CopyPiece):
-            return PieceArrived(self._session_id, message, bytearray(payload))
-        return super().__call__(message, payload)
-
-
 class Head(Coordinator):
     """The stages of one worker, which compute for it.
 
@@ -143,7 +125,7 @@ class Head(Coordinator):
         self.pool = WorkerPool(
             cluster=context.settings.cluster,
             inbox=context.inbox,
-            acceptor=context.listen(HeadReceiver, num_more=4 * num_frames),
+            acceptor=context.listen(StageReceiver, num_more=4 * num_frames),
             training=context.training,
             listener=Listener(Meter()),  # the replica's own meter counts what the worker waits for
             log=context.log,
@@ -162,7 +144,6 @@ class Head(Coordinator):
         self.running: Order | None = None
         self.streams: dict[int, CopyStream] = {}
         """By session: what each stage sends of the change that was asked for."""
-        self.num_grants = 0
         self.is_over = False
         self.failure: BaseException | None = None
         """What the stages are told; None: the run has ended well."""
@@ -200,13 +181,7 @@ class Head(Coordinator):
 
     def compute(self, indices: Tensor, epoch: int, start: int, scale: float) -> BatchLoss:  # noqa: ARG002
         self.num_grants += 1
-        lease = LeaseKey(
-            incarnation=self.context.incarnation,
-            epoch=epoch,
-            start=start,
-            stop=start + len(indices),
-            grant=self.num_grants,
-        )
+        lease = self.lease_of(Range(epoch, start, start + len(indices)), self.num_grants)
 
         def tell(turn: int, crew: Crew, rank: int) -> None:
             told, payload = assignment_of(lease, indices, version=turn, learning_rate=0.0)
@@ -323,22 +298,18 @@ class Head(Coordinator):
         else:
             self.waiting = order
 
-    def handle(self, event: Event) -> None:
-        if isinstance(event, PieceArrived):
-            self.num_pieces += 1
-            if self.is_running(event.piece) and (stream := self.streams.get(event.session_id)):
-                try:
-                    stream.take(event.piece, event.payload)
-                except ProtocolError as error:
-                    self.peers[event.session_id].worker.live_session.cut(str(error))
-        else:
-            super().handle(event)
-
-    def is_running(self, piece: CopyPiece) -> bool:
-        """Whether it answers the order that is being carried out."""
-        if self.crew is None or self.running is None:
-            return False
-        return (piece.attempt, piece.turn) == (self.crew.attempt, self.turn)
+    def hear(self, peer: Peer, message: Message, payload: bytes | bytearray) -> None:
+        if not isinstance(message, CopyPiece):
+            super().hear(peer, message, payload)
+            return
+        self.num_pieces += 1
+        if self.crew is None or self.running is None or peer.id not in self.streams:
+            return
+        if (message.attempt, message.turn) == (self.crew.attempt, self.turn):
+            try:
+                self.streams[peer.id].take(message, payload)
+            except ProtocolError as error:
+                peer.worker.live_session.cut(str(error))
 
     def advance(self) -> None:
         newcomers = self.newcomers() if self.crew is not None else []

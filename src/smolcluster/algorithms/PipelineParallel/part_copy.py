@@ -44,7 +44,7 @@ class CopyStream:
         nbytes = total(self._places) * self._dtype.itemsize
         return bytes_piece(nbytes, lambda start: {"offset": start})
 
-    def take(self, piece: CopyPiece, payload: bytearray) -> None:
+    def take(self, piece: CopyPiece, payload: bytes | bytearray) -> None:
         """Take the next piece.
 
         Raises:
@@ -159,7 +159,7 @@ class StagePart(Layers):
                 self.reset()
         return True
 
-    def arrive(self, piece: CopyPiece, payload: bytearray) -> bool:
+    def arrive(self, piece: CopyPiece, payload: bytes | bytearray) -> bool:
         """Take in values that an order wants; returns whether all have come.
 
         Raises:

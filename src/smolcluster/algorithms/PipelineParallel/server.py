@@ -111,7 +111,6 @@ class Server(Coordinator):
         if context.checkpoint is not None:
             self.keeper.kept = Kept(context.checkpoint.state, context.checkpoint.path)
             self.report.resume(context.checkpoint.state)
-        self.num_grants = 0
         self.is_evaluated = self.is_kept = True
         """Whether the last step is, as far as that is due."""
         self.step_began_at = 0.0
@@ -282,15 +281,6 @@ class Server(Coordinator):
             self.step_patience_s,
         )
 
-    def lease_of(self, samples: Range, grant: int) -> LeaseKey:
-        return LeaseKey(
-            incarnation=self.context.incarnation,
-            epoch=samples.epoch,
-            start=samples.start,
-            stop=samples.stop,
-            grant=grant,
-        )
-
     def assign(self, samples: Range, lease: LeaseKey, crew: Crew, rank: int) -> None:
         indices = self.orders[samples.epoch][samples.start : samples.stop]
         turn, session = self.turn, crew.peers[rank].worker.live_session
@@ -400,11 +390,11 @@ class Server(Coordinator):
         counts, schedule = self.report.counts, self.context.training.recipe.schedule
         return learning_rate(self.train, counts.samples_applied, counts.total_samples, schedule)
 
-    def hear(self, peer: Peer, message: Message) -> None:
+    def hear(self, peer: Peer, message: Message, payload: bytes | bytearray) -> None:
         if isinstance(message, WantState):
             self.send_state(peer, message)
         else:
-            super().hear(peer, message)
+            super().hear(peer, message, payload)
 
     def send_state(self, peer: Peer, wanted: WantState) -> None:
         """Send a stage what it wants of the state that is kept."""

@@ -89,7 +89,7 @@ class StateLoader:
                 yield WantState(attempt=self._plan.attempt, content=content, names=chunk)
 
     @torch.no_grad()
-    def take(self, piece: StageState, payload: bytearray) -> None:
+    def take(self, piece: StageState, payload: bytes | bytearray) -> None:
         """Put a piece into its place.
 
         Raises:

@@ -18,7 +18,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -79,14 +78,6 @@ class PlanChanged(SmolclusterError):
     """What is being computed is void: the server has another plan."""
 
 
-@dataclass(frozen=True)
-class PieceArrived(Event):
-    """A piece of what this worker's layers were, or shall be."""
-
-    piece: StageState | CopyPiece
-    payload: bytearray
-
-
 class StageReceiver(Receiver):
     """What the server says; of a new plan the thread that computes hears at once."""
 
@@ -117,7 +108,7 @@ class StageReceiver(Receiver):
             case EvaluateStages():
                 event = self._samples.held_out(message)
             case StageState() | CopyPiece():
-                event = PieceArrived(message, bytearray(payload))
+                event = MessageReceived(0, message, bytearray(payload))
             case Planned() | MeasureLink() if self.links:
                 self.links.interrupt(PlanChanged("the plan has changed"), message.attempt - 1)
         return event
@@ -251,8 +242,8 @@ class Worker:
                 self.send_state(wanted)
             case MessageReceived(message=CopyOrder() as order) if self.is_planned(order.attempt):
                 self.obey(order)
-            case PieceArrived(CopyPiece() as piece, payload) if self.is_planned(piece.attempt):
-                if self.copy.arrive(piece, payload):
+            case MessageReceived(message=CopyPiece() as piece) if self.is_planned(piece.attempt):
+                if self.copy.arrive(piece, event.payload):
                     self.link.send(StageKept(attempt=piece.attempt, step=piece.turn))
 
     def measure_link(self, wanted: MeasureLink) -> None:
@@ -319,7 +310,7 @@ class Worker:
             self.link.send(wanted)
         while not loader.is_whole:
             match self.next_event():
-                case PieceArrived(StageState() as piece, payload):
+                case MessageReceived(message=StageState() as piece, payload=payload):
                     loader.take(piece, payload)
                 case MessageReceived(message=Planned()) as newest:
                     self.newest = newest

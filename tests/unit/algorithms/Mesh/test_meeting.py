@@ -281,7 +281,7 @@ def test_ranks_of_one_machine_are_connected_on_its_loopback_alone(
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     store: Any = HashStore()
     store.set("at/1", json.dumps([HERE, HERE]))
-    connect(0, ranks(2, 1, "localhost"), Meeting(store, store), "gloo", "auto")
+    connect(0, ranks(2, 1, "localhost"), Meeting(store), "gloo", "auto")
     assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 

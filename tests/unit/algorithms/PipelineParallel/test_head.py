@@ -22,7 +22,6 @@ from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, computed
 from smolcluster.algorithms.PipelineParallel.head import (
     Head,
     Order,
-    PieceArrived,
     assembled,
     naming,
     pipeline_run,
@@ -43,7 +42,7 @@ from smolcluster.training.compute import BatchLoss
 from smolcluster.training.local_copy import LocalCopy
 from smolcluster.training.recipe import Training
 from smolcluster.training.workload import Workload
-from smolcluster.wire.inbox import Call, Inbox
+from smolcluster.wire.inbox import Call, Inbox, MessageReceived
 from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import (
     CopyOrder,
@@ -114,7 +113,7 @@ class Hand(Head):
     def answer(self) -> None:
         """Both stages have done what they were told."""
         for number in self.peers:
-            self.hear(self.peers[number], StageKept(attempt=7, step=self.turn))
+            self.hear(self.peers[number], StageKept(attempt=7, step=self.turn), b"")
 
 
 def whole(*parts: Tensor) -> list[tuple[slice, Tensor]]:
@@ -131,11 +130,11 @@ def test_an_order_waits_for_the_layers_and_is_done_when_all_have_done_it() -> No
     assert head.crew is not None
     head.next_turn(head.crew)
     assert head.told(1) == head.told(2) == [CopyOrder(attempt=7, turn=1, order="reset")]
-    head.hear(head.peers[1], StageKept(attempt=7, step=1))
+    head.hear(head.peers[1], StageKept(attempt=7, step=1), b"")
     assert not head.given.outcome.done()
-    head.hear(head.peers[2], StageKept(attempt=6, step=1))  # of layers that it had before
+    head.hear(head.peers[2], StageKept(attempt=6, step=1), b"")  # of layers that it had before
     assert not head.given.outcome.done()
-    head.hear(head.peers[2], StageKept(attempt=7, step=1))
+    head.hear(head.peers[2], StageKept(attempt=7, step=1), b"")
     assert head.given.outcome.done()
 
 
@@ -221,11 +220,11 @@ def test_an_error_of_a_pipeline_names_the_keys_that_it_is_about() -> None:
         raise PortBusy("port 7000 is taken")
 
 
-def piece(session_id: int, *values: float, attempt: int = 7, turn: int = 1) -> PieceArrived:
+def piece(session_id: int, *values: float, attempt: int = 7, turn: int = 1) -> MessageReceived:
     [frame] = copy_frames(attempt, turn, [torch.tensor(values)], 1000)
     said, payload = opened(frame)
     assert isinstance(said, CopyPiece)
-    return PieceArrived(session_id, said, bytearray(payload))
+    return MessageReceived(session_id, said, bytearray(payload))
 
 
 def test_a_change_is_put_together_from_those_that_have_it() -> None:

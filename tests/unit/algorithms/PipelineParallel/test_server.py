@@ -89,8 +89,8 @@ def test_layers_of_an_earlier_plan_are_not_those_that_a_worker_builds_now(server
     peer = server.join(1, "a")
     for attempt in (1, 2):
         server.deal(attempt, peer)
-    server.hear(peer, StageReady(attempt=1))
-    server.hear(peer, StageReady(attempt=1, reason="its neighbour is gone"))
+    server.hear(peer, StageReady(attempt=1), b"")
+    server.hear(peer, StageReady(attempt=1, reason="its neighbour is gone"), b"")
     server.leave(peer)
     assert server.builders.num_lost == {1: 1}
 
