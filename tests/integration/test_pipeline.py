@@ -100,6 +100,47 @@ def run(settings: Settings, folder: Path, workload: Workload) -> Cluster:
     return own_workloads.run(settings, folder, "pipeline", workload)
 
 
+def started(
+    settings: Settings, folder: Path, *makes: type[Worker] | None, workload: Workload | None = None
+) -> tuple[Cluster, list[Outcome]]:
+    """A cluster with a worker of each of these classes; None: of the usual one."""
+    cluster = Cluster(settings, folder, algorithm="pipeline", workload=workload or gpt())
+    nodes = own_workloads.NODES
+    return cluster, [
+        cluster.worker(number + 1, node=nodes[number], make=make)
+        for number, make in enumerate(makes)
+    ]
+
+
+def failure_of(
+    settings: Settings, folder: Path, kind: type[BaseException], *makes: type[Worker] | None
+) -> str:
+    """What the server says as it ends with an error of this kind, and with it all workers."""
+    cluster, workers = started(settings, folder, *makes)
+    error = cluster.server.failure()
+    assert isinstance(error, kind)
+    for each in workers:
+        each.failure()
+    return str(error)
+
+
+def assert_as_alone(
+    cluster: Cluster,
+    settings: Settings,
+    workload: Workload | None = None,
+    *,
+    rel: float = 1e-5,
+    may_repeat: bool = False,
+) -> None:
+    """Losses are those of one process; `may_repeat`: of steps that were done again the last ones."""
+    expected, _ = own_workloads.alone(settings, workload or gpt(), "pipeline")
+    found = own_workloads.losses_of(cluster)
+    if may_repeat:
+        by_step = {record.step: record.values["loss"] for record in cluster.metrics.steps}
+        found = [by_step[step] for step in sorted(by_step)]
+    assert found == pytest.approx(expected, rel=rel)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "schedule", "dtype"),
@@ -119,9 +160,8 @@ def test_losses_are_those_of_one_process(
 ) -> None:
     settings = settings_for(workers, f"schedule={schedule}")
     cluster = run(settings, tmp_path, gpt(dtype))
-    expected, _ = own_workloads.alone(settings, gpt(dtype), "pipeline")
     rel = 1e-9 if dtype == torch.float64 else 1e-5
-    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=rel)
+    assert_as_alone(cluster, settings, gpt(dtype), rel=rel)
 
 
 @pytest.mark.nightly
@@ -142,14 +182,7 @@ def test_adapters_on_a_model_of_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     settings = settings_for(2)
     cluster = run(settings, tmp_path / "run", fine_tuned(tmp_path / "model"))
-    expected, _ = own_workloads.alone(settings, fine_tuned(tmp_path / "model"), "pipeline")
-    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
-
-
-def by_step(cluster: Cluster) -> list[float]:
-    """The losses of the run's steps; of those that were done again the last ones."""
-    found = {record.step: record.values["loss"] for record in cluster.metrics.steps}
-    return [found[step] for step in sorted(found)]
+    assert_as_alone(cluster, settings, fine_tuned(tmp_path / "model"))
 
 
 @pytest.mark.nightly
@@ -158,8 +191,7 @@ def test_it_goes_on_with_another_cut_on_another_number_of_machines(tmp_path: Pat
     begun = settings_for(2, "num_epochs=1", "checkpoint_steps=4")
     run(begun, tmp_path, gpt())
     settings = settings_for(3, "schedule=zero-bubble")
-    folder = tmp_path
-    cluster = Cluster(settings, folder, algorithm="pipeline", workload=gpt(), resume=True)
+    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt(), resume=True)
     workers = [cluster.worker(i + 1, node=own_workloads.NODES[i]) for i in range(3)]
     cluster.server.finish()
     for each in workers:
@@ -189,7 +221,6 @@ def test_a_stage_that_is_lost_costs_its_layers_nothing(
 ) -> None:
     """First, middle and last: the others take its layers, and each sample counts once."""
     settings = settings_for(3, f"checkpoint_steps={checkpoint_steps}")
-    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
 
     class Mortal(Worker):
         def compute(self, step: Assigned) -> None:
@@ -197,16 +228,13 @@ def test_a_stage_that_is_lost_costs_its_layers_nothing(
                 raise Died
             super().compute(step)
 
-    workers = [
-        cluster.worker(i + 1, node=own_workloads.NODES[i], make=Mortal if i + 1 == lost else None)
-        for i in range(3)
-    ]
-    assert isinstance(workers[lost - 1].failure(), Died)
+    makes = [Mortal if number == lost else None for number in (1, 2, 3)]
+    cluster, workers = started(settings, tmp_path, *makes)
+    assert isinstance(workers.pop(lost - 1).failure(), Died)
     cluster.server.finish()
-    for each in workers[: lost - 1] + workers[lost:]:
+    for each in workers:
         each.finish()
-    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
-    assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
+    assert_as_alone(cluster, settings, may_repeat=True)
     assert cluster.server.summary is not None
     assert cluster.server.summary.samples_applied == 2 * len(text())
 
@@ -235,16 +263,14 @@ def test_a_worker_that_comes_later_takes_layers(tmp_path: Path) -> None:
     for each in (*workers, *late):
         each.finish()
     assert cluster.core.report.counts.tally.workers[3].samples
-    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
-    assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
+    assert_as_alone(cluster, settings, may_repeat=True)
 
 
 @pytest.mark.nightly
 def test_the_layers_are_dealt_out_by_what_they_take(tmp_path: Path) -> None:
     settings = settings_for(2, "shard_plan=auto")
     cluster = run(settings, tmp_path, gpt())
-    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
-    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
+    assert_as_alone(cluster, settings)
     [told] = [line for line in cluster.log_lines if "bottleneck: " in line]
     plan = PLAN.read(tmp_path / "plan.json")
     assert plan.step_s > 0
@@ -277,7 +303,6 @@ def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
     """Both say that a layer takes 3 s; one of them takes three times as long in steps."""
     monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * SIZES.num_layers))
     settings = settings_for(2, "shard_plan=auto", "num_epochs=4", "batch_size=4")
-    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
 
     class Paced(Worker):
         """One whose stages say what its layers would take, so that no clock decides."""
@@ -305,13 +330,9 @@ def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
         layer_s = 3.0
 
     monkeypatch.setattr(moving, "WINDOW_S", 0.0)
-    workers = [
-        cluster.worker(1, node="pi5", make=Paced),
-        cluster.worker(2, node="win", make=Slow),
-    ]
+    cluster, workers = started(settings, tmp_path, Paced, Slow)
     cluster.finish(*workers)
-    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
-    assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
+    assert_as_alone(cluster, settings, may_repeat=True)
     cuts = [line for line in cluster.log_lines if "bottleneck: " in line]
     assert len(cuts) == 2, "and then they stay"
     plan = PLAN.read(tmp_path / "plan.json")
@@ -375,14 +396,9 @@ def test_a_stage_that_is_out_of_memory_gets_fewer_layers(
     monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * SIZES.num_layers))
     settings = settings_for(2, "shard_plan=auto", "num_epochs=1")
     workload = Workload(lambda: GPT(SIZES, 11), loss, text(), text()[:10], stages=stages)
-    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=workload)
-    workers = [
-        cluster.worker(1, node="pi5", make=First),
-        cluster.worker(2, node="win", make=Full),
-    ]
+    cluster, workers = started(settings, tmp_path, First, Full, workload=workload)
     cluster.finish(*workers)
-    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
-    assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
+    assert_as_alone(cluster, settings, may_repeat=True)
     plan = PLAN.read(tmp_path / "plan.json")
     assert {each.machine: each.end - each.start for each in plan.stages} == {"pi5": 5, "win": 3}
 
@@ -401,8 +417,7 @@ def test_a_worker_that_is_left_out_of_a_new_plan_shows_no_layers(
 
     monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * SIZES.num_layers))
     settings = settings_for(2, "shard_plan=auto", "num_epochs=1", "checkpoint_steps=1")
-    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
-    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Shrinking)]
+    cluster, workers = started(settings, tmp_path, None, Shrinking)
     cluster.finish(*workers)
     stages = [StageView.of(each.process_stats) for each in cluster.core.report.board.workers()]
     assert [each and each.ranges for each in stages] == ["0-7", None]
@@ -410,16 +425,9 @@ def test_a_worker_that_is_left_out_of_a_new_plan_shows_no_layers(
 
 @pytest.mark.nightly
 def test_where_layers_were_not_measured_it_ends_with_a_cut_that_takes_less(tmp_path: Path) -> None:
-    cluster = Cluster(settings_for(2), tmp_path, algorithm="pipeline", workload=gpt())
-    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Narrow)]
-    error = cluster.server.failure()
-    assert isinstance(error, OutOfMemory)
-    assert str(error).startswith(
-        "out of memory: worker 2 (win), layers 4 to 7: CUDA out of memory."
-    )
-    assert "{pi5: [0, 6], win: [6, 8]}" in str(error)
-    for each in workers:
-        each.failure()
+    said = failure_of(settings_for(2), tmp_path, OutOfMemory, None, Narrow)
+    assert said.startswith("out of memory: worker 2 (win), layers 4 to 7: CUDA out of memory.")
+    assert "{pi5: [0, 6], win: [6, 8]}" in said
 
 
 @pytest.mark.nightly
@@ -430,16 +438,10 @@ def test_workers_that_all_fail_to_build_their_layers_end_the_run_with_their_erro
         def begin(self, _plan: Planned, place: WorkerSetup) -> None:
             raise DataError(f"{place.hello.node} has no weights")
 
-    cluster = Cluster(settings_for(2), tmp_path, algorithm="pipeline", workload=gpt())
-    workers = [cluster.worker(i, node=node, make=Unable) for i, node in ((1, "pi5"), (2, "win"))]
-    error = cluster.server.failure()
-    assert isinstance(error, RunFailed)
-    assert str(error) == (
+    assert failure_of(settings_for(2), tmp_path, RunFailed, Unable, Unable) == (
         "no worker is left that can build its layers: worker 1 (pi5): it cannot go on: pi5 has no weights; "
         "worker 2 (win): it cannot go on: win has no weights"
     )
-    for each in workers:
-        assert isinstance(each.failure(), DataError)
 
 
 @pytest.mark.nightly
@@ -448,29 +450,39 @@ def test_where_one_of_two_cannot_build_its_layers_the_other_one_has_all(tmp_path
         def begin(self, _plan: Planned, _place: WorkerSetup) -> None:
             raise DataError("no weights")
 
-    settings = settings_for(2, "num_epochs=1")
-    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
-    unable, able = cluster.worker(1, node="pi5", make=Unable), cluster.worker(2, node="win")
+    cluster, (unable, able) = started(settings_for(2, "num_epochs=1"), tmp_path, Unable, None)
     assert isinstance(unable.failure(), DataError)
     cluster.server.finish()
     able.finish()
 
 
-@pytest.mark.nightly
-def test_memory_that_runs_out_while_layers_are_built_ends_the_run_with_a_cut_that_takes_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise MemoryError
+def full(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(worker, "stage_replica", full)
-    cluster = Cluster(settings_for(2), tmp_path, algorithm="pipeline", workload=gpt())
-    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
-    error = cluster.server.failure()
-    assert isinstance(error, OutOfMemory)
-    assert "MemoryError; less is {pi5: [0, " in str(error)
-    for each in workers:
-        each.failure()
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("what", "shard_plan", "ends"),
+    [
+        ("stage_replica", "even", (OutOfMemory, "CUDA out of memory.; less is {pi5: [0, ")),
+        (
+            "measure",
+            "auto",
+            (RunFailed, "worker 2 (win) can have no layers: a single layer does not fit: CUDA"),
+        ),
+    ],
+)
+def test_where_no_machine_has_memory_to_measure_or_build_layers_the_run_ends(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    shard_plan: str,
+    ends: tuple[type[BaseException], str],
+) -> None:
+    kind, words = ends
+    monkeypatch.setattr(worker, what, full)
+    settings = settings_for(2, f"shard_plan={shard_plan}")
+    assert words in failure_of(settings, tmp_path, kind, None, None)
 
 
 def test_a_first_plan_that_fits_nowhere_ends_the_run_at_once(
@@ -481,13 +493,8 @@ def test_a_first_plan_that_fits_nowhere_ends_the_run_at_once(
     too_large = costing([0.1] * SIZES.num_layers).model_copy(update={"memory_bytes": 1})
     monkeypatch.setattr(worker, "measure", lambda *_: too_large)
     settings = settings_for(2, "shard_plan=auto")
-    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
-    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
-    error = cluster.server.failure()
-    assert isinstance(error, ConfigError)
-    assert str(error).startswith("layer 0 alone needs 0.00401 MB and pi5")
-    for each in workers:
-        each.failure()
+    said = failure_of(settings, tmp_path, ConfigError, None, None)
+    assert said.startswith("layer 0 alone needs 0.00401 MB and pi5")
 
 
 @pytest.mark.nightly
@@ -507,15 +514,9 @@ def test_a_plan_by_hand_that_does_not_fit_is_refused_before_the_first_step(
     settings = settings_for(2)
     by_hand = {"shard_plan": {"worker1": [0, 6], "worker2": [6, 8]}}
     settings = replace(settings, cluster=settings.cluster.model_copy(update=by_hand))
-    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
-    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
-    error = cluster.server.failure()
-    assert isinstance(error, ConfigError)
-    assert str(error).startswith("shard_plan: layers 0 to 5 of pi5 need ")
-    assert "the device has 0.15 MB free: {" in str(error)
-    assert not cluster.metrics.steps
-    for each in workers:
-        each.failure()
+    said = failure_of(settings, tmp_path, ConfigError, None, None)
+    assert said.startswith("shard_plan: layers 0 to 5 of pi5 need ")
+    assert "the device has 0.15 MB free: {" in said
 
 
 @pytest.mark.nightly
@@ -525,9 +526,6 @@ def test_a_machine_without_memory_for_a_single_layer_has_none(
     """Also where it only measures its link to another one: that counts as slow."""
 
     small: list[TrainingContext] = []
-
-    def full(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def measured(training: TrainingContext, *rest: Any) -> LayersMeasured | None:
         return full() if any(training is each for each in small) else measure(training, *rest)
@@ -551,24 +549,6 @@ def test_a_machine_without_memory_for_a_single_layer_has_none(
     assert any("a link is slow: CUDA out of memory" in each for each in cluster.log_lines)
 
 
-@pytest.mark.nightly
-def test_where_no_machine_has_memory_for_a_single_layer_the_run_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(worker, "measure", full)
-    settings = settings_for(2, "shard_plan=auto")
-    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
-    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
-    error = cluster.server.failure()
-    assert isinstance(error, RunFailed)
-    assert "worker 2 (win) can have no layers: a single layer does not fit" in str(error)
-    for each in workers:
-        each.failure()
-
-
 def flattened() -> Workload:
     """In float64, with a last layer that has no parameters."""
     rows = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -589,8 +569,7 @@ def flattened() -> Workload:
 def test_samples_keep_their_type_in_a_last_stage_without_parameters(tmp_path: Path) -> None:
     settings = settings_for(3, "num_epochs=1")
     cluster = run(settings, tmp_path, flattened())
-    expected, _ = own_workloads.alone(settings, flattened(), "pipeline")
-    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-9)
+    assert_as_alone(cluster, settings, flattened(), rel=1e-9)
 
 
 @pytest.mark.nightly
@@ -609,8 +588,7 @@ def test_links_between_machines_are_measured_and_planned_with(
     monkeypatch.setattr(worker, "measure", lambda *_: costing([0.1] * SIZES.num_layers))
     settings = settings_for(3, "shard_plan=auto", "num_epochs=1")
     cluster = run(settings, tmp_path, gpt())
-    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
-    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
+    assert_as_alone(cluster, settings)
     [told] = [line for line in cluster.log_lines if "links: " in line]
     assert told.count("/s and ") == 6, "three pairs, both ways"
     plan = PLAN.read(tmp_path / "plan.json")
@@ -626,21 +604,14 @@ def test_links_between_machines_are_measured_and_planned_with(
 def test_a_gradient_that_is_not_finite_ends_the_run_and_names_worker_and_layers(
     tmp_path: Path,
 ) -> None:
-    settings = settings_for(2)
-    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
-
     class Broken(Worker):
         def compute(self, step: Assigned) -> None:
             for each in self.stages.values():
                 each.replica.params.fill_(math.nan)
             super().compute(step)
 
-    workers = [cluster.worker(1, node="pi5", make=Broken), cluster.worker(2, node="win")]
-    error = cluster.server.failure()
-    assert isinstance(error, NonFiniteLoss)
-    assert str(error).startswith("step 1: the gradient of worker 1 (pi5), layers 0 to 3, is not")
-    for each in workers:
-        each.failure()
+    said = failure_of(settings_for(2), tmp_path, NonFiniteLoss, Broken, None)
+    assert said.startswith("step 1: the gradient of worker 1 (pi5), layers 0 to 3, is not")
 
 
 @pytest.mark.nightly
@@ -649,7 +620,6 @@ def test_a_stage_that_hangs_is_cut_and_the_others_go_on(
 ) -> None:
     monkeypatch.setattr(coordinator, "LEAST_PATIENCE_S", 3.0)
     settings = settings_for(2, "checkpoint_steps=1", "reconnect_timeout_s=1")
-    cluster = Cluster(settings, tmp_path, algorithm="pipeline", workload=gpt())
     is_over = threading.Event()
 
     class Hanging(Worker):
@@ -658,13 +628,12 @@ def test_a_stage_that_hangs_is_cut_and_the_others_go_on(
                 is_over.wait(DEADLINE_S)
             super().compute(step)
 
-    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win", make=Hanging)]
+    cluster, workers = started(settings, tmp_path, None, Hanging)
     cluster.server.finish()
     is_over.set()
     workers[0].finish()
     workers[1].join(DEADLINE_S)  # it hears that the run is over, or that nobody answers
-    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
-    assert by_step(cluster) == pytest.approx(expected, rel=1e-5)
+    assert_as_alone(cluster, settings, may_repeat=True)
     assert any("worker 2 (win) has not answered for" in line for line in cluster.log_lines)
 
 
@@ -698,8 +667,7 @@ def test_stages_that_cannot_reach_each_other_talk_through_the_server(
     monkeypatch.setattr(Node, "dial_session", blocked)
     settings = settings_for(3)
     cluster = run(settings, tmp_path, gpt())
-    expected, _ = own_workloads.alone(settings, gpt(), "pipeline")
-    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
+    assert_as_alone(cluster, settings)
     assert any("server relays" in line for line in cluster.log_lines)
 
 
