@@ -12,7 +12,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from smolcluster.algorithms.context import PoolContext
@@ -95,6 +94,8 @@ class Coordinator(ABC):
         self.turn = 0
         """What the stages do together is counted over all plans, steps and evaluations alike."""
         self.num_grants = 0
+        self.took_s = 0.0
+        """How long it took until all had answered the last question."""
         self.step_s = 0.0
         """The longest step of this plan so far."""
         self.dealing_s = 0.0
@@ -174,12 +175,12 @@ class Coordinator(ABC):
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
         for each in self.peers.values():
             each.building_attempt = None
-        self.ask(crew, (StageReady,), self.planned, partial(self.dealt, crew))
+        self.ask(crew, (StageReady,), self.planned, self.dealt)
         return cut
 
-    def dealt(self, crew: Crew, _answers: list[StageReady]) -> None:
+    def dealt(self, _answers: list[StageReady]) -> None:
         """All stages have their layers."""
-        self.dealing_s = time.monotonic() - crew.begun_at
+        self.dealing_s = self.took_s
 
     @property
     def ready(self) -> list[Peer]:
@@ -221,7 +222,7 @@ class Coordinator(ABC):
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Tell all stages something, and go on when all have answered."""
-        crew.question = Question(subject, then, time.monotonic(), patience_s)
+        crew.question = Question(subject, then, patience_s)
         for rank in range(len(crew.peers)):
             tell(crew, rank)
 
@@ -231,20 +232,19 @@ class Coordinator(ABC):
             return
         if subject_of(answer) != crew.question.subject:
             return
-        answers, then = crew.question.answers, crew.question.then
-        answers[session_id] = answer
-        ids = [each.id for each in crew.peers]
-        if answers.keys() >= set(ids):
-            crew.question = None
-            then([answers[each] for each in ids])
+        question, ids = crew.question, [each.id for each in crew.peers]
+        question.answers[session_id] = answer
+        if question.answers.keys() >= set(ids):
+            crew.question, self.took_s = None, time.monotonic() - question.begun_at
+            question.then([question.answers[each] for each in ids])
 
     def cut_silent(self, crew: Crew, question: Question) -> None:
         """Cut the stage that holds all up, once that is certain: of those asked the one that waits least."""
         backlogs = (each.worker.live_session.backlog for each in crew.peers)
         moved = (self.num_pieces, *backlogs)
         if moved != question.moved:
-            question.moved, question.asked_at = moved, time.monotonic()
-        silent_s = time.monotonic() - question.asked_at
+            question.moved, question.quiet_since = moved, time.monotonic()
+        silent_s = time.monotonic() - question.quiet_since
         if silent_s < question.patience_s:
             return
         silent = [each.worker for each in crew.peers if each.id not in question.answers]
@@ -252,7 +252,7 @@ class Coordinator(ABC):
         reason = f"it has not answered for {format_duration(silent_s)}"
         self.pool.stalled(worker, silent_s, reason)
         worker.live_session.cut(reason)
-        question.asked_at = time.monotonic()
+        question.quiet_since = time.monotonic()
 
     @property
     def step_patience_s(self) -> float:

@@ -88,8 +88,10 @@ class Question:
     """What an answer must be about."""
     then: Callable[[list[Any]], None]
     """Is given all answers, by rank."""
-    asked_at: float
     patience_s: float
+    begun_at: float = field(default_factory=time.monotonic)
+    quiet_since: float = field(default_factory=time.monotonic)
+    """When something had moved for the last time."""
     answers: dict[int, Message] = field(default_factory=dict)
     """By session."""
     moved: tuple[int, ...] = ()
@@ -111,7 +113,6 @@ class Crew:
     question: Question | None = None
     moving: Decision | None = None
     """To deal the layers out again when the state has been kept."""
-    begun_at: float = field(default_factory=time.monotonic)
 
 
 def subject_of(answer: Message) -> tuple[object, ...]:

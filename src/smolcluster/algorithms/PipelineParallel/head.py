@@ -15,7 +15,6 @@ import math
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -187,10 +186,8 @@ class Head(Coordinator):
             told, payload = assignment_of(lease, indices, version=turn, learning_rate=0.0)
             crew.peers[rank].worker.live_session.send(told, payload)
 
-        began_at = time.monotonic()
-
         def then(answers: list[StageDone]) -> BatchLoss:
-            self.step_s = max(self.step_s, time.monotonic() - began_at)
+            self.step_s = max(self.step_s, self.took_s)
             loss, self.grad_norm = computed(answers)
             self.divisor = loss.num_terms or 1.0
             return loss
@@ -317,8 +314,8 @@ class Head(Coordinator):
             self.begin_again(f"with {', '.join(each.worker.name for each in newcomers)}")
         super().advance()
 
-    def dealt(self, crew: Crew, answers: list[StageReady]) -> None:
-        super().dealt(crew, answers)
+    def dealt(self, answers: list[StageReady]) -> None:
+        super().dealt(answers)
         self.has_begun = False
         self.places = [[slice(*place) for place in each.places] for each in answers]
         self.told_places = [

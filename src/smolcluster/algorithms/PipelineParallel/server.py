@@ -113,10 +113,8 @@ class Server(Coordinator):
             self.report.resume(context.checkpoint.state)
         self.is_evaluated = self.is_kept = True
         """Whether the last step is, as far as that is due."""
-        self.step_began_at = 0.0
-        """When the newest one was begun."""
-        self.keeping_since = self.keeping_s = 0.0
-        """When the state was asked for the last time, and how long it took until all stages had sent it."""
+        self.keeping_s = 0.0
+        """How long it took the last time until all stages had sent their state."""
         self.stop_by: float | None = None
         """When the run stops at the latest, once that was asked for."""
 
@@ -226,7 +224,6 @@ class Server(Coordinator):
         """Have all stages send what they have."""
         state = self.report.with_evaluation(self.report.training_state({}))
         self.keeper.begin(crew.attempt, state)
-        self.keeping_since = time.monotonic()
         keep = KeepStages(attempt=crew.attempt, step=self.version)
         subject = StageKept, self.version
         self.ask(crew, subject, partial(self.tell, keep), self.on_kept)
@@ -234,7 +231,7 @@ class Server(Coordinator):
     def on_kept(self, _answers: list[StageKept]) -> None:
         """Nothing would be lost now: deal the layers out again, if there is a reason."""
         self.keeper.finish()
-        self.keeping_s = time.monotonic() - self.keeping_since
+        self.keeping_s = self.took_s
         self.is_kept = True
         crew, newcomers = self.crew, self.newcomers()
         moving = crew.moving if crew else None
@@ -271,7 +268,6 @@ class Server(Coordinator):
         )
         samples = next(batches)
         self.num_grants += 1
-        self.step_began_at = time.monotonic()
         lease = self.lease_of(samples, self.num_grants)
         self.ask(
             crew,
@@ -302,10 +298,9 @@ class Server(Coordinator):
         for rank, each in enumerate(answers):
             if each.loss is None or each.squared_norm is None:
                 raise NonFiniteLoss(self.not_finite(crew, rank, each))
-        took_s = time.monotonic() - self.step_began_at
-        self.step_s = max(self.step_s, took_s)
+        self.step_s = max(self.step_s, self.took_s)
         for rank, each in enumerate(answers):
-            figures = stage_figures(crew, rank, each, took_s)
+            figures = stage_figures(crew, rank, each, self.took_s)
             self.report.board.measured(crew.peers[rank].worker, **figures)
         (loss, num_terms, *_), norm = computed(answers)
         num_terms = num_terms or 1.0
@@ -333,13 +328,13 @@ class Server(Coordinator):
             )
         )
         self.is_evaluated = not self.is_time(self.train.eval_steps)
-        self.judge(crew, samples, answers, took_s)
+        self.judge(crew, samples, answers)
         is_due = (
             self.is_time(self.context.settings.cluster.checkpoint_steps) or crew.moving is not None
         )
         self.is_kept = not (self.keeper.can_keep and is_due)
 
-    def judge(self, crew: Crew, samples: Range, answers: list[StageDone], took_s: float) -> None:
+    def judge(self, crew: Crew, samples: Range, answers: list[StageDone]) -> None:
         """See whether stages take what was planned; the last step of an epoch may have fewer samples."""
         if crew.times is None or samples.num_samples < self.train.samples_per_step:
             return
@@ -349,7 +344,7 @@ class Server(Coordinator):
                 name: seconds_computed(each.seconds) / num
                 for name, each in zip(crew.map.nodes, answers, strict=True)
             },
-            took_s,
+            self.took_s,
         )
         move_s = self.keeping_s + self.dealing_s
         if self.keeper.can_keep:

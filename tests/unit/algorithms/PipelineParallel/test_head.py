@@ -74,7 +74,7 @@ class Hand(Head):
             log=logging.getLogger("test"), training=training, incarnation="i"
         )
         self.builders, self.dealer, self.pool = Builders(), Mock(), Mock()
-        self.turn, self.step_s, self.num_grants, self.dealing_s = 0, 0.0, 0, 0.0
+        self.turn, self.step_s, self.num_grants, self.took_s = 0, 0.0, 0, 0.0
         self.num_moves = 0
         self.fragments, self.lost, self.crew = None, None, None
         self.waiting = self.running = None
@@ -91,7 +91,7 @@ class Hand(Head):
     def deal(self) -> None:
         """All have their layers."""
         self.crew = Crew(7, StageMap((0, 1, 2), (0, 1), ("a", "b")), list(self.peers.values()))
-        self.dealt(self.crew, [StageReady(attempt=7, places=each) for each in PLACES])
+        self.dealt([StageReady(attempt=7, places=each) for each in PLACES])
 
     def told(self, number: int) -> list[Message]:
         """What a stage has been told since this was asked last: messages, and frames of pieces."""
