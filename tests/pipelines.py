@@ -28,6 +28,7 @@ from smolcluster.training.compute import Microbatch
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedules.instructions import Instruction, Op, Schedule, stage_ranks
 from smolcluster.training.schedules.validation import execution_order
+from smolcluster.training.stages.build import model_input, output_loss
 from smolcluster.training.stages.compute import StageLoss
 from smolcluster.training.stages.cut import Stage, layers_of
 from smolcluster.training.stages.execution import Transport, execute
@@ -77,6 +78,29 @@ def whole(workload: Workload) -> nn.Module:
     with forked_rng():
         torch.manual_seed(derive_seed(SEED, "weights"))
         return workload.new_model()
+
+
+def assert_are_the_model(workload: Workload, stages: Sequence[Stage], batch: Any) -> None:
+    """Stages in turn give the loss and the gradients of the whole model, and have its initial weights."""
+    value = model_input(workload, batch)
+    for stage in stages:
+        value = stage(value)
+    found, model = output_loss(workload)(value, batch), whole(workload).train()
+    expected = workload.loss(model, batch)
+    torch.testing.assert_close(found, expected)
+    for each in (found, expected):
+        total = each if isinstance(each, Tensor) else each[0]
+        total.backward()  # type: ignore[no-untyped-call]
+    sums: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter, model.get_parameter(name))
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            sums[name] = sums.get(name, torch.zeros_like(parameter)) + gradient
+    assert sums.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(sums[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def even_cuts(workload: Workload, num_stages: int) -> list[int]:

@@ -8,17 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipelines import SEED, assert_are_the_model
 from pretrained_models import transformers
 from smolcluster.errors import ConfigError
 from smolcluster.training.stages import huggingface
-from smolcluster.training.stages.build import build_stage, model_input, num_layers, output_loss
-from smolcluster.training.stages.cut import Stage
+from smolcluster.training.stages.build import build_stage, num_layers
 from smolcluster.training.stages.huggingface import language_model
 from smolcluster.training.workload import Workload
-from smolcluster.utils.isolated_rng import forked_rng
-from smolcluster.utils.seed import derive_seed
 
-SEED = 5
 WIDTHS = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
 SIZES = MappingProxyType({**WIDTHS, "num_hidden_layers": 3, "vocab_size": 20, "pad_token_id": 0})
 GROUPED = MappingProxyType({**SIZES, "num_key_value_heads": 1, "head_dim": 8})
@@ -97,12 +94,6 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
-def whole(trained: Workload) -> nn.Module:
-    with forked_rng():
-        torch.manual_seed(derive_seed(SEED, "weights"))
-        return trained.new_model()
-
-
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -116,32 +107,7 @@ def test_three_stages_are_the_model(architecture: str) -> None:
     assert num_layers(trained) == 3
     cuts = ((0, 1), (1, 2), (2, 3))
     stages = [build_stage(trained, *cut, SEED, torch.device("cpu")) for cut in cuts]
-    value = model_input(trained, batch())
-    for stage in stages:
-        value = stage(value)
-    found = output_loss(trained)(value, batch())
-    assert isinstance(found, Tensor)
-    found.backward()  # type: ignore[no-untyped-call]
-
-    model = whole(trained).train()
-    expected = trained.loss(model, batch())
-    assert isinstance(expected, Tensor)
-    expected.backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(found, expected)
-    check_gradients(stages, model)
-
-
-def check_gradients(stages: list[Stage], model: nn.Module) -> None:
-    sums: dict[str, Tensor] = {}
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            assert torch.equal(parameter, model.get_parameter(name))
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            sums[name] = sums.get(name, torch.zeros_like(parameter)) + gradient
-    assert sums.keys() == dict(model.named_parameters()).keys()
-    for name, parameter in model.named_parameters():
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(sums[name], expected, rtol=1e-4, atol=1e-6)
+    assert_are_the_model(trained, stages, batch())
 
 
 def test_no_stage_has_what_another_one_has_but_a_tied_embedding() -> None:

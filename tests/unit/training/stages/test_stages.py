@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipelines import SEED, assert_are_the_model
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.errors import ConfigError, UserCodeError
 from smolcluster.models.gpt import GPT
@@ -16,11 +17,8 @@ from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.stages.build import build_stage, model_input, num_layers, output_loss
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.workload import Workload
-from smolcluster.utils.isolated_rng import forked_rng
-from smolcluster.utils.seed import derive_seed
 
 CPU = torch.device("cpu")
-SEED = 7
 SIZES = GPTConfig(
     type="GPT", model_dim=16, num_layers=4, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0
 )
@@ -43,12 +41,6 @@ MODELS = {
 }
 
 
-def whole(trained: Workload) -> nn.Module:
-    with forked_rng():
-        torch.manual_seed(derive_seed(SEED, "weights"))
-        return trained.new_model()
-
-
 def stages_of(trained: Workload, *cuts: int) -> list[Stage]:
     ends = [*cuts, num_layers(trained)]
     return [
@@ -63,28 +55,7 @@ def test_stages_give_the_loss_and_gradients_of_the_whole_model(name: str, cuts: 
     make, batch = MODELS[name]
     trained = workload(make)
     cuts = range(1, num_layers(trained)) if cuts == "all" else cuts
-
-    stages = stages_of(trained, *cuts)
-    value = model_input(trained, batch)
-    for stage in stages:
-        value = stage(value)
-    total, count = output_loss(trained)(value, batch)
-    total.backward()
-
-    model = whole(trained)
-    expected, num_terms = trained.loss(model, batch)
-    expected.backward()
-    assert count == num_terms
-    torch.testing.assert_close(total, expected)
-    sums: dict[str, Tensor] = {}
-    for stage in stages:
-        for key, parameter in stage.named_parameters():
-            assert torch.equal(parameter, model.get_parameter(key))
-            assert parameter.grad is not None
-            sums[key] = sums.get(key, torch.zeros_like(parameter)) + parameter.grad
-    assert sums.keys() == dict(model.named_parameters()).keys()
-    for key, gradient in sums.items():
-        torch.testing.assert_close(gradient, model.get_parameter(key).grad)
+    assert_are_the_model(trained, stages_of(trained, *cuts), batch)
 
 
 def test_a_tied_embedding_is_of_the_first_and_the_last_stage() -> None:
