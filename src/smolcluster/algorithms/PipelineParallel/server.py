@@ -183,7 +183,9 @@ class Server(Coordinator):
             self.is_kept or not self.report.counts.is_over
         )  # first: an evaluation may fail
         if not self.is_evaluated and is_end_kept:
-            subject, patience_s = (StageEvaluated, self.turn), self.evaluation_patience_s
+            num_steps = math.ceil(self.evaluating.num_samples / self.train.samples_per_step)
+            patience_s = max(PATIENCE_S, num_steps * self.step_patience_s)
+            subject = StageEvaluated, self.turn
             self.ask(crew, subject, self.evaluate, self.evaluated, patience_s)
         elif not self.is_kept or self.stop_by:
             self.keep(crew)
@@ -210,11 +212,6 @@ class Server(Coordinator):
                 session.send_frames([*frames, frame_of(wanted.model_copy(update=told))])
 
         self.evaluating.deliver(part, send)
-
-    @property
-    def evaluation_patience_s(self) -> float:
-        num_steps = math.ceil(self.evaluating.num_samples / self.train.samples_per_step)
-        return max(PATIENCE_S, num_steps * self.step_patience_s)
 
     def is_time(self, every: int | None) -> bool:
         """Whether the last step was one of those, or the last one of all."""
@@ -297,14 +294,19 @@ class Server(Coordinator):
         """
         for rank, each in enumerate(answers):
             if each.loss is None or each.squared_norm is None:
-                raise NonFiniteLoss(self.not_finite(crew, rank, each))
+                what = "the loss" if each.loss is None else "the gradient"
+                raise NonFiniteLoss(
+                    f"step {self.version + 1}: {what} of {crew.peers[rank].worker.name}, layers "
+                    f"{crew.map.layers_of(rank)}, is not finite; {DIVERGENCE_REMEDY}"
+                )
         self.step_s = max(self.step_s, self.took_s)
         for rank, each in enumerate(answers):
             figures = stage_figures(crew, rank, each, self.took_s)
             self.report.board.measured(crew.peers[rank].worker, **figures)
         (loss, num_terms, *_), norm = computed(answers)
         num_terms = num_terms or 1.0
-        rate = self.learning_rate()
+        counts, schedule = self.report.counts, self.context.training.recipe.schedule
+        rate = learning_rate(self.train, counts.samples_applied, counts.total_samples, schedule)
         message = Commit(
             version=self.version + 1,
             num_samples=samples.num_samples,
@@ -350,14 +352,6 @@ class Server(Coordinator):
         if self.keeper.can_keep:
             crew.moving = crew.times.decide(self.report.counts.steps_left, move_s)
 
-    def not_finite(self, crew: Crew, rank: int, answer: StageDone) -> str:
-        name = crew.peers[rank].worker.name
-        what = "the loss" if answer.loss is None else "the gradient"
-        return (
-            f"step {self.version + 1}: {what} of {name}, layers {crew.map.layers_of(rank)}, is not finite; "
-            f"{DIVERGENCE_REMEDY}"
-        )
-
     def evaluated(self, answers: list[StageEvaluated]) -> None:
         """All stages have computed what is held out, or a part of it.
 
@@ -380,10 +374,6 @@ class Server(Coordinator):
         if self.report.counts.is_over and self.keeper.can_keep:
             known = self.report.with_evaluation(self.report.training_state({}))
             self.is_kept = self.keeper.tell(known)
-
-    def learning_rate(self) -> float:
-        counts, schedule = self.report.counts, self.context.training.recipe.schedule
-        return learning_rate(self.train, counts.samples_applied, counts.total_samples, schedule)
 
     def hear(self, peer: Peer, message: Message, payload: bytes | bytearray) -> None:
         if isinstance(message, WantState):

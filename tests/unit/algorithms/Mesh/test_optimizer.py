@@ -1,7 +1,7 @@
 """The rules of a mesh's rank: each steps its parts as one process does, and its state goes and comes back."""
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -81,28 +81,3 @@ def test_an_empty_state_begins_anew(spec: OptimizerSpec) -> None:
     train(first, range(3))
     train(second, range(3))
     assert all(map(torch.equal, weights(one), weights(two)))
-
-
-@pytest.mark.parametrize(
-    ("spec", "reference"),
-    [(SPECS[0], torch.optim.AdamW), (SPECS[1], torch.optim.Adam), (SPECS[2], torch.optim.SGD)],
-    ids=["adamw", "adam", "sgd"],
-)
-def test_steps_are_pytorchs_and_biases_do_not_decay(spec: OptimizerSpec, reference: Any) -> None:
-    own, other = slots(), slots()
-    parameters = [slot.parameter for slot in other]
-    rule = reference(
-        [
-            {"params": parameters[:2], "weight_decay": DECAY},
-            {"params": parameters[2:], "weight_decay": 0.0},
-        ],
-        lr=RATE,
-        **spec.arguments,
-    )
-    train(optimizer_of(spec, own), range(3))
-    for step in range(3):
-        for parameter, gradient in zip(parameters, gradients(step), strict=True):
-            parameter.grad = gradient
-        rule.step()
-    for mine, its in zip(weights(own), weights(other), strict=True):
-        torch.testing.assert_close(mine, its)

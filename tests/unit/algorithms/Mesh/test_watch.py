@@ -3,7 +3,6 @@
 import json
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +12,8 @@ import pytest
 from smolcluster.algorithms.Mesh import watch as watching
 from smolcluster.algorithms.Mesh.watch import SETUP_S, Beat, Failure, Judge, Watch
 from smolcluster.errors import DataError, PeerLost
+from waiting import DEADLINE_S, eventually
 
-DEADLINE_S = 240.0
 LOST = Failure(0, "pi5", "its connection to another rank is lost")
 
 
@@ -155,14 +154,6 @@ def watches(
             each.close()
 
 
-def wait_until(condition: object) -> None:
-    assert callable(condition)
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_the_first_error_is_what_others_say_when_they_lose_a_connection() -> None:
     store = Memory()
     with watches(store, 0, 1) as (made, told, _):
@@ -190,7 +181,7 @@ def test_an_error_reaches_others_however_late_the_store_answers() -> None:
         with pytest.raises(DataError), made[0].watched():
             raise DataError("train.bin is damaged")
         answers.set()
-        wait_until(lambda: "failed" in store.values)
+        eventually(lambda: "failed" in store.values)
 
 
 def test_rank_0_hears_the_newest_of_what_other_ranks_have_counted() -> None:
@@ -209,11 +200,11 @@ def test_rank_0_hears_the_newest_of_what_other_ranks_have_counted() -> None:
     with watches(Memory(), 0, 1) as (made, _, _):
         made[0].tell(lambda: {"steps": 9})  # its own are in its run already
         made[1].tell(counted)
-        wait_until(is_heard)
+        eventually(is_heard)
         steps = 2
         before = num_told
-        wait_until(lambda: num_told > before + 3)  # of several that are told one is left
-        wait_until(is_heard)
+        eventually(lambda: num_told > before + 3)  # of several that are told one is left
+        eventually(is_heard)
     assert {(rank, beat.host) for rank, beat in heard} == {(1, "a")}
     numbers = [beat.number for _, beat in heard]
     assert numbers == sorted(set(numbers)), "each is heard once"
@@ -224,7 +215,7 @@ def test_a_rank_that_cannot_end_by_itself_is_ended() -> None:
     with watches(store, 0, 1) as (made, told, left):
         with pytest.raises(DataError), made[1].watched():
             raise DataError("x")
-        wait_until(lambda: left == [PeerLost.exit_code])
+        eventually(lambda: left == [PeerLost.exit_code])
         assert told[-1].rank == 1
 
 
@@ -232,7 +223,7 @@ def test_a_store_that_does_not_answer_ends_the_rank() -> None:
     store = Memory()
     with watches(store, 1, hang_timeout_s=0.5) as (_, told, left):
         store.answers.clear()
-        wait_until(lambda: left == [PeerLost.exit_code])
+        eventually(lambda: left == [PeerLost.exit_code])
         store.answers.set()
         assert (told[0].rank, len(told)) == (0, 1)
 
@@ -245,7 +236,7 @@ def test_a_store_that_is_lost_ends_the_rank_soon(monkeypatch: pytest.MonkeyPatch
             raise RuntimeError("rank 0, which has the store, is lost")
 
     with watches(Lost(), 1) as (_, told, left):
-        wait_until(lambda: left == [PeerLost.exit_code])
+        eventually(lambda: left == [PeerLost.exit_code])
         assert [failure.rank for failure in told] == [0]
 
 

@@ -134,16 +134,6 @@ def test_bytes_are_counted_for_each_neighbour_as_they_were_encoded(stages: MakeS
     assert middle.links.take_sent() == (0, 0, 0)
 
 
-def test_what_is_waited_for_is_found_whatever_came_first(stages: MakeStages) -> None:
-    low, high = made = stages(2)
-    connect(made, ranks=(0, 1, 0, 1))
-    for stage, microbatch in ((0, 0), (0, 1), (2, 0)):
-        low.links.send(forward(microbatch, stage), torch.tensor([stage, microbatch]))
-    for stage, microbatch in ((2, 0), (0, 1), (0, 0)):
-        got = high.links.receive(forward(microbatch, stage + 1))
-        assert got.tolist() == [stage, microbatch]
-
-
 def test_virtual_stages_of_one_rank_hand_over_without_a_session(stages: MakeStages) -> None:
     [only] = stages(1)
     only.links.connect(only.route((), (0, 0)), None, DEADLINE_S)
@@ -383,11 +373,3 @@ def test_a_message_that_is_not_whole_is_never_computed_with(
     with pytest.raises(PeerLost, match="damaged" if fault == "corrupt" else "lost"):
         high.links.receive(forward(0, 1))
     eventually(lambda: high.links._mailbox._held_nbytes == 0)
-
-
-def test_a_slow_link_is_no_error_while_bytes_come(proxied: tuple[Stage, Stage, Proxy]) -> None:
-    low, high, proxy = proxied
-    sent = values(64, 256)
-    proxy.throttle(sent.nbytes)
-    low.links.send(forward(0, 0), sent)
-    assert torch.equal(high.links.receive(forward(0, 1)), sent)
