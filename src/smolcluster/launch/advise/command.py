@@ -269,23 +269,18 @@ def site_of(settings: Settings, speeds: Mapping[str, Speed], ways: Mapping[str, 
             continue
         speed = speeds[node]
         worker = Worker(node, median(speed.compute_s), speed.update_s + STEP_HANDLING_S)
-        workers.append(with_way(worker, ways.get(node)))
+        if way := ways.get(node):  # else it is on the server's machine
+            worker = replace(
+                worker,
+                up_bytes_s=1e6 * way.up_mb_s,
+                down_bytes_s=1e6 * way.down_mb_s,
+                latency_s=way.latency_s,
+                via=way.via,
+            )
+        workers.append(worker)
     own = speeds.get(cluster.server)
     updates = [own.update_s] if own else [speed.update_s for speed in speeds.values()]
     return Site(tuple(workers), interfaces_of(ways), apply_s=max(updates, default=0.0))
-
-
-def with_way(worker: Worker, way: Way | None) -> Worker:
-    """None: it is on the server's machine."""
-    if way is None:
-        return worker
-    return replace(
-        worker,
-        up_bytes_s=1e6 * way.up_mb_s,
-        down_bytes_s=1e6 * way.down_mb_s,
-        latency_s=way.latency_s,
-        via=way.via,
-    )
 
 
 def interfaces_of(ways: Mapping[str, Way]) -> dict[str, Interface]:

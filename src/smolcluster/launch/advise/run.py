@@ -5,18 +5,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from smolcluster.algorithms.planning.costs import Job, Site, Worker, costs_of
+from smolcluster.algorithms.planning.costs import Job, Site, costs_of
 from smolcluster.configs.schema import Settings
 from smolcluster.launch.advise.command import (
     Found,
     can_follow,
     checked,
     find_advice,
-    interfaces_of,
+    site_of,
     with_keys,
-    with_way,
 )
 from smolcluster.launch.advise.show import advice_line, as_json, show
+from smolcluster.launch.advise.speed import Speed
 from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.host import host_of
 from smolcluster.launch.links import Say, Way, measure_all_ways
@@ -27,7 +27,8 @@ from smolcluster.observability.terminal import SteadyConsole, print_line
 DO_NOT_DISTRIBUTE = 4
 """Exit code: one machine alone is about as fast, or faster."""
 ANY_SIZE = Job(1_000_000)
-"""Which hosts are best does not depend on how large a model is."""
+ANY_SPEED = Speed(compute_s=(1.0,), update_s=0.0, batch_size=1, num_params=1, num_samples=1)
+"""Which hosts are best does not depend on how large a model is, or how fast machines train it."""
 KEYS = ("servers", "optimizer")
 
 
@@ -117,8 +118,7 @@ def with_stores_chosen(request: Request, say: Say, *, local: bool) -> Request:
 def site_of_links(settings: Settings, ways: dict[str, Way], apart: set[str]) -> Site:
     """What connects the workers' machines; whose link could not be measured hosts nothing."""
     known = [node for node in settings.cluster.workers if node in ways or node not in apart]
-    workers = tuple(with_way(Worker(node, 1.0), ways.get(node)) for node in known)
-    return Site(workers, interfaces_of(ways))
+    return site_of(settings, dict.fromkeys(known, ANY_SPEED), ways)
 
 
 def chosen_keys(request: Request, settings: Settings, site: Site) -> dict[str, Any]:

@@ -149,9 +149,15 @@ def _found(
     why: str | None = None,
     fix: str | None = None,
 ) -> ProcessReport:
-    who = {"node": process.node, "role": process.role, "rank": process.rank}
-    said = {"process": liveness, "exit_code": exit_code, "why": why, "fix": fix}
-    return ProcessReport.model_validate(who | said)
+    return ProcessReport(
+        node=process.node,
+        role=process.role,
+        rank=process.rank,
+        process=liveness,
+        exit_code=exit_code,
+        why=why,
+        fix=fix,
+    )
 
 
 def _seconds(text: str) -> float | None:

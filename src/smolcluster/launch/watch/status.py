@@ -89,17 +89,13 @@ def shown(console: Console, report: RunReport) -> RenderableType:
         texts = [Text(displayable(console, cell)) for cell in cells]
         texts[1].stylize(style)
         table.add_row(*texts)
-    stages = [Text(displayable(console, line)) for line in stage_lines(report)]
-    peaks = [Text(displayable(console, line)) for line in peak_lines(report)]
-    fixes = [Text(displayable(console, each.fix)) for each in report.processes if each.fix]
-    lines = [Text(displayable(console, line)) for line in notes(report)]
+    fixes = (each.fix for each in report.processes if each.fix)
+    below = (*stage_lines(report), *peak_lines(report), *fixes)
     return Group(
         _head(console, report),
-        *lines,
+        *(Text(displayable(console, line)) for line in notes(report)),
         *([table] if report.processes else []),
-        *stages,
-        *peaks,
-        *fixes,
+        *(Text(displayable(console, line)) for line in below),
     )
 
 
