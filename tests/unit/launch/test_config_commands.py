@@ -59,11 +59,6 @@ def test_with_local_it_is_what_the_launcher_would_start(capsys: Out) -> None:
     assert parse_yaml(capsys.readouterr().out)["node"]["threads"] == 2
 
 
-def test_an_unknown_node_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'pi6' has no address .* did you mean pi5\?"):
-        show("edp", "nn", "pi6", [], local=False, environ={})
-
-
 def test_good_files_are_summed_up(capsys: Out) -> None:
     assert check("edp", "nn", [], environ={}) == 0
     [line] = capsys.readouterr().out.splitlines()
@@ -95,8 +90,3 @@ def test_settings_of_every_node_are_checked(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"cluster\.yaml: nodes\.b\.threads is 0, must be"):
         check(str(file), "nn", [], environ={})
-
-
-def test_the_environment_counts() -> None:
-    with pytest.raises(ConfigError, match="environment variable SMOLCLUSTER_PORT: port is 0"):
-        check("edp", "nn", [], environ={"SMOLCLUSTER_PORT": "0"})

@@ -51,8 +51,15 @@ class PlanFile(Strict):
 PLAN = ModelFile[PlanFile](PlanFile, "is no plan of a pipeline", unless="make one: plan --json")
 
 
-def document_of(problem: Problem, plan: LayerPlan, devices: Mapping[str, str]) -> PlanFile:
-    """A plan as a document; `devices` are in words, by machine."""
+def document_of(
+    problem: Problem,
+    plan: LayerPlan,
+    devices: Mapping[str, str],
+    *,
+    one_more: str = "",
+    one_more_step_s: float = 0.0,
+) -> PlanFile:
+    """A plan as a document; `devices` are in words, by machine; `one_more`: see `PlanFile`."""
     pairs = zip(plan.stages[:-1], plan.boundaries, strict=True)
     return PlanFile(
         schedule=plan.schedule,
@@ -80,4 +87,6 @@ def document_of(problem: Problem, plan: LayerPlan, devices: Mapping[str, str]) -
             )
             for one, way in pairs
         ),
+        one_more=one_more,
+        one_more_step_s=one_more_step_s,
     )

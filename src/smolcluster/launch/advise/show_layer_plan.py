@@ -79,5 +79,6 @@ def shard_plan(plan: LayerPlan) -> str:
 def plan_file(found: FoundPlan) -> PlanFile:
     """The plan as a document."""
     like, more = found.more
-    written = document_of(found.problem, found.plan, found.devices)
-    return written.model_copy(update={"one_more": like, "one_more_step_s": more.step_s})
+    return document_of(
+        found.problem, found.plan, found.devices, one_more=like, one_more_step_s=more.step_s
+    )

@@ -175,6 +175,7 @@ def _worker(
         "step": worker.step,
         "loss": worker.loss,
         "samples": worker.samples,
+        "mean_staleness": worker.mean_staleness if any(worker.staleness[1:]) else None,
         "peak_bytes": _below(PEAK, worker.process_stats),
         "stage": StageView.of(worker.process_stats),
     }

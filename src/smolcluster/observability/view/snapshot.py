@@ -69,6 +69,9 @@ class ProcessReport(Process):
         {}, description="Most memory by phase, where memory_profiling is on."
     )
     stage: StageView | None = Field(None, description="Of a pipeline: its part in the newest step.")
+    mean_staleness: float | None = Field(
+        None, exclude=True, description="Of a worker's pushes, where any was stale."
+    )
     process_stats: dict[str, float] = Field(
         {}, exclude=True, description="What it reported of itself last, while it takes part."
     )

@@ -1,5 +1,7 @@
 """Who is recommended."""
 
+import pytest
+
 from smolcluster.algorithms.planning.advice import Option, advise, best_settings
 from smolcluster.algorithms.planning.costs import Forecast
 
@@ -19,20 +21,18 @@ def test_the_fastest_is_taken() -> None:
     assert advice.gain == 3
 
 
-def test_of_equals_the_exact_one_is_taken() -> None:
-    advice = advise([option("stale", 300), option("exact", 280, exact=True)], ALONE)
-    assert advice.chosen and advice.chosen.algorithm == "exact"
-
-
-def test_an_exact_one_that_is_slower_is_not() -> None:
-    advice = advise([option("stale", 300), option("exact", 200, exact=True)], ALONE)
-    assert advice.chosen and advice.chosen.algorithm == "stale"
-
-
-def test_a_cluster_that_is_hardly_faster_than_its_fastest_machine_is_not_worth_it() -> None:
-    advice = advise([option("stale", 105)], ALONE)
-    assert advice.chosen is None
-    assert advice.gain == 1.05
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([option("stale", 300), option("exact", 280, exact=True)], "exact"),
+        ([option("stale", 300), option("exact", 200, exact=True)], "stale"),
+        ([option("stale", 105)], None),
+    ],
+    ids=["of equals the exact one", "one that is slower is not", "hardly faster than one machine"],
+)
+def test_who_is_taken(options: list[Option], expected: str | None) -> None:
+    chosen = advise(options, ALONE).chosen
+    assert (chosen and chosen.algorithm) == expected
 
 
 def test_a_codec_that_loses_something_must_gain_something() -> None:

@@ -18,7 +18,7 @@ from smolcluster.algorithms.planning.costs import (
 )
 from smolcluster.codec.registry import get_codec
 from smolcluster.configs.resolve import load_settings
-from smolcluster.configs.spec import algorithms, get_algorithm
+from smolcluster.configs.spec import get_algorithm
 
 
 def site(*up: float, limit: float = 100.0) -> Site:
@@ -77,17 +77,6 @@ def test_what_is_lost_is_a_share() -> None:
 def test_an_encoded_value_takes_what_its_codec_makes(name: str, numel: int) -> None:
     made = get_codec(name).encoded_nbytes(numel)
     assert Job(numel).encoded_nbytes(name) == pytest.approx(made, rel=5e-3)
-
-
-PREDICTED = [name for name, spec in algorithms().items() if name != "dummy" and spec.has_pushes]
-"""Costs of stages are what their plans say; a group's machines are alike."""
-
-
-@pytest.mark.parametrize("name", PREDICTED)
-def test_every_algorithm_of_the_house_predicts(name: str) -> None:
-    model = costs_of(algorithms()[name])
-    assert model is not None
-    assert all(callable(each) for each in (model.step_nbytes, model.predict, model.candidates))
 
 
 @pytest.mark.parametrize("algorithm", ["edp", "syncps", "diloco"])

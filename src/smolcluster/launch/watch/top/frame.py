@@ -18,10 +18,10 @@ from smolcluster.launch.watch.status import STYLES, measured, notes, progress, t
 from smolcluster.launch.watch.top import bars
 from smolcluster.launch.watch.top.source import AT_END, EventLine, Picture
 from smolcluster.observability.sinks.console import fit, time_left
-from smolcluster.observability.view.report import was_stopped
+from smolcluster.observability.view.report import RunReport, was_stopped
 from smolcluster.observability.view.snapshot import ProcessReport, State
 from smolcluster.observability.view.stages import StageView
-from smolcluster.runs.status import RunStatus, WorkerStatus
+from smolcluster.runs.status import RunStatus
 from smolcluster.utils.units import format_duration, format_megabytes
 
 MIN_SPLIT, MAX_SPLIT = 8, 32
@@ -63,28 +63,17 @@ class Canvas:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A process, with what is known of it."""
-
-    process: ProcessReport
-    worker: WorkerStatus | None
-    state: State
-    """The run's."""
-
-
-@dataclass(frozen=True)
 class Column:
     """A column of the table: its least width, and what it says of a row; empty where nothing is known."""
 
     title: str
     width: int
-    cell: Callable[[Row], str]
+    cell: Callable[[ProcessReport], str]
 
 
 def frame(picture: Picture, canvas: Canvas) -> list[Text]:
     head = _head(picture, canvas)
-    rows = _rows(picture)
-    table = _table(rows, canvas)
+    table = _table(picture.report, canvas)
     room = canvas.height - len(head)
     if len(table) > room:
         table = _cut(table, room)
@@ -96,7 +85,7 @@ def frame(picture: Picture, canvas: Canvas) -> list[Text]:
         curves = []
     room -= len(curves)
     legend = []
-    if room >= 3 and any(row.process.process_stats for row in rows):
+    if room >= 3 and any(process.process_stats for process in picture.report.processes):
         legend = [bars.legend(letters=not canvas.has_colour)]
     room -= len(legend)
     gap = [Text()] if room >= 2 else []
@@ -189,36 +178,27 @@ def _curves(picture: Picture, canvas: Canvas) -> list[Text]:
 # --- table
 
 
-def _rows(picture: Picture) -> list[Row]:
-    status = picture.status
-    workers = {} if status is None else {worker.rank: worker for worker in status.workers}
-    return [
-        Row(each, None if each.rank is None else workers.get(each.rank), picture.report.state)
-        for each in picture.report.processes
-    ]
-
-
-def _number_of(role: str, *, first: int) -> Callable[[Row], str]:
+def _number_of(role: str, *, first: int) -> Callable[[ProcessReport], str]:
     """A cell of the number of a process of that role, which its users count from `first`."""
 
-    def cell(row: Row) -> str:
-        rank = row.process.rank
-        return "" if rank is None or row.process.role != role else str(rank + first)
+    def cell(process: ProcessReport) -> str:
+        rank = process.rank
+        return "" if rank is None or process.role != role else str(rank + first)
 
     return cell
 
 
-def _vital(name: str, form: Callable[[float], str]) -> Callable[[Row], str]:
-    return lambda row: (
-        form(row.process.process_stats[name]) if name in row.process.process_stats else ""
+def _vital(name: str, form: Callable[[float], str]) -> Callable[[ProcessReport], str]:
+    return lambda process: (
+        form(process.process_stats[name]) if name in process.process_stats else ""
     )
 
 
-def _staged(form: Callable[[StageView], str]) -> Callable[[Row], str]:
+def _staged(form: Callable[[StageView], str]) -> Callable[[ProcessReport], str]:
     """A cell of what a stage of a pipeline did in the newest step."""
 
-    def cell(row: Row) -> str:
-        stage = StageView.of(row.process.process_stats)
+    def cell(process: ProcessReport) -> str:
+        stage = StageView.of(process.process_stats)
         return "" if stage is None else form(stage)
 
     return cell
@@ -229,7 +209,7 @@ def _sends(stage: StageView) -> str:
     return ", ".join(f"{rank + 1}: {format_megabytes(each)}" for rank, each in stage.sends.items())
 
 
-def _op(name: str) -> Callable[[Row], str]:
+def _op(name: str) -> Callable[[ProcessReport], str]:
     return _vital(f"op_s/{name}", bars.short_delay)
 
 
@@ -242,32 +222,20 @@ OPS = {
 """Columns of seconds of a step, by what a stage computes: their titles, and what they are called."""
 
 
-def _rate(row: Row) -> str:
-    rate = row.process.samples_per_s
-    return "" if rate is None or row.state != "training" else f"{rate:,.0f}"
-
-
-def _staleness(row: Row) -> str:
-    worker = row.worker
-    if worker is None or not any(worker.staleness[1:]):
-        return ""
-    return f"{worker.mean_staleness:.1f}"
-
-
-def _age(row: Row) -> str:
-    age = row.process.heartbeat_age_s
+def _age(process: ProcessReport) -> str:
+    age = process.heartbeat_age_s
     return "" if age is None else bars.short_age(age)
 
 
-def state_of(row: Row) -> str:
-    process = row.process
+def state_of(process: ProcessReport, state: State) -> str:
+    """What a process does, in a word; `state` is the run's."""
     match process.process:
         case "unreachable":
             return "no answer"
         case "gone":
             return "gone"
         case "ended":
-            if was_stopped(process, row.state):
+            if was_stopped(process, state):
                 return "stopped"
             return f"exit {process.exit_code}" if process.exit_code else "ended"
     if process.rank is None or process.role == "rank":
@@ -276,40 +244,61 @@ def state_of(row: Row) -> str:
 
 
 SPLIT = Column("time", MIN_SPLIT, lambda _: "")
-COLUMNS = (
-    Column("node", 6, lambda row: row.process.node),
-    Column("#", 2, _number_of("worker", first=1)),
-    Column("rank", 4, _number_of("rank", first=0)),
-    Column("state", 9, state_of),
-    Column("samples/s", 9, _rate),
-    SPLIT,
-    Column("seen", 4, _age),
-    Column("stale", 5, _staleness),
-    Column("local", 5, _vital("local_steps", lambda steps: f"{steps:.0f}")),
-    Column("drift", 6, _vital("drift", lambda share: f"{share:.2%}")),
-    Column("layers", 6, _staged(lambda stage: stage.ranges)),
-    Column("waits", 5, _staged(lambda stage: f"{stage.bubble:.0%}")),
-    *(Column(title, 7, _op(name)) for title, name in OPS.items()),
-    Column("MB/s to", 7, _staged(_sends)),
-    Column("cpu", 5, _vital("cpu", lambda cores: f"{100 * cores:.0f}%")),
-    Column("gpu", 4, _vital("gpu/utilization", lambda share: f"{share:.0%}")),
-    Column("gpu mem", 7, _vital("gpu/memory_bytes", bars.short_bytes)),
-    Column("temp", 4, _vital("gpu/temperature_c", lambda degrees: f"{degrees:.0f}C")),
-    Column("power", 5, _vital("gpu/power_w", lambda watts: f"{watts:.0f}W")),
-    Column("rtt", 6, _vital("rtt_s", bars.short_delay)),
-    Column("MB/s up", 7, _vital("sent_bytes_per_s", format_megabytes)),
-    Column("down", 6, _vital("received_bytes_per_s", format_megabytes)),
-    Column("memory", 6, _vital("memory_bytes", bars.short_bytes)),
-    Column("step", 7, lambda row: "" if row.process.step is None else f"{row.process.step:,}"),
-    Column("samples", 9, lambda row: "" if row.worker is None else f"{row.worker.samples:,}"),
-    Column("queue", 5, _vital("queue", lambda frames: f"{frames:.0f}")),
-)
-"""The most important first; they are shown in this order."""
+
+
+def columns_of(state: State) -> tuple[Column, ...]:
+    """The most important first, in which order they are shown; `state` is the run's."""
+    return (
+        Column("node", 6, lambda process: process.node),
+        Column("#", 2, _number_of("worker", first=1)),
+        Column("rank", 4, _number_of("rank", first=0)),
+        Column("state", 9, lambda process: state_of(process, state)),
+        Column(
+            "samples/s",
+            9,
+            lambda process: (
+                ""
+                if process.samples_per_s is None or state != "training"
+                else f"{process.samples_per_s:,.0f}"
+            ),
+        ),
+        SPLIT,
+        Column("seen", 4, _age),
+        Column(
+            "stale",
+            5,
+            lambda process: (
+                "" if process.mean_staleness is None else f"{process.mean_staleness:.1f}"
+            ),
+        ),
+        Column("local", 5, _vital("local_steps", lambda steps: f"{steps:.0f}")),
+        Column("drift", 6, _vital("drift", lambda share: f"{share:.2%}")),
+        Column("layers", 6, _staged(lambda stage: stage.ranges)),
+        Column("waits", 5, _staged(lambda stage: f"{stage.bubble:.0%}")),
+        *(Column(title, 7, _op(name)) for title, name in OPS.items()),
+        Column("MB/s to", 7, _staged(_sends)),
+        Column("cpu", 5, _vital("cpu", lambda cores: f"{100 * cores:.0f}%")),
+        Column("gpu", 4, _vital("gpu/utilization", lambda share: f"{share:.0%}")),
+        Column("gpu mem", 7, _vital("gpu/memory_bytes", bars.short_bytes)),
+        Column("temp", 4, _vital("gpu/temperature_c", lambda degrees: f"{degrees:.0f}C")),
+        Column("power", 5, _vital("gpu/power_w", lambda watts: f"{watts:.0f}W")),
+        Column("rtt", 6, _vital("rtt_s", bars.short_delay)),
+        Column("MB/s up", 7, _vital("sent_bytes_per_s", format_megabytes)),
+        Column("down", 6, _vital("received_bytes_per_s", format_megabytes)),
+        Column("memory", 6, _vital("memory_bytes", bars.short_bytes)),
+        Column("step", 7, lambda process: "" if process.step is None else f"{process.step:,}"),
+        Column(
+            "samples", 9, lambda process: "" if process.samples is None else f"{process.samples:,}"
+        ),
+        Column("queue", 5, _vital("queue", lambda frames: f"{frames:.0f}")),
+    )
+
+
 LEFT = ("node", "state")
 
 
-def _style(row: Row) -> str:
-    word = state_of(row)
+def _style(word: str) -> str:
+    """Of the word for a process's state."""
     if word in ("joined", "running"):
         return "green"
     if word in ("gone", "lost") or word.startswith("exit"):
@@ -317,11 +306,14 @@ def _style(row: Row) -> str:
     return "yellow" if word in ("no answer", "left", "starting") else "dim"
 
 
-def _table(rows: Sequence[Row], canvas: Canvas) -> list[Text]:
+def _table(report: RunReport, canvas: Canvas) -> list[Text]:
     gap = 2 if canvas.width >= WIDE else 1
-    cells = {column.title: [canvas.show(column.cell(row)) for row in rows] for column in COLUMNS}
-    has_split = any(row.process.process_stats for row in rows)
-    known = [each for each in COLUMNS if any(cells[each.title]) or (each is SPLIT and has_split)]
+    columns, processes = columns_of(report.state), report.processes
+    cells = {
+        each.title: [canvas.show(each.cell(process)) for process in processes] for each in columns
+    }
+    has_split = any(process.process_stats for process in processes)
+    known = [each for each in columns if any(cells[each.title]) or (each is SPLIT and has_split)]
     widths = {column.title: _width(column, cells[column.title]) for column in known}
     kept: list[Column] = []
     used = -gap
@@ -332,9 +324,9 @@ def _table(rows: Sequence[Row], canvas: Canvas) -> list[Text]:
     if SPLIT in kept:
         widths["time"] += min(MAX_SPLIT - MIN_SPLIT, max(0, canvas.width - used))
     lines = [Text((" " * gap).join(_aligned(each, each.title, widths) for each in kept), "dim")]
-    for place, row in enumerate(rows):
+    for place, process in enumerate(processes):
         line = Text(" " * gap).join(
-            _cell(column, cells[column.title][place], row, widths, canvas) for column in kept
+            _cell(column, cells[column.title][place], process, widths, canvas) for column in kept
         )
         lines.append(line)
     return lines
@@ -354,12 +346,12 @@ def _aligned(column: Column, cell: str, widths: Mapping[str, int]) -> str:
     return f"{text.plain}{fill}" if is_left else f"{fill}{text.plain}"
 
 
-def _cell(column: Column, cell: str, row: Row, widths: Mapping[str, int], canvas: Canvas) -> Text:
+def _cell(
+    column: Column, cell: str, process: ProcessReport, widths: Mapping[str, int], canvas: Canvas
+) -> Text:
     if column is SPLIT:
-        return bars.split_bar(
-            row.process.process_stats, widths["time"], letters=not canvas.has_colour
-        )
-    style = _style(row) if column.title == "state" else ""
+        return bars.split_bar(process.process_stats, widths["time"], letters=not canvas.has_colour)
+    style = _style(cell) if column.title == "state" else ""
     return Text(_aligned(column, cell, widths), style)
 
 
