@@ -69,7 +69,7 @@ class StatusBoard:
 
     def departed(self, worker: Worker, state: Presence) -> None:
         row = self._rows[worker.member.worker_id]
-        gone = {"state": state, "samples_per_s": 0.0, "process_stats": {}}
+        gone: dict[str, object] = {"state": state, "samples_per_s": 0.0, "process_stats": {}}
         row.status = self._status(worker.member.worker_id, row).model_copy(update=gone)
         row.worker = None
 

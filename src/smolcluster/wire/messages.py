@@ -142,22 +142,32 @@ class Message(HeaderModel):
             cls.KIND = kind
 
 
-class BucketMessage(Message):
+class TensorMessage(Message):
+    """Announces a payload, which is all of a tensor or a piece."""
+
+    tensor: TensorSpec
+
+
+class BucketMessage(TensorMessage):
     """One bucket of a stream, of `num_buckets` in all, which come in order."""
 
     bucket: Count
     num_buckets: Positive
-    tensor: TensorSpec
 
 
-class LossMessage(Message):
+class LeaseMessage(Message):
+    """About the samples of a lease."""
+
+    lease: LeaseKey
+
+
+class LossMessage(LeaseMessage):
     """What samples have come to: their mean `loss` over `num_terms` loss terms, in `compute_s` seconds.
 
     `loss` is null where nobody has told it. `learning_rate` is what the worker's own schedule has come to;
     null: the run's. `overflow` is the loss scale with which the gradient overflowed; the step is skipped.
     """
 
-    lease: LeaseKey
     loss: Loss | None
     num_terms: Terms
     learning_rate: Annotated[float, Field(ge=0)] | None = None
@@ -303,7 +313,7 @@ class Reject(Message, kind=6):
     retry_after_s: Annotated[float, Field(ge=0)] | None = None
 
 
-class Assignment(Message, kind=7):
+class Assignment(TensorMessage, LeaseMessage, kind=7):
     """Server: compute the gradient of these samples (payload: their indices).
 
     With `batch_nbytes` the samples themselves came just before, in `Served` messages of so many bytes in all.
@@ -312,7 +322,6 @@ class Assignment(Message, kind=7):
     `fragments` take a step; null: all. In its synchronous beginning what is collected next `is_gradient`.
     """
 
-    lease: LeaseKey
     version: Count
     learning_rate: Annotated[float, Field(ge=0)]
     """EDP: for the worker's own steps."""
@@ -321,22 +330,19 @@ class Assignment(Message, kind=7):
     batch_samples: Count = 0
     first_bucket: Count = 0
     backup: bool = False
-    tensor: TensorSpec
     batch_nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)] | None = None
     fragments: Some[Count] | None = None
     is_gradient: bool = False
 
 
-class Served(Message, kind=25):
+class Served(TensorMessage, LeaseMessage, kind=25):
     """Server: a piece of the batch that a worker will be assigned: from byte `offset` on of `nbytes` in all.
 
     The pieces come in order; what the batch's bytes mean is said in `data/pytree.py`.
     """
 
-    lease: LeaseKey
     offset: Count
     nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)]
-    tensor: TensorSpec
 
 
 class Push(LossMessage, BucketMessage, kind=8):
@@ -351,10 +357,9 @@ class Push(LossMessage, BucketMessage, kind=8):
     held_s: Seconds = 0.0
 
 
-class Ack(Message, kind=9):
+class Ack(LeaseMessage, kind=9):
     """Server: what became of a push, and the version of the weights after it."""
 
-    lease: LeaseKey
     outcome: Outcome
     version: Count
 
@@ -380,7 +385,7 @@ class State(BucketMessage, kind=11):
     num_skipped: Count = 0
 
 
-class Buffers(Message, kind=23):
+class Buffers(TensorMessage, kind=23):
     """Either side: a piece of the model's buffers of these `numbers`, which change as it computes.
 
     Client: what computing `lease` has added to them, before its push. Server: their values at `version`,
@@ -392,7 +397,6 @@ class Buffers(Message, kind=23):
     numbers: Some[Count]
     piece: Count
     num_pieces: Positive
-    tensor: TensorSpec
 
 
 class Heartbeat(Message, kind=12):
@@ -459,21 +463,19 @@ class Commit(Message, kind=17):
     tensor: TensorSpec | None = None
 
 
-class Cancel(Message, kind=18):
+class Cancel(LeaseMessage, kind=18):
     """Server: a push is wanted no more; its first `num_buckets` buckets have counted."""
 
-    lease: LeaseKey
     num_buckets: Count
 
 
-class Skip(Message, kind=19):
+class Skip(LeaseMessage, kind=19):
     """Client: will not push what it was assigned, or no more of it, after having computed for `compute_s` s.
 
     For `held_s` seconds what it did push has waited for others'.
     EDP: because of a loss, gradient or weights that are NaN or infinite, which `reason` describes.
     """
 
-    lease: LeaseKey
     compute_s: Seconds
     held_s: Seconds = 0.0
     reason: Sentence = ""
@@ -533,30 +535,29 @@ class Stepped(LossMessage, kind=32):
     grad_norm: Annotated[float, Field(ge=0)]
 
 
-class Collect(Message, kind=33):
+class ChangeMessage(Message):
+    """About what a fragment has changed by, which a Collect has asked for as `request`."""
+
+    request: Count
+    fragment: Count
+
+
+class Collect(ChangeMessage, kind=33):
     """Server: send what a fragment has changed by since its last weights; `wait`: until the next ones come.
 
     It is about all Assignments before it: where these say so, send their mean gradient. `request` names it in
     the Delta.
     """
 
-    request: Count
-    fragment: Count
     wait: bool
 
 
-class Delta(BucketMessage, kind=34):
+class Delta(BucketMessage, ChangeMessage, kind=34):
     """Client: one bucket of what a fragment has changed by: the weights it began with, less those of now."""
 
-    request: Count
-    fragment: Count
 
-
-class DeltaSent(Message, kind=39):
+class DeltaSent(ChangeMessage, kind=39):
     """Client: it has sent what a fragment has changed by to stores; the server holds no bucket of it."""
-
-    request: Count
-    fragment: Count
 
 
 class OuterStep(BucketMessage, kind=35):
@@ -708,7 +709,7 @@ class CountedPart(HeaderModel):
     weight: Annotated[float, Field(ge=0)]
 
 
-class Arrived(Message, kind=43):
+class Arrived(TensorMessage, kind=43):
     """Store: of a fragment's part the buckets from `bucket` on have come; with the last one it is whole.
 
     `key` null: the mean that was to be ready is. The payload are their L2 norms, (1, n), or (2, n) with those
@@ -721,7 +722,6 @@ class Arrived(Message, kind=43):
     fragment: Count
     bucket: Count
     is_whole: bool = False
-    tensor: TensorSpec
 
 
 class TakeMean(Message, kind=38):
@@ -806,11 +806,10 @@ class TransferPiece(HeaderModel):
     nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)]
 
 
-class Transfer(Message, kind=60):
+class Transfer(TensorMessage, kind=60):
     """Stage: a piece of what its neighbour computes with; the bytes are those of `data/pytree.py`."""
 
     piece: TransferPiece
-    tensor: TensorSpec
 
 
 class Relayed(Message, kind=61):
@@ -836,14 +835,19 @@ class StageNeighbour(HeaderModel):
         return f"stage {self.rank} ({self.node})"
 
 
-class Planned(Message, kind=52):
+class StageMessage(Message):
+    """About the stages of a plan; an `attempt` is the time from a plan until the next one."""
+
+    attempt: Count
+
+
+class Planned(StageMessage, kind=52):
     """Server: which layers are whose from now on; what was begun before is void.
 
     Stage s has layers `cuts[s]` to `cuts[s + 1]` - 1 and is on rank `ranks[s]`; the receiver's is `rank`. Its
     weights are the initial ones, or with a `step` those of that step, which come then.
     """
 
-    attempt: Count
     rank: Count
     cuts: Annotated[
         tuple[Count, ...], Strict(False), Field(min_length=2, max_length=MAX_STAGES + 1)
@@ -888,45 +892,40 @@ class LayersMeasured(Message, kind=57):
     device: Name
 
 
-class MeasureLink(Message, kind=62):
+class MeasureLink(StageMessage, kind=62):
     """Server: measure what you send this process, which does the same; you are `rank` 0 or 1 of the two."""
 
-    attempt: Count
     rank: Count
     neighbour: StageNeighbour
 
 
-class LinkMeasured(Message, kind=63):
+class LinkMeasured(StageMessage, kind=63):
     """Stage: what it sends the other one that a MeasureLink named; or the `reason` why it cannot."""
 
-    attempt: Count
     bytes_s: Speed = 0.0
     latency_s: Seconds = 0.0
     reason: Sentence = ""
 
 
-class StageReady(Message, kind=53):
+class StageReady(StageMessage, kind=53):
     """Stage: it has its layers and reaches its neighbours. Or, with a `reason`: it does not, or no more.
 
     `out_of_memory`: they are too much for its device. `places`: what of the whole model's flat weights, those
     that are trained, is here: from an element to before another one, in order.
     """
 
-    attempt: Count
     reason: Sentence = ""
     out_of_memory: bool = False
     places: FlatPlaces = ()
 
 
-class StageDone(Message, kind=54):
+class StageDone(LeaseMessage, StageMessage, kind=54):
     """Stage: what it has come to in a step: its gradients wait for the Commit.
 
     `loss` is the sum of `num_terms` loss terms, on the last stage; `squared_norm` that of the gradient of
     the sum, null: not finite. `sent_bytes`: to each rank, for this step.
     """
 
-    attempt: Count
-    lease: LeaseKey
     loss: Annotated[float, Field(allow_inf_nan=False)] | None
     num_terms: Terms
     squared_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
@@ -936,47 +935,42 @@ class StageDone(Message, kind=54):
     sent_bytes: Many[Count] = ()
 
 
-class KeepStages(Message, kind=28):
+class KeepStages(StageMessage, kind=28):
     """Server: send all that you have of the state after this step."""
 
-    attempt: Count
     step: Count
 
 
-class WantState(Message, kind=29):
+class WantState(StageMessage, kind=29):
     """Stage: send these tensors, as they were after the step of the plan."""
 
-    attempt: Count
     content: Identifier
     names: Annotated[Some[Identifier], Field(max_length=MAX_WANTED)]
 
 
-class StageState(Message, kind=30):
+class StageState(TensorMessage, StageMessage, kind=30):
     """Either side: a piece of a tensor, from byte `offset` on.
 
     `content`: of the model itself, or of what the optimizer keeps of its parameter `name`.
     """
 
-    attempt: Count
     step: Count
     content: Identifier
     name: Identifier
     offset: Count
-    tensor: TensorSpec
 
 
-class StageKept(Message, kind=31):
+class StageKept(StageMessage, kind=31):
     """Stage: it has sent all. Or it has done what a CopyOrder has told it, whose `turn` is `step`.
 
     `found`: the step of the moments that it goes on with, as it was told to; null: it has none.
     """
 
-    attempt: Count
     step: Count
     found: Count | None = None
 
 
-class CopyOrder(Message, kind=58):
+class CopyOrder(StageMessage, kind=58):
     """Server: what to do with the copy of the weights that the stages' own steps change, θ, all together.
 
     `begin`: follow these `fragments`, each some places in the whole model's flat weights, with θ of now as
@@ -989,7 +983,6 @@ class CopyOrder(Message, kind=58):
     those that were kept under `step`.
     """
 
-    attempt: Count
     turn: Count
     order: Literal[
         "begin",
@@ -1017,36 +1010,32 @@ class CopyOrder(Message, kind=58):
     keep_last: Count = 1
 
 
-class CopyPiece(Message, kind=59):
+class CopyPiece(TensorMessage, StageMessage, kind=59):
     """Either side: from byte `offset` on what a CopyOrder wants that is here, or that belongs to this stage.
 
     The values stand in the order of the wanted places in the whole model's flat weights.
     """
 
-    attempt: Count
     turn: Count
     offset: Count
-    tensor: TensorSpec
 
 
-class EvaluateStages(Message, kind=55):
+class EvaluateStages(StageMessage, kind=55):
     """Server: compute all samples that are held out, together, as the `turn` of that number.
 
     With a `lease` it is so many of them as that has places, `batch_size` at once. First and last stage get
     them just before: a list of batches, in `Served` messages of `batch_nbytes` bytes in all.
     """
 
-    attempt: Count
     turn: Count
     lease: LeaseKey | None = None
     batch_size: Positive = 1
     batch_nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)] | None = None
 
 
-class StageEvaluated(Message, kind=56):
+class StageEvaluated(StageMessage, kind=56):
     """Stage: it has; on the last one with sum and number of terms of loss and metrics."""
 
-    attempt: Count
     turn: Count
     totals: Annotated[dict[Name, Total], Field(max_length=64)]
     is_finite: bool = True
