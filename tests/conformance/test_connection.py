@@ -26,7 +26,6 @@ from smolcluster.wire.connection import UNPROVED_NBYTES, Connection, PlaceFor, n
 from smolcluster.wire.frames import build_frame, frame_nbytes
 from smolcluster.wire.messages import (
     FROM_WORKER,
-    Assignment,
     Heartbeat,
     Hello,
     Message,
@@ -365,13 +364,6 @@ def test_a_trickle_does_not_outlast_a_deadline(kind: str) -> None:
         assert connection.bytes_received in {3, 4}
 
 
-def test_a_deadline_that_has_passed_strikes_at_once(kind: str) -> None:
-    with raw_and_connection(kind) as (raw, connection):
-        raw.sendall(HEARTBEAT)
-        with pytest.raises(PeerLost, match="did not finish in time"):
-            connection.receive(deadline=Deadline(0.0))
-
-
 def test_a_peer_that_does_not_read_is_lost(kind: str) -> None:
     with raw_and_connection(kind, stall_timeout_s=0.1) as (_, connection):
         with pytest.raises(PeerLost, match=r"took no byte for 0\.1 s"):
@@ -460,21 +452,3 @@ def test_draining_a_peer_that_never_stops_is_bounded(kind: str) -> None:
         assert connection.bytes_received <= 2 * UNPROVED_NBYTES
     with raw_and_connection(kind, stall_timeout_s=1e4) as (raw, connection):
         connection.finish(drain_timeout_s=0.1)
-
-
-def test_errors_name_peer_and_phase(kind: str) -> None:
-    with connection_pair(kind) as (one, other):
-        other.peer, other.phase = "mini1 (10.0.0.2:5555)", "training"
-        one.close()
-        with pytest.raises(PeerLost, match=r"^mini1 \(10\.0\.0\.2:5555\): training: closed the"):
-            other.receive()
-
-
-def test_indices_travel_as_they_are(kind: str) -> None:
-    with connection_pair(kind) as (one, other):
-        assignment = next(each for each in one_of_each() if isinstance(each, Assignment))
-        indices = struct.pack("<32i", *range(32))
-        one.send(assignment, indices)
-        received, payload = other.receive(frozenset({Assignment, Push}))
-        assert received == assignment
-        assert bytes(payload) == indices

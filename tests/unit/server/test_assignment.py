@@ -9,8 +9,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from smolcluster.codec.base import bytes_of
-from smolcluster.codec.registry import CODECS, get_codec
 from smolcluster.configs.schema import DatasetConfig, GPTConfig, TrainConfig
 from smolcluster.data.dataset import Batch, Dataset, Sent
 from smolcluster.data.pytree import encode
@@ -38,7 +36,6 @@ from smolcluster.wire.messages import (
     frame_of,
     payload_nbytes,
 )
-from smolcluster.wire.streams import bucket_spec
 
 LENGTH, VOCAB = 8, 13
 INDICES = torch.tensor([3, 0, 5], dtype=torch.int32)
@@ -288,28 +285,6 @@ def test_a_token_outside_of_the_vocabulary_is_refused(token: int, dtype: type) -
     rows[1, 4] = token
     with pytest.raises(ProtocolError, match="not 8 of 13 tokens, as it had said"):
         assigned(torch.from_numpy(rows)).compute(there)
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_a_bucket_is_described_as_what_its_codec_makes_of_it(name: str) -> None:
-    codec = get_codec(name)
-    spec = bucket_spec(codec, slice(100, 350))
-    values = torch.linspace(-1, 1, 250, dtype=codec.dtype)
-    encoded = torch.empty(spec.nbytes, dtype=torch.uint8)
-    codec.encode(values, encoded)
-    assert (spec.codec, spec.shape) == (name, (250,))
-    assert getattr(torch, spec.dtype) is values.dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32, torch.float64])
-def test_a_tensors_bytes_are_its_own_memory(dtype: torch.dtype) -> None:
-    tensor = torch.arange(8).to(dtype)
-    view = bytes_of(tensor[2:6])
-    assert view.nbytes == 4 * dtype.itemsize
-    tensor[2:6] = 9
-    assert torch.frombuffer(view, dtype=dtype).tolist() == [9, 9, 9, 9]
-    view[:] = bytes(view.nbytes)
-    assert tensor.tolist() == [0, 1, 0, 0, 0, 0, 6, 7]
 
 
 def evaluation(batches: Batch, told: Batch, num_samples: int = 5) -> HeldOut:

@@ -9,7 +9,7 @@ import pytest
 
 from connection_pairs import RUN
 from harness import SECRET, free_port
-from peers import DEADLINE_S, Hand, HandledDoor, follower
+from peers import DEADLINE_S, HandledDoor, follower
 from smolcluster.errors import (
     AuthError,
     ConnectTimeout,
@@ -23,7 +23,7 @@ from smolcluster.wire import node
 from smolcluster.wire.connection import Connection
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import refuse, reject
-from smolcluster.wire.messages import Reject, Welcome
+from smolcluster.wire.messages import Welcome
 from smolcluster.wire.security import Secret
 
 Joining = Callable[..., "Future[tuple[Connection, Welcome]]"]
@@ -268,30 +268,3 @@ def test_a_server_that_breaks_off_is_asked_again(
     assert welcome.run == RUN
     assert len(delays) == 1, "after a pause"
     connection.close()
-
-
-def test_a_server_that_accepts_and_says_nothing_is_given_up_in_time(
-    door: HandledDoor, start_joining: Joining, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody opens the door: the system accepts, and the handshake waits for an answer."""
-    monkeypatch.setattr(node, "LAST_TRY_S", 0.1)
-    monkeypatch.setattr(node, "HANDSHAKE_TIMEOUT_S", 10 * DEADLINE_S)
-    future = start_joining(timeout_s=0.2)
-    with pytest.raises(ConnectTimeout, match=r"did not finish in time"):
-        future.result(DEADLINE_S)
-
-
-def test_an_ipv6_address_is_written_so_that_it_can_be_typed() -> None:
-    assert str(Address("fd00::1", 65432)) == "[fd00::1]:65432"
-    assert str(Address("10.0.0.1", 65432)) == "10.0.0.1:65432"
-
-
-def test_a_failed_attempt_leaves_no_connection_open(
-    door: HandledDoor, start_joining: Joining
-) -> None:
-    future = start_joining(timeout_s=0.0)
-    connection = door.open().talk.connection
-    connection.send(Reject(code="node", sentence="no"))
-    Hand(connection).hear_the_end()
-    with pytest.raises(Rejected):
-        future.result(DEADLINE_S)

@@ -47,7 +47,6 @@ from smolcluster.wire.messages import (
     LeaseKey,
     Message,
     Pull,
-    Push,
     Ready,
     Reject,
     State,
@@ -144,16 +143,6 @@ def test_a_worker_that_comes_back_after_the_end_hears_of_it_and_ends_well(
     assert "every sample has been applied" in life.lines[-1]
 
 
-def test_a_server_that_leaves_is_said_to_have_left_and_looked_for(life: Life[Helper]) -> None:
-    worker = life.begin()
-    hand, _ = life.taken_part()
-    hand.say(Goodbye(reason="it was stopped"))
-    hand.leave()
-    end(life.taken_part()[0])
-    worker.finish()
-    assert [each for each in life.lines if "the server has left: it was stopped; trying" in each]
-
-
 def test_who_follows_another_worker_speaks_of_that(life: Life[Helper]) -> None:
     worker = life.begin(whom="its worker")
     life.taken_part()[0].leave()
@@ -222,21 +211,20 @@ def test_a_worker_that_cannot_go_on_says_goodbye_and_why(
     assert worker.failure() is error
 
 
-def test_a_loss_that_is_not_finite_is_everybodys_affair(life: Life[Helper]) -> None:
-    worker = life.begin(partial(Helper, error=NonFiniteLoss("step 3: loss is nan at layer fc1")))
-    hand, _ = life.taken_part()
-    fault = hand.hear_a(Fault)
-    assert (fault.code, fault.sentence) == ("non-finite", "step 3: loss is nan at layer fc1")
-    hand.leave()
-    assert isinstance(worker.failure(), NonFiniteLoss)
-
-
-def test_an_error_in_the_user_s_code_is_the_run_s(life: Life[Helper]) -> None:
-    error = UserCodeError("loss (train.py:17): KeyError: 'y'")
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NonFiniteLoss("step 3: loss is nan at layer fc1"), "non-finite"),
+        (UserCodeError("loss (train.py:17): KeyError: 'y'"), "user-code"),
+    ],
+)
+def test_what_may_be_the_run_s_fault_is_everybodys_affair(
+    life: Life[Helper], error: SmolclusterError, code: str
+) -> None:
     worker = life.begin(partial(Helper, error=error))
     hand, _ = life.taken_part()
     fault = hand.hear_a(Fault)
-    assert (fault.code, fault.sentence) == ("user-code", str(error))
+    assert (fault.code, fault.sentence) == (code, str(error))
     hand.leave()
     assert worker.failure() is error
 
@@ -304,12 +292,6 @@ def test_a_machine_that_cannot_keep_a_run_says_so_and_leaves_nothing_open(
     assert worker.failure() is error
 
 
-def test_no_server_at_the_start_is_given_up(life: Life[Helper]) -> None:
-    life.door.close()
-    failure = life.begin(start_timeout_s=0.2).failure()
-    assert isinstance(failure, ConnectTimeout)
-
-
 def test_news_of_the_server_is_raised_wherever_a_participant_waits(life: Life[Helper]) -> None:
     """Also when it only looks for events in between."""
     seen: list[object] = []
@@ -346,17 +328,6 @@ class Sending(Helper):
         memory[:] = b"." * NBYTES
         while True:
             link.next_event(DEADLINE_S)
-
-
-def test_what_is_sent_is_what_it_was_before_the_flush(life: Life[Helper]) -> None:
-    worker = life.begin(Sending)
-    hand, _ = life.taken_part()
-    for _ in range(NUM_FRAMES):
-        message, payload = hand.hear()
-        assert isinstance(message, Push)
-        assert payload == b"g" * NBYTES
-    end(hand)
-    worker.finish()
 
 
 def test_a_worker_that_waits_to_send_comes_back_when_the_server_has_gone(
@@ -568,47 +539,29 @@ def test_a_worker_that_waits_for_others_hears_how_the_run_ends(
     assert not life.made
 
 
-def test_every_start_of_the_server_is_a_new_one(
-    learning: Life[Learning], num_built: Callable[[], int]
-) -> None:
-    """Also one that comes back to an earlier incarnation's name, after a session with each."""
-    worker, run = learning.begin(), run_config()
-    for incarnation in ("aaaa", "bbbb", "bbbb", "cccc"):
-        learning.taken_part(run, incarnation)[0].leave()
-    end(learning.taken_part(run, "aaaa")[0])
-    worker.finish()
-    starts = [(made.welcome.incarnation, made.num_sessions) for made in learning.made]
-    assert starts == [("aaaa", 1), ("bbbb", 2), ("cccc", 1), ("aaaa", 1)]
-    assert num_built() == 1
-
-
 @pytest.mark.parametrize(
-    "overrides",
-    [("seed=7",), ("learning_rate=0.5",), ("model.hidden=9",), ("num_epochs=99",)],
-    ids=lambda overrides: overrides[0],
+    "other",
+    [
+        ("run-1", "seed=7"),
+        ("run-1", "learning_rate=0.5"),
+        ("run-1", "model.hidden=9"),
+        ("run-1", "num_epochs=99"),
+        ("run-2",),
+    ],
+    ids=lambda other: other[-1],
 )
-def test_a_server_with_another_configuration_is_begun_afresh(
-    learning: Life[Learning], num_built: Callable[[], int], overrides: tuple[str, ...]
+def test_a_server_of_another_run_or_configuration_is_begun_afresh(
+    learning: Life[Learning], num_built: Callable[[], int], other: tuple[str, ...]
 ) -> None:
     worker = learning.begin()
-    learning.taken_part(run_config(), "aaaa")[0].leave()
-    end(learning.taken_part(run_config("run-1", *overrides), "bbbb")[0])
+    learning.taken_part(run_config("run-1"), "aaaa")[0].leave()
+    end(learning.taken_part(run_config(*other), "bbbb")[0])
     worker.finish()
     before, after = learning.made
     assert after.training is not before.training
     assert num_built() == 2
+    assert learning.runs == ["run-1", other[0]]
     assert not any("the server was started again" in line for line in learning.lines)
-
-
-def test_another_run_of_the_same_configuration_is_begun_afresh(
-    learning: Life[Learning], num_built: Callable[[], int]
-) -> None:
-    worker = learning.begin()
-    learning.taken_part(run_config("run-1"), "aaaa")[0].leave()
-    end(learning.taken_part(run_config("run-2"), "bbbb")[0])
-    worker.finish()
-    assert len(learning.made) == num_built() == 2
-    assert learning.runs == ["run-1", "run-2"]
 
 
 def test_other_buckets_are_built_anew(

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from peers import opened, set_gradient, small_replica
 from smolcluster.codec.registry import CODECS, get_codec
@@ -23,8 +23,8 @@ from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.training.scaler import LEAST_SCALE
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.inbox import Event, MessageReceived
-from smolcluster.wire.messages import LeaseKey, Pull, Push
+from smolcluster.wire.inbox import Event
+from smolcluster.wire.messages import LeaseKey, Push
 from smolcluster.wire.streams import Assembler
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
@@ -263,59 +263,11 @@ def take_all(order: Assembler[Push], pushes: list[Push]) -> list[bool]:
     return [ends(order, push) for push in pushes]
 
 
-def test_a_push_ends_with_its_last_bucket_and_then_another_may_begin(replica: Replica) -> None:
-    order = push_assembler(replica.buckets, "fp32")
-    for grant in (1, 2):
-        states = [order.first is not None]
-        for push in pushes_of(replica, key=lease(grant=grant)):
-            assert ends(order, push) == (push.bucket == 2)
-            states.append(order.first is not None)
-        assert states == [False, True, True, False]
-
-
-@pytest.mark.parametrize(("numbers", "wrong"), [([1], 1), ([0, 2], 2), ([0, 0], 0), ([0, 1, 0], 0)])
-def test_buckets_come_in_order(replica: Replica, numbers: list[int], wrong: int) -> None:
-    order, pushes = push_assembler(replica.buckets, "fp32"), pushes_of(replica)
-    take_all(order, [pushes[number] for number in numbers[:-1]])
-    with pytest.raises(
-        ProtocolError, match=f"bucket {wrong} of 3, expected {len(numbers) - 1} of 3"
-    ):
-        order.check(pushes[numbers[-1]])
-
-
-@pytest.mark.parametrize("partial", [False, True])
-def test_two_pushes_cannot_be_mixed(replica: Replica, partial: bool) -> None:
-    order = push_assembler(replica.buckets, "fp32", partial=partial)
-    order.check(pushes_of(replica, key=lease(grant=1))[0])
-    with pytest.raises(ProtocolError, match="another push in the middle"):
-        order.check(pushes_of(replica, key=lease(grant=2))[1])
-
-
 @pytest.mark.parametrize("num_samples", [31, 33])
 def test_a_push_has_as_many_samples_as_its_lease(replica: Replica, num_samples: int) -> None:
     wrong = pushes_of(replica)[0].model_copy(update={"num_samples": num_samples})
     with pytest.raises(ProtocolError, match=f"{num_samples} samples does not fit its lease"):
         push_assembler(replica.buckets, "fp32").check(wrong)
-
-
-@pytest.mark.parametrize("partial", [False, True])
-def test_a_push_in_a_codec_that_was_not_agreed_on_is_refused(
-    replica: Replica, partial: bool
-) -> None:
-    order = push_assembler(replica.buckets, "fp32", partial=partial)
-    with pytest.raises(
-        ProtocolError, match="bucket 0 of 3 of its push is not the fp32 tensor agreed on"
-    ):
-        order.check(pushes_of(replica, "int8")[0])
-
-
-def test_buckets_of_another_size_are_refused(replica: Replica) -> None:
-    other = Replica(nn.Linear(16, 48), "sgd", bucket_bytes=512)
-    with pytest.raises(ProtocolError, match="of 7, expected 0 of 3"):
-        push_assembler(replica.buckets, "fp32").check(pushes_of(other)[0])
-    lying = pushes_of(other)[0].model_copy(update={"num_buckets": 3})
-    with pytest.raises(ProtocolError, match="not the fp32 tensor agreed on"):
-        push_assembler(replica.buckets, "fp32").check(lying)
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
@@ -325,15 +277,6 @@ def test_where_parts_are_allowed_a_push_begins_anywhere_and_goes_on_to_the_end(
     order, pushes = push_assembler(replica.buckets, "fp32", partial=True), pushes_of(replica)
     assert take_all(order, pushes[first:]) == [False] * (2 - first) + [True]
     assert take_all(order, pushes) == [False, False, True], "and the next one anew"
-
-
-@pytest.mark.parametrize(("numbers", "wrong"), [([1, 0], 0), ([0, 2], 2), ([1, 1], 1)])
-def test_parts_too_come_in_order(replica: Replica, numbers: list[int], wrong: int) -> None:
-    order, pushes = push_assembler(replica.buckets, "fp32", partial=True), pushes_of(replica)
-    order.check(pushes[numbers[0]])
-    expected = f"bucket {wrong} of 3, expected {numbers[0] + 1} of 3"
-    with pytest.raises(ProtocolError, match=expected):
-        order.check(pushes[numbers[1]])
 
 
 def test_a_part_cannot_begin_behind_the_last_bucket(replica: Replica) -> None:
@@ -401,16 +344,6 @@ def test_a_lossless_push_arrives_bit_for_bit(codec: str, dtype: torch.dtype) -> 
     assert torch.equal(event.gradient, gradient)
     assert (event.session_id, event.push.base_version, event.push.loss) == (SESSION, 7, 0.5)
     assert (event.push.lease, event.push.num_samples) == (lease(), 32)
-
-
-def test_an_8_bit_push_is_a_quarter_and_close(replica: Replica) -> None:
-    gradient = set_gradient(replica, 1)
-    frames = push_with(GradientSender("int8", replica))
-    (event,) = deliver(frames, GradientReceiver(SESSION, "int8", replica.buckets))
-    assert isinstance(event, Pushed)
-    largest = gradient.abs().max().item()
-    assert (event.gradient - gradient).abs().max() <= largest / 254 * 1.001
-    assert sum(frame.payload.nbytes for frame in frames) == replica.num_params + 3 * 4
 
 
 def test_the_gradient_is_the_servers_until_it_says_otherwise(replica: Replica) -> None:
@@ -494,10 +427,3 @@ def test_a_push_with_a_value_that_is_not_finite_is_refused(replica: Replica, val
     payload[40:44] = struct.pack("<f", value)
     with pytest.raises(ProtocolError, match="NaN or infinity"):
         GradientReceiver(SESSION, "fp32", replica.buckets)(message, payload)
-
-
-def test_a_whole_push_comes_in_order_and_all_else_is_passed_on(replica: Replica) -> None:
-    receiver = GradientReceiver(SESSION, "fp32", replica.buckets)
-    with pytest.raises(ProtocolError, match="bucket 1 of 3, expected 0"):
-        deliver(push_with(GradientSender("fp32", replica))[1:], receiver)
-    assert receiver(Pull(), memoryview(b"")) == MessageReceived(SESSION, Pull())

@@ -158,12 +158,6 @@ def test_a_standing_says_whose_it_is_and_where(parts: Parts) -> None:
     assert state.progress["dispatcher"] == {"cursor": [0, 1, 2]}
 
 
-def test_before_the_first_step_there_is_no_loss(parts: Parts) -> None:
-    state = report_of(parts).training_state({})
-    assert (state.step, state.samples_applied, state.train_loss) == (0, 0, None)
-    assert resumed(parts, state).counts.version == 0
-
-
 def test_a_standing_does_not_change_when_the_run_goes_on(parts: Parts) -> None:
     report = report_of(parts)
     report.contributed(WORKERS[0], 30, 0.5)
@@ -186,11 +180,6 @@ def test_the_resumption_is_an_event_after_the_start(parts: Parts) -> None:
     assert len(parts.happened(RunStarted)) == 2
 
 
-def test_a_run_that_begins_was_not_resumed(parts: Parts) -> None:
-    report_of(parts)
-    assert parts.happened(RunResumed) == []
-
-
 def test_time_and_traffic_are_those_of_all_starts(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,20 +196,6 @@ def test_time_and_traffic_are_those_of_all_starts(
     summary = third.summary()
     assert summary.wall_s == pytest.approx(16.0), "without the time that nobody trained"
     assert (summary.bytes.sent, summary.bytes.received) == (123, 12)
-
-
-def test_the_waiting_before_a_resumption_is_not_counted(
-    parts: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
-    report = report_of(parts)
-    clock.now += 10.0
-    state = report.training_state({})
-    late = report_of(parts, "there")
-    clock.now += 90.0
-    late.resume(through_json(state))
-    clock.now += 1.0
-    assert late.summary().wall_s == pytest.approx(11.0)
 
 
 def test_the_rate_begins_with_the_resumption(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,10 @@ from smolcluster.runs.events import RunStarted, read_events
 from smolcluster.runs.status import RunStatus, StatusFile, read_status
 from smolcluster.server.report import Report
 from smolcluster.server.worker import Worker
-from smolcluster.server.worker_pool import Departed, Joined
+from smolcluster.server.worker_pool import Departed
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.training.loop import StepTaken
-from smolcluster.wire.messages import Goodbye, Heartbeat
+from smolcluster.wire.messages import Goodbye
 
 pytestmark = pytest.mark.usefixtures("short_farewell")
 INSTANCE = "0123456789abcdef"
@@ -249,27 +249,6 @@ def test_who_left_and_who_was_lost_is_told_apart(board: Board, house: HandledHub
     left, lost = board.read(house.pool.listener).workers
     assert (left.rank, left.state, left.device) == (0, "left", "cpu")
     assert (lost.rank, lost.state, lost.samples, lost.step) == (1, "lost", 64, 1)
-
-
-def test_a_process_that_connects_again_is_joined_once(board: Board, house: HandledHub) -> None:
-    house.join(hello(instance=INSTANCE))
-    house.join(hello(instance=INSTANCE))
-    assert sum(isinstance(event, Joined) for event in house.events) == 2
-    (worker,) = board.read(house.pool.listener).workers
-    assert worker.state == "joined"
-
-
-def test_a_heartbeat_is_a_sign_of_life(board: Board, house: HandledHub) -> None:
-    hand = house.join(hello())
-    seen = board.read(house.pool.listener).workers[0].last_seen
-
-    def is_seen_again() -> bool:
-        hand.say(Heartbeat(sent_at=1.0))
-        return board.read(house.pool.listener).workers[0].last_seen > seen
-
-    house.until(is_seen_again)
-    status = board.read(house.pool.listener)
-    assert status.workers[0].silent_s(status.updated_at) < DEADLINE_S
 
 
 def test_who_took_part_to_the_end_is_joined_when_it_is_over(board: Board) -> None:

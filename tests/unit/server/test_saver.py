@@ -387,19 +387,6 @@ def test_without_an_evaluation_to_come_nothing_is_waited_for(shared_parts: Parts
         assert snapshot.state.val_loss is None, "that of another step is not its own"
 
 
-def test_an_evaluation_between_two_checkpoints_is_of_neither(shared_parts: Parts) -> None:
-    shelf = Shelf()
-    training = Training(shared_parts, shelf, 2)
-    with training.saver:
-        training.steps(2)
-        assert training.tick_until_saved(shelf).state.val_loss is None
-        training.step(is_evaluated=True)
-        training.evaluate(3, 0.5)
-        training.step(is_evaluated=False)
-        assert training.tick_until_saved(shelf).state.val_loss is None
-    assert shelf.rest() == []
-
-
 def test_a_loss_that_never_comes_holds_it_back_until_the_next_one_at_most(
     shared_parts: Parts,
 ) -> None:
@@ -530,18 +517,6 @@ def test_a_copy_that_fails_is_a_warning_and_the_next_one_is_made(
         assert_is_of(training.tick_until_saved(shelf), 4)
     assert shelf.rest() == []
     assert len(training.lines) == 1
-
-
-def test_a_copy_that_fails_at_the_end_is_a_warning_as_well(
-    shared_parts: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow_copies(monkeypatch, no_room)
-    shelf = Shelf()
-    training = Training(shared_parts, shelf, None)
-    with training.saver:
-        training.step()
-    assert shelf.rest() == []
-    assert training.lines == ["WARNING step 1 is not saved: MemoryError('no room')"]
 
 
 def test_a_tick_finds_a_copy_that_has_failed(

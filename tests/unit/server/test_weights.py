@@ -71,31 +71,6 @@ def test_weights_are_sent_from_one_copy_however_many_ask(replica: Replica) -> No
         assert state.incarnation == "here"
 
 
-@pytest.mark.parametrize("first", [1, 2])
-def test_weights_come_in_order(replica: Replica, receiver: StateReceiver, first: int) -> None:
-    _, frames = weights_of(replica, 4)
-    with pytest.raises(ProtocolError, match=f"bucket {first} of 3 .*, expected 0 of 3"):
-        deliver(frames[first:], receiver)
-
-
-def test_weights_of_two_versions_are_not_mixed(replica: Replica, receiver: StateReceiver) -> None:
-    (_, old), (_, new) = weights_of(replica, 4), weights_of(replica, 5)
-    with pytest.raises(ProtocolError, match=r"bucket 1 .* of another copy of the weights"):
-        deliver([old[0], new[1]], receiver)
-
-
-@pytest.mark.parametrize(
-    ("bucket_bytes", "sentence"),
-    [(16, "not the fp32 tensor agreed on"), (1 << 20, "bucket 0 of 1 .*, expected 0 of 3")],
-)
-def test_weights_of_another_model_are_refused(
-    receiver: StateReceiver, bucket_bytes: int, sentence: str
-) -> None:
-    other = Replica(nn.Linear(3, 3), "sgd", bucket_bytes=bucket_bytes)
-    with pytest.raises(ProtocolError, match=sentence):
-        deliver(weights_of(other, 4)[1], receiver)
-
-
 def test_weights_are_not_mistaken_for_what_else_a_state_may_hold(
     replica: Replica, receiver: StateReceiver
 ) -> None:

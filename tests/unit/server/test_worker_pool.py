@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -308,50 +308,29 @@ def test_an_unlisted_node_is_refused_for_good(house: HandledHub) -> None:
     assert caught.value.retry_after_s is None
 
 
-def test_other_data_is_refused_in_a_sentence_that_says_where_to_mend_it(
-    house: HandledHub, parts: Parts
-) -> None:
-    hand = house.enter(hello())
-    hand.ready(dataset="cd" * 32)
-    house.until(lambda: bool(parts.happened(WorkerRejected)))
-    refusal = hand.hear_a(Reject)
-    assert refusal.code == "dataset"
-    for part in ("cdcdcdcdcdcd", parts.dataset[:12], "dataset.root"):
-        assert part in refusal.sentence
-    hand.hear_the_end()
-    assert house.pool.workers == []
-
-
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("told", "code", "words"),
     [
-        ({"samples": (("a", "b"), ("a", "x"))}, "sample 4 of this worker's training data"),
-        ({"order": "x"}, "sampler gives another order"),
+        ({"dataset": "cd" * 32}, "dataset", ["fingerprint cdcdcdcdcdcd, server", "dataset.root"]),
+        ({"samples": (("a", "b"), ("a", "x"))}, "dataset", ["sample 4 of this worker's training"]),
+        ({"order": "x"}, "dataset", ["sampler gives another order"]),
+        ({"model": "ef" * 32}, "model", ["versions of smolcluster and torch"]),
     ],
 )
-def test_samples_and_order_are_compared_by_content(
-    house: HandledHub, parts: Parts, told: dict[str, Any], words: str
+def test_what_differs_is_refused_in_a_sentence_that_says_where_to_mend_it(
+    house: HandledHub, parts: Parts, told: dict[str, Any], code: str, words: list[str]
 ) -> None:
     workload = parts.context.training.workload
     workload.train = MapSamples(list(range(9)))
     workload.sample_marks = (("a", "b"), ("a", "c"))
     hand = house.enter(hello())
-    hand.ready(dataset=parts.dataset, **told)
+    hand.ready(**{"dataset": parts.dataset, **told})
     house.until(lambda: bool(parts.happened(WorkerRejected)))
     refusal = hand.hear_a(Reject)
-    assert refusal.code == "dataset"
-    assert words in refusal.sentence
-
-
-def test_another_model_is_refused_in_a_sentence_that_says_so(
-    house: HandledHub, parts: Parts
-) -> None:
-    hand = house.enter(hello())
-    hand.ready(dataset=parts.dataset, model="ef" * 32)
-    house.until(lambda: bool(parts.happened(WorkerRejected)))
-    refusal = hand.hear_a(Reject)
-    assert refusal.code == "model"
-    assert "versions of smolcluster and torch" in refusal.sentence
+    assert refusal.code == code
+    assert all(each in refusal.sentence for each in words)
+    hand.hear_the_end()
+    assert house.pool.workers == []
 
 
 @pytest.mark.parametrize(("loss", "is_refused"), [(0.7, True), (2.3, False)])
@@ -383,12 +362,6 @@ def test_who_was_refused_frees_its_id(house: HandledHub, parts: Parts) -> None:
     assert [worker.name for worker in house.pool.workers] == ["worker 1 (macbook)"]
 
 
-def test_a_worker_that_is_lost_before_it_was_ready_frees_its_id(house: HandledHub) -> None:
-    house.enter(hello()).leave()
-    enter_when_free(house)
-    assert departed(house) == [], "the algorithm never heard of it"
-
-
 def test_why_a_worker_never_took_part_is_in_the_servers_log(
     house: HandledHub, parts: Parts
 ) -> None:
@@ -396,6 +369,7 @@ def test_why_a_worker_never_took_part_is_in_the_servers_log(
     hand.say(Goodbye(reason="it cannot go on: no MNIST in /data"))
     hand.leave()
     enter_when_free(house)
+    assert departed(house) == [], "the algorithm never heard of it"
     (line,) = [line for line in parts.log_lines if "never took part" in line]
     assert "worker 1 (pi5)" in line
     assert "no MNIST in /data" in line
@@ -524,15 +498,6 @@ def test_when_the_last_worker_has_gone_the_log_says_so_and_how_long_it_waits(
     assert "1 min 30 s" in line
 
 
-@pytest.mark.parametrize("parts", [("min_workers=2",)], indirect=True)
-def test_before_training_has_started_nobody_is_missed(house: HandledHub, parts: Parts) -> None:
-    hand = house.join(hello(1))
-    hand.leave()
-    house.until(lambda: bool(departed(house)))
-    assert not house.pool.started
-    assert all_gone(parts) == []
-
-
 def test_the_failure_of_another_thread_ends_the_run(house: HandledHub, parts: Parts) -> None:
     failure = NonFiniteLoss("weights hold nan at layer fc1")
     parts.context.inbox.put(Call(partial(fail, failure)))
@@ -556,20 +521,29 @@ def hear_a_last(kind: type[M], hand: Hand) -> M:
 
 
 @pytest.mark.usefixtures("patient")
-def test_everybody_hears_of_a_good_end(parts: Parts, rooms: ExitStack) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (None, "every sample of every epoch has been applied"),
+        (NonFiniteLoss("loss is nan at layer fc1"), "the run failed: loss is nan at layer fc1"),
+    ],
+)
+def test_everybody_hears_of_the_end_and_why(
+    parts: Parts, rooms: ExitStack, error: Exception | None, words: str
+) -> None:
     threads = rooms.enter_context(ThreadPoolExecutor(2))
-    with opened(parts, rooms) as house:
+    with pytest.raises(type(error)) if error else nullcontext(), opened(parts, rooms) as house:
         ready, unready = house.join(hello(1)), house.enter(hello(2))
         news = [threads.submit(hear_a_last, End, hand) for hand in (ready, unready)]
         epochs = parts.context.run.train.num_epochs
         house.pool.listener.counts.samples_applied = epochs * parts.context.training.num_samples
-    for future in news:
-        end = future.result(DEADLINE_S)
-        assert end.ok
-        assert "every sample" in end.sentence
+        if error:
+            raise error
+    ends = [future.result(DEADLINE_S) for future in news]
     (ended,) = parts.happened(RunEnded)
     assert isinstance(ended, RunEnded)
-    assert ended.ok
+    for end in ends:
+        assert (end.ok, end.sentence) == (ended.ok, ended.reason) == (error is None, words)
 
 
 @pytest.mark.usefixtures("patient")
@@ -585,22 +559,6 @@ def test_after_a_signal_workers_hear_that_the_server_leaves_and_not_that_the_run
     (ended,) = parts.happened(RunEnded)
     assert isinstance(ended, RunEnded)
     assert (ended.ok, ended.reason) == (False, "it was stopped")
-
-
-@pytest.mark.usefixtures("patient")
-def test_everybody_hears_of_a_bad_end_and_why(parts: Parts, rooms: ExitStack) -> None:
-    error = NonFiniteLoss("loss is nan at layer fc1")
-    words = "the run failed: loss is nan at layer fc1"
-    threads = rooms.enter_context(ThreadPoolExecutor(1))
-    with pytest.raises(type(error)), opened(parts, rooms) as house:
-        news = threads.submit(hear_a_last, End, house.join(hello()))
-        raise error
-    end = news.result(DEADLINE_S)
-    assert not end.ok
-    assert end.sentence == words
-    (ended,) = parts.happened(RunEnded)
-    assert isinstance(ended, RunEnded)
-    assert (ended.ok, ended.reason) == (False, words)
 
 
 @pytest.mark.parametrize(("ok", "news"), [(True, RunOver), (False, RunFailed)])

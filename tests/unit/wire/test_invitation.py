@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from spake2 import SPAKE2_A, SPAKE2_B
 
-from connection_pairs import DEADLINE_S, connection_pair, dripping, raw_and_connection
+from connection_pairs import DEADLINE_S, connection_pair, raw_and_connection
 from smolcluster.errors import (
     AuthError,
     ConfigError,
@@ -202,13 +202,6 @@ def test_what_was_said_before_brings_nothing_again(
         assert isinstance(inviting.exception(DEADLINE_S), AuthError)
 
 
-def test_a_peer_that_says_back_what_we_say_is_refused(pool: ThreadPoolExecutor) -> None:
-    with raw_and_connection(proved=False) as (raw, connection):
-        joining = pool.submit(ask, connection, RIGHT, RUN, Deadline(IN_TIME))
-        raw.sendall(next(frames_of(raw)))
-        assert isinstance(joining.exception(DEADLINE_S), ProtocolError)
-
-
 @pytest.mark.parametrize("is_own", [True, False], ids=["ours", "of our side"])
 def test_our_own_share_is_none_of_the_other_side(pool: ThreadPoolExecutor, is_own: bool) -> None:
     with raw_and_connection(proved=False) as (raw, connection):
@@ -306,23 +299,6 @@ def test_what_is_not_of_the_protocol_ends_the_connection_and_costs_no_try(
                 raw.shutdown(socket.SHUT_WR)
             assert isinstance(inviting.exception(DEADLINE_S), ProtocolError | PeerLost)
     attempt()
-
-
-def test_a_length_is_judged_before_memory_is_taken(invitation: Invitation) -> None:
-    with raw_and_connection(proved=False) as (raw, connection):
-        prefix = bytearray(build_frame(65, b"").head[:20])
-        prefix[12:20] = (2**40).to_bytes(8, "big")
-        raw.sendall(prefix)
-        with pytest.raises(ProtocolError, match="exceeds the limit"):
-            invitation.answer(connection, Deadline(IN_TIME))
-
-
-def test_who_sends_a_byte_at_a_time_has_its_time_and_no_more(invitation: Invitation) -> None:
-    clock = Clock()
-    with raw_and_connection(proved=False) as (raw, connection):
-        data = bytes_of(Asking(share=SHARE))
-        with dripping(raw, data, connection, clock), pytest.raises(PeerLost):
-            invitation.answer(connection, Deadline(5.0, clock))
 
 
 # --- codes

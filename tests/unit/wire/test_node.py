@@ -4,20 +4,17 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from harness import SECRET, free_port
 from peers import DEADLINE_S, Echo, next_event
 from proxy import Proxy
-from smolcluster.errors import AuthError, ConnectTimeout, Rejected
-from smolcluster.wire import node as room
+from smolcluster.errors import ConnectTimeout
 from smolcluster.wire.acceptor import Acceptor, SessionOpened
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
-from smolcluster.wire.inbox import Handled, Inbox, MessageReceived, SessionClosed
+from smolcluster.wire.inbox import Inbox, MessageReceived, SessionClosed
 from smolcluster.wire.messages import (
     PS,
     SESSION,
@@ -138,38 +135,11 @@ def test_a_peer_that_was_dialled_cannot_speak_as_a_server(
     )
 
 
-def test_two_versions_of_a_set_are_refused(place: MakePlace) -> None:
-    newer = MessageSet("ring", from_dialler=RING.from_dialler | {Word}, from_listener=frozenset())
-    address = place("older").listen()
-    with pytest.raises(Rejected, match="install the same") as refused:
-        place("newer", newer).dial(address)
-    assert refused.value.code == "version"
-
-
-def test_a_wrong_secret_is_refused(place: MakePlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LAST_TRY_S", DEADLINE_S)
-    address = place("right").listen()
-    with pytest.raises(AuthError):
-        place("stranger", secret=Secret(Path("theirs"), b"x" * 64)).dial(address, 0.0)
-
-
 def test_nobody_there_and_who_says_nothing_are_an_error_in_time(place: MakePlace) -> None:
     with socket.create_server((HOST, 0)) as silent:
         for port in (free_port(), silent.getsockname()[1]):
             with pytest.raises(ConnectTimeout):
                 place("left").dial(Address(HOST, port), 0.2)
-
-
-def test_another_node_than_the_one_that_was_dialled_is_refused(
-    place: MakePlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room, "LAST_TRY_S", DEADLINE_S)
-    left, right = place("left"), place("right")
-    address = right.listen()
-    with pytest.raises(ConnectTimeout, match=r"'right' answers there, not 'third'"):
-        left.dial(replace(address, node="third"), 0.0)
-    left.dial(address)
-    next_event(right.inbox, SessionOpened)  # the first event: no session had begun before
 
 
 def test_who_sits_in_between_can_only_cut(place: MakePlace) -> None:
@@ -185,12 +155,3 @@ def test_who_sits_in_between_can_only_cut(place: MakePlace) -> None:
         next_event(left.inbox, SessionClosed)
     finally:
         proxy.close()
-
-
-def test_events_that_nobody_waits_for_are_handled_where_they_are_told() -> None:
-    told: list[object] = []
-    inbox = Handled(told.append)
-    gone = SessionClosed(1, "it has left")
-    assert inbox.put(gone)
-    assert told == [gone]
-    assert inbox.get(0.0) is None

@@ -31,7 +31,6 @@ from smolcluster.wire.messages import (
     Pull,
     Push,
     Ready,
-    State,
     Telemetry,
     frame_of,
 )
@@ -268,13 +267,6 @@ def test_who_waits_for_what_is_taken_back_waits_no_more(ends: Ends) -> None:
     ends.peer.hear_a(Goodbye)
 
 
-def test_a_flush_of_an_idle_session_does_not_wait_for_a_heartbeat(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("smolcluster.wire.session.LONGEST_PULSE_S", math.inf)
-    assert ends.session(heartbeat_timeout_s=100 * DEADLINE_S).flush(DEADLINE_S)
-
-
 def test_a_flush_ends_with_its_session(ends: Ends) -> None:
     session = ends.full_session()
     with ThreadPoolExecutor(1) as pool:
@@ -321,20 +313,6 @@ def test_heartbeats_keep_an_idle_session_alive_beyond_the_timeout(ends: Ends) ->
     session = ends.session()
     assert enough.wait(DEADLINE_S)
     assert not session.is_cut
-
-
-def test_one_frame_goes_to_many_sessions() -> None:
-    weights = bytes(range(64))
-    state = State(incarnation="here", version=3, bucket=0, num_buckets=1, tensor=push(64).tensor)
-    frame = frame_of(state, weights)
-    with connection_pair() as one, connection_pair("tcp") as other:
-        both = Ends(*one), Ends(*other)
-        for ends in both:
-            ends.session().send_frame(frame)
-        for ends in both:
-            assert ends.peer.hear() == (state, weights)
-            ends.peer.leave()
-            ends.reason()
 
 
 def test_a_finished_session_sends_what_is_queued_and_ends_when_the_peer_closes(ends: Ends) -> None:
