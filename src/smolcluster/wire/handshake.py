@@ -13,6 +13,7 @@ that dials proves first: until then the other reads at most 4 KiB and says nothi
 without a proof, which is all that a stranger gets, is `unproved`: anybody may have said it.
 """
 
+import hmac
 import secrets
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
@@ -51,7 +52,6 @@ from smolcluster.wire.security import (
     Secret,
     new_nonce,
     proof,
-    proofs_match,
 )
 from smolcluster.wire.tls import ServerIdentity, client_context
 
@@ -124,7 +124,7 @@ class Talk:
     def is_proved(self, role: Role) -> bool:
         """Wait for the other side's proof; returns whether it is right."""
         expected = self._proof(role)
-        return proofs_match(bytes.fromhex(self.hear(Proof).mac), expected)
+        return hmac.compare_digest(bytes.fromhex(self.hear(Proof).mac), expected)
 
     def _hear(self, kinds: Kinds) -> Message:
         message, _ = self.connection.receive(kinds, self.deadline)

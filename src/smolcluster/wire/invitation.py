@@ -14,7 +14,6 @@ of who proves. The side that joins proves first. Why this is enough: `docs/wire_
 """
 
 import hmac
-import os
 import secrets
 import threading
 import time
@@ -49,7 +48,6 @@ _MEANT = str.maketrans("ilo", "110", " -")
 _NONCE = bytes(12)
 """A key is used for one box alone."""
 
-Entropy = Callable[[int], bytes]
 Share = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{66}$")]
 SecretKey = Annotated[
     str,
@@ -129,10 +127,9 @@ class Invitation:
         gives: Handover,
         *,
         clock: Callable[[], float] = time.monotonic,
-        entropy: Entropy = os.urandom,
     ) -> None:
         self.run_id = run_id
-        self._code, self._gives, self._entropy = code, gives, entropy
+        self._code, self._gives = code, gives
         self._until = Deadline(VALID_S, clock)
         self._num_wrong = 0
         self._lock = threading.Lock()
@@ -153,7 +150,7 @@ class Invitation:
         """
         talk = Talk(connection, _no_secret(), deadline)
         asking = talk.hear(Asking)
-        side = SPAKE2_B(self._code, entropy_f=self._entropy)
+        side = SPAKE2_B(self._code)
         talk.say(Inviting(run_id=self.run_id, share=side.start().hex()))
         talk.secret, box = _keys(side, asking.share)
         refusal = self._judge(is_right=talk.is_proved("client"))
@@ -186,7 +183,6 @@ def ask(
     code: bytes,
     run_id: str | None,
     deadline: Deadline,
-    entropy: Entropy = os.urandom,
 ) -> tuple[str, Handover]:
     """Ask for the secret of a run; `run_id` None: of whichever run it is. Returns its name, and what it gave.
 
@@ -197,7 +193,7 @@ def ask(
         ProtocolError, PeerLost: the peer does not speak the protocol, was lost, or too slow.
     """
     talk = Talk(connection, _no_secret(), deadline)
-    side = SPAKE2_A(code, entropy_f=entropy)
+    side = SPAKE2_A(code)
     talk.say(Asking(share=side.start().hex()))
     inviting = talk.hear(Inviting)
     if run_id not in (None, inviting.run_id):

@@ -162,8 +162,3 @@ def proof(key: bytes, role: Role, frames: Sequence[bytes], *, binding: bytes = P
     """
     transcript = hashlib.sha256(b"".join(frames)).digest()
     return hmac.digest(key, _CONTEXT + role.encode() + transcript + binding, "sha256")
-
-
-def proofs_match(received: bytes, expected: bytes) -> bool:
-    """Compare two proofs in constant time."""
-    return hmac.compare_digest(received, expected)

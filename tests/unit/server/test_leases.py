@@ -1,11 +1,7 @@
 """Leases: every sample of every epoch exactly once, whoever loses, repeats or delays a lease."""
 
-from collections import Counter
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from smolcluster.server.leases import Dispatcher, Lease
 
@@ -192,44 +188,3 @@ def test_the_last_batch_of_an_old_epoch_is_a_duplicate_after_the_epoch_is_forgot
     leases.commit(second.key, A, now=0.0)
     must(leases.grant(A, now=0.0))
     assert leases.judge(first.key, A) == "duplicate"
-
-
-@settings(max_examples=150)
-@given(
-    num_samples=st.integers(1, 40),
-    batch_size=st.integers(1, 12),
-    moves=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=200),
-)
-def test_every_sample_is_applied_exactly_once_whatever_happens(
-    num_samples: int, batch_size: int, moves: list[tuple[int, int]]
-) -> None:
-    """Holders take, commit, repeat, lose and outstay leases; then an honest one ends the run."""
-    num_epochs = 2
-    leases = dispatcher(num_samples, num_epochs, batch_size)
-    granted: list[tuple[int, Lease]] = []
-    applied: list[Counter[int]] = [Counter() for _ in range(num_epochs)]
-    now = 0.0
-
-    def push(holder: int, lease: Lease) -> None:
-        if leases.judge(lease.key, holder) == "open":
-            leases.commit(lease.key, holder, now)
-            applied[lease.key.epoch].update(lease.indices.tolist())
-
-    for move, which in moves:
-        now += 1.0
-        holder = which % 3
-        if move <= 1 and (lease := leases.grant(holder, now)) is not None:
-            granted.append((holder, lease))
-        elif move in (2, 3) and granted:
-            push(*granted[which % len(granted)])
-        elif move == 4:
-            leases.release_all(holder)
-        elif move == 5:
-            now += 20.0
-            leases.expire(now)
-    for holder in range(3):
-        leases.release_all(holder)
-    while (lease := leases.grant(99, now)) is not None:
-        push(99, lease)
-    assert leases.done
-    assert applied == [Counter(range(num_samples))] * num_epochs

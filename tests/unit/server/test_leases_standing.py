@@ -143,21 +143,6 @@ def test_every_sample_is_applied_once_wherever_the_server_was_stopped(
     assert history.applied == dict.fromkeys(range(num_epochs + more_epochs), once)
 
 
-@settings(max_examples=100)
-@given(moves=MOVES, num_samples=st.integers(1, 30), batch_size=st.integers(1, 12))
-def test_to_look_where_it_stands_changes_nothing(
-    moves: list[tuple[int, int]], num_samples: int, batch_size: int
-) -> None:
-    watched, alone = (begun(dispatcher(num_samples, 2, batch_size)) for _ in range(2))
-    for move in moves:
-        assert watched.leases.state == watched.leases.state
-        watched.go([move])
-        alone.go([move])
-    keys = [[lease.key for _, lease in each.granted] for each in (watched, alone)]
-    assert keys[0] == keys[1]
-    assert watched.applied == alone.applied
-
-
 def test_what_was_open_is_handed_out_first_and_in_order() -> None:
     leases = dispatcher()
     granted = [must(leases.grant(holder, 0.0)) for holder in (1, 2, 3, 1)]
@@ -246,40 +231,6 @@ def test_a_standing_of_something_else_is_refused(
         dispatcher().resume(changed, samples_applied)
     for words in ("20 samples in epochs of 10", "own dataset", "as many epochs or steps or more"):
         assert words in str(caught.value)
-
-
-@settings(max_examples=60)
-@given(moves=MOVES, num_samples=st.integers(2, 30), other=st.integers(1, 30))
-def test_a_standing_of_another_dataset_is_refused_or_loses_nothing(
-    moves: list[tuple[int, int]], num_samples: int, other: int
-) -> None:
-    """In the first epoch no number tells the size; then the samples are those of a part of it."""
-    history = begun(dispatcher(num_samples))
-    history.go(moves)
-    leases = history.leases
-    new = dispatcher(other)
-    try:
-        new.resume(leases.state, leases.samples_applied)
-    except CheckpointError:
-        assert other != num_samples
-        return
-    assert other == num_samples or leases.state.cursor[0] == 0
-
-
-@settings(max_examples=60)
-@given(moves=MOVES, num_epochs=st.integers(1, 3))
-def test_fewer_epochs_than_were_begun_are_refused(
-    moves: list[tuple[int, int]], num_epochs: int
-) -> None:
-    history = begun(dispatcher(num_epochs=3))
-    history.go(moves)
-    state = history.leases.state
-    new = dispatcher(num_epochs=num_epochs)
-    if state.cursor[0] < num_epochs:
-        new.resume(state, history.leases.samples_applied)
-    else:
-        with pytest.raises(CheckpointError, match=f"stands in epoch {state.cursor[0] + 1} "):
-            new.resume(state, history.leases.samples_applied)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import errno
 import math
-import threading
 import time
 
 import psutil
@@ -197,23 +196,3 @@ def test_reports_that_come_at_once_are_one() -> None:
     assert gauge.take(telemetry(1.05, 11)) is None
     assert gauge.take(telemetry(2.0, 30)) is not None
     assert gauge.values["steps_per_s"] == 20
-
-
-def test_reports_can_be_taken_while_the_meter_counts() -> None:
-    meter, stop = Meter(), threading.Event()
-
-    def count() -> None:
-        while not stop.is_set():
-            with meter("forward"):
-                pass
-            meter.step_done(1)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        reports = [ProcessStats(meter).report() for _ in range(200)]
-    finally:
-        stop.set()
-        thread.join()
-    steps = [report.steps for report in reports]
-    assert steps == sorted(steps)

@@ -131,10 +131,6 @@ def test_gradients_are_tracked_by_layer_when_asked_for(parts: Parts, report: Rep
         assert values[f"grad_norm/{name}"] == pytest.approx((place.stop - place.start) ** 0.5)
 
 
-def test_layers_are_not_measured_when_nobody_asks(report: Report) -> None:
-    assert report.layer_norms(torch.ones(4)) == {}
-
-
 def test_who_contributed_is_counted_apart_from_the_steps(parts: Parts, report: Report) -> None:
     """Three pushes, of which two made one step and one is still to become one."""
     report.contributed(WORKER, 64, 0.5)

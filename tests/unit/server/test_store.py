@@ -136,18 +136,6 @@ def test_they_move_towards_a_workers_weights(num_stores: int) -> None:
     torch.testing.assert_close(replica.params, 0.75 * before + 0.25 * theirs)
 
 
-@pytest.mark.parametrize(
-    ("num_stores", "sizes"), [(1, [10]), (2, [5, 5]), (3, [3, 3, 4]), (99, [1] * 10)]
-)
-def test_slices_are_contiguous_and_of_about_the_same_size(
-    num_stores: int, sizes: list[int]
-) -> None:
-    replica = new_replica()
-    stores = Stores(replica, num_stores).stores
-    assert [len(store.buckets) for store in stores] == sizes
-    assert [bucket for store in stores for bucket in store.buckets] == replica.buckets
-
-
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])
 def test_other_stores_go_on_where_some_have_stopped(before: int, after: int) -> None:
     ours, reference = new_replica(), new_replica()

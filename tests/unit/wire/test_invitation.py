@@ -1,6 +1,5 @@
 """A code brings the secret, and nothing else does: wrong ones, what was said before, what comes back."""
 
-import itertools
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -316,22 +315,6 @@ def test_codes_differ_and_are_read_as_they_are_meant() -> None:
 def test_what_cannot_be_a_code_is_not_asked_with(typed: str) -> None:
     with pytest.raises(ConfigError, match="a code has 8 letters"):
         read_code(typed)
-
-
-def test_the_same_entropy_gives_the_same_share_and_other_codes_others() -> None:
-    def bytes_from(seed: int) -> Callable[[int], bytes]:
-        numbers = itertools.count(seed)
-        return lambda num: bytes(next(numbers) % 256 for _ in range(num))
-
-    def heard(code: bytes, seed: int) -> bytes:
-        with raw_and_connection(proved=False) as (raw, connection):
-            raw.shutdown(socket.SHUT_WR)
-            with pytest.raises(PeerLost):
-                ask(connection, code, RUN, Deadline(IN_TIME), entropy=bytes_from(seed))
-            return next(frames_of(raw))
-
-    assert heard(RIGHT, 1) == heard(RIGHT, 1)
-    assert len({heard(RIGHT, 1), heard(RIGHT, 2), heard(WRONG, 1)}) == 3
 
 
 def test_a_secret_that_is_too_long_is_refused_before_anybody_comes() -> None:
