@@ -380,7 +380,6 @@ def test_data_that_take_long_are_named(
 ) -> None:
     """While they do: the first samples come when the line has."""
     monkeypatch.setattr(feed, "SLOW_S", 0.0)
-    monkeypatch.setattr(feed, "LOOK_S", 0.001)
     monkeypatch.setattr(workload_module, "chosen", lambda _: [])  # compared before they are loaded
     slow: list[str] = []
 

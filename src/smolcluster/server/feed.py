@@ -6,7 +6,6 @@ samples, also of a stream that cannot be read twice.
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,8 +27,6 @@ from smolcluster.wire.inbox import Call, Inbox, fail
 MAX_PIECE_NBYTES = 1 << 20
 SLOW_S = 5.0
 """A batch that takes longer to be loaded is told of."""
-LOOK_S = 0.5
-"""How often it is looked whether one does."""
 Deliver = Callable[[ServedBatch | None], None]
 
 
@@ -60,10 +57,6 @@ class Feed:
         self._waiting: dict[Range, list[Deliver]] = {}
         self._prefetch = training.prefetch
         self._thread = Background("feed", partial(torch.set_num_threads, 1))
-        self._loading: tuple[Range, float] | None = None
-        """What is being loaded, and when that began."""
-        self._is_closed = threading.Event()
-        self._watch = threading.Thread(target=self._tell_of_slow_loads, name="watch", daemon=True)
 
     def deliver(self, samples: Range, indices: Tensor, deliver: Deliver) -> None:
         """Call `deliver` with the batch of these samples, in the deciding thread, when it is there."""
@@ -73,8 +66,6 @@ class Feed:
             self._waiting[samples].append(deliver)
         else:
             self._waiting[samples] = [deliver]
-            if self._watch.ident is None:
-                self._watch.start()
             self._thread.submit(partial(self._prepare, samples, indices))
 
     def applied(self, samples: Range) -> None:
@@ -85,11 +76,12 @@ class Feed:
     def close(self) -> None:
         if self._prefetch is not None:
             self._prefetch.close()
-        self._is_closed.set()
         self._thread.close()
 
     def _prepare(self, samples: Range, indices: Tensor) -> None:
-        self._loading = samples, time.monotonic()
+        slow = threading.Timer(SLOW_S, self._tell_of_slow_load, (samples,))
+        slow.daemon = True
+        slow.start()
         try:
             batch = ServedBatch(encode(self._load(samples, indices)), self._piece_nbytes)
         except Exception as error:
@@ -97,23 +89,17 @@ class Feed:
         else:
             self._inbox.put(Call(partial(self._arrived, samples, batch)))
         finally:
-            self._loading = None
+            slow.cancel()
 
-    def _tell_of_slow_loads(self) -> None:
+    def _tell_of_slow_load(self, samples: Range) -> None:
         """Say that a load takes long while it does."""
-        told = None
-        while not self._is_closed.wait(LOOK_S):
-            loading = self._loading
-            if loading is None or loading is told or time.monotonic() - loading[1] <= SLOW_S:
-                continue
-            told = loading
-            self._num_slow += 1
-            if is_power_of_two(self._num_slow):
-                self._log.warning(
-                    "the data of %s are slow: the server has been loading %d samples for %s, and a worker "
-                    "waits; more num_workers of its DataLoader, or dataset.source: local, load them faster",
-                    *(self._data, loading[0].num_samples, format_duration(SLOW_S)),
-                )
+        self._num_slow += 1
+        if is_power_of_two(self._num_slow):
+            self._log.warning(
+                "the data of %s are slow: the server has been loading %d samples for %s, and a worker "
+                "waits; more num_workers of its DataLoader, or dataset.source: local, load them faster",
+                *(self._data, samples.num_samples, format_duration(SLOW_S)),
+            )
 
     def _load(self, samples: Range, indices: Tensor) -> Batch:
         place = Place(self._seed, samples.epoch, samples.start)

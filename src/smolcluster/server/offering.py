@@ -17,7 +17,14 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import psutil
 import torch
-from pydantic import Field
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 from torch import Tensor, nn
 
 from smolcluster.codec.registry import get_codec, lossless_for
@@ -48,7 +55,6 @@ from smolcluster.wire.inbox import Event, Inbox, SessionClosed
 from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import (
     MAX_SAMPLE_MARKS,
-    MOST_MARKED_VALUES,
     SESSION,
     Accepted,
     BucketMessage,
@@ -57,8 +63,10 @@ from smolcluster.wire.messages import (
     MessageSet,
     Positive,
     Reject,
+    SampleMark,
     Sentence,
     digests_of,
+    first_problem,
     frame_of,
 )
 from smolcluster.wire.node import Node
@@ -73,7 +81,6 @@ NO_OPTIMIZER = "optimizer"
 """A Reject's code: the server has no such optimizer."""
 BAD_OFFER = "offer"
 """A Reject's code: the server cannot train as it is offered."""
-MAX_MARK_CHARS = 128
 MAX_LAYOUT_NBYTES = 16 * 1024 * 1024
 MAX_VALUES = 2**37
 """How many numbers may be offered."""
@@ -113,13 +120,19 @@ OFFER = MessageSet(
 )
 
 
+def _is_dtype(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"{name!r} is no type of a tensor")  # noqa: TRY004 - as pydantic wants it
+    return name
+
+
 class Layer(NamedTuple):
     """A trainable parameter, or a buffer: of the model's state, or scratch, whose values are not offered."""
 
     kind: Literal["parameter", "buffer", "scratch"]
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    name: Annotated[str, StringConstraints(pattern=r"^[^.]+(\.[^.]+)*$")]
+    shape: tuple[Annotated[int, Field(ge=0, lt=2**40)], ...]
+    dtype: Annotated[str, AfterValidator(_is_dtype)]
 
     def __str__(self) -> str:
         return f"{self.name} {self.shape} {self.dtype}"
@@ -153,6 +166,19 @@ def state_of(model: nn.Module) -> Iterator[tuple[Layer, Tensor]]:
             full = plain_name(f"{prefix}.{name}" if prefix else name)
             dtype = str(tensor.dtype).removeprefix("torch.")
             yield Layer(kind, full, tuple(tensor.shape), dtype), tensor
+
+
+PLAN = TypeAdapter(
+    tuple[
+        tuple[Layer, ...],
+        Annotated[int, Field(ge=1, lt=2**31)],
+        bool,
+        str,
+        Annotated[tuple[SampleMark, ...], Field(max_length=MAX_SAMPLE_MARKS)],
+    ],
+    config=ConfigDict(strict=True),
+)
+"""A plan as it travels."""
 
 
 @dataclass(frozen=True)
@@ -211,16 +237,13 @@ class Plan:
         try:
             inflate = zlib.decompressobj()
             content = inflate.decompress(base64.b64decode(text, validate=True), MAX_LAYOUT_NBYTES)
-            layers, num_samples, is_counted, frozen, samples = json.loads(content)
-            parsed = tuple(_layer(*layer) for layer in layers)
-            marks = tuple(_mark(each) for each in samples[:MAX_SAMPLE_MARKS])
-        except (ValueError, TypeError, zlib.error, RecursionError) as error:
-            raise ProtocolError(f"the plan of what is trained cannot be read: {error}") from None
-        is_trained = any(layer.kind == "parameter" and layer.numel for layer in parsed)
-        if not (is_trained and isinstance(num_samples, int) and 0 < num_samples < 2**31):
-            raise ProtocolError("the plan of what is trained has no parameters or no samples")
-        plan = cls(parsed, num_samples, bool(is_counted), str(frozen), marks)
-        scratch_nbytes = sum(layer.nbytes for layer in parsed if layer.kind == "scratch")
+            plan = cls(*PLAN.validate_json(content))
+        except (ValueError, zlib.error) as error:
+            why = first_problem(error) if isinstance(error, ValidationError) else error
+            raise ProtocolError(f"the plan of what is trained cannot be read: {why}") from None
+        if not any(layer.kind == "parameter" and layer.numel for layer in plan.layers):
+            raise ProtocolError("the plan of what is trained has no parameters")
+        scratch_nbytes = sum(layer.nbytes for layer in plan.layers if layer.kind == "scratch")
         if plan.num_values > MAX_VALUES or scratch_nbytes > MAX_SCRATCH_NBYTES:
             raise ProtocolError(
                 f"the plan of what is trained has {plan.num_values} values (at most {MAX_VALUES}) and "
@@ -289,26 +312,6 @@ class Plan:
         if self.num_samples != other.num_samples:
             return f"samples: an epoch has {self.num_samples}, in the run {other.num_samples}"
         return None
-
-
-def _mark(values: list[str]) -> Mark:
-    if not (
-        values and all(isinstance(each, str) and len(each) <= MAX_MARK_CHARS for each in values)
-    ):
-        raise ValueError("a sample's mark is no list of texts")
-    return tuple(values[: 1 + MOST_MARKED_VALUES])
-
-
-def _layer(kind: Any, name: str, shape: list[int], dtype: str) -> Layer:
-    sizes = tuple(shape)
-    is_known = kind in ("parameter", "buffer", "scratch") and isinstance(
-        getattr(torch, dtype, None), torch.dtype
-    )
-    is_named = isinstance(name, str) and all(name.split("."))
-    is_sized = all(isinstance(size, int) and 0 <= size < 2**40 for size in sizes)
-    if not (is_known and is_named and is_sized):
-        raise ValueError(f"{kind!r} {name!r} of {shape!r} is no part of a model")
-    return Layer(kind, name, sizes, dtype)
 
 
 @dataclass(frozen=True)
@@ -431,7 +434,6 @@ def wait_for_offer(
     *,
     needs_optimizer: bool = False,
     check: Callable[[Offer], object] = lambda _: None,
-    check_stop: Callable[[], None] = lambda: None,
 ) -> Offered:
     """Listen on the server's port until a process has offered what it trains; then the port is free.
 
@@ -472,7 +474,6 @@ def wait_for_offer(
     deadline = Deadline(cluster.start_timeout_s)
     try:
         while not deadline.expired:
-            check_stop()
             match inbox.get(TICK_S):
                 case SessionOpened() as opened:
                     sessions[opened.session_id] = opened.session

@@ -263,7 +263,7 @@ class Welcome(Accepted, kind=4):
         except ValidationError as error:
             raise VersionDiffers(
                 f"this smolcluster {__version__} does not understand the run's settings: "
-                f"{_first_problem(error)}: install the server's version (git pull, then uv sync)"
+                f"{first_problem(error)}: install the server's version (git pull, then uv sync)"
             ) from None
 
 
@@ -1244,7 +1244,7 @@ def decode(kind: int, header: bytes, kinds: Kinds = ALL_KINDS) -> Message:
         if encode(message) != header:
             json.loads(header, object_pairs_hook=_unique)
     except ValidationError as error:
-        raise ProtocolError(f"{model.__name__}: {_first_problem(error)}") from None
+        raise ProtocolError(f"{model.__name__}: {first_problem(error)}") from None
     except ValueError as error:
         raise ProtocolError(f"{model.__name__}: {error}") from None
     return message
@@ -1257,7 +1257,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
     """Field and problem; a field's name may be the peer's invention: shortened and escaped."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part) for part in problem["loc"])[:64]

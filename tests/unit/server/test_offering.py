@@ -1,10 +1,16 @@
 """What processes that attach compare: also samples by their content, since a server has none of them."""
 
+import base64
+import json
+import zlib
+
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset, random_split
 
 from smolcluster.data.marks import chosen, marks_of
+from smolcluster.errors import ProtocolError
 from smolcluster.server.offering import Plan
 
 
@@ -26,3 +32,24 @@ def test_a_process_that_splits_in_its_own_way_is_told_which_sample_differs() -> 
     assert "generator=torch.Generator()" in said
     assert second.difference(told) is None, "all else is alike"
     assert second.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {},
+        [[], 320, False, "", []],
+        [[["parameter", "a..b", [1], "float32"]], 320, False, "", []],
+        [[["other", "a", [1], "float32"]], 320, False, "", []],
+        [[["parameter", "a", [-1], "float32"]], 320, False, "", []],
+        [[["parameter", "a", [1], "nn"]], 320, False, "", []],
+        [[["parameter", "a", [1], "float32"]], 0, False, "", []],
+        [[["parameter", "a", [2**38], "float32"]], 320, False, "", []],
+        [[["parameter", "a", [1], "float32"]], 320, False, "", [["a mark"]]],
+    ],
+)
+def test_what_is_no_plan_is_refused(content: object) -> None:
+    text = base64.b64encode(zlib.compress(json.dumps(content).encode())).decode()
+    with pytest.raises(ProtocolError, match="plan of what is trained"):
+        Plan.parse(text)
