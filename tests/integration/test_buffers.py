@@ -44,23 +44,6 @@ from smolcluster.training.schedule import learning_rate
 from smolcluster.wire.inbox import Call, Inbox
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_one_worker_s_buffers_and_losses_are_those_of_one_process_bit_for_bit(
-    tmp_path: Path, algorithm: AlgorithmName
-) -> None:
-    settings = settings_for(algorithm, 1)
-    cluster = run(settings, tmp_path, algorithm, normed())
-    expected, training = alone(settings, normed())
-    assert losses_of(cluster) == expected
-    theirs, own = cluster.training.replica, training.replica
-    assert torch.equal(theirs.params, own.params)
-    assert_same(buffers_of(theirs.model), buffers_of(own.model))
-    changed = [theirs.buffers.names[number] for number in theirs.buffers.changing]
-    assert "table" not in changed
-    assert {"num_rows", "largest", "cumulative.num_batches_tracked"} <= set(changed)
-    assert own.model.get_buffer("num_rows") == 2 * NUM_SAMPLES
-
-
 def test_syncps_takes_the_mean_of_its_parts_buffers_weighted_by_samples(tmp_path: Path) -> None:
     settings = settings_for("syncps", 3)
     cluster = run(settings, tmp_path, "syncps", normed(double=True))
@@ -127,18 +110,6 @@ def test_the_buffers_that_are_evaluated_are_those_of_the_step() -> None:
     assert told == [evaluation]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_buffers_that_are_saved_are_those_of_the_step(
-    tmp_path: Path, algorithm: AlgorithmName
-) -> None:
-    settings = settings_for(algorithm, 1, "checkpoint_steps=5", "num_epochs=1")
-    cluster = run(settings, tmp_path, algorithm, normed())
-    saved = cluster.store.newest_good()
-    assert saved is not None
-    found = buffers_of(cluster.training.replica.model)
-    assert_same({name: saved.model[name] for name in found}, found)
-
-
 def test_in_one_process_a_checkpoint_is_copied_before_the_next_batch_changes_buffers() -> None:
     settings = settings_for("syncps", 1)
     train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
@@ -152,22 +123,6 @@ def test_in_one_process_a_checkpoint_is_copied_before_the_next_batch_changes_buf
         if step > 0:
             assert seen[0] == 32 * step
         seen.clear()
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_run_that_goes_on_ends_with_the_buffers_of_one_that_was_never_stopped(
-    tmp_path: Path, algorithm: AlgorithmName
-) -> None:
-    half = settings_for(algorithm, 1, "num_epochs=1", "checkpoint_steps=5")
-    run(half, tmp_path, algorithm, normed())
-    whole = settings_for(algorithm, 1, "checkpoint_steps=5")
-    cluster = Cluster(whole, tmp_path, algorithm=algorithm, workload=normed(), resume=True)
-    worker = cluster.worker(1, node=NODES[0])
-    cluster.server.finish()
-    worker.finish()
-    expected, training = alone(whole, normed())
-    assert losses_of(cluster) == expected[5:]
-    assert_same(buffers_of(cluster.training.replica.model), buffers_of(training.replica.model))
 
 
 class Dies(SyncPSWorker):

@@ -1,4 +1,4 @@
-"""A user's own workload, in one process and by both algorithms."""
+"""A user's own workload and modules as people have them: tied, frozen, compiled, with adapters."""
 
 import math
 from pathlib import Path
@@ -9,34 +9,32 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness import Cluster
-from own_workloads import ALGORITHMS, NODES, Rows, alone, losses_of, run, settings_for
+from own_workloads import (
+    ALGORITHMS,
+    CPU,
+    IGNORED,
+    NODES,
+    Rows,
+    TwoHeads,
+    alone,
+    language,
+    llama,
+    lora_model,
+    losses_of,
+    ragged,
+    run,
+    settings_for,
+    two_headed,
+)
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.data.dataset import Batch
 from smolcluster.data.digits import load_digits
+from smolcluster.errors import CheckpointError
 from smolcluster.runs.events import Evaluated
-from smolcluster.training.workload import Terms, Workload
-
-IGNORED = -100
-
-
-class Tagger(nn.Module):
-    """Frozen features, then a label for each of five places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Linear(8, 12).requires_grad_(requires_grad=False)
-        self.labels = nn.Linear(12, 5 * 4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Map (batch, 8) to logits (batch, 5, 4)."""
-        logits: Tensor = self.labels(self.features(inputs).tanh()).unflatten(1, (5, 4))
-        return logits
-
-
-def tag_loss(model: nn.Module, batch: Batch) -> Terms:
-    logits, targets = model(batch["input"]), batch["target"]
-    total = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return total, (targets != IGNORED).sum()
+from smolcluster.training.build import build
+from smolcluster.training.checkpoint import restore
+from smolcluster.training.replica import Replica
+from smolcluster.training.workload import Metric, Terms, Workload
 
 
 def num_hits(model: nn.Module, batch: Batch) -> Terms:
@@ -48,39 +46,7 @@ def undefined(model: nn.Module, batch: Batch) -> Terms:
     return torch.tensor(math.nan), 1
 
 
-def ragged(num_samples: int = 200, *, held_out: bool = False) -> Workload:
-    """Samples with 0 to 5 targets each: most of them with one, some with all."""
-    generator = torch.Generator().manual_seed(3)
-    inputs = torch.randn(num_samples, 8, generator=generator)
-    targets = torch.randint(0, 4, (num_samples, 5), generator=generator)
-    lengths = torch.tensor([5, 1, 0, 1, 1, 1, 5, 1])[torch.arange(num_samples) % 8]
-    targets[torch.arange(5) >= lengths[:, None]] = IGNORED
-    rows = Rows(inputs, targets)
-    metrics = {"hits": num_hits, "nothing": undefined, "accuracy": undefined}
-    tagger = Tagger()  # threads that build it at once would draw other frozen weights
-    return Workload(
-        tagger, tag_loss, rows, rows if held_out else None, metrics=metrics, name="tags"
-    )
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "num_workers"), [("edp", 1), ("syncps", 1), ("syncps", 2), ("syncps", 3)]
-)
-def test_ragged_targets_train_as_in_one_process_whoever_computes_them(
-    tmp_path: Path, algorithm: AlgorithmName, num_workers: int
-) -> None:
-    settings = settings_for(algorithm, num_workers)
-    workload = ragged()
-    cluster = run(settings, tmp_path, algorithm, workload)
-    expected, training = alone(settings, workload)
-    assert losses_of(cluster) == pytest.approx(expected, rel=1e-5)
-    theirs = cluster.training.replica
-    torch.testing.assert_close(theirs.params, training.replica.params, rtol=1e-4, atol=1e-6)
-    assert [name for name, _ in theirs.layers] == ["labels.weight", "labels.bias"], "what travels"
-    summary = cluster.server.summary
-    assert summary is not None
-    assert (summary.final.val_loss, summary.final.val_accuracy) == (None, None)
-    assert summary.final.train_loss is not None
+METRICS: dict[str, Metric] = {"hits": num_hits, "nothing": undefined, "accuracy": undefined}
 
 
 def test_a_mean_of_means_would_be_another_loss() -> None:
@@ -109,7 +75,7 @@ def test_a_loss_that_depends_on_the_cut_is_told_of_once_a_run(tmp_path: Path) ->
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_workload_s_own_metrics_are_reported(tmp_path: Path, algorithm: AlgorithmName) -> None:
     settings = settings_for(algorithm, 1, "eval_steps=5")
-    cluster = run(settings, tmp_path, algorithm, ragged(held_out=True))
+    cluster = run(settings, tmp_path, algorithm, ragged(held_out=True, metrics=METRICS))
     evaluation = cluster.training.evaluate()
     assert evaluation is not None
     summary = cluster.server.summary
@@ -152,27 +118,45 @@ def test_the_digits_written_as_a_user_s_workload_give_the_same_losses_bit_for_bi
     assert theirs.server.summary.final.val_loss == built_in.server.summary.final.val_loss
 
 
-class Counting(nn.Module):
-    """Counts in a buffer how many batches it has seen while training."""
-
-    num_batches: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 20)
-        self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Map (batch, 8) to logits (batch, 5, 4)."""
-        if self.training:
-            self.num_batches += 1
-        logits: Tensor = self.layer(inputs).unflatten(1, (5, 4))
-        return logits
+@pytest.mark.nightly
+def test_a_compiled_model_s_names_and_checkpoints_are_those_of_the_model(tmp_path: Path) -> None:
+    settings = settings_for("syncps", 1, "checkpoint_steps=2")
+    cluster = run(settings, tmp_path, "syncps", two_headed(compiled=True))
+    saved = cluster.store.newest_good()
+    assert saved is not None
+    plain = Replica(two_headed().new_model(), settings.train.optimizer)
+    assert plain.fingerprint == cluster.training.replica.fingerprint
+    restore(plain, saved)
+    assert torch.equal(plain.params, cluster.training.replica.params)
+    fresh = TwoHeads()
+    fresh.load_state_dict({**saved.model, "words.weight": saved.model["embedding.weight"]})
 
 
-def test_in_one_process_a_buffer_may_change_as_the_model_computes() -> None:
-    module = Counting()
-    workload = Workload(module, tag_loss, ragged().train)
-    losses, training = alone(settings_for("syncps", 1), workload)
-    assert training.replica.model.get_buffer("num_batches") == len(losses) == 14
-    assert module.num_batches == 0, "a module is copied"
+def test_a_parameter_that_nothing_uses_stays_as_it_is_and_is_named_once(tmp_path: Path) -> None:
+    workload = two_headed()
+    cluster = run(settings_for("syncps", 1, "optimizer=sgd"), tmp_path, "syncps", workload)
+    forgotten = cluster.training.replica.model.get_parameter("forgotten.bias")
+    assert torch.equal(forgotten, workload.new_model().get_parameter("forgotten.bias"))
+    [line] = [line for line in cluster.log_lines if "gave no gradient" in line]
+    assert "forgotten.weight, forgotten.bias:" in line
+
+
+@pytest.mark.nightly
+def test_checkpoints_of_adapters_hold_no_base_and_say_which_one_it_is(tmp_path: Path) -> None:
+    settings = settings_for("syncps", 1, "checkpoint_steps=2")
+    workload = language(lora_model(llama()), "lora")
+    cluster = run(settings, tmp_path, "syncps", workload)
+    saved = cluster.store.newest_good()
+    assert saved is not None
+    assert saved.model
+    assert all("lora_" in name for name in saved.model)
+    assert saved.state.base is not None
+    assert saved.state.base == cluster.training.replica.base
+    other = llama()
+    with torch.no_grad():
+        other.get_parameter("model.norm.weight").add_(1)
+    elsewhere = language(lora_model(other), "lora")
+    train, seed = settings.train, settings.cluster.seed
+    replica = build(train, seed, settings.node.dataset, CPU, workload=elsewhere).replica
+    with pytest.raises(CheckpointError, match="is of adapters on a model made on the spot"):
+        restore(replica, saved)

@@ -1,0 +1,64 @@
+"""Whatever is trained, however many workers compute it: the steps are those of one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from own_workloads import KINDS, run, settings_for, steps_alone
+from smolcluster.configs.schema import AlgorithmName
+from smolcluster.training.optimizer import STEP_COUNT
+from tiers import at_night
+
+ONE_WORKER: list[tuple[AlgorithmName, int]] = [("edp", 1), ("syncps", 1)]
+SEVERAL: list[tuple[AlgorithmName, int]] = [("edp", 1), ("syncps", 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm", "num_workers"),
+    [
+        *(("ragged", *way) for way in (*ONE_WORKER, ("syncps", 2), ("syncps", 3))),
+        *(("momentum", *way) for way in SEVERAL),
+        *((kind, *way) for kind in ("buffers", "float16", "two heads") for way in ONE_WORKER),
+        ("LoRA", "syncps", 1),
+        *at_night(*((kind, *way) for kind in ("RMSprop", "NAdam") for way in SEVERAL)),
+        *at_night(
+            *(
+                (kind, *way)
+                for kind in ("compiled", "Hugging Face", "torchvision")
+                for way in ONE_WORKER
+            )
+        ),
+    ],
+)
+def test_a_cluster_trains_as_one_process(
+    tmp_path: Path, kind: str, algorithm: AlgorithmName, num_workers: int
+) -> None:
+    """Its steps, weights, buffers and optimizer; with one worker bit for bit."""
+    settings = settings_for(algorithm, num_workers, *KINDS[kind].overrides)
+    workload = KINDS[kind].make(settings)
+    cluster = run(settings, tmp_path, algorithm, workload)
+    steps, training = steps_alone(settings, workload)
+    theirs, own = cluster.training.replica, training.replica
+    rtol, atol = (0.0, 0.0) if num_workers == 1 else (1e-4, 1e-6)
+    for record, step in zip(cluster.metrics.steps, steps, strict=True):
+        found = [record.values[name] for name in ("loss", "lr", "grad_norm")]
+        expected = [step.loss, step.learning_rate, step.grad_norm]
+        assert found == pytest.approx(expected, rel=rtol, abs=atol, nan_ok=True), record.step
+    torch.testing.assert_close(theirs.params, own.params, rtol=rtol, atol=atol)
+    torch.testing.assert_close(theirs.evaluated, own.evaluated, rtol=rtol, atol=atol)
+    if num_workers == 1:
+        mine, alone = theirs.model.state_dict(), own.model.state_dict()
+        assert mine.keys() == alone.keys()
+        for name, tensor in alone.items():
+            assert torch.equal(mine[name], tensor), name
+    assert theirs.optimizer.state.keys() == own.optimizer.state.keys()
+    assert theirs.optimizer.state.get(STEP_COUNT) == own.optimizer.state.get(STEP_COUNT)
+    if own.scaler is not None:
+        assert theirs.scaler is not None
+        skipped = own.scaler.num_overflows
+        assert theirs.scaler.num_overflows == skipped >= 3
+        assert cluster.metrics.steps[-1].values["overflows"] == skipped
+        assert cluster.core.report.status("ended").overflows == skipped
+        said = sum("is skipped: a gradient overflowed" in line for line in cluster.log_lines)
+        assert said >= 3
