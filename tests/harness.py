@@ -419,7 +419,7 @@ def assert_applied_once(records: Iterable[MetricRecord], num_samples: int, num_e
     for each in steps.values():
         applied[each.epoch].update(range(int(each.values["start"]), int(each.values["stop"])))
     once = Counter(range(num_samples))
-    assert dict(applied) == {epoch: once for epoch in range(num_epochs)}
+    assert dict(applied) == dict.fromkeys(range(num_epochs), once)
 
 
 def summary_of(epochs: int, **final: float) -> Summary:

@@ -83,6 +83,23 @@ def run(
     return cluster
 
 
+def assert_takes_the_same_steps(
+    cluster: Cluster, steps: Sequence[StepTaken], training: TrainingContext
+) -> None:
+    """Those of a single process, and its weights in the end; with one worker bit for bit."""
+    is_one = cluster.settings.cluster.num_workers == 1
+    rtol, atol = (0.0, 0.0) if is_one else (1e-4, 1e-6)
+    for record, step in zip(cluster.metrics.steps, steps, strict=True):
+        found = [record.values[name] for name in ("loss", "lr", "grad_norm")]
+        expected = [step.loss, step.learning_rate, step.grad_norm]
+        assert found == pytest.approx(expected, rel=rtol, abs=atol, nan_ok=True), record.step
+    theirs, own = cluster.training.replica, training.replica
+    torch.testing.assert_close(theirs.params, own.params, rtol=rtol, atol=atol)
+    torch.testing.assert_close(theirs.evaluated, own.evaluated, rtol=rtol, atol=atol)
+    if is_one:
+        assert_same(theirs.model.state_dict(), own.model.state_dict())
+
+
 def losses_of(cluster: Cluster) -> Sequence[float]:
     return [record.values["loss"] for record in cluster.metrics.steps]
 

@@ -1,6 +1,6 @@
-"""A rank of a mesh that waits half-way: `held_rank.py FOLDER PROXY_PORT GROUP ARGUMENT...`.
+"""A rank of a mesh that waits half-way: `held_rank.py FOLDER HOLD_AT PROXY_PORT GROUP ARGUMENT...`.
 
-The arguments are those of `smolcluster.distributed_training`. Before step `HOLD_AT` ranks wait until there is
+The arguments are those of `smolcluster.distributed_training`. Before step HOLD_AT ranks wait until there is
 a file `go_on` in FOLDER. Unless GROUP is 0, rank 1's connection of the GROUP-th Gloo group of two ranks leads
 through a proxy, and where the proxy leads is in the file `gloo` then.
 """
@@ -16,8 +16,6 @@ from smolcluster.algorithms.Mesh.store import GroupStore
 from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 from smolcluster.training.loop import StepTaken
 
-HOLD_AT = 12
-"""The step before which ranks wait."""
 GO_ON, TARGET = "go_on", "gloo"
 SETUP_S, END_S, ANSWER_S, SLOWER = 15.0, 2.0, 5.0, 1.0
 """How long ranks are silent or hang before they are given up: less than for users."""
@@ -25,10 +23,10 @@ OWN, LOWER, HIGHER = bytes([127, 0, 0, 1]), bytes(4), bytes([127, 0, 0, 2])
 """The rank with the higher address dials. 0.0.0.0 leads to this machine as well."""
 
 
-def hold(folder: Path) -> None:
+def hold(folder: Path, hold_at: int) -> None:
     class Held(MeshTrainer):
         def step(self, samples_applied: int, version: int, *more: Any) -> StepTaken:
-            while version == HOLD_AT and not self.groups.total((folder / GO_ON).exists())[0]:
+            while version == hold_at and not self.groups.total((folder / GO_ON).exists())[0]:
                 self.groups.note("held back")
                 time.sleep(0.02)
             return super().step(samples_applied, version, *more)
@@ -63,8 +61,8 @@ def lead_through(proxy_port: int, group: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    folder, proxy_port, group, *arguments = sys.argv[1:]
-    hold(Path(folder))
+    folder, hold_at, proxy_port, group, *arguments = sys.argv[1:]
+    hold(Path(folder), int(hold_at))
     if int(group):
         lead_through(int(proxy_port), int(group), Path(folder))
     watch.SETUP_S, watch.SLOWER, watch.END_S = SETUP_S, SLOWER, {True: END_S, False: END_S}

@@ -20,6 +20,7 @@ from faults import held_rank
 from faults.cases import (
     BATCH,
     EPOCHS,
+    HOLD_AT,
     KEPT_STEPS,
     LOSS_REL,
     NUM_STEPS,
@@ -133,7 +134,7 @@ def _started(
     return [
         processes.start(
             *(sys.executable, held_rank.__file__, str(processes.folder)),
-            *(str(proxy_port), str(group if rank else 0)),
+            *(str(HOLD_AT), str(proxy_port), str(group if rank else 0)),
             *("--config", "digits", "--epochs", str(EPOCHS), "--batch-size", batch_size),
             *("--save-interval", str(KEPT_STEPS), "--run-id", "faulty", "--resume", "auto"),
             *("--world-size", str(WORLD_SIZE), "--fsdp", str(WORLD_SIZE), "--no-progress"),

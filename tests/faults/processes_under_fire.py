@@ -2,13 +2,12 @@
 
     python processes_under_fire.py KILL "before the rename" 2 syncps server --local …
 
-strikes when that point is come to for the second time. `TERM,TERM` are two signals, one after the other.
+strikes when that point is come to for the second time.
 """
 
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
 from smolcluster.algorithms.EDP.server import Server as EDPServer
-from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.entry import main
 from smolcluster.algorithms.SynchronousPS.members import Members
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
@@ -32,8 +30,6 @@ from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import Push
 
 FLUSH_S = 60.0
-GAP_S = 0.1
-"""Between two signals: the first one has been noticed."""
 
 Strike = Callable[[], None]
 Call = Callable[..., Any]
@@ -61,37 +57,17 @@ def behind(owner: Any, name: str, strike: Strike) -> None:
     setattr(owner, name, struck)
 
 
-def at_file(name: str, blow: "Blow", *, torn: bool = False) -> None:
-    """Strike when a file of tensors has been written, or half of it."""
+def in_a_file(blow: "Blow") -> None:
+    """Strike when half of the optimizer's file has been written."""
     real: Call = vars(checkpoint)["save_file"]
 
     def struck(tensors: Any, path: Path) -> None:
         real(tensors, path)
-        if path.name == name and blow.is_due():
-            if torn:
-                os.truncate(path, path.stat().st_size // 2)
+        if path.name == checkpoint.OPTIMIZER_FILE and blow.is_due():
+            os.truncate(path, path.stat().st_size // 2)
             blow.fall()
 
     vars(checkpoint)["save_file"] = struck
-
-
-def in_tidying(strike: Strike) -> None:
-    """Strike when an old checkpoint is out of its place and not yet deleted."""
-    tidy, delete = CheckpointStore._tidy, checkpoint._delete
-    tidying: list[bool] = []
-
-    def watched(self: CheckpointStore, newest: int) -> None:
-        tidying.append(True)
-        tidy(self, newest)
-        tidying.clear()
-
-    def struck(path: Path) -> None:
-        if tidying:
-            strike()
-        delete(path)
-
-    CheckpointStore._tidy = watched  # type: ignore[method-assign]
-    checkpoint._delete = struck
 
 
 def around_push(where: str, blow: "Blow") -> None:
@@ -112,10 +88,10 @@ def around_push(where: str, blow: "Blow") -> None:
 
 
 class Blow:
-    """Sends the signals to this process when it is called for the `count`th time."""
+    """Sends a signal to this process when it is called for the `count`th time."""
 
-    def __init__(self, signals: str, count: int) -> None:
-        self._signals = [signal.Signals[f"SIG{name}"] for name in signals.split(",")]
+    def __init__(self, signum: signal.Signals, count: int) -> None:
+        self._signum = signum
         self._left = count
 
     def is_due(self) -> bool:
@@ -124,9 +100,7 @@ class Blow:
         return self._left == 0
 
     def fall(self) -> None:
-        for signum in self._signals:
-            os.kill(os.getpid(), signum)
-            time.sleep(GAP_S)
+        os.kill(os.getpid(), self._signum)
 
     def __call__(self) -> None:
         if self.is_due():
@@ -137,19 +111,14 @@ Arm = Callable[[Blow], None]
 POINTS: MappingProxyType[str, Arm] = MappingProxyType(
     {
         # a server, while it saves
-        "in the middle of a file": partial(at_file, checkpoint.OPTIMIZER_FILE, torn=True),
-        "after the model's file": partial(at_file, checkpoint.MODEL_FILE),
-        "after the optimizer's file": partial(at_file, checkpoint.OPTIMIZER_FILE),
+        "in the middle of a file": in_a_file,
         "before the rename": partial(before, CheckpointStore, "_put_in_place"),
-        "before the link": partial(behind, CheckpointStore, "_put_in_place"),
-        "while tidying": in_tidying,
         # a server, while it trains
         "after a step": partial(behind, Saver, "after_step"),
         "before an answer": partial(behind, EDPServer, "apply"),
         "after a commit": partial(behind, Members, "broadcast"),
         # a worker
         "before a DiLoCo change": partial(before, DiLoCoWorker, "send_change"),
-        "before an EDP push": partial(before, EDPWorker, "frames"),
         "before a SyncPS push": partial(before, SyncPSWorker, "push"),
         "in the middle of a push": partial(around_push, "half"),
         "after a push": partial(around_push, "whole"),
@@ -171,9 +140,9 @@ def wait_for_the_disk() -> None:
 
 
 if __name__ == "__main__":
-    signals, point, count, name, role, *arguments = sys.argv[1:]
+    signum, point, count, name, role, *arguments = sys.argv[1:]
     algorithm = get_algorithm(name)
     sys.argv = [str(algorithm.server if role == "server" else algorithm.worker), *arguments]
-    POINTS[point](Blow(signals, int(count)))
+    POINTS[point](Blow(signal.Signals[f"SIG{signum}"], int(count)))
     wait_for_the_disk()
     raise SystemExit(main(algorithm.name, "server" if role == "server" else "worker"))

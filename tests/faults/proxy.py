@@ -242,7 +242,7 @@ POINTS: Mapping[str, Mapping[str, Point]] = MappingProxyType(
             Point("beat", Ask, mid_payload, nth=3, matches=of_key("beat/1")),
             Point("end", Ask, nothing, matches=of_key("gone/1")),
             Point("gloo_hello", Gloo.HELLO, nothing, group=1),
-            Point("gloo_payload", Gloo.BUFFER, mid_payload, 23, larger_than(5000), group=1),
+            Point("gloo_payload", Gloo.BUFFER, mid_payload, 11, larger_than(5000), group=1),
             Point("gloo_gathering", Gloo.BUFFER, mid_payload, 2, larger_than(5000), group=2),
         ),
     }

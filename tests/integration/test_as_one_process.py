@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from own_workloads import KINDS, run, settings_for, steps_alone
+from own_workloads import KINDS, assert_takes_the_same_steps, run, settings_for, steps_alone
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.training.optimizer import STEP_COUNT
 from tiers import at_night
@@ -39,19 +38,8 @@ def test_a_cluster_trains_as_one_process(
     workload = KINDS[kind].make(settings)
     cluster = run(settings, tmp_path, algorithm, workload)
     steps, training = steps_alone(settings, workload)
+    assert_takes_the_same_steps(cluster, steps, training)
     theirs, own = cluster.training.replica, training.replica
-    rtol, atol = (0.0, 0.0) if num_workers == 1 else (1e-4, 1e-6)
-    for record, step in zip(cluster.metrics.steps, steps, strict=True):
-        found = [record.values[name] for name in ("loss", "lr", "grad_norm")]
-        expected = [step.loss, step.learning_rate, step.grad_norm]
-        assert found == pytest.approx(expected, rel=rtol, abs=atol, nan_ok=True), record.step
-    torch.testing.assert_close(theirs.params, own.params, rtol=rtol, atol=atol)
-    torch.testing.assert_close(theirs.evaluated, own.evaluated, rtol=rtol, atol=atol)
-    if num_workers == 1:
-        mine, alone = theirs.model.state_dict(), own.model.state_dict()
-        assert mine.keys() == alone.keys()
-        for name, tensor in alone.items():
-            assert torch.equal(mine[name], tensor), name
     assert theirs.optimizer.state.keys() == own.optimizer.state.keys()
     assert theirs.optimizer.state.get(STEP_COUNT) == own.optimizer.state.get(STEP_COUNT)
     if own.scaler is not None:

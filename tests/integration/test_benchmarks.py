@@ -1,4 +1,4 @@
-"""The benchmarks run; what they measure is nobody's to pass or fail."""
+"""Benchmarks run, and what they measure is nobody's to pass or fail; what the soak calls flat and exact."""
 
 import json
 import os
@@ -6,22 +6,42 @@ import subprocess
 import sys
 from pathlib import Path
 from shutil import which
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.slow
+from made_runs import summary_of
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.jsonl import MetricLine
+from smolcluster.runs.summary import Pushes, WorkerShare
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def measured(name: str, results: Path, *options: str) -> Any:
+    """What a benchmark leaves in its file of results."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), *options],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(results.read_text())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "results.json"
 
 
 @pytest.mark.nightly
-def test_the_exchange_is_measured_beside_gloo(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    command = [sys.executable, str(PROJECT / "benchmarks" / "exchange.py"), "--json", str(file)]
-    options = ["--workers=2", "--megabytes=1", "--steps=1", "--rounds=1", "--codec=int8"]
-    subprocess.run(
-        [*command, *options, "--digests=on"], check=True, capture_output=True, timeout=300
-    )
-    (case,) = json.loads(file.read_text())["cases"]
+def test_the_exchange_is_measured_beside_gloo(file: Path) -> None:
+    options = ("--workers=2", "--megabytes=1", "--steps=1", "--rounds=1", "--codec=int8")
+    found = measured("exchange", file, f"--json={file}", *options, "--digests=on")
+    (case,) = found["cases"]
     assert case["ms"] > 0
     assert case["gloo_ms"] > 0
     assert case["copies"] > 0
@@ -29,7 +49,7 @@ def test_the_exchange_is_measured_beside_gloo(tmp_path: Path) -> None:
 
 @pytest.mark.bench
 def test_honest_work_is_measured_under_attack() -> None:
-    command = [sys.executable, str(PROJECT / "benchmarks" / "attacks.py"), "--json"]
+    command = [sys.executable, str(BENCHMARKS / "attacks.py"), "--json"]
     options = ["--seconds=2", "--latency=10", "--algorithm=edp", "--case=hung"]
     done = subprocess.run([*command, *options], check=True, capture_output=True, timeout=300)
     (case,) = json.loads(done.stdout)["cases"]
@@ -38,27 +58,21 @@ def test_honest_work_is_measured_under_attack() -> None:
 
 
 @pytest.mark.bench
-def test_what_a_worker_costs_a_coordinator_is_measured(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    command = [sys.executable, str(PROJECT / "benchmarks" / "scale.py"), "--json", str(file)]
-    options = ["--workers=2", "--megabytes=1", "--rate=20", "--seconds=1"]
-    subprocess.run([*command, *options], check=True, capture_output=True, timeout=300)
-    (case,) = json.loads(file.read_text())["cases"]
+def test_what_a_worker_costs_a_coordinator_is_measured(file: Path) -> None:
+    options = ("--workers=2", "--megabytes=1", "--rate=20", "--seconds=1")
+    (case,) = measured("scale", file, f"--json={file}", *options)["cases"]
     assert case["workers"] == 2
     assert case["pushes"] > 0
     assert case["p99_ms"] > 0
 
 
 @pytest.mark.bench
-def test_time_to_loss_is_measured_beside_one_machine(tmp_path: Path) -> None:
+def test_time_to_loss_is_measured_beside_one_machine(file: Path) -> None:
     if reason := no_namespaces():
         pytest.skip(reason)
-    file = tmp_path / "results.json"
-    command = [sys.executable, str(PROJECT / "benchmarks" / "time_to_loss.py"), f"--out={file}"]
-    options = ["--seeds=1", "--seconds=10", "--limit=1", "--lr=1e-3", "--scale=4", "--mbit=2000"]
-    arms = ["--arms", "one", "edp-int8"]
-    subprocess.run([*command, *options, *arms], check=True, capture_output=True, timeout=550)
-    alone, edp = json.loads(file.read_text())["runs"]
+    options = ("--seeds=1", "--seconds=10", "--limit=1", "--lr=1e-3", "--scale=4", "--mbit=2000")
+    arms = ("--arms", "one", "edp-int8")
+    alone, edp = measured("time_to_loss", file, f"--out={file}", *options, *arms)["runs"]
     assert alone["reached"]["loss"] == alone["points"][-1]["loss"]
     assert set(edp["computing"]) == {"fast1", "fast2", "fast3", "slow"}
     assert not edp["failure"]
@@ -77,14 +91,10 @@ def no_namespaces() -> str:
 
 
 @pytest.mark.bench
-def test_a_pipelines_step_is_measured_beside_torchs(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    command = [sys.executable, str(PROJECT / "benchmarks" / "pipeline.py"), "--json", str(file)]
-    options = ["--schedules=1f1b", "--megabytes=0.01", "--unit=1", "--steps=1"]
-    subprocess.run(
-        [*command, *options, "--cases", "schedules"], check=True, capture_output=True, timeout=300
-    )
-    first, *_ = json.loads(file.read_text())["schedules"]
+def test_a_pipelines_step_is_measured_beside_torchs(file: Path) -> None:
+    options = ("--schedules=1f1b", "--megabytes=0.01", "--unit=1", "--steps=1")
+    found = measured("pipeline", file, f"--json={file}", *options, "--cases", "schedules")
+    first, *_ = found["schedules"]
     assert first["schedule"] == "1f1b"
     assert first["simulated_s"] == pytest.approx(0.033)
     assert first["measured_s"] > 0.033
@@ -92,12 +102,85 @@ def test_a_pipelines_step_is_measured_beside_torchs(tmp_path: Path) -> None:
 
 
 @pytest.mark.bench
-def test_the_check_of_gpus_runs_without_one(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.md"
-    command = [sys.executable, str(PROJECT / "benchmarks" / "gpu.py"), "--device", "cpu"]
+def test_the_check_of_gpus_runs_without_one(file: Path) -> None:
+    page = file.with_suffix(".md")
     only = ("--only", "one process, float32", "mesh of all GPUs")
-    done = subprocess.run([*command, *only, "--to", str(file)], timeout=550, check=False)
-    assert done.returncode == 0
-    rows = json.loads(file.with_suffix(".json").read_text())["rows"]
-    assert [row["state"] for row in rows] == ["ok", "ok"]
-    assert "on the CPU" in file.read_text()
+    found = measured("gpu", file, "--device", "cpu", *only, "--to", str(page))
+    assert [row["state"] for row in found["rows"]] == ["ok", "ok"]
+    assert "on the CPU" in page.read_text()
+
+
+@pytest.mark.bench
+def test_a_soak_ends_well_and_writes_what_it_saw(file: Path) -> None:
+    chart = file.with_name("soak.svg")
+    options = ("--minutes=0.15", "--faults-per-minute=60", "--workers=2", "--seed=0")
+    files = (f"--json={file}", f"--chart={chart}", f"--folder={file.parent / 'files'}")
+    (soak,) = measured("soak", file, "--algorithm", "edp", *options, *files)["soaks"]
+    assert len(soak["faults"]) >= 4
+    assert soak["exit_codes"] == {"server": 0, "worker 1": 0, "worker 2": 0}
+    assert soak["summary"]["samples_applied"] == 1438 * soak["num_epochs"]
+    assert soak["restarts"]["server"] >= 1
+    assert all(life["samples"] for life in soak["lives"] if life["name"] == "worker 1")
+    drawing = ElementTree.parse(chart).getroot()  # noqa: S314 - we have just written it
+    marks = [element for element in drawing.iter() if element.get("id") == "fault"]
+    assert len(marks) == len(soak["faults"])
+
+
+@pytest.mark.parametrize(
+    ("memory", "num_threads", "num_files", "is_flat"),
+    [("warms up", 0, 0, True), ("leaks", 0, 0, False), ("", 1, 0, False), ("", 0, 1, False)],
+)
+def test_a_leak_of_memory_threads_or_files_is_not_flat(
+    monkeypatch: pytest.MonkeyPatch, memory: str, num_threads: int, num_files: int, *, is_flat: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from soak import Sample, trend
+
+    samples = []
+    for age in range(300):
+        used = {"warms up": 2e8 * min(1.0, age / 30), "leaks": 2e8 + 2e5 * age}.get(memory, 10)
+        counts = 5 + num_threads * age // 10, 5 + num_files * age // 10
+        samples.append(Sample(float(age), int(used), int(used), *counts))
+    found = trend("server", samples)
+    assert found is not None
+    assert found.is_flat == is_flat
+
+
+def test_samples_steps_and_pushes_of_a_soak_must_fit_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from soak import problems_of
+
+    def num_problems(algorithm: str, applied: int, steps: int, pushes: int, epochs: int = 2) -> int:
+        worker = WorkerShare(rank=0, node="pi5", samples=applied, mean_staleness=0.0, share=1.0)
+        counts = {"train_samples": 100, "samples_applied": applied, "steps": steps}
+        made = {"algorithm": algorithm, "workers": [worker], "pushes": Pushes(applied=pushes)}
+        return len(problems_of(summary_of(**counts, **made), 32, epochs))
+
+    assert num_problems("edp", 200, 8, 8) == num_problems("syncps", 200, 8, 15) == 0
+    assert num_problems("edp", 199, 8, 8) == 2
+    assert num_problems("syncps", 200, 9, 15) == num_problems("edp", 200, 8, 9) == 1
+    assert num_problems("edp", 200, 8, 8, epochs=3) == 3
+
+
+def test_samples_that_are_applied_again_after_a_resume_count_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from soak import Applied
+
+    applied = Applied()
+
+    def add(incarnation: str, step: int, epoch: int, start: int) -> None:
+        values = {"start": float(start), "stop": start + 10.0}
+        applied.add(MetricLine("", incarnation, MetricRecord("step", step, epoch, values)))
+
+    for step in range(1, 6):
+        add("first", step, 0, 10 * step)
+    for step in range(3, 8):
+        add("second", step, 0, 10 * step)
+    add("second", 8, 1, 10)
+    assert applied.num_twice == 0
+    add("second", 9, 0, 15)
+    assert applied.num_twice == 2

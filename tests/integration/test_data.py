@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from harness import WORKERS, Cluster, MakeParticipant, local_settings
+import own_workloads
+from harness import WORKERS, Cluster, MakeParticipant
+from own_workloads import ALGORITHMS, CPU, NODES, losses_of
 from smolcluster.configs.schema import AlgorithmName, DatasetPlace, Settings
 from smolcluster.data.dataset import Batch
 from smolcluster.data.loading import Data
-from smolcluster.errors import DataError, RunFailed
+from smolcluster.errors import DataError, Rejected, RunFailed
 from smolcluster.server import feed
 from smolcluster.server.link import Participant
 from smolcluster.training import first_loss
@@ -31,8 +33,6 @@ from smolcluster.utils.retry import Deadline
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.messages import Welcome
 
-ALGORITHMS: list[AlgorithmName] = ["edp", "syncps"]
-NODES = ("pi5", "win", "macbook")
 NUM_SAMPLES = 90
 BATCH = 16
 
@@ -85,33 +85,22 @@ def workload(train: Data) -> Workload:
 
 
 def settings_for(algorithm: AlgorithmName, num_workers: int, *overrides: str) -> Settings:
-    own = ("num_epochs=2", f"min_workers={num_workers}", "dataset.source=server", *overrides)
-    if algorithm == "edp":
-        own = ("worker_update_interval=1", f"batch_size={BATCH}", *own)
-    else:
-        own = (f"global_batch_size={BATCH}", *own)
-    return local_settings(*own, workers=num_workers, algorithm=algorithm)
+    sizes = (f"batch_size={BATCH}", f"global_batch_size={BATCH}")
+    served = (*sizes, "dataset.source=server", *overrides)
+    return own_workloads.settings_for(algorithm, num_workers, *served)
 
 
 def run(settings: Settings, folder: Path, algorithm: AlgorithmName, train: Data) -> Sequence[float]:
     """The losses of a run whose workers have no data."""
     cluster = Cluster(settings, folder, algorithm=algorithm, workload=workload(train))
     cluster.workload = workload(Unreachable())
-    workers = [cluster.worker(number + 1) for number in range(settings.cluster.num_workers)]
-    cluster.finish(*workers)
-    return [record.values["loss"] for record in cluster.metrics.steps]
+    num_workers = settings.cluster.num_workers
+    cluster.finish(*(cluster.worker(i + 1, node=NODES[i]) for i in range(num_workers)))
+    return losses_of(cluster)
 
 
 def alone(settings: Settings, train: Data) -> Sequence[float]:
-    config = settings.run_config("alone", "syncps").train
-    training = build(
-        config,
-        settings.cluster.seed,
-        settings.node.dataset,
-        torch.device("cpu"),
-        workload=workload(train),
-    )
-    return [step.loss for step in training_steps(training, config)]
+    return own_workloads.alone(settings, workload(train))[0]
 
 
 @pytest.mark.parametrize(
@@ -134,23 +123,10 @@ def test_whoever_is_sent_the_samples_computes_what_one_process_does(
 def test_two_workers_are_sent_batches_of_the_loaders_size(
     tmp_path: Path, algorithm: AlgorithmName
 ) -> None:
-    settings = settings_for(
-        algorithm, 2, *(["global_batch_size=null"] if algorithm == "syncps" else [])
-    )
+    settings = settings_for(algorithm, 2, "global_batch_size=null")
     loader = DataLoader(TensorDataset(*tensors()), batch_size=9, shuffle=True)
     num_steps = len(run(settings, tmp_path, algorithm, loader))
     assert num_steps == (20 if algorithm == "edp" else 10)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_batch_larger_than_a_bucket_is_sent_in_pieces(
-    tmp_path: Path, algorithm: AlgorithmName, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("smolcluster.server.feed.MAX_PIECE_NBYTES", 300)
-    settings = settings_for(algorithm, 1)
-    expected = alone(settings, TensorDataset(*tensors()))
-    losses = run(settings, tmp_path, algorithm, TensorDataset(*tensors()))
-    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 class Seen:
@@ -174,7 +150,7 @@ class Seen:
                 if num_computed == 2:
                     if mortal:
                         self.one_died.set()
-                        raise Died
+                        raise Rejected("the test ends it", "test")
                     assert self.one_died.wait(60)
                 return compute_batch(batch, num, epoch, start)
 
@@ -182,10 +158,6 @@ class Seen:
             return make(welcome, training)
 
         return watched
-
-
-class Died(Exception):
-    """A worker ends in the middle of a lease."""
 
 
 class Numbered(IterableDataset[Any]):
@@ -229,7 +201,7 @@ def test_a_stream_is_read_once_an_epoch_though_memory_runs_out() -> None:
     own = Workload(
         lambda: nn.Linear(3, 1), tight, stream, collate=taken_apart, samples_per_epoch=NUM_SAMPLES
     )
-    training = build(config, 3, DatasetPlace(), torch.device("cpu"), workload=own)
+    training = build(config, 3, DatasetPlace(), CPU, workload=own)
     num_steps = len(list(training_steps(training, config)))
     training.close()
     assert num_steps == 2 * -(-NUM_SAMPLES // BATCH)
@@ -249,7 +221,7 @@ def test_a_lost_worker_s_samples_of_a_stream_go_to_another_one(
     cluster, seen = Cluster(settings, tmp_path, algorithm=algorithm, workload=own), Seen()
     mortal = cluster.worker(1, make=seen.of(WORKERS[algorithm], mortal=True))
     other = cluster.worker(2, node="win", make=seen.of(WORKERS[algorithm], mortal=False))
-    assert isinstance(mortal.failure(), Died)
+    assert isinstance(mortal.failure(), Rejected)
     cluster.finish(other)
     for (epoch, start, stop), batches in seen.numbers.items():
         assert batches == {tuple(range(1000 * epoch + start, 1000 * epoch + stop))}
@@ -281,9 +253,8 @@ def test_a_run_that_is_resumed_goes_on_with_the_samples_that_come_next(
         resume=True,
         workload=workload(data()),
     )
-    again.server.finish()
-    worker.finish()
-    losses = [record.values["loss"] for record in again.metrics.steps]
+    again.finish(worker)
+    losses = losses_of(again)
     assert 0 < len(losses) < len(expected)
     assert losses == pytest.approx(expected[-len(losses) :], rel=1e-5)
     assert len(taken) == 5
@@ -323,7 +294,7 @@ def test_what_chance_draws_for_a_sample_is_the_same_wherever_it_is_loaded(
     settings = settings_for(algorithm, num_workers, f"dataset.source={source}")
     cluster = Cluster(settings, tmp_path, algorithm=algorithm, workload=workload(Noisy()))
     cluster.finish(*(cluster.worker(number + 1) for number in range(num_workers)))
-    losses = [record.values["loss"] for record in cluster.metrics.steps]
+    losses = losses_of(cluster)
     assert losses == pytest.approx(alone(settings, Noisy()), rel=1e-5)
 
 
@@ -374,10 +345,7 @@ def test_a_worker_loads_no_more_when_its_run_is_over(
     assert [training is not cluster.training for training in closed] == [True]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_data_that_take_long_are_named(
-    tmp_path: Path, algorithm: AlgorithmName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_take_long_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While they do: the first samples come when the line has."""
     monkeypatch.setattr(feed, "SLOW_S", 0.0)
     monkeypatch.setattr(workload_module, "chosen", lambda _: [])  # compared before they are loaded
@@ -393,8 +361,8 @@ def test_data_that_take_long_are_named(
                 time.sleep(0.001)
             return super().__getitem__(index)
 
-    settings = settings_for(algorithm, 1, "num_epochs=1")
-    cluster = Cluster(settings, tmp_path, algorithm=algorithm, workload=workload(Slow()))
+    settings = settings_for("syncps", 1, "num_epochs=1")
+    cluster = Cluster(settings, tmp_path, algorithm="syncps", workload=workload(Slow()))
     cluster.finish(cluster.worker(1))
     assert "has been loading" in slow[0]
 
@@ -413,12 +381,3 @@ def test_what_cannot_be_sent_ends_the_run_with_its_path(
     with pytest.raises(DataError, match=told):
         cluster.server.finish()
     assert isinstance(worker.failure(), RunFailed)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_built_in_digits_are_sent_too(tmp_path: Path, algorithm: AlgorithmName) -> None:
-    own = ("dataset.source=server", "num_epochs=1", "batch_size=256")
-    settings = local_settings(*own, workers=1, algorithm=algorithm)
-    cluster = Cluster(settings, tmp_path, algorithm=algorithm)
-    summary = cluster.finish(cluster.worker(1))
-    assert summary.final.val_accuracy is not None

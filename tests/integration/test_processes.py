@@ -1,62 +1,32 @@
 """Server and workers as real processes, started by hand as the README says; and how each of them ends."""
 
 import json
-import os
 import re
 import shlex
 import signal
-import socket
 import sys
 import time
-from collections import Counter, defaultdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
 
-from harness import free_port
+from harness import assert_applied_once, free_port
 from processes import Processes
+from smolcluster.cli import main
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.data.permutation import epoch_permutation
-from smolcluster.observability.sinks.jsonl import follow_metrics
-from smolcluster.runs.events import WorkerJoined, WorkerLost, read_events
+from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.spans import read_spans
+from smolcluster.runs.events import CheckpointSaved, WorkerJoined, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
+from smolcluster.utils.meter import STEP
 from tiers import at_night
 from waiting import eventually
 
 PROJECT = Path(__file__).resolve().parents[2]
-
-
-def applied(metrics: Path, num_samples: int, seed: int = 42) -> dict[int, Counter[int]]:
-    """How often each sample was applied, by epoch."""
-    counts: dict[int, Counter[int]] = defaultdict(Counter)
-    for line in follow_metrics(metrics).poll():
-        if line.record.kind == "step":
-            order = epoch_permutation(seed, line.record.epoch, num_samples)
-            values = line.record.values
-            counts[line.record.epoch].update(
-                order[int(values["start"]) : int(values["stop"])].tolist()
-            )
-    return dict(counts)
-
-
-@pytest.mark.nightly
-def test_a_waiting_server_says_how_many_workers_it_waits_for_and_how_to_start_one(
-    processes: Processes,
-) -> None:
-    port = f"port={free_port()}"
-    server = processes.server("--local", "--override", port, "min_workers=2", "num_epochs=1")
-    server.wait_for("waiting until 2 of 3 workers (min_workers) have joined; 0 so far; start one")
-    found = re.search(r"start one with `(?:uv run|python) (.*?)`", server.output)
-    assert found
-    first = processes.start(sys.executable, *shlex.split(found[1]))
-    server.wait_for("have joined; 1 so far\n")
-    second = processes.worker(2, "win", "--local", "--override", port)
-    assert server.wait() == 0, server.output
-    assert (first.wait(), second.wait()) == (0, 0)
 
 
 def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
@@ -72,7 +42,7 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
         for rank, node in enumerate(("pi5", "win", "macbook"))
     ]
     metrics = processes.runs / "latest" / "metrics.jsonl"
-    eventually(lambda: {r.record.rank for r in follow_metrics(metrics).poll()} >= {0, 1, 2})
+    eventually(lambda: {r.record.rank for r in read_metrics(metrics)} >= {0, 1, 2})
     for worker in (workers[0], workers[2]):  # or the run could be over before the late one is there
         worker.kill(signal.SIGSTOP)
     workers[1].kill(signal.SIGKILL)
@@ -91,8 +61,8 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     assert summary.leases_returned >= 1
     assert summary.final.val_accuracy is not None
     assert summary.final.val_accuracy >= 0.9, "by chance it would be 0.1"
-    once = Counter(range(summary.train_samples))
-    assert applied(run.metrics, summary.train_samples) == dict.fromkeys(range(epochs), once)
+    records = [line.record for line in read_metrics(run.metrics)]
+    assert_applied_once(records, summary.train_samples, epochs)
     assert {share.rank for share in summary.workers} >= {0, 1, 2}
     status = read_status(run.status)
     assert (status.state, status.step) == ("ended", summary.steps)
@@ -103,73 +73,49 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     assert [each.samples for each in status.workers] == [each.samples for each in summary.workers]
     assert all(each.step and each.step <= status.step for each in status.workers[:3])
     assert "Traceback" not in server.output
+    report = run.report.read_text()
+    for number in (f"{summary.final.val_accuracy:.1%}", f"{summary.steps:,}"):
+        assert number in report
+    assert "worker 2 (win) is lost" in report.partition("What went wrong first")[2]
 
 
 @pytest.mark.nightly
-def test_a_worker_waits_for_the_server_and_both_leave_readable_files(
+def test_who_is_first_waits_for_the_other_and_both_leave_readable_files(
     processes: Processes,
 ) -> None:
-    port = f"port={free_port()}"
-    worker = processes.worker(1, "macbook", "--local", "--override", port)
+    """Logs are in UTC, and consoles have local time."""
+    port, start = f"port={free_port()}", time.time()
+    common = ("--local", "--override", port, "threads=1")
+    processes.environ["TZ"] = "Asia/Kolkata"
+    worker = processes.worker(1, "macbook", *common)
     worker.wait_for("waiting for the server")
-    server = processes.server("--local", "--override", port, "num_epochs=2", "--run-id", "mine")
+    server = processes.server("--run-id", "mine", *common, "min_workers=2", "num_epochs=2")
+    server.wait_for("waiting until 2 of 3 workers (min_workers) have joined; 1 so far; start one")
+    found = re.search(r"start one with `(?:uv run|python) (.*?)`", server.output)
+    assert found
+    second = processes.start(sys.executable, *shlex.split(found[1]))
     assert server.wait() == 0, server.output
-    assert worker.wait() == 0, worker.output
+    assert (worker.wait(), second.wait()) == (0, 0)
     assert "validation accuracy" in server.output
+    console = datetime.fromtimestamp(start, ZoneInfo("Asia/Kolkata"))
+    hours = {f"{console + timedelta(hours=later):%H:}" for later in (0, 1)}
+    assert worker.output[:3] in hours
     run = find_run(processes.runs, "mine")
-    logs = sorted(path.name for path in run.logs.iterdir())
-    assert logs == ["server-mini1.log", "worker-rank0-macbook.log"]
-    lines = (run.logs / logs[1]).read_text().splitlines()
+    assert {"server-mini1.log", "worker-rank0-macbook.log"} < {
+        each.name for each in run.logs.iterdir()
+    }
+    lines = (run.logs / "worker-rank0-macbook.log").read_text().splitlines()
     begins, *told = map(json.loads, lines)
     assert "process" in begins["message"]
     first = next(line for line in told if "waiting for the server" in line["message"])
-    assert first["host"] == "worker-rank0-macbook"
-    assert first["rank"] == 0
-    assert first["run"] == "mine"
+    assert [first[name] for name in ("host", "rank", "run")] == ["worker-rank0-macbook", 0, "mine"]
+    for line in told:
+        assert line["ts"].endswith("Z")
+        assert start - 1 < datetime.fromisoformat(line["ts"]).timestamp() < time.time() + 1
     assert run.config.is_file()
     reference = (PROJECT / "src/smolcluster/docs/reference/files.md").read_text()
     documented = set(re.findall(r"^\| `(.+?)` \|", reference, re.MULTILINE))
     assert {path.name for path in run.root.iterdir()} <= documented
-
-
-@pytest.mark.nightly
-def test_workers_look_for_a_server_that_was_stopped(processes: Processes) -> None:
-    port = f"port={free_port()}"
-    server = processes.server(
-        "--local", "--override", port, "num_epochs=5000", "reconnect_timeout_s=1"
-    )
-    worker = processes.worker(1, "macbook", "--local", "--override", port)
-    worker.wait_for("joined run")
-    server.kill(signal.SIGINT)
-    assert server.wait() == 130
-    assert worker.wait() == 75
-    assert "trying to reconnect for 1 s" in worker.output
-    assert "Traceback" not in server.output + worker.output
-    status = read_status(find_run(processes.runs).status)
-    assert (status.state, status.reason) == ("ended", "it was stopped")
-
-
-@pytest.mark.nightly
-def test_a_stopped_worker_leaves_and_the_run_goes_on(processes: Processes) -> None:
-    port = f"port={free_port()}"
-    server = processes.server("--local", "--override", port, "num_epochs=20", "threads=1")
-    first = processes.worker(1, "macbook", "--local", "--override", port, "threads=1")
-    server.wait_for("worker 1 (macbook) joined")
-    first.kill(signal.SIGTERM)
-    assert first.wait() == 143
-    server.wait_for("left: ")
-    second = processes.worker(2, "pi5", "--local", "--override", port, "threads=1")
-    assert server.wait() == 0, server.output
-    assert second.wait() == 0, second.output
-
-
-@pytest.mark.slow
-def test_a_busy_port_is_one_line_and_75(processes: Processes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        server = processes.server("--local", "--override", f"port={port}")
-        assert server.wait() == 75
-    assert str(port) in _only_error(server.output)
 
 
 @pytest.mark.nightly
@@ -184,86 +130,9 @@ def test_a_worker_of_another_algorithm_is_told_which_one_to_start(processes: Pro
 
 
 @pytest.mark.slow
-def test_an_address_of_another_machine_is_one_line_and_2(processes: Processes) -> None:
-    server = processes.server("--train-config", "digits", "--override", "bind=[203.0.113.7]")
-    assert server.wait() == 2
-    assert "203.0.113.7" in _only_error(server.output)
-
-
-@pytest.mark.slow
-def test_a_secret_that_others_can_read_is_one_line_and_77(processes: Processes) -> None:
-    folder = processes.folder / "config" / "smolcluster"
-    folder.mkdir(parents=True)
-    secret = folder / "secret"
-    secret.write_text("a" * 64)
-    secret.chmod(0o644)
-    server = processes.server("--local", "--override", f"port={free_port()}")
-    assert server.wait() == 77
-    assert "chmod 600" in _only_error(server.output)
-    assert "aaaa" not in server.output
-
-
-@pytest.mark.nightly
-def test_a_killed_worker_with_a_supervisor_is_back(processes: Processes) -> None:
-    options = ("--local", "--override", f"port={free_port()}", "threads=1")
-    server = processes.server(*options, "num_epochs=100000")
-    worker = processes.worker(1, "pi5", "--restarts", "3", *options)
-    log = processes.runs / "latest/logs/worker-rank0-pi5.log"
-
-    def lives() -> list[int]:
-        return [int(pid) for pid in re.findall(r'"process (\d+):', log.read_text())]
-
-    status = log.parents[1] / "status.json"
-    eventually(lambda: status.exists() and len(read_status(status).workers) == 1)
-    os.kill(lives()[0], signal.SIGKILL)
-    eventually(lambda: len(lives()) == 2 and read_status(status).workers[0].state == "joined")
-    came_and_went = (WorkerJoined, WorkerLost, WorkerJoined)
-
-    def events() -> list[type]:
-        types = (type(each.event) for each in read_events(status.with_name("events.jsonl")))
-        return [each for each in types if each in came_and_went]
-
-    eventually(lambda: len(events()) >= 3)
-    assert events() == [*came_and_went]
-    assert "(1 of 3 times)" in log.read_text()
-    worker.kill(signal.SIGTERM)
-    assert worker.wait() == 143
-    server.kill(signal.SIGTERM)
-    assert server.wait() == 143
-
-
-@pytest.mark.slow
 def test_a_server_without_its_launcher_ends(processes: Processes) -> None:
     server = processes.server("--local", "--override", f"port={free_port()}", "--stop-on-stdin-eof")
     assert server.wait() == 143
-
-
-def _only_error(output: str) -> str:
-    """The one line that says what is wrong."""
-    assert "Traceback" not in output
-    lines = [line for line in output.splitlines() if "error" in line.lower()]
-    assert len(lines) == 1, output
-    return lines[0]
-
-
-@pytest.mark.nightly
-def test_logs_are_in_utc_whatever_the_zone_of_a_worker(processes: Processes) -> None:
-    port = f"port={free_port()}"
-    start = time.time()
-    server = processes.server("--local", "--override", port, "num_epochs=1", "threads=1")
-    processes.environ["TZ"] = "Asia/Kolkata"
-    worker = processes.worker(1, "pi5", "--local", "--override", port, "threads=1")
-    assert server.wait() == 0, server.output
-    assert worker.wait() == 0, worker.output
-    log = find_run(processes.runs).logs / "worker-rank0-pi5.log"
-    stamps = [json.loads(line)["ts"] for line in log.read_text().splitlines()]
-    assert stamps
-    for stamp in stamps:
-        assert stamp.endswith("Z")
-        assert start - 1 < datetime.fromisoformat(stamp).timestamp() < time.time() + 1
-    console = datetime.fromtimestamp(start, ZoneInfo("Asia/Kolkata"))
-    hours = {f"{console + timedelta(hours=later):%H:}" for later in (0, 1)}
-    assert worker.output[:3] in hours, "the console has local time"
 
 
 @pytest.mark.nightly
@@ -289,7 +158,88 @@ def test_a_store_is_killed_another_is_started_and_every_sample_is_applied_once(
         assert each.wait() == 0, each.output
     run = find_run(processes.runs)
     summary = read_summary(run.summary)
-    assert applied(run.metrics, summary.train_samples) == {
-        epoch: Counter(range(summary.train_samples)) for epoch in range(epochs)
-    }
+    records = [line.record for line in read_metrics(run.metrics)]
+    assert_applied_once(records, summary.train_samples, epochs)
     assert server.output.count("the store worker2 holds buckets 2 to 2 of 2") == 2
+
+
+@pytest.mark.nightly
+def test_a_run_leaves_process_stats_spans_and_checkpoints_behind(
+    processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ("--local", "--workers", "2", "--override", f"port={free_port()}", "threads=1")
+    training = ("heartbeat_timeout_s=2", "min_workers=2", "num_epochs=30")
+    started = [processes.server(*common, *training, algorithm="syncps")]
+    for number, node in enumerate(("pi5", "win"), start=1):
+        started.append(processes.worker(number, node, *common, algorithm="syncps"))
+    for each in started:
+        assert each.wait() == 0, each.output
+    paths = find_run(processes.runs)
+    status, summary = read_status(paths.status), read_summary(paths.summary)
+    assert status.pushes["applied"] == summary.pushes.applied
+    for worker in status.workers:
+        assert worker.address == "127.0.0.1"
+        assert sum(worker.staleness) > 0
+        # Its last interval may have ended before a step did; each step's spans are looked at below.
+        assert {"cpu", "share/wait"} <= set(worker.process_stats)
+    moved = [worker.sent_bytes + worker.received_bytes for worker in status.workers]
+    total = summary.bytes.sent + summary.bytes.received
+    assert sum(moved) == pytest.approx(total, rel=0.01), "the farewell came later"
+
+    kinds = {line.record.kind for line in read_metrics(paths.metrics)}
+    assert {"step", "eval", "worker", "server"} <= kinds
+    events = [record.event for record in read_events(paths.events)]
+    saved = {event.step for event in events if isinstance(event, CheckpointSaved)}
+    on_disk = {int(each.name.removeprefix("step-")) for each in paths.checkpoints.glob("step-*")}
+    assert {summary.steps} <= on_disk <= saved
+
+    lines = list(read_spans(paths.spans))
+    with_steps = {
+        (line.role, line.rank) for line in lines if any(what == STEP for what, _, _ in line.spans)
+    }
+    assert with_steps == {("server", None), ("worker", 0), ("worker", 1)}
+    assert main(["trace", str(paths.root), "--steps", "10"]) == 0
+    assert capsys.readouterr().out.startswith(f"10 steps of {paths.run_id}")
+    assert paths.trace.is_file()
+
+
+FAILING = """
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from smolcluster import Workload
+
+CALLS = iter(range(1_000_000))
+FLAG = Path(__file__).with_name("has-failed")
+
+def loss(model, batch):
+    if next(CALLS) == 20 and not FLAG.exists():
+        FLAG.touch()
+        raise RuntimeError('CUDA error: an illegal memory access')
+    return model(batch[0]).square().mean()
+
+def workload():
+    return Workload(lambda: nn.Linear(4, 1), loss, TensorDataset(torch.randn(640, 4)))
+"""
+
+
+@pytest.mark.nightly
+def test_a_worker_whose_device_fails_is_started_again_under_its_number(
+    processes: Processes,
+) -> None:
+    program = processes.folder / "train.py"
+    program.write_text(FAILING)
+    options = ("--local", "--workers", "1", "--workload", f"{program}:workload")
+    options += ("--override", f"port={free_port()}", "threads=1")
+    server = processes.server(*options, "num_epochs=20")
+    worker = processes.worker(1, "pi5", *options, "--restarts", "3")
+    assert server.wait() == 0, server.output
+    assert worker.wait() == 0, worker.output
+    assert "the device failed: CUDA error: an illegal memory access" in worker.output
+    assert "lost its device; it is started again" in worker.output
+    run = find_run(processes.runs)
+    joined = [r.event for r in read_events(run.events) if isinstance(r.event, WorkerJoined)]
+    assert [(each.rank, each.node) for each in joined] == [(0, "pi5")] * 2
+    status = read_status(run.status)
+    assert status.samples_applied == status.total_samples == 20 * 640
