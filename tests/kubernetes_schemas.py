@@ -2,20 +2,15 @@
 
 Core kinds are judged by `kubernetes-validate`. Of JobSet v1alpha2 and TrainJob v1alpha1 (Kubeflow Trainer
 2.2) the fields are written down here that a launch may use, with their types; what is not listed is refused.
-Where the environment variable CRDS names a folder of published CustomResourceDefinitions, they judge too.
 """
 
-import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
-from ruamel.yaml import YAML
 
 Json = dict[str, Any]
-CRDS = "SMOLCLUSTER_TEST_CRDS"
 VERSION = "1.34"
 NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 VARIABLE = r"^[-._a-zA-Z][-._a-zA-Z0-9]*$"
@@ -129,8 +124,6 @@ def judge(document: Json) -> None:
         kubernetes_validate.validate(document, VERSION, strict=True)
         return
     jsonschema.validate(document, schema)
-    for published in published_schemas(document["kind"]):
-        jsonschema.validate(document, published)
     for core in core_parts(document):
         kubernetes_validate.validate(core, VERSION, strict=True)
 
@@ -148,28 +141,3 @@ def core_parts(document: Json) -> Iterator[Json]:
                 "kind": "Pod",
                 "spec": job["template"]["spec"]["template"]["spec"],
             }
-
-
-def published_schemas(kind: str) -> Iterator[Json]:
-    folder = os.environ.get(CRDS)
-    for file in Path(folder).glob("*.yaml") if folder else ():
-        crd = YAML(typ="safe").load(file)
-        if crd["spec"]["names"]["kind"] == kind:
-            for version in crd["spec"]["versions"]:
-                schema = strict(version["schema"]["openAPIV3Schema"])
-                schema["properties"]["metadata"] = METADATA
-                yield schema
-
-
-def strict(schema: Any) -> Any:
-    """The same, which refuses keys that it does not know; whole numbers or text as Kubernetes has them."""
-    if isinstance(schema, list):
-        return [strict(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    made = {key: strict(value) for key, value in schema.items()}
-    if isinstance(schema.get("properties"), Mapping) and schema.get("type") == "object":
-        made.setdefault("additionalProperties", False)
-    if schema.get("x-kubernetes-int-or-string"):
-        made.pop("pattern", None)  # which only text has
-    return made

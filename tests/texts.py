@@ -32,24 +32,10 @@ TINY = (
 """Overrides of the shipped `stdlib` that make a run of it one of a second."""
 FROZEN = ("optimizer=sgd", "lr_schedule=null", "training.learning_rate=1e-30")
 """Overrides with which weights stay as they are: no evaluation is lower than the first one."""
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "and",
-    "the",
-    "dog",
-    "ran",
-    "to",
-    "find",
-    "it",
-    "in",
-    "red",
-    "sun",
-]
+WORDS = (
+    *("the", "cat", "sat", "on", "a", "mat", "and", "the"),
+    *("dog", "ran", "to", "find", "it", "in", "red", "sun"),
+)
 
 
 def write_text(path: Path, num_words: int = 300) -> Path:

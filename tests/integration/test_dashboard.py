@@ -132,6 +132,14 @@ def count(browser: Chrome, selector: str) -> int:
     return int(run_js(browser, "return document.querySelectorAll(arguments[0]).length", selector))
 
 
+def texts_of(browser: Chrome, selector: str) -> list[str]:
+    """The words of all such elements that are shown."""
+    script = """return [...document.querySelectorAll(arguments[0])]
+        .filter((each) => each.checkVisibility()).map((each) => each.innerText)"""
+    found: list[str] = run_js(browser, script, selector)
+    return found
+
+
 def press(browser: Chrome, selector: str) -> None:
     """Click it, wherever it is on a page that still moves."""
     run_js(browser, "document.querySelector(arguments[0]).click()", selector)
@@ -167,6 +175,10 @@ def resize(browser: Chrome, width: int) -> None:
         requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done)))"""
     browser.execute_async_script(drawn)
     assert run_js(browser, "return innerWidth") == width
+
+
+def is_as_wide_as(browser: Chrome, width: int) -> bool:
+    return bool(run_js(browser, "return document.documentElement.scrollWidth") == width)
 
 
 def figure(browser: Chrome, name: str) -> str:
@@ -209,13 +221,8 @@ def test_a_run_that_goes_on_is_shown_as_it_is(processes: Processes, browser: Chr
     eventually(lambda: step_on(browser) > before)
     assert step_on(browser) <= read_status(paths.status).step + 1
     eventually(lambda: text_of(browser, "#fresh") == "live")
-    rows = (
-        "return [...document.querySelectorAll('#workers tbody th')].map((each) => each.innerText)"
-    )
-    assert [row.split() for row in run_js(browser, rows)] == [
-        ["worker", "1"],
-        ["worker", "2", "(win)"],
-    ]
+    rows = [row.split() for row in texts_of(browser, "#workers tbody th")]
+    assert rows == [["worker", "1"], ["worker", "2", "(win)"]]
     label = attribute_of(browser, "#cluster svg", "aria-label")
     assert label is not None
     assert "server mini1 and 2 workers" in label
@@ -328,21 +335,20 @@ def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
     processes: Processes, browser: Chrome
 ) -> None:
     open_made(processes, browser)
-    headings = (
-        "return [...document.querySelectorAll('#workers thead th')].filter((each) => each.offsetParent)"
-        ".map((each) => each.innerText.toLowerCase())"
-    )
-    assert "device" in run_js(browser, headings)
-    assert not any("gpu" in name for name in run_js(browser, headings))
+
+    def headings() -> list[str]:
+        return [each.lower() for each in texts_of(browser, "#workers thead th")]
+
+    assert "device" in headings()
+    assert not any("gpu" in name for name in headings())
     run, gpu = MadeRun(processes.runs, "edp-second"), {f"gpu/{name}": GPU[name] for name in GPU}
     run.metric(*(MetricRecord("worker", n, 1, gpu, rank=0, node="pi5") for n in (398, 399, 400)))
     run.status("ended", None, worker_status(0, process_stats=gpu), worker_status(1))
     run.joined(1, "its successor")
     browser.refresh()
-    eventually(lambda: "gpu w" in run_js(browser, headings))
-    assert [name for name in run_js(browser, headings) if "gpu" in name] == [
-        *("gpu", "gpu memory", "gpu °c", "gpu w")
-    ]
+    eventually(lambda: "gpu w" in headings())
+    found = [name for name in headings() if "gpu" in name]
+    assert found == ["gpu", "gpu memory", "gpu °c", "gpu w"]
     row = text_of(browser, "#workers tbody tr")
     assert [word in row for word in ("88%", "13 GB", "61", "241")] == [True] * 4, row
     eventually(lambda: "GPU power" in text_of(browser, "#curves"))
@@ -362,17 +368,13 @@ def test_logs_are_filtered_and_what_is_in_them_is_text(
     eventually(lambda: "z" * 1_000_000 in text_of(browser, "#log-lines"))
 
     choose(browser, "#log-filter [name='level']", "ERROR")
-    levels = (
-        "return [...document.querySelectorAll('#log-lines .level')].map((it) => it.textContent)"
-    )
-    eventually(lambda: run_js(browser, levels) == ["ERROR"])
+    eventually(lambda: texts_of(browser, "#log-lines .level") == ["ERROR"])
     choose(browser, "#log-filter [name='level']", "all levels")
     choose(browser, "#log-filter [name='node']", "win")
-    whose = "return [...document.querySelectorAll('#log-lines .who')].map((it) => it.textContent)"
-    eventually(lambda: run_js(browser, whose) == ["worker 2 (win)"])
+    eventually(lambda: texts_of(browser, "#log-lines .who") == ["worker 2 (win)"])
     choose(browser, "#log-filter [name='node']", "all nodes")
     type_keys(browser, "#log-filter [name='text']", "IS LOST")
-    eventually(lambda: run_js(browser, whose) == ["server mini1"])
+    eventually(lambda: texts_of(browser, "#log-lines .who") == ["server mini1"])
     assert complaints(browser) == []
 
 
@@ -477,10 +479,9 @@ def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     browser.refresh()
     assert text_of(browser, "#theme") == "Theme: dark"
 
-    narrow = {"width": 400, "height": 850, "deviceScaleFactor": 1, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+    resize(browser, 400)
     eventually(lambda: count(browser, "#curves canvas") >= 4)
-    eventually(lambda: bool(run_js(browser, "return document.documentElement.scrollWidth === 400")))
+    eventually(lambda: is_as_wide_as(browser, 400))
 
     choose(browser, "#run", "single-third")
     eventually(lambda: text_of(browser, "#cluster .rank") == "trainer")
@@ -525,7 +526,7 @@ def test_a_language_model_goes_on_from_what_is_typed(
     assert text_of(browser, said).startswith(f"{first}a dog\n")
     for width in (400, 640, 1280):
         resize(browser, width)
-        assert run_js(browser, "return document.documentElement.scrollWidth") == width
+        assert is_as_wide_as(browser, width)
     assert complaints(browser) == []
 
     browser.get(browser.current_url.replace("run=writes", "run=edp-first"))
@@ -586,7 +587,6 @@ def test_the_page_of_a_mesh_shows_ranks_grid_and_tokens(
     for rank in (None, 1):
         run.says("rank", "a", rank, ("INFO", f"of rank {rank or 0}"))
     ranks = [rank_status(rank, cpu=0.5, samples_per_s=10.0) for rank in range(2)]
-    narrow = {"width": 400, "height": 850, "deviceScaleFactor": 1, "mobile": True}
     with run_lock(run.paths.lock):
         run.status("training", None, ranks=ranks)
         _, address = dashboard(processes, "mesh-made")
@@ -596,17 +596,15 @@ def test_the_page_of_a_mesh_shows_ranks_grid_and_tokens(
         assert f"2 ranks: {grid}" in text_of(browser, "#about")
         assert text_of(browser, "#workers-title") == "Ranks"
         assert text_of(browser, "#workers thead th") == "rank"
-        headings = """return [...document.querySelectorAll('#workers thead th')]
-            .filter((it) => !it.hidden).map((it) => it.textContent)"""
-        assert not {"loss", "samples", "step"} & set(run_js(browser, headings))
+        headings = {each.lower() for each in texts_of(browser, "#workers thead th")}
+        assert not {"loss", "samples", "step"} & headings
         assert "worker" not in text_of(browser, "main").lower()
         choose(browser, "#log-filter [name='rank']", "rank 0 (a)")
         eventually(lambda: count(browser, "#log-lines .line") == 1)
         assert text_of(browser, "#log-lines .message") == "of rank 0"
         assert is_visible(browser, "#figures [data-name='tokens/s']")
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
-        fits = "return document.documentElement.scrollWidth === 400"
-        eventually(lambda: bool(run_js(browser, fits)))
+        resize(browser, 400)
+        eventually(lambda: is_as_wide_as(browser, 400))
         assert complaints(browser) == []
 
 
@@ -625,36 +623,30 @@ def test_all_kinds_of_events_are_drawn_and_one_that_the_page_does_not_know(
     assert "other" in text_of(browser, "#timeline")
 
 
-@pytest.mark.parametrize("width", [400, 640, 660, 800, 1000, 1340, 1400])
-def test_the_workers_fit_into_pages_of_any_width(
-    processes: Processes, browser: Chrome, width: int
-) -> None:
+def test_the_workers_fit_into_pages_of_any_width(processes: Processes, browser: Chrome) -> None:
     open_made(processes, browser)
-    size = {"width": width, "height": 850, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     room = "const place = document.querySelector('.wide'); return place.scrollWidth - place.clientWidth"
-    eventually(lambda: int(run_js(browser, room)) <= 0)
-    assert is_visible(browser, "#workers tbody tr")
+    for width in (400, 640, 660, 800, 1000, 1340, 1400):
+        resize(browser, width)
+        eventually(lambda: int(run_js(browser, room)) <= 0)
+        assert is_visible(browser, "#workers tbody tr")
 
 
 @pytest.mark.usefixtures("with_curves")
-@pytest.mark.parametrize("width", [400, 640, 660, 800, 1000, 1400])
 def test_the_tables_and_curves_of_a_report_fit_into_pages_of_any_width(
-    processes: Processes, browser: Chrome, width: int
+    processes: Processes, browser: Chrome
 ) -> None:
     run = killed_run(processes.runs, "edp-first")
     stats = {"share/forward": 0.5, "sent_bytes_per_s": 1e6, "rtt_s": 0.01, "step_s": 0.1}
     run.metric(
         *(MetricRecord("worker", 100, 1, stats, rank=rank, node=NODES[rank]) for rank in range(3))
     )
-    run.status(
-        "ended",
-        None,
-        *(worker_status(rank, sent_bytes=10**8, address="192.168.50.2") for rank in range(3)),
-    )
+    linked = {"sent_bytes": 10**8, "address": "192.168.50.2"}
+    run.status("ended", None, *(worker_status(rank, **linked) for rank in range(3)))
     browser.get(write_report(run.paths).as_uri())
-    resize(browser, width)
     wider = """return [...document.querySelectorAll('.scroll, .curves, html')]
         .filter((it) => it.scrollWidth > it.clientWidth + 1).map((it) => it.innerText.slice(0, 40))"""
-    assert run_js(browser, wider) == []
+    for width in (400, 640, 660, 800, 1000, 1400):
+        resize(browser, width)
+        assert run_js(browser, wider) == []
     assert count(browser, "#links tbody tr") == 3

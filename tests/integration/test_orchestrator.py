@@ -118,27 +118,6 @@ def cut_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-@pytest.mark.nightly
-def test_layers_are_spread_over_the_workers(config: smolcluster.DistributedConfig) -> None:
-    config.pipeline_parallel, config.micro_batches, config.data_parallel = True, 4, False
-    model = cut_net()
-    alone = copy.deepcopy(model)
-    orchestrator = smolcluster.Orchestrator(config)
-    steps: list[StepDone] = []
-    orchestrator.register_model(model, training=Training(hooks=Hooks(on_step=steps.append)))
-    workers = [worker(config, number, model_ctor=cut_net) for number in (1, 2)]
-    assert orchestrator.wait_for_workers(timeout=60) == 2
-    orchestrator.start_training(train_loader=samples(96, 1), num_epochs=1)
-    for each in workers:
-        each.finish()
-    inputs, targets = samples(96, 1).tensors
-    first = epoch_permutation(config.seed, 0, 96)[: steps[0].num_samples].long()
-    losses = functional.cross_entropy(alone(inputs), targets, reduction="none")
-    assert steps[0].loss == pytest.approx(losses[first].mean().item(), rel=1e-5)
-    after = functional.cross_entropy(model(inputs), targets).item()
-    assert after < losses.mean().item()
-
-
 def right(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return (model(batch[0]).argmax(dim=1) == batch[1]).sum(), len(batch[1])
 
@@ -152,8 +131,9 @@ def test_workers_with_some_of_the_layers_evaluate_what_the_orchestrator_holds_ou
     config.micro_batches = 2
     model, evaluations = cut_net(), list[EvaluationDone]()
     metrics = {"right": right}
+    alone, steps = copy.deepcopy(model), list[StepDone]()
     orchestrator = smolcluster.Orchestrator(config)
-    hooks = Hooks(on_evaluation=evaluations.append)
+    hooks = Hooks(on_step=steps.append, on_evaluation=evaluations.append)
     orchestrator.register_model(model, metrics=metrics, training=Training(hooks=hooks))
     options = {"model_ctor": cut_net} | ({"metrics": metrics} if has_metric else {})
     workers = [worker(config, number, **options) for number in (1, 2)]
@@ -162,6 +142,10 @@ def test_workers_with_some_of_the_layers_evaluate_what_the_orchestrator_holds_ou
     summary = orchestrator.start_training(loader(), held_out, num_epochs=2, val_interval=5)
     for each in workers:
         each.finish()
+    inputs, targets = samples(96, 1).tensors
+    first = epoch_permutation(config.seed, 0, 96)[: steps[0].num_samples].long()
+    loss = functional.cross_entropy(alone(inputs[first]), targets[first])
+    assert steps[0].loss == pytest.approx(loss.item(), rel=1e-5)
     inputs, targets = samples(40, 2).tensors
     with torch.no_grad():
         logits = model(inputs)
@@ -200,16 +184,18 @@ def own_loss(output: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("registered", "options", "reason"),
+    ("registered", "options", "error", "reason"),
     [
-        ({}, {"model_ctor": lambda: Net(width=9)}, "model"),
-        ({"loss_fn": own_loss}, {"loss_fn": nn.CrossEntropyLoss()}, "code"),
+        ({}, {"model_ctor": lambda: Net(width=9)}, Rejected, "model"),
+        ({"loss_fn": own_loss}, {"loss_fn": nn.CrossEntropyLoss()}, Rejected, "code"),
+        ({"loss_fn": own_loss}, {}, ConfigError, "loss_fn"),
     ],
 )
 def test_another_model_or_loss_is_refused(
     config: smolcluster.DistributedConfig,
     registered: dict[str, Any],
     options: dict[str, Any],
+    error: type[Exception],
     reason: str,
 ) -> None:
     config.num_workers = 1
@@ -219,26 +205,9 @@ def test_another_model_or_loss_is_refused(
     assert orchestrator.wait_for_workers(timeout=60) == 1
     training = Outcome("orchestrator", lambda: orchestrator.start_training(loader(), num_epochs=1))
     refused = wrong.failure()
-    assert isinstance(refused, Rejected)
+    assert isinstance(refused, error)
     assert reason in str(refused)
     worker(config, 1, loss_fn=registered.get("loss_fn")).finish()  # a right one
-    training.finish()
-
-
-@pytest.mark.nightly
-def test_a_loss_of_one_s_own_must_be_given_to_the_worker(
-    config: smolcluster.DistributedConfig,
-) -> None:
-    config.num_workers = 1
-    orchestrator = smolcluster.Orchestrator(config)
-    orchestrator.register_model(Net(), loss_fn=own_loss)
-    without = worker(config, 1)
-    orchestrator.wait_for_workers(timeout=60)
-    training = Outcome("orchestrator", lambda: orchestrator.start_training(loader(), num_epochs=1))
-    error = without.failure()
-    assert isinstance(error, ConfigError)
-    assert "loss_fn" in str(error)
-    worker(config, 1, loss_fn=own_loss).finish()
     training.finish()
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import free_port
+from harness import assert_applied_once, free_port
 from processes import Child, Processes
-from smolcluster.data.permutation import epoch_permutation
-from smolcluster.observability.sinks.jsonl import follow_metrics
+from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
@@ -55,20 +54,11 @@ def test_an_algorithm_of_another_package_is_launched_and_shown(processes: Proces
     assert (summary.algorithm, status.algorithm, status.state) == ("dummy", "dummy", "ended")
     assert [each.node for each in summary.workers] == ["worker1", "worker2"]
     assert sum(each.samples for each in summary.workers) == EPOCHS * summary.train_samples
-    applied: dict[int, list[int]] = {epoch: [] for epoch in range(EPOCHS)}
-    losses = []
-    for line in follow_metrics(run.metrics).poll():
-        record = line.record
-        if record.kind == "step":
-            order = epoch_permutation(42, record.epoch, summary.train_samples)
-            applied[record.epoch] += order[
-                int(record.values["start"]) : int(record.values["stop"])
-            ].tolist()
-            losses.append(record.values["loss"])
-            assert record.values["lr"] == 0.1
-    assert len(losses) == summary.steps == status.step
-    for samples in applied.values():
-        assert sorted(samples) == list(range(summary.train_samples))
+    records = [line.record for line in read_metrics(run.metrics)]
+    assert_applied_once(records, summary.train_samples, EPOCHS)
+    rates = [record.values["lr"] for record in records if record.kind == "step"]
+    assert rates == [0.1] * summary.steps
+    assert status.step == summary.steps
     assert summary.final.val_accuracy is not None
     assert summary.final.val_accuracy > 0.5, "ten digits, two epochs"
     assert (run.checkpoints / f"step-{summary.steps:08d}").is_dir(), "`resume` goes on from there"
