@@ -435,30 +435,6 @@ def test_bytes_lie_where_their_owner_wanted_them_or_nowhere() -> None:
     assert nowhere.whole() is None
 
 
-def test_what_is_refused_is_said() -> None:
-    frames = frames_in(span(), 0)
-    message, payload = opened(frames[0])
-    spec = TensorSpec(codec="int8", dtype="float32", shape=(4,), nbytes=8)
-    with pytest.raises(ProtocolError, match="it sent bucket 2 of 3, expected 1 of 3 of its test"):
-        Bare(span())(*opened(frames[1]))
-    with pytest.raises(
-        ProtocolError, match=r"bucket 1 of 3 of its test is not the fp32 tensor .*float32"
-    ):
-        Bare(span())(message.model_copy(update={"tensor": spec}), payload)
-    take = Bare(span())
-    take(message, payload)
-    with pytest.raises(ProtocolError, match="bucket 2 of 3 of another test in the middle of one"):
-        take(*opened(frames_in(span(), 1)[1]))
-
-
-def test_an_owner_that_wants_no_stream_refuses_it() -> None:
-    def none(_first: State) -> list[Piece]:
-        raise ProtocolError("it was not asked")
-
-    with pytest.raises(ProtocolError, match="not asked"):
-        Assembler[State]("test", none).check(opened(frames_in(span(), 0)[0])[0])  # type: ignore[arg-type]
-
-
 def test_a_stream_of_no_pieces_is_refused() -> None:
     with pytest.raises(ProtocolError, match="of which nothing comes here"):
         whole_of(Assembler[State]("test", lambda _: []))(*opened(frames_in(span(), 0)[0]))

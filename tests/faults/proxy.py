@@ -1,7 +1,6 @@
 """A TCP proxy between one worker and the server that understands frames, and strikes once, at a named point.
 
-It takes frames whole, of our own wire or of Gloo's, and passes them on, so a point is hit by what has passed,
-never by a clock. One event
+It takes frames whole and passes them on, so a point is hit by what has passed, never by a clock. One event
 loop in a thread of its own runs it; the loop's sockets have TCP_NODELAY set.
 """
 
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
@@ -45,9 +44,6 @@ LENGTHS = struct.Struct("!4sBBHIQ")
 DELAY_S = 0.3
 THROTTLE_PIECE_NBYTES = 512
 THROTTLE_BYTES_PER_S = 64_000
-GLOO = struct.Struct("<6Q")
-"""Before each buffer: the length of all that comes, what it is, and where it belongs."""
-GLOO_HELLO_NBYTES = 8
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 READ_NBYTES = 65536
 
@@ -78,16 +74,6 @@ SILENT = frozenset({Fault.STALL, Fault.HALF_OPEN})
 """What at least one side learns by silence only."""
 
 
-class Gloo(IntEnum):
-    """Kinds of Gloo's frames."""
-
-    HELLO = 256
-    """Names the pair, to whoever listens."""
-    BUFFER = 257
-    NOTE = 258
-    """Without a payload."""
-
-
 ENDING = frozenset({Fault.TRUNCATE, Fault.STALL, Fault.RESET, Fault.HALF_OPEN})
 """After which nothing passes any more."""
 
@@ -102,21 +88,13 @@ class RawFrame:
     data: bytes
 
     @property
-    def is_gloo(self) -> bool:
-        return self.kind >= Gloo.HELLO
-
-    @property
     def header(self) -> dict[str, Any]:
-        if self.is_gloo:
-            return {"tensor": {"nbytes": self.payload_nbytes}}
         fields = json.loads(self.data[PREFIX_NBYTES : PREFIX_NBYTES + self.header_nbytes])
         assert isinstance(fields, dict)
         return fields
 
     @property
     def payload_start(self) -> int:
-        if self.is_gloo:
-            return self.header_nbytes
         return PREFIX_NBYTES + self.header_nbytes + HEADER_SUM_NBYTES
 
 
@@ -129,8 +107,7 @@ def nothing(_frame: RawFrame) -> int:
 
 
 def mid_header(frame: RawFrame) -> int:
-    start = 0 if frame.is_gloo else PREFIX_NBYTES
-    return start + frame.header_nbytes // 2
+    return PREFIX_NBYTES + frame.header_nbytes // 2
 
 
 def mid_payload(frame: RawFrame) -> int:
@@ -152,16 +129,6 @@ def of_bucket(number: int) -> Matches:
     return lambda header: header.get("bucket", 0) == number % header.get("num_buckets", 1)
 
 
-def of_key(key: str) -> Matches:
-    """Questions to a mesh's store about this key."""
-    return lambda header: header["keys"] == [key]
-
-
-def larger_than(nbytes: int) -> Matches:
-    """Frames with such a payload."""
-    return lambda header: header["tensor"]["nbytes"] > nbytes
-
-
 @dataclass(frozen=True)
 class Point:
     """A moment of the protocol: the `nth` matching frame of a kind, and how much of it has passed.
@@ -171,26 +138,19 @@ class Point:
     """
 
     name: str
-    kind: type[Message] | Gloo
+    kind: type[Message]
     cut: Cut
     nth: int = 1
     matches: Matches = always
     alone: bool = False
     comes_down: bool = False
     """Of a kind that goes both ways, those from the server."""
-    group: int = 0
-    """Which of Gloo's connections leads through the proxy, in the order in which they are made; 0: none."""
 
     @property
     def upward(self) -> bool:
         """Whether it lies on the way to the server."""
-        kinds = (Hello, Proof, Push, Delta, StageDone, StageState, Ask, *Gloo)
+        kinds = (Hello, Proof, Push, Delta, StageDone, StageState, Ask)
         return self.kind in kinds and not self.comes_down
-
-    @property
-    def number(self) -> int:
-        """Its kind's."""
-        return self.kind if isinstance(self.kind, Gloo) else self.kind.KIND
 
 
 def _by_name(*points: Point) -> Mapping[str, Point]:
@@ -236,19 +196,9 @@ POINTS: Mapping[str, Mapping[str, Point]] = MappingProxyType(
             Point("broadcast", Assignment, mid_payload, nth=3),
             Point("before_commit", Commit, nothing, nth=3),
         ),
-        "mesh": _by_name(
-            Point("challenge", Challenge, mid_header),
-            Point("meeting", Ask, mid_payload, matches=of_key("here/1")),
-            Point("beat", Ask, mid_payload, nth=3, matches=of_key("beat/1")),
-            Point("end", Ask, nothing, matches=of_key("gone/1")),
-            Point("gloo_hello", Gloo.HELLO, nothing, group=1),
-            Point("gloo_payload", Gloo.BUFFER, mid_payload, 11, larger_than(5000), group=1),
-            Point("gloo_gathering", Gloo.BUFFER, mid_payload, 2, larger_than(5000), group=2),
-        ),
     }
 )
-"""By algorithm and name. Of a mesh rank 1 is the worker, and rank 0 the server. EDP's `broadcast` is the
-answer to a worker's first pull; DiLoCo's
+"""By algorithm and name. EDP's `broadcast` is the answer to a worker's first pull. In DiLoCo
 `before_commit` is when a change is asked for."""
 HANDSHAKE = frozenset({"before_hello", "challenge", "proof", "welcome"})
 
@@ -304,19 +254,12 @@ class Pair:
 class FaultProxy:
     """Passes frames on between whoever connects and `target_port`; `fault` strikes at `point`, once."""
 
-    def __init__(
-        self,
-        target: int | Callable[[], int],
-        point: Point | None = None,
-        fault: Fault | None = None,
-    ):
-        """`target`: the port, or what says it when somebody connects."""
+    def __init__(self, target: int, point: Point | None = None, fault: Fault | None = None) -> None:
         self.connections = 0
         self.struck = threading.Event()
         self.struck_at = 0.0
         """When it struck, on the monotonic clock."""
         self._target = target
-        self._next_frame = _next_gloo_frame if point is not None and point.group else _next_frame
         self._point = point
         self._fault = fault
         self._num_matched = 0
@@ -357,8 +300,7 @@ class FaultProxy:
         assert task is not None
         self._greeters.add(task)
         try:
-            port = self._target if isinstance(self._target, int) else self._target()
-            server = await asyncio.open_connection("127.0.0.1", port)
+            server = await asyncio.open_connection("127.0.0.1", self._target)
         except OSError:
             writer.transport.abort()
             return
@@ -374,11 +316,9 @@ class FaultProxy:
             pair.pumps.append(asyncio.create_task(self._pump(pair, source, sink, upward=upward)))
 
     async def _pump(self, pair: Pair, source: Side, sink: Side, *, upward: bool) -> None:
-        is_first = upward
         try:
             while True:
-                frame = await self._next_frame(source.reader, is_first=is_first)
-                is_first = False
+                frame = await _next_frame(source.reader)
                 if self._is_point(pair, frame, upward=upward):
                     ends = await self._strike(pair, frame, sink)
                     pair.may_come_down.set()
@@ -399,7 +339,7 @@ class FaultProxy:
         point = self._point
         if point is None or self.struck.is_set() or point.upward != upward:
             return False
-        if frame.kind != point.number:
+        if frame.kind != point.kind.KIND:
             return False
         header = frame.header
         if point.alone and of_bucket(0)(header):
@@ -458,7 +398,7 @@ class FaultProxy:
         self.struck.set()
 
 
-async def _next_frame(reader: asyncio.StreamReader, *, is_first: bool) -> RawFrame:
+async def _next_frame(reader: asyncio.StreamReader) -> RawFrame:
     prefix = await reader.readexactly(PREFIX_NBYTES)
     _, _, kind, _, header_nbytes, payload_nbytes = LENGTHS.unpack(prefix)
     rest = header_nbytes + HEADER_SUM_NBYTES + payload_nbytes + PAYLOAD_SUM_NBYTES
@@ -468,17 +408,6 @@ async def _next_frame(reader: asyncio.StreamReader, *, is_first: bool) -> RawFra
         )
     except asyncio.IncompleteReadError as error:
         raise asyncio.IncompleteReadError(prefix + error.partial, None) from None
-
-
-async def _next_gloo_frame(reader: asyncio.StreamReader, *, is_first: bool) -> RawFrame:
-    """As above; `is_first`: it is the first one of who has dialled."""
-    if is_first:
-        hello = await reader.readexactly(GLOO_HELLO_NBYTES)
-        return RawFrame(Gloo.HELLO, len(hello), 0, hello)
-    prefix = await reader.readexactly(GLOO.size)
-    nbytes = GLOO.unpack(prefix)[0] - GLOO.size
-    kind = Gloo.BUFFER if nbytes else Gloo.NOTE
-    return RawFrame(kind, GLOO.size, nbytes, prefix + await reader.readexactly(nbytes))
 
 
 def _flipped(data: bytes, position: int) -> bytes:

@@ -4,20 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from faults.cases import ALGORITHMS, Case, Ending, Played
-from faults.meshes import PlayedMesh
 from faults.proxy import POINTS, Fault
 
 SIGNS = {
     Ending.TURNED_AWAY: "away",
     Ending.LOST: "lost",
-    Ending.ENDED: "ended",
     Ending.OVER: "over",
 }
 TITLE = (
     "# Points of the protocol, times faults, times algorithms: how each case ended, and seconds until "
     "it was noticed\n\n"
     "`away`: the server turned the connection away; `lost`: it lost the worker; `over`: the run was over; "
-    "`ended`: the ranks of a mesh ended, and were started again; –: nobody was lost. "
+    "–: nobody was lost. "
     "Every run went on and ended as one without a fault. Made by\n"
     '`FAULTS_TABLE=FILE .venv/bin/pytest -n 1 -m "" tests/faults/test_network_faults.py`.\n\n'
 )
@@ -34,12 +32,10 @@ class Entry:
     back_after_s: float | None
 
     @classmethod
-    def of(cls, case: Case, played: Played | PlayedMesh) -> "Entry":
+    def of(cls, case: Case, played: Played) -> "Entry":
         """The entry of a case that went as it must."""
         if case.ending is Ending.UNNOTICED:
             return cls(case, None, None)
-        if isinstance(played, PlayedMesh):
-            return cls(case, played.noticed_after_s, None)
         return cls(case, played.noticed_after_s(case.ending), played.back_after_s)
 
     def __str__(self) -> str:

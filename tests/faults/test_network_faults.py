@@ -4,12 +4,10 @@ A choice of the matrix is `slow`; the rest is `nightly`.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from faults import meshes
 from faults.cases import (
     ALGORITHMS,
     ALL_CASES,
@@ -25,7 +23,6 @@ from faults.cases import (
 )
 from faults.proxy import POINTS, Fault
 from faults.table import TITLE, Entry
-from processes import Processes
 from smolcluster.algorithms.DiLoCo.config import Mode
 from smolcluster.algorithms.leasing import LeasingServer
 
@@ -46,16 +43,14 @@ ALWAYS = {
 }
 
 
-def cases(*algorithms: Algorithm) -> Iterator[object]:
-    """Their part of the matrix, marked."""
-    for case in ALL_CASES:
-        if case.algorithm in algorithms:
-            marks = [] if case in ALWAYS else [pytest.mark.nightly]
-            yield pytest.param(case, id=str(case), marks=marks)
+MATRIX = [
+    pytest.param(case, id=str(case), marks=[] if case in ALWAYS else [pytest.mark.nightly])
+    for case in ALL_CASES
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", list(cases("edp", "syncps", "diloco", "pipeline")))
+@pytest.mark.parametrize("case", MATRIX)
 def test_a_fault_makes_no_difference(
     case: Case,
     tmp_path: Path,
@@ -64,16 +59,6 @@ def test_a_fault_makes_no_difference(
 ) -> None:
     played = play(case.algorithm, tmp_path, case)
     check(case, played, reference(case.algorithm))
-    entries.append(Entry.of(case, played))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", list(cases("mesh")))
-def test_a_mesh_goes_on_from_its_last_checkpoint(
-    case: Case, processes: Processes, mesh_reference: meshes.PlayedMesh, entries: list[Entry]
-) -> None:
-    played = meshes.play(processes, case)
-    meshes.check(case, played, mesh_reference)
     entries.append(Entry.of(case, played))
 
 
@@ -115,8 +100,7 @@ def test_a_run_that_learns_nothing_more_is_found(
 
 def test_the_choice_has_every_point_and_every_fault() -> None:
     assert set(ALL_CASES) >= ALWAYS
-    of_servers = {case.point for case in ALL_CASES if case.algorithm != "mesh"}
-    assert {case.point for case in ALWAYS} >= of_servers
+    assert {case.point for case in ALWAYS} == {case.point for case in ALL_CASES}
     assert {case.fault for case in ALWAYS} == set(Fault)
 
 

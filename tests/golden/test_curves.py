@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from harness import Cluster, local_settings
+from harness import local_settings
+from own_workloads import alone, losses_of, run
 from smolcluster.configs.schema import AlgorithmName
-from smolcluster.training.build import build
-from smolcluster.training.loop import training_steps
 
 REL = 1e-3
 """Processors round otherwise, and twelve steps enlarge that."""
@@ -33,15 +31,10 @@ CURVES: dict[AlgorithmName, tuple[float, ...]] = {
 def test_one_worker_learns_as_it_did(tmp_path: Path, algorithm: AlgorithmName) -> None:
     own = OWN.get(algorithm, ())
     settings = local_settings(*OVERRIDES, *own, workers=1, algorithm=algorithm)
-    cluster = Cluster(settings, tmp_path, algorithm=algorithm)
-    cluster.finish(cluster.worker(1))
-    losses = [record.values["loss"] for record in cluster.metrics.steps]
-    assert losses == pytest.approx(CURVES[algorithm], rel=REL)
+    cluster = run(settings, tmp_path, algorithm)
+    assert losses_of(cluster) == pytest.approx(CURVES[algorithm], rel=REL)
 
 
 def test_one_process_learns_as_it_did() -> None:
-    settings = local_settings(*OVERRIDES, workers=1, algorithm="syncps")
-    train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
-    training = build(train, seed, settings.node.dataset, torch.device("cpu"))
-    losses = [step.loss for step in training_steps(training, train)]
+    losses, _ = alone(local_settings(*OVERRIDES, workers=1, algorithm="syncps"))
     assert losses == pytest.approx(ALONE, rel=REL)

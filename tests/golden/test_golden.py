@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import Cluster, local_settings
+from harness import local_settings
+from own_workloads import run
 from smolcluster.cli import main
 from smolcluster.configs.schema import AlgorithmName
 
@@ -57,11 +58,7 @@ def test_a_run_goes_on_from_its_checkpoint(
 ) -> None:
     overrides = ("num_epochs=4", "model.hidden=8", "min_workers=2")
     settings = local_settings(*overrides, workers=2, algorithm=algorithm)
-    cluster = Cluster(settings, golden / algorithm, algorithm=algorithm, resume=True)
-    workers = [cluster.worker(1, node="pi5"), cluster.worker(2, node="win")]
-    cluster.server.finish()
-    for worker in workers:
-        worker.finish()
+    cluster = run(settings, golden / algorithm, algorithm, resume=True)
     assert cluster.metrics.steps[0].step == num_steps + 1
     assert list(cluster.applied) == [3]
     assert sorted(cluster.applied[3]) == list(range(NUM_SAMPLES))

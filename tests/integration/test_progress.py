@@ -6,15 +6,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
 import progress_shown
-from harness import free_port
-from processes import Processes
-from smolcluster.configs.spec import get_algorithm
 from waiting import eventually
 
 TMUX_TIMEOUT_S = 60.0
@@ -29,10 +26,7 @@ pytestmark = [
 class Pane:
     """A terminal in which a command runs, on a tmux server of its own."""
 
-    def __init__(
-        self, words: list[str], *, columns: int, environ: Mapping[str, str] = os.environ
-    ) -> None:
-        self._environ = environ
+    def __init__(self, words: list[str], *, columns: int) -> None:
         self._socket = f"progress-{os.getpid()}"
         command = f"{shlex.join(words)}; sleep 600"
         self.tmux("new-session", "-d", "-s", "pane", "-x", str(columns), "-y", "20", command)
@@ -45,7 +39,6 @@ class Pane:
             capture_output=True,
             text=True,
             timeout=TMUX_TIMEOUT_S,
-            env=self._environ,
         ).stdout
 
     @property
@@ -83,17 +76,3 @@ def test_a_terminal_whose_size_changes_shows_one_bar(pane: Pane) -> None:
     pane.tmux("send-keys", "-t", "=pane:", "Enter")
     eventually(lambda: pane.lines[-1] == "over")
     assert sum("━" in line for line in pane.lines) == 1
-
-
-def test_a_worker_shows_its_progress_in_its_pane(processes: Processes) -> None:
-    port = f"port={free_port()}"
-    server = processes.server("--local", "--override", port, "min_workers=1", "num_epochs=3")
-    file = str(get_algorithm("edp").worker)
-    words = [sys.executable, file, "1", "pi5", "--local", "--override", port]
-    pane = Pane(words, columns=140, environ=processes.environ)
-    try:
-        eventually(lambda: "the run is over" in "\n".join(pane.lines))
-        assert server.wait() == 0
-        eventually(lambda: re.search(r"100% epoch 3/3 · step \d+ · loss [\d.]+", pane.lines[-1]))
-    finally:
-        pane.tmux("kill-server")

@@ -24,7 +24,6 @@ from ruamel.yaml import YAML
 from exporting import NUMBERS, a_status, a_worker, free_ports
 from harness import free_port, local_settings
 from processes import Processes
-from smolcluster.configs.schema import ClusterConfig
 from smolcluster.launch.observe.targets import targets_of, write_targets
 from smolcluster.observability.exporter import (
     ProcessLabels,
@@ -124,15 +123,6 @@ class Prometheus:
                 raise AssertionError(f"{expression}: {error.read().decode()}") from error
             return []
 
-    def number(self, expression: str) -> float:
-        """The one value of an expression; NaN: there is none."""
-        values = [float(each["value"][1]) for each in self.ask(expression)]
-        return values[0] if len(values) == 1 else math.nan
-
-    def wait_for_number(self, expression: str, value: float) -> None:
-        """Wait until it is this; for moments it has none, when a process answers too late."""
-        self.wait_for(f"{expression} == {value:g}", lambda: self.number(expression) == value)
-
     def wait_for_labels(
         self, expression: str, names: tuple[str, ...], *values: tuple[str, ...]
     ) -> None:
@@ -150,11 +140,6 @@ class Prometheus:
         while not condition():
             assert time.monotonic() < end, f"this did not come: {what}"
             time.sleep(0.1)
-
-
-@pytest.fixture
-def prometheus(processes: Processes) -> Prometheus:
-    return Prometheus(processes)
 
 
 def panels() -> Iterator[tuple[str, str]]:
@@ -179,21 +164,6 @@ def is_data(answer: Answer) -> bool:
     return any(not math.isnan(float(each["value"][1])) for each in answer)
 
 
-def wait_for_panels(prometheus: Prometheus) -> None:
-    """Every query of every panel gives a number."""
-    missing = list(panels())
-
-    def all_there() -> bool:
-        missing[:] = [
-            (title, expression)
-            for title, expression in missing
-            if not is_data(prometheus.ask(filled_in(expression)))
-        ]
-        return not missing
-
-    prometheus.wait_for(missing, all_there)
-
-
 def processes_of(*nodes: str) -> list[LaunchedProcess]:
     """A server on mini1 and a worker on each of the nodes."""
     server = LaunchedProcess(
@@ -206,11 +176,6 @@ def processes_of(*nodes: str) -> list[LaunchedProcess]:
             for rank, node in enumerate(nodes)
         ),
     ]
-
-
-def announce(prometheus: Prometheus, cluster: ClusterConfig, *nodes: str) -> None:
-    targets = targets_of("r1", processes_of(*nodes), cluster, lambda _: "127.0.0.1")
-    write_targets(prometheus.targets, "r1", targets)
 
 
 def moving_status(step: int) -> RunStatus:
@@ -249,21 +214,35 @@ def moving(who: ProcessLabels, runs: Path) -> RunCollector:
 
 
 @pytest.mark.nightly
-def test_every_panel_has_data(prometheus: Prometheus, tmp_path: Path) -> None:
+def test_every_panel_has_data(processes: Processes, tmp_path: Path) -> None:
+    prometheus = Prometheus(processes)
     cluster = local_settings(f"metrics_port={free_ports(3)}", workers=2).cluster
-    announce(prometheus, cluster, "pi5", "win")
+    started = processes_of("pi5", "win")
+    targets = targets_of("r1", started, cluster, lambda _: "127.0.0.1")
+    write_targets(prometheus.targets, "r1", targets)
     with ExitStack() as serving:
-        for process in processes_of("pi5", "win"):
+        for process in started:
             who = ProcessLabels(process.role, process.node, process.rank)
             worker_id = None if process.rank is None else process.rank + 1
             served = metrics_address(cluster, worker_id)
             assert served is not None
             serving.enter_context(serve_metrics(moving(who, tmp_path), *served, warn=pytest.fail))
-        wait_for_panels(prometheus)
+        missing = list(panels())
+
+        def all_there() -> bool:
+            missing[:] = [
+                (title, expression)
+                for title, expression in missing
+                if not is_data(prometheus.ask(filled_in(expression)))
+            ]
+            return not missing
+
+        prometheus.wait_for(missing, all_there)
         prometheus.wait_for_labels("smolcluster_loss", ("run",), ("r1",))
         steps = 'smolcluster_process_steps_total{role="worker"}'
         prometheus.wait_for_labels(steps, ("rank", "node"), ("0", "pi5"), ("1", "win"))
-        prometheus.wait_for_number('smolcluster_worker_up{node="win"}', 1)
+        up = 'smolcluster_worker_up{node="win"} == 1'
+        prometheus.wait_for_labels(up, ("node",), ("win",))
         prometheus.wait_for_labels("smolcluster_run_info", ("algorithm",), ("edp",))
         prometheus.wait_for(
             "the alert of dropped pushes",
