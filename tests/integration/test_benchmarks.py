@@ -154,9 +154,15 @@ def test_samples_steps_and_pushes_of_a_soak_must_fit_together(
 
     def num_problems(algorithm: str, applied: int, steps: int, pushes: int, epochs: int = 2) -> int:
         worker = WorkerShare(rank=0, node="pi5", samples=applied, mean_staleness=0.0, share=1.0)
-        counts = {"train_samples": 100, "samples_applied": applied, "steps": steps}
-        made = {"algorithm": algorithm, "workers": [worker], "pushes": Pushes(applied=pushes)}
-        return len(problems_of(summary_of(**counts, **made), 32, epochs))
+        made = summary_of(
+            algorithm=algorithm,
+            train_samples=100,
+            samples_applied=applied,
+            steps=steps,
+            pushes=Pushes(applied=pushes),
+            workers=[worker],
+        )
+        return len(problems_of(made, 32, epochs))
 
     assert num_problems("edp", 200, 8, 8) == num_problems("syncps", 200, 8, 15) == 0
     assert num_problems("edp", 199, 8, 8) == 2

@@ -230,8 +230,8 @@ def test_a_worker_whose_device_fails_is_started_again_under_its_number(
 ) -> None:
     program = processes.folder / "train.py"
     program.write_text(FAILING)
-    options = ("--local", "--workers", "1", "--workload", f"{program}:workload")
-    options += ("--override", f"port={free_port()}", "threads=1")
+    common = ("--local", "--workers", "1", "--workload", f"{program}:workload")
+    options = (*common, "--override", f"port={free_port()}", "threads=1")
     server = processes.server(*options, "num_epochs=20")
     worker = processes.worker(1, "pi5", *options, "--restarts", "3")
     assert server.wait() == 0, server.output
