@@ -40,6 +40,7 @@ from smolcluster.configs.schema import (
 from smolcluster.configs.spec import get_algorithm, spec_of
 from smolcluster.data.permutation import Range, global_batches
 from smolcluster.observability.metrics import MetricRecord, Metrics
+from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
 from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
 from smolcluster.server.leases import Dispatcher, Lease
@@ -410,6 +411,11 @@ class Cluster:
         epochs = global_batches(num_samples, train.total_samples(num_samples), num_samples)
         orders = {each.epoch: self.training.order(each.epoch)[: each.stop] for each in epochs}
         assert self.applied == {epoch: Counter(order.tolist()) for epoch, order in orders.items()}
+
+
+def steps_in(metrics: Path) -> list[MetricLine]:
+    """The steps in a run's file of metrics."""
+    return [line for line in follow_metrics(metrics).poll() if line.record.kind == "step"]
 
 
 def assert_applied_once(records: Iterable[MetricRecord], num_samples: int, num_epochs: int) -> None:

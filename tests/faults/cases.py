@@ -28,11 +28,11 @@ from pipelines import share_generator
 from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.algorithms.DiLoCo.config import Mode
-from smolcluster.algorithms.DiLoCo.timing import Pace
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.PipelineParallel import server as pipeline
 from smolcluster.algorithms.PipelineParallel.automatic import Cut
 from smolcluster.algorithms.PipelineParallel.crew import Crew
+from smolcluster.algorithms.shares import Cost
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.configs.schema import Settings
@@ -381,7 +381,7 @@ def all_there(core: Server) -> bool:
     return len(present) == len(NODES)
 
 
-def in_equal_parts(budget: int, workers: Mapping[int, Pace]) -> dict[int, int]:
+def in_equal_parts(budget: int, workers: Mapping[int, Cost]) -> dict[int, int]:
     """DiLoCo's plan of a round in which nobody is too slow to take part."""
     return {id_: (budget + number) // len(workers) for number, id_ in enumerate(workers)}
 
@@ -393,7 +393,7 @@ def _patches(case: Case | None, algorithm: Algorithm) -> Iterator[None]:
         patch.setattr(harness, "build", partial(build, bucket_bytes=SMALL_BUCKET))
         if algorithm == "pipeline":
             share_generator(patch)
-        patch.setattr(rounds, "plan_round", in_equal_parts)
+        patch.setattr(rounds, "shared_out", in_equal_parts)
         patch.setattr(rounds, "SYNCHRONOUS_ROUNDS", 0)
         if case is not None and case.point in HANDSHAKE and case.fault in SILENT:
             patch.setattr(node, "HANDSHAKE_TIMEOUT_S", QUICK_S)

@@ -23,13 +23,11 @@ from smolcluster.configs.spec import get_algorithm
 from smolcluster.server.saver import Saver
 from smolcluster.server.weights import StateReceiver
 from smolcluster.training import checkpoint
-from smolcluster.training.checkpoint import CheckpointStore, CheckpointWriter, Snapshot
+from smolcluster.training.checkpoint import CheckpointStore, CheckpointWriter
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire.connection import Connection
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import Push
-
-FLUSH_S = 60.0
 
 Strike = Callable[[], None]
 Call = Callable[..., Any]
@@ -130,13 +128,7 @@ POINTS: MappingProxyType[str, Arm] = MappingProxyType(
 
 def wait_for_the_disk() -> None:
     """Let training wait for each checkpoint, so that every point is come to, however slow the disk."""
-    submit = CheckpointWriter.submit
-
-    def patient(self: CheckpointWriter, snapshot: Snapshot) -> None:
-        submit(self, snapshot)
-        self.flush(FLUSH_S)
-
-    CheckpointWriter.submit = patient  # type: ignore[method-assign]
+    CheckpointWriter.submit = CheckpointWriter._write  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from harness import steps_in
 from processes import Processes, fill_disk, small_disk
-from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.events import RunEnded, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
@@ -40,11 +40,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line_nor_the_end(tmp_path: Pat
             assert trainer.wait() == 128 + signal.SIGTERM
         paths = find_run(disk / "runs", "r1")
         ended = read_events(paths.events)[-1].event
-        steps = [
-            line.record.step
-            for line in follow_metrics(paths.metrics).poll()
-            if line.record.kind == "step"
-        ]
+        steps = [line.record.step for line in steps_in(paths.metrics)]
         assert isinstance(ended, RunEnded)
         assert steps == list(range(1, ended.steps + 1))
         assert read_status(paths.status).is_over

@@ -20,12 +20,12 @@ import pytest
 
 import smolcluster
 from faults.proxy import Fault, FaultProxy, Point, mid_payload
-from harness import Cluster, assert_applied_once, free_port, local_settings
+from harness import Cluster, assert_applied_once, free_port, local_settings, steps_in
 from own_workloads import NODES, run
 from processes import Child, Processes
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.observability.sinks.jsonl import MetricLine, read_metrics
+from smolcluster.observability.sinks.jsonl import MetricLine
 from smolcluster.runs.events import Event, RunResumed, WorkerJoined, WorkerLost, read_events
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.summary import Summary, read_summary
@@ -97,7 +97,7 @@ class Site:
 
     @property
     def steps(self) -> list[MetricLine]:
-        return [line for line in read_metrics(self.run.metrics) if line.record.kind == "step"]
+        return steps_in(self.run.metrics)
 
     def events(self, kind: type[E]) -> list[E]:
         events = [record.event for record in read_events(self.run.events)]

@@ -23,13 +23,12 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 from exporting import GPU
-from harness import free_port
+from harness import free_port, steps_in
 from made_runs import NODES, MadeRun, killed_run, rank_status, worker_status
 from processes import Child, Processes
 from proxy import Proxy
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.page import write_report
-from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.observability.view.stages import numbers_of
 from smolcluster.runs.advice import ADVICE, LinkSpeed, Prediction
 from smolcluster.runs.events import CheckpointSaved, Event, kind_of
@@ -240,11 +239,7 @@ def test_a_run_that_goes_on_is_shown_as_it_is(processes: Processes, browser: Chr
         return len(points) > 20
 
     eventually(are_read)
-    written = {
-        line.record.step: line.record.values["loss"]
-        for line in follow_metrics(paths.metrics).poll()
-        if line.record.kind == "step"
-    }
+    written = {line.record.step: line.record.values["loss"] for line in steps_in(paths.metrics)}
     for (before, _), (step, loss), (after, _) in zip(points, points[1:], points[2:], strict=False):
         near = [
             written[each] for each in range(before + 1, after)

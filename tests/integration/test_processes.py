@@ -12,11 +12,11 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from harness import assert_applied_once, free_port
+from harness import assert_applied_once, free_port, steps_in
 from processes import Processes
 from smolcluster.cli import main
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.observability.spans import read_spans
 from smolcluster.runs.events import CheckpointSaved, WorkerJoined, read_events
 from smolcluster.runs.paths import find_run
@@ -42,7 +42,7 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
         for rank, node in enumerate(("pi5", "win", "macbook"))
     ]
     metrics = processes.runs / "latest" / "metrics.jsonl"
-    eventually(lambda: {r.record.rank for r in read_metrics(metrics)} >= {0, 1, 2})
+    eventually(lambda: {r.record.rank for r in steps_in(metrics)} >= {0, 1, 2})
     for worker in (workers[0], workers[2]):  # or the run could be over before the late one is there
         worker.kill(signal.SIGSTOP)
     workers[1].kill(signal.SIGKILL)
@@ -61,7 +61,7 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     assert summary.leases_returned >= 1
     assert summary.final.val_accuracy is not None
     assert summary.final.val_accuracy >= 0.9, "by chance it would be 0.1"
-    records = [line.record for line in read_metrics(run.metrics)]
+    records = [line.record for line in steps_in(run.metrics)]
     assert_applied_once(records, summary.train_samples, epochs)
     assert {share.rank for share in summary.workers} >= {0, 1, 2}
     status = read_status(run.status)
@@ -158,7 +158,7 @@ def test_a_store_is_killed_another_is_started_and_every_sample_is_applied_once(
         assert each.wait() == 0, each.output
     run = find_run(processes.runs)
     summary = read_summary(run.summary)
-    records = [line.record for line in read_metrics(run.metrics)]
+    records = [line.record for line in steps_in(run.metrics)]
     assert_applied_once(records, summary.train_samples, epochs)
     assert server.output.count("the store worker2 holds buckets 2 to 2 of 2") == 2
 
@@ -186,7 +186,7 @@ def test_a_run_leaves_process_stats_spans_and_checkpoints_behind(
     total = summary.bytes.sent + summary.bytes.received
     assert sum(moved) == pytest.approx(total, rel=0.01), "the farewell came later"
 
-    kinds = {line.record.kind for line in read_metrics(paths.metrics)}
+    kinds = {line.record.kind for line in follow_metrics(paths.metrics).poll()}
     assert {"step", "eval", "worker", "server"} <= kinds
     events = [record.event for record in read_events(paths.events)]
     saved = {event.step for event in events if isinstance(event, CheckpointSaved)}

@@ -14,6 +14,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,16 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from exporting import NUMBERS, a_status, a_worker, free_ports
+from exporting import METER, a_status, a_worker, free_ports
 from harness import free_port, local_settings
 from processes import Processes
 from smolcluster.launch.observe.targets import targets_of, write_targets
 from smolcluster.observability.exporter import (
-    ProcessLabels,
-    ProcessNumbers,
     RunCollector,
     metrics_address,
     serve_metrics,
 )
-from smolcluster.runs.launched import LaunchedProcess
+from smolcluster.runs.launched import LaunchedProcess, Process
 from smolcluster.runs.status import RunStatus
 
 STACK = Path(__file__).resolve().parents[2] / "logging"
@@ -197,23 +196,18 @@ def moving_status(step: int) -> RunStatus:
     )
 
 
-def moving_numbers(step: int) -> ProcessNumbers:
-    phases = {phase: seconds + step / 100 for phase, seconds in NUMBERS.phase_seconds.items()}
-    return ProcessNumbers(step, step * 32, phases, NUMBERS.gpu)
-
-
-def moving(who: ProcessLabels, runs: Path) -> RunCollector:
+def moving(who: Process, runs: Path) -> RunCollector:
     """A process that has gone a step further whenever it is asked."""
-    steps, counted = count(1), count(1)
-    return RunCollector(
-        who,
-        lambda: moving_numbers(next(counted)),
-        runs,
-        status=lambda: moving_status(next(steps)) if who.rank is None else None,
-    )
+    steps, meter = count(1), replace(METER)
+
+    def step() -> RunStatus | None:
+        meter.steps, meter.samples = meter.steps + 1, meter.samples + 32
+        meter.seconds = [seconds + 0.01 for seconds in meter.seconds]
+        return moving_status(next(steps)) if who.rank is None else None
+
+    return RunCollector(who, meter, runs, status=step)
 
 
-@pytest.mark.nightly
 def test_every_panel_has_data(processes: Processes, tmp_path: Path) -> None:
     prometheus = Prometheus(processes)
     cluster = local_settings(f"metrics_port={free_ports(3)}", workers=2).cluster
@@ -222,7 +216,7 @@ def test_every_panel_has_data(processes: Processes, tmp_path: Path) -> None:
     write_targets(prometheus.targets, "r1", targets)
     with ExitStack() as serving:
         for process in started:
-            who = ProcessLabels(process.role, process.node, process.rank)
+            who = Process(role=process.role, node=process.node, rank=process.rank)
             worker_id = None if process.rank is None else process.rank + 1
             served = metrics_address(cluster, worker_id)
             assert served is not None

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from harness import free_port
+from harness import free_port, steps_in
 from processes import Processes
 from smolcluster.observability.report.page import write_report
-from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.paths import RunPaths, find_run
 from waiting import eventually
 
@@ -38,7 +37,7 @@ def test_a_run_has_a_report_however_it_ends(
     folder = processes.runs / "latest"
     if signum is not None:
         metrics, status = folder / "metrics.jsonl", folder / "status.json"
-        eventually(lambda: any(line.record.kind == "step" for line in read_metrics(metrics)))
+        eventually(lambda: steps_in(metrics))
         eventually(status.is_file)
         page = write_report(RunPaths(folder.resolve())).read_text()
         assert "it goes on; this is how it stood" in page

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import DEADLINE_S, Cluster, assert_applied_once, local_settings
+from harness import Cluster, assert_applied_once, local_settings
 from own_workloads import ALGORITHMS, KINDS, NODES, losses_of, run, settings_for
 from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.errors import CheckpointError
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.runs.events import RunResumed
 from smolcluster.runs.summary import Summary
-from smolcluster.training.checkpoint import CheckpointWriter, Snapshot
+from smolcluster.training.checkpoint import CheckpointWriter
 from smolcluster.training.replica import Replica
 from smolcluster.utils.stopping import Interrupted
 from tiers import at_night
@@ -31,13 +31,7 @@ SMALL = ("num_epochs=2", "model.hidden=16", *KEPT)
 @pytest.fixture(autouse=True)
 def no_checkpoint_is_left_out(monkeypatch: pytest.MonkeyPatch, no_flushing: None) -> None:
     """Training waits for the disk, however slow; else a busy disk would leave some steps out."""
-    submit = CheckpointWriter.submit
-
-    def patient(self: CheckpointWriter, snapshot: Snapshot) -> None:
-        submit(self, snapshot)
-        assert self.flush(DEADLINE_S)
-
-    monkeypatch.setattr(CheckpointWriter, "submit", patient)
+    monkeypatch.setattr(CheckpointWriter, "submit", CheckpointWriter._write)
 
 
 def killed_after(step: int, whole: Path, folder: Path) -> Path:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import Cluster, free_port
+from harness import Cluster, free_port, steps_in
 from own_workloads import assert_takes_the_same_steps, run, steps_alone
 from processes import Processes
 from smolcluster.configs.schema import AlgorithmName
-from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import Evaluated, RunEnded
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
@@ -120,7 +119,6 @@ def test_a_cluster_of_processes_trains_a_language_model(
     assert summary.final.val_perplexity is not None
     assert 1 < summary.final.val_perplexity < 256
     assert {share.rank for share in summary.workers} <= {0, 1}
-    steps = [line.record for line in read_metrics(paths.metrics) if line.record.kind == "step"]
-    assert len(steps) == summary.steps
+    assert len(steps_in(paths.metrics)) == summary.steps
     assert paths.sample.is_file()
     assert paths.curves.is_file()

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import assert_applied_once, free_port
+from harness import assert_applied_once, free_port, steps_in
 from processes import Child, Processes
-from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
@@ -54,10 +53,9 @@ def test_an_algorithm_of_another_package_is_launched_and_shown(processes: Proces
     assert (summary.algorithm, status.algorithm, status.state) == ("dummy", "dummy", "ended")
     assert [each.node for each in summary.workers] == ["worker1", "worker2"]
     assert sum(each.samples for each in summary.workers) == EPOCHS * summary.train_samples
-    records = [line.record for line in read_metrics(run.metrics)]
+    records = [line.record for line in steps_in(run.metrics)]
     assert_applied_once(records, summary.train_samples, EPOCHS)
-    rates = [record.values["lr"] for record in records if record.kind == "step"]
-    assert rates == [0.1] * summary.steps
+    assert [record.values["lr"] for record in records] == [0.1] * summary.steps
     assert status.step == summary.steps
     assert summary.final.val_accuracy is not None
     assert summary.final.val_accuracy > 0.5, "ten digits, two epochs"
