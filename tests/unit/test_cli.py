@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import typer
 
 import smolcluster
 from reading import fake_ssh
@@ -252,6 +253,7 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (PortBusy("port 65432 is taken"), 75, "error: port 65432 is taken"),
         (KeyboardInterrupt(), 130, "error: interrupted"),
+        (typer.Abort(), 130, "error: interrupted"),
     ],
 )
 def test_what_goes_wrong_is_one_line_with_its_code(

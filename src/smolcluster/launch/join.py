@@ -149,17 +149,11 @@ def address_of(where: str) -> Address | None:
     return Address(host, int(port or default))
 
 
-def _quoted(path: Path) -> str:
-    return json.dumps(str(path), ensure_ascii=False)
-
-
 def _of_this_machine(wanted: JoinOptions) -> list[str]:
-    secret = (
-        ()
-        if wanted.secret_file is None
-        else (f"secret_file={_quoted(wanted.secret_file.absolute())}",)
-    )
-    texts = (*secret, *wanted.overrides)
+    texts = list(wanted.overrides)
+    if wanted.secret_file is not None:
+        file = json.dumps(str(wanted.secret_file.absolute()), ensure_ascii=False)
+        texts.insert(0, f"secret_file={file}")
     return ["--override", *texts] if texts else []
 
 

@@ -8,8 +8,8 @@ meanwhile ends it too, and changed back if it does not come.
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,9 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
             "on with it"
         )
     name = wanted.name or _who_has_gone(paths)
-    with _cluster_file(paths) as file:
+    with ExitStack() as stack:
+        file = paths.root / f"{CLUSTER_FILE}.joining.yaml"
+        stack.callback(file.unlink, missing_ok=True)
         before = read_config(paths.root / CLUSTER_FILE, "cluster")
         ways = list(dict.fromkeys(map(str, before["host_ip"].values())))
         known = wanted.address or (before.get("host_ip") or {}).get(name)
@@ -139,7 +141,8 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         planned = {(each.role, each.node): each for each in whole.processes}
         rank = _rank(name, launched, status, settings) if (WORKER, name) in missing else None
         processes = [_with_rank(planned[key], rank) for key in missing]
-        packed, code = paths.root / WORKLOAD_FILE, _code_of(launched)
+        packed = paths.root / WORKLOAD_FILE
+        code = workload_of(launched.server) or script_of(launched.workers[0])
         one_of_each = {each.node: each for each in processes}.values()
         for process in one_of_each:
             host = machines[process.node].host
@@ -195,15 +198,6 @@ def _is_alive(launched: Launched, role: str, node: str) -> bool:
     found = (each for each in launched.processes if (each.role, each.node) == (role, node))
     process = next(found, None)
     return process is not None and exit_code(process) is None
-
-
-@contextmanager
-def _cluster_file(paths: RunPaths) -> Iterator[Path]:
-    file = paths.root / f"{CLUSTER_FILE}.joining.yaml"
-    try:
-        yield file
-    finally:
-        file.unlink(missing_ok=True)
 
 
 def _planned(
@@ -290,10 +284,6 @@ def _with_rank(process: LaunchedProcess, rank: int | None) -> LaunchedProcess:
     )
 
 
-def _code_of(launched: Launched) -> str | None:
-    return workload_of(launched.server) or script_of(launched.workers[0])
-
-
 def workload_of(process: LaunchedProcess) -> str | None:
     """The function that a process was told, as it is seen from WORKLOAD_FOLDER of its run's folder."""
     return _told(process, "--workload", "./")
@@ -316,7 +306,8 @@ def with_worker(
 ) -> dict[str, Any]:
     """A run's cluster file with this machine, as a worker where it is not a stage of one."""
     workers, nodes = [*(raw.get("workers") or ())], dict(raw.get("nodes") or {})
-    is_stage = any(name in _stages_of(each) for each in nodes.values())
+    of_stages = (((each or {}).get("stages") or {}).get("host_ip") for each in nodes.values())
+    is_stage = any(name in (hosts or {}) for hosts in of_stages)
     workers += [name] if not (is_stage or name in workers) else []
     if own:
         nodes[name] = {**(nodes.get(name) or {}), **own}
@@ -331,12 +322,6 @@ def with_worker(
     if shares is not None and name in workers:  # it stands in for others, as the server says
         content["batch_share"] = {name: 0.0, **shares}
     return content
-
-
-def _stages_of(node: Mapping[str, Any] | None) -> Mapping[str, str]:
-    stages: Mapping[str, Any] = (node or {}).get("stages") or {}
-    hosts: Mapping[str, str] = stages.get("host_ip") or {}
-    return hosts
 
 
 def settings_of_node(name: str, overrides: Sequence[str]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from smolcluster.launch.setup.init import (
     InitOptions,
     Terminal,
     init,
-    most_used,
     parse_machine,
     settings_of,
 )
@@ -366,8 +365,13 @@ def test_all_workers_without_a_way_are_told(
     assert not target.exists()
 
 
-def test_the_server_has_the_address_that_most_workers_use() -> None:
-    assert most_used(["10.0.0.1", "10.0.1.1", "10.0.1.1"]) == "10.0.1.1"
+def test_the_server_has_the_address_that_most_workers_use(
+    target: Path, on_loopback: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = {name: Way(f"127.0.0.{end}", "lo") for name, end in (("a", 2), ("b", 3), ("c", 3))}
+    monkeypatch.setattr(init_module, "measure_ways", lambda *_, **__: best)
+    assert init(options(target, workers=tuple(f"{name}=local" for name in best))) == 0
+    assert load_settings(target, "nn", environ={}).cluster.host_ip["mini1"] == "127.0.0.3"
 
 
 def test_settings_that_are_the_default_are_left_out() -> None:

@@ -290,7 +290,11 @@ def _bottleneck(stages: Sequence[PlannedStage], boundaries: Sequence[Boundary]) 
 def _tables(problem: Problem) -> Iterator[Tables]:
     """One where what a stage holds depends only on the stages after it, else one a number of stages."""
     num = min(len(problem.machines), len(problem.layers))
-    held = {size: _held_from_end(problem, size) for size in range(1, num + 1)}
+    schedules = {
+        size: generate(problem.schedule, size, problem.num_microbatches)
+        for size in range(1, num + 1)
+    }
+    held = {size: held_by_stage(schedule)[::-1] for size, schedule in schedules.items()}
     tables = _table(problem, held[num], frozenset(held))
     is_alike = all(held[size] == held[num][:size] for size in held)
     if is_alike or not _is_memory_short(tables):
@@ -298,12 +302,6 @@ def _tables(problem: Problem) -> Iterator[Tables]:
         return
     for size, each in held.items():
         yield replace(tables, held=each, sizes=frozenset((size,)))
-
-
-def _held_from_end(problem: Problem, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Microbatches that each stage holds, and those in their backward, from the last stage on."""
-    schedule = generate(problem.schedule, num_stages, problem.num_microbatches)
-    return held_by_stage(schedule)[::-1]
 
 
 def _is_memory_short(tables: Tables) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
-from smolcluster.algorithms.planning.costs import Interface, Site
+from smolcluster.algorithms.planning.costs import Interface, Site, seconds_of
 from smolcluster.configs.schema import Settings
 
 LEAST_SHARE = 0.04
@@ -57,10 +57,7 @@ class Line(NamedTuple):
     bytes_s: float
 
     def seconds(self, share: float) -> float:
-        nbytes = self.fixed + self.slope * share
-        if nbytes <= 0:
-            return 0.0
-        return nbytes / self.bytes_s if self.bytes_s else inf
+        return seconds_of(max(0.0, self.fixed + self.slope * share), self.bytes_s)
 
 
 def lines_of(hosts: Sequence[Host], traffic: Traffic) -> list[tuple[Line, Line]]:

@@ -68,8 +68,9 @@ def _invite(run: str) -> None:
     launched = launched_of(paths)
     say = partial(print_line, SteadyConsole())
     is_over = partial(_is_over, paths, launched)
-    while told is not None and not _has_settings(paths) and not is_over():
-        time.sleep(LOOK_S)
+    files = (paths.config, paths.root / CLUSTER_FILE)
+    while told is not None and not any(each.is_file() for each in files) and not is_over():
+        time.sleep(LOOK_S)  # the launch has not written them yet
     if is_over():
         raise LaunchError(f"run {paths.run_id} is over, or has not begun: nobody can join it")
     gives = _gives(paths, launched, is_checked=told is not None)
@@ -89,10 +90,6 @@ def _invite(run: str) -> None:
                     why = f"run {paths.run_id} is over"
                     break
     say(f"the invitation has ended: {why}")
-
-
-def _has_settings(paths: RunPaths) -> bool:
-    return paths.config.is_file() or (paths.root / CLUSTER_FILE).is_file()
 
 
 def _gives(paths: RunPaths, launched: Launched | None, *, is_checked: bool) -> Handover:

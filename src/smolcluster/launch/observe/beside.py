@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,10 +21,10 @@ from smolcluster.launch.observe.stack import (
     services,
 )
 from smolcluster.launch.observe.targets import (
+    file_of,
     listens,
     local_address,
     remove_stale,
-    remove_targets,
     ssh_address,
     targets_of,
     write_targets,
@@ -122,7 +123,8 @@ def forget(run_id: str) -> None:
     """The run is over: Prometheus need not ask its processes any more."""
     stack = own_stack()
     if stack is not None:
-        remove_targets(stack, run_id)
+        with suppress(OSError):
+            file_of(stack, run_id).unlink(missing_ok=True)
 
 
 def within_reach(request: Request, cluster: ClusterConfig) -> Request:

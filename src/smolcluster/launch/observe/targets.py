@@ -84,18 +84,13 @@ def write_targets(stack: Path, run_id: str, targets: list[Json]) -> None:
     Raises:
         SmolclusterError: the file cannot be written.
     """
-    path = _file(stack, run_id)
+    path = file_of(stack, run_id)
     try:
         path.parent.mkdir(exist_ok=True)
         write_whole(path, json.dumps(targets, indent=2) + "\n", durable=False)
         path.chmod(READABLE)
     except OSError as error:
         raise SmolclusterError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def remove_targets(stack: Path, run_id: str) -> None:
-    with suppress(OSError):
-        _file(stack, run_id).unlink(missing_ok=True)
 
 
 def remove_stale(stack: Path, *, now: Callable[[], float] = time.time) -> None:
@@ -111,7 +106,7 @@ def remove_stale(stack: Path, *, now: Callable[[], float] = time.time) -> None:
                     path.unlink(missing_ok=True)
 
 
-def _file(stack: Path, run_id: str) -> Path:
+def file_of(stack: Path, run_id: str) -> Path:
     return stack / FOLDER / f"{run_id}.json"
 
 

@@ -7,8 +7,7 @@ the reason. What flags leave open is asked, where there is a terminal.
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -71,24 +70,14 @@ class InitOptions:
     discover: bool = False
 
 
-@contextmanager
-def _ctrl_c_stops() -> Iterator[None]:
-    try:
-        yield
-    except typer.Abort:
-        raise KeyboardInterrupt from None
-
-
 class Terminal:
-    """The user at the terminal, whose Ctrl-C is a KeyboardInterrupt."""
+    """The user at the terminal, whose Ctrl-C is a `typer.Abort`."""
 
-    @_ctrl_c_stops()
     def text(self, question: str, default: str) -> str:
         """A line of text; empty only where `default` is."""
         answer = typer.prompt(question, default=default, show_default=bool(default))
         return str(answer).strip()
 
-    @_ctrl_c_stops()
     def confirm(self, question: str) -> bool:
         return typer.confirm(question, default=True)
 
@@ -325,7 +314,8 @@ def draft(
     for node, way in best.items():
         say(f"{node} reaches {server.node} best at {way.address}: {way.reason}")
     host_ip = {node: way.address for node, way in best.items()}
-    own = most_used([*host_ip.values()] or [addresses[0].address])
+    used = Counter([*host_ip.values()] or [addresses[0].address])
+    [(own, _)] = used.most_common(1)  # the server's own entry: what most workers use
     return cluster_text(
         name,
         datetime.now().astimezone().date(),
@@ -337,11 +327,6 @@ def draft(
         remarks={server.node: "Server"} | {node: way.reason for node, way in best.items()},
         nodes=settings_of([server, *others], options.project_dir),
     )
-
-
-def most_used(addresses: Sequence[str]) -> str:
-    """The server's own entry: the address that most workers use."""
-    return Counter(addresses).most_common(1)[0][0]
 
 
 def settings_of(hosts: Sequence[Host], project_dir: str | None) -> dict[str, dict[str, str]]:

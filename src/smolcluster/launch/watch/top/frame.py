@@ -209,10 +209,6 @@ def _sends(stage: StageView) -> str:
     return ", ".join(f"{rank + 1}: {format_megabytes(each)}" for rank, each in stage.sends.items())
 
 
-def _op(name: str) -> Callable[[ProcessReport], str]:
-    return _vital(f"op_s/{name}", bars.short_delay)
-
-
 OPS = {
     "forward": "forward",
     "backw.": "backward",
@@ -220,11 +216,6 @@ OPS = {
     "weights": "backward_weight",
 }
 """Columns of seconds of a step, by what a stage computes: their titles, and what they are called."""
-
-
-def _age(process: ProcessReport) -> str:
-    age = process.heartbeat_age_s
-    return "" if age is None else bars.short_age(age)
 
 
 def state_of(process: ProcessReport, state: State) -> str:
@@ -263,7 +254,13 @@ def columns_of(state: State) -> tuple[Column, ...]:
             ),
         ),
         SPLIT,
-        Column("seen", 4, _age),
+        Column(
+            "seen",
+            4,
+            lambda process: (
+                "" if process.heartbeat_age_s is None else bars.short_age(process.heartbeat_age_s)
+            ),
+        ),
         Column(
             "stale",
             5,
@@ -275,7 +272,10 @@ def columns_of(state: State) -> tuple[Column, ...]:
         Column("drift", 6, _vital("drift", lambda share: f"{share:.2%}")),
         Column("layers", 6, _staged(lambda stage: stage.ranges)),
         Column("waits", 5, _staged(lambda stage: f"{stage.bubble:.0%}")),
-        *(Column(title, 7, _op(name)) for title, name in OPS.items()),
+        *(
+            Column(title, 7, _vital(f"op_s/{name}", bars.short_delay))
+            for title, name in OPS.items()
+        ),
         Column("MB/s to", 7, _staged(_sends)),
         Column("cpu", 5, _vital("cpu", lambda cores: f"{100 * cores:.0f}%")),
         Column("gpu", 4, _vital("gpu/utilization", lambda share: f"{share:.0%}")),
