@@ -464,7 +464,7 @@ def full(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("what", "shard_plan", "ends"),
     [
-        ("stage_replica", "even", (OutOfMemory, "CUDA out of memory.; less is {pi5: [0, ")),
+        ("stage_replica", "even", (OutOfMemory, "CUDA out of memory; less is {pi5: [0, ")),
         (
             "measure",
             "auto",
