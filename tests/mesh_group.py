@@ -44,7 +44,7 @@ def alone(case: Case) -> TrainingContext:
 
 def go_through(name: str, case: Case, folder: Path) -> None:
     from smolcluster.algorithms.DiLoCo.fragments import cut
-    from smolcluster.algorithms.Mesh.group import GroupRank
+    from smolcluster.algorithms.Mesh.group_rank import GroupRank
     from smolcluster.algorithms.Mesh.groups import Groups
     from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 

@@ -24,8 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smolcluster.algorithms.Mesh.config import MeshConfig
-from smolcluster.algorithms.Mesh.group import GroupRank, is_of_another
-from smolcluster.algorithms.Mesh.group_rank import END, Setup, join_group
+from smolcluster.algorithms.Mesh.group_rank import (
+    END,
+    GroupRank,
+    Setup,
+    is_of_another,
+    join_group,
+)
 from smolcluster.algorithms.Mesh.groups import check_torch, own_device
 from smolcluster.algorithms.spreading import SpreadContext, check_can_be_spread, parts_of
 from smolcluster.configs.schema import MeshSizes, NodeConfig

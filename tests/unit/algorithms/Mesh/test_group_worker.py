@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from smolcluster.algorithms.Mesh.group import is_of_another
+from smolcluster.algorithms.Mesh.group_rank import is_of_another
 from smolcluster.algorithms.Mesh.group_worker import (
     is_stopped,
     loss_of,
