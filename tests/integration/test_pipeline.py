@@ -658,20 +658,6 @@ def test_a_server_that_is_stopped_keeps_what_the_stages_have(tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
-def test_stages_that_cannot_reach_each_other_talk_through_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def blocked(*_: Any, **__: Any) -> None:
-        raise ConnectTimeout("a firewall is between them")
-
-    monkeypatch.setattr(Node, "dial_session", blocked)
-    settings = settings_for(3)
-    cluster = run(settings, tmp_path, gpt())
-    assert_as_alone(cluster, settings)
-    assert any("server relays" in line for line in cluster.log_lines)
-
-
-@pytest.mark.nightly
 def test_samples_of_the_server_are_trained_on_and_those_held_out_are_evaluated(
     tmp_path: Path,
 ) -> None:

@@ -31,12 +31,11 @@ from smolcluster.algorithms.PipelineParallel.transfers import (
     decode,
     encode,
     key_of,
-    nbytes_of,
     on_cpu,
 )
 from smolcluster.codec.base import bytes_of
 from smolcluster.data.dataset import Batch
-from smolcluster.data.pytree import Encoded, map_tensors
+from smolcluster.data.pytree import map_tensors, tensors_in
 from smolcluster.errors import (
     AuthError,
     ConnectTimeout,
@@ -55,7 +54,6 @@ from smolcluster.wire.inbox import Event, Handled, SessionClosed
 from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import (
     LINKS,
-    MAX_BATCH_NBYTES,
     SESSION,
     Accepted,
     Hello,
@@ -352,7 +350,8 @@ class Links(Transport):
             self._mailbox.put(key, map_tensors(tree, Tensor.detach), 0)
             return
         neighbour, tree = self._route.neighbour(rank), on_cpu(tree)
-        outbox, nbytes = self._outbox(neighbour), nbytes_of(tree)
+        outbox = self._outbox(neighbour)
+        nbytes = sum(each.nbytes for each in tensors_in(tree))
         self._mailbox.wait_for(
             lambda: outbox is not None and outbox.has_room(nbytes),
             peer=neighbour,
@@ -449,7 +448,7 @@ class _Outbox:
     def _frames(self, key: Key, tree: Batch, nbytes: int, codec: str) -> Iterator[Frame]:
         """The frames of a tree, none larger than the session allows; in the writer's thread."""
         try:
-            encoded = _encoded(tree, codec)
+            encoded = encode(tree, codec)
         except DataError as error:
             what = DataError(f"{key} cannot be sent to another stage: {error}")
             self._mailbox.interrupt(what, through=key.attempt)
@@ -470,16 +469,6 @@ class _Outbox:
         if self._relayed is None:
             return Transfer(piece=piece, tensor=tensor)
         return Relayed(instance=self._relayed, piece=piece, tensor=tensor)
-
-
-def _encoded(tree: Batch, codec: str) -> Encoded:
-    encoded = encode(tree, codec)
-    if encoded.nbytes > MAX_BATCH_NBYTES:
-        raise DataError(
-            f"it takes {encoded.nbytes:,} bytes, at most {MAX_BATCH_NBYTES:,} can be sent; raise "
-            "microbatches"
-        )
-    return encoded
 
 
 class _Incoming(Receiver):

@@ -14,17 +14,16 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from smolcluster.codec.rows import decode_rows, encode_rows, is_coded
 from smolcluster.data import pytree
 from smolcluster.data.dataset import Batch
-from smolcluster.data.pytree import DTYPES, Encoded, map_tensors, tensors_in
-from smolcluster.errors import PeerLost, ProtocolError, SmolclusterError
+from smolcluster.data.pytree import DTYPES, Encoded, map_tensors
+from smolcluster.errors import DataError, PeerLost, ProtocolError, SmolclusterError
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
-from smolcluster.wire.messages import StageNeighbour, TransferPiece
+from smolcluster.wire.messages import MAX_BATCH_NBYTES, StageNeighbour, TransferPiece
 
 TICK_S = 0.5
 """How soon whoever waits looks whether bytes still move."""
@@ -222,16 +221,11 @@ def on_cpu(tree: Batch) -> Batch:
     return map_tensors(tree, lambda tensor: tensor.detach().to("cpu"))
 
 
-def nbytes_of(tree: Batch) -> int:
-    """Bytes of the tree's tensors."""
-    return sum(tensor.nbytes for tensor in tensors_in(tree))
-
-
 def encode(tree: Batch, codec: str) -> Encoded:
     """Lay out a tree on the CPU: how each tensor was written, in order, and the tree of what was written.
 
     Raises:
-        DataError: something in it cannot travel.
+        DataError: something in it cannot travel, or it is too large.
     """
     specs: list[Any] = []
 
@@ -243,7 +237,13 @@ def encode(tree: Batch, codec: str) -> Encoded:
         return encode_rows(tensor, codec)
 
     written = map_tensors(tree, write)
-    return pytree.encode([specs, written])
+    encoded = pytree.encode([specs, written])
+    if encoded.nbytes > MAX_BATCH_NBYTES:
+        raise DataError(
+            f"it takes {encoded.nbytes:,} bytes, at most {MAX_BATCH_NBYTES:,} can be sent; raise "
+            "microbatches"
+        )
+    return encoded
 
 
 def decode(data: memoryview) -> Batch:
@@ -266,20 +266,14 @@ def _read(sent: Tensor, spec: Any) -> Tensor:
     match spec:
         case None:
             return sent
-        case [str() as codec, str() as dtype, list() as shape] if _are_sizes(shape):
+        case [str() as codec, str() as name, list() as shape] if all(
+            type(size) is int and 0 < size <= pytree.MAX_NUMEL for size in shape
+        ):
+            dtype = DTYPES.get(name)
+            if dtype is None or not dtype.is_floating_point:
+                raise ProtocolError(f"a tensor was {name!a}, which is no type of floats"[:200])
             try:
-                return decode_rows(sent, _float_type(dtype), tuple(shape), codec)
+                return decode_rows(sent, dtype, tuple(shape), codec)
             except ValueError as error:
                 raise ProtocolError(str(error)) from None
     raise ProtocolError("it is not said how a tensor was written")
-
-
-def _are_sizes(shape: list[Any]) -> bool:
-    return all(type(size) is int and 0 < size <= pytree.MAX_NUMEL for size in shape)
-
-
-def _float_type(name: str) -> torch.dtype:
-    dtype = DTYPES.get(name)
-    if dtype is None or not dtype.is_floating_point:
-        raise ProtocolError(f"a tensor was {name!a}, which is no type of floats"[:200])
-    return dtype

@@ -30,15 +30,12 @@ class Costs:
         return self.forward_s + self.input_s + self.weight_s
 
     def of(self, op: Op) -> float:
-        match op:
-            case Op.FORWARD:
-                return self.forward_s
-            case Op.BACKWARD:
-                return self.input_s + self.weight_s
-            case Op.BACKWARD_INPUT:
-                return self.input_s
-            case Op.BACKWARD_WEIGHT:
-                return self.weight_s
+        return {
+            Op.FORWARD: self.forward_s,
+            Op.BACKWARD: self.input_s + self.weight_s,
+            Op.BACKWARD_INPUT: self.input_s,
+            Op.BACKWARD_WEIGHT: self.weight_s,
+        }[op]
 
 
 @dataclass(frozen=True)

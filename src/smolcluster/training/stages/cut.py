@@ -41,7 +41,7 @@ class Stage(nn.Module):
         super().__init__()
         self.start, self.end, self.num_layers = start, end, len(layers)
         self.model_draws, self.dtype = may_draw(model), trained_dtype(model)
-        self.before_layer: Callable[[int], None] = do_nothing
+        self.before_layer: Callable[[int], None] = lambda _: None
         own = layers[start:end]
         _register(self, model, own)
         self.add_module(_LAYERS, nn.ModuleList(own))
@@ -160,7 +160,3 @@ def _shared(model: nn.Module, layers: Sequence[nn.Module], start: int, end: int)
     others = [*layers[:start], *layers[end:]]
     elsewhere = {id(each) for layer in others for each in layer.parameters()}
     return tuple(name for name, each in model.named_parameters() if id(each) in own & elsewhere)
-
-
-def do_nothing(_: int) -> None:
-    """Of layers without dropout."""

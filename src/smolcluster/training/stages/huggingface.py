@@ -22,7 +22,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.training.compute import trained_dtype
 from smolcluster.training.labels import is_from_transformers, is_kind
 from smolcluster.training.layer_seeds import may_draw
-from smolcluster.training.stages.cut import Stage, do_nothing, place_at
+from smolcluster.training.stages.cut import Stage, place_at
 from smolcluster.utils.isolated_rng import forked_rng
 
 TWIN_LAYERS = 4
@@ -98,7 +98,7 @@ class HuggingFaceStage(Stage):
         _, blocks = _blocks(inner)
         self.start, self.end, self.num_layers = start, end, len(blocks)
         self.model_draws, self.dtype = may_draw(model), trained_dtype(model)
-        self.before_layer = do_nothing
+        self.before_layer = lambda _: None
         for number in range(max(1, start), end):
             blocks[number].register_forward_pre_hook(self._announce(number))
         names = {id(each): name for name, each in model.named_parameters()}
