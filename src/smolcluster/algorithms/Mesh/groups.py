@@ -1,26 +1,21 @@
 """The device mesh: where a rank stands in it, and what all ranks must agree on."""
 
 import json
-import platform
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smolcluster.algorithms.Mesh.watch import Watch
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.data.marks import SAME_DATA, SAME_ORDER, first_difference
 from smolcluster.errors import ConfigError, PeerLost, Rejected, UserCodeError
-from smolcluster.server.process_stats import ProcessStats
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device import pick_device
-from smolcluster.utils.meter import Meter
-from smolcluster.wire.messages import Telemetry
 
 DIMENSIONS = ("pp", "dp", "fsdp", "tp")
 """From the outermost: ranks that share a layer are neighbours, on one machine where possible."""
@@ -115,27 +110,10 @@ class Groups:
             self._watch.note(doing, waits=waits)
 
     @property
-    def node(self) -> str:
-        """This rank's machine, by the name that others know."""
-        return platform.node() if self._watch is None else self._watch.node
-
-    def report_to_owner(self, meter: Meter) -> None:
-        """Let rank 0 hear each second what this process has done by then, as `meter` counts it."""
-        stats = ProcessStats(meter)
-        if self._watch is not None:
-            self._watch.tell(lambda: stats.report(with_spans=False).model_dump())
-
-    def take_reports(self) -> Iterator[tuple[int, str, Telemetry]]:
-        """On rank 0: rank, host and newest report of each other rank that is heard of since the last call."""
-        if self._watch is not None:
-            for rank, beat in self._watch.take_newest():
-                with suppress(ValidationError):
-                    yield rank, beat.host, Telemetry.model_validate(beat.counted)
-
-    def end_watch(self) -> None:
-        """All ranks are told that it is over."""
-        if self._watch is not None:
-            self._watch.close()
+    def watch(self) -> Watch:
+        """What watches the ranks of a run, and tells rank 0 of each."""
+        assert self._watch is not None  # noqa: S101 - the ranks of a worker alone have none
+        return self._watch
 
     def rank_at(self, **place: int) -> int:
         """The rank that stands there, and where this rank does along the other dimensions."""

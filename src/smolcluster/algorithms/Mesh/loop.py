@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor
 
 from smolcluster.algorithms.context import ServerContext
@@ -27,6 +28,7 @@ from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshTrainer
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.runs.summary import Summary
+from smolcluster.server.process_stats import ProcessStats
 from smolcluster.server.report import Report
 from smolcluster.server.saver import CheckpointSource, Saver
 from smolcluster.training.loop import StepTaken
@@ -37,6 +39,7 @@ from smolcluster.utils.gpu import watched
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.peak_memory import PeakMemory
 from smolcluster.utils.stopping import Interrupted
+from smolcluster.wire.messages import Telemetry
 
 
 class Order(IntEnum):
@@ -103,8 +106,10 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
             _tell(groups, Order.STEP, applied, version)
             step = _step(trainer, applied, version, instructions, profiler)
             report.step_taken(step)
-            for rank, host, telemetry in groups.take_reports():
-                report.process_heard(rank, host, telemetry)
+            for rank, beat in groups.watch.take_newest():
+                with suppress(ValidationError):
+                    telemetry = Telemetry.model_validate(beat.counted)
+                    report.process_heard(rank, beat.host, telemetry)
             is_evaluated = version % eval_steps == 0 and not report.counts.is_over
             if is_evaluated or report.counts.is_over:
                 whole.gather(saver)
@@ -200,7 +205,8 @@ def follow(
         train = workload.training.applied_to(train)
         meter = _measuring(Meter(), train, groups)
         trainer = _trainer(workload, train, config, groups, seed=seed, meter=meter)
-        groups.report_to_owner(meter)
+        stats = ProcessStats(meter)
+        groups.watch.tell(lambda: stats.report(with_spans=False).model_dump())
         _share_state(trainer, None)
         gathering = StateGathering(trainer)
         profiler = _profiler(config, groups, folder, log)
@@ -213,7 +219,7 @@ def follow(
                     profiler.close()
                 gathering.wait()
                 dist.barrier()
-                groups.end_watch()
+                groups.watch.close()
                 return
             if order == Order.GATHER:
                 gathering.begin()
@@ -319,7 +325,7 @@ def _stop(groups: Groups) -> None:
     with suppress(RuntimeError):
         _tell(groups, Order.STOP)
         dist.barrier()
-        groups.end_watch()
+        groups.watch.close()
 
 
 def _tell(groups: Groups, order: Order, applied: int = 0, version: int = 0) -> None:

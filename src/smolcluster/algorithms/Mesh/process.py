@@ -233,7 +233,7 @@ def _follow(
 
     def begin(run_id: str) -> Path:
         paths = create_run(runs_root(settings.node.runs_dir), run_id, newest=False)
-        log.file_logs_to(paths.log_file("rank", groups.node, groups.rank), run_id)
+        log.file_logs_to(paths.log_file("rank", groups.watch.node, groups.rank), run_id)
         return paths.root
 
     loop.follow(workload, run.train, config, groups, seed=run.seed, begin=begin, log=log.logger)

@@ -84,7 +84,7 @@ class StepProfiler:
             page = trace_plot(torch.cuda.memory._snapshot())  # type: ignore[no-untyped-call]
             own.with_suffix(".memory.html").write_text(page, encoding="utf-8")
             torch.cuda.memory._record_memory_history(enabled=None)
-        hosts = self._groups.all_told(self._groups.node)
+        hosts = self._groups.all_told(self._groups.watch.node)
         traces = [json.loads(gzip.decompress(each)) for each in self._gathered(own.read_bytes())]
         if self._groups.rank == 0:
             file = self._folder / MERGED
