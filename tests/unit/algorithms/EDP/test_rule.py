@@ -42,21 +42,13 @@ def test_staleness_counts_the_pushes_of_others_since_the_pull(
     assert rule.staleness(version, base_version, own_versions) == tau
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
-def test_fresh_pushes_count_in_full(exponent: float) -> None:
-    assert rule.scale(0, exponent) == 1.0
-
-
-def test_the_factor_is_the_polynomial_of_fedasync() -> None:
-    assert rule.scale(3, 0.5) == pytest.approx(0.5)
-    assert rule.scale(9, 1.0) == pytest.approx(0.1)
-    assert rule.scale(100, 0.0) == 1.0
-
-
-def test_older_pushes_never_count_more() -> None:
-    factors = [rule.scale(tau, 0.5) for tau in range(50)]
-    assert factors == sorted(factors, reverse=True)
-    assert factors[-1] > 0
+@pytest.mark.parametrize(
+    ("tau", "exponent", "factor"),
+    [(0, 0.5, 1.0), (0, 2.0, 1.0), (3, 0.5, 0.5), (9, 1.0, 0.1), (100, 0.0, 1.0)],
+)
+def test_the_factor_is_the_polynomial_of_fedasync(tau: int, exponent: float, factor: float) -> None:
+    assert rule.scale(tau, exponent) == pytest.approx(factor)
+    assert rule.mixing_weight(tau, 0.6, exponent) == pytest.approx(0.6 * factor)
 
 
 @pytest.mark.parametrize(
@@ -153,16 +145,6 @@ def test_adam_moves_less_for_a_stale_push() -> None:
     assert moved_less / moved == pytest.approx(0.5, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("tau", "exponent", "alpha"),
-    [(0, 0.5, 0.6), (3, 0.5, 0.3), (5, 1.0, 0.1), (1, 2.0, 0.15), (100, 0.0, 0.6)],
-)
-def test_staleness_lowers_the_weight_as_in_fedasync(
-    tau: int, exponent: float, alpha: float
-) -> None:
-    assert rule.mixing_weight(tau, 0.6, exponent) == pytest.approx(alpha)
-
-
 @pytest.mark.parametrize("alpha", [0.1, 0.6, 0.999])
 def test_mixing_goes_so_much_of_the_way_to_a_workers_weights(alpha: float) -> None:
     ours = replica("sgd")
@@ -171,10 +153,3 @@ def test_mixing_goes_so_much_of_the_way_to_a_workers_weights(alpha: float) -> No
     torch.testing.assert_close(ours.params, (1 - alpha) * before + alpha * theirs)
     torch.testing.assert_close(ours.grads, theirs - before)
     assert distance == pytest.approx((theirs - before).norm().item(), rel=1e-5)
-
-
-def test_weights_that_are_the_servers_own_change_nothing() -> None:
-    ours = replica("sgd")
-    before = ours.snapshot()
-    assert rule.mix(Store.of(ours), before.clone(), 0.6) == 0.0
-    assert torch.equal(ours.params, before)

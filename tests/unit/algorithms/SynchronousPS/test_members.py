@@ -304,10 +304,6 @@ def test_a_backup_does_not_hide_what_became_of_the_push_before_it(house: House) 
     assert cancels(back(house, 5, own.key)) == [(own.key, 3)]
 
 
-def test_who_joins_for_the_first_time_is_told_nothing(house: House) -> None:
-    assert cancels(house.newcomer(1)) == []
-
-
 def test_those_whose_parts_others_have_finished_are_told(house: House) -> None:
     slow, fast, third, gone = (house.member(session_id) for session_id in (1, 2, 3, 4))
     mine = house.give(slow, house.step.parts[0])
@@ -450,14 +446,6 @@ def test_who_has_not_been_sent_the_step_before_the_last_lags(
     post.num_gone = before + 3 - num_missing  # nothing of step 2, and so many frames less of step 1
     assert house.members.laggards == ([(member, "it is 2 steps behind")] if num_missing else [])
     assert not post.is_cut
-
-
-def test_nobody_lags_at_the_first_step(house: House) -> None:
-    member = house.member(1)
-    post = post_of(member.worker)
-    post.send_frame(frame_of_commit(1))
-    house.members.broadcast(frame_of_commit(1))
-    assert house.members.laggards == []
 
 
 def test_who_has_no_room_for_another_step_lags(house: House) -> None:

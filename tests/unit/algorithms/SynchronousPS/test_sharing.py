@@ -22,12 +22,6 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
 from smolcluster.algorithms.SynchronousPS.step_receiver import PACE
 
 
-@pytest.mark.parametrize("total", [1, 2, 3])
-def test_a_batch_smaller_than_the_cluster_leaves_some_without(total: int) -> None:
-    by_share = sizes_by_share([0.25] * 4, total)
-    assert sorted(by_share, reverse=True) == [1] * total + [0] * (4 - total)
-
-
 @pytest.mark.parametrize(
     ("shares", "total", "sizes"),
     [
@@ -59,11 +53,6 @@ def test_stated_shares_add_up_and_are_kept_to_a_sample(shares: list[float], tota
 
 def test_a_pace_begins_with_what_the_worker_measured_itself() -> None:
     assert Pace(500.0).cost == Cost(0.0, 0.002)
-
-
-def test_workers_of_unknown_speed_get_equal_parts() -> None:
-    costs = [Pace(0.0).cost for _ in range(3)]
-    assert sizes_by_cost(costs, 96) == [32, 32, 32]
 
 
 @pytest.mark.parametrize("samples_per_s", [0.0, 10.0, 1e6])

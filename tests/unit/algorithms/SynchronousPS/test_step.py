@@ -48,12 +48,6 @@ def claim(step: Step, assignment: PartAssignment, *buckets: int) -> list[bool]:
     return [step.claim(assignment.session_id, push) is not None for push in pushes]
 
 
-def test_parts_are_cut_from_the_batch_in_order() -> None:
-    step = step_of(5, 1, 10)
-    assert [(part.start, part.stop) for part in step.parts] == [(64, 69), (69, 70), (70, 80)]
-    assert [part.num_samples for part in step.parts] == [5, 1, 10]
-
-
 def test_a_grant_names_the_part_and_is_a_backup_from_the_second_one_on() -> None:
     step = step_of(5, 11)
     first = step.grant(step.parts[1], ONE, 17, 3.5)
@@ -70,21 +64,6 @@ def test_a_grant_names_the_part_and_is_a_backup_from_the_second_one_on() -> None
     assert step.assignments == [first, second]
 
 
-def test_every_bucket_of_a_push_counts_once() -> None:
-    step = step_of(8)
-    assignment = step.grant(step.parts[0], ONE, 1, 0.0)
-    assert claim(step, assignment, 0, 1, 2) == [True, True, True]
-    assert step.parts[0].finished_by is assignment
-    assert claim(step, assignment, 0, 1, 2) == [False, False, False]
-    assert (step.parts[0].num_counted, assignment.num_counted) == (3, 3)
-
-
-def test_a_claim_tells_which_assignment_it_is_for() -> None:
-    step = step_of(8, 3)
-    assignments = [step.grant(part, ONE, number, 0.0) for number, part in enumerate(step.parts)]
-    assert [step.claim(1, push_of(each.key, 0)) for each in assignments] == assignments
-
-
 @pytest.mark.parametrize(
     "change",
     [{"start": 65}, {"stop": 71}, {"epoch": 1}, {"incarnation": "there"}, {"grant": 99}],
@@ -97,13 +76,6 @@ def test_what_was_not_granted_does_not_count(change: dict[str, object]) -> None:
     odd = push_of(assignment.key.model_copy(update=change), 0)
     assert step.claim(1, odd) is None
     assert claim(step, assignment, 0) == [True], "and does no harm"
-
-
-def test_what_was_granted_to_another_does_not_count() -> None:
-    step = step_of(8)
-    assignment = step.grant(step.parts[0], ONE, 1, 0.0)
-    assert step.claim(2, push_of(assignment.key, 0)) is None
-    assert claim(step, assignment, 0) == [True]
 
 
 def test_a_push_that_leaves_a_missing_bucket_out_is_refused() -> None:
@@ -120,20 +92,6 @@ def test_a_part_that_has_just_been_finished_is_granted_from_behind_its_end() -> 
     assignment = step.grant(step.parts[0], worker_at(1), 1, 0.0)
     assert claim(step, assignment, 0, 1, 2) == [True] * 3
     assert step.grant(step.parts[0], worker_at(2), 2, 0.0).first_bucket == step.num_buckets
-
-
-def test_once_beaten_nothing_of_a_first_holders_push_counts() -> None:
-    """Otherwise what counted of it would have gaps, and its error feedback would be wrong."""
-    step = step_of(8, num_buckets=4)
-    first = step.grant(step.parts[0], ONE, 1, 0.0)
-    assert claim(step, first, 0) == [True]
-    second = step.grant(step.parts[0], OTHER, 2, 0.0)
-    assert claim(step, second, 1) == [True]
-    assert claim(step, first, 1, 2, 3) == [False, False, False]
-    assert first.push.is_beaten
-    assert claim(step, second, 2, 3) == [True, True]
-    assert (first.num_counted, second.num_counted) == (1, 3)
-    assert step.parts[0].finished_by is second
 
 
 def test_a_backup_that_was_beaten_may_yet_finish_the_part() -> None:
@@ -168,17 +126,6 @@ def test_a_part_is_an_orphan_until_somebody_who_may_finish_it_has_it() -> None:
     assert orphans(step) == [one]
 
 
-def test_a_beaten_holder_is_no_hope() -> None:
-    step = step_of(8)
-    first = step.grant(step.parts[0], ONE, 1, 0.0)
-    second = step.grant(step.parts[0], OTHER, 2, 0.0)
-    claim(step, second, 0)
-    claim(step, first, 0)
-    assert first.push.is_beaten
-    step.drop(2)
-    assert orphans(step) == step.parts, "its holder cannot finish it"
-
-
 def test_a_late_part_gets_one_more_holder_and_not_two() -> None:
     step = step_of(8, 8)
     slow, done = step.parts
@@ -205,11 +152,6 @@ def test_holders_that_are_overdue_do_not_count_however_many_they_are(*, is_late:
     claim(step, assignment, 0, 1, 2)
     assert late(step, 1e9, is_late=is_late) == []
     assert [is_overdue(each, 1e9) for each in step.assignments] == [None] * 3
-
-
-def test_an_orphan_is_not_late() -> None:
-    step = step_of(8)
-    assert late(step, 1e9, is_late=True) == []
 
 
 def test_what_a_departed_member_held_is_told_and_it_counts_no_more() -> None:

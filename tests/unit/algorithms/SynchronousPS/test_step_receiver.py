@@ -41,7 +41,6 @@ from smolcluster.wire.messages import (
     StoreList,
     StorePlace,
     TensorSpec,
-    frame_of,
 )
 from smolcluster.wire.session import Receiver
 from unit.algorithms.SynchronousPS.actors import (
@@ -112,13 +111,6 @@ def mean_of(replica: Replica, reduction: Reduction) -> MakeFrames:
 def deliver_all(frames: list[Frame], receiver: Receiver) -> list[Event]:
     events = [deliver(frame, receiver) for frame in frames]
     return [event for event in events if event is not None]
-
-
-def test_a_step_is_put_together_until_it_is_committed(
-    receiver: StepReceiver, mean_of: MakeFrames
-) -> None:
-    assert deliver_all(mean_of(5), receiver) == []
-    assert torch.equal(committed(receiver, 5), random_gradient(610, 5))
 
 
 def test_two_gradients_take_turns(receiver: StepReceiver, mean_of: MakeFrames) -> None:
@@ -310,34 +302,6 @@ def test_a_commit_before_the_whole_mean_is_refused(
     deliver_all(mean_of(1)[:num_buckets], receiver)
     with pytest.raises(ProtocolError, match="step 1 before it had sent all of its mean"):
         receiver(commit_of(1), memoryview(b""))
-
-
-def test_a_step_that_begins_before_the_last_one_was_whole_is_refused(
-    receiver: StepReceiver, mean_of: MakeFrames
-) -> None:
-    deliver_all(mean_of(5)[:1], receiver)
-    with pytest.raises(ProtocolError, match="of another mean gradient in the middle of one"):
-        deliver_all(mean_of(6)[1:], receiver)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"bucket": 3}, {"num_buckets": 4}, {"num_buckets": 2}, {"bucket": 2}],
-    ids=["bucket", "more", "fewer", "length"],
-)
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_a_mean_of_another_shape_is_refused_before_anything_is_written(
-    codec: str, change: dict[str, object]
-) -> None:
-    replica = replica_for(codec)
-    frames = reduce_step(reduction_of(replica, codec), replica, 1, gradients_of(replica, 1))
-    receiver = StepReceiver(replica, codec)
-    message = opened(frames[0])[0].model_copy(update=change)
-    for each in receiver.means._free:
-        each.fill_(3.0)
-    with pytest.raises(ProtocolError, match="of its mean gradient"):
-        deliver(frame_of(message, frames[0].payload), receiver)
-    assert all(bool((each == 3.0).all()) for each in receiver.means._free)
 
 
 def test_only_a_lossless_mean_has_a_place_of_its_own(replica: Replica) -> None:
