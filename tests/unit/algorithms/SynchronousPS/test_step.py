@@ -126,6 +126,17 @@ def test_a_part_is_an_orphan_until_somebody_who_may_finish_it_has_it() -> None:
     assert orphans(step) == [one]
 
 
+def test_a_beaten_holder_is_no_hope() -> None:
+    step = step_of(8)
+    first = step.grant(step.parts[0], ONE, 1, 0.0)
+    second = step.grant(step.parts[0], OTHER, 2, 0.0)
+    claim(step, second, 0)
+    claim(step, first, 0)
+    assert first.push.is_beaten
+    step.drop(2)
+    assert orphans(step) == step.parts, "its holder cannot finish it"
+
+
 def test_a_late_part_gets_one_more_holder_and_not_two() -> None:
     step = step_of(8, 8)
     slow, done = step.parts
