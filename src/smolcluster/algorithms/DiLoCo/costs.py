@@ -13,7 +13,6 @@ from functools import partial
 from statistics import harmonic_mean
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from smolcluster.algorithms.DiLoCo.beginning import why_none
 from smolcluster.algorithms.DiLoCo.config import (
     DEFAULT_FRAGMENTS,
     DiLoCoConfig,
@@ -29,6 +28,7 @@ from smolcluster.algorithms.DiLoCo.rounds import (
     hiding_round_s,
     most_local_steps,
     waiting_round_s,
+    why_none,
 )
 from smolcluster.algorithms.planning.costs import (
     HANDLING_S,

@@ -10,6 +10,16 @@ Pure bookkeeping: nothing here waits, sends or knows the time.
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from smolcluster.data.permutation import Range
 from smolcluster.errors import CheckpointError
@@ -207,3 +217,41 @@ class Ledger:
             key = LeaseKey(incarnation=RESUMED, epoch=epoch, start=start, stop=stop, grant=0)
             entry = Entry(key, None, 0.0, set(applied), set(applied))
             self._entries[Range.of(key)] = entry
+
+
+class RoundsState(BaseModel):
+    """Where a run stands between two rounds, for a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: NonNegativeInt
+    """Outer steps."""
+    num_fragments: PositiveInt
+    outer_lr: PositiveFloat
+    outer_momentum: NonNegativeFloat
+    partly_applied: list[tuple[int, int, int, list[int]]]
+    """Samples that have been applied in some fragments: epoch, start, stop, and these fragments."""
+    momentum_order: Literal["fragments", "weights"] = "fragments"
+    """How momentum is laid; earlier versions, which do not say it, have laid it fragment by fragment."""
+    local_steps: PositiveInt | None = None
+    """H; earlier versions do not say it."""
+    sync_steps: NonNegativeInt | None = None
+    """Steps of the synchronous beginning, in which the run still is; null: it is over."""
+    sync_waited_s: NonNegativeFloat = 0.0
+
+    def check(self, num_fragments: int) -> None:
+        """Refuse to go on with another number of fragments, or with momentum that is laid otherwise.
+
+        Raises:
+            CheckpointError: one line with what differs and what to do.
+        """
+        if self.num_fragments != num_fragments:
+            raise CheckpointError(
+                f"the run has {self.num_fragments} fragments, {num_fragments} are asked for now: "
+                "resume with its own mode and fragments"
+            )
+        if num_fragments > 1 and self.momentum_order != "weights":
+            raise CheckpointError(
+                "an earlier version of smolcluster has saved this streaming run, with its momentum in "
+                "another order: resume with that version, or begin a new run"
+            )

@@ -9,16 +9,20 @@ With γ = 1 and β = 0 that is local SGD: θ becomes the workers' mean. Where wo
 a change is stale when it comes, and momentum is delayed (Liu et al., 2401.09135): see `DelayedNesterov`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.algorithms.DiLoCo.exchange import Encoder, Layout, outer_frames
 from smolcluster.algorithms.DiLoCo.fragments import Fragment
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import lossless_for
 from smolcluster.server.store import Counted, Store, mean_of
+from smolcluster.training.muon import MuonOptimizer
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import TakeStep
 
@@ -237,6 +241,32 @@ def outer_defaults(
         return 1.0, 0.0
     learning_rate = ASYNC_OUTER_LR if is_async else OUTER_LR
     return learning_rate, MUON_MOMENTUM if has_muon else MOMENTUM
+
+
+CHANGES_PER_DELAY = 2
+"""Of each worker, after which momentum acts where workers do not wait for each other."""
+
+
+def new_outer(context: ServerContext, total_batches: int) -> OuterOptimizer:
+    """The outer optimizer; γ and β, where nothing is said, are those that suit the inner optimizer."""
+    num_workers, config = context.settings.cluster.num_workers, context.run.of(DiLoCoConfig)
+    replica = context.training.replica
+    num_rounds = total_batches // num_workers // (config.local_steps or 1)
+    is_sparse = config.codec_up == "topk"
+    has_muon = isinstance(replica.optimizer, MuonOptimizer)
+    is_async = config.mode == "async"
+    defaults = outer_defaults(num_rounds, has_muon=has_muon, is_async=is_async)
+    rate, momentum = (1.0, 0.0) if is_sparse else defaults
+    make: Callable[..., OuterOptimizer] = OuterOptimizer
+    if is_async:
+        make = partial(DelayedNesterov, momentum_delay=CHANGES_PER_DELAY * num_workers)
+    return make(
+        replica.num_params,
+        rate if config.outer_lr is None else config.outer_lr,
+        momentum if config.outer_momentum is None else config.outer_momentum,
+        device=replica.device,
+        dtype=replica.params.dtype,
+    )
 
 
 WHOLE = 0

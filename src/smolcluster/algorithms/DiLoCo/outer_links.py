@@ -8,12 +8,16 @@ the inner optimizer with all fragments. The other side is `store.py`.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from smolcluster.algorithms.context import ServerContext, check_codec
+from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, Layout
+from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.ledger import Request
 from smolcluster.algorithms.DiLoCo.outer import WHOLE, DelayedNesterov, OuterOptimizer, OuterStore
 from smolcluster.configs.schema import GradientClipping
@@ -31,6 +35,7 @@ from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import (
+    MAX_CHANGES,
     MAX_LAYERS,
     WEIGHTS,
     CountedPart,
@@ -363,3 +368,26 @@ class OuterLinks(StoreLinks[DeltaArrived]):
 
 def _counted(changes: Sequence[Change]) -> tuple[CountedPart, ...]:
     return tuple(CountedPart(key=each.key, weight=each.weight) for each in changes)
+
+
+def new_stores(context: ServerContext, outer: OuterOptimizer, num_fragments: int) -> OuterLinks:
+    """Where the weights lie: here, and on the other hosts of `servers`.
+
+    Raises:
+        ConfigError: there are several, and this run needs all weights in one place, or has more workers
+            than stores can be told of; or `codec_down` cannot hold the weights.
+    """
+    cluster, replica = context.settings.cluster, context.training.replica
+    cluster.check_average(replica.ema_decay)
+    if len(cluster.store_nodes) > 1 and cluster.num_workers > MAX_CHANGES:
+        raise ConfigError(
+            f"servers lists several, but num_workers is {cluster.num_workers}, more than the "
+            f"{MAX_CHANGES} whose changes stores add up; set servers to null"
+        )
+    layout = Layout.of(replica, cut(replica.layers, num_fragments))
+    codec_down = context.run.of(DiLoCoConfig).codec_down
+    if codec_down is not None:
+        check_codec("codec_down", codec_down, replica.params.dtype)
+    return context.store_links(
+        partial(OuterLinks, outer=outer, layout=layout, codec_down=codec_down)
+    )

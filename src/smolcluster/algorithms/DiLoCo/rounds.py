@@ -17,6 +17,7 @@ from statistics import harmonic_mean, median
 
 from smolcluster.algorithms.DiLoCo.config import Mode
 from smolcluster.algorithms.shares import Cost, shared_out
+from smolcluster.training.optimizer import CLASSES
 
 COMPUTING = 0.95
 """The least share of a round that workers should compute, where exchanging is not behind computation."""
@@ -375,6 +376,13 @@ def measured_steps(
         round_s = waiting_round_s(min(waits))
     step_s = harmonic_mean([each.step_s for each in workers])
     return choose_local_steps(step_s, round_s, total_batches, len(workers))
+
+
+def why_none(num_hosts: int, optimizer: str | None) -> str:
+    """Why a run with this optimizer has no synchronous beginning on so many hosts; empty: it may have one."""
+    if num_hosts > 1 and optimizer not in CLASSES:
+        return f"the weights lie on several hosts, and {optimizer} steps them in one place only"
+    return ""
 
 
 class SyncBeginning:

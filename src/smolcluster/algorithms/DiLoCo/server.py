@@ -27,21 +27,15 @@ from functools import cached_property, partial
 from statistics import fmean
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.DiLoCo.beginning import (
-    RoundsState,
-    new_beginning,
-    new_outer,
-    new_stores,
-    warn_of_long_rounds,
-)
 from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, gradient_codec
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver
 from smolcluster.algorithms.DiLoCo.fragments import filled
-from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
-from smolcluster.algorithms.DiLoCo.outer import WHOLE
+from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request, RoundsState
+from smolcluster.algorithms.DiLoCo.outer import WHOLE, new_outer
 from smolcluster.algorithms.DiLoCo.outer_links import (
     Change,
     OuterLinks,
+    new_stores,
 )
 from smolcluster.algorithms.DiLoCo.peers import (
     Peer,
@@ -55,6 +49,8 @@ from smolcluster.algorithms.DiLoCo.rounds import (
     MOST_BEHIND,
     MOST_STEP_S,
     Pacing,
+    SyncBeginning,
+    why_none,
 )
 from smolcluster.algorithms.leasing import LeasingServer
 from smolcluster.data.permutation import Range
@@ -160,8 +156,17 @@ class Server(LeasingServer):
             self.beginning.waited_s = rounds.sync_waited_s
 
     def progress(self) -> Progress:
-        rounds = RoundsState.of(
-            self.stores, self.outer, self.ledger, self.round.local_steps, self.beginning
+        beginning = self.beginning
+        rounds = RoundsState(
+            version=self.stores.version,
+            num_fragments=len(self.numbers),
+            outer_lr=self.outer.learning_rate,
+            outer_momentum=self.outer.momentum,
+            partly_applied=self.ledger.partly_applied,
+            momentum_order="weights",
+            local_steps=self.round.local_steps,
+            sync_steps=None if beginning.is_over else beginning.num_steps,
+            sync_waited_s=beginning.waited_s,
         )
         return super().progress() | {ROUNDS: rounds.model_dump(mode="json")}
 
@@ -621,6 +626,29 @@ class Server(LeasingServer):
     def learning_rate(self) -> float:
         """That of the next batch to be handed out: where all before it have been applied."""
         return self.rate_after(self.dispatcher.samples_applied + self.ledger.num_open_samples)
+
+
+def warn_of_long_rounds(context: ServerContext, epoch_batches: int) -> None:
+    """Say that a round has more batches than an epoch, if it has."""
+    local_steps = context.run.of(DiLoCoConfig).local_steps
+    if local_steps is None:
+        return
+    round_batches = local_steps * context.settings.cluster.num_workers
+    if round_batches > epoch_batches:
+        context.log.warning(
+            "local_steps is %d: a round has %d batches, an epoch %d; lower it, or set it to null",
+            *(local_steps, round_batches, epoch_batches),
+        )
+
+
+def new_beginning(context: ServerContext, total_batches: int) -> SyncBeginning:
+    """The synchronous beginning, which ends before its first step where there is to be none."""
+    config, cluster = context.run.of(DiLoCoConfig), context.settings.cluster
+    total = context.settings.train.total_samples(context.training.num_samples)
+    beginning = SyncBeginning(round(config.sync_fraction * total), total_batches)
+    optimizer = context.training.replica.optimizer.name
+    beginning.end(why_none(len(cluster.store_nodes), optimizer))
+    return beginning
 
 
 def in_order(changes: Sequence[Change]) -> list[Change]:

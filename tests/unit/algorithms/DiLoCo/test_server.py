@@ -8,14 +8,11 @@ import pytest
 import torch
 
 from harness import local_settings
-from smolcluster.algorithms.DiLoCo.beginning import (
-    RoundsState,
-    new_beginning,
-    new_outer,
-    new_stores,
-)
+from smolcluster.algorithms.DiLoCo.ledger import RoundsState
+from smolcluster.algorithms.DiLoCo.outer import new_outer
+from smolcluster.algorithms.DiLoCo.outer_links import new_stores
 from smolcluster.algorithms.DiLoCo.rounds import Round, SyncBeginning
-from smolcluster.algorithms.DiLoCo.server import Server
+from smolcluster.algorithms.DiLoCo.server import Server, new_beginning
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.server.store_links import NormsArrived
 from smolcluster.training.build import build
