@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import harmonic_mean
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from smolcluster.algorithms.DiLoCo.config import (
     DEFAULT_FRAGMENTS,
@@ -55,8 +55,9 @@ FIRST_ROUNDS, COUNTED_ROUNDS = 4, 6
 """Before which none is counted, for times are not known yet; and how many are."""
 LEAST_COUNTED = 2
 """So many beginnings of rounds must have been seen."""
-Row = TypeVar("Row", bound=tuple[float, int, *tuple[int, ...]])
-"""A time, H, and counts."""
+Row = tuple[float, int, int, int]
+"""Of a round that begins, or of one more exchange of each worker: when, H then, and how many batches and
+exchanges of all workers had been before."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +140,6 @@ class Machine:
     """Fragments whose changes are on their way."""
 
 
-def _counted(rows: list[Row], first: int) -> list[Row]:
-    """Rounds or exchanges, at the earliest from `first` on, from the one whose H is like that before it."""
-    for number in range(first, len(rows)):
-        if rows[number][1] <= (1 + STEADY) * rows[number - 1][1]:
-            return rows[number:]
-    return []
-
-
 class FastMotion:
     """A run in fast motion: the server's own `Pacing` over machines and links that are known.
 
@@ -169,11 +162,8 @@ class FastMotion:
         self._machines = [self._machine(place) for place in range(len(site.workers))]
         self._timings = {place: each.timing for place, each in enumerate(self._machines)}
         self._num_outer_steps = self._num_batches = 0
-        self._rounds: list[tuple[float, int, int]] = []
-        """When each began, its H, and how many batches had been handed out before."""
-        self._exchanges: list[tuple[float, int, int, int]] = []
-        """Of those that do not wait: when each had had one more exchange; H then; by then, steps that were
-        heard of and exchanges of all."""
+        self._rows: list[Row] = []
+        """Of rounds, or once workers do not wait for each other of exchanges: see `Row`."""
 
     def find(self) -> Found | None:
         """Go on until rounds are alike, then count; None: rounds are too long for a simulation."""
@@ -182,17 +172,7 @@ class FastMotion:
         self._begin_round()
         self._decide()
         self._simulation.run(math.inf, lambda: self._is_over)
-        if self._pacing.is_async:
-            return self._found_of_exchanges()
-        counted = _counted(self._rounds, FIRST_ROUNDS)
-        if len(counted) < LEAST_COUNTED:
-            return None
-        (began_s, _, before), (ended_s, local_steps, after) = counted[0], counted[-1]
-        seconds = ended_s - began_s
-        return Found((after - before) / seconds, (len(counted) - 1) / seconds, local_steps)
-
-    def _found_of_exchanges(self) -> Found | None:
-        counted = _counted(self._exchanges, 1)
+        counted = self._counted
         if len(counted) < LEAST_COUNTED:
             return None
         (began_s, _, before, first), (ended_s, _, after, last) = counted[0], counted[-1]
@@ -201,10 +181,16 @@ class FastMotion:
         return Found((after - before) / seconds, exchanges_s, self._round.local_steps)
 
     @property
+    def _counted(self) -> list[Row]:
+        """The rows from the one on whose H is like that before it, and from which on times are known."""
+        for number in range(1 if self._pacing.is_async else FIRST_ROUNDS, len(self._rows)):
+            if self._rows[number][1] <= (1 + STEADY) * self._rows[number - 1][1]:
+                return self._rows[number:]
+        return []
+
+    @property
     def _is_over(self) -> bool:
-        if self._pacing.is_async:
-            return len(_counted(self._exchanges, 1)) > COUNTED_ROUNDS
-        return len(_counted(self._rounds, FIRST_ROUNDS)) > COUNTED_ROUNDS
+        return len(self._counted) > COUNTED_ROUNDS
 
     def _machine(self, place: int) -> Machine:
         worker = self._site.workers[place]
@@ -267,9 +253,8 @@ class FastMotion:
             self._num_outer_steps += 1
             self._pacing.choose_steps(self._timings.values(), self._num_outer_steps)
             done = [each.num_exchanges for each in self._machines]
-            if min(done) > len(self._exchanges):
-                local_steps, num_batches = self._round.local_steps, self._num_batches
-                self._exchanges.append((self._simulation.now, local_steps, num_batches, sum(done)))
+            if min(done) > len(self._rows):
+                self._note_row(self._num_batches, sum(done))
         self._decide()
 
     def _send_weights(self, machine: Machine) -> None:
@@ -280,8 +265,15 @@ class FastMotion:
 
     def _begin_round(self) -> None:
         self._pacing.begin_round(self._timings.values(), self._num_outer_steps)
-        num_given = sum(each.num_given for each in self._machines)
-        self._rounds.append((self._simulation.now, self._round.local_steps, num_given))
+        if self._pacing.is_async:
+            self._rows.clear()  # those of the rounds before
+        else:
+            num_given = sum(each.num_given for each in self._machines)
+            self._note_row(num_given, len(self._rows) * len(self._machines))
+
+    def _note_row(self, num_batches: int, num_exchanges: int) -> None:
+        row = self._simulation.now, self._round.local_steps, num_batches, num_exchanges
+        self._rows.append(row)
 
     def _decide(self) -> None:
         """What the server's main thread does whenever it has heard of something."""
