@@ -157,19 +157,6 @@ def test_the_summary_says_what_was_done(tmp_path: Path) -> None:
     assert summary.final.train_loss < 0.3
 
 
-def test_every_step_and_evaluation_is_reported(tmp_path: Path) -> None:
-    summary, records, _, _ = run(tmp_path, digits_config())
-    steps = [record for record in records if record.kind == "step"]
-    evaluations = [record for record in records if record.kind == "eval"]
-
-    assert [record.step for record in steps] == list(range(1, 31))
-    assert [record.step for record in evaluations] == [10, 20, 30]
-    assert evaluations[-1].values["val_loss"] == summary.final.val_loss
-    last = steps[-1].values
-    assert last["samples_applied"] == last["total_samples"] == 2 * SAMPLES
-    assert {"loss", "lr", "samples_per_s", "grad_norm", "grad_norm/fc1.weight"} <= set(last)
-
-
 def test_the_events_tell_the_run_from_start_to_end(tmp_path: Path) -> None:
     _, _, events, _ = run(tmp_path, digits_config(eval_steps=20))
     told = [type(record.event) for record in events]
@@ -184,8 +171,18 @@ def test_the_events_tell_the_run_from_start_to_end(tmp_path: Path) -> None:
     ]
 
 
-def test_the_status_says_how_the_run_stood_at_its_end(tmp_path: Path) -> None:
-    summary, _, events, paths = run(tmp_path, digits_config())
+def test_steps_and_evaluations_are_reported_and_the_status_says_how_the_run_stood_at_its_end(
+    tmp_path: Path,
+) -> None:
+    summary, records, events, paths = run(tmp_path, digits_config())
+    steps = [record for record in records if record.kind == "step"]
+    evaluations = [record for record in records if record.kind == "eval"]
+    assert [record.step for record in steps] == list(range(1, 31))
+    assert [record.step for record in evaluations] == [10, 20, 30]
+    assert evaluations[-1].values["val_loss"] == summary.final.val_loss
+    last = steps[-1].values
+    assert last["samples_applied"] == last["total_samples"] == 2 * SAMPLES
+    assert {"loss", "lr", "samples_per_s", "grad_norm", "grad_norm/fc1.weight"} <= set(last)
     status = read_status(paths.status)
     assert (status.state, status.algorithm, status.workers) == ("ended", "single", [])
     assert (status.step, status.total_steps) == (summary.steps, 30)

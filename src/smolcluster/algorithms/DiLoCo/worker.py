@@ -152,13 +152,10 @@ class Worker:
         wanted = self.stream[0]
         is_early = isinstance(wanted, Collect) and wanted.fragment in self.copy.sent
         if isinstance(wanted, Assigned) and wanted.assignment.is_gradient:
-            is_early = not self.has_all(wanted.assignment.version)
+            # each fragment's step has made one version
+            first = wanted.assignment.version - len(self.versions) + 1
+            is_early = any(own < first + number for number, own in enumerate(self.versions))
         return not (self.hosts.is_several and is_early)
-
-    def has_all(self, version: int) -> bool:
-        """Whether all weights of a version are here, of which each fragment's step has made one."""
-        first = version - len(self.versions) + 1
-        return all(own >= first + number for number, own in enumerate(self.versions))
 
     def do(self, wanted: Assigned | Collect | Saved | Resumed) -> None:
         """Do what the server wants next.

@@ -344,11 +344,6 @@ class Members:
             num_buckets = assignment.num_settled
             member.session.send_urgent(Cancel(lease=assignment.key, num_buckets=num_buckets))
 
-    def cancel_others(self, winner: PartAssignment) -> None:
-        for assignment in list(winner.part.assignments):
-            if assignment is not winner:
-                self.cancel(assignment)
-
     def broadcast(self, *frames: Frame) -> None:
         """Send a commit, and the buffers before it, to all, also to joiners."""
         for member in self._members.values():

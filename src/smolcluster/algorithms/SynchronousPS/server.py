@@ -474,7 +474,9 @@ class Server:
             if is_open:
                 step.first_part_at = step.first_part_at or now
                 self.expect_as_long(step, now)
-            self.members.cancel_others(assignment)
+            for other in assignment.part.assignments:
+                if other is not assignment:
+                    self.members.cancel(other)
             if assignment.is_partial and not assignment.backup:
                 self.members.cancel(assignment)  # so that it keeps no residual of its push
         elif isinstance(answer, Push):

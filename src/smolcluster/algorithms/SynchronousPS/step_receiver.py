@@ -361,7 +361,6 @@ class Outgoing:
     compute_s: float
     hold: Callable[[int, float], None] | None
     """Returns when a bucket may be sent, after so many seconds at most; None: at once."""
-    clock: Callable[[], float] = time.monotonic
     is_wanted: bool = True
     held_s: float = 0.0
     is_cut_short: bool = False
@@ -369,9 +368,9 @@ class Outgoing:
     def frame(self, push: Push, payload: memoryview, longest_s: float) -> Frame | None:
         """The frame of its next bucket, when it may be sent; in the writer's thread."""
         if self.hold is not None and self.is_wanted:
-            began = self.clock()
+            began = time.monotonic()
             self.hold(push.bucket, longest_s)
-            self.held_s += self.clock() - began
+            self.held_s += time.monotonic() - began
         if not self.is_wanted:
             self.is_cut_short = True
         if self.is_cut_short:

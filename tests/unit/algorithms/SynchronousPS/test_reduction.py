@@ -24,8 +24,7 @@ from smolcluster.server.push import GradientSender
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.inbox import MessageReceived
-from smolcluster.wire.messages import LeaseKey, Pull, Skip
+from smolcluster.wire.messages import LeaseKey, Skip
 from unit.algorithms.SynchronousPS.actors import (
     DENSE,
     DTYPES,
@@ -396,12 +395,6 @@ def test_a_backup_is_lossless_and_begins_where_it_is_wanted(codec: str) -> None:
     events = [deliver(frame, receiver) for frame in frames]
     assert [isinstance(event, PushArrived) for event in events] == [False, True]
     assert step.parts[1].finished_by is backup
-
-
-def test_what_is_no_push_is_passed_on_with_its_seat() -> None:
-    _, step, _, receiver = receiver_in("fp32")
-    for message in (Pull(), Skip(lease=step.assignments[0].key, compute_s=0.5)):
-        assert receiver(message, memoryview(b"")) == MessageReceived(SEAT, message)
 
 
 def test_a_push_of_another_shape_is_refused_and_nothing_of_it_counts() -> None:

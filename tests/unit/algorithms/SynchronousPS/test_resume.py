@@ -82,15 +82,6 @@ def test_from_any_sample_on_every_position_comes_once_and_in_order(
     assert all(batch.stop <= num_samples for batch in batches)
 
 
-def test_with_more_epochs_a_finished_run_goes_on() -> None:
-    assert list(global_batches(10, 20, 4, first=20)) == []
-    assert list(global_batches(10, 30, 4, first=20)) == [
-        Range(2, 0, 4),
-        Range(2, 4, 8),
-        Range(2, 8, 10),
-    ]
-
-
 # What the codec owes
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from connection_pairs import connection_pair
 from peers import opened
+from smolcluster.algorithms.SynchronousPS import step_receiver
 from smolcluster.algorithms.SynchronousPS.members import Members
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step_receiver import (
@@ -477,14 +479,15 @@ def test_a_runs_timeout_bounds_how_long_a_push_is_held(
         assert returns(pool, receiver, 10)
 
 
-def test_a_push_says_how_long_it_has_waited_for_others() -> None:
+def test_a_push_says_how_long_it_has_waited_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
+    monkeypatch.setattr(step_receiver, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def hold(bucket: int, _: float) -> None:
         now[0] += 2.0 if bucket else 0.0
 
     key = LeaseKey(incarnation="here", epoch=0, start=0, stop=8, grant=1)
-    outgoing = Outgoing(key, 0.25, hold, clock=lambda: now[0])
+    outgoing = Outgoing(key, 0.25, hold)
     payload = memoryview(bytes(4))
     said = []
     for bucket in range(3):
