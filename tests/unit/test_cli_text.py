@@ -86,25 +86,6 @@ def test_train_py_takes_the_documented_options_and_prints_what_any_console_can_s
     assert "\x1b" not in shown, "what it writes may not move the cursor"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ("training.epochs=0", "--override: training.epochs is 0, must be a whole number above 0"),
-        ("training.epoch=1", "--override: training.epoch is not a setting; did you mean"),
-        ("model.hidden=3", "--override: model.hidden is not a setting of a GPT"),
-        ("data.name=stdlibs", "dataset.name is 'stdlibs', allowed: "),
-        ("model.num_heads=3", "--override: model.num_heads is 3, must divide model.model_dim, 16"),
-    ],
-)
-def test_a_wrong_setting_is_one_line(
-    tiny: list[str], capsys: pytest.CaptureFixture[str], wrong: str, says: str
-) -> None:
-    assert main(["train", *tiny, wrong]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert says in only_error(captured.err)
-
-
 def test_a_text_that_may_not_be_fetched_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,10 +173,3 @@ def test_a_trained_model_writes(tiny: list[str], capfd: pytest.CaptureFixture[st
     captured = capfd.readouterr()
     assert captured.out.startswith("the ")
     assert captured.err == ""
-
-
-def test_generate_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "nowhere"]) == 2
-    assert "no run 'nowhere' under" in only_error(capsys.readouterr().err)
-    assert main(["generate", "--top-k", "some"]) == 2
-    assert "Invalid value for '--top-k'" in only_error(capsys.readouterr().err)

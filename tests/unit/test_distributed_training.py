@@ -192,15 +192,6 @@ def test_torchrun_takes_no_flag_for_an_abbreviation_of_its_own() -> None:
     assert not claimed
 
 
-def test_help_says_what_holds_for_what_is_not_given() -> None:
-    said = " ".join(parser().format_help().split())
-    assert "What is not given here is what the training file says" in said
-    ranks, mesh = (each for each in parser()._action_groups if each.title in ("ranks", "mesh"))
-    values = [each for each in (*ranks._group_actions, *mesh._group_actions) if each.nargs != 0]
-    silent = [each.dest for each in values if "default" not in (each.help or "").lower()]
-    assert silent == ["launcher", "tell"], "only what is not for people"
-
-
 @pytest.mark.parametrize(
     ("codes", "code"), [((78, 78), 78), ((75, 78), 78), ((72, 3), 3), ((2, 2), 2), ((1, 70), 1)]
 )

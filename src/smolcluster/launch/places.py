@@ -88,6 +88,8 @@ def machines_of(
     """The machines of a cluster, by their names; `here`: this one's folder of runs."""
     raw = read_config(cluster_file, "cluster").get("nodes") or {}
     data = tuple(_data_overrides(train_file))
+    keys = [text.partition("=") for text in request.overrides]
+    asked_dir = next((value for key, _, value in reversed(keys) if key == "runs_dir"), None)
 
     def machine(node: str) -> Machine:
         config, stated = settings.cluster.nodes.get(node, NodeConfig()), raw.get(node) or {}
@@ -96,7 +98,7 @@ def machines_of(
             host=Host(node, config.ssh or node),
             project_dir=config.project_dir or project.folder(config.torch),
             runs_dir=(
-                _override_of(request, "runs_dir")
+                asked_dir
                 or stated.get("runs_dir")
                 or (f"{config.project_dir}/runs" if is_own else RUNS)
             ).rstrip("/"),
@@ -119,8 +121,8 @@ def machines_of(
                 overrides=data,
                 env=inherited() | config.env,
             )
-        keys = keys_of(node, request, settings, os.environ | config.env)
-        return replace(found, env=forwarded(os.environ, keys) | config.env)
+        needed = keys_of(node, request, settings, os.environ | config.env)
+        return replace(found, env=forwarded(os.environ, needed) | config.env)
 
     return {node: machine(node) for node in settings.cluster.machines}
 
@@ -137,12 +139,6 @@ def _data_overrides(train_file: Path) -> Iterator[str]:
         if dataset.get(name) is not None:
             value = dataset[name]
             yield f"dataset.{name}={str(value).lower() if isinstance(value, bool) else value}"
-
-
-def _override_of(request: Request, key: str) -> str | None:
-    """The value that an override gives a key, the last one of it."""
-    values = [text.partition("=")[2] for text in request.overrides if text.startswith(f"{key}=")]
-    return values[-1] if values else None
 
 
 def keys_of(

@@ -388,10 +388,15 @@ def _layout(
             f"mesh makes {total} ranks, which the {len(cluster.workers)} machines of workers "
             f"({', '.join(cluster.workers)}) cannot share equally: change mesh, or workers and num_workers"
         )
-    if len({machines[node].host.destination for node in cluster.workers}) > 1:
+    is_spread = len({machines[node].host.destination for node in cluster.workers}) > 1
+    if is_spread:
         check_unencrypted(cluster.encryption)
-        _check_addresses(cluster)
     for node in cluster.workers:
+        if is_spread and is_loopback_name(cluster.host_ip[node]):
+            raise ConfigError(
+                f"host_ip.{node} is {cluster.host_ip[node]}, {node}'s own loopback, at which it would only "
+                f"find itself: set it to the address at which {node} reaches {cluster.server}"
+            )
         stated = cluster.nodes.get(node, NodeConfig()).device
         if stated is not None:
             settings.of(config_of(request.algorithm)).check_device(stated)
@@ -403,17 +408,3 @@ def _layout(
         )
         for place, node in enumerate(cluster.workers)
     }
-
-
-def _check_addresses(cluster: ClusterConfig) -> None:
-    """Refuse an address of rank 0 at which a machine would find itself.
-
-    Raises:
-        ConfigError: one line with the machine and the address.
-    """
-    for node in cluster.workers:
-        if is_loopback_name(cluster.host_ip[node]):
-            raise ConfigError(
-                f"host_ip.{node} is {cluster.host_ip[node]}, {node}'s own loopback, at which it would only "
-                f"find itself: set it to the address at which {node} reaches {cluster.server}"
-            )

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import signal
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -224,23 +223,11 @@ def test_a_run_outlives_what_happens_to_its_machines(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("has_python", [True, False])
-def test_a_start_that_fails_is_taken_back(launching: Launching, has_python: bool) -> None:
-    """Of a worker that refuses its device, and of one whose interpreter is broken."""
+def test_a_start_that_fails_is_taken_back(launching: Launching) -> None:
+    """Of a worker that refuses its device."""
     launching.make_ready()
-    words = ["--no-sync", "--override", *PACED]
-    python = launching.lab["pi5"].path(f"{launching.projects['pi5']}/.venv/bin/python")
-    moved = python.with_name("python-moved")
-    if has_python:
-        words.append("nodes.pi5.device=cuda:7")
-    else:
-        python.rename(moved)
-        launching.lab["pi5"].write(f"{ODD}/.venv/bin/python", "#!/bin/sh\nexit 3\n", mode=0o755)
-    try:
-        failed = launching.run(launching.launch(*words))
-    finally:
-        if not has_python:
-            moved.rename(python)
+    words = ["--no-sync", "--override", *PACED, "nodes.pi5.device=cuda:7"]
+    failed = launching.run(launching.launch(*words))
     assert failed.returncode == 1, failed.stdout
     assert failed.stderr.count("worker 2 (pi5) ended with exit code") == 1
     assert "Traceback" not in failed.stdout + failed.stderr
@@ -349,34 +336,3 @@ def test_a_controller_without_tmux_follows_syncps_until_ctrl_c_comes_twice(
         again = launching.run(launching.command("stop", launching.run_id))
     assert (again.returncode, "over already" in again.stdout) == (0, True)
     assert (launching.folder("mini1") / "checkpoints/latest").exists()
-
-
-@pytest.mark.nightly
-def test_a_gpt_is_launched_and_stopped_by_a_signal(launching: Launching) -> None:
-    """Where nobody can be asked, a signal stops the run."""
-    small = ["model.model_dim=16", "model.num_layers=1", "model.num_heads=1", "model.ff_dim=32"]
-    words = ["--train-config", "stdlib", "--override", *small, "model.max_seq_len=32"]
-    running = launching.popen(launching.script("edp_gpt", *words))
-    running.wait_for("all have joined", LAUNCH_TIMEOUT_S)
-    launching.goes_on()
-    running.signal(signal.SIGINT)
-    assert running.wait(LAUNCH_TIMEOUT_S) == 130, running.output
-    assert "nothing of it is left running" in running.output
-    assert (launching.folder("mini1") / "checkpoints/latest").exists()
-    assert launching.is_clean(), launching.left()
-
-
-@pytest.mark.nightly
-def test_a_dry_run_says_no_secret_and_touches_nobody(launching: Launching) -> None:
-    """Though all machines are out of reach."""
-    for host in launching.lab:
-        host.cut()
-    try:
-        words = launching.launch("--dry-run")
-        planned = launching.run(["env", f"WANDB_API_KEY={SENTINEL}", *words])
-    finally:
-        launching.wait_for_ssh()
-    assert planned.returncode == 0, planned.stderr
-    assert SENTINEL not in planned.stdout
-    folder = shlex.quote(launching.projects["pi5"])
-    assert f'  cd "$HOME"/{folder} && ' in planned.stdout

@@ -159,32 +159,6 @@ def commands(host: Host) -> str:
     return "\n".join(shlex.join(process.argv) for process in host.processes())
 
 
-def test_everything_is_fetched(run: Lab) -> None:
-    mini1 = run["mini1"]
-    mini1.write(f"{KEPT}/config.yaml", "a: 1\n")
-    mini1.write(f"{KEPT}/checkpoints/step-00000001/state.json", "{}")
-    mini1.output(f"ln -s step-00000001 {KEPT}/checkpoints/latest; touch {KEPT}/.lock")
-    command = python(f"fetch({RUN!r})", "fetch")
-    said = run.controller.output(command)
-    assert said.splitlines()[0].startswith(
-        "mini1: 4 files (checkpoints, config.yaml, logs, status.json)"
-    )
-    assert said.splitlines()[-1] == f"files of the run: {run.controller.home / RUN}"
-    here = run.controller.path(RUN)
-    found = {str(path.relative_to(here)) for path in here.rglob("*") if not path.is_dir()}
-    assert found == {
-        *("launch.json", "config.yaml", "status.json", "checkpoints/step-00000001/state.json"),
-        "report.html",
-        *(f"logs/{each.stem}.log" for each in processes()),
-    }
-    assert (here / "checkpoints/latest/state.json").read_text() == "{}"
-    run["pi5"].cut()
-    again = run.controller.run(command)
-    assert again.returncode == 1
-    assert "mini1: nothing new" in again.stdout
-    assert "error: pi5 (pi5): " in again.stdout
-
-
 def test_a_real_terminal_is_watched_until_ctrl_c(run: Lab) -> None:
     watching: Running = run.controller.popen(
         python(f"status({RUN!r}, as_json=False, watch=True)", "status"), tty=True

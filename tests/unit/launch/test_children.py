@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from smolcluster.errors import LaunchError
 from smolcluster.launch import children
 from smolcluster.launch.children import Child
 from smolcluster.runs.launched import LaunchedProcess
@@ -67,13 +66,6 @@ def test_how_it_ended_is_known(
     assert (child.exit_code, child.ending) == (code, ending)
     child.close()
     assert (tmp_path / "exits/worker-rank0-pi5").read_text() == f"{code}\n"
-
-
-def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        LaunchError, match=r"cannot start worker 1 \(pi5\): /no/such/python: No such"
-    ):
-        child_of(("/no/such/python", "worker.py"), tmp_path, print)
 
 
 def test_it_has_a_group_of_its_own_which_ends_with_it(

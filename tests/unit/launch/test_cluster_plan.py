@@ -25,7 +25,7 @@ from smolcluster.configs.schema import (
 )
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch import flow, places
+from smolcluster.launch import places
 from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.kept import StoredOptions, keep, without_env
@@ -191,34 +191,6 @@ def test_a_local_run_in_sessions_runs_the_commands_of_a_local_run(tmp_path: Path
 
 
 # With the configuration's files
-
-
-@pytest.mark.parametrize("local", [True, False])
-def test_a_dry_run_shows_the_plan_that_is_carried_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, local: bool
-) -> None:
-    """Both ways end before anything is done."""
-    seen: list[Launched] = []
-
-    class Stop(Exception):
-        pass
-
-    def take(launched: Launched, *_: object, **__: object) -> None:
-        seen.append(launched)
-        raise Stop
-
-    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(flow, "run_of", take)
-    for site in (flow.Here, flow.Cluster):
-        monkeypatch.setattr(site, "show", lambda _, launched: take(launched))
-        monkeypatch.setattr(site, "check", lambda *_: None)
-    request = Request(get_algorithm("edp"), overrides=("num_epochs=5",))
-    for how in (LaunchOptions(dry_run=True), LaunchOptions()):
-        with pytest.raises(Stop):
-            launch(request, how, local=local, run_id=RUN_ID)
-    assert seen[0] == seen[1]
-    assert overrides_of(seen[0].server.argv)[0] == "num_epochs=5"
 
 
 THREE = (

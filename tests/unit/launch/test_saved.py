@@ -18,7 +18,7 @@ from torch import nn
 from harness import Cluster, local_settings, summary_of
 from pretrained_models import WORKLOAD, text_arguments
 from smolcluster.cli import main
-from smolcluster.commands.checkpoints import export_model, merge_model, show_checkpoints
+from smolcluster.commands.checkpoints import export_model, show_checkpoints
 from smolcluster.configs.begun import remember_workload
 from smolcluster.configs.resolve import load_resolved, save_resolved
 from smolcluster.errors import CheckpointError, ConfigError, DataError, RunBusy
@@ -155,12 +155,6 @@ def test_a_fine_tuned_model_is_merged_or_written_as_adapters(
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     expected = model.merge_and_unload().state_dict()
     assert all(torch.equal(merged[name], expected[name]) for name in merged)
-
-
-def test_a_model_without_a_base_is_not_merged(tmp_path: Path) -> None:
-    paths = finished(tmp_path, Replica(Adapted(), "sgd"))
-    with pytest.raises(ConfigError, match="Pretrained"):
-        merge_model(str(paths.root), tmp_path / "merged", best=False)
 
 
 HANDED_OVER = """

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from reading import server, status_of
+from reading import server
 from smolcluster.errors import LaunchError
 from smolcluster.launch import sessions
 from smolcluster.launch.host import Done, Host
@@ -27,9 +27,7 @@ from smolcluster.launch.sessions import (
     stderr_tail,
     wait_to_end,
 )
-from smolcluster.launch.stop import WAITING, stop_processes
-from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.runs.status import read_status, write_status
+from smolcluster.runs.launched import LaunchedProcess
 from waiting import DEADLINE_S, eventually
 
 
@@ -113,30 +111,6 @@ def test_who_has_been_asked_can_be_killed(
     assert ask_to_end(process, 0.2) is Ending.REMAINS
     assert kill(process) is Ending.ENDED
     assert child.wait() == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_server_has_time_for_its_last_checkpoint(
-    process: LaunchedProcess, run: Path, spawn: Spawn, saves: bool
-) -> None:
-    """Unless whoever stops it is in a hurry."""
-    child = spawn()
-    write_status(run / "status.json", status_of())
-    said: list[str] = []
-
-    def say(line: str) -> None:
-        said.append(line)
-        if saves:
-            (run / "saved").touch()
-
-    launched = Launched(run_id="r1", algorithm="edp", processes=(process,))
-    stopped = stop_processes(launched, in_a_hurry=lambda: bool(said) and not saves, say=say)
-    assert (stopped.left, stopped.was_over) == ([], False)
-    assert said == [f"server mini1: {WAITING}"]
-    assert child.wait() == (0 if saves else -signal.SIGKILL)
-    status = read_status(run / "status.json")
-    assert (status.word, status.step) == ("stopped", 120)
-    assert list(run.glob("status.json?*")) == []
 
 
 @pytest.mark.parametrize("broken", ["put", "start"])

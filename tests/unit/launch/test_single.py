@@ -1,5 +1,4 @@
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -71,14 +70,3 @@ def test_a_run_that_cannot_begin_leaves_its_log_and_the_reason(
     [log] = paths.logs.iterdir()
     assert '"level":"ERROR"' in log.read_text()
     assert str(nowhere) in "".join(capsys.readouterr().err.splitlines())
-
-
-def test_a_model_that_does_not_fit_the_data_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words_for(tmp_path, "model.input_dim=7")) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
-    [line] = [line for line in err.splitlines() if "ERROR" in line]
-    assert re.search(r"model\.input_dim is 7, .* has 64", line)
