@@ -3,6 +3,7 @@
 import copy
 import logging
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,7 @@ def test_two_workers_of_one_name_are_one_until_the_first_has_gone(
     config: smolcluster.DistributedConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = server_settings(config, ["w1", "w2"], {})
-    with Arrivals(settings, "syncps", SECRET, logging.Logger("test")) as arrivals:
+    with closing(Arrivals(settings, "syncps", SECRET, logging.Logger("test"))) as arrivals:
         for number, name in enumerate(("w1", "w1", "w2")):
             refused = arrivals._answer(number, introduce(name, 0, sets_of("syncps")))
             assert ("taken" in refused.sentence) == (number == 1)

@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from typing import Self
 
 from smolcluster.configs.schema import Settings
 from smolcluster.errors import ClusterEmpty
@@ -55,12 +54,6 @@ class Arrivals:
         )
         log.info("listening on %s, port %d", ", ".join(addresses), cluster.port)
         self._acceptor.open()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._acceptor.close()

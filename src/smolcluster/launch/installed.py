@@ -6,12 +6,11 @@ from importlib.metadata import distribution
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import smolcluster
 from smolcluster.errors import LaunchError
+from smolcluster.launch.plan import PACKAGE
 from smolcluster.launch.project import read_project
 from smolcluster.utils.folders import user_cache
 
-PACKAGE = Path(smolcluster.__file__).resolve().parent
 NAME = "smolcluster"
 
 

@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from smolcluster.errors import AuthError, LaunchError, Rejected, RunBusy, SmolclusterError, TryAgain
-from smolcluster.launch.host import shell_path
 from smolcluster.launch.interrupts import Interrupts, interrupts
 from smolcluster.launch.observe.beside import forget
-from smolcluster.launch.sessions import Ending, exit_code, host_of, kill, status_of
+from smolcluster.launch.sessions import Ending, exit_code, kill, status_of, text_of
 from smolcluster.launch.shipping import LokiAddress, with_shippers
 from smolcluster.launch.stop import SERVER_GRACE_S, StopResult, stop_processes
 from smolcluster.launch.tmux import close_window
@@ -310,9 +309,7 @@ class Run(ABC):
         return result
 
     def _show_summary(self) -> None:
-        server = self._launched.server
-        file = f"{shell_path(server.run_dir)}/summary.json"
-        summary = SUMMARY.parse(host_of(server).run(f"cat {file} 2>/dev/null").stdout)
+        summary = SUMMARY.parse(text_of(self._launched.server, "summary.json"))
         if summary is None:
             return
         with steady(self._console):

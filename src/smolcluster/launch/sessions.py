@@ -155,14 +155,23 @@ def is_full_disk(said: str) -> bool:
     return said.strip().isdigit() and 1024 * int(said) < FULL_BELOW_NBYTES
 
 
+def text_of(process: LaunchedProcess, name: str) -> str:
+    """A file of a run's folder on the machine of a process; empty: there is none.
+
+    Raises:
+        LaunchError: the machine cannot be asked.
+    """
+    file = shell_path(f"{process.run_dir}/{name}")
+    return host_of(process).run(f"cat {file} 2>/dev/null").stdout
+
+
 def status_of(server: LaunchedProcess) -> RunStatus | None:
     """What a server last wrote of itself; None: nothing yet.
 
     Raises:
         LaunchError: its machine cannot be asked.
     """
-    file = f"{shell_path(server.run_dir)}/status.json"
-    return STATUS.parse(host_of(server).run(f"cat {file} 2>/dev/null").stdout)
+    return STATUS.parse(text_of(server, "status.json"))
 
 
 def exit_code(process: LaunchedProcess) -> int | None:
@@ -185,8 +194,7 @@ def exit_code(process: LaunchedProcess) -> int | None:
 
 def stderr_tail(process: LaunchedProcess) -> str:
     """The last line that a process which ended badly had on its screen."""
-    run = shell_path(process.run_dir)
-    shown = host_of(process).run(f"cat {run}/logs/{shlex.quote(process.stem)}.console.txt").stdout
+    shown = text_of(process, f"logs/{process.stem}.console.txt")
     return words_of(shown) or "it left no word"
 
 
