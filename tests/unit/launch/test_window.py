@@ -24,7 +24,7 @@ from smolcluster.launch.tmux import (
     window_commands,
 )
 from smolcluster.runs.launched import LaunchedProcess
-from waiting import DEADLINE_S
+from waiting import eventually
 
 PROCESSES = [server(None), worker(0, "odd;", None), worker(1, "pi5", None)]
 
@@ -87,7 +87,7 @@ def test_a_window_that_nobody_looks_at_ends_with_its_run(
 ) -> None:
     monkeypatch.setattr(tmux, "pane_command", lambda _: f"sleep {seconds}")
     open_window("r", PROCESSES, "true")
-    until(lambda: output("list-sessions") == "")
+    eventually(lambda: output("list-sessions") == "")
 
 
 @pytest.mark.usefixtures("own_tmux")
@@ -105,9 +105,9 @@ def test_a_window_ends_with_its_run_even_if_tmux_misses_the_end_of_a_process(
     *others, last = PROCESSES  # the active pane is the first one's
     for process in others:
         (tmp_path / str(process.rank)).touch()
-    until(lambda: [panes_of(name)[each.title] for each in others] == ["", ""])
+    eventually(lambda: [panes_of(name)[each.title] for each in others] == ["", ""])
     (tmp_path / str(last.rank)).touch()
-    until(lambda: output("list-sessions") == "")
+    eventually(lambda: output("list-sessions") == "")
 
 
 @pytest.mark.usefixtures("own_tmux")
@@ -120,7 +120,7 @@ def test_a_window_that_somebody_looks_at_shows_the_end_until_he_leaves(
     name = open_window("r", PROCESSES, "true")
     with looked_at(name):
         over.touch()
-        until(lambda: set(panes_of(name).values()) == {""})
+        eventually(lambda: set(panes_of(name).values()) == {""})
 
 
 @contextmanager
@@ -129,10 +129,10 @@ def looked_at(name: str) -> Iterator[None]:
     look = f"unset TMUX; exec tmux attach-session -t ={name}"
     output("-L", "outer", "new-session", "-d", "-s", "people", "sh", "-c", look)
     try:
-        until(lambda: output("list-clients"))
+        eventually(lambda: output("list-clients"))
         yield
         output("detach-client", "-s", f"={name}")
-        until(lambda: output("list-sessions") == "")
+        eventually(lambda: output("list-sessions") == "")
     finally:
         output("-L", "outer", "kill-server")
 
@@ -151,7 +151,7 @@ def test_a_window_whose_run_ends_before_it_is_shown_stays_until_it_has_been(
         over.touch()
     name = open_window("r", PROCESSES, "true", is_shown=True)
     over.touch()
-    until(lambda: set(panes_of(name).values()) == {""})
+    eventually(lambda: set(panes_of(name).values()) == {""})
     with looked_at(name):
         assert set(panes_of(name).values()) == {""}
 
@@ -192,12 +192,14 @@ def test_a_process_s_session_takes_its_pane_s_size_and_hears_no_key(tmp_path: Pa
     output("new-session", "-d", "-s", "outer", "-x", "90", "-y", "20", "sleep 600")
     people = "unset TMUX; exec tmux attach-session -t =outer"  # whose size counts before "-r" ones
     output("new-session", "-d", "-s", "people", "-x", "90", "-y", "21", "sh", "-c", people)
-    until(lambda: output("list-clients"))
+    eventually(lambda: output("list-clients"))
     output("respawn-pane", "-k", "-t", "=outer:", "sh", "-c", script)
-    until(lambda: output("list-panes", "-t", "=smol-s:", "-F", "#{pane_width}").strip() == "90")
+    eventually(
+        lambda: output("list-panes", "-t", "=smol-s:", "-F", "#{pane_width}").strip() == "90"
+    )
     output("send-keys", "-t", "=outer:", "hello", "Enter")
     output("send-keys", "-t", "=smol-s:", "last", "Enter")
-    until(lambda: typed.read_text() == "last\n")
+    eventually(lambda: typed.read_text() == "last\n")
 
 
 @pytest.mark.usefixtures("own_tmux")
@@ -207,7 +209,7 @@ def test_who_opens_the_window_again_finds_all_panes_alive(monkeypatch: pytest.Mo
         tmux, "pane_command", lambda each: "exit 3" if each == ended else "sleep 600"
     )
     name = open_window("r", PROCESSES, "true")
-    until(lambda: panes_of(name)[ended.title] == "")
+    eventually(lambda: panes_of(name)[ended.title] == "")
     before = panes_of(name)
     monkeypatch.setattr(tmux, "pane_command", lambda _: "sleep 600")
     open_window("r", PROCESSES, "true")
@@ -243,7 +245,7 @@ def press(own_tmux: None, tmp_path: Path) -> Iterator[Callable[..., None]]:
         begin = [*screen, "new-session", "-d", "-s", "outer", "-x", "120", "-y", "40"]
         inner = f"unset TMUX; {command}"
         subprocess.run([*begin, "sh", "-c", inner], env=env, check=True)
-        until(lambda: "mini1" in shown() and output("list-clients") != "")
+        eventually(lambda: "mini1" in shown() and output("list-clients") != "")
         for _ in range(5):  # a client that has just begun may lose a key
             subprocess.run([*screen, "send-keys", "C-c"], env=env, check=True)
             if holds(lambda: "and the run?" in shown(), 10):
@@ -262,10 +264,6 @@ def holds(condition: Callable[[], object], within_s: float) -> bool:
     return held
 
 
-def until(condition: Callable[[], object]) -> None:
-    assert holds(condition, DEADLINE_S)
-
-
 @pytest.mark.usefixtures("own_tmux")
 @pytest.mark.parametrize("is_followed", [True, False])
 def test_who_chooses_stop_is_served_once(
@@ -279,10 +277,10 @@ def test_who_chooses_stop_is_served_once(
         monkeypatch.setattr(subprocess, "call", lambda _: 0)
         show_window(name)
     press(f"tmux attach-session -t ={name}")
-    until(lambda: is_stopping("r1"))
-    until(lambda: output("list-clients", "-t", f"={name}") == "")
+    eventually(lambda: is_stopping("r1"))
+    eventually(lambda: output("list-clients", "-t", f"={name}") == "")
     if is_followed:
         output("run-shell", "true")  # what tmux was asked for before has begun
         assert not (tmp_path / "stopped").exists()
     else:
-        until((tmp_path / "stopped").exists)
+        eventually((tmp_path / "stopped").exists)
