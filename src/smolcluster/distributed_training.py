@@ -56,6 +56,7 @@ MODEL_FLAGS = {
     "learning_rate": "learning_rate",
     "gradient_clip_norm": "gradient_clipping.max_norm",
     "save_interval": "checkpoint_steps",
+    "precision": "precision",
 }
 """Flags, and the keys of the configuration that they set."""
 MESH_KEYS = (
@@ -170,7 +171,13 @@ def parser() -> argparse.ArgumentParser:
         what.add_argument(f"--{name}", type=int)
     what.add_argument("--learning-rate", type=float)
     what.add_argument("--gradient-clip-norm", type=float)
-    what.add_argument("--mixed-precision", action="store_true", help="precision bf16")
+    what.add_argument(
+        "--mixed-precision",
+        dest="precision",
+        action="store_const",
+        const="bf16",
+        help="precision bf16",
+    )
     what.add_argument("--run-id")
     what.add_argument("--resume", metavar="RUN", help="a run to go on with, latest, or auto")
     what.add_argument(
@@ -192,8 +199,6 @@ def overrides_of(args: argparse.Namespace, num_shares: int) -> list[str]:
             f"batch_size={args.batch_size}",
             f"global_batch_size={args.batch_size * num_shares}",
         ]
-    if args.mixed_precision:
-        said.append("precision=bf16")
     return [*said, *args.override]
 
 

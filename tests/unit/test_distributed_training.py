@@ -152,10 +152,10 @@ def test_flags_become_the_mesh_and_the_configuration() -> None:
     assert overrides_of(args, 4) == [
         "model.model_dim=64",
         "gradient_clipping.max_norm=0.5",
+        "precision=bf16",
         "model.ff_dim=256",
         "batch_size=4",
         "global_batch_size=16",
-        "precision=bf16",
     ]
 
 

@@ -560,20 +560,14 @@ class Cluster:
             ConfigError: one is sparse.
             NonFiniteLoss: one is NaN or infinite.
         """
-        gradients = []
         for (parameter, _), (name, _) in zip(self._places, replica.layers, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.is_sparse:
+            if parameter.grad is not None and parameter.grad.is_sparse:
                 raise ConfigError(
                     f"model: the gradient of parameter {name} is sparse; make its embedding with sparse=False"
                 )
-            gradients.append(gradient)
-        if not gradients:
-            return
-        norms = torch.stack(torch._foreach_norm(gradients))
-        if not bool(torch.isfinite(norms).all()):
+        gradients = [each.grad for each, _ in self._places if each.grad is not None]
+        norms = torch._foreach_norm(gradients) if gradients else ()
+        if norms and not bool(torch.isfinite(torch.stack(norms)).all()):
             raise NonFiniteLoss(f"the gradient is NaN or infinite; {DIVERGENCE_REMEDY}")
 
     @torch.no_grad()

@@ -67,10 +67,8 @@ class RunOfChildren(Run):
             shutil.rmtree(self._paths.root / folder, ignore_errors=True)
 
     def _begin_all(self, asked: Interrupts) -> None:
-        roles = Counter(each.role for each in self._launched.helpers)
-        helpers = [format_count(number, role) for role, number in roles.items()]
-        workers = format_count(len(self._launched.workers), "worker")
-        others = " and ".join([*helpers, workers])
+        roles = Counter(each.role for each in self._launched.others)
+        others = " and ".join(format_count(number, role) for role, number in roles.items())
         what = "all ranks" if self._launched.is_group else f"a server and {others}"
         self.say(
             f"run {self._launched.run_id}: starting {what}; Ctrl-C stops them. "

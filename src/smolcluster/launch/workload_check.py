@@ -37,7 +37,6 @@ def calling(
     Raises:
         UserCodeError, ConfigError: by that; the function raises an exception, or makes no workload.
     """
-    trains_here = env is not None
     if name is None:
         yield lambda: None
         return
@@ -63,7 +62,7 @@ def calling(
                 f"the workload takes more than {format_duration(PATIENCE_S)} to be called: going on"
             )
         else:
-            _judge(told, trains_here, say)
+            _judge(told, say, trains_here=env is not None)
 
     try:
         yield wait
@@ -73,7 +72,7 @@ def calling(
         child.communicate()
 
 
-def _judge(told: str, trains_here: bool, say: Callable[[str], None]) -> None:
+def _judge(told: str, say: Callable[[str], None], *, trains_here: bool) -> None:
     wrong = json.loads(told or "{}")
     if not wrong:
         return

@@ -235,11 +235,11 @@ def _escaped(text: str) -> str:
 def _env(config: KubernetesConfig) -> list[Json]:
     env = with_hash_seed(config.env)
     plain = [{"name": name, "value": _escaped(value)} for name, value in env.items()]
-    secret = []
-    for variable, place in config.secrets.items():
-        name, _, key = place.partition("/")
-        reference = {"secretKeyRef": {"name": name, "key": key}}
-        secret.append({"name": variable, "valueFrom": reference})
+    places = {variable: place.partition("/") for variable, place in config.secrets.items()}
+    secret = [
+        {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+        for variable, (name, _, key) in places.items()
+    ]
     return [*plain, *secret]
 
 
