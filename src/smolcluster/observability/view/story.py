@@ -1,9 +1,10 @@
 """A run's events, read as they come: in words, on a time line, and those that repeat themselves in a row."""
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from smolcluster.runs.events import (
@@ -154,55 +155,59 @@ def _key(event: Event) -> Hashable:
     return None
 
 
-def _who(event: WorkerEvent) -> str:
-    return process_title("worker", event.node, event.rank)
+SENTENCES: Mapping[type[Event], str] = MappingProxyType(
+    {
+        RunStarted: "{algorithm} started on {node}{size}",
+        WorkerJoined: "{who} {verb}, on {device}",
+        WorkerLeft: "{who} left: {reason}",
+        WorkerLost: "{who} is lost: {reason}",
+        WorkerStalled: "{who} has not answered for {silent}: {reason}",
+        WorkerRejected: "{node} was refused ({code}): {reason}",
+        LeaseReturned: "{num:,} samples of {who} went back: {reason}",
+        PushDropped: "a push of {who} was dropped as {outcome}: {reason}",
+        StepOverdue: "step {step:,} waited for {who}: {reason}",
+        LayersMoved: "the layers were dealt out again after step {step:,}: {reason}",
+        BeginningEnded: "the synchronous beginning is over: {reason}",
+        StepsUndone: "the store {node} is lost, with it {num_steps:,} steps of {share:.0%} of the weights",
+        WorkerParked: "{who} does not keep up, parked: {reason}",
+        EpochFinished: "epoch {epoch} finished at step {step:,}",
+        Evaluated: "evaluated at step {step:,}{loss}",
+        CheckpointSaved: "checkpoint of step {step:,} saved",
+        RunResumed: "resumed from step {step:,}, after {samples_applied:,} samples",
+        RunEnded: "the run ended after {wall}: {reason}",
+    }
+)
+"""What is said of each kind of event; the names are those of `_words`."""
 
 
-def told(event: Event) -> str:  # noqa: C901, PLR0911, PLR0912  (a table that reads from top to bottom)
+def told(event: Event) -> str:
     """What happened, as a sentence without its stop."""
+    return SENTENCES[type(event)].format(**_words(event))
+
+
+def _words(event: Event) -> dict[str, Any]:
+    """An event's fields, and what is made of them for a sentence."""
+    words = dict(event)
+    if isinstance(event, WorkerEvent):
+        words["who"] = process_title("worker", event.node, event.rank)
     match event:
         case RunStarted():
             workers = f" for {event.num_workers} workers" if event.num_workers > 1 else ""
-            if event.mesh is not None:
-                workers = f" with {event.num_ranks} ranks, {event.mesh}"
-            return f"{event.shown_algorithm} started on {event.node}{workers}"
+            ranks = f" with {event.num_ranks} ranks, {event.mesh}"
+            words["size"] = workers if event.mesh is None else ranks
+            words["algorithm"] = event.shown_algorithm
         case WorkerJoined():
-            verb = "came back" if event.rejoined else "joined"
-            return f"{_who(event)} {verb}, on {event.device}"
-        case WorkerLeft():
-            return f"{_who(event)} left: {event.reason}"
-        case WorkerLost():
-            return f"{_who(event)} is lost: {event.reason}"
+            words["verb"] = "came back" if event.rejoined else "joined"
         case WorkerStalled():
-            silent = format_duration(event.silent_s)
-            return f"{_who(event)} has not answered for {silent}: {event.reason}"
-        case WorkerRejected():
-            return f"{event.node} was refused ({event.code}): {event.reason}"
+            words["silent"] = format_duration(event.silent_s)
         case LeaseReturned():
-            samples = f"{event.stop - event.start:,} samples"
-            return f"{samples} of {_who(event)} went back: {event.reason}"
+            words["num"] = event.stop - event.start
         case PushDropped():
-            outcome = event.outcome.replace("_", "-")
-            return f"a push of {_who(event)} was dropped as {outcome}: {event.reason}"
-        case StepOverdue():
-            return f"step {event.step:,} waited for {_who(event)}: {event.reason}"
-        case LayersMoved():
-            return f"the layers were dealt out again after step {event.step:,}: {event.reason}"
-        case BeginningEnded():
-            return f"the synchronous beginning is over: {event.reason}"
-        case StepsUndone():
-            steps = f"{event.num_steps:,} steps of {event.share:.0%} of the weights"
-            return f"the store {event.node} is lost, with it {steps}"
-        case WorkerParked():
-            return f"{_who(event)} does not keep up, parked: {event.reason}"
+            words["outcome"] = event.outcome.replace("_", "-")
         case EpochFinished():
-            return f"epoch {event.epoch + 1} finished at step {event.step:,}"
-        case Evaluated():
-            loss = "" if event.val_loss is None else f": validation loss {event.val_loss:.4g}"
-            return f"evaluated at step {event.step:,}{loss}"
-        case CheckpointSaved():
-            return f"checkpoint of step {event.step:,} saved"
-        case RunResumed():
-            return f"resumed from step {event.step:,}, after {event.samples_applied:,} samples"
+            words["epoch"] = event.epoch + 1
+        case Evaluated(val_loss=loss):
+            words["loss"] = "" if loss is None else f": validation loss {loss:.4g}"
         case RunEnded():
-            return f"the run ended after {format_duration(event.wall_s)}: {event.reason}"
+            words["wall"] = format_duration(event.wall_s)
+    return words

@@ -1,5 +1,8 @@
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
 
 from made_runs import MadeRun, killed_run
 from smolcluster.observability.view.story import MAX_OF_A_KIND, Story, told
@@ -47,6 +50,20 @@ def test_the_routine_does_not_begin_new_rows() -> None:
     story = told_of([dropped(0), EVALUATED] * 10)
     assert [each.count for each in story.happenings] == [10]
     assert story.counts["evaluated"] == 10
+
+
+@pytest.mark.parametrize("kind", get_args(Event))
+def test_every_kind_of_event_has_a_sentence(kind: type[Event]) -> None:
+    """Whose text holds no field by its name, and reads none of a peer's as one."""
+    values = {str: "{x}", int: 2, float: 0.5, bool: True, Literal: "stale"}
+    fields = {
+        name: values.get(get_origin(field.annotation) or field.annotation, 0.5)
+        for name, field in kind.model_fields.items()
+        if field.is_required()
+    }
+    said = told(kind.model_validate(fields))
+    assert said.replace("{x}", "").isprintable()
+    assert "{" not in said.replace("{x}", "")
 
 
 def test_a_mesh_is_said_to_start_with_its_ranks(tmp_path: Path) -> None:
