@@ -235,18 +235,22 @@ def add_worker(scrape: Scrape, worker: WorkerStatus, now: datetime, growth: Grow
     who = {"rank": str(worker.rank), "node": worker.node}
     own = (who["rank"], who["node"])
     samples = growth(worker.samples, "samples", *own)
-    scrape.gauge("worker_up", "1 while it takes part.", worker.state == "joined", **who)
     scrape.counter("worker_samples", "Its applied samples.", samples, **who)
-    speed = worker.samples_per_s
-    scrape.gauge("worker_samples_per_second", "Its applied samples.", speed, **who)
-    scrape.gauge("worker_silent_seconds", "Since its last byte.", worker.silent_s(now), **who)
+    values = {
+        "worker_up": ("1 while it takes part.", worker.state == "joined"),
+        "worker_samples_per_second": ("Its applied samples.", worker.samples_per_s),
+        "worker_silent_seconds": ("Since its last byte.", worker.silent_s(now)),
+    } | {
+        name: (description, worker.process_stats[key])
+        for key, (name, description) in WORKER_STATS.items()
+        if key in worker.process_stats
+    }
+    for name, (description, value) in values.items():
+        scrape.gauge(name, description, value, **who)
     for way, nbytes in (("sent", worker.sent_bytes), ("received", worker.received_bytes)):
         scrape.counter(
             "link_bytes", "Bytes that it sent and received.", nbytes, **who, direction=way
         )
-    for key, (name, description) in WORKER_STATS.items():
-        if key in worker.process_stats:
-            scrape.gauge(name, description, worker.process_stats[key], **who)
     if len(worker.staleness) == len(STALENESS_BOUNDS):
         counts = [
             growth(count, "staleness", bound, *own)

@@ -124,15 +124,16 @@ def _subtitle(view: View) -> str:
     started = view.started
     if started is None:
         return view.algorithm or "Nothing is known of how it began."
-    parts = [started.shown_algorithm, f"{started.model} ({started.num_params:,} parameters)"]
-    parts.append(f"on {started.dataset}")
-    if view.num_workers > 1:
-        parts.append(f"{view.num_workers} workers")
-    if started.mesh is not None:
-        parts.append(f"{started.num_ranks} ranks: {started.mesh}")
-    if started.codec != "none":
-        parts.append(f"codec {started.codec}")
-    return " · ".join([*parts, format_count(started.num_epochs, "epoch")])
+    parts = (
+        started.shown_algorithm,
+        f"{started.model} ({started.num_params:,} parameters)",
+        f"on {started.dataset}",
+        f"{view.num_workers} workers" if view.num_workers > 1 else "",
+        "" if started.mesh is None else f"{started.num_ranks} ranks: {started.mesh}",
+        "" if started.codec == "none" else f"codec {started.codec}",
+        format_count(started.num_epochs, "epoch"),
+    )
+    return " · ".join(filter(None, parts))
 
 
 def _tiles(view: View) -> Iterator[tuple[str, str, str]]:

@@ -231,21 +231,19 @@ def status_parts(
     values = step.values
     epochs = "" if num_epochs is None else f"/{num_epochs}"
     steps = f"/{values['total_steps']:,.0f}" if "total_steps" in values else ""
-    parts = [f"epoch {step.epoch + 1}{epochs}", f"step {step.step:,}{steps}"]
-    if "loss" in values:
-        parts.append(f"loss {values['loss']:.3f}")
-    if measured:
-        parts.append(measured)
-    parts += time_left(values.get("samples_applied"), values.get("total_samples"), speed)
-    if "tokens_per_s" in values:
-        parts.append(f"{values['tokens_per_s']:,.0f} tokens/s now")
-    elif "samples_per_s" in values:
-        parts.append(f"{values['samples_per_s']:,.0f} samples/s now")
-    if "staleness" in values:
-        parts.append(f"staleness {values['staleness']:.1f}")
-    if values.get("mb_per_s"):
-        parts.append(format_rate(1e6 * values["mb_per_s"]))
-    return parts
+    unit = "tokens" if "tokens_per_s" in values else "samples"
+    rate = values.get(f"{unit}_per_s")
+    parts = (
+        f"epoch {step.epoch + 1}{epochs}",
+        f"step {step.step:,}{steps}",
+        f"loss {values['loss']:.3f}" if "loss" in values else "",
+        measured,
+        *time_left(values.get("samples_applied"), values.get("total_samples"), speed),
+        "" if rate is None else f"{rate:,.0f} {unit}/s now",
+        f"staleness {values['staleness']:.1f}" if "staleness" in values else "",
+        format_rate(1e6 * values["mb_per_s"]) if values.get("mb_per_s") else "",
+    )
+    return [part for part in parts if part]
 
 
 def fit(parts: list[str], width: int) -> str:

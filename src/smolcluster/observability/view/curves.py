@@ -124,12 +124,14 @@ def _title(run_id: str, events: Sequence[EventRecord], num_workers: int) -> str:
     begun = next((each.event for each in events if isinstance(each.event, RunStarted)), None)
     if begun is None:
         return run_id
-    parts = [run_id, begun.shown_algorithm, f"{begun.model} on {begun.dataset}"]
-    if num_workers > 1:
-        parts.append(f"{num_workers} workers")
-    if begun.mesh is not None:
-        parts.append(f"{begun.num_ranks} ranks")
-    return one_line("  ·  ".join(parts))
+    parts = (
+        run_id,
+        begun.shown_algorithm,
+        f"{begun.model} on {begun.dataset}",
+        f"{num_workers} workers" if num_workers > 1 else "",
+        "" if begun.mesh is None else f"{begun.num_ranks} ranks",
+    )
+    return one_line("  ·  ".join(filter(None, parts)))
 
 
 def _marks(series: Series, events: Sequence[EventRecord]) -> dict[Mark, list[float]]:
