@@ -319,15 +319,14 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    line: dict[str, Any] = {
+    exception = {"exception": record.exc_text} if record.exc_text else {}
+    return {
         "ts": utc_timestamp(record.created),
         "level": record.levelname,
         "message": _message(record),
+        **{name: value for name, value in vars(record).items() if name not in _STANDARD},
+        **exception,
     }
-    line |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
-    if record.exc_text:
-        line["exception"] = record.exc_text
-    return line
 
 
 def _message(record: logging.LogRecord) -> str:

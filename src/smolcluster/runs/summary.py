@@ -124,6 +124,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         for name, count in pushes
         if count or name == "applied"
     ]
+    undone = f"{summary.steps_undone:,.1f}, in slices whose stores were lost"
     own = [
         ("run", summary.run_id),
         ("time", format_duration(summary.wall_s)),
@@ -133,11 +134,8 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("samples", f"{summary.samples_applied:,}"),
         ("loss", _losses(final, summary.lowest_val_loss)),
         *_measured(final),
+        *([("steps undone", undone)] if summary.steps_undone else []),
     ]
-    if summary.steps_undone:
-        own.append(
-            ("steps undone", f"{summary.steps_undone:,.1f}, in slices whose stores were lost")
-        )
     if not summary.workers:
         return own
     return [

@@ -20,12 +20,10 @@ class JsonlSink(StampedLog):
 
     def log(self, record: MetricRecord) -> None:
         """Append one record."""
-        values: dict[str, Any] = {"step": record.step, "epoch": record.epoch}
-        if record.rank is not None:
-            values["rank"] = record.rank
-        if record.node is not None:
-            values["node"] = record.node
-        self.stamp(record.kind, values | dict(record.values))
+        who = {"rank": record.rank, "node": record.node}
+        known = {name: value for name, value in who.items() if value is not None}
+        values = {"step": record.step, "epoch": record.epoch, **known, **record.values}
+        self.stamp(record.kind, values)
 
 
 @dataclass(frozen=True)

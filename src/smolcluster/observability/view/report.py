@@ -64,14 +64,16 @@ def report_of(read: Snapshot) -> RunReport:
         values |= {"reason": _why(read), "samples_per_s": None}
     if read.is_full:
         values |= {"trouble": no_space_on(read.seen[0].node if read.seen else "its machine")}
-    values |= {"run_id": read.paths.run_id, "algorithm": read.algorithm}
-    values |= {"state": state, "processes": _processes(read)}
-    shared = {
+    values |= {
+        **{"run_id": read.paths.run_id, "algorithm": read.algorithm},
+        **{"state": state, "processes": _processes(read)},
+    }
+    known = {
         name: value
         for name, value in values.items()
         if name in RunReport.model_fields or name.startswith(PREFIX)
     }
-    return RunReport.model_validate(shared)
+    return RunReport.model_validate(known)
 
 
 def _why(read: Snapshot) -> str | None:

@@ -98,9 +98,11 @@ def numbers_of(
     capacities: Mapping[int, float] = MappingProxyType({}),
 ) -> dict[str, float]:
     """A stage as numbers by name, as `StageView.of` reads them; `layers`: start and end, by its number."""
-    numbers = {"bubble": bubble}
-    for stage, (start, end) in layers.items():
-        numbers |= {f"{LAYERS}/{stage}/start": start, f"{LAYERS}/{stage}/end": end}
-    numbers |= {f"{TIMES}/{name}": seconds for name, seconds in op_s.items()}
-    numbers |= {f"{TO}/{rank}": each for rank, each in sends.items()}
-    return numbers | {f"{CAPACITY}/{rank}": each for rank, each in capacities.items()}
+    return {
+        "bubble": bubble,
+        **{f"{LAYERS}/{stage}/start": start for stage, (start, _) in layers.items()},
+        **{f"{LAYERS}/{stage}/end": end for stage, (_, end) in layers.items()},
+        **{f"{TIMES}/{name}": seconds for name, seconds in op_s.items()},
+        **{f"{TO}/{rank}": each for rank, each in sends.items()},
+        **{f"{CAPACITY}/{rank}": each for rank, each in capacities.items()},
+    }
