@@ -11,14 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from smolcluster.configs.load import find_config, read_config, shipped_names
+from smolcluster.configs.overrides import WORKLOAD
 from smolcluster.configs.spec import default_algorithm
 
 DEFAULT_TRAINING = "digits"
 """What is trained where nothing is named: it needs no download."""
 SMALL_GPT = "stdlib"
 """A GPT that needs no download."""
-WORKLOAD = "workload"
-"""What is trained with is this file where a flag names the workload."""
 SMALLER: Mapping[str, str] = MappingProxyType({DEFAULT_TRAINING: "nn", SMALL_GPT: "gpt"})
 """Defaults that need no download, and the shipped file that each stands for until somebody edits that."""
 AS_SHIPPED: Mapping[str, str] = MappingProxyType(

@@ -36,7 +36,7 @@ from smolcluster.configs.schema import ClusterConfig
 from smolcluster.runs.evaluated import metrics_in
 from smolcluster.runs.launched import Process
 from smolcluster.runs.status import STALENESS_EDGES, RunStatus, WorkerStatus
-from smolcluster.utils.addresses import is_address, name_of
+from smolcluster.utils.addresses import means_this_machine
 from smolcluster.utils.gpu import GpuQuantity
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.units import format_address
@@ -339,8 +339,7 @@ def for_own_names(application: WSGIApplication, hostname: str) -> WSGIApplicatio
     names = OWN_NAMES | {hostname.lower(), short, *within}
 
     def guarded(environ: Any, start_response: Any) -> Iterable[bytes]:
-        name = name_of(environ.get("HTTP_HOST", ""))
-        if is_address(name) or name in names:
+        if means_this_machine(environ.get("HTTP_HOST", ""), names):
             return application(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
         return [b"ask by this machine's address, localhost, or its host name\n"]

@@ -1,6 +1,7 @@
 """Addresses and ports of this machine's loopback."""
 
 import socket
+from collections.abc import Container
 from ipaddress import ip_address
 
 
@@ -24,20 +25,18 @@ def is_loopback_name(address: str) -> bool:
         return address == "localhost"
 
 
-def name_of(host: str) -> str:
-    """The name or address in a request's `Host`, such as `localhost:8265` or `[::1]:8265`, lower case."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.rpartition(":")[0].lower() if ":" in host else host.lower()
+def means_this_machine(host: str, names: Container[str], *, takes_addresses: bool = True) -> bool:
+    """Whether a request's `Host` is one of these names, or an address: `localhost:8265`, `[::1]:8265`.
 
-
-def is_address(name: str) -> bool:
-    """Whether it is an IP address, which nobody can make to mean another machine."""
+    Nobody can make an address mean another machine, as a name can be made to (DNS rebinding).
+    """
+    in_brackets, before_port = host[1:].partition("]")[0], host.rpartition(":")[0]
+    name = (in_brackets if host.startswith("[") else before_port or host).lower()
     try:
         ip_address(name)
     except ValueError:
-        return False
-    return True
+        return name in names
+    return takes_addresses or name in names
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ from typing import Literal
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from smolcluster.utils.addresses import is_address, name_of
+from smolcluster.utils.addresses import means_this_machine
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -60,8 +60,7 @@ class Access:
 
     def _is_own_address(self, headers: Mapping[str, str]) -> bool:
         host = headers.get("host", "")
-        name = name_of(host)
-        if name not in self.names and not (self.takes_addresses and is_address(name)):
+        if not means_this_machine(host, self.names, takes_addresses=self.takes_addresses):
             return False
         origin = headers.get("origin")
         from_where = headers.get("sec-fetch-site", "none")
