@@ -254,10 +254,10 @@ class LineWriter:
                 num_written += file.write(data[num_written:])
         finally:
             num_whole = data.rfind(b"\n", 0, num_written) + 1
-            if num_whole < num_written:
-                os.ftruncate(file.fileno(), file.tell() - (num_written - num_whole))
             for _ in range(data.count(b"\n", 0, num_whole)):
                 self._taken.popleft()
+            if num_whole < num_written:
+                os.ftruncate(file.fileno(), file.tell() - (num_written - num_whole))
 
     def _open(self) -> FileIO:
         """Open the file at the end of a line."""

@@ -26,6 +26,7 @@ from pydantic import (
 from smolcluster.errors import SmolclusterError
 from smolcluster.runs.files import flush_at_the_end, is_full, utc_timestamp
 from smolcluster.runs.model_file import Measured, ModelFile, Strict, WithMetrics
+from smolcluster.utils.cadence import Cadence
 
 STALENESS_EDGES = (0, 1, 2, 4, 8, 16, 32)
 """Largest τ of the bins in which pushes are counted, steps; one more bin has all above."""
@@ -248,7 +249,8 @@ class StatusFile:
         self._path = path
         self._warn = warn
         self._clock = clock
-        self._due_at = self._retry_at = -math.inf
+        self._cadence = Cadence(0, EVERY_S, clock)
+        self._retry_at = -math.inf
         self._problem: BaseException | None = None
         self._writing = threading.Lock()
         self._written: RunStatus | None = None
@@ -262,8 +264,7 @@ class StatusFile:
 
     def ask(self, status: Callable[[], RunStatus]) -> None:
         """Keep what `status` says for the next `flush`, if it is time; otherwise do not even ask."""
-        if self._clock() >= self._due_at:
-            self._due_at = self._clock() + EVERY_S
+        if self._cadence.take():
             self.newest = status()
 
     def write(self, status: RunStatus) -> None:
