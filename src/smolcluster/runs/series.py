@@ -105,17 +105,16 @@ class Curve:
 
     def add(self, entry: Mapping[str, Any], t: float, samples: float, place: int = -1) -> None:
         """Take the next point; without a place it is one after the last."""
-        step = int(entry["step"])
         if place < 0:
             place = self.buckets[-1].place + 1 if self.buckets else 0
-        point = Bucket(place, step, t, samples, 1, {})
-        for name in self.names:
-            value = entry.get(name)
-            if isinstance(value, int | float) and math.isfinite(value):
-                point.sums[name] = float(value), 1
-        if self.names[0] in point.sums:
-            point.low = point.high = point.sums[self.names[0]][0]
-        self._append(point)
+        sums = {
+            name: (float(value), 1)
+            for name in self.names
+            if isinstance(value := entry.get(name), int | float) and math.isfinite(value)
+        }
+        low = sums.get(self.names[0], (math.inf, 0))[0]
+        high = sums.get(self.names[0], (-math.inf, 0))[0]
+        self._append(Bucket(place, int(entry["step"]), t, samples, 1, sums, low, high))
         if len(self.buckets) > self.at_most:
             self.thin(self.at_most)
 
@@ -135,40 +134,48 @@ class Curve:
     def columns(self, digits: int = _DIGITS) -> Columns:
         """`t`, `step` and a column a value, without those that no point has."""
         values = {name: [each.mean(name) for each in self.buckets] for name in self.names}
-        found: Columns = {
+        return {
             "t": [each.t for each in self.buckets],
             "step": [each.step for each in self.buckets],
+            **{
+                name: [rounded(value, digits) for value in column]
+                for name, column in values.items()
+                if any(value is not None for value in column)
+            },
         }
-        for name, column in values.items():
-            if any(value is not None for value in column):
-                found[name] = [rounded(value, digits) for value in column]
-        return found
 
     def document(self, t0: float) -> dict[str, Any]:
-        """As it is in the file."""
-        columns: dict[str, Any] = self.columns()
-        columns["t"] = [round(t - t0, 3) for t in columns["t"]]
-        places = [each.place for each in self.buckets]
-        columns |= {} if places == columns["step"] else {"places": places}
-        columns["num"] = [each.num for each in self.buckets]
-        columns["samples_applied"] = [rounded(each.samples, 12) for each in self.buckets]
-        columns["low"] = [rounded(each.low, _DIGITS) for each in self.buckets]
-        columns["high"] = [rounded(each.high, _DIGITS) for each in self.buckets]
-        return {"stride": self.stride, **columns}
+        """As it is in the file; places are left out where they are the steps."""
+        columns, places = self.columns(), [each.place for each in self.buckets]
+        return {
+            **{"stride": self.stride, **columns},
+            "t": [round(each.t - t0, 3) for each in self.buckets],
+            **({} if places == columns["step"] else {"places": places}),
+            "num": [each.num for each in self.buckets],
+            "samples_applied": [rounded(each.samples, 12) for each in self.buckets],
+            "low": [rounded(each.low, _DIGITS) for each in self.buckets],
+            "high": [rounded(each.high, _DIGITS) for each in self.buckets],
+        }
 
     def load(self, document: Mapping[str, Any], t0: float) -> None:
         self.stride = int(document["stride"])
         shared = [document[name] for name in ("t", "step", "num", "samples_applied", "low", "high")]
         places = document.get("places", document["step"])
         for index, (t, step, num, samples, low, high) in enumerate(zip(*shared, strict=True)):
-            bucket = Bucket(int(places[index]), int(step), t0 + t, samples or 0.0, int(num), {})
-            for name in self.names:
-                value = document[name][index] if name in document else None
-                if value is not None:
-                    bucket.sums[name] = value * bucket.num, bucket.num
-            bucket.low = math.inf if low is None else low
-            bucket.high = -math.inf if high is None else high
-            self.buckets.append(bucket)
+            values = {name: document[name][index] for name in self.names if name in document}
+            sums = {name: (value * num, num) for name, value in values.items() if value is not None}
+            self.buckets.append(
+                Bucket(
+                    place=int(places[index]),
+                    step=int(step),
+                    t=t0 + t,
+                    samples=samples or 0.0,
+                    num=int(num),
+                    sums=sums,
+                    low=math.inf if low is None else low,
+                    high=-math.inf if high is None else high,
+                )
+            )
 
     def _append(self, point: Bucket) -> None:
         last = self.buckets[-1] if self.buckets else None
