@@ -118,19 +118,14 @@ def _ranks(
     """
     by_node = {each.node: each for each in starters}
     for rank in status.ranks:
-        starter = by_node.get(rank.node, starters[0])
+        starter, stats = by_node.get(rank.node, starters[0]), rank.process_stats
+        live = _live(stats.get("samples_per_s"), rank.silent_s(now), stats)
         values: dict[str, object] = {
             **{"role": "rank", "rank": rank.rank, "node": rank.node},
-            "peak_bytes": _below(PEAK, rank.process_stats),
+            "peak_bytes": _below(PEAK, stats),
+            **(live if _goes_on(starter, status) else {}),
+            **({} if status.is_over else {"process_stats": stats}),
         }
-        if not status.is_over and starter.process in ("running", "unreachable"):
-            values |= {
-                "samples_per_s": rank.process_stats.get("samples_per_s"),
-                "heartbeat_age_s": rank.silent_s(now),
-                "gpu": _below(GPU, rank.process_stats),
-            }
-        if not status.is_over:
-            values["process_stats"] = rank.process_stats
         yield _owner(starter, status, now).model_copy(update=values)
     heard = {by_node.get(rank.node, starters[0]).node for rank in status.ranks}
     yield from (each for each in starters if each.node not in heard)
@@ -148,19 +143,16 @@ def _of_status(
 
 
 def _owner(process: ProcessReport, status: RunStatus, now: datetime) -> ProcessReport:
+    stats = status.process_stats
+    live = _live(status.samples_per_s, status.age_s(now), stats)
+    known = {name: value for name, value in stats.items() if value}
     values: dict[str, object] = {
         "step": status.step,
         "loss": status.loss,
-        "peak_bytes": _below(PEAK, status.process_stats),
+        "peak_bytes": _below(PEAK, stats),
+        **(live if _goes_on(process, status) else {}),
+        **({} if status.is_over else {"process_stats": known}),
     }
-    if not status.is_over and process.process in ("running", "unreachable"):
-        values |= {
-            "samples_per_s": status.samples_per_s,
-            "heartbeat_age_s": status.age_s(now),
-            "gpu": _below(GPU, status.process_stats),
-        }
-    if not status.is_over:
-        values["process_stats"] = {name: n for name, n in status.process_stats.items() if n}
     return process.model_copy(update=values)
 
 
@@ -170,6 +162,11 @@ def _worker(
     if worker is None:
         return process
     was_lost = worker.state == "lost" and (process.process, process.exit_code) == ("ended", None)
+    stats = worker.process_stats
+    live = {
+        **_live(worker.samples_per_s, worker.silent_s(now), stats),
+        "process_stats": stats if worker.state == "joined" else {},
+    }
     values: dict[str, object] = {
         "process": "gone" if was_lost else process.process,
         "presence": "left" if is_over and worker.state == "joined" else worker.state,
@@ -178,17 +175,26 @@ def _worker(
         "loss": worker.loss,
         "samples": worker.samples,
         "mean_staleness": worker.mean_staleness if any(worker.staleness[1:]) else None,
-        "peak_bytes": _below(PEAK, worker.process_stats),
-        "stage": StageView.of(worker.process_stats),
+        "peak_bytes": _below(PEAK, stats),
+        "stage": StageView.of(stats),
+        **({} if is_over else live),
     }
-    if not is_over:
-        values |= {
-            "samples_per_s": worker.samples_per_s,
-            "heartbeat_age_s": worker.silent_s(now),
-            "gpu": _below(GPU, worker.process_stats),
-            "process_stats": worker.process_stats if worker.state == "joined" else {},
-        }
     return process.model_copy(update=values)
+
+
+def _goes_on(process: ProcessReport, status: RunStatus) -> bool:
+    return not status.is_over and process.process in ("running", "unreachable")
+
+
+def _live(
+    samples_per_s: float | None, heartbeat_age_s: float, process_stats: Mapping[str, float]
+) -> dict[str, object]:
+    """What is of interest only as long as a process lives."""
+    return {
+        "samples_per_s": samples_per_s,
+        "heartbeat_age_s": heartbeat_age_s,
+        "gpu": _below(GPU, process_stats),
+    }
 
 
 def _below(prefix: str, process_stats: Mapping[str, float]) -> dict[str, float]:
