@@ -9,7 +9,6 @@ import errno
 import functools
 import itertools
 import json
-import math
 import os
 import threading
 import time
@@ -75,22 +74,11 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 
 def _jsonable(value: Any) -> Any:
+    """A value as JSON holds it; one that it cannot hold as text."""
     try:
-        finite = _without_non_finite(value)
-        json.dumps(finite, default=str)
-    except (ValueError, TypeError, RecursionError):
-        return str(value)
-    return finite
-
-
-def _without_non_finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _without_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_non_finite(item) for item in value]
-    return value
+        return orjson.loads(orjson.dumps(value, default=str, option=_HOW))
+    except TypeError:
+        return value if isinstance(value, str | int) else str(value)
 
 
 @dataclass
