@@ -42,19 +42,17 @@ def check_cluster(cluster: ClusterConfig) -> None:
 
 def _check_stages(cluster: ClusterConfig) -> None:
     taken: dict[str, str] = {}
-    for name, node in cluster.nodes.items():
-        if node.stages is None:
-            continue
+    for name, stages in cluster.pipelines.items():
         place = ("nodes", name, "stages")
         if name not in cluster.workers:
             listed = f"workers ({', '.join(cluster.workers)})"
             raise SettingError(
                 place,
-                node.stages,
+                stages,
                 f"but {name} is not one of {listed}: list it there, or set nodes.{name}.stages to null",
                 also=(("workers",),),
             )
-        for each in node.stages.host_ip:
+        for each in stages.host_ip:
             cluster.check_known(place, each)
             if each in taken:
                 problem = f"which is a stage of {taken[each]} already"
@@ -68,10 +66,8 @@ def _check_ports_of_stages(cluster: ClusterConfig) -> None:
     is_one_machine = all(map(is_loopback_name, cluster.host_ip.values()))
     hosts = (cluster.server, *cluster.host_ip.values())
     taken = {(each, cluster.port): "port" for each in hosts}
-    for name, node in cluster.nodes.items():
-        if node.stages is None:
-            continue
-        port, found = node.stages.port, node.stages.host_ip.values()
+    for name, stages in cluster.pipelines.items():
+        port, found = stages.port, stages.host_ip.values()
         addresses = {each for each in found if not is_loopback_name(each)}
         if is_one_machine:
             addresses.update(cluster.host_ip.values())
@@ -134,9 +130,8 @@ def check_algorithm(settings: Settings, algorithm: AlgorithmName) -> None:
             f"but {spec.title} keeps its weights on one node; set servers to null, or launch edp, syncps or "
             "diloco",
         )
-    for name, node in settings.cluster.nodes.items():
-        if node.stages is not None:
-            check_has_local_steps(name, node, spec)
+    for name in settings.cluster.pipelines:
+        check_has_local_steps(name, settings.cluster.nodes[name], spec)
     for other in algorithms().values():
         for key, reason in config_of(other).claims.items():
             if other is not spec and key not in own.claims:

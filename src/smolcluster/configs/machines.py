@@ -114,17 +114,14 @@ def _with_local_names(cluster: ClusterConfig) -> ClusterConfig:
 def _localised(cluster: ClusterConfig, workers: Sequence[str]) -> dict[str, NodeConfig]:
     """The nodes of a cluster on this machine, of whose workers these are left."""
     nodes, taken = dict(cluster.nodes), {cluster.port}
-    for name, node in cluster.nodes.items():
-        if (stages := node.stages) is None:
-            continue
-        if name not in workers:
-            nodes[name] = node.model_copy(update={"stages": None})
-            continue
-        port = next(each for each in count(stages.port) if each not in taken)
-        taken.add(port)
-        host_ip = dict.fromkeys(stages.host_ip, LOOPBACK)
-        own = stages.model_copy(update={"host_ip": host_ip, "port": port})
-        nodes[name] = node.model_copy(update={"stages": own})
+    for name, stages in cluster.pipelines.items():
+        own = None
+        if name in workers:
+            port = next(each for each in count(stages.port) if each not in taken)
+            taken.add(port)
+            host_ip = dict.fromkeys(stages.host_ip, LOOPBACK)
+            own = stages.model_copy(update={"host_ip": host_ip, "port": port})
+        nodes[name] = nodes[name].model_copy(update={"stages": own})
     return nodes
 
 
@@ -178,14 +175,8 @@ def check_server(cluster: ClusterConfig, names: Collection[str]) -> None:
 
 
 def _check(name: str, cluster: ClusterConfig) -> None:
-    owner = next(
-        (
-            worker
-            for worker, node in cluster.nodes.items()
-            if node.stages is not None and name in node.stages.host_ip
-        ),
-        None,
-    )
+    pipelines = cluster.pipelines.items()
+    owner = next((worker for worker, stages in pipelines if name in stages.host_ip), None)
     if owner is not None:
         raise ConfigError(
             f"--without {name}: it has layers of the worker {owner}: leave that out, --without {owner}"

@@ -679,15 +679,20 @@ class ClusterConfig(Section):
 
     def stages_with(self, name: NodeName) -> StagesConfig | None:
         """Those of the worker that this node is a stage of; None: of none."""
-        name = self.node_of(name)
-        found = (node.stages for node in self.nodes.values() if node.stages is not None)
-        return next((each for each in found if name in each.host_ip), None)
+        found = (each for each in self.pipelines.values() if self.node_of(name) in each.host_ip)
+        return next(found, None)
+
+    @property
+    def pipelines(self) -> dict[str, StagesConfig]:
+        """The stages of each worker that has some."""
+        stages = ((name, node.stages) for name, node in self.nodes.items())
+        return {name: each for name, each in stages if each is not None}
 
     @property
     def stage_nodes(self) -> tuple[str, ...]:
         """The nodes that are stages of workers, in the order of these."""
-        stages = (self.nodes[name].stages for name in self.workers if name in self.nodes)
-        return tuple(name for each in stages if each is not None for name in each.host_ip)
+        stages = (self.pipelines[name] for name in self.workers if name in self.pipelines)
+        return tuple(name for each in stages for name in each.host_ip)
 
     @property
     def store_nodes(self) -> tuple[str, ...]:
