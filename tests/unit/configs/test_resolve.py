@@ -776,23 +776,6 @@ def test_pipelines_on_one_machine_have_a_port_each(tmp_path: Path) -> None:
         load_settings(path, "digits", None, ["nodes.win.stages.port=65433"], environ={}, local=True)
 
 
-def test_shares_of_the_file_hold_on_a_local_cluster_for_its_own_workers(tmp_path: Path) -> None:
-    shares = {"pi5": 0.25, "win": 0.25, "macbook": 0.5}
-    path = tmp_path / "cluster.yaml"
-    path.write_text(json.dumps(SYNCPS | {"batch_share": shares}))
-    for num_workers in (None, 1, 3):
-        settings = load_settings(path, "digits", environ={}, local=True, local_workers=num_workers)
-        assert settings.of(SyncPSConfig).batch_share == {
-            WORKERS[name]: share for name, share in shares.items()
-        }
-        assert objection(settings, "syncps") is None
-    settings = load_settings(path, "digits", environ={}, local=True, local_workers=4)
-    said = objection(settings, "syncps")
-    assert said is not None and said.startswith(
-        "batch_share has no share for the worker 'worker4', "
-    )
-
-
 def test_a_local_run_that_goes_on_with_more_workers_has_the_next_names(tmp_path: Path) -> None:
     """Of an earlier version, too, which called workers by the machines of the file."""
     for earlier in (local(num_workers=2), settle("workers=[pi5, win]", "num_workers=2")):

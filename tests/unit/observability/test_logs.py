@@ -92,20 +92,6 @@ def test_an_extra_field_cannot_replace_the_logs_own(tmp_path: Path) -> None:
     assert line["host"] == "server-mini1"
 
 
-def test_lines_from_before_the_run_is_known_are_filed_later(tmp_path: Path) -> None:
-    log = NodeLog("worker", "mini2", 0, console=console())
-    log.logger.info("waiting")
-    assert not list(tmp_path.iterdir())
-    log.file_logs_to(tmp_path / "x.log", "edp-1")
-    log.logger.info("joined")
-    log.close()
-    lines = filed(tmp_path / "x.log")
-    assert [(line["message"], line["run"]) for line in lines] == [
-        ("waiting", "edp-1"),
-        ("joined", "edp-1"),
-    ]
-
-
 def test_a_long_wait_for_a_run_does_not_fill_the_memory(tmp_path: Path) -> None:
     log = NodeLog("worker", "mini2", console=console())
     for n in range(MAX_KEPT_LINES + 5):

@@ -1,7 +1,6 @@
 """What the page's server answers."""
 
 import json
-import math
 import socket
 import threading
 import time
@@ -167,18 +166,6 @@ def test_state_events_and_series(client: TestClient) -> None:
     assert get(client, "/api/runs/latest/state")["run_id"] == "edp-1"
     assert len(get(client, "/api/runs/edp-1/series")["steps"]["loss"]) == 100
     assert get(client, "/api/runs/edp-1/events")["counts"]["worker_lost"] == 1
-
-
-def test_what_is_no_number_is_null(tmp_path: Path, client: TestClient) -> None:
-    run = MadeRun(tmp_path, "edp-2")
-    run.steps(1, 2, loss=math.nan, grad_norm=math.inf)
-    run.status("training", None, worker_status(0, process_stats={"cpu": 1.0}))
-    answer = client.get("/api/runs/edp-2/series")
-    assert "NaN" not in answer.text
-    assert "Infinity" not in answer.text
-    steps = json.loads(answer.text, parse_constant=pytest.fail)["steps"]
-    assert "loss" not in steps
-    assert steps["step"] == [1, 2]
 
 
 def test_hostile_log_lines_are_plain_text_in_json(tmp_path: Path, client: TestClient) -> None:

@@ -113,16 +113,6 @@ def test_values_that_are_missing_are_left_out() -> None:
     assert text(console) == "epoch 1 · step 1,234 · loss nan\n"
 
 
-def test_a_terminal_shows_one_bar_line_with_everything() -> None:
-    console, clock = terminal(), Clock()
-    view = ProgressView(console, num_epochs=30, clock=clock)
-    show(view, EVAL)
-    clock.now = 1.0
-    show(view, step(674))
-    assert bar(console).endswith(f" 50% {LINE.format(step=674, left='6.7 s')}")
-    view.close()
-
-
 def test_lines_are_printed_above_the_bar() -> None:
     console, clock = terminal(), Clock()
     view = ProgressView(console, clock=clock)
