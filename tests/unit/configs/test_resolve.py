@@ -730,10 +730,6 @@ def local(overrides: Sequence[str] = (), num_workers: int | None = None, **more:
     )
 
 
-WORKERS = {"pi5": "worker1", "win": "worker2", "macbook": "worker3"}
-"""What the workers of CLUSTER are called on one machine."""
-
-
 @pytest.mark.parametrize(("asked", "num_workers"), [(None, 3), (1, 1), (3, 3), (5, 5)])
 def test_a_local_cluster_is_on_this_machine_with_as_many_workers_as_asked_for(
     asked: int | None, num_workers: int
