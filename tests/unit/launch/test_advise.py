@@ -200,15 +200,6 @@ def test_where_no_algorithm_can_follow_it_is_one_line(
         found(FAST, {"pi5": way(5, 3), "win": way(5, 3)})
 
 
-def test_what_the_file_says_is_kept_where_nothing_is_much_faster(
-    found: Callable[..., Found], tmp_path: Path
-) -> None:
-    (tmp_path / "cluster.yaml").write_text(f"{CLUSTER}codec: fp16\n")
-    fast = found(FAST, {"pi5": way(1000, 900), "win": way(1000, 900)})
-    assert fast.advice.chosen is not None
-    assert not fast.advice.chosen.settings
-
-
 def test_what_the_environment_says_is_kept() -> None:
     asked = requests.request_of(
         local=True, num_workers=1, config=None, train_config=None, overrides=["batch_size=4"]
@@ -277,26 +268,19 @@ def test_a_machine_alone_is_no_slower_than_one_of_its_workers(
 # What connects them
 
 
-def test_who_is_on_the_servers_machine_shares_no_link(request_of: Callable[..., Request]) -> None:
+def test_links_are_shared_by_who_answered_elsewhere(
+    request_of: Callable[..., Request],
+) -> None:
     settings = load_settings(str(request_of().config), "stdlib", environ={})
     site = site_of(settings, FAST, {"pi5": way(50, 20), "win": way(80, 30)})
     assert [worker.via for worker in site.workers] == ["", "eth0", "eth0"]
     assert site.interfaces["eth0"].in_bytes_s == 80e6, "one alone has brought more than both"
     crowded = site_of(settings, FAST, {"pi5": way(80, 60), "win": way(80, 60)})
     assert crowded.interfaces["eth0"].in_bytes_s == 120e6
-
-
-def test_two_addresses_of_one_interface_share_it(request_of: Callable[..., Request]) -> None:
-    settings = load_settings(str(request_of().config), "stdlib", environ={})
     ways = {"pi5": way(80, 40), "win": way(80, 40, address="fd00::1")}
-    assert site_of(settings, FAST, ways).interfaces["eth0"].in_bytes_s == 80e6
-
-
-def test_who_did_not_answer_is_not_there(request_of: Callable[..., Request]) -> None:
-    settings = load_settings(str(request_of().config), "stdlib", environ={})
+    assert site_of(settings, FAST, ways).interfaces["eth0"].in_bytes_s == 80e6, "of two addresses"
     site = site_of(settings, {"win": speed(1)}, {"win": way(1)})
-    assert [worker.name for worker in site.workers] == ["win"]
-    assert site.interfaces == {}
+    assert ([worker.name for worker in site.workers], site.interfaces) == (["win"], {})
 
 
 def test_an_algorithm_that_cannot_follow_the_files_is_left_out_with_a_line(

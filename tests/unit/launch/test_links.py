@@ -158,8 +158,9 @@ def test_this_machine_tells_its_addresses() -> None:
         ([way("10.0.0.1", 100, 2.0), way("10.0.1.1", 91, 0.5), way("10.0.2.1", 89)], "10.0.1.1"),
         ([way("10.0.0.1", 99, 0.32), way("fd00::1", 100, 0.29)], "10.0.0.1"),
         ([way("10.0.0.1", failure="no answer"), way("10.0.1.1", 0.5, 80)], "10.0.1.1"),
+        ([way("10.0.0.1", 11), way("192.168.1.5", 60, 3)], "192.168.1.5"),
     ],
-    ids=["bandwidth", "round trip", "first", "open"],
+    ids=["bandwidth", "round trip", "first", "open", "Wi-Fi that carries far more"],
 )
 def test_the_best_way_is_taken_and_the_others_are_told(ways: list[Way], ip: str) -> None:
     best = best_of(ways)
@@ -324,9 +325,3 @@ def test_of_equal_ways_a_cable_comes_before_wi_fi(names: tuple[str, ...], best: 
         for number, name in enumerate(names)
     ]
     assert best_of(ways).interface == best
-
-
-def test_wi_fi_that_carries_far_more_is_taken_all_the_same() -> None:
-    slow = Way("10.0.0.1", "Ethernet", 1e-3, 11.0, 11.0)
-    fast = Way("10.0.0.2", "Wi-Fi", 3e-3, 60.0, 60.0)
-    assert best_of([slow, fast]).address == "10.0.0.2"

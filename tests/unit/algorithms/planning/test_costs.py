@@ -33,33 +33,32 @@ def always(_place: int, rate: float) -> float:
     return rate
 
 
-def test_flows_that_fit_have_what_their_own_links_give() -> None:
-    assert up_rates(site(30, 40), always) == [30, 40]
+APART = Site(
+    (Worker("a", 1.0, up_bytes_s=80, via="eth0"), Worker("b", 1.0, up_bytes_s=80, via="wlan0")),
+    {"eth0": Interface(50, 50), "wlan0": Interface(20, 20)},
+)
+BESIDE = Site((Worker("a", 1.0), *site(80, 80).workers), {"eth0": Interface(100, 100)})
 
 
-def test_flows_that_do_not_fit_share_evenly_and_slow_links_leave_the_rest() -> None:
-    assert up_rates(site(10, 80, 90), always) == pytest.approx([10, 45, 45])
-
-
-def test_who_is_mostly_silent_leaves_the_link_to_others() -> None:
-    rates = up_rates(site(100, 100), lambda place, rate: rate * (0.2, 1.0)[place])
-    assert rates == pytest.approx([100 / 1.2, 100 / 1.2])
-
-
-def test_workers_of_different_interfaces_do_not_share() -> None:
-    both = Site(
-        (
-            Worker("a", 1.0, up_bytes_s=80, via="eth0"),
-            Worker("b", 1.0, up_bytes_s=80, via="wlan0"),
-        ),
-        {"eth0": Interface(50, 50), "wlan0": Interface(20, 20)},
-    )
-    assert up_rates(both, always) == pytest.approx([50, 20])
-
-
-def test_the_servers_own_machine_shares_no_link() -> None:
-    beside = Site((Worker("a", 1.0), *site(80, 80).workers), {"eth0": Interface(100, 100)})
-    assert up_rates(beside, always)[1:] == pytest.approx([50, 50])
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (up_rates(site(30, 40), always), [30, 40]),
+        (up_rates(site(10, 80, 90), always), [10, 45, 45]),
+        (up_rates(site(100, 100), lambda n, rate: rate * (0.2, 1.0)[n]), [100 / 1.2, 100 / 1.2]),
+        (up_rates(APART, always), [50, 20]),
+        (up_rates(BESIDE, always), [inf, 50, 50]),
+    ],
+    ids=[
+        "flows that fit have what their own links give",
+        "flows that do not fit share evenly, and slow links leave the rest",
+        "who is mostly silent leaves the link to others",
+        "workers of different interfaces do not share",
+        "the server's own machine shares no link",
+    ],
+)
+def test_links_are_shared(found: list[float], expected: list[float]) -> None:
+    assert found == pytest.approx(expected)
 
 
 def test_nothing_passes_a_link_that_is_down() -> None:
