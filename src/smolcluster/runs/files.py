@@ -228,11 +228,8 @@ class LineWriter:
         Raises:
             OSError: it cannot be written; what was not is still taken.
         """
-        file, data, num_written = (
-            self._file or self._open(),
-            b"".join(line for _, line in self._taken),
-            0,
-        )
+        file = self._file or self._open()
+        data, num_written = b"".join(line for _, line in self._taken), 0
         if self._is_too_long_for(file, len(data)):
             rotate(self.path)
             self._close_file()
