@@ -460,7 +460,11 @@ def build(
     """
     if workload is None:
         workload = load_workload(train, seed, place, log)
-    _count_streams(workload, log)
+    for split in (workload.train, workload.validation):
+        if isinstance(
+            split, StreamSamples
+        ):  # it is counted while a signal still ends this process at once
+            split.count(log.info if log is not None else lambda _: None)
     train = workload.training.applied_to(train)
     if workload.batch_size is not None:
         train = train.model_copy(update={"batch_size": workload.batch_size})
@@ -503,17 +507,6 @@ def build(
     return TrainingContext(
         workload, replica, seed, at_most, evaluated, unused, prefetch, cut_check=check
     )
-
-
-def _count_streams(workload: Workload, log: logging.Logger | None) -> None:
-    """Count streams that do not say their length while a signal still ends this process at once.
-
-    Raises:
-        ConfigError: one does not end.
-    """
-    for split in (workload.train, workload.validation):
-        if isinstance(split, StreamSamples):
-            split.count(log.info if log is not None else lambda _: None)
 
 
 def stage_replica(

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -107,13 +108,14 @@ class Replica:
         self.fingerprint = fingerprint(self.model)
         self.base = described_base(self.model)
         self.parameters = {plain_name(name): each for name, each in model.named_parameters()}
-        self.layers = _layout(trainable)
+        bounds = [0, *accumulate(each.numel() for _, each in trainable)]
+        names = [name for name, _ in trainable]
+        self.layers = list(zip(names, map(slice, bounds, bounds[1:]), strict=True))
         self.reordered = [name for name, each in trainable if is_channels_last(each)]
         self.buffers = ModelBuffers(self.model, _followers(self))
-        self._starts = [place.start for _, place in self.layers]
+        self._starts = bounds[:-1]
         dtype = trainable[0][1].dtype if trainable else torch.float32
-        num_params = self.layers[-1][1].stop if trainable else 0
-        self.params = torch.empty(num_params, dtype=dtype, device=self.device)
+        self.params = torch.empty(bounds[-1], dtype=dtype, device=self.device)
         self.grads = torch.zeros_like(self.params)
         for (_, place), (_, parameter) in zip(self.layers, trainable, strict=True):
             self.params[place] = parameter.data.reshape(-1)
@@ -358,7 +360,7 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
                 f"model: parameter {name} is {param.dtype}, but {first_name} is {first.dtype}; "
                 "give all parameters one type, such as by model.float()"
             )
-    return sorted(found, key=lambda entry: not _decays(entry[1]))
+    return sorted(found, key=lambda entry: entry[1].ndim <= 1)  # first those that decay
 
 
 def _followers(replica: Replica) -> list[str]:
@@ -412,20 +414,6 @@ def _check_dense(model: nn.Module) -> None:
                 f"model: layer {plain_name(name) or 'model'} has sparse=True, must be False: gradients are "
                 "summed and sent as one dense tensor"
             )
-
-
-def _decays(parameter: nn.Parameter) -> bool:
-    """Whether weight decay is meant for it: matrices, and not biases or the scales of norms."""
-    return parameter.ndim > 1
-
-
-def _layout(trainable: list[tuple[str, nn.Parameter]]) -> list[tuple[str, slice]]:
-    layers = []
-    start = 0
-    for name, parameter in trainable:
-        layers.append((name, slice(start, start + parameter.numel())))
-        start += parameter.numel()
-    return layers
 
 
 def cut(numel: int, most: int) -> list[slice]:

@@ -181,14 +181,6 @@ def test_the_second_start_reads_no_text(
     assert load_corpus(config, 9, LOG).fingerprint != first.fingerprint
 
 
-def test_a_file_that_changed_is_read_again(config: DatasetConfig, root: Path) -> None:
-    (root / "book").write_text("old\n" * 20)
-    load_corpus(config, 3, LOG)
-    (root / "book").write_text("new\n" * 20)
-    os.utime(root / "book", (1, 1))
-    assert text_of(load_corpus(config, 3, LOG).train) == "new\n" * 18 + "\0"
-
-
 def refused(
     config: DatasetConfig, kind: type[SmolclusterError] = DataError, **changes: object
 ) -> str:

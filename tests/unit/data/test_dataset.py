@@ -59,29 +59,22 @@ def test_the_fingerprint_changes_with_any_bit_of_either_split() -> None:
     assert len({dataset.fingerprint for dataset in variants}) == len(variants)
 
 
-def test_the_same_data_has_the_same_fingerprint() -> None:
-    assert make_dataset().fingerprint == make_dataset().fingerprint
-
-
-def test_labels_outside_the_classes_are_refused() -> None:
-    bad = Split(torch.zeros(3, 3), torch.tensor([0, 1, 2]))
-    with pytest.raises(
-        DataError, match="validation split: labels run from 0 to 2, expected 0 to 1"
-    ):
-        make_dataset(validation=bad)
-
-
-def test_inputs_and_labels_that_do_not_belong_together_are_refused() -> None:
-    bad = Split(torch.zeros(3, 3), torch.tensor([0, 1]))
-    with pytest.raises(DataError, match="training split"):
-        make_dataset(train=bad)
-
-
-def test_splits_of_different_width_are_refused() -> None:
-    with pytest.raises(DataError, match="3 features, validation samples 5"):
-        make_dataset(validation=make_split(features=5))
-
-
-def test_an_empty_split_is_refused() -> None:
-    with pytest.raises(DataError, match="is empty"):
-        make_dataset(validation=Split(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)))
+@pytest.mark.parametrize(
+    ("splits", "told"),
+    [
+        (
+            {"validation": Split(torch.zeros(3, 3), torch.tensor([0, 1, 2]))},
+            "validation split: labels run from 0 to 2, expected 0 to 1",
+        ),
+        ({"train": Split(torch.zeros(3, 3), torch.tensor([0, 1]))}, "training split"),
+        ({"validation": make_split(features=5)}, "3 features, validation samples 5"),
+        (
+            {"validation": Split(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64))},
+            "is empty",
+        ),
+    ],
+    ids=["labels outside the classes", "as many labels as inputs", "another width", "empty"],
+)
+def test_splits_that_do_not_fit_are_refused(splits: dict[str, Split], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        make_dataset(**splits)

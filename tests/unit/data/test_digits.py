@@ -11,34 +11,9 @@ from smolcluster.data.digits import load_digits
 from smolcluster.errors import DataError
 
 
-def rows(split: Samples) -> list[tuple[float, ...]]:
-    assert isinstance(split, Split)
-    return sorted(map(tuple, torch.cat([split.inputs, split.targets[:, None]], dim=1).tolist()))
-
-
 def inputs_of(split: Samples) -> Tensor:
     assert isinstance(split, Split)
     return split.inputs
-
-
-def test_a_fifth_is_held_out_and_nothing_is_lost() -> None:
-    data = load_digits(seed=42)
-    other = load_digits(seed=1)
-
-    assert (data.train.num_samples, data.validation.num_samples) == (1438, 359)
-    assert (data.input_dim, data.num_classes) == (64, 10)
-    assert sorted(rows(data.train) + rows(data.validation)) == sorted(
-        rows(other.train) + rows(other.validation)
-    )
-
-
-def test_they_are_scikit_learns() -> None:
-    from sklearn.datasets import load_digits as load_theirs
-
-    pixels, labels = load_theirs(return_X_y=True)
-    theirs = Split(torch.from_numpy(pixels).float() / 16, torch.from_numpy(labels))
-    ours = load_digits(seed=42)
-    assert sorted(rows(ours.train) + rows(ours.validation)) == rows(theirs)
 
 
 def test_a_missing_file_is_named_with_the_remedy(
@@ -58,11 +33,6 @@ def test_a_damaged_file_is_refused(
     monkeypatch.setattr(digits, "digits_file", lambda: file)
     with pytest.raises(DataError, match="reinstall scikit-learn"):
         load_digits(seed=42)
-
-
-def test_pixels_lie_between_zero_and_one() -> None:
-    inputs = inputs_of(load_digits(seed=42).train)
-    assert (inputs.min().item(), inputs.max().item()) == (0.0, 1.0)
 
 
 def test_the_seed_draws_the_held_out_samples() -> None:

@@ -6,7 +6,7 @@ import pytest
 from smolcluster.configs.schema import DatasetConfig, GPTConfig, ModelConfig, SimpleNNConfig
 from smolcluster.data.dataset import Dataset
 from smolcluster.data.registry import TEXTS, load_dataset
-from smolcluster.errors import ConfigError, DataError
+from smolcluster.errors import ConfigError
 
 PERCEPTRON = SimpleNNConfig()
 
@@ -18,11 +18,6 @@ def load(config: DatasetConfig, model: ModelConfig = PERCEPTRON) -> Dataset:
 def test_digits_need_no_folder_and_no_network() -> None:
     data = load(DatasetConfig(name="digits", download=False))
     assert (data.name, data.input_dim) == ("digits", 64)
-
-
-def test_mnist_is_looked_for_in_the_folder_that_is_given(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=str(tmp_path)):
-        load(DatasetConfig(name="MNIST", root=tmp_path, download=False))
 
 
 def test_an_unknown_dataset_is_refused_with_the_nearest_name() -> None:

@@ -294,14 +294,6 @@ def start(cache: Path, then: str = "time.sleep(1)") -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_of_two_processes_at_once_one_tokenizes(tmp_path: Path) -> None:
-    processes = [start(tmp_path) for _ in range(2)]
-    outputs = [process.communicate(timeout=DEADLINE_S)[0].split() for process in processes]
-    assert sorted(map(len, outputs)) == [1, 2]
-    assert outputs[0][-1] == outputs[1][-1]
-    assert sum("making" in output for output in outputs) == 1
-
-
 def test_a_process_that_died_at_work_blocks_nobody(tmp_path: Path) -> None:
     process = start(tmp_path, then="os.kill(os.getpid(), signal.SIGKILL)")
     process.communicate(timeout=DEADLINE_S)
@@ -333,17 +325,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert f"tokens cannot be stored in {tmp_path} (File too large)" in message
     assert "dataset.cache" in message
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-
-
-def test_no_space_for_meta_is_one_line_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_text", full)
-    assert "(No space left on device); free some space" in refused(tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 

@@ -51,12 +51,6 @@ def test_validation_counts_each_token_but_the_first_once(num_tokens: int) -> Non
     assert inputs[targets != -100].tolist() == list(range(100, 99 + num_tokens))
 
 
-def test_the_last_validation_sample_is_filled_up() -> None:
-    inputs, targets = blocks(11, is_whole=True).batch(torch.tensor([2, 0]))
-    assert inputs.tolist() == [[108, 109, 110, 0], [100, 101, 102, 103]]
-    assert targets.tolist() == [[109, 110, -100, -100], [101, 102, 103, 104]]
-
-
 def test_rows_hold_inputs_and_the_last_target_as_they_are_stored() -> None:
     rows = blocks().rows(torch.tensor([1]))
     assert rows.tolist() == [[104, 105, 106, 107, 108]]

@@ -1,4 +1,3 @@
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -205,12 +204,3 @@ def test_neither_pass_makes_a_tensor_of_all_logits(monkeypatch: pytest.MonkeyPat
 
 def test_one_buffer_of_the_weights_size_is_made() -> None:
     assert allocated(linear_cross_entropy).count(300 * 8 * 4) == 1
-
-
-def test_chunks_cover_all_tokens_once() -> None:
-    for num_tokens, num_words in itertools.product((0, 1, 5, 100_000), (1, 256, 50257, 1 << 23)):
-        places = list(linear_loss._chunks(num_tokens, num_words))
-        covered = [i for place in places for i in range(num_tokens)[place]]
-        assert covered == list(range(num_tokens))
-        longest = max((len(range(num_tokens)[place]) for place in places), default=1)
-        assert longest == 1 or longest * num_words <= linear_loss.CHUNK_NUMEL

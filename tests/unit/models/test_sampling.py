@@ -92,13 +92,6 @@ def test_of_a_prompt_beyond_the_window_the_last_tokens_count(model: GPT) -> None
     assert whole != list(sample(model, prompt[:WINDOW], 8, temperature=0))
 
 
-def test_a_prompt_that_fills_the_window_exactly_is_continued(model: GPT) -> None:
-    prompt = list(range(WINDOW))
-    [token] = sample(model, prompt, 1, temperature=0)
-    with torch.no_grad():
-        assert token == model(torch.tensor([prompt]))[0, -1].argmax()
-
-
 def test_the_models_mode_stays_as_it_is_and_gradients_stay_on(model: GPT) -> None:
     expected = draw(model, temperature=0)
     model.train()
@@ -111,10 +104,6 @@ def test_the_models_mode_stays_as_it_is_and_gradients_stay_on(model: GPT) -> Non
         assert torch.is_grad_enabled()
         assert not torch.is_inference_mode_enabled()
     assert tokens == expected
-
-
-def test_no_tokens_are_asked_for(model: GPT) -> None:
-    assert list(sample(model, PROMPT, 0)) == []
 
 
 @pytest.mark.parametrize(

@@ -293,25 +293,6 @@ def test_another_place_epoch_or_seed_has_other_masks() -> None:
     assert len(set(losses)) == len(losses)
 
 
-def seed_and_compute(training: TrainingContext, tokens: Tensor, targets: Tensor) -> None:
-    torch.manual_seed(7)
-    forward_backward(training.replica, tokens, targets, training.microbatch.size)
-
-
-def test_samples_of_one_batch_and_of_two_microbatches_have_masks_of_their_own() -> None:
-    training = with_dropout(microbatch=1)
-    tokens, targets = training.workload.train.batch(torch.zeros(2, dtype=torch.int64))
-    seed_and_compute(training, tokens, targets)
-    twice = training.replica.grads.clone()
-    seed_and_compute(training, tokens[:1], targets[:1])
-    assert not torch.allclose(twice, training.replica.grads)
-
-
-def test_without_dropout_chance_has_no_part() -> None:
-    training = build(config(), 42, DatasetConfig(name="text"), CPU, workload=workload())
-    assert computed(training, 0, 0)[0] == computed(training, 3, 8)[0]
-
-
 @pytest.mark.parametrize("num_before", [1, 4, 8])
 def test_a_run_that_goes_on_repeats_what_would_have_been(num_before: int) -> None:
     train = config(model=SIZES.model_copy(update={"dropout": 0.3}))

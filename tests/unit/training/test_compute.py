@@ -16,7 +16,8 @@ from smolcluster.training.replica import Replica
 META = torch.device("meta")
 
 
-def check_placed(kind: type) -> None:
+@pytest.mark.parametrize("kind", [dict, OrderedDict, MappingProxyType, UserDict])
+def test_tensors_of_every_mapping_are_brought_to_the_device_and_type(kind: type) -> None:
     batch = kind({"input": torch.zeros(2), "more": kind({"ids": torch.arange(3), "name": "a"})})
     found = placed(batch, META, torch.float64)
     assert (found["input"].device, found["input"].dtype) == (META, torch.float64)
@@ -25,17 +26,6 @@ def check_placed(kind: type) -> None:
     assert batch["input"].device.type == batch["more"]["ids"].device.type == "cpu"
     if issubclass(kind, UserDict):
         assert type(found) is type(found["more"]) is kind
-
-
-@pytest.mark.parametrize("kind", [dict, OrderedDict, MappingProxyType, UserDict])
-def test_tensors_of_every_mapping_are_brought_to_the_device_and_type(kind: type) -> None:
-    check_placed(kind)
-
-
-def test_tensors_of_a_tokenizer_are_brought_there_too() -> None:
-    from transformers import BatchEncoding
-
-    check_placed(BatchEncoding)
 
 
 def test_nan_in_the_inputs_is_named_whatever_mapping_holds_them() -> None:

@@ -30,12 +30,6 @@ def test_weights_that_have_diverged_are_an_error() -> None:
         evaluated(model, Split(torch.randn(5, 4), torch.zeros(5, dtype=torch.int64)))
 
 
-def test_dropout_is_off() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.9))
-    split = Split(torch.randn(50, 4), torch.randint(0, 3, (50,)))
-    assert evaluated(model, split) == evaluated(model, split)
-
-
 def test_a_double_precision_model_takes_single_precision_data() -> None:
     split = Split(torch.randn(5, 4), torch.zeros(5, dtype=torch.int64))
     assert evaluated(nn.Linear(4, 3).double(), split).loss > 0

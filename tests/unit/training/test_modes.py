@@ -1,5 +1,6 @@
 """A user's model is moved and put into its modes by methods that it may have overridden."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,31 +55,24 @@ def test_an_exception_of_train_is_the_users() -> None:
         begin_training(Fails())
 
 
-def test_a_norm_that_is_in_evaluation_mode_stays_in_it() -> None:
+@pytest.mark.parametrize(
+    ("rest", "resting"),
+    [
+        (lambda net: net.norm.eval(), ["norm"]),
+        (lambda net: net.body.eval().requires_grad_(False), ["body"]),
+        (lambda net: net.body.eval(), []),
+        (lambda net: net.eval(), []),
+    ],
+    ids=["a norm", "a frozen backbone", "a trained part, as it was loaded", "all"],
+)
+def test_what_is_meant_to_be_in_evaluation_mode_stays_in_it(
+    rest: Callable[[Net], object], resting: list[str]
+) -> None:
     net = Net()
-    net.norm.eval()
-    assert begin_training(net) == ["norm"]
-    assert (net.norm.training, net.body.training) == (False, True)
-
-
-def test_a_frozen_backbone_in_evaluation_mode_stays_in_it() -> None:
-    net = Net()
-    net.body.eval().requires_grad_(False)
-    assert begin_training(net) == ["body"]
-    assert not net.body[1].training
-
-
-def test_a_trained_part_that_was_loaded_in_evaluation_mode_is_put_into_training_mode() -> None:
-    net = Net()
-    net.body.eval()
-    assert begin_training(net) == []
-    assert net.body[1].training
-
-
-def test_a_whole_model_in_evaluation_mode_is_put_into_training_mode() -> None:
-    net = Net().eval()
-    assert begin_training(net) == []
-    assert net.norm.training
+    rest(net)
+    assert begin_training(net) == resting
+    for name, child in net.named_children():
+        assert child.training == (name not in resting)
 
 
 class MovesNothing(Net):

@@ -93,13 +93,6 @@ def test_losses_and_weights_are_those_of_pytorch_s_muon_and_adamw() -> None:
     torch.testing.assert_close(replica.params, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.usefixtures("in_bfloat16")
-def test_clipped_gradients_lose_what_they_lose_with_pytorch() -> None:
-    """Of a clipped gradient the last bit may differ, which bfloat16 makes more of."""
-    expected = losses_by_pytorch(gpt(), range(30), CLIP)
-    assert losses(replica_of(gpt()), range(30)) == pytest.approx(expected, rel=1e-4)
-
-
 @pytest.mark.parametrize("shape", [(8, 8), (3, 20), (20, 3), (1, 5)])
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_singular_values_of_a_step_are_near_one(

@@ -33,22 +33,6 @@ def test_a_device_without_fused_kernels_takes_the_same_steps(
 
 
 @pytest.mark.parametrize("name", FLAT_OPTIMIZERS)
-def test_a_restored_state_continues_bit_for_bit(name: str) -> None:
-    whole, grads = WEIGHTS.clone(), torch.zeros(50)
-    rule = FlatOptimizer(name, whole, grads, 0.0)
-    train(rule, grads, range(10))
-
-    resumed = whole.clone()
-    restored = FlatOptimizer(name, resumed, grads, 0.0)
-    for key, tensor in rule.state.items():
-        restored.state[key].copy_(tensor)
-    train(rule, grads, range(10, 20))
-    train(restored, grads, range(10, 20))
-
-    assert torch.equal(whole, resumed)
-
-
-@pytest.mark.parametrize("name", FLAT_OPTIMIZERS)
 def test_only_the_first_weights_decay_however_the_gradient_is_cut(name: str) -> None:
     found, grads = WEIGHTS.clone(), gradient(1)
     rule = FlatOptimizer(name, found, grads, 0.1, num_decayed=20)
@@ -68,13 +52,6 @@ def test_only_the_first_weights_decay_however_the_gradient_is_cut(name: str) -> 
         torch.testing.assert_close(cut, found)
         for key, tensor in rule.state.items():
             torch.testing.assert_close(again.state[key], tensor)
-
-
-def test_the_gradient_is_not_changed_by_a_step() -> None:
-    for name in FLAT_OPTIMIZERS:
-        grads = gradient(1)
-        FlatOptimizer(name, WEIGHTS.clone(), grads, 0.5).step(0.1)
-        assert torch.equal(grads, gradient(1))
 
 
 def test_an_unknown_name_is_refused() -> None:

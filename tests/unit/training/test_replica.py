@@ -85,26 +85,13 @@ def test_the_models_parameters_and_gradients_are_views_of_the_flat_tensors() -> 
     assert replica.layers[-1][1].stop == replica.num_params == 6 * 8 + 8 + 8 * 3 + 3
 
 
-def test_a_second_batch_replaces_the_gradient_of_the_first() -> None:
-    replica = Replica(perceptron(), "sgd")
-    samples = batch()
-    forward_backward(replica, *samples)
-    first = replica.grads.clone()
-    forward_backward(replica, *batch())
-    forward_backward(replica, *samples)
-    assert torch.equal(replica.grads, first)
-
-
 def test_buckets_cover_the_flat_tensors_in_order_without_exceeding_their_size() -> None:
     replica = Replica(perceptron(), "sgd", bucket_bytes=100)
     sizes = [bucket.stop - bucket.start for bucket in replica.buckets]
     assert sizes == [25, 25, 25, 8]
     assert [bucket.start for bucket in replica.buckets] == [0, 25, 50, 75]
-
-
-def test_a_bucket_of_doubles_holds_half_as_many() -> None:
-    replica = Replica(perceptron(torch.float64), "sgd", bucket_bytes=100)
-    assert replica.buckets[0] == slice(0, 12)
+    doubles = Replica(perceptron(torch.float64), "sgd", bucket_bytes=100)
+    assert doubles.buckets[0] == slice(0, 12)
 
 
 def test_parameter_at_names_the_parameter_of_each_element() -> None:
@@ -144,16 +131,6 @@ def test_tied_weights_occur_once_and_stay_tied() -> None:
     assert torch.equal(copy(tokens), model(tokens))
 
 
-@pytest.mark.parametrize("microbatch", [1, 3, 7, 10, 11])
-def test_microbatches_give_the_whole_batchs_loss_and_gradient(microbatch: int) -> None:
-    replica = Replica(perceptron(torch.float64), "sgd")
-    samples = batch(torch.float64, size=10)
-    whole = forward_backward(replica, *samples)
-    gradient = replica.grads.clone()
-    assert forward_backward(replica, *samples, microbatch) == pytest.approx(whole, rel=1e-12)
-    torch.testing.assert_close(replica.grads, gradient, rtol=0, atol=1e-12)
-
-
 def test_frozen_parameters_are_left_out_and_do_not_change() -> None:
     model = perceptron()
     model.fc1.requires_grad_(requires_grad=False)
@@ -175,6 +152,12 @@ def test_frozen_parameters_are_left_out_and_do_not_change() -> None:
         ),
         (nn.ReLU(), "no parameter is trainable"),
         (nn.Sequential(nn.Embedding(3, 2, sparse=True)), "layer 0 has sparse=True, must be False"),
+        (
+            nn.ParameterDict({"edges": torch.eye(2).to_sparse()}),
+            "parameter edges has the layout",
+        ),
+        (nn.Linear(2, 1).to(torch.bfloat16), r"model\.float\(\).*precision: bf16"),
+        (nn.Linear(2, 1).to(torch.float16), r"model\.float\(\).*precision: bf16"),
     ],
 )
 def test_a_model_that_cannot_be_trained_so_is_refused(model: nn.Module, says: str) -> None:
@@ -198,24 +181,6 @@ def test_the_fingerprint_tells_names_shapes_types_and_activations_apart() -> Non
     fingerprints = {Replica(model, "sgd").fingerprint for model in models}
     assert len(fingerprints) == len(models)
     assert Replica(SimpleNN(6, 8, 3), "adam").fingerprint in fingerprints
-
-
-@pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
-def test_clipping_is_pytorchs(factor: float) -> None:
-    model = perceptron()
-    replica = Replica(model, "sgd")
-    forward_backward(replica, *batch())
-    replica.grads.mul_(factor)
-    copy = [nn.Parameter(torch.zeros(place.stop - place.start)) for _, place in replica.layers]
-    for parameter, (_, place) in zip(copy, replica.layers, strict=True):
-        parameter.grad = replica.grads[place].clone()
-
-    expected = nn.utils.clip_grad_norm_(copy, 0.3)
-    norm = replica.clip(GradientClipping(enabled=True, max_norm=0.3))
-
-    assert norm == pytest.approx(expected.item(), rel=1e-6)
-    clipped = torch.cat([p.grad for p in copy if p.grad is not None])
-    torch.testing.assert_close(replica.grads, clipped)
 
 
 def test_a_huge_finite_gradient_has_a_finite_norm() -> None:
@@ -328,19 +293,6 @@ def test_looking_for_the_layer_leaves_no_hooks_and_no_changed_weights() -> None:
     assert torch.equal(replica.params, before)
     assert not any(module._forward_hooks for module in replica.model.modules())
     assert math.isfinite(forward_backward(replica, inputs, targets))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_in_half_precision_are_refused_with_what_to_write(dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match=r"model\.float\(\).*precision: bf16"):
-        Replica(nn.Linear(2, 1).to(dtype), "sgd")
-
-
-def test_a_sparse_parameter_is_refused_by_name() -> None:
-    model = nn.Module()
-    model.edges = nn.Parameter(torch.eye(2).to_sparse())
-    with pytest.raises(ConfigError, match="parameter edges has the layout"):
-        Replica(model, "sgd")
 
 
 class Restless(nn.Module):

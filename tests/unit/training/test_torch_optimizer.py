@@ -19,6 +19,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {"momentum": 0.9}),
     ("sgd", {"momentum": 0.9, "nesterov": True}),
     ("sgd", {"momentum": 0.9, "dampening": 0.5}),
+    ("adam", {}),
     ("adamw", {"betas": (0.8, 0.95), "eps": 1e-6}),
     ("SGD", {"momentum": 0.9}),
     ("RMSprop", {"momentum": 0.5, "centered": True}),
