@@ -20,6 +20,7 @@ from pathlib import Path
 
 from smolcluster.configs.schema import DatasetConfig
 from smolcluster.data.dataset import Dataset
+from smolcluster.data.huggingface import reason_of
 from smolcluster.data.token_cache import Documents, Role, TextSource
 from smolcluster.data.tokens import load_text
 from smolcluster.errors import ConfigError, DataError
@@ -258,7 +259,6 @@ def _decoded(path: Path, start: int, stop: int) -> Iterator[str]:
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
-    reason = getattr(error, "strerror", None) or str(error)
     return DataError(
-        f"{path} cannot be read ({reason}); mend its rights, or take it out of dataset.root"
+        f"{path} cannot be read ({reason_of(error)}); mend its rights, or take it out of dataset.root"
     )

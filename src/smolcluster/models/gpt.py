@@ -249,5 +249,5 @@ def build_gpt(config: GPTConfig, vocab_size: int) -> GPT:
     model = GPT(config, vocab_size)
     if config.pretrained is not None:
         shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-        model.load_state_dict(read_for(config, shapes))
+        model.load_state_dict(read_for(config.pretrained, config, shapes))
     return model

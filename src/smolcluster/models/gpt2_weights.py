@@ -73,8 +73,10 @@ class GPT2Sizes(BaseModel):
         return self.n_inner or 4 * self.n_embd
 
 
-def read_for(config: GPTConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Read the weights in `config.pretrained`, by our names, in our `shapes`, as float32 on the CPU.
+def read_for(
+    folder: Path, config: GPTConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Read the weights in `folder`, by our names, in our `shapes`, as float32 on the CPU.
 
     Position embeddings beyond `max_seq_len` are left out, for no token stands there.
 
@@ -82,14 +84,12 @@ def read_for(config: GPTConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
         CheckpointError: a file is missing or damaged.
         ConfigError: it holds a model of other sizes, of another vocabulary, or no GPT-2.
     """
-    if config.pretrained is None:
-        raise ValueError("the configuration names no pretrained weights")
-    path = config.pretrained / CONFIG_FILE
-    _check_folder(config.pretrained)
+    path = folder / CONFIG_FILE
+    _check_folder(folder)
     sizes = _read_sizes(path)
     _check_sizes(path, sizes, config, shapes["wte.weight"][0])
     theirs = {**shapes, "wpe.weight": (sizes.n_positions, sizes.n_embd)}
-    weights = _read_weights(config.pretrained / WEIGHTS_FILE, theirs)
+    weights = _read_weights(folder / WEIGHTS_FILE, theirs)
     weights["wpe.weight"] = weights["wpe.weight"][: config.max_seq_len].clone()
     return weights
 
@@ -107,12 +107,15 @@ def write_gpt2(weights: Mapping[str, Tensor], config: GPTConfig, folder: Path) -
             raise CheckpointError(
                 f"{folder / name} exists and is not overwritten: name another folder, or remove it"
             )
-    theirs = {f"{PREFIX}{name}": _transposed(name, weights[name]) for name in weights}
+    theirs = {
+        f"{PREFIX}{name}": _transposed(name, each.detach().cpu().float())
+        for name, each in weights.items()
+    }
     text = json.dumps(_config_fields(config, len(weights["wte.weight"])), indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / WEIGHTS_FILE) as draft:
-            _save_tensors(theirs, draft)
+            save_file(theirs, draft, metadata={"format": "pt"})  # the library that wrote it
         with replacing(folder / CONFIG_FILE) as draft:
             draft.write_text(text)
     except (OSError, SafetensorError) as error:
@@ -233,22 +236,18 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         if (folder / PARTS_FILE).exists():
             raise CheckpointError(
-                f"{folder} holds its weights in several files, one is read: {_convert(folder)}"
+                f"{folder} holds its weights in several files, one is read: {_CONVERT.format(folder)}"
             )
         if (folder / PICKLE_FILE).exists():
             raise CheckpointError(
                 f"{folder / PICKLE_FILE} is a pickle, which can run any code and is not read; "
-                f"convert it: {_convert(folder)}"
+                f"convert it: {_CONVERT.format(folder)}"
             )
     try:
         # Not mapped into memory: a disk that fails then ends as an error, not as a signal.
         return load_file(path, backend="pread")
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from error
-
-
-def _convert(folder: Path) -> str:
-    return _CONVERT.format(folder)
 
 
 def _config_fields(config: GPTConfig, vocab_size: int) -> dict[str, object]:
@@ -272,12 +271,6 @@ def _config_fields(config: GPTConfig, vocab_size: int) -> dict[str, object]:
         "bos_token_id": end,
         "eos_token_id": end,
     }
-
-
-def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file; `format` tells transformers which library wrote it."""
-    floats = {name: tensor.detach().cpu().float() for name, tensor in tensors.items()}
-    save_file(floats, path, metadata={"format": "pt"})
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

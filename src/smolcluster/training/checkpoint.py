@@ -221,8 +221,6 @@ class CheckpointStore:
         now: Callable[[], float] = time.time,
     ) -> None:
         """Keep the last `keep_last` checkpoints in `folder`, which the first save makes, and the best one."""
-        if keep_last < 1:
-            raise ValueError(f"keep_last is {keep_last}, must be at least 1")
         self.folder = folder
         self._keep_last = keep_last
         self._log = log
@@ -561,8 +559,6 @@ class CheckpointWriter:
         A snapshot that still waits then is dropped for this newer one, and the log says so.
         """
         with self._changed:
-            if self._ending:
-                raise RuntimeError("no snapshot is taken once the writer has ended")
             dropped, self._waiting = self._waiting, snapshot
             self._spare = dropped or self._spare
             self._changed.notify_all()

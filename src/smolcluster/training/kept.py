@@ -57,9 +57,7 @@ class KeptSteps:
 
     def steps(self) -> list[int]:
         """What there is, in order."""
-        if not self.folder.is_dir():
-            return []
-        names = map(_NAME.fullmatch, (path.name for path in self.folder.iterdir()))
+        names = map(_NAME.fullmatch, (path.name for path in self.folder.glob("*")))
         return sorted(int(name[1]) for name in names if name)
 
     def _place(self, step: int) -> Path:

@@ -27,8 +27,6 @@ def meeting(one: slice, other: slice) -> tuple[slice, slice]:
     """What two ranges have in common, counted from the start of each; empty where that is nothing."""
     first = max(one.start, other.start)
     stop = max(first, min(one.stop, other.stop))
-    if first == stop:
-        return slice(0, 0), slice(0, 0)
     return shifted(slice(first, stop), -one.start), shifted(slice(first, stop), -other.start)
 
 

@@ -240,8 +240,6 @@ class Replica:
 
     def parameter_at(self, index: int) -> str:
         """Return the name of the parameter that the flat tensors' element `index` belongs to."""
-        if not 0 <= index < self.num_params:
-            raise IndexError(f"element {index} is outside 0 to {self.num_params - 1}")
         return self.layers[bisect_right(self._starts, index) - 1][0]
 
     def snapshot(self, out: Tensor | None = None) -> Tensor:
