@@ -19,11 +19,13 @@ from smolcluster.algorithms.PipelineParallel import worker
 from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, StepOutcome
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
-from smolcluster.configs.schema import Precision
+from smolcluster.configs.schema import GPTConfig, Precision
 from smolcluster.data.dataset import Batch, Place
+from smolcluster.models.gpt import GPT
 from smolcluster.server import link
 from smolcluster.training import layer_seeds
 from smolcluster.training.build import build, stage_replica
+from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.compute import Microbatch
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedules.instructions import Instruction, Op, Schedule, stage_ranks
@@ -71,6 +73,27 @@ def parts_of(batches: Sequence[Batch], sizes: Sequence[int]) -> list[Microbatch]
         Microbatch.of(batch, size, Place(SEED, 1, start))
         for batch, size, start in zip(batches, sizes, starts, strict=True)
     ]
+
+
+def gpt(
+    num_layers: int = 6,
+    width: int = 16,
+    *,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    data: tuple[Any, Any] = ([(torch.zeros(6), 0)], None),
+) -> Workload:
+    """Its embedding is its head as well. `data`: to train on, and to hold out."""
+    sizes = GPTConfig(
+        type="GPT",
+        model_dim=width,
+        num_layers=num_layers,
+        num_heads=2,
+        ff_dim=2 * width,
+        max_seq_len=8,
+        dropout=dropout,
+    )
+    return Workload(lambda: GPT(sizes, 11).to(dtype), cross_entropy, *data)
 
 
 def whole(workload: Workload) -> nn.Module:

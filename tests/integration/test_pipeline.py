@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import own_workloads
+import pipelines
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from pipelines import share_generator
 from pretrained_models import adapters, saved
@@ -23,7 +24,7 @@ from smolcluster.algorithms.PipelineParallel.crew import Peer
 from smolcluster.algorithms.PipelineParallel.execution import StepOutcome
 from smolcluster.algorithms.PipelineParallel.worker import Worker
 from smolcluster.algorithms.planning.plan_file import PLAN
-from smolcluster.configs.schema import GPTConfig, Settings
+from smolcluster.configs.schema import Settings
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import (
     ConfigError,
@@ -52,10 +53,7 @@ from smolcluster.wire.messages import LayersMeasured, MeasuredLayer, Message, Pl
 from smolcluster.wire.node import Node
 from tiers import at_night
 
-SIZES = GPTConfig(
-    type="GPT", model_dim=16, num_layers=8, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0
-)
-
+NUM_LAYERS = 8
 OF_ITS_OWN = property(lambda peer: peer.instance)
 """The host of each worker, as if it were on a machine of its own."""
 
@@ -76,7 +74,7 @@ def text() -> list[Any]:
 
 def gpt(dtype: torch.dtype = torch.float32) -> Workload:
     """Its embedding is its head as well."""
-    return Workload(lambda: GPT(SIZES, 11).to(dtype), cross_entropy, text(), text()[:10])
+    return pipelines.gpt(NUM_LAYERS, dtype=dtype, data=(text(), text()[:10]))
 
 
 def fine_tuned(folder: Path) -> Workload:
@@ -301,7 +299,7 @@ def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both say that a layer takes 3 s; one of them takes three times as long in steps."""
-    monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * SIZES.num_layers))
+    monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * NUM_LAYERS))
     settings = settings_for(2, "shard_plan=auto", "num_epochs=4", "batch_size=4")
 
     class Paced(Worker):
@@ -337,7 +335,7 @@ def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
     assert len(cuts) == 2, "and then they stay"
     plan = PLAN.read(tmp_path / "plan.json")
     sizes = {each.machine: each.end - each.start for each in plan.stages}
-    assert sum(sizes.values()) == SIZES.num_layers
+    assert sum(sizes.values()) == NUM_LAYERS
     assert 1 <= sizes["win"] <= 2, "4 before"
     [why] = [line for line in cluster.log_lines if "dealt out again" in line]
     assert "win takes 36 s a microbatch instead of 12 s" in why
@@ -393,9 +391,9 @@ def test_a_stage_that_is_out_of_memory_gets_fewer_layers(
             is_building.wait(DEADLINE_S)
         return cross_entropy(model, batch)
 
-    monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * SIZES.num_layers))
+    monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * NUM_LAYERS))
     settings = settings_for(2, "shard_plan=auto", "num_epochs=1")
-    workload = Workload(lambda: GPT(SIZES, 11), loss, text(), text()[:10], stages=stages)
+    workload = Workload(gpt().maker, loss, text(), text()[:10], stages=stages)
     cluster, workers = started(settings, tmp_path, First, Full, workload=workload)
     cluster.finish(*workers)
     assert_as_alone(cluster, settings, may_repeat=True)
@@ -415,7 +413,7 @@ def test_a_worker_that_is_left_out_of_a_new_plan_shows_no_layers(
                 raise MemoryError
             super().compute(step)
 
-    monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * SIZES.num_layers))
+    monkeypatch.setattr(worker, "measure", lambda *_: costing([1.0] * NUM_LAYERS))
     settings = settings_for(2, "shard_plan=auto", "num_epochs=1", "checkpoint_steps=1")
     cluster, workers = started(settings, tmp_path, None, Shrinking)
     cluster.finish(*workers)
@@ -490,7 +488,7 @@ def test_a_first_plan_that_fits_nowhere_ends_the_run_at_once(
 ) -> None:
     """Also where links were measured before it."""
     monkeypatch.setattr(Peer, "host", OF_ITS_OWN)
-    too_large = costing([0.1] * SIZES.num_layers).model_copy(update={"memory_bytes": 1})
+    too_large = costing([0.1] * NUM_LAYERS).model_copy(update={"memory_bytes": 1})
     monkeypatch.setattr(worker, "measure", lambda *_: too_large)
     settings = settings_for(2, "shard_plan=auto")
     said = failure_of(settings, tmp_path, ConfigError, None, None)
@@ -585,7 +583,7 @@ def test_links_between_machines_are_measured_and_planned_with(
     if is_blocked:
         monkeypatch.setattr(Node, "dial_session", blocked)
     monkeypatch.setattr(Peer, "host", OF_ITS_OWN)
-    monkeypatch.setattr(worker, "measure", lambda *_: costing([0.1] * SIZES.num_layers))
+    monkeypatch.setattr(worker, "measure", lambda *_: costing([0.1] * NUM_LAYERS))
     settings = settings_for(3, "shard_plan=auto", "num_epochs=1")
     cluster = run(settings, tmp_path, gpt())
     assert_as_alone(cluster, settings)

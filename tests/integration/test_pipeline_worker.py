@@ -17,6 +17,7 @@ from torch import nn
 
 import mesh_group
 import own_workloads
+import pipelines
 from harness import SECRET, START_TIMEOUT_S, Cluster, Outcome, free_port, local_settings
 from pipelines import share_generator
 from processes import Processes
@@ -24,9 +25,8 @@ from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.algorithms.PipelineParallel.head import Head, spread
 from smolcluster.algorithms.PipelineParallel.worker import Worker as StageWorker
-from smolcluster.configs.schema import GPTConfig, NodeConfig, Settings, StagesConfig
+from smolcluster.configs.schema import NodeConfig, Settings, StagesConfig
 from smolcluster.errors import ConfigError
-from smolcluster.models.gpt import GPT
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
 from smolcluster.server.assignment import Assigned
@@ -43,9 +43,6 @@ from waiting import eventually
 
 pytestmark = pytest.mark.slow
 
-SIZES = GPTConfig(
-    type="GPT", model_dim=16, num_layers=4, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0
-)
 PLAIN = "outer_lr=1", "outer_momentum=0", "codec_up=null", "codec_down=null"
 """With one worker this is training in one process."""
 NODES = "pi5", "win"
@@ -62,7 +59,7 @@ def gpt(dtype: torch.dtype = torch.float32, num_samples: int = 52) -> Workload:
     generator = torch.Generator().manual_seed(3)
     rows = torch.randint(0, 11, (num_samples, 9), generator=generator)
     text = [(each[:-1], each[1:]) for each in rows]
-    return Workload(lambda: GPT(SIZES, 11).to(dtype), cross_entropy, text, text[:10])
+    return pipelines.gpt(4, dtype=dtype, data=(text, text[:10]))
 
 
 class Pipeline:

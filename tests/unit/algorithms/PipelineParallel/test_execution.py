@@ -7,26 +7,14 @@ from pipelines import (
     alone,
     even_cuts,
     executions,
+    gpt,
     gradients_of,
     parts_of,
     run_step,
     stages_of,
 )
-from smolcluster.configs.schema import GPTConfig
 from smolcluster.data.dataset import Batch
-from smolcluster.models.gpt import GPT
-from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.schedules.instructions import generate, stage_ranks
-from smolcluster.training.workload import Workload
-
-SIZES = GPTConfig(
-    type="GPT", model_dim=16, num_layers=6, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0
-)
-
-
-def gpt() -> Workload:
-    """Its embedding is its head as well."""
-    return Workload(lambda: GPT(SIZES, 11), cross_entropy, [(torch.zeros(6), 0)])
 
 
 def tokens(num: int) -> list[Batch]:

@@ -9,26 +9,20 @@ import torch
 from torch import Tensor
 
 from peers import opened
-from pipelines import stages_of, whole
+from pipelines import gpt, stages_of, whole
 from smolcluster.algorithms.PipelineParallel.part_copy import (
     CopyStream,
     StagePart,
     copy_frames,
 )
-from smolcluster.configs.schema import GPTConfig, GradientClipping
+from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ProtocolError
-from smolcluster.models.gpt import GPT
-from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.local_copy import InProcess, LocalCopy
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.places import common, total, without
 from smolcluster.training.replica import Replica
-from smolcluster.training.workload import Workload
 from smolcluster.wire.messages import CopyOrder, CopyPiece, Message
 
-SIZES = GPTConfig(
-    type="GPT", model_dim=8, num_layers=4, num_heads=2, ff_dim=16, max_seq_len=8, dropout=0.0
-)
 NBYTES = 400
 """Of the pieces that values come in: no parameter's."""
 
@@ -37,7 +31,7 @@ class Both:
     """The same copy in one process, and in parts on two, of which the first has first and last layers."""
 
     def __init__(self) -> None:
-        workload = Workload(lambda: GPT(SIZES, 11), cross_entropy, [(torch.ones(1), 1)])
+        workload = gpt(4, 8)
         self.replica = replica = Replica(whole(workload), "sgd")
         middle = [place for number, (_, place) in enumerate(replica.layers) if number % 3 == 0]
         others = [place for _, place in replica.layers if place not in middle]
@@ -219,7 +213,7 @@ def test_what_there_is_not_cannot_be_asked_for() -> None:
 
 
 def test_moments_of_other_layers_are_not_taken_up() -> None:
-    workload = Workload(lambda: GPT(SIZES, 11), cross_entropy, [(torch.ones(1), 1)])
+    workload = gpt(4, 8)
     layers = Replica(whole(workload), "adamw").layers
     one, other = (StagePart([each], layers) for each in stages_of(workload, [0, 2, 4], "adamw"))
     kept = {name: torch.full_like(each, 3.0) for name, each in one.moments.items()}

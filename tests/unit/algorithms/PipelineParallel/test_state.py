@@ -4,25 +4,17 @@ import pytest
 import torch
 
 from peers import opened
-from pipelines import stages_of
+from pipelines import gpt, stages_of
 from smolcluster.algorithms.PipelineParallel.execution import OwnStage
 from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames, tensors_of
-from smolcluster.configs.schema import GPTConfig
 from smolcluster.errors import ProtocolError
-from smolcluster.models.gpt import GPT
-from smolcluster.training.builtin import cross_entropy
-from smolcluster.training.workload import Workload
 from smolcluster.wire.messages import Planned, StageState
 
-SIZES = GPTConfig(
-    type="GPT", model_dim=8, num_layers=2, num_heads=2, ff_dim=16, max_seq_len=8, dropout=0.0
-)
 PIECE_NBYTES = 100
 
 
 def stage() -> OwnStage:
-    workload = Workload(lambda: GPT(SIZES, 11), cross_entropy, [(torch.ones(1), 1)])
-    return stages_of(workload, [0, 1, 2], "adamw")[0]
+    return stages_of(gpt(2, 8), [0, 1, 2], "adamw")[0]
 
 
 def sent(step: int = 3) -> tuple[OwnStage, list[tuple[StageState, bytearray]]]:

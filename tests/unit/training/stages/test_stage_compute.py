@@ -1,11 +1,13 @@
 """A step's microbatches through all stages, by every schedule: one process's loss and gradients."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import pipelines
 from pipelines import (
     SEED,
     GatedModel,
@@ -17,10 +19,8 @@ from pipelines import (
     stages_of,
     whole,
 )
-from smolcluster.configs.schema import GPTConfig
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import ProtocolError, UserCodeError
-from smolcluster.models.gpt import GPT
 from smolcluster.models.SimpleNN import SimpleNN
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.schedules.instructions import SCHEDULES, generate, stage_ranks
@@ -64,18 +64,7 @@ def simple() -> Workload:
     )
 
 
-def gpt(dropout: float = 0.0) -> Workload:
-    """Its embedding is its head as well."""
-    sizes = GPTConfig(
-        type="GPT",
-        model_dim=16,
-        num_layers=6,
-        num_heads=2,
-        ff_dim=32,
-        max_seq_len=8,
-        dropout=dropout,
-    )
-    return Workload(lambda: GPT(sizes, 11).double(), cross_entropy, [(torch.zeros(6), 0)])
+gpt = partial(pipelines.gpt, dtype=torch.float64)
 
 
 def gated_loss(model: nn.Module, batch: Batch) -> Terms:
@@ -233,8 +222,8 @@ def test_a_loss_that_is_none_is_named_where_it_is_written() -> None:
 def test_dropout_depends_neither_on_the_cut_nor_on_the_schedule(
     schedule: str, ranks: int, recompute: bool
 ) -> None:
-    whole, stage = run(gpt(0.3), "gpipe", 1, tokens())
-    loss, stages = run(gpt(0.3), schedule, ranks, tokens(), recompute=recompute)
+    whole, stage = run(gpt(dropout=0.3), "gpipe", 1, tokens())
+    loss, stages = run(gpt(dropout=0.3), schedule, ranks, tokens(), recompute=recompute)
     assert loss.total == pytest.approx(whole.total, rel=1e-9)
     assert_close(summed(stages), gradients_of(stage))
     without, _ = run(gpt(), "gpipe", 1, tokens())
