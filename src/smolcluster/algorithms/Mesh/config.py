@@ -174,7 +174,12 @@ class MeshConfig(AlgorithmConfig, ScheduleKeys):
                 raise ConfigError(
                     f"mesh.{key} is true, but mesh.tp is 1: raise mesh.tp, or set it to false"
                 )
-        self._check_sharding()
+        told = None if self.sharding is None else read_sharding(self.sharding)
+        if told is not None and (told.tp, told.pp) != (sizes.tp, sizes.pp):
+            raise ConfigError(
+                f"sharding has stages of {told.tp} ranks, {told.pp} in all, but mesh is {sizes}: set "
+                f"mesh.tp to {told.tp} and mesh.pp to {told.pp}, or change the file"
+            )
         if self.compile and sizes.pp > 1 and self.schedule_name in SPLIT:
             raise ConfigError(
                 f"compile is true, but schedule {self.schedule} puts weight gradients off, and a compiled "
@@ -198,14 +203,6 @@ class MeshConfig(AlgorithmConfig, ScheduleKeys):
                 f"a step has {num_samples} samples, which {ranks} (dp x fsdp) "
                 f"cannot divide into {self.microbatches} microbatches each: change batch_size so that "
                 f"a step has a multiple of {parts}, or microbatches"
-            )
-
-    def _check_sharding(self) -> None:
-        told = None if self.sharding is None else read_sharding(self.sharding)
-        if told is not None and (told.tp, told.pp) != (self.mesh.tp, self.mesh.pp):
-            raise ConfigError(
-                f"sharding has stages of {told.tp} ranks, {told.pp} in all, but mesh is {self.mesh}: set "
-                f"mesh.tp to {told.tp} and mesh.pp to {told.pp}, or change the file"
             )
 
 

@@ -156,22 +156,17 @@ class Group:
         except (RuntimeError, BrokenPipeError, UserCodeError) as error:
             if not is_of_another(error):
                 raise
-            loss = self._wait_for_loss() or RankLost(
-                f"the ranks of this worker have parted: {error}"
-            )
+            end = time.monotonic() + END_TIMEOUT_S
+            while (loss := self._ended()) is None and time.monotonic() < end:
+                time.sleep(POLL_S / 4)
             self._kill()
+            loss = loss or RankLost(f"the ranks of this worker have parted: {error}")
             raise loss from error
         finally:
             self._under_way = None
         self._is_within = False
         if order != START:
             self._longest_s = max(self._longest_s, time.monotonic() - began)
-
-    def _wait_for_loss(self) -> RankLost | None:
-        end = time.monotonic() + END_TIMEOUT_S
-        while (loss := self._ended()) is None and time.monotonic() < end:
-            time.sleep(POLL_S / 4)
-        return loss
 
     def _ended(self) -> RankLost | None:
         for rank, child in self.children.items():

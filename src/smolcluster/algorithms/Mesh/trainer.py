@@ -1,7 +1,7 @@
 """Training steps on a mesh, equal to those of one process with the same batches."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.layers_watch import LayersWatch
 from smolcluster.algorithms.Mesh.links import MeshLinks
 from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, TiedWeights, sum_replicas
-from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, Style, seed_parts, spread
+from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, seed_parts, spread
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Place
 from smolcluster.data.permutation import EpochOrders, Range
@@ -82,7 +82,6 @@ class MeshTrainer:
         groups: Groups,
         *,
         seed: int,
-        plan: Mapping[str, Style] = OWN_PLAN,
         meter: Meter | None = None,
     ) -> None:
         """Build this rank's stages; all ranks must do so at once. `meter` counts where its time goes.
@@ -109,7 +108,7 @@ class MeshTrainer:
         schedule = config.instructions()
         ranks = stage_ranks(schedule)
         cuts = config.cut(layers, len(ranks))
-        plan = {**config.plan, **plan}  # the first pattern that fits is taken
+        plan = {**config.plan, **OWN_PLAN}  # the first pattern that fits is taken
         self.slots: list[Slot] = []
         self._stages: dict[int, StageCompute] = {}
         tied: set[str] = set()
