@@ -33,10 +33,9 @@ from smolcluster.launch.jobs.scheduler import SUBMIT_FILE, Job
 from smolcluster.launch.jobs.slurm import sbatch_script
 from smolcluster.launch.kept import (
     StoredOptions,
-    content_of,
+    cluster_bytes,
     keep,
     keep_prediction,
-    without_env,
 )
 from smolcluster.launch.observe.beside import announce, beside_others, stack_for, within_reach
 from smolcluster.launch.places import (
@@ -258,7 +257,7 @@ class Site:
             overrides=(*self.request.overrides, *workload_overrides(self.request.workload)),
             script=self.request.script,
         )
-        cluster_file = content_of(self.cluster_file, self.request.without)
+        cluster_file = cluster_bytes(self.cluster_file, self.request.without, travels=False)
         packed = None if code is None else code.packed
         keep(paths, cluster_file, self.train_file.read_bytes(), told, packed)
 
@@ -353,7 +352,7 @@ class Cluster(Site):
         check_port(host_of(launched.server), launched.port)
         machines, secret = self._machines.values(), ensure_secret(own_secret_file()).key
         make_ready(machines, secret, say, project=self._project, sync=self.how.sync)
-        cluster_file = without_env(self.cluster_file, self.request.without)
+        cluster_file = cluster_bytes(self.cluster_file, self.request.without)
         put_configuration(launched, cluster_file, self.train_file.read_bytes(), self._code)
         check_packets(self.settings.cluster, self._machines)
         paths = super().make_ready(launched, say)
@@ -425,7 +424,7 @@ class Scheduled(Site):
         job = Job(process, command, ranks, cluster.port, cluster.restarts)
         if self._on == "slurm":
             return sbatch_script(job, cluster.slurm)
-        contents = without_env(self.cluster_file), self.train_file.read_bytes()
+        contents = cluster_bytes(self.cluster_file), self.train_file.read_bytes()
         files = dict(zip(names, map(bytes.decode, contents), strict=True))
         objects = kubernetes.manifests(replace(job, files=files), cluster.kubernetes)
         return kubernetes.to_yaml(objects)

@@ -124,21 +124,20 @@ def request_again(
     return request
 
 
-def content_of(cluster_file: Path, without: Sequence[str] = ()) -> bytes:
-    """A cluster file, without these nodes."""
-    if not without:
-        return cluster_file.read_bytes()
-    return dump_yaml(cluster_without(cluster_file, without)).encode()
+def cluster_bytes(
+    cluster_file: Path, without: Sequence[str] = (), *, travels: bool = True
+) -> bytes:
+    """A cluster file, without these nodes, as it is kept here or `travels`.
 
-
-def without_env(cluster_file: Path, without: Sequence[str] = ()) -> bytes:
-    """A cluster file as it may travel: what one machine's environment holds is nobody else's business."""
+    What one machine's environment holds is nobody else's business.
+    """
     raw = cluster_without(cluster_file, without)
     nodes = {name: node or {} for name, node in (raw.get("nodes") or {}).items()}
-    if any("env" in node for node in nodes.values()):
+    has_env = travels and any("env" in node for node in nodes.values())
+    if not (without or has_env):
+        return cluster_file.read_bytes()
+    if has_env:
         for node in nodes.values():
             node.pop("env", None)
         raw["nodes"] = nodes
-    elif not without:
-        return cluster_file.read_bytes()
     return dump_yaml(raw).encode()

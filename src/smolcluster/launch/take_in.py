@@ -20,7 +20,7 @@ from smolcluster.configs.schema import ClusterConfig, Settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, Rejected
 from smolcluster.launch.host import shell_path
-from smolcluster.launch.kept import check_launched_here, without_env
+from smolcluster.launch.kept import check_launched_here, cluster_bytes
 from smolcluster.launch.places import (
     machines_of,
     own_secret_file,
@@ -146,7 +146,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         one_of_each = {each.node: each for each in processes}.values()
         for process in one_of_each:
             host = machines[process.node].host
-            put(host, f"{process.run_dir}/{CLUSTER_FILE}", without_env(file))
+            put(host, f"{process.run_dir}/{CLUSTER_FILE}", cluster_bytes(file))
             if code is not None and packed.is_file():
                 put_code(host, process.run_dir, packed.read_bytes(), code)
         for process in processes:

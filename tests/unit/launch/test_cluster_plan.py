@@ -28,7 +28,7 @@ from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch import places
 from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.host import Done, Host
-from smolcluster.launch.kept import StoredOptions, keep, without_env
+from smolcluster.launch.kept import StoredOptions, cluster_bytes, keep
 from smolcluster.launch.places import keys_of, machines_of, place_overrides
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
@@ -368,7 +368,7 @@ def test_a_machine_s_environment_does_not_travel_to_the_others(tmp_path: Path) -
     file.write_text(
         "port: 6000\nnodes: {pi5: {env: {HF_TOKEN: sentinel}, threads: 2}, mini1: null}\n"
     )
-    sent = without_env(file)
+    sent = cluster_bytes(file)
     assert b"sentinel" not in sent
     (tmp_path / "sent.yaml").write_bytes(sent)
     assert read_config(tmp_path / "sent.yaml", "cluster") == {
@@ -376,7 +376,7 @@ def test_a_machine_s_environment_does_not_travel_to_the_others(tmp_path: Path) -
         "nodes": {"pi5": {"threads": 2}, "mini1": {}},
     }
     file.write_text("port: 6000  # as it is\n")
-    assert without_env(file) == file.read_bytes()
+    assert cluster_bytes(file) == file.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from smolcluster.launch.advise.speed import (
 )
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Host, host_of
-from smolcluster.launch.kept import without_env
+from smolcluster.launch.kept import cluster_bytes
 from smolcluster.launch.links import Say, Way, measure_all_ways
 from smolcluster.launch.places import machines_of, project_root
 from smolcluster.launch.plan import Machine, Request
@@ -245,7 +245,7 @@ def question(named: Request, **more: Any) -> bytes:
     )
     contents = {
         ASKED_FILE: ASKED.text(asked),
-        CLUSTER_FILE: without_env(cluster_file),
+        CLUSTER_FILE: cluster_bytes(cluster_file),
         TRAIN_FILE: train_file.read_bytes(),
     }
     if code is not None:
