@@ -575,20 +575,12 @@ def is_local_address(address: str) -> bool:
 
 def _listen_on(address: str, port: int) -> socket.socket:
     where = format_address(address, port)
-    listener: socket.socket | None = None
     try:
         family, sockaddr = _resolve(address, port)
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(sockaddr)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
+        listener = socket.create_server(sockaddr, family=family, backlog=_BACKLOG)
     except OSError as error:
-        if listener is not None:
-            listener.close()
         raise _listen_error(where, address, error) from None
+    listener.setblocking(False)
     return listener
 
 

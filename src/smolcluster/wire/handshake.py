@@ -15,6 +15,7 @@ without a proof, which is all that a stranger gets, is `unproved`: anybody may h
 
 import hmac
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
@@ -241,23 +242,17 @@ def refuse(
         retry_after_s: when the client may ask again, seconds; None: never.
     """
     talk = client.talk
-    try:
+    with suppress(PeerLost):
         talk.say(Reject(code=code, sentence=sentence, retry_after_s=retry_after_s))
         talk.prove("server")
-    except PeerLost:
-        talk.connection.close()
-    else:
-        talk.connection.finish()
+    talk.connection.finish()
 
 
 def reject(connection: Connection, code: str, sentence: str) -> None:
     """Refuse a stranger, without a proof. Closes the connection, and never raises for a lost client."""
-    try:
+    with suppress(PeerLost):
         connection.send(Reject(code=code, sentence=sentence))
-    except PeerLost:
-        connection.close()
-    else:
-        connection.finish()
+    connection.finish()
 
 
 def _client_handshake(talk: Talk, hello: Hello, expected: type[A]) -> A:
