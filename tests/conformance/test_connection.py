@@ -93,17 +93,6 @@ def test_both_directions_carry_full_buckets_at_once(kind: str) -> None:
             sender.join(DEADLINE_S)
 
 
-def test_a_payload_lies_in_the_same_memory_each_time(kind: str) -> None:
-    with connection_pair(kind) as (one, other):
-        one.send(push(16), b"a" * 16)
-        one.send(push(16), b"b" * 16)
-        _, first = other.receive()
-        assert bytes(first) == b"a" * 16
-        _, second = other.receive()
-        assert bytes(second) == b"b" * 16
-        assert second.obj is first.obj
-
-
 class Places:
     """Memory of the test's own for the payloads of pushes, with something else around it."""
 

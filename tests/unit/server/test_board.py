@@ -53,10 +53,6 @@ def setting() -> Setting:
     return Setting()
 
 
-def test_a_board_begins_empty(setting: Setting) -> None:
-    assert setting.board.workers() == []
-
-
 def test_who_joined_is_on_the_board_by_rank(setting: Setting) -> None:
     setting.join(3, "win", "cuda")
     setting.join(1, "pi5")
@@ -180,13 +176,6 @@ def test_applied_pushes_count_for_the_run_and_for_their_worker() -> None:
     pi5, win = tally.workers[1], tally.workers[2]
     assert (pi5.rank, pi5.node, pi5.samples, pi5.mean_staleness) == (0, "pi5", 64, 1.5)
     assert (win.rank, win.node, win.samples, win.mean_staleness) == (1, "win", 8, 1.0)
-
-
-def test_a_worker_that_never_pushed_has_no_staleness() -> None:
-    tally = Tally.empty()
-    worker = tally.worker(3, "macbook")
-    assert (worker.rank, worker.samples, worker.mean_staleness) == (2, 0, 0.0)
-    assert tally.pushes["applied"] == 0
 
 
 def test_a_worker_id_keeps_its_counts_when_another_machine_takes_it_over() -> None:

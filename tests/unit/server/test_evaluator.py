@@ -1,6 +1,5 @@
 """Evaluation in the background: a snapshot, one at a time, in nobody's way."""
 
-import copy
 import signal
 import threading
 from collections.abc import Iterator
@@ -200,24 +199,3 @@ def test_on_a_device_for_one_thread_the_caller_evaluates_unless_it_is_told_to_st
         with pytest.raises(Interrupted):
             evaluator.after_step(3, 0)
     assert session_threads() == []
-
-
-def test_a_model_that_cannot_be_copied_is_made_again(training: TrainingContext) -> None:
-    made = training.workload.maker
-    assert callable(made)
-
-    def locked() -> nn.Module:
-        model: nn.Module = made()
-        model.lock = threading.Lock()  # type: ignore[assignment]
-        return model
-
-    workload = copy.copy(training.workload)
-    workload.maker = locked
-    context = replace(training, workload=workload, replica=Replica(locked(), "sgd"))
-    steps = Steps(context)
-    with steps.evaluator:
-        steps.take(1)
-        _, _, evaluation = steps.next()
-    alone = context.evaluate()
-    assert alone is not None
-    assert evaluation.loss == pytest.approx(alone.loss, rel=1e-6)

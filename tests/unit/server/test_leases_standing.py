@@ -165,13 +165,6 @@ def test_a_range_with_two_holders_stands_once() -> None:
     assert leases.state == DispatcherState(cursor=(0, 0, 10), waiting=[(0, 0, 10)])
 
 
-def test_a_new_dispatcher_stands_at_the_beginning() -> None:
-    leases = dispatcher()
-    assert leases.state == DispatcherState(cursor=(0, 0, 0), waiting=[])
-    leases.resume(leases.state, 0)
-    assert must(leases.grant(1, 0.0)).key.start == 0
-
-
 def test_a_finished_dispatcher_has_no_more_unless_there_are_more_epochs() -> None:
     history = begun(dispatcher())
     history.finish()

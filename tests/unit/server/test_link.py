@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from connection_pairs import push, tensor
 from harness import local_settings
 from lives import LEASE, Life, end, run_config
 from peers import DEADLINE_S, Echo, HandledDoor, follower
-from smolcluster.configs.schema import DatasetPlace, NodeConfig
+from smolcluster.configs.schema import NodeConfig
 from smolcluster.errors import (
     ConfigError,
     ConnectTimeout,
@@ -227,17 +226,6 @@ def test_what_may_be_the_run_s_fault_is_everybodys_affair(
     assert (fault.code, fault.sentence) == (code, str(error))
     hand.leave()
     assert worker.failure() is error
-
-
-def test_a_machine_without_the_data_says_so_before_it_is_ready(
-    life: Life[Helper], tmp_path: Path
-) -> None:
-    node = NodeConfig(device="cpu", dataset=DatasetPlace(root=tmp_path, download=False))
-    worker = life.begin(node=node)
-    hand = life.door.admit(run_config("run-1", "dataset.name=MNIST", "model.input_dim=784"))
-    assert "it cannot go on" in hand.hear_a(Goodbye).reason
-    hand.leave()
-    assert isinstance(worker.failure(), DataError)
 
 
 @pytest.mark.parametrize("tokenizer", ["/etc/passwd", "/etc/nothing", "./pair"])

@@ -300,17 +300,6 @@ def test_nobody_waits_for_a_copy_but_who_changes_the_weights(
     assert shelf.rest() == []
 
 
-def test_what_is_saved_can_be_gone_on_from(shared_parts: Parts, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoints", 99, logger([]))
-    training = Training(shared_parts, store, None)
-    with training.saver:
-        training.steps(3)
-    found = store.newest_good()
-    assert found is not None
-    assert_is_of(found, 3)
-    assert found.state.train_loss == 0.5
-
-
 def test_memory_that_is_used_again_is_not_used_too_early(shared_parts: Parts) -> None:
     """A slow disk: what is being written stays as it was while later steps are copied."""
     gate: queue.SimpleQueue[None] = queue.SimpleQueue()

@@ -136,23 +136,6 @@ def test_they_move_towards_a_workers_weights(num_stores: int) -> None:
     torch.testing.assert_close(replica.params, 0.75 * before + 0.25 * theirs)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])
-def test_other_stores_go_on_where_some_have_stopped(before: int, after: int) -> None:
-    ours, reference = new_replica(), new_replica()
-    for gradient in gradients(ours):
-        train(Stores(reference), gradient)
-    stores = Stores(ours, before)
-    for number, gradient in enumerate(gradients(ours)):
-        if number == 2:
-            resumed = new_replica()
-            resumed.load(ours.params)
-            for name, tensor in ours.optimizer.state.items():
-                resumed.optimizer.state[name].copy_(tensor)
-            ours, stores = resumed, Stores(resumed, after)
-        train(stores, gradient)
-    assert torch.equal(ours.params, reference.params)
-
-
 def test_a_store_needs_nothing_but_its_own_slice() -> None:
     """As on a machine of its own: memory, optimizer and counts are nobody else's."""
     whole = new_replica()

@@ -194,18 +194,6 @@ def test_a_worker_whom_nobody_answers_is_put_out_and_its_seat_is_free(
     assert "too busy" in gone.reason
 
 
-def test_a_worker_that_leaves_while_it_is_let_in_frees_its_seat(house: House) -> None:
-    future = house.knock()
-    asked = next_event(house.inbox, JoinRequest)
-    asked.answer.set_result(Admitted())
-    future.result(DEADLINE_S).leave()
-    event = house.inbox.get(DEADLINE_S)
-    if isinstance(event, SessionOpened):
-        event = house.inbox.get(DEADLINE_S)
-    assert isinstance(event, SessionClosed)
-    assert event.session_id == asked.session_id
-
-
 def test_a_stranger_makes_room_for_the_newest(house: House) -> None:
     hand, _ = house.admit()
     house.flood(MAX_UNPROVED + 2)

@@ -18,7 +18,6 @@ from smolcluster.wire.messages import (
     MESSAGES,
     PS,
     SESSION,
-    WEIGHTS,
     Ack,
     Commit,
     Heartbeat,
@@ -185,23 +184,6 @@ def test_wrong_types_and_bounds_are_refused(kind: str, name: str, value: object)
     good = one(kind)
     with pytest.raises(ProtocolError, match=f"{kind}: field '{name}"):
         decode(good.KIND, as_header({**fields(good), name: value}))
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "meant"),
-    [
-        ("Assignment", "first_bucket", 0),
-        ("Assignment", "backup", False),
-        ("Pull", "buckets", None),
-        ("State", "content", WEIGHTS),
-        ("Commit", "tensor", None),
-    ],
-    ids=["every bucket", "no backup", "all weights", "weights", "no digests"],
-)
-def test_what_is_left_out_means_the_usual(kind: str, name: str, meant: object) -> None:
-    good = one(kind)
-    rest = {key: value for key, value in fields(good).items() if key != name}
-    assert getattr(decode(good.KIND, as_header(rest)), name) == meant
 
 
 def test_the_longest_pull_fits_in_a_header() -> None:

@@ -13,7 +13,6 @@ from connection_pairs import (
     BUCKET_BYTES,
     connection_pair,
     push,
-    speak_when_waited_for,
     telemetry,
 )
 from peers import DEADLINE_S, Echo, Hand, next_event, session_threads
@@ -30,7 +29,6 @@ from smolcluster.wire.messages import (
     Message,
     Pull,
     Push,
-    Ready,
     Telemetry,
     frame_of,
 )
@@ -299,22 +297,6 @@ def test_heartbeats_are_not_counted_as_frames_that_were_queued(ends: Ends) -> No
     assert (session.num_queued, session.num_gone) == (1, 1)
 
 
-def test_heartbeats_keep_an_idle_session_alive_beyond_the_timeout(ends: Ends) -> None:
-    """The peer only says that it lives, each time half of the timeout has passed."""
-    count, enough = itertools.count(1), threading.Event()
-
-    def beat() -> None:
-        ends.peer.say(Heartbeat(sent_at=1.0))
-        if next(count) == 5:
-            enough.set()
-
-    ends.ours.stall_timeout_s = 0.1
-    speak_when_waited_for(ends.ours, beat)
-    session = ends.session()
-    assert enough.wait(DEADLINE_S)
-    assert not session.is_cut
-
-
 def test_a_finished_session_sends_what_is_queued_and_ends_when_the_peer_closes(ends: Ends) -> None:
     session = ends.session(starts=False, max_queued=10)  # though the queue is full
     for _ in range(10):
@@ -356,14 +338,6 @@ def test_a_receiver_that_refuses_a_message_ends_the_session(ends: Ends) -> None:
     ends.session(receiver=Refusing())
     ends.peer.say(push(16), bytes(16))
     assert "not of the agreed shape" in ends.reason()
-
-
-def test_what_a_worker_must_not_say_ends_the_session(ends: Ends) -> None:
-    ends.session()
-    ends.peer.say(ACK)
-    reason = ends.reason()
-    assert "unexpected Ack" in reason
-    assert Ready.__name__ in reason
 
 
 def fail(*arguments: object) -> Any:
