@@ -162,7 +162,8 @@ def test_a_damaged_payload_is_not_handed_out_wherever_it_lies(kind: str) -> None
             raw.sendall(frame)
             with pytest.raises(ProtocolError, match="payload damaged"):
                 connection.receive(place_for=place_for)
-            assert connection.broken
+            with pytest.raises(PeerLost, match="closed for receiving"):
+                connection.receive()
 
 
 @pytest.mark.parametrize("place_for", [Places(16), nowhere])
@@ -177,7 +178,8 @@ def test_of_a_payload_in_tls_a_damaged_record_is_not_handed_out(place_for: Place
         one._socket.sendall(records)
         with pytest.raises(SmolclusterError):
             other.receive(place_for=place_for)
-        assert other.broken
+        with pytest.raises(PeerLost, match="closed for receiving"):
+            other.receive()
 
 
 def test_a_message_for_which_there_is_no_place_ends_the_connection(kind: str) -> None:
@@ -202,7 +204,6 @@ def test_a_frame_cut_anywhere_loses_the_peer(kind: str, frame: bytes) -> None:
             raw.close()
             with pytest.raises(PeerLost, match="peer: session: "):
                 connection.receive(place_for=Places(16))
-            assert connection.broken
             with pytest.raises(PeerLost, match="closed for receiving"):
                 connection.receive()
 
@@ -219,7 +220,8 @@ def test_every_flipped_bit_ends_the_connection(kind: str) -> None:
             expected = SmolclusterError if bit // 8 in LENGTH_FIELDS else ProtocolError
             with pytest.raises(expected):
                 connection.receive()
-            assert connection.broken
+            with pytest.raises(PeerLost, match="closed for receiving"):
+                connection.receive()
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,8 @@ def test_what_the_protocol_forbids_ends_the_connection(
         finally:
             tracemalloc.stop()
         assert peak < 256 * 1024
-        assert connection.broken
+        with pytest.raises(PeerLost, match="closed for receiving"):
+            connection.receive()
 
 
 def test_only_the_expected_kinds_are_heard(kind: str) -> None:
@@ -339,7 +342,6 @@ def test_a_peer_that_does_not_read_is_lost(kind: str) -> None:
         with pytest.raises(PeerLost, match=r"took no byte for 0\.1 s"):
             for _ in range(1000):
                 connection.send(push(BUCKET_BYTES), bytes(BUCKET_BYTES))
-        assert connection.broken
         with pytest.raises(PeerLost, match="closed for sending"):
             connection.send(Heartbeat(sent_at=1.0))
         assert connection.receive()[0] == Heartbeat(sent_at=1.0)

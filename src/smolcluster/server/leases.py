@@ -164,7 +164,7 @@ class Dispatcher:
         range_ = Range.of(key)
         if key.incarnation != self.incarnation:
             return "late"
-        if range_ in self._applied or range_.epoch < self._oldest_kept_epoch():
+        if range_ in self._applied or range_.epoch < min(self._orders, default=0):
             return "duplicate"
         lease = self._open.get(range_, {}).get(key.grant)
         return "open" if lease and lease.holder == holder else "late"
@@ -321,9 +321,6 @@ class Dispatcher:
         if range_.epoch not in self._orders:
             self._orders[range_.epoch] = self._permutation(range_.epoch)
         return self._orders[range_.epoch][range_.start : range_.stop]
-
-    def _oldest_kept_epoch(self) -> int:
-        return min(self._orders, default=0)
 
     def _forget_finished_epochs(self) -> None:
         """Keep orders and applied ranges of epochs in progress only, so that memory stays small."""

@@ -105,16 +105,14 @@ class Link(Session, Receiver):
         self,
         connection: Connection,
         heartbeat_timeout_s: float,
-        report: Callable[["Link"], Message | None] = lambda _: None,
-        place: WorkerSetup | None = None,
-        kept: KeptSteps | None = None,
+        report: Callable[["Link"], Message | None],
+        place: WorkerSetup,
+        kept: KeptSteps | None,
     ) -> None:
-        """`report`: what to tell the server of this worker with each heartbeat. `place`: for `dial`."""
+        """`report`: what to tell the server of this worker with each heartbeat. `place`: this process."""
         self.kept = kept
         """Where the worker keeps what is its own of this run; None: nowhere."""
-        self.place = place
-        """Of this worker's process; None: it needs no peers but the server."""
-        self._whom = place.whom if place else "the server"
+        self.place, self._whom = place, place.whom
         self._told_trouble = ""
         self._others: list[Session] = []
         """Sessions with other peers, which last as long as this one."""
@@ -169,7 +167,6 @@ class Link(Session, Receiver):
             ConnectTimeout: nobody answered in time.
             Rejected, VersionDiffers, AuthError: it does not let this worker in.
         """
-        assert self.place is not None  # noqa: S101 - only a worker's process has peers
         session = self.place.dial_session(
             address,
             sets,
@@ -186,7 +183,7 @@ class Link(Session, Receiver):
     def hear_trouble(self, trouble: str) -> None:
         """Log what the server cannot do, once each time that it changes."""
         before, self._told_trouble = self._told_trouble, trouble
-        if self.place is None or trouble == before:
+        if trouble == before:
             return
         said = f"{self._whom} says: {trouble}" if trouble else f"{self._whom} can save again"
         self.place.log.log(logging.WARNING if trouble else logging.INFO, "%s", said)
@@ -352,10 +349,10 @@ class _Life:
         before, place = self._welcome, self._place
         if before is None or not _same_bench(before, welcome):
             self._build(welcome)
-        elif not _same_server(before, welcome):
+        elif (before.run, before.incarnation) != (welcome.run, welcome.incarnation):
             place.log.info("%s was started again; starting afresh with it", place.whom)
             self._training.replica.optimizer.reset()  # the server sends the weights
-            self._participant = None
+            self._participant = None  # the server knows nothing of what it was owed
         self._welcome = welcome
         self._training.wait_until_ready(check)
         if self._participant is not None:
@@ -442,11 +439,6 @@ class _Life:
             weights=replica.digest() if says_weights else None,
             steps_alone=self._training.steps_alone,
         )
-
-
-def _same_server(before: Welcome, now: Welcome) -> bool:
-    """A server that has started anew knows nothing of what it was owed."""
-    return (before.run, before.incarnation) == (now.run, now.incarnation)
 
 
 def _same_bench(before: Welcome, now: Welcome) -> bool:

@@ -123,7 +123,8 @@ class Counts:
         tally.epoch_samples[epoch] += samples.num_samples
         if not math.isnan(loss):
             tally.epoch_terms[epoch] += num_terms
-            tally.epoch_loss[epoch] = _finite(tally.epoch_loss[epoch] + loss * num_terms)
+            total, most = tally.epoch_loss[epoch] + loss * num_terms, sys.float_info.max
+            tally.epoch_loss[epoch] = max(-most, min(total, most))  # JSON has no infinity
         in_epoch = min(self.epoch_size, self.total_samples - epoch * self.epoch_size)
         return tally.epoch_samples[epoch] == in_epoch
 
@@ -190,8 +191,3 @@ class Counts:
             )
             for _, worker in sorted(self.tally.workers.items())
         ]
-
-
-def _finite(total: float) -> float:
-    """JSON has no infinity, which a sum of finite losses may reach."""
-    return max(-sys.float_info.max, min(total, sys.float_info.max))

@@ -169,11 +169,6 @@ class Connection:
         _tune(sock)
 
     @property
-    def broken(self) -> bool:
-        """Whether a read or a write failed; the connection is then good for nothing but `close`."""
-        return self._send_broken or self._receive_broken
-
-    @property
     def is_closed(self) -> bool:
         return self._socket.fileno() < 0
 
@@ -381,7 +376,8 @@ class Connection:
         place = place_for(message)
         if prefix.payload_nbytes:
             if place is None:
-                place = self._scratch_of(prefix.payload_nbytes)
+                self._piece = self._scratch.take(prefix.payload_nbytes)
+                place = self._piece[: prefix.payload_nbytes]
             return message, self._receive_payload(place, deadline)
         check_payload(xxh3_64(), rest[split:])
         return message, _EMPTY
@@ -397,10 +393,6 @@ class Connection:
             )
         check_kind(prefix.kind, kinds)
         return prefix, bytes(data)
-
-    def _scratch_of(self, nbytes: int) -> memoryview:
-        self._piece = self._scratch.take(nbytes)
-        return self._piece[:nbytes]
 
     def _give_back(self) -> None:
         """The newest payload is needed no more."""

@@ -152,7 +152,6 @@ class Worker:
     def take_part(self, link: Link) -> None:
         """Compute until the link raises. The server says what, from the plan on."""
         place = link.place
-        assert place is not None  # noqa: S101 - only an attached loop has none
         self.link = link
         self.links = Links(
             place,
