@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from connection_pairs import push, tensor
+from connection_pairs import push
 from harness import local_settings
 from lives import LEASE, Life, end, run_config
 from peers import DEADLINE_S, Echo, HandledDoor, follower
@@ -44,11 +44,9 @@ from smolcluster.wire.messages import (
     Goodbye,
     Heartbeat,
     LeaseKey,
-    Message,
     Pull,
     Ready,
     Reject,
-    State,
     Welcome,
     frame_of,
 )
@@ -329,27 +327,6 @@ def test_a_worker_that_waits_to_send_comes_back_when_the_server_has_gone(
     hand.leave()
     worker.finish()
     assert len(life.made) == 1
-
-
-def test_weights_are_written_where_the_participants_receiver_wants_them(life: Life[Helper]) -> None:
-    memory = bytearray(64)
-
-    class Placing(Echo):
-        def place_for(self, message: Message) -> memoryview | None:
-            return memoryview(memory) if isinstance(message, State) else None
-
-    class Following(Helper):
-        def new_receiver(self) -> Receiver:
-            return Placing()
-
-    worker = life.begin(Following)
-    hand, _ = life.taken_part()
-    weights = bytes(range(64))
-    state = State(incarnation="here", version=3, bucket=0, num_buckets=1, tensor=tensor(64))
-    hand.say(state, weights)
-    end(hand)
-    worker.finish()
-    assert memory == weights
 
 
 def test_a_machine_computes_no_more_samples_at_once_than_it_is_told(life: Life[Helper]) -> None:

@@ -11,13 +11,11 @@ import torch
 from harness import local_settings
 from peers import Parts, report_of, server_parts
 from smolcluster.data.permutation import Range
-from smolcluster.errors import SmolclusterError
 from smolcluster.runs.events import (
     EpochFinished,
     Evaluated,
     LeaseReturned,
     PushDropped,
-    RunEnded,
     RunStarted,
 )
 from smolcluster.server.report import Report
@@ -221,15 +219,6 @@ def test_the_summary_adds_up(parts: Parts, report: Report) -> None:
     assert by_hand is not None
     assert summary.final.val_loss == by_hand.loss
     assert len(parts.happened(Evaluated)) == 1
-
-
-def test_the_end_is_an_event(parts: Parts, report: Report) -> None:
-    report.step_taken(step(0, 32))
-    report.ended(SmolclusterError("a reason"))
-    (ended,) = parts.happened(RunEnded)
-    assert isinstance(ended, RunEnded)
-    assert (ended.ok, ended.reason, ended.steps) == (False, "the run failed: a reason", 1)
-    assert ended.samples_applied == 32
 
 
 @pytest.mark.parametrize("parts", [("patience=2", "num_epochs=1")], indirect=True)

@@ -15,7 +15,7 @@ from harness import local_settings
 from peers import Parts, report_of, server_parts
 from smolcluster.data.permutation import Range
 from smolcluster.errors import CheckpointError
-from smolcluster.runs.events import EpochFinished, RunResumed, RunStarted
+from smolcluster.runs.events import RunResumed, RunStarted
 from smolcluster.server import rates as room
 from smolcluster.server.rates import SteadyRate
 from smolcluster.server.report import Report
@@ -210,18 +210,6 @@ def test_the_rate_begins_with_the_resumption(parts: Parts, monkeypatch: pytest.M
     values = parts.metrics.steps[-1].values
     assert values["samples_per_s"] == pytest.approx(20.0)
     assert values["samples_applied"] == 1040
-
-
-def test_an_epoch_is_finished_by_what_was_applied_before_and_after(parts: Parts) -> None:
-    size = parts.context.training.num_samples
-    first = report_of(parts)
-    step(first, size - 1)
-    second = resumed(parts, first.training_state({}))
-    step(second, 5, epoch=1)
-    assert parts.happened(EpochFinished) == []
-    step(second, 1, start=size - 1)
-    expected = EpochFinished(epoch=0, step=3, samples_applied=size + 5)
-    assert parts.happened(EpochFinished) == [expected]
 
 
 def test_a_worker_that_comes_back_has_one_share(parts: Parts) -> None:

@@ -542,26 +542,6 @@ def test_a_disk_that_fails_stops_nobody(shared_parts: Parts) -> None:
 # As a server has it
 
 
-@pytest.mark.parametrize(("override", "saved"), [("2", [2, 4, 5]), ("null", [5])])
-def test_a_servers_saver_saves_as_often_as_the_cluster_file_says(
-    tmp_path: Path, override: str, saved: list[int]
-) -> None:
-    overrides = ("num_epochs=50", f"checkpoint_steps={override}")
-    with server_parts(local_settings(*overrides), tmp_path) as parts:
-        shelf, steps = Shelf(), []
-        training = Training(parts, shelf, None)
-        context = replace(parts.context, store=shelf)
-        subject = CheckpointSource(training.replica, training.progress, training.extra)
-        training.saver = context.new_saver(subject, training.report)
-        with training.saver:
-            for version in range(1, 6):
-                training.step()
-                if version in saved[:-1]:
-                    steps.append(training.tick_until_saved(shelf).state.step)
-        steps.extend(snapshot.state.step for snapshot in shelf.rest())
-        assert steps == saved
-
-
 def test_the_end_is_on_its_way_to_the_disk_before_it_is_evaluated(
     shared_parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.server.slices import spans
 from smolcluster.server.store import Store, mean_of
-from smolcluster.training.optimizer import CLASSES, FlatOptimizer, clip_factor
+from smolcluster.training.optimizer import CLASSES, clip_factor
 from smolcluster.training.replica import Replica
 
 CLIPPING = GradientClipping(enabled=True, max_norm=0.5)
@@ -134,28 +134,6 @@ def test_they_move_towards_a_workers_weights(num_stores: int) -> None:
     assert torch.equal(replica.params, before), "taking alone changes nothing"
     stores.mix(0.25)
     torch.testing.assert_close(replica.params, 0.75 * before + 0.25 * theirs)
-
-
-def test_a_store_needs_nothing_but_its_own_slice() -> None:
-    """As on a machine of its own: memory, optimizer and counts are nobody else's."""
-    whole = new_replica()
-    stores = Stores(whole, 3)
-    middle = stores.stores[1]
-    place = middle.place
-    num_decayed = sum(each.numel() for each in whole.model.parameters() if each.ndim > 1)
-    weights, buffer = whole.params[place].clone(), torch.empty(place.stop - place.start)
-    decayed = min(max(0, num_decayed - place.start), weights.numel())
-    alone = Store(
-        middle.buckets, weights, buffer, FlatOptimizer("adamw", weights, buffer, DECAY, decayed)
-    )
-    for gradient in gradients(whole):
-        stores.take(gradient)
-        alone.take(gradient[place])
-        assert alone.norms() == middle.norms()
-        clip = clip_factor(stores.norm(), CLIPPING)
-        stores.step(clip, 0.01)
-        alone.step(clip, 0.01)
-    assert torch.equal(alone.weights, whole.params[place])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -38,14 +38,6 @@ def test_the_pause_of_the_peer_is_no_part_of_the_round_trip() -> None:
     assert machines.one.best == pytest.approx((0.008, -3.25), abs=1e-6)
 
 
-def test_both_sides_come_to_the_same() -> None:
-    machines = Machines(12.0)
-    machines.pair(0.002, 0.002)
-    machines.pair(0.002, 0.002)
-    assert machines.one.best == pytest.approx((0.004, 12.0), abs=1e-6)
-    assert machines.other.best == pytest.approx((0.004, -12.0), abs=1e-6)
-
-
 def test_what_was_delayed_on_one_way_does_not_count() -> None:
     machines = Machines(1.0)
     machines.pair(0.5, 0.001)

@@ -14,7 +14,6 @@ from connection_pairs import (
     DEADLINE_S,
     RUN,
     connection_pair,
-    dripping,
     push,
     raw_and_connection,
 )
@@ -58,7 +57,6 @@ from smolcluster.wire.messages import (
 )
 from smolcluster.wire.security import Secret, new_nonce
 from smolcluster.wire.tls import client_context, new_identity
-from waiting import Clock
 
 pytestmark = [pytest.mark.timeout(180)]
 
@@ -437,19 +435,6 @@ def test_a_peer_that_goes_without_a_word_is_not_blamed_for_more() -> None:
         raw.close()
         with pytest.raises(PeerLost, match="closed the connection"):
             server_authenticate(server, DOOR, Deadline(DEADLINE_S))
-
-
-def test_a_peer_that_drips_is_given_up_in_the_same_time() -> None:
-    clock = Clock()
-    hello = b"".join(frame_of(HELLO).buffers)
-    with raw_and_connection(proved=False) as (raw, server):
-        deadline = Deadline(0.45, clock)
-        with (
-            dripping(raw, hello, server, clock),
-            pytest.raises(PeerLost, match="did not finish in time"),
-        ):
-            server_authenticate(server, DOOR, deadline)
-        assert server.bytes_received in {4, 5}
 
 
 def never_fits(raw: socket.socket) -> None:

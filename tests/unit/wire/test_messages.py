@@ -12,8 +12,6 @@ from smolcluster.errors import ProtocolError
 from smolcluster.server import offering
 from smolcluster.wire.frames import MAX_HEADER_NBYTES
 from smolcluster.wire.messages import (
-    FROM_SERVER,
-    FROM_WORKER,
     MAX_SENTENCE_CHARS,
     MESSAGES,
     PS,
@@ -21,7 +19,6 @@ from smolcluster.wire.messages import (
     Ack,
     Commit,
     Heartbeat,
-    Kinds,
     LeaseKey,
     Message,
     Pull,
@@ -188,25 +185,6 @@ def test_wrong_types_and_bounds_are_refused(kind: str, name: str, value: object)
 
 def test_the_longest_pull_fits_in_a_header() -> None:
     assert len(encode(Pull(buckets=tuple(range(10_000, 14_096))))) <= MAX_HEADER_NBYTES
-
-
-@pytest.mark.parametrize(
-    ("name", "sayers", "others"),
-    [
-        *(
-            (name, FROM_SERVER, FROM_WORKER)
-            for name in ("Reduced", "Commit", "Cancel", "Assignment")
-        ),
-        *((name, FROM_WORKER, FROM_SERVER) for name in ("Push", "Skip", "Pull")),
-    ],
-)
-def test_a_step_is_said_by_the_server_and_answered_by_workers(
-    name: str, sayers: Kinds, others: Kinds
-) -> None:
-    kind = one(name).KIND
-    assert check_kind(kind, sayers).__name__ == name
-    with pytest.raises(ProtocolError, match=f"unexpected {name}"):
-        check_kind(kind, others)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000])
