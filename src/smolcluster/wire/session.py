@@ -7,11 +7,13 @@ the session is cut, and the peer may come back.
 """
 
 import math
+import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 import torch
 
@@ -86,8 +88,10 @@ class Session:
         self._longest_hold_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._heartbeat_every_s = min(self._longest_hold_s, LONGEST_PULSE_S)
         self._max_queued = max_queued
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Lets the writer look: a condition would wake it while its lock is still held."""
         self._changed = threading.Condition()
-        """Guards what follows."""
+        """Guards what follows, and tells who waits until something has gone."""
         self._queued: deque[Iterator[Frame]] = deque()
         """What waits to be sent: frames that belong together, of which each may have to be waited for."""
         self._begun: Iterator[Frame] | None = None
@@ -122,7 +126,7 @@ class Session:
         """Send a small message after the frame that is being sent, before all others. Never blocks."""
         with self._changed:
             self._urgent.append(frame_of(message))
-            self._changed.notify_all()
+        self._woken.put(None)
 
     def send_frame(self, frame: Frame) -> None:
         """Queue a ready frame, which may be shared with other sessions. Never blocks."""
@@ -145,12 +149,13 @@ class Session:
         with self._changed:
             if self._is_over:
                 return
-            if self.backlog < self._max_queued:
+            is_full = self.backlog >= self._max_queued
+            if not is_full:
                 self.num_queued += 1
                 self._queued.append(iter(frames))
-                self._changed.notify_all()
-                return
-        self.cut(f"it does not keep up: {self._max_queued} frames are waiting for it")
+        if is_full:
+            self.cut(f"it does not keep up: {self._max_queued} frames are waiting for it")
+        self._woken.put(None)
 
     @property
     def backlog(self) -> int:
@@ -195,16 +200,15 @@ class Session:
 
     def finish(self) -> None:
         """Send what is queued, then close this side; the peer's closing ends the session."""
-        with self._changed:
-            self._is_finishing = True
-            self._changed.notify_all()
+        self._is_finishing = True
+        self._woken.put(None)
 
     def cut(self, reason: str) -> None:
         """End the session at once. Whether queued messages arrived is unknown. The first reason counts."""
         with self._changed:
             if self._reason is None:
                 self._reason = reason
-            self._changed.notify_all()
+        self._woken.put(None)
         self.connection.abort()
 
     @property
@@ -266,8 +270,10 @@ class Session:
 
     def _send_next(self, wait_until: float) -> bool:
         """Send what comes next, if anything does by then, and keep no hold of it; False: that was all."""
+        if not self._has_work():
+            with suppress(queue.Empty):
+                self._woken.get(timeout=max(0.0, wait_until - time.monotonic()))
         with self._changed:
-            self._changed.wait_for(self._has_work, max(0.0, wait_until - time.monotonic()))
             urgent = list(self._urgent)
             self._urgent.clear()
             if self._begun is None and self._queued:
