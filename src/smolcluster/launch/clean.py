@@ -28,7 +28,7 @@ from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Host
 from smolcluster.launch.watch.fetch import files_in, is_here
 from smolcluster.launch.watch.listing import listed
-from smolcluster.launch.watch.probe import OURS, ask_host
+from smolcluster.launch.watch.probe import ask_host
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 from smolcluster.observability.view.listing import ListedRun
 from smolcluster.runs.launched import launched_of
@@ -44,6 +44,8 @@ LAUNCHED_NAME = re.compile(r"[a-z]+-\d{8}-\d{6}-[0-9a-f]+")
 MARKS = (".lock", "launch.json", "processes.json", "status.json", "events.jsonl")
 """A folder with one of these is a run's; so is one named by a launch that has logs."""
 HERE = "here"
+OURS = ("server.py", "worker.py", "smolcluster")
+"""One of these is in the command line of each of our processes."""
 FAILED_START = "never took a step"
 UNUSED = "no run uses it"
 

@@ -45,8 +45,7 @@ def as_json_text(nodes: Sequence[NodeChecks]) -> str:
         }
         for node in nodes
     }
-    states: tuple[State, ...] = ("ok", "warn", "fail", "skipped")
-    counts = {state: count(nodes, state) for state in states}
+    counts = {state: count(nodes, state) for state in STYLES}
     return json.dumps({"ok": not exit_code(nodes), "counts": counts, "nodes": told}, indent=2)
 
 
@@ -87,13 +86,8 @@ def _styled(finding: Finding | None, console: Console) -> Text:
 
 
 def _cell(finding: Finding) -> str:
-    texts: Mapping[State, str] = {
-        "ok": finding.what,
-        "skipped": f"- {finding.what}",
-        "warn": "warning",
-        "fail": "FAILS",
-    }
-    text = texts[finding.state]
+    words = {"skipped": f"- {finding.what}", "warn": "warning", "fail": "FAILS"}
+    text = words.get(finding.state, finding.what)
     return text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 1]}…"
 
 

@@ -29,6 +29,7 @@ from smolcluster.launch.sessions import (
 from smolcluster.observability.parsing import parse_log_line
 from smolcluster.observability.view.snapshot import Liveness, ProcessReport, Snapshot, read_snapshot
 from smolcluster.runs.launched import Launched, LaunchedProcess, Process, launched_of
+from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import STATUS, instant
 from smolcluster.runs.summary import SUMMARY
@@ -36,8 +37,6 @@ from smolcluster.utils.at_once import at_once
 
 LIMIT_S = 5.0
 MAX_FILE_NBYTES, MAX_LOG_NBYTES = 1_000_000, 100_000
-OURS = ("server.py", "worker.py", "smolcluster")
-"""One of these is in the command line of each of our processes: process ids are used again."""
 NUM_LAST_LINES = 20
 """Of what a server had on its screen at its end."""
 MARK = "::"
@@ -173,10 +172,8 @@ def _look_at_owner(paths: RunPaths) -> Snapshot:
     read = read_snapshot(paths)
     started = read.started
     node = platform.node() if started is None else started.node
-    holder = _holder(paths)
     owner = Process(node=node, role="trainer" if started is None else started.owner_role)
-    command = "" if holder is None else command_lines([holder]).get(holder, "")
-    if any(word in command for word in OURS):
+    if is_held(paths.lock):
         seen = _found(owner, "running")
     else:
         seen = _found(owner, "ended" if read.is_over else "gone")
@@ -196,13 +193,6 @@ def _last_error(paths: RunPaths, server: ProcessReport) -> str | None:
         said = filter(None, (parse_log_line(line, 0.0) for line in file))
         errors = [each.message for each in said if each.level in ("ERROR", "CRITICAL")]
         return errors[-1] if errors else None
-    return None
-
-
-def _holder(paths: RunPaths) -> int | None:
-    with suppress(OSError):
-        text = paths.lock.read_text(errors="replace").strip()
-        return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
     return None
 
 
