@@ -4,9 +4,11 @@ import gc
 import random
 import re
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import smolcluster
@@ -63,7 +65,16 @@ def test_a_thread_that_seeds_while_garbage_is_collected_hangs_nobody(tmp_path: P
         assert processes.start(sys.executable, str(program)).wait() == 0
 
 
-def test_the_collector_is_left_as_it_was() -> None:
+def test_garbage_waits_while_generators_are_forked_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fork, meanwhile = torch.random.fork_rng, list[bool]()
+
+    def noted(devices: list[torch.device]) -> AbstractContextManager[None]:
+        meanwhile.append(gc.isenabled())
+        return fork(devices)
+
+    monkeypatch.setattr(torch.random, "fork_rng", noted)
     with forked_rng():
         assert gc.isenabled()
     gc.disable()
@@ -73,6 +84,7 @@ def test_the_collector_is_left_as_it_was() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+    assert meanwhile == [False, False]
 
 
 def test_generators_are_forked_in_one_place() -> None:
