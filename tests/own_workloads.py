@@ -171,19 +171,6 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 LENGTH, VOCABULARY, IGNORED = 6, 11, -100
 
 
-class Table:
-    """A map-style dataset of samples in a list."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
-
-
 def scaled_digits(settings: Settings) -> Workload:
     """With so large a loss the gradient overflows in float16 until the scale has been halved some times."""
 
@@ -239,7 +226,7 @@ def two_headed(*, compiled: bool = False) -> Workload:
     model: nn.Module = TwoHeads()
     if compiled:
         model = cast("nn.Module", torch.compile(model, backend="eager"))
-    return Workload(model, two_losses, Table(rows), name="two heads")
+    return Workload(model, two_losses, rows, name="two heads")
 
 
 def language_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -275,7 +262,7 @@ def lora_model(base: nn.Module) -> nn.Module:
 def language(model: nn.Module, name: str) -> Workload:
     generator = torch.Generator().manual_seed(5)
     rows = torch.randint(0, VOCABULARY, (64, LENGTH), generator=generator)
-    samples = Table([{"input_ids": row, "labels": row} for row in rows])
+    samples = [{"input_ids": row, "labels": row} for row in rows]
     return Workload(model, language_loss, samples, name=name)
 
 

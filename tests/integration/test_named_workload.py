@@ -74,27 +74,23 @@ def refused(cluster: Cluster, worker_s: str | None) -> SmolclusterError:
     return error
 
 
-def test_a_welcome_names_no_code_and_who_names_none_is_told_the_flag(
+def test_a_worker_names_a_function_where_one_is_trained_and_no_other(
     tmp_path: Path, named: str
 ) -> None:
+    """A welcome names no code."""
     settings = settings_for(named)
     said = settings.run_config("run", "edp").model_dump_json()
     assert str(tmp_path) not in said
     assert ":workload" not in said
     assert f'"workload":"{MODULE}.workload"' in said
-    error = refused(Cluster(settings, tmp_path), None)
-    assert isinstance(error, ConfigError)
-    assert "--workload FILE.py:FUNCTION" in str(error)
-    assert f"{MODULE}.workload" in str(error)
-
-
-def test_a_worker_that_names_a_function_is_refused_where_none_is_trained(
-    tmp_path: Path, named: str
-) -> None:
-    error = refused(Cluster(local_settings("num_epochs=1", workers=1), tmp_path), named)
-    assert isinstance(error, ConfigError)
-    assert "digits" in str(error)
-    assert f"without --workload {named}" in str(error)
+    digits = local_settings("num_epochs=1", workers=1)
+    for told, worker_s, words in (
+        (settings, None, ("--workload FILE.py:FUNCTION", f"{MODULE}.workload")),
+        (digits, named, ("digits", f"without --workload {named}")),
+    ):
+        error = refused(Cluster(told, tmp_path), worker_s)
+        assert isinstance(error, ConfigError)
+        assert [word for word in words if word not in str(error)] == []
 
 
 def test_other_code_is_refused_with_both_hashes(tmp_path: Path, named: str) -> None:

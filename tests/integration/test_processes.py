@@ -90,10 +90,8 @@ def test_who_is_first_waits_for_the_other_and_both_leave_readable_files(
     worker = processes.worker(1, "macbook", *common)
     worker.wait_for("waiting for the server")
     server = processes.server("--run-id", "mine", *common, "min_workers=2", "num_epochs=2")
-    server.wait_for("waiting until 2 of 3 workers (min_workers) have joined; 1 so far; start one")
-    found = re.search(r"start one with `(?:uv run|python) (.*?)`", server.output)
-    assert found
-    second = processes.start(sys.executable, *shlex.split(found[1]))
+    server.wait_for("waiting until 2 of 3 workers (min_workers) have joined; 1 so far")
+    second = processes.worker(2, "win", *common)
     assert server.wait() == 0, server.output
     assert (worker.wait(), second.wait()) == (0, 0)
     assert "validation accuracy" in server.output
@@ -119,14 +117,20 @@ def test_who_is_first_waits_for_the_other_and_both_leave_readable_files(
 
 
 @pytest.mark.nightly
-def test_a_worker_of_another_algorithm_is_told_which_one_to_start(processes: Processes) -> None:
+def test_a_waiting_server_says_how_to_start_a_worker_and_sends_those_of_others_away(
+    processes: Processes,
+) -> None:
     port = f"port={free_port()}"
-    server = processes.server("--local", "--override", port)
-    server.wait_for("listening")
-    worker = processes.worker(1, "pi5", "--local", "--override", port, algorithm="syncps")
+    server = processes.server("--local", "--override", port, "min_workers=2")
+    server.wait_for("waiting until 2 of 3 workers (min_workers) have joined; 0 so far; start one")
+    found = re.search(r"start one with `(?:uv run|python) (.*?)`", server.output)
+    assert found
+    processes.start(sys.executable, *shlex.split(found[1]))
+    server.wait_for("have joined; 1 so far\n")
+    worker = processes.worker(2, "win", "--local", "--override", port, algorithm="syncps")
     assert worker.wait() == 2, worker.output
     assert f"start {get_algorithm('edp').worker}" in worker.output
-    server.wait_for("worker 1 (pi5) never took part: it cannot go on: the server trains by edp")
+    server.wait_for("worker 2 (win) never took part: it cannot go on: the server trains by edp")
 
 
 @pytest.mark.slow
