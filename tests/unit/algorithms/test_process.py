@@ -386,23 +386,14 @@ def test_shares_are_the_servers_affair_whatever_a_worker_is_told(
     assert address in only_line(capsys)
 
 
-@pytest.mark.parametrize("name", ["macbook", "worker3"])
-def test_a_local_worker_is_told_where_its_server_is_by_either_of_its_names(
+@pytest.mark.parametrize("name", ["macbook", "worker3", "mini2.local"])
+def test_a_local_worker_is_told_where_its_server_is_by_any_name(
     work: Callable[..., int], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The server's list is what counts: a worker needs an address and the secret."""
     address = f"127.0.0.2:{free_port()}"
     arguments = ("--local", "--server", address, "--override", "start_timeout_s=0.1")
     assert work("1", name, *arguments) == 75
-    assert address in only_line(capsys)
-
-
-def test_a_worker_may_be_named_with_dots(
-    work: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The server's list is what counts: a worker needs an address and the secret."""
-    address = f"127.0.0.1:{free_port()}"
-    arguments = ("--local", "--server", address, "--override", "start_timeout_s=0.1")
-    assert work("1", "mini2.local", *arguments) == 75
     assert address in only_line(capsys)
 
 

@@ -161,15 +161,6 @@ def test_a_refusal_is_the_end_and_needs_no_word(start: Start, code: int) -> None
     assert len(supervised.lives) == 1
 
 
-def test_it_is_back_when_it_was_killed(start: Start) -> None:
-    supervised = start("lives")
-    supervised.wait_for_lives(1)
-    os.kill(supervised.lives[0], signal.SIGKILL)
-    supervised.wait_for_lives(2)
-    supervised.process.terminate()
-    assert supervised.end()[0] == 143
-
-
 @pytest.mark.parametrize("whom", [os.kill, os.killpg])
 def test_who_is_asked_to_stop_says_goodbye_and_is_not_started_again(
     start: Start, tmp_path: Path, whom: Callable[[int, int], None]

@@ -6,13 +6,27 @@ import torch
 
 from harness import local_settings
 from smolcluster.algorithms.DiLoCo.worker import Worker
+from smolcluster.server.assignment import Assigned, assignment_of
 from smolcluster.server.link import Link
 from smolcluster.training.build import build
 from smolcluster.training.workload import Workload
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.messages import Message, Welcome
+from smolcluster.wire.messages import LeaseKey, Message, Welcome
 
 AnyWorker = TypeVar("AnyWorker", bound=Worker)
+
+
+def assigned(
+    number: int, fragments: list[int] | None = None, *, is_gradient: bool = False
+) -> Assigned:
+    """Eight samples, as they lie in the dataset."""
+    start, stop = 8 * number, 8 * number + 8
+    key = LeaseKey(incarnation="here", epoch=0, start=start, stop=stop, grant=number)
+    indices = torch.arange(start, stop, dtype=torch.int32)
+    message, payload = assignment_of(
+        key, indices, version=0, learning_rate=0.1, fragments=fragments, is_gradient=is_gradient
+    )
+    return Assigned(message, payload)
 
 
 class Wire:

@@ -134,12 +134,6 @@ def test_who_was_too_slow_is_tried_again_after_16_32_and_64_rounds() -> None:
     assert peer.step_s == pytest.approx(2.0)
 
 
-def test_a_worker_holds_more_while_fragments_are_on_its_link() -> None:
-    """A message behind a fragment comes that much later: it has batches for as long."""
-    assert peer_with(1).num_wanted(busy_s=0.0) == 1
-    assert peer_with(1).num_wanted(busy_s=2.5) == 3
-
-
 def test_how_long_a_change_is_on_its_way_counts_from_the_last_step_that_it_holds() -> None:
     peer = peer_with(2)
     peer.asked(0, 10.0, waits=True)

@@ -13,13 +13,12 @@ from own_workloads import CPU, normed
 from smolcluster.algorithms.DiLoCo.exchange import Encoder, FragmentArrived, Layout
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.configs.schema import DatasetPlace
-from smolcluster.server.assignment import Assigned, assignment_of
 from smolcluster.server.weights import WeightsArrived
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.local_copy import InProcess, Values
 from smolcluster.training.replica import Replica
-from smolcluster.wire.messages import Collect, LeaseKey, Welcome
-from unit.algorithms.DiLoCo.actors import worker_of
+from smolcluster.wire.messages import Collect, Welcome
+from unit.algorithms.DiLoCo.actors import assigned, worker_of
 
 NUM_RANKS = 3
 
@@ -84,18 +83,6 @@ class SpreadWorker(Worker):
         ]
         self.spread = Spread(training.replica, others)
         super().__init__(welcome, SpreadContext(**own, spread=self.spread))
-
-
-def assigned(
-    number: int, fragments: list[int] | None = None, *, is_gradient: bool = False
-) -> Assigned:
-    start, stop = 8 * number, 8 * number + 8
-    key = LeaseKey(incarnation="here", epoch=0, start=start, stop=stop, grant=number)
-    indices = torch.arange(start, stop, dtype=torch.int32)
-    message, payload = assignment_of(
-        key, indices, version=0, learning_rate=0.1, fragments=fragments, is_gradient=is_gradient
-    )
-    return Assigned(message, payload)
 
 
 def go_through(worker: Worker) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""DiLoCo's worker without a server: how it ends."""
+"""DiLoCo's worker without a server: what it sends, waits for, and how it ends."""
 
 from collections import deque
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 
+from own_workloads import buffers_of, normed
 from peers import small_replica
 from smolcluster.algorithms.DiLoCo.exchange import Encoder, FragmentArrived, Layout
 from smolcluster.algorithms.DiLoCo.fragments import cut
@@ -15,7 +16,9 @@ from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.server.assignment import Assigned
 from smolcluster.server.weights import WeightsArrived
+from smolcluster.training.compute import BatchLoss
 from smolcluster.wire.messages import Collect
+from unit.algorithms.DiLoCo.actors import assigned, worker_of
 
 
 def test_who_is_refused_twice_says_so_once() -> None:
@@ -83,20 +86,45 @@ def test_whole_weights_end_what_a_change_of_unknown_fate_owes() -> None:
     assert all(map(torch.equal, first, worker.encoder.encode(0, change)))
 
 
-@pytest.mark.parametrize("num_terms", [0.0, 8.0])
-def test_a_change_without_loss_terms_pays_no_debts(num_terms: float) -> None:
-    """It weighs nothing: what it paid would be lost."""
-    replica = small_replica()
-    layout = Layout.of(replica, cut(replica.layers, 1))
-    worker: Any = Worker.__new__(Worker)
-    worker.layout, worker.encoder = layout, Encoder("int4", layout)
-    change = torch.linspace(-1, 1, layout.fragments[0].numel)
-    plain = worker.encoder.encode(0, change)
-    worker.encoder.settle(0, is_applied=True)
-    worker.replica, worker.hosts, worker.versions = replica, Mock(), [3]
-    worker.copy = MagicMock(sent=set(), change=Mock(return_value=change))
-    worker.newest_request, worker.sends_gradients, worker.num_terms = None, False, [num_terms]
-    worker.send_change(Collect(request=1, fragment=0, wait=False))
-    _, _, frames = worker.hosts.send.call_args.args
-    is_plain = [bytes(each.payload) for each in frames] == [bytes(each) for each in plain]
-    assert is_plain == (num_terms == 0)
+class Overflowing(Worker):
+    """Its gradient overflows where `overflows` says so."""
+
+    overflows = False
+
+    def compute(self, lease: Assigned) -> BatchLoss:
+        loss = super().compute(lease)
+        if not self.overflows:
+            return loss
+        self.replica.grads.zero_()
+        return BatchLoss(loss.mean, loss.num_terms, overflow=64.0)
+
+
+@pytest.mark.parametrize("overflows", [True, False])
+def test_a_change_without_a_step_pays_no_debts(overflows: bool) -> None:
+    """The server weighs it by nothing: what it carried would be lost."""
+    one = worker_of(Overflowing, "optimizer=sgd", "local_steps=1", codec="int4")
+    (feedback,) = one.encoder.feedbacks
+    owed = []
+    for number in range(2):
+        one.overflows = overflows and number == 1
+        one.step(assigned(number))
+        one.send_change(Collect(request=number, fragment=0, wait=False))
+        one.encoder.settle(0, is_applied=True)
+        one.copy.load([one.replica.params.clone()])
+        owed.append(feedback.residual())
+    assert bool(owed[0].any())
+    assert torch.equal(*owed) == overflows
+
+
+def test_a_batch_that_is_repeated_for_some_fragments_leaves_the_others_and_the_buffers() -> None:
+    what = "mode=streaming", "fragments=3"
+    worker = worker_of(Worker, *what, codec="fp32", workload=normed())
+    worker.step(assigned(0))
+    model, params = worker.replica.model, worker.replica.params
+    before = [worker.layout.gather(number, params) for number in range(3)]
+    buffers = buffers_of(model)
+    worker.step(assigned(1, [1]))
+    same = [torch.equal(worker.layout.gather(n, params), before[n]) for n in range(3)]
+    assert same == [True, False, True]
+    assert all(torch.equal(each, buffers[name]) for name, each in buffers_of(model).items())
+    assert worker.num_terms == [8, 16, 8]

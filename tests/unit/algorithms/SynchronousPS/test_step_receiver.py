@@ -457,25 +457,18 @@ def test_nobody_holds_a_push_that_others_wait_for(
         held.result(DEADLINE_S)
 
 
-def test_a_push_that_was_held_in_vain_is_never_held_again(
-    receiver: StepReceiver, mean_of: MakeFrames
-) -> None:
-    deliver_all(mean_of(1)[:1], receiver)
-    receiver.means.pace(paced=True)
-    receiver.means.hold(9, NOT_YET_S)
-    with ThreadPoolExecutor(1) as pool:
-        assert returns(pool, receiver, 10)
-
-
-def test_a_runs_timeout_bounds_how_long_a_push_is_held(
-    replica: Replica, mean_of: MakeFrames
+@pytest.mark.parametrize(
+    ("patience_s", "longest_s"), [(NOT_YET_S, math.inf), (math.inf, NOT_YET_S)]
+)
+def test_a_push_is_held_for_no_longer_than_a_runs_timeout_or_its_link_and_once_in_vain(
+    replica: Replica, mean_of: MakeFrames, patience_s: float, longest_s: float
 ) -> None:
     """Only a whole push tells the server that others are late."""
-    receiver = StepReceiver(replica, "fp32", patience_s=NOT_YET_S)
+    receiver = StepReceiver(replica, "fp32", patience_s=patience_s)
     deliver_all(mean_of(1)[:1], receiver)
     receiver.means.pace(paced=True)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(receiver.means.hold, 9, math.inf).result(DEADLINE_S)
+        pool.submit(receiver.means.hold, 9, longest_s).result(DEADLINE_S)
         assert returns(pool, receiver, 10)
 
 
