@@ -1,7 +1,7 @@
 """What the server remembers of workers, in which order they are sent it, and how batches are reported."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,7 +10,6 @@ from smolcluster.algorithms.DiLoCo.rounds import Timing
 from smolcluster.data.permutation import Range
 from smolcluster.server.worker import Worker
 from smolcluster.training.loop import StepTaken
-from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import Message
 
 LEAST_PATIENCE_S, PATIENCE = 30.0, 4.0
@@ -121,14 +120,6 @@ def share_of(peer: Peer, others: Iterable[Peer]) -> float:
 
 def tell(peer: Peer, message: Message) -> None:
     peer.outbox.put(partial(peer.worker.live_session.send, message))
-
-
-def send_frames(peer: Peer, frames: Sequence[Frame]) -> None:
-    def send() -> None:
-        for frame in frames:
-            peer.worker.live_session.send_frame(frame)
-
-    peer.outbox.put(send)
 
 
 def local_step(

@@ -40,7 +40,6 @@ from smolcluster.algorithms.DiLoCo.outer_links import (
 from smolcluster.algorithms.DiLoCo.peers import (
     Peer,
     local_step,
-    send_frames,
     share_of,
     tell,
 )
@@ -64,6 +63,7 @@ from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.utils.units import format_count
+from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
     Ack,
@@ -649,6 +649,14 @@ def new_beginning(context: ServerContext, total_batches: int) -> SyncBeginning:
     optimizer = context.training.replica.optimizer.name
     beginning.end(why_none(len(cluster.store_nodes), optimizer))
     return beginning
+
+
+def send_frames(peer: Peer, frames: Sequence[Frame]) -> None:
+    def send() -> None:
+        for frame in frames:
+            peer.worker.live_session.send_frame(frame)
+
+    peer.outbox.put(send)
 
 
 def in_order(changes: Sequence[Change]) -> list[Change]:
