@@ -115,8 +115,12 @@ class Server(LeasingServer):
 
     def handle(self, event: Event) -> None:
         match event:
-            case Pushed() | NormsArrived():
-                self.on_part(event)
+            case Pushed(session_id=session_id, push=push):
+                self.on_part(event, self.peers.get(session_id), push.lease)
+            case NormsArrived(key=PartKey(of=LeaseKey() as lease) as key):
+                named = (p for p in self.peers.values() if key_of(p, lease) == key)
+                if self.stores.hear(event):
+                    self.on_part(event, next(named, None), lease)
             case Joined(worker, ready):
                 self.on_join(worker, ready.unacknowledged, ready.samples_per_s)
             case Departed(worker):
@@ -157,10 +161,9 @@ class Server(LeasingServer):
         for lease in self.dispatcher.release_all(worker.member.session_id):
             self.report.lease_returned(worker, lease.range, "its worker has gone")
 
-    def on_part(self, part: Pushed | NormsArrived) -> None:
+    def on_part(self, part: Pushed | NormsArrived, peer: Peer | None, lease: LeaseKey) -> None:
         """Some of a push is where it belongs; when all of it is, or nobody waits for it, decide on it."""
-        peer, lease = self.sender_of(part)
-        if peer is None or lease is None or lease not in peer.unanswered:
+        if peer is None or lease not in peer.unanswered:
             if isinstance(part, Pushed):
                 self.on_push(part)
             else:
@@ -173,16 +176,6 @@ class Server(LeasingServer):
             self.stores.forget(key)
             if peer.is_pulling:
                 self.send_weights(peer)
-
-    def sender_of(self, part: Pushed | NormsArrived) -> tuple[Peer | None, LeaseKey | None]:
-        """Whose push has come, and for which lease; None: nobody's any more."""
-        if isinstance(part, Pushed):
-            return self.peers.get(part.session_id), part.push.lease
-        key = part.key
-        if key is None or not isinstance(key.of, LeaseKey) or not self.stores.hear(part):
-            return None, None
-        named = (p for p in self.peers.values() if p.worker.member.instance == key.instance)
-        return next(named, None), key.of
 
     def forget_parts(self, peer: Peer, lease: LeaseKey) -> None:
         """What has arrived of a push is not wanted any more."""
@@ -221,7 +214,12 @@ class Server(LeasingServer):
             for lease in self.dispatcher.release(push.lease, session_id):
                 self.report.lease_returned(peer.worker, lease.range, "its push was too stale")
         else:
-            outcome = self.try_to_apply(peer, pushed, tau)
+            try:
+                self.apply(peer, pushed, tau)
+                outcome = "applied"
+            except PushRefused as error:
+                self.failed(peer, push.lease, str(error), tau)
+                outcome = "non_finite"
         if outcome != "applied" and outcome != "non_finite":  # noqa: PLR1714 - it narrows the type
             self.report.dropped(peer.worker, push.lease, outcome, tau)
         pushed.receiver.free()
@@ -234,14 +232,6 @@ class Server(LeasingServer):
             peer.unanswered.discard(skip.lease)
             self.forget_parts(peer, skip.lease)
             self.failed(peer, skip.lease, skip.reason)
-
-    def try_to_apply(self, peer: Peer, pushed: Pushed, tau: int) -> Outcome:
-        try:
-            self.apply(peer, pushed, tau)
-        except PushRefused as error:
-            self.failed(peer, pushed.push.lease, str(error), tau)
-            return "non_finite"
-        return "applied"
 
     def failed(self, peer: Peer, lease: LeaseKey, reason: str, tau: int | None = None) -> None:
         """Drop a push of NaN or infinity; its samples are handed out again, but not without end.
