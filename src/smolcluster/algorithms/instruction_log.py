@@ -6,7 +6,7 @@ are as far apart as the machines' clocks.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,15 @@ class InstructionLog:
         self._lines.close()
 
 
-@contextmanager
 def logged(
     folder: Path | None, rank: int, pp: int, warn: Callable[[str], None]
-) -> Iterator[InstructionLog | None]:
-    """A log, where a folder is named, that ends with the block."""
-    log = None if folder is None else InstructionLog(folder, rank, pp, warn)
-    try:
-        yield log
-    finally:
-        if log is not None:
-            log.close()
+) -> AbstractContextManager[InstructionLog | None]:
+    """A log, where a folder is named, that ends with the block.
+
+    Raises:
+        DataError: the folder cannot be made.
+    """
+    return nullcontext() if folder is None else closing(InstructionLog(folder, rank, pp, warn))
 
 
 def read_step(folder: Path, step: int | None = None) -> tuple[int, Timeline]:
