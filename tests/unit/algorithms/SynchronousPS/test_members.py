@@ -502,20 +502,6 @@ def test_who_is_parked_again_and_again_waits_ever_longer_until_it_has_kept_up_fo
     assert paused == [5.0, 10.0, 20.0, 40.0, 5.0]
 
 
-@pytest.mark.parametrize("num_counted", [0, 2])
-def test_who_is_parked_is_told_how_much_of_its_push_has_counted(
-    house: House, num_counted: int
-) -> None:
-    member = house.member(1)
-    assignment = house.give(member, house.step.parts[0])
-    house.claim(assignment, *range(num_counted))
-    for dropped in house.step.drop(1):
-        house.members.remember(dropped)
-    house.members.park(member, 0.0)
-    told = said(member)[-1]
-    assert told == Park(lease=assignment.key if num_counted else None, num_buckets=num_counted)
-
-
 def test_weights_are_copied_once_for_all_who_ask_at_one_version(house: House) -> None:
     house.members.broadcast()
     one, other = house.member(1), house.member(2)

@@ -110,12 +110,6 @@ def test_who_was_measured_but_once_is_measured_again_soon() -> None:
     assert probes(pace, 2 * FIRST_PROBE) == [FIRST_PROBE]
 
 
-def test_a_probe_is_one_sample_of_the_largest_part() -> None:
-    paces = [Pace(1.0) for _ in range(3)]
-    seen = [with_probes(paces, [20, 30, 0]) for _ in range(FIRST_PROBE)]
-    assert seen == [[20, 30, 0]] * (FIRST_PROBE - 1) + [[20, 29, 1]]
-
-
 @pytest.mark.parametrize("claimed", [0.0, 1e-320, 1e-6, 1e15])
 def test_no_claim_of_a_worker_can_stop_the_sharing(claimed: float) -> None:
     paces = [Pace(claimed), Pace(1000.0)]

@@ -142,8 +142,9 @@ def third_step(receiver: StepReceiver, mean_of: MakeFrames) -> list[Tensor]:
     return taken
 
 
-def test_a_third_step_waits_until_a_gradient_is_given_back(
-    receiver: StepReceiver, mean_of: MakeFrames
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_third_step_waits_until_a_gradient_is_given_back_or_the_worker_leaves(
+    receiver: StepReceiver, mean_of: MakeFrames, *, has_left: bool
 ) -> None:
     taken = third_step(receiver, mean_of)
     frames = mean_of(3)
@@ -152,6 +153,11 @@ def test_a_third_step_waits_until_a_gradient_is_given_back(
         with pytest.raises(NotYet):
             reading.result(0.05)
         assert torch.equal(taken[0], random_gradient(610, 1)), "it has not been written to"
+        if has_left:
+            receiver.close()
+            with pytest.raises(PeerLost, match="has left"):
+                reading.result(DEADLINE_S)
+            return
         receiver.means.give_back(taken[0])
         assert reading.result(DEADLINE_S) == []
     assert committed(receiver, 3) is taken[0]
@@ -281,20 +287,6 @@ def test_who_has_no_memory_for_a_store_tells_that_it_has_fallen_behind(
     frames = mean_of(1)
     assert deliver(frames[2], store) is None
     assert [type(each) for each in deliver_all(frames[:2], server)] == [FellBehind]
-
-
-def test_who_waits_for_a_worker_that_leaves_is_let_go(
-    receiver: StepReceiver, mean_of: MakeFrames
-) -> None:
-    third_step(receiver, mean_of)
-    frames = mean_of(3)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(deliver_all, frames, receiver)
-        with pytest.raises(NotYet):
-            reading.result(0.05)
-        receiver.close()
-        with pytest.raises(PeerLost, match="has left"):
-            reading.result(DEADLINE_S)
 
 
 @pytest.mark.parametrize("num_buckets", [0, 1, 2])
