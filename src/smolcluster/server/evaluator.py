@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Self
 
@@ -17,10 +17,6 @@ from smolcluster.wire.inbox import Call, Inbox, fail
 
 Done = Callable[[int, int, Evaluation], None]
 """Hears of the weights of a version, in an epoch, what they were evaluated as."""
-
-
-class _GivenUp(Exception):
-    """The run has ended before the evaluation did."""
 
 
 class Evaluator:
@@ -91,8 +87,8 @@ class Evaluator:
             self._buffers.load(buffers)
             with self._buffers.kept():
                 evaluation = self._training.evaluate(self._model, self._check_wanted)
-        except _GivenUp:
-            return
+        except CancelledError:
+            return  # the run has ended before the evaluation did
         except Exception as error:
             self._inbox.put(Call(partial(fail, error)))
             return
@@ -102,4 +98,4 @@ class Evaluator:
     def _check_wanted(self) -> None:
         self._check_stop()
         if self._is_given_up.is_set():
-            raise _GivenUp
+            raise CancelledError
