@@ -148,8 +148,10 @@ class ModelBuffers:
         if self._num_batches <= NUM_FIRST:
             for slot in self._slots[self._num_buffers :]:
                 slot.keep_initial()
-        elif self._num_batches == NUM_FIRST + 1:
-            self._let_frozen_go()
+        elif self._num_batches == NUM_FIRST + 1:  # those that have not changed are let go
+            for number in range(self._num_buffers, len(self._slots)):
+                if number not in self.changing:
+                    self._slots[number].initial = None
 
     def forget_batches(self) -> None:
         """Those so far were rehearsed, with weights that no step had changed: the first are yet to come."""
@@ -178,11 +180,6 @@ class ModelBuffers:
         for number in range(len(self._slots)):
             if number not in self.changing:
                 self._look_at(number)
-
-    def _let_frozen_go(self) -> None:
-        for number in range(self._num_buffers, len(self._slots)):
-            if number not in self.changing:
-                self._slots[number].initial = None
 
     def _look_at(self, number: int) -> None:
         slot = self._slots[number]
@@ -240,7 +237,11 @@ class ModelBuffers:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Undo what the block does to the buffers' values. Caches that get another shape stay so."""
-        kept = [slot for number, slot in enumerate(self._slots) if self._is_kept(number)]
+        kept = [
+            slot
+            for number, slot in enumerate(self._slots)
+            if number < self._num_buffers or number in self.changing
+        ]
         before = [
             (slot, tensor, tensor.detach().clone())
             for slot in kept
@@ -251,9 +252,6 @@ class ModelBuffers:
         finally:
             for slot, tensor, values in before:
                 _bring_back(slot, tensor, values)
-
-    def _is_kept(self, number: int) -> bool:
-        return number < self._num_buffers or number in self.changing
 
     def values(self) -> dict[int, Tensor]:
         """Copies of the buffers that have changed."""

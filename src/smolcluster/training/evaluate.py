@@ -116,10 +116,9 @@ def evaluation_of(totals: Totals, metrics: Mapping[str, Metric]) -> Evaluation:
         raise NonFiniteLoss(
             f"validation loss is {mean}: the weights have diverged; {DIVERGENCE_REMEDY}"
         )
-    derived = {}
-    for name, of in metrics.items():
-        if isinstance(of, OfLoss):
-            derived[name] = _of_loss(name, of, mean)
+    derived = {
+        name: _of_loss(name, of, mean) for name, of in metrics.items() if isinstance(of, OfLoss)
+    }
     return Evaluation(mean, means | derived)
 
 

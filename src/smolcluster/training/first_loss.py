@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from smolcluster.data.dataset import Batch, Elsewhere, Place, Samples
+from smolcluster.data.dataset import Elsewhere, Place, Samples
 from smolcluster.data.loading import MapSamples, StreamSamples
 from smolcluster.data.marks import MOST_SKETCHED, chosen, mark_of_tensor, reader_of, value_differs
 from smolcluster.errors import SmolclusterError
@@ -138,7 +138,9 @@ def _losses(
                     given = placed(
                         batch, replica.device, replica.params.dtype, lowers_doubles=lowers
                     )
-                return _loss(model, workload, given)
+                with user_code("loss"):
+                    total, count = count_terms(workload.loss(model, given), 1, of=workload.loss)
+                    return float(total) / float(count) if float(count) else math.nan
         return None
 
     if replica.device.type != "cpu":  # its first computation loads what others need as well
@@ -147,13 +149,6 @@ def _losses(
     for number in numbers:
         found = [loss_of(number, seed) for seed in SEEDS if time.monotonic() < until]
         yield _steady(found)
-
-
-def _loss(model: nn.Module, workload: Workload, batch: Batch) -> float:
-    with user_code("loss"):
-        total, count = count_terms(workload.loss(model, batch), 1, of=workload.loss)
-        number = float(count)
-        return float(total) / number if number else math.nan
 
 
 def _steady(found: list[float | None]) -> float | None:
