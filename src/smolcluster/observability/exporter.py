@@ -281,12 +281,13 @@ def free_ports(address: str, first: int, count: int) -> int | None:
     """
     last = min(first + MAX_FURTHER_PORTS, 65536 - count)
     for start in range(first, last + 1, count):
-        if all(_is_free(address, port) for port in range(start, start + count)):
+        if all(is_free(address, port) for port in range(start, start + count)):
             return start
     return None
 
 
-def _is_free(address: str, port: int) -> bool:
+def is_free(address: str, port: int) -> bool:
+    """Whether a process of this machine can listen there; port 0: on any port of the address."""
     family = AF_INET6 if ":" in address else AF_INET
     try:
         socket.create_server((address, port), family=family).close()

@@ -364,9 +364,9 @@ def test_a_local_run_is_served_where_containers_reach_it(
 def test_a_second_run_of_this_machine_has_ports_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     cluster = local_settings("metrics_port=9500", workers=2).cluster
-    monkeypatch.setattr(exporter, "_is_free", lambda *_: True)
+    monkeypatch.setattr(exporter, "is_free", lambda *_: True)
     assert beside_others(request(), cluster, said.append) == request()
-    monkeypatch.setattr(exporter, "_is_free", lambda _, port: port != 9502)
+    monkeypatch.setattr(exporter, "is_free", lambda _, port: port != 9502)
     moved = beside_others(request(), cluster, said.append)
     assert moved.overrides == (*request().overrides, "metrics_port=9503")
     [line] = said

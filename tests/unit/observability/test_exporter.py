@@ -253,7 +253,7 @@ def test_ports_in_a_row_are_found_behind_those_that_are_taken(
         assert free_ports("127.0.0.1", port, 1) != port
     assert free_ports("192.0.2.1", port, 1) is None
     assert free_ports("127.0.0.1", 65535, 2) is None
-    monkeypatch.setattr(exporter, "_is_free", lambda _, port: port != 9465)
+    monkeypatch.setattr(exporter, "is_free", lambda _, port: port != 9465)
     assert free_ports("127.0.0.1", 9464, 3) == 9467
     assert free_ports("127.0.0.1", 9464, 1) == 9464
 

@@ -1,6 +1,5 @@
 """The stack beside a run that is launched: never a reason to fail, and nothing to wait for."""
 
-import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -134,7 +133,7 @@ def within_reach(request: Request, cluster: ClusterConfig) -> Request:
     """
     if cluster.metrics_bind is not None or cluster.metrics_port is None:
         return request
-    address = bridge_address(_can_listen)
+    address = bridge_address()
     if address is None:
         return request
     return replace(request, overrides=(*request.overrides, f"metrics_bind={address}"))
@@ -155,13 +154,3 @@ def beside_others(request: Request, cluster: ClusterConfig, say: Say) -> Request
         f"metrics for Prometheus are served from port {port} on ({stated} or one after it is taken)"
     )
     return replace(request, overrides=(*request.overrides, f"metrics_port={port}"))
-
-
-def _can_listen(address: str) -> bool:
-    """Whether an address is this machine's: with Docker in a virtual machine its bridge is elsewhere."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import httpx
 
 from smolcluster.errors import LaunchError, TryAgain
 from smolcluster.launch.host import Done, run_here
-from smolcluster.observability.exporter import LOOPBACK
+from smolcluster.observability.exporter import LOOPBACK, is_free
 from smolcluster.wire.security import default_secret_path, ensure_secret
 
 FOLDER = "logging"
@@ -179,18 +179,18 @@ def is_loki(base: str) -> bool:
     return answers(Service("loki", base + LOKI_BUILD, "version"), LOKI_S)
 
 
-def bridge_address(can_listen: Callable[[str], bool]) -> str | None:
+def bridge_address() -> str | None:
     """An address of this machine that its containers reach and other machines do not; None: there is none.
 
-    That is Docker's bridge on Linux. Docker Desktop has none here: there containers reach what listens on
-    127.0.0.1.
+    That is Docker's bridge on Linux. With Docker in a virtual machine the bridge is elsewhere: there
+    containers reach what listens on 127.0.0.1.
     """
     if sys.platform != "linux":
         return None
     first = "{{(index .IPAM.Config 0).Gateway}}"
     answer = _ask(["docker", "network", "inspect", "bridge", "--format", first], ASK_S)
     address = answer.stdout.strip()
-    return address if answer.ok and address and can_listen(address) else None
+    return address if answer.ok and address and is_free(address, 0) else None
 
 
 def containers(folder: Path) -> dict[str, str]:
