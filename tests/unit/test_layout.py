@@ -237,7 +237,6 @@ MECHANISMS = {
             "observability/exporter.py": "serves /metrics to Prometheus",
             "observability/dashboard/serve.py": "serves pages to browsers",
             "launch/link_probe.py": "runs as one file on nodes that have no smolcluster",
-            "launch/observe/beside.py": "asks whether an address is of this machine",
             "utils/addresses.py": "looks for a free port",
         },
         "listener.bind((host, port))",

@@ -19,11 +19,11 @@ from rich.text import Text
 
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.find import find
-from smolcluster.launch.host import CONNECT_TIMEOUT_S, shell_path
+from smolcluster.launch.host import shell_path
 from smolcluster.launch.jobs.kubernetes import pod_logs
 from smolcluster.launch.sessions import host_of
 from smolcluster.launch.watch.probe import look
-from smolcluster.launch.watch.tail import Copies
+from smolcluster.launch.watch.tail import PATIENCE_S, Copies
 from smolcluster.observability.logs import log_line
 from smolcluster.observability.parsing import LogLine, parse_log_line
 from smolcluster.observability.terminal import COLOURS, SteadyConsole, displayable, print_line
@@ -38,8 +38,6 @@ from smolcluster.utils.words import as_command, hint_at, one_line
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MAX_SHOWN = 4000
 """Characters of a message; the file has the rest."""
-PATIENCE_S = CONNECT_TIMEOUT_S + 1.0
-"""How long the lines of one machine wait for those of the others, before the first is shown."""
 LOOK_EVERY_S, LAST_LINES_S = 2.0, 2.0
 """Between two looks whether a run is over, and how long its last lines may take then."""
 TOGETHER_S = 0.3
@@ -98,7 +96,7 @@ def logs(
         view = LogView(paths, Path(folder), lowest, start, as_json=as_json)
         with closing(view.copies):
             view.add(found)
-            return _follow(view, lambda: is_over(paths), sources) if follow else _print(view)
+            return _follow(view, sources) if follow else _print(view)
 
 
 def _out_of_reach(paths: RunPaths, node: str | None, rank: int | None) -> ConfigError | None:
@@ -366,9 +364,7 @@ def _print(view: LogView) -> int:
     return int(bool(lost))
 
 
-def _follow(
-    view: LogView, is_over: Callable[[], bool], sources: Callable[[], list[LaunchedProcess]]
-) -> int:
+def _follow(view: LogView, sources: Callable[[], list[LaunchedProcess]]) -> int:
     """Print what is there and what comes, until the run is over or Ctrl-C.
 
     `sources` are asked for again and again: the ranks of a group begin their logs by and by.
@@ -378,7 +374,7 @@ def _follow(
     def wait_for_end() -> None:
         has_ended = False
         while not has_ended:
-            has_ended = is_over()
+            has_ended = is_over(view.paths)
             with suppress(SmolclusterError):
                 more.put(sources())
             if over.wait(LAST_LINES_S if has_ended else LOOK_EVERY_S):

@@ -15,12 +15,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.launch.host import CONNECT_TIMEOUT_S, Host, shell_path
+from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.sessions import host_of
 from smolcluster.launch.watch.fetch import is_here
 from smolcluster.launch.watch.logs import log_of, sources_of
 from smolcluster.launch.watch.probe import MARK, Ask, ask_host, look, sections
-from smolcluster.launch.watch.tail import Copies
+from smolcluster.launch.watch.tail import PATIENCE_S, Copies
 from smolcluster.observability.view.snapshot import Snapshot, read_snapshot
 from smolcluster.observability.view.view import Files
 from smolcluster.runs.files import write_whole
@@ -33,8 +33,6 @@ from smolcluster.runs.summary import write_summary
 
 LOOK_EVERY_S, LOOK_ELSEWHERE_EVERY_S = 1.0, 2.0
 NUM_EVENTS = 5000
-PATIENCE_S = CONNECT_TIMEOUT_S + 1.0
-"""How long the first look waits for the lines that are there."""
 
 
 def is_wholly_here(launched: Launched | None, paths: RunPaths) -> bool:

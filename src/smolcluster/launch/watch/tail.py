@@ -16,9 +16,11 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch.host import SSH_FAILED, Host
+from smolcluster.launch.host import CONNECT_TIMEOUT_S, SSH_FAILED, Host
 from smolcluster.runs.files import NUM_OLD_FILES
 
+PATIENCE_S = CONNECT_TIMEOUT_S + 1.0
+"""How long what one machine has is kept back for what others have, before the first is shown."""
 RETRY_S = 2.0
 END_S = 1.0
 MAX_LINE_NBYTES = 1 << 20
