@@ -100,6 +100,6 @@ def after_step(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
 
 def cut_store(cluster: Cluster, node: str) -> None:
     """Break the server's connection to a store."""
-    session = links_of(cluster).session_of(node)
+    session = next(each.session for each in links_of(cluster)._stores if each.node == node)
     assert session is not None
     session.cut("its power is gone")

@@ -101,10 +101,6 @@ class NormsArrived(Event):
     first: int
     norms: Sequence[Sequence[float]]
 
-    @property
-    def last(self) -> int:
-        return self.first + len(self.norms[0]) - 1
-
 
 @dataclass
 class Pending(Generic[Own]):
@@ -418,9 +414,6 @@ class StoreLinks(ABC, Generic[Own]):
                     raise NonFiniteLoss(fault.sentence)
         return False
 
-    def session_of(self, node: str) -> Session | None:
-        return next((store.session for store in self._stores if store.node == node), None)
-
     def _of_session(self, session_id: int) -> RemoteStore | None:
         sessions = ((store, store.session) for store in self._stores)
         return next((s for s, own in sessions if own and own.session_id == session_id), None)
@@ -532,7 +525,8 @@ class StoreLinks(ABC, Generic[Own]):
     def drop_part(self, told: NormsArrived) -> None:
         """Nobody waits for a part that a store has told of: it drops it when it has all of its own."""
         store = self._of_session(told.session_id)
-        if store and told.key and told.last == self._held(store, told.fragment)[-1]:
+        stop = told.first + len(told.norms[0])
+        if store and told.key and stop == self._held(store, told.fragment).stop:
             self._tell([store.node], Drop(key=told.key))
 
     def forget(self, key: PartKey) -> Own | None:

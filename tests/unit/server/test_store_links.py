@@ -240,7 +240,7 @@ def test_a_second_process_of_one_store_is_told_that_it_is_busy() -> None:
     second = open_session(stores, "win", 9)
     assert isinstance(second.sent[-1], Reject)
     assert second.sent[-1].code == "busy"
-    assert stores.session_of("win") is cast("Session", win)
+    assert stores._stores[0].session is cast("Session", win)
     assert stores.is_ready
 
 

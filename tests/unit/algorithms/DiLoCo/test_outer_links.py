@@ -119,7 +119,7 @@ def test_gradients_of_a_step_that_comes_to_nothing_are_kept_nowhere() -> None:
     hosting = Hosting(3, WORKERS, num_fragments=3, optimizer="adamw")
     gradients = [changes_of(hosting, number, number) for number in range(3)]
     win, pi5 = hosting.stores
-    session = hosting.links.session_of("win")
+    session = next(each.session for each in hosting.links._stores if each.node == "win")
     assert session is not None
     brought = [
         [hosting.bring(worker, number, values, weight) for worker, values, weight in each]
