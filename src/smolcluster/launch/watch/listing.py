@@ -61,7 +61,7 @@ def runs(*, as_json: bool = False, ask: Ask | None = None) -> int:
 
 def listed(root: Path, ask: Ask | None = None) -> list[ListedRun]:
     """The runs in a folder, in the order in which they began."""
-    return _listed(runs_in(root), ask)
+    return _listed([read_snapshot(paths) for paths in runs_in(root)], ask)
 
 
 def living(root: Path, ask: Ask | None = None) -> list[RunPaths]:
@@ -71,10 +71,10 @@ def living(root: Path, ask: Ask | None = None) -> list[RunPaths]:
     nobody is asked.
     """
     sessions = cache(session_names)
-    possible = [paths for paths in runs_in(root) if _may_live(paths, sessions)]
+    possible = [read for read in map(read_snapshot, runs_in(root)) if _may_live(read, sessions)]
     newest = latest_of(root)
-    if [paths.run_id for paths in possible] == [newest]:
-        return possible
+    if [read.paths.run_id for read in possible] == [newest]:
+        return [read.paths for read in possible]
     return [
         RunPaths(root / run.run_id)
         for run in _listed(possible, ask)
@@ -82,9 +82,8 @@ def living(root: Path, ask: Ask | None = None) -> list[RunPaths]:
     ]
 
 
-def _listed(runs: Sequence[RunPaths], ask: Ask | None) -> list[ListedRun]:
+def _listed(reads: Sequence[Snapshot], ask: Ask | None) -> list[ListedRun]:
     sessions = cache(session_names)
-    reads = [read_snapshot(paths) for paths in runs]
     lives = {read.paths.run_id: _lives_here(read, sessions) for read in reads}
 
     def line(read: Snapshot) -> ListedRun:
@@ -109,13 +108,12 @@ def _lives_here(read: Snapshot, sessions: Sessions) -> bool:
     return any(read.paths.run_id in line for line in command_lines(pids).values())
 
 
-def _may_live(paths: RunPaths, sessions: Sessions) -> bool:
-    read = read_snapshot(paths)
+def _may_live(read: Snapshot, sessions: Sessions) -> bool:
     if _lives_here(read, sessions):
         return True
     if not read.is_elsewhere or read.is_over:
         return False
-    known = remembered(paths)
+    known = remembered(read.paths)
     return known is None or known.is_alive is not False
 
 
