@@ -1,23 +1,18 @@
-"""The state of optimizers and of float16's loss scale is the run's, and the same on all workers."""
+"""float16: the loss scale belongs to the run, and what overflows is skipped by everybody."""
 
-import threading
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from harness import DEADLINE_S, Cluster
+from harness import Cluster
 from own_workloads import CPU, KINDS, NODES, alone, losses_of, scaled_digits, settings_for
-from smolcluster.algorithms.SynchronousPS.step_receiver import StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.data.permutation import EpochOrders
-from smolcluster.server.assignment import Assigned
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.wire.messages import Welcome
-from tiers import at_night
 
 FLOAT16 = KINDS["float16"]
 
@@ -84,53 +79,3 @@ def test_a_step_that_overflows_on_one_worker_is_skipped_by_all(tmp_path: Path, c
         assert worker.replica.optimizer.state[STEP_COUNT] == 23 - skipped
     losses = losses_of(cluster)
     assert losses[-1] < 0.9 * losses[0]
-
-
-class Waiting(Worker):
-    """Computes nothing from step 6 on before another worker has the whole state."""
-
-    def __init__(
-        self, welcome: Welcome, training: TrainingContext, joined: threading.Event, *, late: bool
-    ) -> None:
-        super().__init__(welcome, training)
-        self.other_has_joined, self.is_late = joined, late
-
-    def join(self, arrived: StateArrived) -> None:
-        super().join(arrived)
-        if self.joined and self.is_late:
-            self.other_has_joined.set()
-
-    def work_on(self, task: Assigned) -> None:
-        if self.version == 6:
-            assert self.other_has_joined.wait(DEADLINE_S)
-        super().work_on(task)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["momentum", *at_night("RMSprop", "NAdam")])
-def test_who_joins_later_has_the_optimizer_s_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr("harness.build", partial(build, bucket_bytes=1024))
-    settings = settings_for("syncps", 2, *KINDS[name].overrides, "min_workers=1")
-    cluster = Cluster(settings, tmp_path, algorithm="syncps")
-    assert len(cluster.training.replica.buckets) > 1
-    joined = threading.Event()
-    made: list[Worker] = []
-
-    def make(welcome: Welcome, training: TrainingContext) -> Worker:
-        made.append(Waiting(welcome, training, joined, late=bool(made)))
-        return made[-1]
-
-    first = cluster.worker(1, node="pi5", make=make)
-    while cluster.core.version < 6 and first.is_alive():
-        threading.Event().wait(0.01)
-    cluster.finish(first, cluster.worker(2, node="win", make=make))
-    expected, _ = alone(settings)
-    assert losses_of(cluster) == pytest.approx(expected, rel=1e-5)
-    theirs = cluster.training.replica
-    for worker in made:
-        torch.testing.assert_close(worker.replica.params, theirs.params, rtol=0, atol=0)
-        for key, tensor in theirs.optimizer.state.items():
-            torch.testing.assert_close(worker.replica.optimizer.state[key], tensor, rtol=0, atol=0)
-    assert made[1].version == cluster.core.version
