@@ -37,14 +37,37 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "results.json"
 
 
-@pytest.mark.nightly
-def test_the_exchange_is_measured_beside_gloo(file: Path) -> None:
-    options = ("--workers=2", "--megabytes=1", "--steps=1", "--rounds=1", "--codec=int8")
-    found = measured("exchange", file, f"--json={file}", *options, "--digests=on")
-    (case,) = found["cases"]
-    assert case["ms"] > 0
-    assert case["gloo_ms"] > 0
-    assert case["copies"] > 0
+@pytest.mark.parametrize(
+    ("name", "options", "table", "columns"),
+    [
+        pytest.param(
+            "exchange",
+            "--workers=2 --megabytes=1 --steps=1 --rounds=1 --codec=int8 --digests=on",
+            "cases",
+            ("ms", "gloo_ms", "copies"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "scale",
+            "--workers=2 --megabytes=1 --rate=20 --seconds=1",
+            "cases",
+            ("workers", "pushes", "p99_ms"),
+            marks=pytest.mark.bench,
+        ),
+        pytest.param(
+            "pipeline",
+            "--schedules=1f1b --megabytes=0.01 --unit=1 --steps=1 --cases schedules",
+            "schedules",
+            ("simulated_s", "measured_s", "torch_s"),
+            marks=pytest.mark.bench,
+        ),
+    ],
+)
+def test_it_is_measured(
+    file: Path, name: str, options: str, table: str, columns: tuple[str, ...]
+) -> None:
+    row, *_ = measured(name, file, f"--json={file}", *options.split())[table]
+    assert all(row[column] > 0 for column in columns), row
 
 
 @pytest.mark.bench
@@ -55,15 +78,6 @@ def test_honest_work_is_measured_under_attack() -> None:
     (case,) = json.loads(done.stdout)["cases"]
     assert (case["algorithm"], case["case"]) == ("edp", "hung")
     assert case["samples_per_s"] >= 0
-
-
-@pytest.mark.bench
-def test_what_a_worker_costs_a_coordinator_is_measured(file: Path) -> None:
-    options = ("--workers=2", "--megabytes=1", "--rate=20", "--seconds=1")
-    (case,) = measured("scale", file, f"--json={file}", *options)["cases"]
-    assert case["workers"] == 2
-    assert case["pushes"] > 0
-    assert case["p99_ms"] > 0
 
 
 @pytest.mark.bench
@@ -88,17 +102,6 @@ def no_namespaces() -> str:
         return "no network namespace can be made here"
     subprocess.run(["ip", "netns", "del", name], check=True)
     return ""
-
-
-@pytest.mark.bench
-def test_a_pipelines_step_is_measured_beside_torchs(file: Path) -> None:
-    options = ("--schedules=1f1b", "--megabytes=0.01", "--unit=1", "--steps=1")
-    found = measured("pipeline", file, f"--json={file}", *options, "--cases", "schedules")
-    first, *_ = found["schedules"]
-    assert first["schedule"] == "1f1b"
-    assert first["simulated_s"] == pytest.approx(0.033)
-    assert first["measured_s"] > 0.033
-    assert first["torch_s"] > 0.033
 
 
 @pytest.mark.bench
