@@ -11,12 +11,11 @@ from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.meant import (
     DEFAULT_TRAINING,
     SMALLER,
-    WORKLOAD,
     cluster_source,
     training_source,
     written_here,
 )
-from smolcluster.configs.overrides import ENVIRONMENT_PREFIX, workload_overrides
+from smolcluster.configs.overrides import ENVIRONMENT_PREFIX, WORKLOAD, workload_overrides
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import Settings, config_of
 from smolcluster.configs.spec import AlgorithmSpec, LaunchCommand, default_algorithm
