@@ -101,8 +101,7 @@ class Execution:
             PeerLost: a neighbour is lost. How far it had come is unknown; nothing has been stepped.
             UserCodeError: model or loss raised an exception.
         """
-        self.links.begin_step(turn)
-        self.links.take_sent()  # what evaluations have sent is of no step
+        self.links.begin_step(turn, is_counted=True)
         for each in self.stages.values():
             each.replica.grads.zero_()
             each.replica.watch.begin(parts[0].place.epoch if parts else 0)

@@ -138,6 +138,9 @@ class Links(Transport):
         self._acceptor: Acceptor | None = None
         self._server: Session | None = None
         self._route = Route(0, 0, 0, (0,), (), "fp32")
+        self._step = 0
+        self._is_counted = False
+        """Whether what is queued counts for `take_sent`."""
         self._stop = threading.Event()
         """Set when nobody shall be dialled any more."""
 
@@ -176,6 +179,7 @@ class Links(Transport):
             SmolclusterError: what `interrupt` was given.
         """
         self._stop.clear()
+        self._step, self._is_counted = route.step, False
         self._mailbox.begin(route.attempt, route.step)
         if self._mailbox.is_interrupted():
             self._stop.set()
@@ -194,8 +198,12 @@ class Links(Transport):
         if self._mailbox.is_interrupted():
             self._stop.set()
 
-    def begin_step(self, step: int) -> None:
-        """The steps before it are over: what still comes of them is dropped."""
+    def begin_step(self, step: int, *, is_counted: bool = False) -> None:
+        """The steps before it are over: what still comes of them is dropped.
+
+        `is_counted`: whether what is queued from now on counts for `take_sent`.
+        """
+        self._step, self._is_counted = step, is_counted
         self._mailbox.begin_step(step)
 
     def send(self, instruction: Instruction, result: Batch) -> None:
@@ -226,12 +234,15 @@ class Links(Transport):
         Raises:
             PeerLost, SmolclusterError: as `receive`.
         """
-        now, own = self._mailbox.now, self._route.rank
-        self._send(Key(*now, "exchange", rank, own), rank, tree, "fp32")
-        return self._receive(Key(*now, "exchange", own, rank), rank)
+        attempt, own = self._route.attempt, self._route.rank
+        self._send(Key(attempt, self._step, "exchange", rank, own), rank, tree, "fp32")
+        return self._receive(Key(attempt, self._step, "exchange", own, rank), rank)
 
     def take_sent(self) -> tuple[int, ...]:
-        """The bytes, as encoded, that have begun to leave for each rank since this was asked last."""
+        """The bytes, as encoded, that have begun to leave for each rank since this was asked last.
+
+        Of steps alone that count (`begin_step`): not of links that are measured, nor of evaluations.
+        """
         sent = [0] * (1 + max(self._route.ranks))
         for neighbour in self._route.neighbours:
             if (outbox := self._outbox(neighbour)) is not None:
@@ -360,12 +371,12 @@ class Links(Transport):
             what=f"{key} did not leave",
         )
         assert outbox is not None  # noqa: S101 - it has been waited for
-        outbox.queue(key, tree, nbytes, codec)
+        outbox.queue(key, tree, nbytes, codec, is_counted=self._is_counted)
 
     def _key(self, instruction: Instruction, taker: int) -> Key:
         """Names what stage `taker` takes of another one."""
         way: Direction = "forward" if instruction.op is Op.FORWARD else "backward"
-        return Key(*self._mailbox.now, way, taker, instruction.microbatch)
+        return Key(self._route.attempt, self._step, way, taker, instruction.microbatch)
 
     def _receive(self, key: Key, rank: int) -> Batch:
         own = StageNeighbour.model_construct(
@@ -434,18 +445,22 @@ class _Outbox:
         return has_room
 
     def take_sent(self) -> int:
-        """Bytes, as encoded, that have begun to leave since this was asked last."""
+        """Bytes, as encoded, that have begun to leave and count, since this was asked last."""
         with self._lock:
             sent, self._sent_nbytes = self._sent_nbytes, 0
         return sent
 
-    def queue(self, key: Key, tree: Batch, nbytes: int, codec: str) -> None:
+    def queue(self, key: Key, tree: Batch, nbytes: int, codec: str, *, is_counted: bool) -> None:
         """Have the session's writer encode a tree on the CPU, of so many bytes, and send it."""
         with self._lock:
             self._queued_nbytes += nbytes
-        self.session.send_frames(self._frames(key, tree, nbytes, codec))
 
-    def _frames(self, key: Key, tree: Batch, nbytes: int, codec: str) -> Iterator[Frame]:
+        frames = self._frames(key, tree, nbytes, codec, is_counted=is_counted)
+        self.session.send_frames(frames)
+
+    def _frames(
+        self, key: Key, tree: Batch, nbytes: int, codec: str, *, is_counted: bool
+    ) -> Iterator[Frame]:
         """The frames of a tree, none larger than the session allows; in the writer's thread."""
         try:
             encoded = encode(tree, codec)
@@ -459,8 +474,9 @@ class _Outbox:
                 is_awaited = self._is_awaited
             if is_awaited:
                 self._mailbox.notify()
-        with self._lock:
-            self._sent_nbytes += encoded.nbytes
+        if is_counted:
+            with self._lock:
+                self._sent_nbytes += encoded.nbytes
         message = partial(self._message, key=key, nbytes=encoded.nbytes)
         yield from byte_frames(message, encoded.slices(self.session.connection.max_payload))
 

@@ -59,8 +59,7 @@ class Mailbox:
         """With the bytes that each has taken."""
         self._held_nbytes = 0
         """Of these, and of what is arriving."""
-        self.now = (0, 0)
-        """Attempt and step: what is of older ones does not count any more."""
+        self._attempt = self._step = 0
         self._interrupted: tuple[int, SmolclusterError] | None = None
         """What has ended all attempts up to this one."""
         self._lost: dict[str, str] = {}
@@ -77,7 +76,7 @@ class Mailbox:
 
     def is_interrupted(self) -> bool:
         with self._changed:
-            return self._interrupted is not None and self._interrupted[0] >= self.now[0]
+            return self._interrupted is not None and self._interrupted[0] >= self._attempt
 
     def lose(self, instance: str, reason: str) -> None:
         """Nothing more comes from that process, nor goes to it, until it is `found`."""
@@ -147,14 +146,14 @@ class Mailbox:
     def begin(self, attempt: int, step: int) -> None:
         """Forget what is older than this attempt and step, and who was lost before."""
         with self._changed:
-            self.now = attempt, step
+            self._attempt, self._step = attempt, step
             self._lost.clear()
             self._drop()
 
     def begin_step(self, step: int) -> None:
         """Forget what is older."""
         with self._changed:
-            self.now = self.now[0], step
+            self._step = step
             self._drop()
 
     def take(self, key: Key, source: StageNeighbour, timeout_s: float) -> Batch:
@@ -194,7 +193,7 @@ class Mailbox:
         with self._changed:
             so_far, deadline = progress(), Deadline(timeout_s)
             while True:
-                if self._interrupted and self._interrupted[0] >= self.now[0]:
+                if self._interrupted and self._interrupted[0] >= self._attempt:
                     # a copy: what was raised refers to its frames, and those to the layers of this attempt
                     raise copy(self._interrupted[1])
                 if is_ready():
@@ -208,7 +207,7 @@ class Mailbox:
                 self._changed.wait(min(deadline.remaining(), TICK_S))
 
     def _is_wanted(self, attempt: int, step: int) -> bool:
-        return (attempt, step) >= self.now
+        return (attempt, step) >= (self._attempt, self._step)
 
     def _drop(self) -> None:
         for key in [each for each in self._trees if not self._is_wanted(each.attempt, each.step)]:

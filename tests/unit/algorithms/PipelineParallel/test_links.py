@@ -123,6 +123,11 @@ def test_activations_go_up_and_gradients_down_in_pieces(stages: MakeStages) -> N
 def test_bytes_are_counted_for_each_neighbour_as_they_were_encoded(stages: MakeStages) -> None:
     low, middle, high = made = stages(3)
     connect(made, codec="int8")
+    middle.links.send(forward(0, 1), values(64, 256))  # of no step that is counted
+    high.links.receive(forward(0, 2))
+    assert middle.links.take_sent() == (0, 0, 0)
+    for each in made:
+        each.links.begin_step(1, is_counted=True)
     middle.links.send(forward(0, 1), values(64, 256))
     middle.links.send(backward(0, 1), values(2, 256))
     high.links.receive(forward(0, 2))
@@ -131,6 +136,10 @@ def test_bytes_are_counted_for_each_neighbour_as_they_were_encoded(stages: MakeS
     assert to_itself == 0
     assert 64 * 256 < to_high < 2 * 64 * 256  # a byte and not four for each number
     assert 2 * 256 < to_low < 2 * 2 * 256
+    middle.links.begin_step(2)  # an evaluation
+    high.links.begin_step(2)
+    middle.links.send(forward(0, 1), values(2, 2))
+    high.links.receive(forward(0, 2))
     assert middle.links.take_sent() == (0, 0, 0)
 
 
