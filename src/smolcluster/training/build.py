@@ -455,15 +455,15 @@ def build(
     has none: its model lies on `meta`, and tells of names, shapes and types alone.
 
     Raises:
-        ConfigError: unknown dataset or model, or sizes of the model that do not fit the data.
+        ConfigError: unknown dataset or model, sizes of the model that do not fit the data, or a stream that
+            does not end.
         DataError: the dataset is missing or damaged.
     """
     if workload is None:
         workload = load_workload(train, seed, place, log)
+    # streams are counted while a signal still ends this process at once
     for split in (workload.train, workload.validation):
-        if isinstance(
-            split, StreamSamples
-        ):  # it is counted while a signal still ends this process at once
+        if isinstance(split, StreamSamples):
             split.count(log.info if log is not None else lambda _: None)
     train = workload.training.applied_to(train)
     if workload.batch_size is not None:

@@ -554,7 +554,7 @@ class CheckpointWriter:
             known = nbytes
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Have it written as soon as the disk is free; never waits.
+        """Have it written as soon as the disk is free; never waits. Not after the writer's end.
 
         A snapshot that still waits then is dropped for this newer one, and the log says so.
         """
@@ -684,33 +684,29 @@ def check_same(
     Raises:
         CheckpointError: something differs; one sentence says what, and what to do.
     """
-    differences = (
-        (
-            state.algorithm != algorithm,
+    if state.algorithm != algorithm:
+        problem = (
             f"was trained by algorithm {state.algorithm}, not by {algorithm}: "
-            f"resume it with {state.algorithm}",
-        ),
-        (
-            state.seed != seed,
+            f"resume it with {state.algorithm}"
+        )
+    elif state.seed != seed:
+        problem = (
             f"began with seed {state.seed}, not {seed}, and with it the order of its samples: "
-            f"set seed={state.seed}",
-        ),
-        (
-            state.dataset_fingerprint != dataset_fingerprint,
+            f"set seed={state.seed}"
+        )
+    elif state.dataset_fingerprint != dataset_fingerprint:
+        problem = (
             f"was trained on other data (fingerprint {state.dataset_fingerprint[:12]}, here "
-            f"{dataset_fingerprint[:12]}): give it the same data, in the same form",
-        ),
-        (
-            state.model_fingerprint != model_fingerprint,
+            f"{dataset_fingerprint[:12]}): give it the same data, in the same form"
+        )
+    elif state.model_fingerprint != model_fingerprint:
+        problem = (
             f"is of another model (fingerprint {state.model_fingerprint[:12]}, here "
-            f"{model_fingerprint[:12]}): set it as it was then",
-        ),
-    )
-    for differs, problem in differences:
-        if differs:
-            raise CheckpointError(
-                f"step {state.step} of run {state.run_id} {problem}, or begin a new run"
-            )
+            f"{model_fingerprint[:12]}): set it as it was then"
+        )
+    else:
+        return
+    raise CheckpointError(f"step {state.step} of run {state.run_id} {problem}, or begin a new run")
 
 
 def export(checkpoint: Checkpoint, folder: Path) -> Path:

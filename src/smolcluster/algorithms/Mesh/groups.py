@@ -152,12 +152,12 @@ class Groups:
             ConfigError: their fingerprints differ.
             Rejected: a sample or the order does; names the first rank that has another one than rank 0.
         """
-        everyone = self.all_told(
-            [workload.fingerprint, workload.sample_marks, workload.order_mark(seed)]
-        )
-        first, firsts, first_order = everyone[0]
-        for rank, (fingerprint, marks, order) in enumerate(everyone):
-            compare(rank, {"the dataset": fingerprint}, {"the dataset": first})
+        fingerprints = self.all_told(workload.fingerprint)
+        for rank, each in enumerate(fingerprints):
+            compare(rank, {"the dataset": each}, {"the dataset": fingerprints[0]})
+        everyone = self.all_told([workload.sample_marks, workload.order_mark(seed)])
+        firsts, first_order = everyone[0]
+        for rank, (marks, order) in enumerate(everyone):
             if (place := first_difference(marks, firsts)) is not None:
                 number = workload.marked_samples[place]
                 raise Rejected(

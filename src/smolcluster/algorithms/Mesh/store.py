@@ -265,7 +265,10 @@ class _Hearing(Receiver):
 
 
 class Way:
-    """Another rank's side: a session with rank 0, of which one thread at a time asks something."""
+    """Another rank's side: a session with rank 0, of which one thread at a time asks something.
+
+    When a question breaks off, the session is lost for all threads.
+    """
 
     def __init__(self, address: Address, secret: Secret, timeout_s: float, log: logging.Logger):
         """Try for `timeout_s` seconds to be let in.

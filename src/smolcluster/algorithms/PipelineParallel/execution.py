@@ -211,6 +211,7 @@ def evaluate_stages(
 
     def compute_next() -> None:
         nonlocal output
+        output = None  # or its memory would be held while the next one is computed
         output = next(outputs)
 
     answer = Answer(lambda: output)

@@ -379,10 +379,13 @@ class Links(Transport):
         return Key(self._route.attempt, self._step, way, taker, instruction.microbatch)
 
     def _receive(self, key: Key, rank: int) -> Batch:
-        own = StageNeighbour.model_construct(
-            rank=rank, node=self._hello.node, instance=self._hello.instance, places=()
-        )
-        source = own if rank == self._route.rank else self._route.neighbour(rank)
+        if rank == self._route.rank:
+            hello = self._hello
+            source = StageNeighbour.model_construct(
+                rank=rank, node=hello.node, instance=hello.instance, places=()
+            )
+        else:
+            source = self._route.neighbour(rank)
         return self._mailbox.take(key, source, self._route.patience_s)
 
     # any thread

@@ -303,8 +303,8 @@ class Server(Coordinator):
         for rank, each in enumerate(answers):
             figures = stage_figures(crew, rank, each, self.took_s)
             self.report.board.measured(crew.peers[rank].worker, **figures)
-        (loss, num_terms, *_), norm = computed(answers)
-        num_terms = num_terms or 1.0
+        found, norm = computed(answers)
+        loss, num_terms = found.mean, found.num_terms or 1.0
         counts, schedule = self.report.counts, self.context.training.recipe.schedule
         rate = learning_rate(self.train, counts.samples_applied, counts.total_samples, schedule)
         message = Commit(

@@ -246,9 +246,19 @@ class Worker:
                     self.link.send(StageKept(attempt=piece.attempt, step=piece.turn))
 
     def measure_link(self, wanted: MeasureLink) -> None:
-        """Say how much is carried from here to another worker, without what hinders that."""
-        attempt, neighbours = wanted.attempt, (wanted.neighbour,)
-        route = Route(wanted.rank, attempt, 0, ranks=(0, 1), neighbours=neighbours, codec="fp32")
+        """Say how much is carried from here to another worker, or why that is not known.
+
+        Where memory is short, the layers of the last plan are freed.
+        """
+        attempt = wanted.attempt
+        route = Route(
+            rank=wanted.rank,
+            attempt=attempt,
+            step=0,
+            ranks=(0, 1),
+            neighbours=(wanted.neighbour,),
+            codec="fp32",
+        )
         with self.memory_told(lambda reason: LinkMeasured(attempt=attempt, reason=reason)):
             try:
                 found = measure_link(self.links, route, self.link)
