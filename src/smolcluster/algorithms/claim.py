@@ -112,7 +112,10 @@ def _checkpoint(
         state = checkpoint.state
         log.info(
             "resuming run %s at step %d, after %s samples, saved at %s",
-            *(paths.run_id, state.step, f"{state.samples_applied:,}", state.written_at),
+            paths.run_id,
+            state.step,
+            f"{state.samples_applied:,}",
+            state.written_at,
         )
     return checkpoint
 

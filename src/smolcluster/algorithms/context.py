@@ -249,7 +249,9 @@ class ServerContext(PoolContext):
 
     def new_evaluator(self, report: Report) -> Evaluator:
         return Evaluator(
-            *(self.training, self.inbox, report.evaluated),
+            self.training,
+            self.inbox,
+            report.evaluated,
             every=self.run.train.eval_steps,
             log=self.log,
             check_stop=self.check_stop,

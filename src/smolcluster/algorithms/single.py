@@ -27,8 +27,10 @@ def train(context: ServerContext) -> Summary:
     context.log.info(
         "training %s on %s: %d samples an epoch, %d epochs, on %s",
         type(training.replica.model).__name__,
-        *(training.workload.name, training.num_samples),
-        *(config.num_epochs, describe(training.replica.device)),
+        training.workload.name,
+        training.num_samples,
+        config.num_epochs,
+        describe(training.replica.device),
     )
     steps = training_steps(
         training,

@@ -85,7 +85,8 @@ def _say_if_short(max_steps: int, num_samples: int, batch_size: int) -> None:
     if 0 < max_steps < num_steps:
         logging.getLogger("smolcluster").warning(
             "max_steps of this Trainer is %d, the run has %d steps: it stops before the run's end",
-            *(max_steps, num_steps),
+            max_steps,
+            num_steps,
         )
 
 

@@ -281,7 +281,9 @@ def living(
         delay = Deadline(decision.delay_s)
         log.warning(
             "%s %s; it is started again in %s",
-            *(name, decision.reason, format_duration(decision.delay_s)),
+            name,
+            decision.reason,
+            format_duration(decision.delay_s),
         )
         while not delay.expired:
             yield

@@ -335,8 +335,11 @@ class Orchestrator:
             if done.step % every == 0:
                 self.log.info(
                     "step %d, epoch %d, %s samples: loss %.4f, learning rate %.3g",
-                    *(done.step, done.epoch + 1, f"{done.samples_applied:,}"),
-                    *(done.loss, done.learning_rate),
+                    done.step,
+                    done.epoch + 1,
+                    f"{done.samples_applied:,}",
+                    done.loss,
+                    done.learning_rate,
                 )
             if hooks.on_step is not None:
                 hooks.on_step(done)

@@ -220,7 +220,8 @@ def figure_of_runs(runs: Sequence[Curves]) -> "Figure":
         for index, points in enumerate(drawn):
             if points is not None:
                 axes.plot(
-                    *(points.x, points.y),
+                    points.x,
+                    points.y,
                     color=RUN_COLORS[index % len(RUN_COLORS)],
                     linestyle="-" if index < len(RUN_COLORS) else "--",
                     marker="o" if len(points.x) == 1 else "",
@@ -315,7 +316,8 @@ def _plot_loss(axes: "Axes", loss: Points, single: Points, val_loss: Points | No
         _plot_evaluations(axes, val_loss, "validation")
         best = min(range(len(val_loss.y)), key=val_loss.y.__getitem__)
         axes.plot(
-            *(val_loss.x[best], val_loss.y[best]),
+            val_loss.x[best],
+            val_loss.y[best],
             color=GREEN,
             linestyle="",
             marker="*",
@@ -352,7 +354,8 @@ def is_over_a_decade(values: Sequence[float]) -> bool:
 def _plot_evaluations(axes: "Axes", points: Points, label: str) -> None:
     few = thin(points, MAX_EVALUATIONS)
     axes.plot(
-        *(few.x, few.y),
+        few.x,
+        few.y,
         color=ORANGE,
         linewidth=1,
         marker="o",

@@ -98,7 +98,9 @@ class Feed:
             self._log.warning(
                 "the data of %s are slow: the server has been loading %d samples for %s, and a worker "
                 "waits; more num_workers of its DataLoader, or dataset.source: local, load them faster",
-                *(self._data, samples.num_samples, format_duration(SLOW_S)),
+                self._data,
+                samples.num_samples,
+                format_duration(SLOW_S),
             )
 
     def _load(self, samples: Range, indices: Tensor) -> Batch:

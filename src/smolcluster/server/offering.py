@@ -468,7 +468,8 @@ def wait_for_offer(
     acceptor.open()
     node.log.info(
         "listening on %s, port %d, for the first process that attaches",
-        *(", ".join(addresses), cluster.port),
+        ", ".join(addresses),
+        cluster.port,
     )
     sessions: dict[int, Session] = {}
     deadline = Deadline(cluster.start_timeout_s)

@@ -71,8 +71,8 @@ class GradientSender:
         backup_from: int | None = None,
     ) -> Iterator[Frame]:
         """Encode the replica's gradient, bucket by bucket, into frames: see `pushes`."""
-        what = lease, base_version, loss, compute_s, weights
-        for push, payload in self.pushes(*what, backup_from=backup_from):
+        pushes = self.pushes(lease, base_version, loss, compute_s, weights, backup_from=backup_from)
+        for push, payload in pushes:
             yield frame_of(push, payload)
 
     def pushes(

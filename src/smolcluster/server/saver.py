@@ -73,7 +73,10 @@ class Saver:
         self._writer = None
         if store is not None:  # a checkpoint is not newer than what is known of its steps
             self._writer = CheckpointWriter(
-                *(store, log, report.saved, report.flush),
+                store,
+                log,
+                report.saved,
+                report.flush,
                 on_progress=on_progress,
                 on_no_space=report.has_no_space,
             )

@@ -464,7 +464,11 @@ class StoreLinks(ABC, Generic[Own]):
         first, stop, total = store.span.start + 1, store.span.stop, len(self._replica.buckets)
         self._log.info(
             "the store %s holds buckets %d to %d of %d, as they were at step %d",
-            *(store.node, first, stop, total, self._copied_version),
+            store.node,
+            first,
+            stop,
+            total,
+            self._copied_version,
         )
         if self.is_ready:
             self._has_been_ready = True
@@ -482,7 +486,9 @@ class StoreLinks(ABC, Generic[Own]):
         self._on_lost(store)
         self._log.warning(
             "the store %s is lost: %s; training pauses, for up to %s, until it is back",
-            *(store.node, reason, format_duration(self._patience.lost_s)),
+            store.node,
+            reason,
+            format_duration(self._patience.lost_s),
         )
 
     def _tell(self, nodes: Collection[str], message: Message) -> None:

@@ -355,7 +355,9 @@ class WorkerPool(Generic[L]):
             worker.is_slow = True
             self._log.warning(
                 "%s has prepared its data and model for %s; it is cut after %s (prepare_timeout_s)",
-                *(worker.name, format_duration(waited_s), format_duration(limit_s)),
+                worker.name,
+                format_duration(waited_s),
+                format_duration(limit_s),
             )
 
     def _answer(self, request: JoinRequest) -> Iterator[Event]:

@@ -119,7 +119,11 @@ class ModelBuffers:
             if plain_name(name) in self.frozen:
                 owner, _, key = name.rpartition(".")
                 slot = _Slot(
-                    *(plain_name(name), model.get_submodule(owner), key, each.shape, None),
+                    plain_name(name),
+                    model.get_submodule(owner),
+                    key,
+                    each.shape,
+                    None,
                     seen=(each, each._version),
                     is_parameter=True,
                 )

@@ -79,7 +79,8 @@ class UnusedParameters:
                 "%d batches gave no gradient to %s: they are trained with a gradient of zero, so that weight "
                 "decay and momentum change them all the same; leave what the loss does not depend on out of "
                 "the model, or set requires_grad=False",
-                *(NUM_BATCHES, a_few(names)),
+                NUM_BATCHES,
+                a_few(names),
             )
 
 
@@ -148,7 +149,10 @@ class Microbatching:
         self.size = (microbatch + 1) // 2
         self._log.warning(
             "out of memory with %d samples at once: from now on it is %d (%s): %s",
-            *(microbatch, self.size, self._what, reason),
+            microbatch,
+            self.size,
+            self._what,
+            reason,
         )
 
 

@@ -121,7 +121,9 @@ class Replica:
             self.params[place] = parameter.data.reshape(-1)
         self._trained = [
             Trained(
-                *(name, self.parameters[name], self.params[place].view(parameter.shape)),
+                name,
+                self.parameters[name],
+                self.params[place].view(parameter.shape),
                 self.grads[place].view(parameter.shape),
             )
             for (name, place), (_, parameter) in zip(self.layers, trainable, strict=True)
@@ -130,7 +132,7 @@ class Replica:
         self.labels = LabelsSeen(self.model)
         self.doubles = Doubles()
         self.watch = StateWatch(
-            *(self.model, self.parameters, self._trained, self.grads, self.buffers)
+            self.model, self.parameters, self._trained, self.grads, self.buffers
         )
         self.buckets = cut(self.num_params, max(1, bucket_bytes // dtype.itemsize))
         spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer

@@ -435,7 +435,9 @@ def _muon(spec: OptimizerSpec, model: nn.Module, flat: Flat, weight_decay: float
         if name in split.by_muon
     ]
     return MuonOptimizer(
-        *(flat.params, flat.grads, weight_decay),
+        flat.params,
+        flat.grads,
+        weight_decay,
         sum(weight.numel() for _, weight in flat.trainable if weight.ndim > 1),
         matrices=matrices,
         arguments={key: each for key, each in spec.arguments.items() if key not in CHOOSERS},

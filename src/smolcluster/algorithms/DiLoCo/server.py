@@ -637,7 +637,9 @@ def warn_of_long_rounds(context: ServerContext, epoch_batches: int) -> None:
     if round_batches > epoch_batches:
         context.log.warning(
             "local_steps is %d: a round has %d batches, an epoch %d; lower it, or set it to null",
-            *(local_steps, round_batches, epoch_batches),
+            local_steps,
+            round_batches,
+            epoch_batches,
         )
 
 

@@ -195,5 +195,11 @@ class DeltaSliceReceiver(ChangeReceiver):
         if values is not None:
             self._hold(message.fragment)
             part = Part(message.fragment, values, partial(self.free, message.fragment))
-        what = self._session_id, message.request, message.fragment, message.bucket
-        return PartArrived(*what, bucket, part)
+        return PartArrived(
+            session_id=self._session_id,
+            of=message.request,
+            fragment=message.fragment,
+            bucket=message.bucket,
+            values=bucket,
+            part=part,
+        )

@@ -91,7 +91,11 @@ class Server(LeasingServer):
         replica = self.replica
         collector = BufferCollector(replica.buffers, replica.bucket_bytes)
         return GradientReceiver(
-            *(session_id, self.context.codec, replica.buckets, collector, self.push_memory),
+            session_id,
+            self.context.codec,
+            replica.buckets,
+            collector,
+            self.push_memory,
             has_loss_scale=replica.scaler is not None,
             span=self.stores.own_span,
         )
@@ -278,9 +282,8 @@ class Server(LeasingServer):
         else:
             rate *= rule.scale(tau, config.staleness.exponent)
             clipping = self.train.gradient_clipping
-            what = pushed.gradient, rate, clipping, self.norms.limit
             with self.replica.meter("apply"):
-                norm = rule.apply_gradient(store, *what)
+                norm = rule.apply_gradient(store, pushed.gradient, rate, clipping, self.norms.limit)
             layer_norms = self.report.layer_norms(pushed.gradient)
         # Each worker's own statistics move the whole way to its data between two pulls: all of theirs
         # together may move the server's as far, and no further.
@@ -331,7 +334,8 @@ class Server(LeasingServer):
                 if lease.copied_from is not None:
                     self.context.log.info(
                         "%s is idle and computes %d samples of %s as well: the first push of them counts",
-                        *(peer.worker.name, len(lease.indices)),
+                        peer.worker.name,
+                        len(lease.indices),
                         self.peers[lease.copied_from].worker.name,
                     )
 

@@ -45,7 +45,11 @@ class Held(HeldSlice):
 
     def _receiver_for(self, session_id: int) -> "PushReceiver":
         return PushReceiver(
-            *(session_id, self._given.codec, self._buckets, None, self._memory),
+            session_id,
+            self._given.codec,
+            self._buckets,
+            None,
+            self._memory,
             closed=self._closed,
             has_loss_scale=self._given.has_loss_scale,
             span=self._span,
@@ -86,8 +90,14 @@ class PushReceiver(GradientReceiver):
             return event
         self._gradient = None  # the next one has memory of its own
         part = Part(0, event.gradient, partial(self._give_back, event.gradient))
-        what = self.session_id, event.push.lease, 0, self._first_bucket
-        return PartArrived(*what, event.gradient, part)
+        return PartArrived(
+            session_id=self.session_id,
+            of=event.push.lease,
+            fragment=0,
+            bucket=self._first_bucket,
+            values=event.gradient,
+            part=part,
+        )
 
     def _give_back(self, gradient: Tensor) -> None:
         self._memory.give_back(gradient)

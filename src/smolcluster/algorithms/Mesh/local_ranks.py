@@ -66,7 +66,10 @@ def local_ranks(
             )
         os.environ[GROUP_SECRET] = told  # which is taken out at once
         meeting = together(
-            *(ranks(0), config, settings, log),
+            ranks(0),
+            config,
+            settings,
+            log,
             device=device,
             backend=backend,
             start_timeout_s=settings.cluster.start_timeout_s,
@@ -130,7 +133,9 @@ def _be_rank(
     def body() -> None:
         settings = make_settings()
         be_rank(
-            *(ranks, settings.of(MeshConfig).model_dump(), settings),
+            ranks,
+            settings.of(MeshConfig).model_dump(),
+            settings,
             start_timeout_s=settings.cluster.start_timeout_s,
             launcher=os.getppid(),
             tells=None,

@@ -81,8 +81,11 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
     saver = context.new_saver(source, report, lambda: groups.note("saving the last checkpoint"))
     context.log.info(
         "training %s on %d ranks, %s: %d samples an epoch, %d epochs",
-        *(type(replica.model).__name__, config.mesh.world_size, config.mesh),
-        *(trainer.num_samples, context.run.train.num_epochs),
+        type(replica.model).__name__,
+        config.mesh.world_size,
+        config.mesh,
+        trainer.num_samples,
+        context.run.train.num_epochs,
     )
     eval_steps = context.run.train.eval_steps
     profiler = _profiler(config, groups, context.records.folder, context.log)

@@ -199,7 +199,8 @@ def _meeting_of_now(  # noqa: PLR0917 - as `open_store`
 
 def _agent_at(address: str, port: int, timeout_s: float) -> TCPStore:
     return TCPStore(
-        *(address, port),
+        address,
+        port,
         is_master=False,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),

@@ -110,7 +110,9 @@ def _rule(spec: OptimizerSpec, slot: Slot, weight_decay: float, *, is_muons: boo
     if spec.kind != MUON:
         return FlatOptimizer(str(spec.kind), flat, torch.empty(0), decay, arguments=spec.arguments)
     return MuonOptimizer(
-        *(flat, torch.empty(0), decay),
+        flat,
+        torch.empty(0),
+        decay,
         matrices=[Matrix(0, *slot.shape)] if is_muons else [],
         arguments={key: each for key, each in spec.arguments.items() if key not in CHOOSERS},
     )

@@ -86,7 +86,10 @@ def be_rank(
         if rank == 0 and vocab_size is not None:
             log.logger.info("--vocab-size %d: the vocabulary is the tokenizer's", vocab_size)
         meeting = together(
-            *(ranks, config, settings, log.logger),
+            ranks,
+            config,
+            settings,
+            log.logger,
             device=device,
             backend=backend,
             start_timeout_s=start_timeout_s,
@@ -98,7 +101,10 @@ def be_rank(
             if rank == 0:
                 own_run(
                     Owner(
-                        *(SINGLE, "rank", node, settings),
+                        SINGLE,
+                        "rank",
+                        node,
+                        settings,
                         workload=workload,
                         replica_device=torch.device("cpu"),
                     ),
@@ -161,7 +167,10 @@ def together(
     secret = group_secret(os.environ, ranks, settings.node.secret_file)
     meeting = open_store(rank, ranks, secret, start_timeout_s, log)
     watch = Watch(
-        *(meeting.store, rank, ranks.world_size, log),
+        meeting.store,
+        rank,
+        ranks.world_size,
+        log,
         node=node or platform.node(),
         hang_timeout_s=config.hang_timeout_s,
         launcher=launcher,

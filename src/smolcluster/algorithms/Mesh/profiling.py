@@ -91,7 +91,9 @@ class StepProfiler:
             write_whole(file, json.dumps(merged(traces, hosts)).encode())
             self._log.info(
                 "the profile of %d steps of %d ranks is %s: open it at https://ui.perfetto.dev",
-                *(self._config.active, len(traces), file),
+                self._config.active,
+                len(traces),
+                file,
             )
 
     def _gathered(self, content: bytes) -> Iterator[bytes]:

@@ -133,7 +133,8 @@ class Judge:
             if now - heard > allowed:
                 beat = self._beats[rank]
                 return Failure(
-                    *(rank, beat.host),
+                    rank,
+                    beat.host,
                     f"nothing was heard of it for {now - heard:.0f} s, so that it was killed or stopped, "
                     f"or its machine is gone; it was last at: {beat.doing}",
                 )
@@ -158,7 +159,8 @@ class Judge:
         rank = min(busy or self._beats, key=lambda each: (self._beats[each].num_done, each))
         told = "; ".join(f"rank {rank}: {beat.doing}" for rank, beat in sorted(self._beats.items()))
         return Failure(
-            *(rank, self._beats[rank].host),
+            rank,
+            self._beats[rank].host,
             f"no rank has got on for {now - self._moved:.0f} s ({told}); if a step may take longer, raise "
             "hang_timeout_s (--hang-timeout)",
         )

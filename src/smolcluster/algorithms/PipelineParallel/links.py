@@ -314,7 +314,8 @@ class Links(Transport):
             self._node.log.warning(
                 "%s cannot be reached from here (%s): the server relays what the two say to each other; open "
                 "its ports to this machine to take that load off the server",
-                *(neighbour, error),
+                neighbour,
+                error,
             )
             self.relayed(neighbour.instance)
             self._server.send(Relayed(instance=neighbour.instance))

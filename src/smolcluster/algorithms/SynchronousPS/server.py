@@ -277,7 +277,9 @@ class Server:
         if assignment.backup:
             self.context.log.info(
                 "%s takes over %d samples of step %d%s",
-                *(member.name, part.num_samples, step.version),
+                member.name,
+                part.num_samples,
+                step.version,
                 f" from {late.name}, which is late" if late else "",
             )
         if late:
@@ -546,7 +548,8 @@ class Server:
             self.context.log.warning(
                 "%s does not keep up: %s. It is parked, and gets the newest weights now and then when its "
                 "link has drained; such links and machines suit EDP better (launch_edp.sh)",
-                *(member.name, reason),
+                member.name,
+                reason,
             )
 
     def on_drift(self, session_id: int, buckets: Sequence[int]) -> None:
@@ -555,8 +558,12 @@ class Server:
             self.context.log.warning(
                 "%s: %d of %d buckets of its weights differ from the server's after step %d (time %d that "
                 "they do); blended with polyak_alpha = %g",
-                *(member.name, len(buckets), len(self.replica.buckets), self.version),
-                *(member.num_drifts, self.config.polyak_alpha),
+                member.name,
+                len(buckets),
+                len(self.replica.buckets),
+                self.version,
+                member.num_drifts,
+                self.config.polyak_alpha,
             )
 
     def on_departure(self, worker: Worker) -> None:

@@ -318,9 +318,16 @@ class Step(SliceStep):
                 grant=number,
             )
             first = 0 if self.others else part.num_counted  # elsewhere it may be another one
-            push = PushState({"", *self.others})
-            what = self, part, key, holder, first, part.was_granted
-            assignment = PartAssignment(*what, Term(now), push)
+            assignment = PartAssignment(
+                step=self,
+                part=part,
+                key=key,
+                holder=holder,
+                first_bucket=first,
+                backup=part.was_granted,
+                term=Term(now),
+                push=PushState({"", *self.others}),
+            )
             part.was_granted, part.meant_for = True, None
             part.assignments.append(assignment)
             self._grants[number] = assignment

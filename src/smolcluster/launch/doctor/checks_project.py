@@ -195,7 +195,11 @@ def judge_packages(answer: Answer, node: NodeChecks) -> Finding:
 
 PROJECT_CHECKS = (
     Check(
-        *("code", lambda node: compare_script(node.folder), judge_code, LOOK_S, not_here),
+        "code",
+        lambda node: compare_script(node.folder),
+        judge_code,
+        LOOK_S,
+        not_here,
         stdin=lambda node: node.sums,
     ),
     Check("environment", environment_script, judge_environment, why_not=not_here),
@@ -205,7 +209,10 @@ PROJECT_CHECKS = (
 )
 WORKLOAD_CHECKS = (
     Check(
-        *("workload", packages_script, judge_packages, LOOK_S),
+        "workload",
+        packages_script,
+        judge_packages,
+        LOOK_S,
         stdin=lambda _: LOOK_FOR_PACKAGES.encode(),
     ),
 )
