@@ -367,7 +367,10 @@ MECHANISMS = {
     ),
     "following a file of another machine": Mechanism(
         lambda node: calls(node, "RemoteTail"),
-        {"launch/watch/tail.py": "copies, which `logs` and all views read"},
+        {
+            "launch/watch/logs.py": "lines for a terminal, all of them",
+            "launch/watch/mirror.py": "copies of what a view reads",
+        },
         "RemoteTail(host, file, on_lines=take)",
     ),
 }

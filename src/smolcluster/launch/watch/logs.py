@@ -5,33 +5,31 @@ import json
 import logging
 import queue
 import re
+import shlex
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Literal
 
 from rich.text import Text
 
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.find import find
-from smolcluster.launch.host import shell_path
+from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.jobs.kubernetes import pod_logs
 from smolcluster.launch.sessions import host_of
 from smolcluster.launch.watch.probe import look
-from smolcluster.launch.watch.tail import PATIENCE_S, Copies
+from smolcluster.launch.watch.tail import PATIENCE_S, Followed, RemoteTail, Told
 from smolcluster.observability.logs import log_line
 from smolcluster.observability.parsing import LogLine, parse_log_line
 from smolcluster.observability.terminal import COLOURS, SteadyConsole, displayable, print_line
 from smolcluster.observability.view.lines import level_number
-from smolcluster.runs.files import rotations, utc_timestamp
+from smolcluster.runs.files import utc_timestamp
 from smolcluster.runs.launched import Launched, LaunchedProcess, launched_of
 from smolcluster.runs.paths import RunPaths, parse_log_stem, process_title
-from smolcluster.runs.tail import Tail
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.words import as_command, hint_at, one_line
 
@@ -41,7 +39,7 @@ MAX_SHOWN = 4000
 LOOK_EVERY_S, LAST_LINES_S = 2.0, 2.0
 """Between two looks whether a run is over, and how long its last lines may take then."""
 TOGETHER_S = 0.3
-"""So often it is looked for new lines; those that come within so short a time are sorted."""
+"""Lines that come within so short a time are sorted."""
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -92,11 +90,8 @@ def logs(
         found = sources()
     except ConfigError as error:
         raise (_out_of_reach(paths, node, rank) if role == "worker" else None) or error from None
-    with tempfile.TemporaryDirectory(prefix="smolcluster-") as folder:
-        view = LogView(paths, Path(folder), lowest, start, as_json=as_json)
-        with closing(view.copies):
-            view.add(found)
-            return _follow(view, sources) if follow else _print(view)
+    view = LogView(paths, found, lowest, start, as_json=as_json)
+    return _follow(view, sources) if follow else _print(view)
 
 
 def _out_of_reach(paths: RunPaths, node: str | None, rank: int | None) -> ConfigError | None:
@@ -239,69 +234,40 @@ def chosen(
 
 
 class LogView:
-    """Prints lines, wherever they are; leaves out those that are not wanted.
-
-    Args:
-        paths: the run.
-        folder: where the logs are copied to, as they grow.
-        lowest: the number of the lowest level that is wanted.
-        start: only what is newer, seconds since 1970.
-        as_json: a JSON object a line.
-    """
+    """Prints lines; leaves out those that are not wanted."""
 
     def __init__(
-        self, paths: RunPaths, folder: Path, lowest: int, start: float, *, as_json: bool = False
+        self,
+        paths: RunPaths,
+        sources: Sequence[LaunchedProcess],
+        lowest: int,
+        start: float,
+        *,
+        as_json: bool = False,
     ) -> None:
         self.paths = paths
         self.sources: list[LaunchedProcess] = []
         self.console = SteadyConsole()
         self.problems = SteadyConsole(stderr=True)
-        self.copies = Copies()
-        self._folder = folder
         self._as_json = as_json
         self._lowest = lowest
         self._start = start
-        self._tails: list[Tail] = []
         self._before: list[float] = []
         self._prefixes: list[Text] = []
-        self._told: set[str] = set()
-        """Machines that are known to be out of reach."""
+        self.add(sources)
 
-    def add(self, sources: Sequence[LaunchedProcess]) -> None:
-        """Take more sources, but those that it has."""
-        for source in sources:
-            copy = self.copy_of(source)
-            if copy not in self.copies:
-                self.sources.append(source)
-                self._tails.append(Tail(copy))
-                self._before.append(0.0)
-                self.copies.follow(host_of(source), log_of(source), copy)
+    def add(self, sources: Sequence[LaunchedProcess]) -> list[int]:
+        """Take more sources, but those that it has; returns their numbers."""
+        known = {source.stem for source in self.sources}
+        first = len(self.sources)
+        self.sources += [source for source in sources if source.stem not in known]
+        self._before += [0.0] * (len(self.sources) - first)
         width = max((len(source.title) for source in self.sources), default=0)
         self._prefixes = [
             Text(displayable(self.console, f"{source.title:<{width}}"), style=colour)
             for source, colour in zip(self.sources, itertools.cycle(COLOURS), strict=False)
         ]
-
-    def copy_of(self, source: LaunchedProcess) -> Path:
-        return self._folder / f"{source.stem}.log"
-
-    def show_new(self) -> None:
-        """Print what has come since the last time."""
-        entries: list[Entry] = []
-        for index, tail in enumerate(self._tails):
-            while lines := tail.poll():
-                entries += self.entries(index, (line.data for line in lines))
-        self.show(entries)
-
-    def tell_problems(self) -> None:
-        """Say which machines have been lost since the last time, and which were found again."""
-        lost = self.copies.lost
-        for node in lost:
-            if node not in self._told:
-                print_line(self.problems, f"{lost[node]}; trying again")
-        for node in self._told - set(lost):
-            print_line(self.problems, f"{node}: connected again")
-        self._told = set(lost)
+        return list(range(first, len(self.sources)))
 
     def entries(self, source: int, lines: Iterable[bytes]) -> list[Entry]:
         """What the next lines of a source say that is wanted."""
@@ -344,24 +310,44 @@ class LogView:
         return displayable(self.console, text[:MAX_SHOWN] + more)
 
 
-def _print(view: LogView) -> int:
-    """Print what is there now; 1 when a machine's lines are missing.
+# --- what is there
 
-    Of a machine that cannot be reached these are the lines that were fetched before.
-    """
-    view.copies.wait()
-    lost, fetched = view.copies.lost, set[str]()
-    for source in view.sources:
-        own = view.paths.logs / f"{source.stem}.log"
-        if source.node in lost and own.is_file():
-            fetched.add(source.node)
-            parts = [each.read_bytes() for each in rotations(own)[::-1] if each.is_file()]
-            view.copy_of(source).write_bytes(b"".join(parts) + b"\n")
-    view.show_new()
-    for node, problem in lost.items():
-        before = "; its lines are those that were fetched before" * (node in fetched)
-        print_line(view.problems, problem + before)
-    return int(bool(lost))
+
+def _print(view: LogView) -> int:
+    """Print what is there now; 1 when a machine's lines are missing."""
+    fetched = at_once(lambda index: _fetched(view, index), range(len(view.sources)))
+    view.show(itertools.chain.from_iterable(entries for entries, _ in fetched))
+    problems = dict.fromkeys(problem for _, problem in fetched if problem)
+    for problem in problems:
+        print_line(view.problems, problem)
+    return int(bool(problems))
+
+
+def _fetched(view: LogView, index: int) -> tuple[list[Entry], str]:
+    """The lines that a file has now, or its copy here has when the machine cannot be reached, and why not."""
+    source, entries = view.sources[index], list[Entry]()
+
+    def take(lines: list[bytes]) -> None:
+        entries.extend(view.entries(index, lines))
+
+    try:
+        RemoteTail(host_of(source), log_of(source), on_lines=take).read()
+    except LaunchError as error:
+        copy = view.paths.logs / f"{source.stem}.log"
+        if not copy.is_file():
+            return [], str(error)
+        entries.clear()
+        with suppress(LaunchError):
+            RemoteTail(Host(source.node), shlex.quote(str(copy)), on_lines=take).read()
+        return entries, f"{error}; its lines are those that were fetched before"
+    return entries, ""
+
+
+# --- what comes
+
+
+News = queue.Queue[tuple[int, list[bytes] | None, str]]
+"""Of a source: lines; None: all that was there has come, or cannot, of which there may be a word to say."""
 
 
 def _follow(view: LogView, sources: Callable[[], list[LaunchedProcess]]) -> int:
@@ -369,7 +355,8 @@ def _follow(view: LogView, sources: Callable[[], list[LaunchedProcess]]) -> int:
 
     `sources` are asked for again and again: the ranks of a group begin their logs by and by.
     """
-    over, more = threading.Event(), queue.SimpleQueue[list[LaunchedProcess]]()
+    news, over = News(), threading.Event()
+    more = queue.SimpleQueue[list[LaunchedProcess]]()
 
     def wait_for_end() -> None:
         has_ended = False
@@ -382,19 +369,69 @@ def _follow(view: LogView, sources: Callable[[], list[LaunchedProcess]]) -> int:
         over.set()
 
     threading.Thread(target=wait_for_end, daemon=True).start()
+    followed = Followed()
+    for index in range(len(view.sources)):
+        followed.add(*_tail(view, index, news))
     if not view.sources:
         print_line(view.problems, f"no process of run {view.paths.run_id} has a log yet: waiting")
     try:
-        view.copies.wait(PATIENCE_S)
-        is_last = False
-        while not (is_last or view.console.quiet):
-            is_last = over.wait(TOGETHER_S)
-            view.show_new()
-            view.tell_problems()
+        _show_first(view, news)
+        while not view.console.quiet and not (over.is_set() and news.empty()):
+            _show_next(view, news)
             while not more.empty():
-                view.add(more.get())
+                for index in view.add(more.get()):
+                    followed.add(*_tail(view, index, news))
     except KeyboardInterrupt:
         return 0
     finally:
+        followed.close()
         over.set()
     return 0  # the run is over, or nobody reads it any more
+
+
+def _tail(view: LogView, index: int, news: News) -> tuple[RemoteTail, Told, Callable[[], None]]:
+    """What reads a source, and what is done when its machine is lost and when it is found again."""
+    source = view.sources[index]
+    host, is_first = host_of(source), all(each.ssh != source.ssh for each in view.sources[:index])
+    tail = RemoteTail(
+        host,
+        log_of(source),
+        on_lines=lambda lines: news.put((index, lines, "")),
+        on_whole=lambda: news.put((index, None, "")),
+    )
+    return (
+        tail,
+        lambda problem: news.put((index, None, f"{problem}; trying again" if is_first else "")),
+        lambda: news.put((index, None, f"{host.node}: connected again" if is_first else "")),
+    )
+
+
+def _show_first(view: LogView, news: News) -> None:
+    """Print what is there, as soon as each source has said all or that it cannot."""
+    entries: list[Entry] = []
+    missing = set(range(len(view.sources)))
+    end = time.monotonic() + PATIENCE_S
+    while missing and (left := end - time.monotonic()) > 0:
+        with suppress(queue.Empty):
+            source, lines, word = news.get(timeout=left)
+            entries += _taken(view, source, lines, word)
+            if lines is None:
+                missing.discard(source)
+    view.show(entries)
+
+
+def _show_next(view: LogView, news: News) -> None:
+    """Wait for something new, and print it with what comes soon after it."""
+    entries: list[Entry] = []
+    with suppress(queue.Empty):
+        entries += _taken(view, *news.get(timeout=1.0))
+        end = time.monotonic() + TOGETHER_S
+        while (left := end - time.monotonic()) > 0:
+            entries += _taken(view, *news.get(timeout=left))
+    view.show(entries)
+
+
+def _taken(view: LogView, source: int, lines: list[bytes] | None, word: str) -> list[Entry]:
+    if word:
+        print_line(view.problems, word)
+    return view.entries(source, lines or ())

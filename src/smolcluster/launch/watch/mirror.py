@@ -20,11 +20,11 @@ from smolcluster.launch.sessions import host_of
 from smolcluster.launch.watch.fetch import is_here
 from smolcluster.launch.watch.logs import log_of, sources_of
 from smolcluster.launch.watch.probe import MARK, Ask, ask_host, look, sections
-from smolcluster.launch.watch.tail import PATIENCE_S, Copies
+from smolcluster.launch.watch.tail import PATIENCE_S, Followed, RemoteTail
 from smolcluster.observability.view.snapshot import Snapshot, read_snapshot
 from smolcluster.observability.view.view import Files
 from smolcluster.runs.files import write_whole
-from smolcluster.runs.launched import Launched, launched_of
+from smolcluster.runs.launched import Launched, LaunchedProcess, launched_of
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.series import EVERY_S as SERIES_EVERY_S
 from smolcluster.runs.series import MAX_NBYTES
@@ -74,7 +74,11 @@ class Mirror:
         self._ask = ask or ask_host
         self._num_lines = num_lines
         self._stopped = threading.Event()
-        self._copies = Copies()
+        self._lock = threading.Lock()
+        self._problems: dict[str, str] = {}
+        self._followed = Followed()
+        self._come: dict[Path, threading.Event] = {}
+        """Of each copy that grows: whether what was there has come, or cannot."""
         self._series_due_at = 0.0
         self._newest: tuple[Snapshot, float] | SmolclusterError | None = None
         """What the last look found, and when that was by the clock here."""
@@ -86,7 +90,7 @@ class Mirror:
             self._copy.logs.mkdir()
             if not self._is_here:
                 there = f"{shell_path(launched.server.run_dir)}/{paths.events.name}"
-                self._copies.follow(host_of(launched.server), there, self._copy.events, NUM_EVENTS)
+                self._follow(launched.server, there, self._copy.events, NUM_EVENTS)
             self._follow_logs()
 
     def files(self) -> Files:
@@ -100,9 +104,8 @@ class Mirror:
         )
 
     def problems(self) -> Sequence[str]:
-        newest = self._newest
-        looked = [str(newest)] if isinstance(newest, SmolclusterError) else []
-        return [*looked, *(f"{each}; trying again" for each in self._copies.lost.values())]
+        with self._lock:
+            return list(self._problems.values())
 
     def look(self) -> Snapshot:
         """Look how the run stands now; what its server has written is copied.
@@ -137,11 +140,13 @@ class Mirror:
 
     def wait(self) -> None:
         """Wait until what was there when it began has come, but not long for a machine that says nothing."""
-        self._copies.wait(PATIENCE_S)
+        end = time.monotonic() + PATIENCE_S
+        for come in self._come.values():
+            come.wait(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
         self._stopped.set()
-        self._copies.close()
+        self._followed.close()
         if not self._is_whole:
             shutil.rmtree(self._copy.root, ignore_errors=True)
 
@@ -149,8 +154,28 @@ class Mirror:
         """Follow the logs that are not in the run's folder here."""
         for process in sources_of(self._paths):
             log = self._copy.logs / f"{process.stem}.log"
-            if log not in self._copies and not is_here(process, self._paths):
-                self._copies.follow(host_of(process), log_of(process), log, self._num_lines)
+            if log not in self._come and not is_here(process, self._paths):
+                self._follow(process, log_of(process), log, self._num_lines)
+
+    def _follow(
+        self, process: LaunchedProcess, there: str, here: Path, newest: int | None = None
+    ) -> None:
+        come = self._come[here] = threading.Event()
+        has_begun = False
+
+        def take(lines: list[bytes]) -> None:
+            nonlocal has_begun
+            if not self._stopped.is_set():
+                with suppress(OSError), here.open("ab" if has_begun else "wb") as copy:
+                    copy.write(b"\n".join(lines) + b"\n")
+                has_begun = True
+
+        def lost(problem: str) -> None:
+            self._say(process.node, f"{problem}; trying again")
+            come.set()
+
+        tail = RemoteTail(host_of(process), there, on_lines=take, on_whole=come.set, newest=newest)
+        self._followed.add(tail, lost, lambda: self._say(process.node, None))
 
     def _keep_looking(self) -> None:
         every_s = LOOK_EVERY_S if self._is_here else LOOK_ELSEWHERE_EVERY_S
@@ -160,6 +185,7 @@ class Mirror:
                 self.look()
             except SmolclusterError as error:
                 self._newest = error
+                self._say("", str(error))
             self._stopped.wait(max(0.1, began + every_s - time.monotonic()))
 
     def _asking(self, host: Host, script: str) -> str:
@@ -181,6 +207,7 @@ class Mirror:
 
     def _take(self, read: Snapshot) -> None:
         """Copy what the server has written, or what was fetched of it where its machine is off."""
+        self._say("", None)
         with suppress(SmolclusterError, OSError):
             if read.seen[0].process == "unreachable":
                 for name in (self._paths.events.name, self._paths.series.name):
@@ -193,3 +220,10 @@ class Mirror:
                 write_summary(self._copy.summary, read.summary)
             elif read.status is not None:  # it was resumed
                 self._copy.summary.unlink(missing_ok=True)
+
+    def _say(self, node: str, problem: str | None) -> None:
+        with self._lock:
+            if problem is None:
+                self._problems.pop(node, None)
+            else:
+                self._problems[node] = problem

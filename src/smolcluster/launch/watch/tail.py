@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
@@ -29,8 +28,8 @@ NUM_FIRST, NUM_AGAIN = 20, 20_000
 """Of a file that is not sent whole, and after a break: so many of its first and of its newest lines."""
 
 
-def tail_script(file: str, newest: int | None) -> str:
-    """What sends a file (a word of a shell) and its rotated ones, or its newest lines, then what comes."""
+def tail_script(file: str, newest: int | None, *, follow: bool) -> str:
+    """What sends a file (a word of a shell) and its rotated ones, or its newest lines."""
     older = " ".join(f"{file}.{age}" for age in range(NUM_OLD_FILES, 0, -1))
     if newest is None:
         there = (
@@ -42,9 +41,13 @@ def tail_script(file: str, newest: int | None) -> str:
             f"if [ $num -gt {newest + NUM_FIRST} ]; then head -n {NUM_FIRST} {file}; "
             f"head -n $num {file} | tail -n {newest}; elif [ $num -gt 0 ]; then head -n $num {file}; fi"
         )
+    start = f"echo ::ready; num=$(($(cat {file} 2>/dev/null | wc -l))); {{ {there}; }} 2>/dev/null"
+    rest = f"tail -n +$((num + 1)) {file} 2>/dev/null"
+    if not follow:
+        return f"{start}; {rest}; echo; echo ::whole\n"
     return (
-        f"echo ::ready; num=$(($(cat {file} 2>/dev/null | wc -l))); {{ {there}; }} 2>/dev/null; "
-        f"echo ::whole\ntail -n +$((num + 1)) -F {file} 2>/dev/null & tail=$!; cat > /dev/null; kill $tail\n"
+        f"{start}; echo ::whole\n"
+        f"tail -n +$((num + 1)) -F {file} 2>/dev/null & tail=$!; cat > /dev/null; kill $tail\n"
     )
 
 
@@ -81,6 +84,15 @@ class RemoteTail:
         self._stopped = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
 
+    def read(self) -> None:
+        """Read what is there.
+
+        Raises:
+            LaunchError: the machine cannot be reached, or not all of it came.
+        """
+        if not self._once(follow=False, on_whole=self._on_whole):
+            raise LaunchError(f"{self.host.node}: the connection broke while its logs came")
+
     def follow(self, on_lost: Told, on_found: Callable[[], None]) -> None:
         """Read for ever, from where it ended when the connection breaks; returns after `stop`.
 
@@ -97,7 +109,7 @@ class RemoteTail:
 
         while not self._stopped.is_set():
             try:
-                self._once(whole)
+                self._once(follow=True, on_whole=whole)
                 problem = f"{self.host.node} ({self.host.shown}): the connection broke"
             except LaunchError as error:
                 problem = str(error)
@@ -116,8 +128,8 @@ class RemoteTail:
         if (process := self._process) is not None and process.poll() is None:
             _kill(process)
 
-    def _once(self, on_whole: Callable[[], None]) -> None:
-        """Run the command until its end; `on_whole` hears that all that was there when it began has come.
+    def _once(self, *, follow: bool, on_whole: Callable[[], None]) -> bool:
+        """Run the command until its end; whether all that was there when it began has come.
 
         Raises:
             LaunchError: the machine cannot be reached.
@@ -125,7 +137,7 @@ class RemoteTail:
         newest = self._newest if self._last is None else NUM_AGAIN
         is_whole = False
         with TemporaryFile() as said:
-            process = self._start(tail_script(self._file, newest), said)
+            process = self._start(tail_script(self._file, newest, follow=follow), said)
             assert process.stdout is not None  # noqa: S101 - it was asked for
             again: list[bytes] | None = None if self._last is None else []
             try:
@@ -142,6 +154,7 @@ class RemoteTail:
             if not is_whole and code == SSH_FAILED and self.host.destination is not None:
                 said.seek(0)
                 raise self.host.unreachable(said.read().decode("utf-8", "replace"))
+        return is_whole
 
     def _hand_on(
         self, lines: list[bytes], again: list[bytes] | None, *, is_last: bool = False
@@ -175,55 +188,20 @@ class RemoteTail:
         return process
 
 
-class Copies:
-    """Copies of files of any machines, which grow as they do, until `close`."""
+class Followed:
+    """Files that are followed, each in a thread of its own, until `close`."""
 
     def __init__(self) -> None:
         self._threads: list[tuple[RemoteTail, threading.Thread]] = []
-        self._come: dict[Path, threading.Event] = {}
-        """Of each copy: whether what was there has come, or cannot."""
-        self._lost: dict[str, str] = {}
-        self._is_closed = False
 
-    def __contains__(self, here: Path) -> bool:
-        return here in self._come
-
-    def follow(self, host: Host, there: str, here: Path, newest: int | None = None) -> None:
-        """Copy the file `there`, a word of a shell, to `here`; `newest`: see `RemoteTail`."""
-        come = self._come[here] = threading.Event()
-        has_begun = False
-
-        def take(lines: list[bytes]) -> None:
-            nonlocal has_begun
-            if not self._is_closed:
-                with suppress(OSError), here.open("ab" if has_begun else "wb") as copy:
-                    copy.write(b"\n".join(lines) + b"\n")
-                has_begun = True
-
-        def lost(problem: str) -> None:
-            self._lost[host.node] = problem
-            come.set()
-
-        tail = RemoteTail(host, there, on_lines=take, on_whole=come.set, newest=newest)
-        told = (lost, lambda: self._lost.pop(host.node, None))
-        thread = threading.Thread(target=tail.follow, args=told, daemon=True)
+    def add(self, tail: RemoteTail, on_lost: Told, on_found: Callable[[], None]) -> None:
+        """Follow a file; the others hear of breaks, as `RemoteTail.follow` says."""
+        thread = threading.Thread(target=tail.follow, args=(on_lost, on_found), daemon=True)
         self._threads.append((tail, thread))
         thread.start()
 
-    @property
-    def lost(self) -> dict[str, str]:
-        """The machines that are out of reach now, and why, in a sentence."""
-        return dict(self._lost)
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait until what was there when it was asked for has come, or cannot, or so long."""
-        end = None if seconds is None else time.monotonic() + seconds
-        for come in self._come.values():
-            come.wait(None if end is None else max(0.0, end - time.monotonic()))
-
     def close(self) -> None:
-        """Ask all tails to end; who does not soon is killed."""
-        self._is_closed = True
+        """Ask all to end; who does not soon is killed."""
         for tail, _ in self._threads:
             tail.stop()
         end = time.monotonic() + END_S
