@@ -203,15 +203,27 @@ def overrides_of(args: argparse.Namespace, num_shares: int) -> list[str]:
 
 
 def mesh_keys(args: argparse.Namespace, world_size: int) -> dict[str, object]:
-    """What the flags say of the mesh; without a cluster file also what follows from the number of ranks."""
+    """What the flags say of the mesh; without a cluster file they alone say it, and the number of ranks."""
     said = {key: getattr(args, key.rpartition(".")[2]) for key in MESH_KEYS}
     keys = {key: value for key, value in said.items() if value is not None and value is not False}
     if args.cluster:
         return keys
     num_stages = args.pp or 1
     rest = world_size // ((args.fsdp or 1) * (args.tp or 1) * num_stages)
-    num_microbatches = 2 * num_stages if num_stages > 1 else 1
-    return {"mesh.dp": max(1, rest), "microbatches": num_microbatches, **keys}
+    unsaid = {
+        "mesh.dp": max(1, rest),
+        "mesh.fsdp": 1,
+        "mesh.tp": 1,
+        "mesh.pp": 1,
+        "mesh.sequence_parallel": False,
+        "mesh.loss_parallel": False,
+        "compile": False,
+        "schedule": "1f1b",
+        "microbatches": 2 * num_stages if num_stages > 1 else 1,
+        "activation_checkpointing": "none",
+        "backend": "auto",
+    }
+    return unsaid | keys
 
 
 def configuration(

@@ -89,11 +89,13 @@ def code_of_script(script: str) -> WorkloadCode:
 
 
 def _packed(root: Path, own: Path | None, name: str) -> WorkloadCode:
-    try:
-        files = {relative: path.read_bytes() for relative, path in _files(root, own)}
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(one_line(f"workload: {error.filename} cannot be read: {why}")) from None
+    files = {}
+    for relative, path in _files(root, own):
+        try:
+            files[relative] = path.read_bytes()
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(one_line(f"workload: {path} cannot be read: {why}")) from None
     return WorkloadCode(name, gzip.compress(packed(files), mtime=0), len(files))
 
 

@@ -111,7 +111,7 @@ class StatusBoard:
                 "received_bytes": connection.bytes_sent,
                 "last_seen": self._seen_at(row.worker),
             }
-        return row.status.model_copy(update=now)
+        return WorkerStatus.model_validate({**dict(row.status), **now})
 
     def _seen_at(self, worker: Worker) -> Instant:
         """When the last byte came from it."""

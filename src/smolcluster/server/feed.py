@@ -57,6 +57,8 @@ class Feed:
         self._waiting: dict[Range, list[Deliver]] = {}
         self._prefetch = training.prefetch
         self._thread = Background("feed", partial(torch.set_num_threads, 1))
+        self._slow: threading.Timer | None = None
+        """Tells of the load that goes on, when it takes long."""
 
     def deliver(self, samples: Range, indices: Tensor, deliver: Deliver) -> None:
         """Call `deliver` with the batch of these samples, in the deciding thread, when it is there."""
@@ -74,12 +76,14 @@ class Feed:
         self._waiting.pop(samples, None)
 
     def close(self) -> None:
+        if self._slow is not None:
+            self._slow.cancel()
         if self._prefetch is not None:
             self._prefetch.close()
         self._thread.close()
 
     def _prepare(self, samples: Range, indices: Tensor) -> None:
-        slow = threading.Timer(SLOW_S, self._tell_of_slow_load, (samples,))
+        slow = self._slow = threading.Timer(SLOW_S, self._tell_of_slow_load, (samples,))
         slow.daemon = True
         slow.start()
         try:

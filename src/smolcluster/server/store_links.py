@@ -174,7 +174,7 @@ class RemoteStore:
     """Where workers are let in; None: it has not got its slice yet."""
     waiting_since: float = field(default_factory=time.monotonic)
     """Of one without its slice: when it was lost, or when the last frame of the slice left for it."""
-    num_sent: int = 0
+    num_gone: int = 0
     """The most frames that have left for it in one session since it was lost."""
     opened_at: float = 0.0
     """When its session began."""
@@ -351,8 +351,8 @@ class StoreLinks(ABC, Generic[Own]):
             if store.listens is not None:
                 continue
             session = store.session
-            if session is not None and session.num_gone > store.num_sent:
-                store.num_sent, store.waiting_since = session.num_gone, now
+            if session is not None and session.num_gone > store.num_gone:
+                store.num_gone, store.waiting_since = session.num_gone, now
             if now - store.waiting_since > limit_s:
                 missing, remedy = "did not come within", "start it"
                 if session is not None:
@@ -481,7 +481,7 @@ class StoreLinks(ABC, Generic[Own]):
 
     def _lost(self, store: RemoteStore, reason: str) -> None:
         if store.listens is not None:  # else it is waited for already
-            store.waiting_since, store.num_sent = time.monotonic(), 0
+            store.waiting_since, store.num_gone = time.monotonic(), 0
         store.session, store.listens = None, None
         self._on_lost(store)
         self._log.warning(

@@ -8,6 +8,7 @@ This is the only module that sees the operating system's network errors; it tran
 """
 
 import errno
+import os
 import selectors
 import socket
 import ssl
@@ -577,6 +578,9 @@ def _listen_on(address: str, port: int) -> socket.socket:
 
 
 def _listen_error(where: str, address: str, error: OSError) -> SmolclusterError:
+    why = _why(error)
+    if error.errno is not None and not isinstance(error, socket.gaierror):
+        why = os.strerror(error.errno)  # without what Python adds to it
     if error.errno == errno.EADDRINUSE:
         return PortBusy(
             f"{where} is in use by another process: stop it, or choose another port "
@@ -584,9 +588,9 @@ def _listen_error(where: str, address: str, error: OSError) -> SmolclusterError:
         )
     if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
         return ConfigError(
-            f"{address!r} is not an address of this machine: mend bind or host_ip ({_why(error)})"
+            f"{address!r} is not an address of this machine: mend bind or host_ip ({why})"
         )
-    return ConfigError(f"cannot listen on {where} ({_why(error)}): choose another address or port")
+    return ConfigError(f"cannot listen on {where} ({why}): choose another address or port")
 
 
 def _resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]:

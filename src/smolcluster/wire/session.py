@@ -91,7 +91,7 @@ class Session:
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Lets the writer look: a condition would wake it while its lock is still held."""
         self._changed = threading.Condition()
-        """Guards what follows, and tells who waits until something has gone."""
+        """Held while what follows is changed; wakes whoever waits until something has gone."""
         self._queued: deque[Iterator[Frame]] = deque()
         """What waits to be sent: frames that belong together, of which each may have to be waited for."""
         self._begun: Iterator[Frame] | None = None
@@ -168,7 +168,10 @@ class Session:
         return self.backlog > self._max_queued // 2
 
     def flush(self, timeout_s: float = math.inf) -> bool:
-        """Wait until what is queued has been sent. Returns whether it was, or the session has ended."""
+        """Wait until what is queued has been sent, but for what is urgent.
+
+        Returns whether it was, or the session has ended.
+        """
         with self._changed:
             num = self.num_queued
             return self._changed.wait_for(
@@ -200,7 +203,8 @@ class Session:
 
     def finish(self) -> None:
         """Send what is queued, then close this side; the peer's closing ends the session."""
-        self._is_finishing = True
+        with self._changed:
+            self._is_finishing = True
         self._woken.put(None)
 
     def cut(self, reason: str) -> None:

@@ -187,14 +187,17 @@ def heard() -> list[Announced]:
 
 
 def test_an_invitation_is_heard_of_until_it_is_withdrawn() -> None:
-    """Also where another one announces the same name."""
+    with announcing(OWN, [LOOPBACK], 4321, [LOOPBACK]):
+        eventually(lambda: heard() == [Announced(OWN, (LOOPBACK,), 4321)])
+    eventually(lambda: heard() == [])
+
+
+def test_two_that_announce_the_same_name_are_both_heard() -> None:
     with (
         announcing(OWN, [LOOPBACK], 4321, [LOOPBACK]),
         announcing(OWN, [LOOPBACK], 4322, [LOOPBACK]),
     ):
-        both = [Announced(OWN, (LOOPBACK,), port) for port in (4321, 4322)]
-        eventually(lambda: heard() == both)
-    eventually(lambda: heard() == [])
+        eventually(lambda: [each.port for each in heard()] == [4321, 4322])
 
 
 def service(run_id: object, *addresses: str, port: int = 1) -> ServiceInfo:
@@ -259,8 +262,11 @@ def test_many_that_say_they_are_the_run_are_not_each_given_a_guess() -> None:
         chosen([at("edp-1", port) for port in range(4)], None)
 
 
-def test_a_choice_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_a_number_or_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for answer, meant in (("2\n", "b"), ("a\n", "a")):
+        monkeypatch.setattr("sys.stdin", Terminal(answer))
+        assert finding.asked(["a", "b"], "unclear") == meant
     monkeypatch.setattr("sys.stdin", Terminal("3\n"))
     with pytest.raises(ConfigError, match="'3' is none"):
         finding.asked(["a", "b"], "unclear")
@@ -287,14 +293,13 @@ def inviters(*some: Invitation) -> Iterator[tuple[list[Announced], list[str]]]:
 
 def test_a_liar_learns_nothing_and_the_code_finds_the_run() -> None:
     said: list[str] = []
-    with inviters(invitation(code=OTHER), invitation()) as (alike, heard_there):
-        run_id, gives, connection = handed_over([at(OWN, 1), *alike], CODE, said.append)
-    assert (run_id, bytes.fromhex(gives.secret), connection.address) == (OWN, KEY, LOOPBACK)
+    with inviters(invitation(code=OTHER), invitation()) as (alike, _):
+        handed = handed_over([at(OWN, 1), *alike], CODE, said.append)
+    assert (handed.run_id, bytes.fromhex(handed.gives.secret), handed.host) == (OWN, KEY, LOOPBACK)
     assert [line.partition(": ")[0] for line in said] == [
         f"not the one at {LOOPBACK}:1",
         f"not the one at {alike[0]}",
     ]
-    assert any(line.startswith(f"{LOOPBACK} has the code") for line in heard_there)
 
 
 def test_a_wrong_code_is_said_though_another_one_does_not_answer() -> None:
@@ -336,7 +341,7 @@ def test_those_who_come_and_say_nothing_are_in_nobodys_way() -> None:
         for _ in range(2 * MAX_AT_ONCE):
             silent = connect(LOOPBACK, alike[0].port, 10.0)
             stack.callback(silent.close)
-        assert handed_over(alike, CODE, print)[0] == OWN
+        assert handed_over(alike, CODE, print).run_id == OWN
 
 
 def test_one_that_ends_while_it_is_chosen_to_be_cut_ends_nothing_else(
@@ -346,7 +351,15 @@ def test_one_that_ends_while_it_is_chosen_to_be_cut_ends_nothing_else(
     with inviters(invitation()) as (alike, _), ExitStack() as stack:
         for _ in range(MAX_AT_ONCE):
             stack.callback(connect(LOOPBACK, alike[0].port, 10.0).close)
-        assert handed_over(alike, CODE, print)[0] == OWN
+        assert handed_over(alike, CODE, print).run_id == OWN
+
+
+def test_an_invitation_says_who_came() -> None:
+    with inviters(invitation()) as (alike, said):
+        handed_over(alike, CODE, print)
+        with pytest.raises(AuthError):
+            handed_over(alike, OTHER, print)
+    assert any(line.startswith(f"{LOOPBACK} has the code") for line in said)
 
 
 def test_a_flood_of_strangers_does_not_flood_the_terminal() -> None:

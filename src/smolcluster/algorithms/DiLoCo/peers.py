@@ -56,8 +56,8 @@ class Peer(Timing):
     versions: list[int] = field(default_factory=list)
     """Of each fragment's weights that it has, when all that was sent has come."""
     outbox: Outbox = field(default_factory=Outbox)
-    num_sent: int = 0
-    """How many frames it had been sent when it was last seen to go on."""
+    num_gone: int = 0
+    """How many frames had left for it, or been taken back, when it was last seen to go on."""
     num_received: int = 0
     """How many bytes it had received when it was last seen to go on."""
     is_joining: bool = False
@@ -89,12 +89,12 @@ class Peer(Timing):
             heard_at: when a piece of one came last.
             grace: seconds beyond what is expected; None: by what is expected.
         """
-        num_sent = self.worker.live_session.num_gone
+        num_gone = self.worker.live_session.num_gone
         is_idle = not (self.unanswered or owes_change) or self.outbox.is_waiting
         num_received = self.worker.gauge.received_bytes
         is_receiving = num_received - self.num_received >= LEAST_RECEIVED_NBYTES
-        if is_idle or is_receiving or num_sent != self.num_sent:
-            self.progressed_at, self.num_sent = now, num_sent
+        if is_idle or is_receiving or num_gone != self.num_gone:
+            self.progressed_at, self.num_gone = now, num_gone
             self.num_received = num_received
         self.progressed_at = max(self.progressed_at, heard_at)
         expected_s = self.step_s if self.unanswered else self.upload_s

@@ -53,7 +53,7 @@ from smolcluster.launch.requests import (
     naming_workload,
     settings_of,
 )
-from smolcluster.launch.workload_code import code_of
+from smolcluster.launch.workload_code import WorkloadCode, code_of
 from smolcluster.runs.advice import LinkSpeed, Prediction
 from smolcluster.utils.at_once import at_once
 
@@ -146,16 +146,16 @@ def _measured_here(
     named: Request, settings: Settings, say: Say
 ) -> tuple[dict[str, Speed], dict[str, float]]:
     """Workers side by side, then this machine alone."""
-    nodes = settings.cluster.workers
+    nodes, files = settings.cluster.workers, files_of(named)
     of_all = {"is_local": True, "num_workers": len(nodes)}
     with tempfile.TemporaryDirectory() as meeting:
         together = {"meeting": meeting, "crowd": len(nodes), **of_all}
         crowd = [
-            this_machine(node, question(one_thread(named, node), node=node, **together))
+            this_machine(node, question(one_thread(named, node), files, node=node, **together))
             for node in nodes
         ]
         speeds = _speeds(crowd, say)
-    alone = _speeds([this_machine(ALONE, question(named, **of_all))], say)
+    alone = _speeds([this_machine(ALONE, question(named, files, **of_all))], say)
     if not alone:
         raise LaunchError("this machine cannot be measured: see the line above")
     # With one thread, or beside others, it cannot be faster; if it was, the machine had other things to do.
@@ -193,6 +193,7 @@ def reach(
     machines = machines_of(
         named, settings, cluster_file, train_file, here=all_runs(), project=project
     )
+    files = files_of(named)
     say(f"looking at {', '.join(machines)}")
 
     def ready(machine: Machine) -> Computer | None:
@@ -203,7 +204,7 @@ def reach(
         except SmolclusterError as error:
             say(f"{error}; it is left out")
             return None
-        own = question(named, node=host.node, environ=env, **asked)
+        own = question(named, files, node=host.node, environ=env, **asked)
         return Computer(host, machine.python, machine.project_dir, own)
 
     return [each for each in at_once(ready, list(machines.values())) if each is not None]
@@ -233,10 +234,29 @@ def config_files(named: Request) -> tuple[Path, Path]:
     )
 
 
-def question(named: Request, **more: Any) -> bytes:
-    """What one machine is asked, `more` fields of it, with the run's files and code, as an archive."""
+@dataclass(frozen=True)
+class Files:
+    """What every machine needs to know of the run."""
+
+    cluster: bytes
+    train: bytes
+    code: WorkloadCode | None
+
+
+def files_of(named: Request) -> Files:
+    """Read and packed once, so that all machines measure the same.
+
+    Raises:
+        ConfigError: one cannot be read, or the code is too large.
+    """
     cluster_file, train_file = config_files(named)
     code = None if named.workload is None else code_of(named.workload)
+    return Files(cluster_bytes(cluster_file), train_file.read_bytes(), code)
+
+
+def question(named: Request, files: Files, **more: Any) -> bytes:
+    """What one machine is asked, `more` fields of it, with the run's files and code, as an archive."""
+    code = files.code
     asked = Asked(
         overrides=tuple(without_workload(named.overrides)),
         workload=named.workload if code is None else code.name,
@@ -245,8 +265,8 @@ def question(named: Request, **more: Any) -> bytes:
     )
     contents = {
         ASKED_FILE: ASKED.text(asked),
-        CLUSTER_FILE: cluster_bytes(cluster_file),
-        TRAIN_FILE: train_file.read_bytes(),
+        CLUSTER_FILE: files.cluster,
+        TRAIN_FILE: files.train,
     }
     if code is not None:
         contents[f"{CODE_FOLDER}.tgz"] = code.packed

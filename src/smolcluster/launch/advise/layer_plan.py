@@ -20,6 +20,7 @@ from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.advise.command import (
     ALONE,
+    files_of,
     one_thread,
     question,
     reach,
@@ -137,7 +138,8 @@ def _measured_here(
     """This machine, as each of `--workers` processes side by side that share its memory."""
     nodes = settings.cluster.workers
     alone = one_thread(named, nodes[0])
-    asked = question(alone, is_local=True, num_workers=len(nodes), num_microbatches=num)
+    of_all = {"is_local": True, "num_workers": len(nodes), "num_microbatches": num}
+    asked = question(alone, files_of(alone), **of_all)
     found = measure_all([this_machine(ALONE, asked)], say, LAYER_SPEEDS)
     return {
         node: each.model_copy(update={"memory_bytes": each.memory_bytes // len(nodes)})

@@ -4,7 +4,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import psutil
@@ -30,9 +30,6 @@ MOST_ALIKE = 3
 """So many that invite into a run of one name are asked; each of them can try one code by that."""
 ETHERNET_MTU = 1500
 
-HandedOver = tuple[str, Handover, Connection]
-"""What came of the right code: the run, what was handed over, and by which connection, which is closed."""
-
 
 def come(wanted: JoinOptions, run_id: str | None, place: str | None) -> int:
     """Join the run that lives on this machine, else one by an invitation; returns the exit code.
@@ -55,14 +52,14 @@ def come(wanted: JoinOptions, run_id: str | None, place: str | None) -> int:
     for each in found:
         say(f"{'an invitation' if each.run_id is None else f'run {each.run_id}'} at {each}")
     alike = chosen(found, run_id)
-    run, gives, connection = _by_typed_code(alike, say)
-    own_file = wanted.secret_file or own_secret_file()
+    handed = _by_typed_code(alike, say)
+    gives, own_file = handed.gives, wanted.secret_file or own_secret_file()
     file = keep_secret(own_file, bytes.fromhex(gives.secret)).path
-    server = str(Address(gives.host or connection.address, gives.port))
+    server = str(Address(gives.host or handed.host, gives.port))
     option = () if file == own_secret_file() else ("--secret-file", file)
-    say(f"run {run}: the secret of its cluster is kept in {file}")
+    say(f"run {handed.run_id}: the secret of its cluster is kept in {file}")
     say(f"from now on {as_command('join', server, *option)} needs no code")
-    if (note := _small_packets(connection.own_address)) is not None:
+    if (note := _small_packets(handed.own_address)) is not None:
         say(note)
     return join(server, replace(wanted, secret_file=file))
 
@@ -92,6 +89,16 @@ def chosen(found: Sequence[Announced], run_id: str | None) -> list[Announced]:
             "--invitation HOST:PORT"
         )
     return alike
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """What came of the right code: the run, what was handed over, and the addresses of both sides."""
+
+    run_id: str
+    gives: Handover
+    host: str
+    own_address: str
 
 
 def _by_typed_code(alike: Sequence[Announced], say: Callable[[str], None]) -> HandedOver:
@@ -125,7 +132,9 @@ def handed_over(alike: Sequence[Announced], code: bytes, say: Callable[[str], No
     for each in alike:
         try:
             with closing(_connected(each)) as connection:
-                return *ask(connection, code, each.run_id, Deadline(EXCHANGE_S)), connection
+                own_address, host = connection.own_address, connection.address
+                run_id, gives = ask(connection, code, each.run_id, Deadline(EXCHANGE_S))
+                return HandedOver(run_id, gives, host, own_address)
         except SmolclusterError as error:
             errors.append(error)
             if len(alike) > 1:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from smolcluster.launch.watch.mirror import Mirror
 from smolcluster.launch.watch.probe import Ask
@@ -33,8 +34,12 @@ ROUTINE = (EpochFinished, Evaluated)
 SERIOUS = ("WARNING", "ERROR", "CRITICAL")
 
 
-Point = tuple[int, float, float]
-"""A step, loss and speed; NaN is what is not known."""
+class Point(NamedTuple):
+    """Loss and speed at a step; NaN is what is not known."""
+
+    step: int
+    loss: float
+    samples_per_s: float
 
 
 @dataclass(frozen=True)
@@ -122,13 +127,13 @@ class Source:
     def _points(self, status: RunStatus | None) -> Sequence[Point]:
         """How it went so far; what an abandoned time line had after the newest step is left out."""
         points = [
-            (each.step, _or_nan(each.mean("loss")), _or_nan(each.mean("samples_per_s")))
+            Point(each.step, _or_nan(each.mean("loss")), _or_nan(each.mean("samples_per_s")))
             for each in self._view.series.steps.buckets
         ]
         if status is None or status.loss is None:
             return points
-        before = (point for point in points if point[0] < status.step)
-        return [*before, (status.step, status.loss, status.samples_per_s)]
+        before = (point for point in points if point.step < status.step)
+        return [*before, Point(status.step, status.loss, status.samples_per_s)]
 
 
 def _or_nan(value: float | None) -> float:
