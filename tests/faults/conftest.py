@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from faults import meshes
 from faults.cases import (
     Algorithm,
     Played,
@@ -18,6 +19,7 @@ from faults.cases import (
     play,
 )
 from faults.table import Entry, markdown
+from processes import Processes
 from smolcluster.algorithms.DiLoCo.config import Mode
 
 ENTRIES = pytest.StashKey[list[Entry]]()
@@ -35,6 +37,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
         return played
 
     return of
+
+
+@pytest.fixture(scope="session")
+def mesh_reference(tmp_path_factory: pytest.TempPathFactory) -> meshes.PlayedMesh:
+    """A mesh without any fault."""
+    with Processes(tmp_path_factory.mktemp("reference-mesh")) as processes:
+        played = meshes.play(processes)
+    meshes.check_whole(played)
+    return played
 
 
 @pytest.fixture

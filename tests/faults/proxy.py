@@ -1,7 +1,7 @@
 """A TCP proxy between one worker and the server that understands frames, and strikes once, at a named point.
 
-It takes frames whole and passes them on, so a point is hit by what has passed, never by a clock. One event
-loop in a thread of its own runs it; the loop's sockets have TCP_NODELAY set.
+It takes frames whole, of our own wire or of Gloo's, and passes them on, so a point is hit by what has passed,
+never by a clock. One event loop in a thread of its own runs it; the loop's sockets have TCP_NODELAY set.
 """
 
 import asyncio
@@ -44,6 +44,9 @@ LENGTHS = struct.Struct("!4sBBHIQ")
 DELAY_S = 0.3
 THROTTLE_PIECE_NBYTES = 512
 THROTTLE_BYTES_PER_S = 64_000
+GLOO = struct.Struct("<6Q")
+"""Before each buffer: the length of all that comes, what it is, and where it belongs."""
+GLOO_HELLO_NBYTES = 8
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 READ_NBYTES = 65536
 
@@ -74,6 +77,18 @@ SILENT = frozenset({Fault.STALL, Fault.HALF_OPEN})
 """What at least one side learns by silence only."""
 
 
+class Gloo:
+    """A buffer that Gloo sends, or a note without one."""
+
+    KIND = 257
+
+
+class GlooHello(Gloo):
+    """Names the pair, to whoever listens."""
+
+    KIND = 256
+
+
 ENDING = frozenset({Fault.TRUNCATE, Fault.STALL, Fault.RESET, Fault.HALF_OPEN})
 """After which nothing passes any more."""
 
@@ -96,6 +111,18 @@ class RawFrame:
     @property
     def payload_start(self) -> int:
         return PREFIX_NBYTES + self.header_nbytes + HEADER_SUM_NBYTES
+
+
+class GlooFrame(RawFrame):
+    """One of Gloo's."""
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return {"nbytes": self.payload_nbytes}
+
+    @property
+    def payload_start(self) -> int:
+        return self.header_nbytes
 
 
 Cut = Callable[[RawFrame], int]
@@ -129,6 +156,16 @@ def of_bucket(number: int) -> Matches:
     return lambda header: header.get("bucket", 0) == number % header.get("num_buckets", 1)
 
 
+def of_key(key: str) -> Matches:
+    """Questions to a mesh's store about this key."""
+    return lambda header: header["keys"] == [key]
+
+
+def larger_than(nbytes: int) -> Matches:
+    """Gloo's frames with such a payload."""
+    return lambda header: header["nbytes"] > nbytes
+
+
 @dataclass(frozen=True)
 class Point:
     """A moment of the protocol: the `nth` matching frame of a kind, and how much of it has passed.
@@ -138,18 +175,20 @@ class Point:
     """
 
     name: str
-    kind: type[Message]
+    kind: type[Message] | type[Gloo]
     cut: Cut
     nth: int = 1
     matches: Matches = always
     alone: bool = False
     comes_down: bool = False
     """Of a kind that goes both ways, those from the server."""
+    group: int = 0
+    """Which of Gloo's connections leads through the proxy, in the order in which they are made; 0: none."""
 
     @property
     def upward(self) -> bool:
         """Whether it lies on the way to the server."""
-        kinds = (Hello, Proof, Push, Delta, StageDone, StageState, Ask)
+        kinds = (Hello, Proof, Push, Delta, StageDone, StageState, Ask, Gloo, GlooHello)
         return self.kind in kinds and not self.comes_down
 
 
@@ -196,10 +235,19 @@ POINTS: Mapping[str, Mapping[str, Point]] = MappingProxyType(
             Point("broadcast", Assignment, mid_payload, nth=3),
             Point("before_commit", Commit, nothing, nth=3),
         ),
+        "mesh": _by_name(
+            Point("challenge", Challenge, mid_header),
+            Point("meeting", Ask, mid_payload, matches=of_key("here/1")),
+            Point("beat", Ask, mid_payload, nth=3, matches=of_key("beat/1")),
+            Point("end", Ask, nothing, matches=of_key("gone/1")),
+            Point("gloo_hello", GlooHello, nothing, group=1),
+            Point("gloo_payload", Gloo, mid_payload, 11, larger_than(5000), group=1),
+            Point("gloo_gathering", Gloo, mid_payload, 2, larger_than(5000), group=2),
+        ),
     }
 )
 """By algorithm and name. EDP's `broadcast` is the answer to a worker's first pull. In DiLoCo
-`before_commit` is when a change is asked for."""
+`before_commit` is when a change is asked for. Of a mesh rank 1 is the worker, and rank 0 the server."""
 HANDSHAKE = frozenset({"before_hello", "challenge", "proof", "welcome"})
 
 
@@ -252,14 +300,23 @@ class Pair:
 
 
 class FaultProxy:
-    """Passes frames on between whoever connects and `target_port`; `fault` strikes at `point`, once."""
+    """Passes frames on between whoever connects and a port; `fault` strikes at `point`, once.
 
-    def __init__(self, target: int, point: Point | None = None, fault: Fault | None = None) -> None:
+    The port is `target`, or what that says when somebody connects.
+    """
+
+    def __init__(
+        self,
+        target: int | Callable[[], int],
+        point: Point | None = None,
+        fault: Fault | None = None,
+    ) -> None:
         self.connections = 0
         self.struck = threading.Event()
         self.struck_at = 0.0
         """When it struck, on the monotonic clock."""
         self._target = target
+        self._next_frame = _next_gloo_frame if point is not None and point.group else _next_frame
         self._point = point
         self._fault = fault
         self._num_matched = 0
@@ -300,7 +357,8 @@ class FaultProxy:
         assert task is not None
         self._greeters.add(task)
         try:
-            server = await asyncio.open_connection("127.0.0.1", self._target)
+            port = self._target if isinstance(self._target, int) else self._target()
+            server = await asyncio.open_connection("127.0.0.1", port)
         except OSError:
             writer.transport.abort()
             return
@@ -316,9 +374,11 @@ class FaultProxy:
             pair.pumps.append(asyncio.create_task(self._pump(pair, source, sink, upward=upward)))
 
     async def _pump(self, pair: Pair, source: Side, sink: Side, *, upward: bool) -> None:
+        is_first = upward
         try:
             while True:
-                frame = await _next_frame(source.reader)
+                frame = await self._next_frame(source.reader, is_first=is_first)
+                is_first = False
                 if self._is_point(pair, frame, upward=upward):
                     ends = await self._strike(pair, frame, sink)
                     pair.may_come_down.set()
@@ -398,7 +458,7 @@ class FaultProxy:
         self.struck.set()
 
 
-async def _next_frame(reader: asyncio.StreamReader) -> RawFrame:
+async def _next_frame(reader: asyncio.StreamReader, *, is_first: bool) -> RawFrame:
     prefix = await reader.readexactly(PREFIX_NBYTES)
     _, _, kind, _, header_nbytes, payload_nbytes = LENGTHS.unpack(prefix)
     rest = header_nbytes + HEADER_SUM_NBYTES + payload_nbytes + PAYLOAD_SUM_NBYTES
@@ -408,6 +468,16 @@ async def _next_frame(reader: asyncio.StreamReader) -> RawFrame:
         )
     except asyncio.IncompleteReadError as error:
         raise asyncio.IncompleteReadError(prefix + error.partial, None) from None
+
+
+async def _next_gloo_frame(reader: asyncio.StreamReader, *, is_first: bool) -> RawFrame:
+    """As above; `is_first`: it is the first one of who has dialled."""
+    if is_first:
+        hello = await reader.readexactly(GLOO_HELLO_NBYTES)
+        return GlooFrame(GlooHello.KIND, len(hello), 0, hello)
+    prefix = await reader.readexactly(GLOO.size)
+    nbytes = GLOO.unpack(prefix)[0] - GLOO.size
+    return GlooFrame(Gloo.KIND, GLOO.size, nbytes, prefix + await reader.readexactly(nbytes))
 
 
 def _flipped(data: bytes, position: int) -> bytes:

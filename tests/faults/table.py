@@ -9,13 +9,14 @@ from faults.proxy import POINTS, Fault
 SIGNS = {
     Ending.TURNED_AWAY: "away",
     Ending.LOST: "lost",
+    Ending.ENDED: "ended",
     Ending.OVER: "over",
 }
 TITLE = (
     "# Points of the protocol, times faults, times algorithms: how each case ended, and seconds until "
     "it was noticed\n\n"
     "`away`: the server turned the connection away; `lost`: it lost the worker; `over`: the run was over; "
-    "–: nobody was lost. "
+    "`ended`: the ranks of a mesh ended, and were started again; –: nobody was lost. "
     "Every run went on and ended as one without a fault. Made by\n"
     '`FAULTS_TABLE=FILE .venv/bin/pytest -n 1 -m "" tests/faults/test_network_faults.py`.\n\n'
 )

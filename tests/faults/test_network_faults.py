@@ -5,12 +5,15 @@ A choice of the matrix is `slow`; the rest is `nightly`.
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from faults.cases import ALGORITHMS, ALL_CASES, Case, Reference, check, play
+from faults import meshes
+from faults.cases import ALGORITHMS, ALL_CASES, Algorithm, Case, Reference, check, play
 from faults.proxy import POINTS, Fault
 from faults.table import TITLE, Entry
+from processes import Processes
 
 ALWAYS = {
     Case("edp", "before_hello", Fault.CORRUPT),
@@ -29,14 +32,17 @@ ALWAYS = {
 }
 
 
-MATRIX = [
-    pytest.param(case, id=str(case), marks=[] if case in ALWAYS else [pytest.mark.nightly])
-    for case in ALL_CASES
-]
+def cases(*algorithms: Algorithm) -> list[Any]:
+    """Their part of the matrix, marked."""
+    return [
+        pytest.param(case, id=str(case), marks=[] if case in ALWAYS else [pytest.mark.nightly])
+        for case in ALL_CASES
+        if case.algorithm in algorithms
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", MATRIX)
+@pytest.mark.parametrize("case", cases("edp", "syncps", "diloco", "pipeline"))
 def test_a_fault_makes_no_difference(
     case: Case,
     tmp_path: Path,
@@ -46,6 +52,15 @@ def test_a_fault_makes_no_difference(
     played = play(case.algorithm, tmp_path, case)
     check(case, played, reference(case.algorithm))
     entries.append(Entry.of(case, played))
+
+
+@pytest.mark.parametrize("case", cases("mesh"))
+def test_a_mesh_goes_on_from_its_last_checkpoint(
+    case: Case, processes: Processes, mesh_reference: meshes.PlayedMesh, entries: list[Entry]
+) -> None:
+    played = meshes.play(processes, case)
+    meshes.check(case, played, mesh_reference)
+    entries.append(Entry(case, played.noticed_after_s, None))
 
 
 @pytest.mark.nightly
@@ -60,7 +75,8 @@ def test_a_fault_makes_no_difference_to_asynchronous_workers(
 
 def test_the_choice_has_every_point_and_every_fault() -> None:
     assert set(ALL_CASES) >= ALWAYS
-    assert {case.point for case in ALWAYS} == {case.point for case in ALL_CASES}
+    of_servers = {case.point for case in ALL_CASES if case.algorithm != "mesh"}
+    assert {case.point for case in ALWAYS} == of_servers
     assert {case.fault for case in ALWAYS} == set(Fault)
 
 
