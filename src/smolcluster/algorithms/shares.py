@@ -35,7 +35,8 @@ def shared_out(num_units: int, workers: Mapping[WorkerId, Cost]) -> dict[WorkerI
     unit more.
 
     Returns:
-        Units for each worker, Σ = `num_units`.
+        Units for each worker, Σ = `num_units`; all 0 where that is not above 0. Of equals the first are
+        given more.
     """
     if num_units <= 0 or not workers:
         return dict.fromkeys(workers, 0)

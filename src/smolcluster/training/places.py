@@ -32,12 +32,12 @@ def meeting(one: slice, other: slice) -> tuple[slice, slice]:
 
 def common(places: Iterable[slice], others: Sequence[slice]) -> list[slice]:
     """What of `places` lies in `others`, in the order of both."""
-    return [
+    both = (
         slice(max(one.start, other.start), min(one.stop, other.stop))
         for one in places
         for other in others
-        if one.start < other.stop and other.start < one.stop
-    ]
+    )
+    return [each for each in both if each.start < each.stop]
 
 
 def without(places: Sequence[slice], others: Iterable[slice]) -> list[slice]:

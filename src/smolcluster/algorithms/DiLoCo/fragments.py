@@ -62,6 +62,8 @@ class Fragment:
 
     def scatter(self, values: "Tensor", flat: "Tensor") -> None:
         """Copy `values` (numel,) to the fragment's places in `flat` (num_params,)."""
+        if values.numel() != self.numel:
+            raise ValueError(f"{values.numel()} values for a fragment of {self.numel}")
         for place, within in pieces(self.places, slice(0, self.numel)):
             flat[place] = values[within]
 

@@ -1,4 +1,4 @@
-"""What the server remembers of workers, in which order they are sent it, and how batches are reported."""
+"""What the server remembers of each worker, in which order messages leave for it, how its batches are reported."""
 
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -423,7 +423,10 @@ class Server(LeasingServer):
         if not (peer.is_joining and self.stores.is_ready):
             return
         peer.is_joining = False
-        self.send_weights(peer, has_weights=has_weights)
+        if has_weights:
+            self.confirm_weights(peer)
+        else:
+            self.send_weights(peer)
         if self.version == self.resumed_at:  # else what it kept then is of long ago
             tell(peer, Resumed(step=self.version))
 
@@ -431,18 +434,21 @@ class Server(LeasingServer):
         """Whether a worker has made itself, from the run's seed, what it would be sent."""
         return self.stores.version == 0 and ready.weights == self.first_digest
 
-    def send_weights(self, peer: Peer, *, has_weights: bool = False) -> None:
-        """Send the whole weights, or confirm that it has them; what it was sent before is void.
+    def confirm_weights(self, peer: Peer) -> None:
+        """Tell a worker that it has the weights already."""
+        peer.versions = list(self.stores.versions)
+        self.stores.follow(peer.worker.member.instance)
+        tell(peer, SameWeights())
+
+    def send_weights(self, peer: Peer) -> None:
+        """Send the whole weights; what the worker was sent before is void.
 
         Raises:
             NonFiniteLoss: they are not finite.
         """
-        peer.versions, instance = list(self.stores.versions), peer.worker.member.instance
-        if has_weights:
-            self.stores.follow(instance)
-            tell(peer, SameWeights())
-        else:
-            send_frames(peer, self.stores.send_whole(instance, self.stores.version))
+        peer.versions = list(self.stores.versions)
+        frames = self.stores.send_whole(peer.worker.member.instance, self.stores.version)
+        send_frames(peer, frames)
 
     def send_fragment(self, peer: Peer, number: int) -> None:
         """Send a worker what has become of a fragment."""

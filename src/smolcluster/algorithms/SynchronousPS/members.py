@@ -107,10 +107,12 @@ class StepMember:
         return len(marks) >= num_steps and self.num_gone < marks[-num_steps]
 
     def has_caught_up(self, num_buffers: int) -> bool:
-        """Whether all of the state has been sent to it, and the last `num_buffers` steps but one."""
-        return not (
-            self.state_end is None or self.num_gone < self.state_end or self.is_behind(num_buffers)
-        )
+        """Whether all of the state has been sent to it, and all means but those of the newest steps.
+
+        These are fewer than `num_buffers`.
+        """
+        has_state = self.state_end is not None and self.num_gone >= self.state_end
+        return has_state and not self.is_behind(num_buffers)
 
     def lag(self, num_buffers: int) -> str:
         """Why it has to be parked; empty: it need not.
