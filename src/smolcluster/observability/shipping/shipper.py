@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.shipping.loki import PushReply, push_body
-from smolcluster.observability.shipping.spool import Spool
+from smolcluster.observability.shipping.spool import Batch, Spool
 from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.retry import Deadline, backoff_delays
 from smolcluster.utils.units import format_count
@@ -39,6 +39,7 @@ class Shipper:
         self._clock = clock
         self._cadence = Cadence(0, WARN_EVERY_S, clock)
         self._unsaid = 0
+        self._waiting: Batch | None = None
         self._delays = _delays()
         self.refusal = ""
         """Why Loki did not take some lines; empty: it took all that it was given."""
@@ -58,7 +59,7 @@ class Shipper:
         deadline = Deadline(timeout_s, self._clock)
         self._delays = _delays()
         while (delay_s := self.step(at_end=True)) is not None:
-            if patient and not delay_s:
+            if patient and self._waiting is None:
                 deadline = Deadline(timeout_s, self._clock)
             if deadline.expired:
                 return False
@@ -72,7 +73,7 @@ class Shipper:
         """
         lost_nbytes = self.spool.lost_nbytes
         try:
-            batch = self.spool.next_batch(at_end=at_end)
+            batch = self._waiting = self._waiting or self.spool.next_batch(at_end=at_end)
         except OSError as error:
             self._warn(f"the logs in {self.spool.folder} cannot be read: {error.strerror}")
             return None
@@ -88,7 +89,7 @@ class Shipper:
             lines = format_count(len(batch.entries), "line")
             self._warn(f"Loki refuses some of {lines}, which stay in their files: {reply.reason}")
             self.refusal = reply.reason
-        self._delays = _delays()
+        self._waiting, self._delays = None, _delays()
         try:
             self.spool.commit(batch, stored=not self.refusal)
         except SmolclusterError as error:

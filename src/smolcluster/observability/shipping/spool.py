@@ -1,7 +1,7 @@
 """The log files of one run as a spool: what Loki has not got yet, and how far it has got it.
 
-A file is known by its log and a digest of its first line. So one that was rotated is read on, and one that
-was truncated, or has the name of an old one, is read from its start.
+A file is known by its inode and a digest of its beginning, so that one that was rotated is read on under its
+old name's number, and one that was truncated, or whose inode has a new file, from the start.
 """
 
 import hashlib
@@ -24,7 +24,6 @@ STATE = ".shipped.json"
 MAX_LINES = 2000
 MAX_NBYTES = 1_000_000
 HEAD_NBYTES = 256
-"""Of a first line, for its digest."""
 READ_NBYTES = 4 << 20
 """A longer line is taken as several."""
 TIE_NS = 10**9
@@ -32,13 +31,18 @@ TIE_NS = 10**9
 _LOG = re.compile(r"(.+)\.log(?:\.\d+)?")
 
 
+class FilePosition(Strict):
+    """How far a file has been taken; its size and the digest of its beginning when it was looked at."""
+
+    offset: NonNegativeInt
+    size: NonNegativeInt
+    digest: str
+
+
 class Shipped(Strict):
-    """`.shipped.json`: how many bytes of each file Loki has, and the last time of each log.
+    """`.shipped.json`: files by inode, and the last time of each log in nanoseconds since 1970."""
 
-    Times are in nanoseconds since 1970.
-    """
-
-    places: dict[str, NonNegativeInt] = Field({})
+    places: dict[str, FilePosition] = Field({})
     last_ns: dict[str, NonNegativeInt] = Field({})
 
 
@@ -49,19 +53,34 @@ SHIPPED = ModelFile[Shipped](Shipped, "is damaged", durable=False)
 class Batch:
     """Lines of one log in their order, and what is to be stored when Loki has them."""
 
-    stem: str
     entries: Sequence[LokiLine]
     after: Shipped
 
 
 @dataclass(frozen=True)
 class _Open:
-    """An open log file by its key in `Shipped`; `grows`: its last line may not be whole yet."""
+    """An open log file; `grows`: its last line may not be whole yet."""
 
-    key: str
     data: BinaryIO
+    inode: str
     size: int
     grows: bool
+
+    def digest(self, nbytes: int) -> str:
+        self.data.seek(0)
+        return hashlib.sha256(self.data.read(min(nbytes, HEAD_NBYTES))).hexdigest()[:16]
+
+    def offset(self, place: FilePosition | None) -> int | None:
+        """How far it has been taken; None: it is not the file of that place."""
+        is_it = place and place.size <= self.size and place.digest == self.digest(place.size)
+        return place.offset if place and is_it else None
+
+    def lines_from(self, offset: int) -> Iterator[bytes]:
+        self.data.seek(offset)
+        while line := self.data.readline(READ_NBYTES):
+            if self.grows and len(line) < READ_NBYTES and not line.endswith(b"\n"):
+                return
+            yield line
 
 
 class Spool:
@@ -88,8 +107,7 @@ class Spool:
         self._max_nbytes = max_nbytes
         self._now_ns = now_ns
         self._last_stem = ""
-        self._sizes: dict[str, int] = {}
-        # A file that is damaged, or of an earlier version, says nothing: then all is sent again.
+        # A damaged file says nothing, so that all is sent again rather than left out.
         self._shipped = or_none(SHIPPED.read, folder / STATE) or Shipped()
 
     def next_batch(self, *, at_end: bool = False) -> Batch | None:
@@ -98,13 +116,11 @@ class Spool:
         With `at_end` a last line that has no end is one of them.
         """
         with ExitStack() as stack:
-            logs = self._opened(stack, at_end=at_end)
-            before, taken = self._sizes, self._shipped.places
-            self._sizes = {file.key: file.size for files in logs.values() for file in files}
-            gone = before.keys() - self._sizes.keys()
-            self.lost_nbytes += sum(before[key] - taken.get(key, 0) for key in gone)
-            for stem in sorted(logs, key=lambda stem: stem <= self._last_stem):
-                if self._is_wanted(stem) and (batch := self._read(stem, logs[stem])):
+            files = {log.stem: _opened(log, stack, at_end=at_end) for log in self._logs()}
+            self._look([file for of_log in files.values() for file in of_log])
+            for stem in sorted(files, key=lambda stem: stem <= self._last_stem):
+                if self._is_wanted(stem) and (batch := self._read(stem, files[stem])):
+                    self._last_stem = stem
                     return batch
         return None
 
@@ -114,18 +130,35 @@ class Spool:
         Raises:
             SmolclusterError: it cannot be stored; in this process it holds all the same.
         """
-        self._shipped, self._last_stem = batch.after, batch.stem
+        self._shipped = batch.after
         if stored:
             SHIPPED.write(self.folder / STATE, batch.after)
 
     def left_nbytes(self) -> int:
         """How many bytes are still to be taken, as the files are now. Any thread."""
-        taken = self._shipped.places
+        places = self._shipped.places
         with ExitStack() as stack, suppress(OSError):
-            logs = self._opened(stack, at_end=True).items()
-            files = [file for stem, own in logs if self._is_wanted(stem) for file in own]
-            return sum(file.size - taken.get(file.key, 0) for file in files)
+            logs = [log for log in self._logs() if self._is_wanted(log.stem)]
+            files = [file for log in logs for file in _opened(log, stack, at_end=True)]
+            return sum(file.size - (file.offset(places.get(file.inode)) or 0) for file in files)
         return 0
+
+    def _look(self, files: Sequence[_Open]) -> None:
+        """Note which files there are, and what has gone with those that are there no more."""
+        before = self._shipped.places
+        offsets = {file.inode: file.offset(before.get(file.inode)) for file in files}
+        self.lost_nbytes += sum(
+            place.size - place.offset
+            for inode, place in before.items()
+            if offsets.get(inode) is None
+        )
+        places = {
+            file.inode: FilePosition(
+                offset=offsets[file.inode] or 0, size=file.size, digest=file.digest(file.size)
+            )
+            for file in files
+        }
+        self._shipped = Shipped(places=places, last_ns=self._shipped.last_ns)
 
     def _read(self, stem: str, files: Sequence[_Open]) -> Batch | None:
         """The next lines of a log, whose newest file is the first of these; None: there are none.
@@ -134,13 +167,12 @@ class Spool:
         was set back. Else it comes after that one.
         """
         labels = labels_of(stem, self._run_id)
-        before, last_ns = self._shipped.places, self._shipped.last_ns.get(stem, -TIE_NS)
-        places = {key: before.get(key, 0) for key in self._sizes}
+        places, last_ns = self._shipped.places, self._shipped.last_ns.get(stem, -TIE_NS)
         entries: list[LokiLine] = []
-        num_read = nbytes = 0
-        for key, line in _unread(files, dict(places)):
-            places[key] += len(line)
-            num_read += len(line)
+        ends: dict[str, int] = {}
+        nbytes = 0
+        for file, end, line in _unread(files, places):
+            ends[file.inode] = end
             if entry := entry_of(line, labels, self._now_ns()):
                 is_tie = 0 <= last_ns - entry.ns < TIE_NS
                 last_ns = last_ns + 1 if is_tie else entry.ns
@@ -148,40 +180,45 @@ class Spool:
                 nbytes += len(entry.text.encode())
             if len(entries) >= self._max_lines or nbytes >= self._max_nbytes:
                 break
-        if not num_read:
+        if not ends:
             return None
+        after = {
+            inode: places[inode].model_copy(update={"offset": end}) for inode, end in ends.items()
+        }
         times = self._shipped.last_ns | ({stem: last_ns} if entries else {})
-        return Batch(stem, entries, Shipped(places=places, last_ns=times))
+        return Batch(entries, Shipped(places=places | after, last_ns=times))
 
     def _is_wanted(self, stem: str) -> bool:
         return not self._only or stem in self._only
 
-    def _opened(self, stack: ExitStack, *, at_end: bool) -> dict[str, list[_Open]]:
-        """The files of each log, the newest first: one that is rotated meanwhile is met twice, never missed.
-
-        One whose first line is not whole yet is left out, but for `at_end`.
-        """
+    def _logs(self) -> list[Path]:
+        """The newest file of each log, which may be about to be made anew."""
         names = (_LOG.fullmatch(path.name) for path in self.folder.glob("*.log*"))
-        found: dict[str, list[_Open]] = {name[1]: [] for name in names if name}
-        for stem, files in sorted(found.items()):
-            log = self.folder / f"{stem}.log"
-            for path in filter(Path.is_file, rotations(log)):
-                with suppress(FileNotFoundError):
-                    data = stack.enter_context(path.open("rb"))
-                    grows, head = path == log and not at_end, data.readline(HEAD_NBYTES)
-                    key = f"{stem}-{hashlib.sha256(head).hexdigest()[:16]}"
-                    is_whole = head.endswith(b"\n") or len(head) == HEAD_NBYTES or not grows
-                    if head and is_whole and key not in (file.key for file in files):
-                        size = os.fstat(data.fileno()).st_size
-                        files.append(_Open(key, data, size, grows))
-        return found
+        return [self.folder / f"{stem}.log" for stem in sorted({name[1] for name in names if name})]
 
 
-def _unread(files: Sequence[_Open], places: Mapping[str, int]) -> Iterator[tuple[str, bytes]]:
-    """The lines of a log from these places on, each with the key of its file; the oldest first."""
+def _unread(
+    files: Sequence[_Open], places: Mapping[str, FilePosition]
+) -> Iterator[tuple[_Open, int, bytes]]:
+    """The lines of a log from these places on, each with its file and where it ends; the oldest first."""
     for file in reversed(files):
-        file.data.seek(places[file.key])
-        while line := file.data.readline(READ_NBYTES):
-            if file.grows and len(line) < READ_NBYTES and not line.endswith(b"\n"):
-                break
-            yield file.key, line
+        end = places[file.inode].offset
+        for line in file.lines_from(end):
+            end += len(line)
+            yield file, end, line
+
+
+def _opened(log: Path, stack: ExitStack, *, at_end: bool) -> list[_Open]:
+    """The files of a log, the newest first: one that is rotated meanwhile is met twice, never missed."""
+    files: list[_Open] = []
+    for path in rotations(log):
+        with suppress(FileNotFoundError):
+            if not path.is_file():
+                continue
+            data = stack.enter_context(path.open("rb"))
+            facts = os.fstat(data.fileno())
+            inode = str(facts.st_ino)
+            if inode not in (file.inode for file in files):
+                grows = path == log and not at_end
+                files.append(_Open(data, inode, facts.st_size, grows))
+    return files

@@ -94,12 +94,16 @@ def test_a_file_that_was_truncated_is_read_from_its_start(tmp_path: Path) -> Non
     assert len(taken(source)) == 3
 
 
-def test_a_new_file_in_the_place_of_an_old_one_is_read_from_its_start(tmp_path: Path) -> None:
+def test_a_new_file_with_the_inode_of_an_old_one_is_read_from_its_start(tmp_path: Path) -> None:
     log = tmp_path / LOG
     log.write_bytes(b"one\n")
     assert taken(spool(tmp_path)) == ["one"]
+    state = json.loads((tmp_path / STATE).read_text())
+    [place] = state["places"].values()
     log.unlink()
     log.write_bytes(b"another\n")
+    state["places"] = {str(log.stat().st_ino): place}
+    (tmp_path / STATE).write_text(json.dumps(state))
     assert taken(spool(tmp_path)) == ["another"]
 
 
