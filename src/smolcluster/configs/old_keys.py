@@ -102,7 +102,7 @@ def read_old_key(values: Values, name: str, told: Any, source: str) -> Values:
             _say_once(f"{source}: {name} is {show(told)}, which has no effect any more: {key.now}")
         return {}
     if is_on and key.must_agree and before not in (None, key.on):
-        problem = f"which means {key.instead}, but {key.now} is {show(before)}; the two must agree"
+        problem = f"which means {key.instead}, but {key.now} is {show(before)}: leave {name} out"
         raise SettingError((name,), told, problem)
     if is_on:
         return {key.now: key.on or told}

@@ -134,6 +134,8 @@ class LineWriter:
         self._file: FileIO | None = None
         self._taken = deque[tuple[float, bytes]]()
         """Lines that are being written."""
+        self._is_inside = False
+        """Whether the beginning of the first of them is in the file already."""
         self._problem: OSError | None = None
         self._writing = threading.Lock()
         """Guards what follows `_keeping`."""
@@ -223,32 +225,44 @@ class LineWriter:
         return taken
 
     def _append(self) -> None:
-        """Write what was taken; a line whose end does not reach the disk is taken out of the file again.
+        """Write what was taken.
 
         Raises:
             OSError: it cannot be written; what was not is still taken.
         """
         file = self._file or self._open()
-        data, num_written = b"".join(line for _, line in self._taken), 0
-        if self._is_too_long_for(file, len(data)):
+        if not self._taken:
+            return
+        data = memoryview(b"".join(line for _, line in self._taken))
+        if not self._is_inside and self._is_too_long_for(file, data.nbytes):
             rotate(self.path)
             self._close_file()
             file = self._open()
-        try:
-            while num_written < len(data):
-                num_written += file.write(data[num_written:])
-        finally:
-            num_whole = data.rfind(b"\n", 0, num_written) + 1
-            for _ in range(data.count(b"\n", 0, num_whole)):
-                self._taken.popleft()
-            if num_whole < num_written:
-                os.ftruncate(file.fileno(), file.tell() - (num_written - num_whole))
+        while data:
+            num_written = file.write(data)
+            data = data[num_written:]
+            self._forget(num_written)
+
+    def _forget(self, num_written: int) -> None:
+        """So many bytes of what was taken are in the file."""
+        while num_written:
+            moment, line = self._taken.popleft()
+            self._is_inside = num_written < len(line)
+            if self._is_inside:
+                self._taken.appendleft((moment, line[num_written:]))
+            num_written -= min(num_written, len(line))
 
     def _open(self) -> FileIO:
-        """Open the file at the end of a line."""
+        """Open the file at the end of a line, or of what it has of the first one that was taken."""
         file = self._file = FileIO(self.path, "ab")
-        if _ends_inside(self.path):  # as a crash leaves it
+        ends_inside = _ends_inside(self.path)
+        if ends_inside and not self._is_inside:  # as a crash leaves it
             file.write(b"\n")
+        elif self._is_inside and not ends_inside:  # it is another file now
+            self._is_inside = False
+            moment, _ = self._taken.popleft()
+            with self._keeping:
+                self._lost.add(moment)
         return file
 
     def _close_file(self) -> None:

@@ -145,12 +145,12 @@ class Curve:
         }
 
     def document(self, t0: float) -> dict[str, Any]:
-        """As it is in the file; places are left out where they are the steps."""
-        columns, places = self.columns(), [each.place for each in self.buckets]
+        """As it is in the file."""
         return {
-            **{"stride": self.stride, **columns},
+            "stride": self.stride,
+            **self.columns(),
             "t": [round(each.t - t0, 3) for each in self.buckets],
-            **({} if places == columns["step"] else {"places": places}),
+            "places": [each.place for each in self.buckets],
             "num": [each.num for each in self.buckets],
             "samples_applied": [rounded(each.samples, 12) for each in self.buckets],
             "low": [rounded(each.low, _DIGITS) for each in self.buckets],
@@ -160,7 +160,7 @@ class Curve:
     def load(self, document: Mapping[str, Any], t0: float) -> None:
         self.stride = int(document["stride"])
         shared = [document[name] for name in ("t", "step", "num", "samples_applied", "low", "high")]
-        places = document.get("places", document["step"])
+        places = document.get("places", document["step"])  # an earlier version did not write them
         for index, (t, step, num, samples, low, high) in enumerate(zip(*shared, strict=True)):
             values = {name: document[name][index] for name in self.names if name in document}
             sums = {name: (value * num, num) for name, value in values.items() if value is not None}
@@ -340,7 +340,9 @@ def loaded(content: bytes) -> tuple[Series, int] | None:
                 [*EVAL_VALUES, *(name for name in evaluations if name.startswith(PREFIX))]
             )
         )
-        series.evaluations.load(evaluations, t0)
+        stride = int(evaluations["stride"])  # of an evaluation, its number is its place
+        numbers = [stride * number - 1 for number, _ in enumerate(evaluations["step"], start=1)]
+        series.evaluations.load({"places": numbers, **evaluations}, t0)
         series.starts = [(str(name), int(step)) for name, step in document["starts"]]
         series._samples = float(document["samples_applied"])
         for each in document["processes"]:

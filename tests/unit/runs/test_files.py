@@ -120,10 +120,13 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_a_full_disk_costs_no_line_and_tears_none(tmp_path: Path, disk: Disk, room: int) -> None:
     path, clock, warnings = tmp_path / "x.jsonl", Clock(), list[str]()
     writer = LineWriter(path, warn=warnings.append, clock=clock)
-    disk.room = room
+    disk.room, sizes = room, [0]
     for n in range(100):
         writer.append({"n": n})
+        clock.now += 1.0
         writer.flush()
+        sizes.append(path.stat().st_size)
+    assert sizes == sorted(sizes), "who follows a file that shrinks reads it again"
     assert ["No space left on device" in each for each in warnings] == [True]
     disk.room = 1 << 30
     clock.now += 1.0
@@ -217,6 +220,24 @@ def test_a_folder_that_is_missing_is_not_waited_for_at_the_end_but_may_come_back
     lost.append({"n": 2})
     lost.close(3600.0)
     assert ["No such file" in each for each in warnings] == [True, False, True, True]
+
+
+def test_a_file_that_is_replaced_while_the_disk_is_full_has_no_half_line(
+    tmp_path: Path, disk: Disk
+) -> None:
+    path, clock, warnings = tmp_path / "x.jsonl", Clock(), list[str]()
+    writer = LineWriter(path, warn=warnings.append, clock=clock)
+    disk.room = 5
+    for n in (1, 2):
+        writer.append({"n": n})
+    writer.flush()
+    path.unlink()
+    disk.room = 1 << 30
+    clock.now += 1.0
+    writer.flush()
+    assert follower(path).poll() == [{"n": 2}]
+    assert "1 line was lost" in warnings[1]
+    writer.close()
 
 
 def test_after_a_crash_the_next_record_begins_on_its_own_line(tmp_path: Path) -> None:

@@ -145,6 +145,21 @@ def test_a_file_that_names_no_roles_is_read() -> None:
     assert [each.role for each in found[0].processes.values()] == roles == ["worker", "server"]
 
 
+def test_evaluations_of_a_file_without_places_are_thinned_as_before() -> None:
+    series, rare = Series(), {"kind": "eval", "val_loss": 3.0}
+    for number in range(1, 201):
+        series.take({**step_of(1000 * number, 1.0), **rare})
+    document = orjson.loads(series.document(0))
+    for each in (document["steps"], document["evaluations"]):
+        del each["places"]
+    found = loaded(orjson.dumps(document))
+    assert found is not None
+    for each in (again := found[0], series):
+        for number in range(201, 1201):
+            each.take({**step_of(1000 * number, 1.0), **rare})
+    assert again.evaluations.columns() == series.evaluations.columns()
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"t0": "x"}', b"\xff"])
 def test_a_damaged_file_is_none(content: bytes) -> None:
     assert loaded(content) is None

@@ -1,4 +1,4 @@
-"""What the server remembers of each worker, in which order messages leave for it, how its batches are reported."""
+"""What the server remembers of workers: what each has, in which order messages leave for it, its batches."""
 
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -116,7 +116,7 @@ def read_logs(
 def _files(folder: Path, expected: Sequence[Process]) -> list[tuple[str, Path]]:
     """The log files that are here: whose, and where; those of one process in order of time."""
     known = {each.stem: each.title for each in expected}
-    stems = sorted({path.name.partition(".log")[0] for path in folder.glob("*.log*")})
+    stems = sorted({path.name.rpartition(".log")[0] for path in folder.glob("*.log*")})
     return [
         (known.get(stem) or process_title(*(parse_log_stem(stem) or (stem, ""))), path)
         for stem in stems

@@ -20,7 +20,7 @@ def peer_with(num_batches: int) -> Peer:
     """A worker that has joined at 0, and was given so many batches then."""
     session = SimpleNamespace(num_gone=num_batches)
     worker = SimpleNamespace(live_session=session, gauge=SimpleNamespace(received_bytes=0))
-    peer = Peer(STEP_S, worker=worker, stepped_at=0.0, progressed_at=0.0, num_sent=num_batches)  # type: ignore[arg-type]
+    peer = Peer(STEP_S, worker=worker, stepped_at=0.0, progressed_at=0.0, num_gone=num_batches)  # type: ignore[arg-type]
     for number in range(num_batches):
         peer.gets(key(number), 0.0)
     return peer

@@ -46,11 +46,11 @@ def check(*workloads: Workload) -> None:
             pass
 
         def all_told(self, value: Any) -> list[Any]:
-            own = workloads[-1]
-            assert value == [own.fingerprint, own.sample_marks, own.order_mark(SEED)]
+            if value == workloads[-1].fingerprint:
+                return [each.fingerprint for each in workloads]
+            assert value == [workloads[-1].sample_marks, workloads[-1].order_mark(SEED)]
             return [
-                [each.fingerprint, list(map(list, each.sample_marks)), each.order_mark(SEED)]
-                for each in workloads
+                [list(map(list, each.sample_marks)), each.order_mark(SEED)] for each in workloads
             ]
 
     Together().check_data(workloads[-1], SEED)

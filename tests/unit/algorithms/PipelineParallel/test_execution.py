@@ -1,9 +1,13 @@
 """A step by threads over links on loopback: what arrives is what one process computes."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
 from pipelines import (
+    SEED,
     alone,
     even_cuts,
     executions,
@@ -13,7 +17,9 @@ from pipelines import (
     run_step,
     stages_of,
 )
+from smolcluster.algorithms.PipelineParallel.execution import Execution, evaluate_stages
 from smolcluster.data.dataset import Batch
+from smolcluster.training.build import Microbatching, TrainingContext
 from smolcluster.training.schedules.instructions import generate, stage_ranks
 
 
@@ -54,6 +60,30 @@ def test_two_steps_in_turn_have_the_loss_gradient_and_norm_of_one_process(
             assert norm == pytest.approx(
                 sum(each.double().square().sum().item() for each in expected.values()), rel=1e-4
             )
+
+
+def test_an_evaluations_output_is_gone_before_the_next_one_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Logits of a large vocabulary may be most of what an evaluation needs."""
+    samples = [pair for batch in tokens(6) for pair in zip(*batch, strict=True)]
+    workload = gpt(data=(samples, samples))
+    assert workload.validation is not None
+    [stage] = stages_of(workload, even_cuts(workload, 1))
+    training = TrainingContext(workload, stage.replica, SEED, Microbatching(None))
+    alive, outputs = list[int](), list[weakref.ref[torch.Tensor]]()
+    evaluate = Execution.evaluate
+
+    def watched(self: Execution, *given: Any) -> Any:
+        alive.append(sum(each() is not None for each in outputs))
+        output = evaluate(self, *given)
+        outputs.append(weakref.ref(output))
+        return output
+
+    monkeypatch.setattr(Execution, "evaluate", watched)
+    with executions(generate("1f1b", 1, 1), [stage]) as [own]:
+        evaluate_stages(own, training, 0, workload.validation, 4)
+    assert alive == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("codec", "rel"), [("bf16", 1e-2), ("int8", 1e-2)])

@@ -178,6 +178,13 @@ def test_rotated_files_are_read_in_order_and_logs_that_are_not_here_are_named(
     assert (logs.read, logs.missing) == (["server mini1"] * 3, [PI.title, WIN.title])
 
 
+def test_a_node_may_be_called_like_a_log_file(run: MadeRun) -> None:
+    say(run, (1, SERVER, "ERROR", "error 1"))
+    run.paths.log_file("server", "mini1").replace(run.paths.log_file("server", "gpu.login1"))
+    logs = logs_of(run)
+    assert (the_one(logs).message, logs.read) == ("error 1", ["server gpu.login1"])
+
+
 def test_lines_that_are_no_json_or_too_long_do_no_harm(run: MadeRun) -> None:
     file = run.paths.log_file("server", "mini1")
     file.write_bytes(
