@@ -123,7 +123,7 @@ def three_workers(process_stats: Mapping[str, float] = PROCESS_STATS) -> RunStat
 
 
 def busy() -> Picture:
-    points = [(step, 2.5 / (1 + step), 100.0 + step) for step in range(120)]
+    points = [Point(step, 2.5 / (1 + step), 100.0 + step) for step in range(120)]
     news = [
         EventLine(NOW - 9, "worker_joined", "worker 1 (mini2) joined, on cpu"),
         *(
@@ -214,7 +214,7 @@ def test_every_size_is_kept_whatever_peers_are_called(encoding: str) -> None:
     written = three_workers()
     workers = [each.model_copy(update={"node": hostile}) for each in written.workers]
     news = [EventLine(NOW, "ERROR", hostile * 1000), EventLine(NOW, "\x1b[31m", hostile)]
-    points = [(1, math.nan, math.inf), (2, 0.0, 0.0), (9**20, -1.0, 1e300)]
+    points = [Point(1, math.nan, math.inf), Point(2, 0.0, 0.0), Point(9**20, -1.0, 1e300)]
     evil = written.model_copy(update={"workers": workers, "reason": hostile})
     snapshot = picture_of(evil, points=points, news=news)
     sizes = itertools.product((1, 2, 10, 39, 40, 80, 81, 111, 250), (1, 2, 3, 6, 9, 12, 24, 60))
