@@ -463,19 +463,31 @@ def rejections(parts: Parts) -> list[WorkerRejected]:
 def test_a_hub_whose_workers_have_all_gone_says_so_and_gives_up(
     house: HandledHub, parts: Parts, clock: Clock
 ) -> None:
-    hand = house.join(hello())
+    hand, other = house.join(hello()), house.join(hello(2))
     list(house.pool.next_events(0.0))
     assert house.pool.started
     clock.now = 100.0
     list(house.pool.next_events(0.0))
+    other.leave()
+    house.until(lambda: len(departed(house)) == 1)
+    assert not any("have gone" in line for line in parts.log_lines), "one is there"
     hand.leave()
-    house.until(lambda: bool(departed(house)))
+    house.until(lambda: len(departed(house)) == 2)
     assert "WARNING all workers have gone; waiting up to 10 s for one" in parts.log_lines
     clock.now = 109.0
     list(house.pool.next_events(0.0))
     clock.now = 110.0
     with pytest.raises(ClusterEmpty, match="empty_cluster_timeout_s"):
         house.until(lambda: False)
+
+
+@pytest.mark.parametrize("parts", [("min_workers=2",)], indirect=True)
+def test_before_training_has_started_nobody_is_missed(house: HandledHub, parts: Parts) -> None:
+    hand = house.join(hello())
+    hand.leave()
+    house.until(lambda: bool(departed(house)))
+    assert not house.pool.started
+    assert not any("have gone" in line for line in parts.log_lines)
 
 
 def test_the_failure_of_another_thread_ends_the_run(house: HandledHub, parts: Parts) -> None:

@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.data import TensorDataset
 
+from harness import digits_config
+from smolcluster.configs.schema import DatasetPlace
 from smolcluster.errors import ConfigError, UserCodeError
+from smolcluster.training.build import build
 from smolcluster.training.copying import check_apart, copied, second
 from smolcluster.training.replica import Replica
+from smolcluster.training.workload import Workload
 
 
 class Keeping(nn.Module):
@@ -122,3 +127,14 @@ def test_parameters_may_be_parts_of_one_tensor_and_tied_ones_are_one() -> None:
     model.tied = model.left
     check_apart(model)
     check_apart(Replica(nn.Linear(3, 2), "sgd").model)
+
+
+def test_what_is_evaluated_beside_training_is_made_again_where_it_cannot_be_copied() -> None:
+    data = TensorDataset(torch.randn(8, 3))
+    workload = Workload(Locked, lambda model, batch: model(batch[0]).square().mean(), data, data)
+    training = build(
+        digits_config(batch_size=4), 0, DatasetPlace(), torch.device("cpu"), workload=workload
+    )
+    inputs, other = torch.randn(4, 3), training.new_copy()
+    assert other is not training.replica.model
+    assert torch.equal(other(inputs), training.replica.model(inputs))

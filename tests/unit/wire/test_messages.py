@@ -12,6 +12,8 @@ from smolcluster.errors import ProtocolError
 from smolcluster.server import offering
 from smolcluster.wire.frames import MAX_HEADER_NBYTES
 from smolcluster.wire.messages import (
+    FROM_SERVER,
+    FROM_WORKER,
     MAX_SENTENCE_CHARS,
     MESSAGES,
     PS,
@@ -19,6 +21,7 @@ from smolcluster.wire.messages import (
     Ack,
     Commit,
     Heartbeat,
+    Kinds,
     LeaseKey,
     Message,
     Pull,
@@ -181,6 +184,18 @@ def test_wrong_types_and_bounds_are_refused(kind: str, name: str, value: object)
     good = one(kind)
     with pytest.raises(ProtocolError, match=f"{kind}: field '{name}"):
         decode(good.KIND, as_header({**fields(good), name: value}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sayers", "others"),
+    [(Commit.KIND, FROM_SERVER, FROM_WORKER), (Push.KIND, FROM_WORKER, FROM_SERVER)],
+)
+def test_a_step_is_said_by_the_server_and_answered_by_workers(
+    kind: int, sayers: Kinds, others: Kinds
+) -> None:
+    check_kind(kind, sayers)
+    with pytest.raises(ProtocolError, match="unexpected"):
+        check_kind(kind, others)
 
 
 def test_the_longest_pull_fits_in_a_header() -> None:

@@ -11,6 +11,7 @@ from harness import SECRET, free_port
 from peers import DEADLINE_S, Echo, next_event
 from proxy import Proxy
 from smolcluster.errors import ConnectTimeout
+from smolcluster.wire import node as room
 from smolcluster.wire.acceptor import Acceptor, SessionOpened
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
@@ -135,7 +136,21 @@ def test_a_peer_that_was_dialled_cannot_speak_as_a_server(
     )
 
 
-def test_nobody_there_and_who_says_nothing_are_an_error_in_time(place: MakePlace) -> None:
+def test_a_peer_that_dials_cannot_say_what_only_the_listener_may(place: MakePlace) -> None:
+    told = MessageSet("ring", from_dialler=frozenset(), from_listener=frozenset({Token}))
+    left, right = place("left", told), place("right", told)
+    session = left.dial(right.listen())
+    next_event(right.inbox, SessionOpened)
+    session.send(Token(value=1))
+    reason = next_event(right.inbox, SessionClosed).reason
+    assert "unexpected" in reason or "unknown" in reason
+
+
+def test_nobody_there_and_who_says_nothing_are_an_error_in_time(
+    place: MakePlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handshake's own limit is longer."""
+    monkeypatch.setattr(room, "HANDSHAKE_TIMEOUT_S", 10 * DEADLINE_S)
     with socket.create_server((HOST, 0)) as silent:
         for port in (free_port(), silent.getsockname()[1]):
             with pytest.raises(ConnectTimeout):

@@ -117,6 +117,18 @@ def test_no_frames_are_sent_as_soon_as_their_turn_comes(ends: Ends) -> None:
     assert (session.num_gone, session.backlog) == (2, 0)
 
 
+def test_what_is_queued_wakes_an_idle_session(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the next heartbeat, which never comes here."""
+    monkeypatch.setattr("smolcluster.wire.session.LONGEST_PULSE_S", math.inf)
+    session = ends.session(heartbeat_timeout_s=100 * DEADLINE_S)
+    session.send(ACK)
+    ends.peer.hear_a(Ack)
+    session.send_urgent(Pull())
+    ends.peer.hear_a(Pull)
+    session.finish()
+    ends.peer.hear_the_end()
+
+
 def test_a_held_frame_is_sent_when_it_is_released(ends: Ends) -> None:
     asked: list[float] = []
     is_asked, released = threading.Event(), threading.Event()
