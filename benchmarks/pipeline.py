@@ -220,7 +220,9 @@ def compute_stage(pipe: Pipe, case: Case, rank: int) -> None:
     )
     with closing(links):
         places = links.listen([case.hosts[rank].address])
-        pipe.send(StageNeighbour(rank=rank, node=hello.node, instance=hello.instance, places=places))
+        pipe.send(
+            StageNeighbour(rank=rank, node=hello.node, instance=hello.instance, places=places)
+        )
         others = tuple(each for each in pipe.recv() if each.rank != rank)
         ranks = stage_ranks(case.lists)
         route = Route(rank, 1, 0, ranks, others, case.codec, TIMEOUT_S)

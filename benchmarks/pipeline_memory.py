@@ -127,7 +127,9 @@ def compute_stage(pipe: Pipe, case: Case, rank: int, planned: PlannedStage, limi
     )
     with closing(links):
         places = links.listen(["127.0.0.1"])
-        pipe.send(StageNeighbour(rank=rank, node=hello.node, instance=hello.instance, places=places))
+        pipe.send(
+            StageNeighbour(rank=rank, node=hello.node, instance=hello.instance, places=places)
+        )
         others = tuple(each for each in pipe.recv() if each.rank != rank)
         ranks = tuple(range(NUM_STAGES))
         links.connect(Route(rank, 1, 0, ranks, others, "fp32", TIMEOUT_S), None, TIMEOUT_S)
