@@ -162,6 +162,20 @@ def test_a_pipeline_takes_part_in_the_synchronous_beginning(
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.nightly
+def test_a_pipeline_and_a_single_machine_apply_every_sample_once(tmp_path: Path) -> None:
+    settings = settings_for("local_steps=2", "num_epochs=10", workers=2)
+    cluster = Cluster(settings, tmp_path, algorithm="diloco", workload=gpt())
+    pipeline = Pipeline(cluster, gpt)
+    single = cluster.worker(2, node="macbook")
+    stages = [pipeline.stage(1), pipeline.stage(2)]
+    summary = cluster.finish(pipeline.head(1), single, *stages)
+    assert summary.samples_applied == 10 * 52
+    assert [each.node for each in summary.workers if each.samples] == ["mini1", "macbook"]
+    assert [each.prefetch for each in pipeline.contexts] == [None]
+    assert summary.final.val_loss is not None
+
+
 class Died(Exception):
     """Ends a stage in the middle of a step."""
 
