@@ -54,6 +54,71 @@ def test_a_script_that_never_attaches_is_told_of_at_once(tmp_path: Path) -> None
         )
 
 
+TRAINER = """
+import os
+import pathlib
+import signal
+import sys
+import time
+
+sys.path.insert(0, sys.argv[1])
+import trainer
+
+folder = pathlib.Path(sys.argv[2])
+killed, back = folder / "killed", folder / "back"
+
+
+calls = iter(range(10_000))
+llama = trainer.LlamaForCausalLM
+
+
+def before_forward(model, inputs):
+    is_fourth = next(calls) == 3
+    if os.environ["SMOLCLUSTER_NAME"] == "worker1":
+        if killed.exists():
+            back.touch()
+        elif is_fourth:
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif is_fourth:
+        until = time.monotonic() + 200
+        while not back.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def mortal(config):
+    model = llama(config)
+    model.register_forward_pre_hook(before_forward)
+    return model
+
+
+trainer.LlamaForCausalLM = mortal
+losses = trainer.main("the launcher says which", str(folder / "trained"))
+"""
+
+
+def test_a_trainer_on_two_workers_of_which_one_is_killed_counts_every_sample(
+    tmp_path: Path,
+) -> None:
+    """The other one waits in its fourth step until the killed one is back."""
+    (tmp_path / "train.py").write_text(TRAINER)
+    examples = Path(__file__).resolve().parents[2] / "examples" / "attach"
+    said = smolcluster(
+        tmp_path,
+        *("launch", "edp", "--local", "--workers", "2", "--no-tmux"),
+        *("--script", f"train.py {examples} {tmp_path}"),
+        *("--override", f"port={free_port()}", "min_workers=2", "metrics_port=null"),
+    )
+    assert (tmp_path / "back").exists()
+    assert "it is started again" in said
+    [summary_file] = (tmp_path / "runs").glob("edp-*/summary.json")
+    summary = read_summary(summary_file)
+    assert (summary.samples_applied, summary.steps) == (4 * 256, 4 * 16)
+    assert {share.node for share in summary.workers} == {"worker1", "worker2"}
+    assert summary.final.train_loss is not None
+    assert summary.final.train_loss < 2.0, "it began with that of guessing one of 16, 2.8"
+
+
 def smolcluster(folder: Path, *words: str) -> str:
     """A command to its end; what it printed."""
     ended = subprocess.run(

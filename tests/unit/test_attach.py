@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
 
 from smolcluster.api import attach as attaching
 from smolcluster.api import callbacks
@@ -231,6 +232,20 @@ def test_a_trainer_that_stops_before_the_run_says_so(
     with caplog.at_level(logging.WARNING, "smolcluster"):
         callbacks._say_if_short(max_steps, 9, 2)
     assert bool(caplog.records) == is_said
+
+
+def test_loaders_that_shuffle_draw_another_order_in_each_process() -> None:
+    def order(rank: int) -> list[int]:
+        generator = torch.Generator().manual_seed(7)
+        data = TensorDataset(torch.arange(100))
+        loader = DataLoader(data, 100, shuffle=True, generator=generator)
+        callbacks._shuffle_apart(loader, rank)
+        [[indices]] = loader
+        return [int(each) for each in indices]
+
+    assert order(0) == order(0)
+    assert order(0) != order(1)
+    assert sorted(order(0)) == sorted(order(1)) == list(range(100))
 
 
 class Counting(torch.optim.SGD):
