@@ -167,8 +167,8 @@ def type_keys(browser: Chrome, selector: str, *keys: str) -> None:
 
 
 def resize(browser: Chrome, width: int) -> None:
-    """Give the page so many pixels, and have it drawn anew."""
-    size = {"width": width, "height": 850, "deviceScaleFactor": 1, "mobile": False}
+    """Give the page so many pixels, on a phone if they are few, and have it drawn anew."""
+    size = {"width": width, "height": 850, "deviceScaleFactor": 1, "mobile": width <= 400}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     drawn = """const done = arguments[0];
         requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done)))"""
