@@ -130,9 +130,10 @@ def test_code_that_fails_at_the_server_ends_the_run_with_its_sentence(
     sentence: str,
 ) -> None:
     """Also at the very end: when the final weights are evaluated, nothing is asked of it any more."""
+    evaluated = ["eval_steps=3"] if metrics else ["eval_steps=1000"]
     training = Training(hooks=hooks)
     workload = Workload(Model, square, DATA, DATA, metrics=metrics, training=training)
-    settings = settings_for(algorithm, "min_workers=1", "num_epochs=1", "eval_steps=1000")
+    settings = settings_for(algorithm, "min_workers=1", "num_epochs=1", *evaluated)
     cluster = Cluster(settings, tmp_path, algorithm=algorithm, workload=workload)
     worker = cluster.worker(1, node="pi5")
     failure = cluster.server.failure()
