@@ -54,6 +54,7 @@ def test_an_algorithm_of_another_package_is_launched_and_shown(processes: Proces
     assert [each.node for each in summary.workers] == ["worker1", "worker2"]
     assert sum(each.samples for each in summary.workers) == EPOCHS * summary.train_samples
     records = [line.record for line in steps_in(run.metrics)]
+    assert len(records) == summary.steps
     assert_applied_once(records, summary.train_samples, EPOCHS)
     assert [record.values["lr"] for record in records] == [0.1] * summary.steps
     assert status.step == summary.steps
