@@ -10,6 +10,7 @@ from smolcluster.server.board import StatusBoard
 from smolcluster.server.rates import PACE_WINDOW_S, SteadyRate
 from smolcluster.server.tally import Tally
 from smolcluster.server.worker import Worker
+from smolcluster.wire.clocks import Sample
 from smolcluster.wire.membership import Member
 
 SINCE_1970 = 1_700_000_000.0
@@ -85,6 +86,13 @@ def test_what_was_measured_of_a_worker_last_stands_beside_its_own_report(setting
     setting.board.measured(one, local_steps=9)
     assert setting.board.workers()[0].process_stats == {}
     assert other.rank == 1
+
+
+def test_how_far_a_worker_is_and_its_clock_stand_beside_its_own_report(setting: Setting) -> None:
+    clocks: Any = setting.join().live_session.clocks
+    clocks.best = Sample(round_trip_s=0.5, offset_s=2.0)
+    [status] = setting.board.workers()
+    assert status.process_stats == {"rtt_s": 0.5, "clock_offset_s": 2.0}
 
 
 def test_a_worker_was_last_seen_when_the_last_byte_came_from_it(setting: Setting) -> None:
