@@ -142,6 +142,29 @@ def test_stopped_again_and_again_it_ends_as_an_undisturbed_run(
     assert [event.step for event in resumed] == [life.core.version for life in lives]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_that_has_taken_its_steps_goes_on_only_for_more(
+    tmp_path: Path, algorithm: AlgorithmName
+) -> None:
+    """Within an epoch, and then to the epoch's end; that it is refused for less is told below."""
+
+    def life(folder: str, *overrides: str, resume: bool = False) -> Cluster:
+        own = (*KINDS["momentum"].overrides, *KEPT, "num_epochs=1", *overrides)
+        settings = settings_for(algorithm, 1, *own)
+        return run(settings, tmp_path / folder, algorithm, resume=resume)
+
+    whole = life("whole")
+    lives = [
+        life("parts", "num_steps=3"),
+        life("parts", "num_steps=5", resume=True),
+        life("parts", resume=True),
+    ]
+    assert [life.core.version for life in lives] == [3, 5, whole.core.version]
+    assert all(summary_of(life).final.val_loss is not None for life in lives)
+    assert [each for life in lives for each in steps_of(life)] == steps_of(whole)
+
+
 def stop_at(cluster: Cluster, step: int) -> None:
     """Ask the server to stop when it has just taken that step; before workers are started."""
     saver = cluster.core.saver  # type: ignore[union-attr]

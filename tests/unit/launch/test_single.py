@@ -47,6 +47,12 @@ def test_a_run_leaves_its_files_and_a_table(
     assert "training SimpleNN on digits" in err
 
 
+def test_num_steps_ends_it_within_an_epoch(tmp_path: Path) -> None:
+    assert main([*words_for(tmp_path, "model.hidden=8"), "--num-steps", "3"]) == 0
+    summary = read_summary(find_run(tmp_path).summary)
+    assert (summary.steps, summary.epochs) == (3, 1)
+
+
 def test_ctrl_c_ends_it_with_130_and_no_traceback(tmp_path: Path, processes: Processes) -> None:
     words = words_for(tmp_path, "num_epochs=100000")
     process = processes.start(sys.executable, "-m", "smolcluster.cli", *words)
