@@ -4,14 +4,19 @@ import json
 import re
 import shlex
 import signal
+import socket
 import sys
 import time
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
 
+from exporting import free_ports
 from harness import assert_applied_once, free_port, steps_in
 from processes import Processes
 from smolcluster.cli import main
@@ -22,39 +27,52 @@ from smolcluster.runs.events import CheckpointSaved, WorkerJoined, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
-from smolcluster.utils.meter import STEP
+from smolcluster.utils.meter import PHASES, STEP
 from tiers import at_night
 from waiting import eventually
 
 PROJECT = Path(__file__).resolve().parents[2]
 
 
+def scraped(port: int) -> str:
+    """What Prometheus finds there; nothing as long as nobody listens."""
+    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
+        return str(reply.read().decode())
+    return ""
+
+
 def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     processes: Processes,
 ) -> None:
-    port = f"port={free_port()}"
+    metrics_port = free_ports(5)
+    by_hand = ("--local", "--override", f"port={free_port()}", f"metrics_port={metrics_port}")
     epochs = 60
     learning = ("learning_rate=0.003", "min_workers=3", f"num_epochs={epochs}")
-    overrides = (port, *learning, "threads=1", "heartbeat_timeout_s=100")
-    server = processes.server("--local", "--override", *overrides)
+    overrides = (*learning, "threads=1", "heartbeat_timeout_s=100")
+    server = processes.server(*by_hand, *overrides)
     workers = [
-        processes.worker(rank + 1, node, "--local", "--override", port, "threads=1")
+        processes.worker(rank + 1, node, *by_hand, "threads=1")
         for rank, node in enumerate(("pi5", "win", "macbook"))
     ]
     metrics = processes.runs / "latest" / "metrics.jsonl"
     eventually(lambda: {r.record.rank for r in steps_in(metrics)} >= {0, 1, 2})
     for worker in (workers[0], workers[2]):  # or the run could be over before the late one is there
         worker.kill(signal.SIGSTOP)
+    assert "smolcluster_process_steps_total{" in scraped(metrics_port + 2)
     workers[1].kill(signal.SIGKILL)
     status_file = metrics.with_name("status.json")
     eventually(lambda: status_file.exists() and len(read_status(status_file).workers) == 3)
-    late = processes.worker(4, "macbook", "--local", "--override", port, "threads=1")
+    is_down = re.compile(r'^smolcluster_worker_up\{.*node="win".*\} 0', re.MULTILINE)
+    eventually(lambda: is_down.search(scraped(metrics_port)))
+    late = processes.worker(4, "macbook", *by_hand, "threads=1")
     eventually(lambda: len(read_status(status_file).workers) == 4)
     for worker in (workers[0], workers[2]):
         worker.kill(signal.SIGCONT)
     assert server.wait() == 0, server.output
     for worker in (workers[0], workers[2], late):
         assert worker.wait() == 0, worker.output
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", metrics_port), 5)
     run = find_run(processes.runs)
     summary = read_summary(run.summary)
     assert summary.samples_applied == epochs * summary.train_samples
@@ -62,6 +80,7 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     assert summary.final.val_accuracy is not None
     assert summary.final.val_accuracy >= 0.9, "by chance it would be 0.1"
     records = [line.record for line in steps_in(run.metrics)]
+    assert len(records) == summary.steps
     assert_applied_once(records, summary.train_samples, epochs)
     assert {share.rank for share in summary.workers} >= {0, 1, 2}
     status = read_status(run.status)
@@ -163,19 +182,67 @@ def test_a_store_is_killed_another_is_started_and_every_sample_is_applied_once(
     run = find_run(processes.runs)
     summary = read_summary(run.summary)
     records = [line.record for line in steps_in(run.metrics)]
+    assert len(records) == summary.steps
     assert_applied_once(records, summary.train_samples, epochs)
     assert server.output.count("the store worker2 holds buckets 2 to 2 of 2") == 2
+
+
+PROGRAM = """
+import time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from smolcluster import Workload
+
+CALLS = iter(range(1_000_000))
+FLAG = Path(__file__).with_name("flag")
+
+def loss(model, batch):
+    if model.training and next(CALLS) == 20 and not FLAG.exists():
+        {happens}
+    return model(batch[0]).square().mean()
+
+def workload():
+    data = TensorDataset(torch.randn(640, 4))
+    return Workload(lambda: nn.Linear(4, 1000), loss, data, data)
+"""
+FAILS = "FLAG.touch(); raise RuntimeError('CUDA error: an illegal memory access')"
+IS_HELD = "while not FLAG.exists(): time.sleep(0.05)"
+
+
+def training(processes: Processes, happens: str, num_workers: int) -> tuple[str, ...]:
+    """What server and workers are told of a workload in whose 21st batch something happens."""
+    program = processes.folder / "train.py"
+    program.write_text(PROGRAM.format(happens=happens))
+    common = ("--local", "--workers", str(num_workers), "--workload", f"{program}:workload")
+    return (*common, "--override", f"port={free_port()}", "threads=1")
 
 
 @pytest.mark.nightly
 def test_a_run_leaves_process_stats_spans_and_checkpoints_behind(
     processes: Processes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = ("--local", "--workers", "2", "--override", f"port={free_port()}", "threads=1")
-    training = ("heartbeat_timeout_s=2", "min_workers=2", "num_epochs=30")
-    started = [processes.server(*common, *training, algorithm="syncps")]
+    """Its workers are held until each of them has told how it does."""
+    common = training(processes, IS_HELD, 2)
+    own = ("heartbeat_timeout_s=2", "min_workers=2", "num_epochs=30")
+    started = [processes.server(*common, *own, algorithm="syncps")]
     for number, node in enumerate(("pi5", "win"), start=1):
         started.append(processes.worker(number, node, *common, algorithm="syncps"))
+    metrics = processes.runs / "latest" / "metrics.jsonl"
+
+    def told() -> dict[int | None, Mapping[str, float]]:
+        records = [line.record for line in follow_metrics(metrics).poll()]
+        return {r.rank: r.values for r in records if r.kind == "worker" and "rtt_s" in r.values}
+
+    eventually(lambda: sum("codec_ratio" in values for values in told().values()) == 2)
+    for values in told().values():
+        assert values["codec_ratio"] == pytest.approx(1.0, rel=0.01)
+        assert 0 < values["rtt_s"] < 10
+        assert abs(values["clock_offset_s"]) < 1, "it is one machine"
+        shares = sum(values[f"share/{phase}"] for phase in PHASES)
+        assert 0 < shares < 1.2, "phases do not overlap"
+    (processes.folder / "flag").touch()
     for each in started:
         assert each.wait() == 0, each.output
     paths = find_run(processes.runs)
@@ -207,35 +274,11 @@ def test_a_run_leaves_process_stats_spans_and_checkpoints_behind(
     assert paths.trace.is_file()
 
 
-FAILING = """
-from pathlib import Path
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from smolcluster import Workload
-
-CALLS = iter(range(1_000_000))
-FLAG = Path(__file__).with_name("has-failed")
-
-def loss(model, batch):
-    if next(CALLS) == 20 and not FLAG.exists():
-        FLAG.touch()
-        raise RuntimeError('CUDA error: an illegal memory access')
-    return model(batch[0]).square().mean()
-
-def workload():
-    return Workload(lambda: nn.Linear(4, 1), loss, TensorDataset(torch.randn(640, 4)))
-"""
-
-
 @pytest.mark.nightly
 def test_a_worker_whose_device_fails_is_started_again_under_its_number(
     processes: Processes,
 ) -> None:
-    program = processes.folder / "train.py"
-    program.write_text(FAILING)
-    common = ("--local", "--workers", "1", "--workload", f"{program}:workload")
-    options = (*common, "--override", f"port={free_port()}", "threads=1")
+    options = training(processes, FAILS, 1)
     server = processes.server(*options, "num_epochs=20")
     worker = processes.worker(1, "pi5", *options, "--restarts", "3")
     assert server.wait() == 0, server.output
