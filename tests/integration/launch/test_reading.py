@@ -115,6 +115,10 @@ def test_status_is_right_with_one_machine_cut_off(run: Lab) -> None:
     assert said["mini1"][0] == "unreachable"
     assert said["run"] == ["unknown", None]
     assert said["pi5"] == ["running", None, None]
+    fetched = run.controller.run(python(f"fetch({RUN!r})", "fetch"))
+    assert fetched.returncode == 1
+    assert "error: mini1 (mini1): " in fetched.stdout
+    assert "pi5 begins" in run.controller.path(f"{RUN}/logs/worker-rank1-pi5.log").read_text()
 
 
 def test_logs_are_followed_across_a_cut(run: Lab) -> None:
