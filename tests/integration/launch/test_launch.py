@@ -223,11 +223,23 @@ def test_a_run_outlives_what_happens_to_its_machines(
 
 
 @pytest.mark.nightly
-def test_a_start_that_fails_is_taken_back(launching: Launching) -> None:
-    """Of a worker that refuses its device."""
+@pytest.mark.parametrize("has_python", [True, False])
+def test_a_start_that_fails_is_taken_back(launching: Launching, has_python: bool) -> None:
+    """Of a worker that refuses its device, and of one whose interpreter is broken."""
     launching.make_ready()
-    words = ["--no-sync", "--override", *PACED, "nodes.pi5.device=cuda:7"]
-    failed = launching.run(launching.launch(*words))
+    words = ["--no-sync", "--override", *PACED]
+    python = launching.lab["pi5"].path(f"{launching.projects['pi5']}/.venv/bin/python")
+    moved = python.with_name("python-moved")
+    if has_python:
+        words.append("nodes.pi5.device=cuda:7")
+    else:
+        python.rename(moved)
+        launching.lab["pi5"].write(f"{ODD}/.venv/bin/python", "#!/bin/sh\nexit 3\n", mode=0o755)
+    try:
+        failed = launching.run(launching.launch(*words))
+    finally:
+        if not has_python:
+            moved.rename(python)
     assert failed.returncode == 1, failed.stdout
     assert failed.stderr.count("worker 2 (pi5) ended with exit code") == 1
     assert "Traceback" not in failed.stdout + failed.stderr
