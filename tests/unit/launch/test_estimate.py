@@ -37,6 +37,10 @@ def test_the_shipped_models_have_as_many_weights_as_is_said(name: str) -> None:
     assert tensors_of(settings) == len(list(model.parameters()))
 
 
+def test_a_gpt_of_one_layer_has_as_many_weights_as_it_ever_had() -> None:
+    assert params_of(settings_of("gpt", "model.num_layers=1")) == 13_688_832
+
+
 def test_where_only_the_data_tell_nothing_is_said(tmp_path: Path) -> None:
     unknown = settings_of("gpt", "data.tokenizer=somebody/else")
     assert params_of(unknown) is None
@@ -83,3 +87,9 @@ def test_memory_is_counted_in_copies_of_the_weights(optimizer: str, moments: int
     copy = 4 * cost.num_params
     assert cost.worker_nbytes == (4 + moments) * copy
     assert cost.server_nbytes == (2 + moments + 3 + 1) * copy
+
+
+def test_seconds_are_those_of_the_busier_direction() -> None:
+    cost = cost_of(settings_of("nn", "worker_update_interval=1", "codec=int8"), "edp")
+    assert cost
+    assert cost.transfer_s(12.5) == pytest.approx(4 * 101_770 / 12.5e6)

@@ -58,6 +58,13 @@ def test_under_nohup_a_lost_terminal_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_the_end_of_the_uv_around_us_counts_as_a_signal() -> None:
+    assert not Interrupts(wrapper=os.getppid())
+    gone = Interrupts(wrapper=2**22 + 1)
+    assert gone
+    assert gone.exit_code == 143
+
+
 @pytest.fixture
 def bash_named(tmp_path: Path) -> Callable[[str], Path]:
     """A bash under another name."""
@@ -93,7 +100,6 @@ with interrupts() as asked:
     open({str(pid)!r}, "w").write(str(os.getpid()) + chr(10))
     while not asked:
         time.sleep(0.01)
-    assert asked.exit_code == 143
 """
     wrapper = subprocess.Popen(
         [str(bash_named("uv")), "-c", f'"{sys.executable}" -c "$0"; exit', program]

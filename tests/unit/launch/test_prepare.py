@@ -85,6 +85,11 @@ def test_every_failure_is_told_and_nobody_is_left_out() -> None:
     assert done == ["b"]
 
 
+def test_a_bug_is_no_failure_of_a_machine() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_on_all([0], lambda number: 1 // number)
+
+
 def test_what_is_wrong_with_several_nodes_alike_is_said_once() -> None:
     def task(host: Host) -> None:
         why = "no disk" if host.node == "c" else f"no torch (set nodes.{host.node}.torch)"

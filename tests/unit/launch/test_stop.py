@@ -151,7 +151,7 @@ def test_who_does_not_end_in_time_is_killed(
 
 
 def test_ctrl_c_ends_the_wait_for_the_last_checkpoint(
-    paths: RunPaths, spawn: Spawn, tmp_path: Path
+    paths: RunPaths, spawn: Spawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = spawn(*SERVER)
     children_of(paths, server.pid)
@@ -163,6 +163,7 @@ def test_ctrl_c_ends_the_wait_for_the_last_checkpoint(
     threading.Thread(target=press, daemon=True).start()
     assert stop(paths, now=False) == 0
     assert server.wait() == -signal.SIGKILL
+    assert "waiting for its last checkpoint" in capsys.readouterr().out
 
 
 def test_a_run_from_elsewhere_is_refused(paths: RunPaths) -> None:

@@ -150,6 +150,28 @@ def test_a_closed_log_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_is_one_line_on_the_console_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "SPACE_S", 0.0)
+    out = console()
+    log = NodeLog("server", "mini1", console=out)
+    log.logger.info("before")
+    log.file_logs_to(Path("/dev/full"), "edp-1")
+    for n in range(50):
+        log.logger.debug("detail %d", n)
+    log.logger.info("after")
+    log.close()
+    lines = [line.split("mini1  ")[1] for line in printed(out)]
+    told = [line for line in lines if line not in ("before", "after")]
+    assert len(lines) == 4
+    assert [line.partition(";")[0] for line in told[:1]] == [
+        "cannot write /dev/full: No space left on device"
+    ]
+    assert re.match(r"/dev/full: \d+ lines were lost, from .*: No space left on device", told[1])
+
+
 class Hanging(io.StringIO):
     """A terminal that takes nothing until it may."""
 

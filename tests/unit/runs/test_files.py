@@ -337,3 +337,17 @@ def test_a_file_without_a_limit_is_never_rotated(tmp_path: Path) -> None:
         writer.flush()
     writer.close()
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_rotated_is_told_of_once_and_at_the_end(tmp_path: Path) -> None:
+    path, warnings = tmp_path / "x.log", list[str]()
+    writer = LineWriter(path, warn=warnings.append, max_nbytes=10)
+    (tmp_path / "x.log.1").mkdir()
+    (tmp_path / "x.log.2").mkdir()
+    (tmp_path / "x.log.2" / "full").touch()
+    for n in range(5):
+        writer.append({"n": n})
+        writer.flush()
+    writer.close()
+    assert [f"{path}: 4 lines were lost" in each for each in warnings] == [False, True]
+    assert follower(path).poll() == [{"n": 0}]

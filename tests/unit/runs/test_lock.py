@@ -23,6 +23,14 @@ def test_a_run_is_written_by_one_at_a_time(tmp_path: Path) -> None:
         assert path.read_text() == f"{ME}\n"
 
 
+def test_a_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    with pytest.raises(ZeroDivisionError), run_lock(path):
+        raise ZeroDivisionError
+    with run_lock(path):
+        pass
+
+
 def test_a_holder_that_has_not_said_its_name_is_another_process(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with run_lock(path):

@@ -14,9 +14,11 @@ from smolcluster.runs.series import (
     MAX_NBYTES,
     MAX_REPORTS,
     MAX_STEPS,
+    ProcessSeries,
     Series,
     SeriesFile,
     SeriesReader,
+    Total,
     loaded,
 )
 
@@ -114,6 +116,13 @@ def test_numbers_that_are_not_finite_are_null() -> None:
         series.take({**step_of(1, 0.0), "loss": loss, "step": 1 if loss != "much" else "x"})
     document = orjson.loads(series.document(0))
     assert set(document["steps"].get("loss", [None])) <= {None, 1.0}
+
+
+def test_what_is_no_finite_number_spoils_no_total() -> None:
+    process = ProcessSeries("worker", 1, "n1")
+    for cpu in (0.5, None, math.nan, math.inf):
+        process.add({"step": 1, "cpu": cpu}, 0.0)
+    assert process.totals == {"cpu": Total(mean=0.5, seconds=1.0, most=0.5, newest=0.5)}
 
 
 def test_a_file_is_read_as_it_was_written() -> None:

@@ -98,6 +98,13 @@ def test_without_the_token_nothing_of_a_run_is_told(tmp_path: Path, path: str) -
     assert "edp-1" not in answer.text
 
 
+@pytest.mark.parametrize("path", ["/?token=", "/api/runs?token="])
+def test_a_token_in_the_address_opens_nothing(tmp_path: Path, path: str) -> None:
+    client = client_of(tmp_path)
+    client.get(path + TOKEN)
+    assert client.get("/api/runs").status_code == 401
+
+
 def test_other_names_and_other_pages_get_nothing(client: TestClient) -> None:
     strangers = ({"host": "evil.org:8265"}, {"origin": "http://evil.org"})
     for path, headers in product(("/api/runs", CHAT), strangers):
@@ -276,6 +283,27 @@ def test_the_stream_tells_how_it_stands_and_what_is_logged(served: str, tmp_path
         MadeRun(tmp_path, "edp-2").says("worker", "pi5", 0, ("INFO", "here I am"))
         entries = next(value for name, value in events if name == "lines")["entries"]
         assert [entry["message"] for entry in entries] == ["here I am"]
+
+
+def test_a_run_is_kept_open_as_long_as_its_stream(
+    served: str, tmp_path: Path, views: Views
+) -> None:
+    others = [MadeRun(tmp_path, f"other-{number}").paths.run_id for number in range(MAX_VIEWS + 1)]
+
+    def is_kept() -> bool:
+        view = views.get("edp-2")
+        for name in others:
+            views.get(name)
+        return views.get("edp-2") is view
+
+    with httpx.stream("GET", f"{served}/api/runs/edp-2/stream", timeout=DEADLINE_S) as answer:
+        events = streamed(answer)
+        next(events)
+        assert is_kept()
+    end = time.monotonic() + DEADLINE_S
+    while is_kept():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_search_ends_when_its_browser_has_gone(

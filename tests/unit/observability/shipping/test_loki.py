@@ -2,11 +2,12 @@
 
 import gzip
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
-from loki import receiving
+from loki import Fault, receiving
 from smolcluster.errors import ConfigError
 from smolcluster.observability.shipping.lines import LokiLine
 from smolcluster.observability.shipping.loki import (
@@ -118,3 +119,15 @@ def test_a_password_belongs_in_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyP
     netrc.write_text("machine\n")
     with pytest.raises(ConfigError, match="netrc"):
         LokiClient("http://127.0.0.1:1")
+
+
+def test_a_receiver_that_does_not_answer_in_time_gets_it_later() -> None:
+    over = threading.Event()
+    with receiving() as receiver:
+        receiver.faults.append(Fault(204, before=over.wait))
+        loki = LokiClient(receiver.url, timeout_s=0.1)
+        reply = loki.push(push_body([]))
+        over.set()
+        loki.close()
+    assert reply.verdict == "later"
+    assert "timed out" in reply.reason

@@ -7,10 +7,12 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -219,6 +221,21 @@ def test_records_reach_wandb_in_order_and_the_run_is_finished(
     assert end == "finished"
     assert warnings == []
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_child_is_written_to_now_and_then_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Mock(wraps=wandb_module._write)
+    monkeypatch.setattr(wandb_module, "WRITE_EVERY_S", 60.0)
+    monkeypatch.setattr(wandb_module, "_write", write)
+    sink = wandb_sink(tmp_path, with_fake(tmp_path), [])
+    eventually(lambda: write.called)
+    for number in range(100):
+        sink.log(step(number))
+        time.sleep(0.002)
+    sink.close()
+    assert write.call_count == 2, "how it starts, and all steps"
 
 
 def test_what_wandb_keeps_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
