@@ -1,7 +1,12 @@
 import pytest
 import torch
 
-from smolcluster.data.permutation import EpochOrders, epoch_permutation, seeded_order
+from smolcluster.data.permutation import (
+    EpochOrders,
+    epoch_permutation,
+    global_batches,
+    seeded_order,
+)
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 1000])
@@ -32,3 +37,8 @@ def test_the_orders_of_an_epoch_and_the_next_are_made_once() -> None:
     for epoch in (0, 0, 1, 0, 1, 0, 1, 1):
         assert orders[epoch].numel() == 50
     assert made == [0, 1]
+
+
+def test_the_last_batch_of_an_epoch_and_of_the_run_has_what_is_left() -> None:
+    batches = [(each.epoch, each.start, each.stop) for each in global_batches(10, 13, 4)]
+    assert batches == [(0, 0, 4), (0, 4, 8), (0, 8, 10), (1, 0, 3)]

@@ -1,10 +1,13 @@
 import errno
+import itertools
 import selectors
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -23,7 +26,8 @@ from smolcluster.wire.connection import (
     is_local_address,
     listen,
 )
-from smolcluster.wire.messages import payload_nbytes
+from smolcluster.wire.frames import Buffer
+from smolcluster.wire.messages import Goodbye, payload_nbytes
 
 HOST = "127.0.0.1"
 FOREIGN = "192.0.2.1"
@@ -54,6 +58,32 @@ def test_a_connection_knows_when_the_last_byte_came_though_no_message_is_whole()
         connection.receive()
     assert begun < connection.last_byte_at < time.monotonic() - 0.3, "not when it was lost"
     close(connection, there)
+
+
+def test_a_peer_that_takes_bytes_now_and_then_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A transfer may last longer than the silence that is allowed."""
+    here, there = socket_pair("socketpair")
+    connection = Connection(here, "peer", stall_timeout_s=DEADLINE_S)
+    tries = itertools.count()
+
+    def sendmsg(buffers: Sequence[Buffer]) -> int:
+        if next(tries) % 2:
+            raise BlockingIOError
+        return here.send(memoryview(buffers[0])[:1])
+
+    monkeypatch.setattr(connection, "_channel", SimpleNamespace(sendmsg=sendmsg))
+    connection.send(Goodbye(reason="it was stopped"))
+    assert next(tries) > 50, "it was waited for oftener than silence may last"
+    monkeypatch.setattr(connection, "_channel", SimpleNamespace(sendmsg=blocked))
+    with pytest.raises(PeerLost, match="took no byte"):
+        connection.send(Goodbye(reason="it was stopped"))
+    close(connection, there)
+
+
+def blocked(_: object) -> int:
+    raise BlockingIOError
 
 
 def test_where_a_connection_began_is_known_when_it_is_gone() -> None:
