@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -63,8 +64,9 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def be_alone(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    patch.setenv("WANDB_MODE", "disabled")
     patch.setenv("HF_HUB_OFFLINE", "1")
+    # imported while the variable is set, it would stay offline for all tests that come after
+    patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
 
 
