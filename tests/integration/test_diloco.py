@@ -305,9 +305,10 @@ class Huge(Worker):
     num_changes = 0
 
     def send_change(self, collect: Collect) -> None:
-        self.num_changes += 1
-        if self.num_changes % 4 == 3 and not self.is_fresh:
-            self.replica.params.mul_(1e25)
+        if not self.is_fresh:
+            self.num_changes += 1
+            if self.num_changes % 4 == 1:  # the first one, too: a worker that is late has few
+                self.replica.params.mul_(1e25)
         super().send_change(collect)
 
 
@@ -317,9 +318,11 @@ class Spoilt(Worker):
     num_changes = 0
 
     def send_change(self, collect: Collect) -> None:
-        self.num_changes += 1
-        if self.num_changes % 4 == 3 and not self.is_fresh:
-            self.replica.params[self.layout.fragments[collect.fragment].places[0].start] = torch.nan
+        if not self.is_fresh:
+            self.num_changes += 1
+            if self.num_changes % 4 == 1:  # the first one, too: a worker that is late has few
+                first = self.layout.fragments[collect.fragment].places[0].start
+                self.replica.params[first] = torch.nan
         super().send_change(collect)
 
 
