@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from harness import Cluster, assert_applied_once, local_settings
+from launching import wait_until
 from own_workloads import ALGORITHMS, KINDS, NODES, losses_of, run, settings_for
+from smolcluster.algorithms.SynchronousPS import server as syncps
+from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.errors import CheckpointError
 from smolcluster.observability.metrics import MetricRecord
@@ -177,6 +180,20 @@ def stop_at(cluster: Cluster, step: int) -> None:
         return is_saved
 
     saver.after_step = watched  # type: ignore[method-assign]
+    if isinstance(cluster.core, syncps.Server):
+        answer_at_once(cluster.core, step)
+
+
+def answer_at_once(server: syncps.Server, after: int) -> None:
+    """Let the worker bring the steps after that one before the server looks at them again."""
+    deal = server.deal
+
+    def watched(step: Step, now: float) -> None:
+        deal(step, now)
+        if step.version > after:
+            wait_until(lambda: not step.unfinished(), f"step {step.version} is whole", 10)
+
+    server.deal = watched  # type: ignore[method-assign]
 
 
 def test_four_workers_of_syncps_lose_as_an_undisturbed_run(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ class Server:
         """Go on with the open step, and let members take part that have caught up."""
         self.members.note_joined()
         while self.take_step(now):
-            pass
+            self.context.check_stop()  # workers may bring the next step while it is dealt
         for member in self.members.returning(now, at_once=self.is_stuck):
             self.send_state(member)
 
