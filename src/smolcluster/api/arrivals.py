@@ -8,7 +8,7 @@ from smolcluster.configs.schema import Settings
 from smolcluster.errors import ClusterEmpty
 from smolcluster.server.listening import listening_addresses
 from smolcluster.utils.retry import Deadline
-from smolcluster.utils.units import format_duration
+from smolcluster.utils.units import format_count, format_duration
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.inbox import Handled
 from smolcluster.wire.membership import Refused
@@ -75,8 +75,9 @@ class Arrivals:
         while (count := len(self.names)) < num_workers:
             if deadline.expired:
                 here = f" ({', '.join(self.names)})" if count else ""
+                expected = format_count(num_workers, "worker")
                 raise ClusterEmpty(
-                    f"{count} of {num_workers} workers came within {format_duration(timeout_s)}{here}: start "
+                    f"{count} of {expected} came within {format_duration(timeout_s)}{here}: start "
                     "the others, with this address, port and secret, or lower num_workers"
                 )
             time.sleep(min(POLL_S, deadline.remaining()))

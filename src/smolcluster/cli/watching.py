@@ -7,6 +7,7 @@ import typer
 
 from smolcluster.cli.options import Json, Run, Yes, below
 from smolcluster.errors import ConfigError
+from smolcluster.utils.units import format_count
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -250,7 +251,7 @@ def _trace(
         return 0
     file = out or paths.trace
     num_steps = write_trace(paths, steps, file)
-    typer.echo(f"{num_steps} steps of {paths.run_id}: {file}")
+    typer.echo(f"{format_count(num_steps, 'step')} of {paths.run_id}: {file}")
     return 0
 
 

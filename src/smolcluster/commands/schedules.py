@@ -10,6 +10,7 @@ from smolcluster.training.schedules.drawing import csv_of, picture_of
 from smolcluster.training.schedules.instructions import Instruction, stage_ranks
 from smolcluster.training.schedules.simulation import Costs, median_costs, simulate
 from smolcluster.training.schedules.validation import most_held
+from smolcluster.utils.units import format_count
 
 FORWARD_S = 1.0
 """Of a microbatch through all layers of a rank; both halves of the backward take as long each."""
@@ -66,7 +67,8 @@ def schedule_command(
     stages = num_stages // num_ranks
     most = ", ".join(f"{most_held(each)[0] / stages:g}" for each in schedule)
     lines = [
-        f"{name}: {num_ranks} ranks, {num_stages} stages, {num_microbatches} microbatches",
+        f"{name}: {format_count(num_ranks, 'rank')}, {format_count(num_stages, 'stage')}, "
+        f"{format_count(num_microbatches, 'microbatch')}",
         f"efficiency {1 - timeline.bubble:.1%}, bubble {timeline.bubble:.1%}",
         "(forward and both halves of the backward take equally long, transfers no time)",
         f"microbatches held at most, by rank: {most}",

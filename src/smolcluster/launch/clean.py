@@ -391,7 +391,7 @@ def _remove(root: Path, removals: Sequence[Removal]) -> list[str]:
         newest = max(begun, key=lambda run: run.began_at).run_id if begun else None
         with suppress(OSError):
             point_latest(root, newest)
-    say(f"removed {len(removed)} of {len(removals)} runs")
+    say(f"removed {len(removed)} of {format_count(len(removals), 'run')}")
     return failures
 
 

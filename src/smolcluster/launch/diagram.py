@@ -10,7 +10,7 @@ from typing import Any, Literal
 from smolcluster.algorithms.planning.plan_file import PlanFile, PlanLink
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.hetero.file import HeteroConfig
-from smolcluster.utils.units import format_bytes
+from smolcluster.utils.units import format_bytes, format_count
 from smolcluster.utils.words import one_line
 
 Form = Literal["svg", "pdf", "png", "mmd"]
@@ -57,7 +57,7 @@ def of_plan(plan: PlanFile, title: str) -> Diagram:
         for stage in plan.stages
     )
     lines = tuple(Line(at, at + 1, link_words(link)) for at, link in enumerate(plan.links))
-    told = f"{title}: {plan.schedule}, {plan.num_microbatches} microbatches"
+    told = f"{title}: {plan.schedule}, {format_count(plan.num_microbatches, 'microbatch')}"
     step = f", step {1e3 * plan.step_s:.4g} ms, bubble {plan.bubble:.0%}" if plan.step_s else ""
     return Diagram(told + step, boxes, lines)
 

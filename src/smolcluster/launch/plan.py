@@ -24,7 +24,7 @@ from smolcluster.launch.jobs.scheduler import submission
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import HELPERS, Launched, LaunchedProcess, Scheduler
 from smolcluster.utils.addresses import is_loopback_name
-from smolcluster.utils.units import format_address
+from smolcluster.utils.units import format_address, format_count
 
 PATIENCE = "start_timeout_s=86400"
 """The server may tokenize for long before it listens; if it ends, the launcher stops the workers."""
@@ -385,7 +385,7 @@ def _layout(
     share, rest = divmod(total, len(cluster.workers))
     if rest:
         raise ConfigError(
-            f"mesh makes {total} ranks, which the {len(cluster.workers)} machines of workers "
+            f"mesh makes {format_count(total, 'rank')}, which the {len(cluster.workers)} machines of workers "
             f"({', '.join(cluster.workers)}) cannot share equally: change mesh, or workers and num_workers"
         )
     is_spread = len({machines[node].host.destination for node in cluster.workers}) > 1

@@ -199,13 +199,16 @@ def stderr_tail(process: LaunchedProcess) -> str:
 
 
 def newest_line(process: LaunchedProcess) -> str:
-    """The message of the newest line in the log of a process that goes on; empty: there is none.
+    """The message of the newest line that a process has logged since it was started; empty: there is none.
 
-    Of one that has started the ranks of a group it is rank 0's.
+    The log may end with lines of an earlier start. Of one that has started the ranks of a group it is rank
+    0's.
     """
     stem = log_stem("rank", process.node) if process.role == RANKS else process.stem
     log = f"{shell_path(process.run_dir)}/logs/{shlex.quote(stem)}.log"
-    shown = host_of(process).run(f"tail -n 1 {log} 2>/dev/null").stdout
+    pid = f"{shell_path(process.run_dir)}/pids/{shlex.quote(process.stem)}"
+    script = f"[ -e {pid} ] && [ ! {log} -nt {pid} ] || tail -n 1 {log} 2>/dev/null"
+    shown = host_of(process).run(script).stdout
     line = parse_log_line(shown.encode(), 0.0)
     return line.message if line else ""
 

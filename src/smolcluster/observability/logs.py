@@ -33,6 +33,7 @@ from smolcluster.observability.terminal import (
 )
 from smolcluster.runs.files import FLUSH_EVERY_S, LineWriter, utc_timestamp
 from smolcluster.runs.paths import log_stem, process_title
+from smolcluster.utils.units import format_count
 
 MAX_KEPT_LINES = 1000
 MAX_LOG_NBYTES = 64_000_000
@@ -198,7 +199,7 @@ class _Queued(QueueHandler):
     def _loss(self) -> logging.LogRecord:
         """What is said where records are missing."""
         num, whose = self._num_dropped, self._whose
-        sentence = f"{num:,} lines are missing here: {whose} did not take them in time"
+        sentence = f"missing here: {format_count(num, 'line')}, which {whose} did not take in time"
         return logging.makeLogRecord(
             {"levelno": logging.WARNING, "levelname": "WARNING", "msg": sentence}
         )

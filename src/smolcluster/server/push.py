@@ -20,6 +20,7 @@ from smolcluster.training.buffers import BufferValues
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.training.scaler import LEAST_SCALE
+from smolcluster.utils.units import format_count
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
@@ -173,7 +174,9 @@ def push_assembler(
 
     def pieces_of(push: Push) -> Sequence[Piece]:
         if push.num_samples != push.lease.stop - push.lease.start:
-            raise ProtocolError(f"its push of {push.num_samples} samples does not fit its lease")
+            raise ProtocolError(
+                f"its push of {format_count(push.num_samples, 'sample')} does not fit its lease"
+            )
         scale = push.overflow
         if scale is not None and not (has_loss_scale and scale > LEAST_SCALE):
             reason = f"is not above {LEAST_SCALE:g}" if has_loss_scale else "this run has none"

@@ -28,6 +28,7 @@ from smolcluster.runs.series import SeriesFile
 from smolcluster.runs.status import StatusFile
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_count
 
 TICK_S = 0.1
 SPACE_S = 30.0
@@ -163,6 +164,8 @@ def _written_beside(
             thread.join(SPACE_S + HANG_S)
         finally:
             counts = [(each.path, each.abandon()) for each in writers]
-            lost = ", ".join(f"{num:,} lines of {path}" for path, num in counts if num)
+            lost = ", ".join(
+                f"{format_count(num, 'line')} of {path}" for path, num in counts if num
+            )
             if lost:
                 log.warning("lost, because the disk did not take it in time: %s", lost)

@@ -14,6 +14,7 @@ from smolcluster.data.permutation import Range
 from smolcluster.runs.status import STALENESS_EDGES
 from smolcluster.runs.summary import Pushes, WorkerShare
 from smolcluster.training.checkpoint import TrainingState, parse_progress
+from smolcluster.utils.units import format_count
 
 COUNTS = "counts"
 """Where a checkpoint's progress has the tally."""
@@ -156,7 +157,8 @@ class Counts:
     def ending(self) -> str:
         """Why it is over."""
         if self._train.num_steps is not None and self.is_complete:
-            return f"{self._train.num_steps} steps have been taken"
+            taken = "has" if self._train.num_steps == 1 else "have"
+            return f"{format_count(self._train.num_steps, 'step')} {taken} been taken"
         if not self.has_given_up:
             return "every sample of every epoch has been applied"
         times = f"{self.tally.num_worse} evaluations in a row have"

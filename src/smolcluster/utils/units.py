@@ -24,8 +24,9 @@ def format_megabytes(num_bytes: float) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """How many: `1 worker`, `3 workers`."""
-    return f"{count} {noun}{'s'[: count != 1]}"
+    """How many: `1 worker`, `3 workers`, `1,200 batches`."""
+    ending = "" if count == 1 else "es" if noun.endswith("tch") else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 def format_rate(bytes_per_s: float) -> str:

@@ -220,6 +220,11 @@ def test_a_launch_waits_for_rank_0_and_says_its_newest_line(tmp_path: Path) -> N
     for stem, seconds in RANKS.items():
         write(tmp_path / "r1/logs" / f"{stem}.log", log_line(seconds, stem))
     assert newest_line(process) == "rank-host1"
+    pid = tmp_path / "r1/pids" / process.stem
+    write(pid, "7")
+    assert newest_line(process) == ""  # these lines are of an earlier start
+    os.utime(pid, (1, 1))
+    assert newest_line(process) == "rank-host1"
 
 
 def test_ranks_on_other_machines_have_their_logs_there(

@@ -205,7 +205,7 @@ def test_a_terminal_that_hangs_holds_up_nobody_and_says_later_what_is_missing(
     shown = [line.split("mini1  ")[1] for line in terminal.getvalue().splitlines()]
     assert shown == [
         *("first", *(f"line {n}" for n in range(10))),
-        "40 lines are missing here: the terminal did not take them in time",
+        "missing here: 40 lines, which the terminal did not take in time",
         "last",
     ]
 

@@ -1,6 +1,6 @@
 import pytest
 
-from smolcluster.utils.units import format_bytes, format_duration, format_rate
+from smolcluster.utils.units import format_bytes, format_count, format_duration, format_rate
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,17 @@ def test_what_links_carry_is_told_in_one_unit(bytes_per_s: float, text: str) -> 
 )
 def test_a_duration_has_at_most_two_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [
+        (0, "worker", "0 workers"),
+        (1, "worker", "1 worker"),
+        (3, "worker", "3 workers"),
+        (2, "epoch", "2 epochs"),
+        (1200, "batch", "1,200 batches"),
+    ],
+)
+def test_a_count_agrees_with_its_noun(count: int, noun: str, text: str) -> None:
+    assert format_count(count, noun) == text

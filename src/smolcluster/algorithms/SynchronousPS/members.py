@@ -27,6 +27,7 @@ from smolcluster.server.slices import slice_frames
 from smolcluster.server.store import state_of
 from smolcluster.server.worker import Worker
 from smolcluster.training.replica import Replica
+from smolcluster.utils.units import format_count
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import (
     WEIGHTS,
@@ -123,7 +124,7 @@ class StepMember:
         if self.is_parked:
             return ""
         if self.is_behind(num_steps):
-            return f"it is {num_steps} steps behind"
+            return f"it is {format_count(num_steps, 'step')} behind"
         return f"{self.session.backlog} frames wait for it" if self.session.is_crowded else ""
 
     def returns(self, now: float, *, at_once: bool) -> bool:

@@ -17,6 +17,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES, generate
 from smolcluster.training.schedules.simulation import Boundary, Costs, Timeline, simulate
 from smolcluster.training.schedules.validation import held_by_stage
+from smolcluster.utils.units import format_count
 
 NUM_SIMULATED = 12
 """Cuts, the best by the objective, among which the simulation decides."""
@@ -394,7 +395,8 @@ def milliseconds(seconds: float) -> str:
 
 def in_words(plan: LayerPlan) -> str:
     """How long a step will take, and why, in one line."""
+    microbatches = format_count(plan.num_microbatches, "microbatch")
     return (
-        f"step {milliseconds(plan.step_s)} with {plan.num_microbatches} microbatches and schedule "
+        f"step {milliseconds(plan.step_s)} with {microbatches} and schedule "
         f"{plan.schedule}, bubble {plan.bubble:.0%}, bottleneck: {plan.bottleneck}"
     )

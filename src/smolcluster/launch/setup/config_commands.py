@@ -110,7 +110,7 @@ def summary(settings: Settings) -> str:
     what = train.workload or f"{train.model.type} on {train.dataset.name}"
     return (
         f"server {cluster.server}, {workers} ({', '.join(cluster.workers)}), port {cluster.port}; "
-        f"{what}, {train.num_epochs} epochs of batches of "
+        f"{what}, {format_count(train.num_epochs, 'epoch')} of batches of "
         f"{train.samples_per_push}; for {fitting}"
     )
 

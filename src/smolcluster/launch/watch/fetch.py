@@ -30,7 +30,7 @@ from smolcluster.observability.report.page import write_report
 from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.launched import Launched, LaunchedProcess, launched_of
 from smolcluster.runs.paths import RunPaths
-from smolcluster.utils.units import format_bytes
+from smolcluster.utils.units import format_bytes, format_count
 from smolcluster.utils.words import as_command, condensed, one_line, say
 
 NOT_FETCHED = (
@@ -234,4 +234,4 @@ def _count(files: Mapping[str, int]) -> str:
     if not files:
         return "nothing new"
     shown = ", ".join(sorted({name.split("/")[0] for name in files}))
-    return f"{len(files)} file{'s'[: len(files) != 1]} ({shown})"
+    return f"{format_count(len(files), 'file')} ({shown})"

@@ -129,7 +129,9 @@ def _subtitle(view: View) -> str:
         f"{started.model} ({started.num_params:,} parameters)",
         f"on {started.dataset}",
         f"{view.num_workers} workers" if view.num_workers > 1 else "",
-        "" if started.mesh is None else f"{started.num_ranks} ranks: {started.mesh}",
+        ""
+        if started.mesh is None
+        else f"{format_count(started.num_ranks or 0, 'rank')}: {started.mesh}",
         "" if started.codec == "none" else f"codec {started.codec}",
         format_count(started.num_epochs, "epoch"),
     )
@@ -391,13 +393,13 @@ def _event(happening: Happening, began: float) -> tuple[str, str, str, str]:
 
 
 def _routine(view: View) -> str:
-    names = (
-        (EpochFinished, "epoch finished", "epochs finished"),
-        (Evaluated, "evaluation", "evaluations"),
-        (CheckpointSaved, "checkpoint", "checkpoints"),
+    nouns = (
+        (EpochFinished, "finished epoch"),
+        (Evaluated, "evaluation"),
+        (CheckpointSaved, "checkpoint"),
     )
-    counts = [(view.story.counts[kind_of(kind)], one, many) for kind, one, many in names]
-    said = [f"{count:,} {one if count == 1 else many}" for count, one, many in counts if count]
+    counts = [(view.story.counts[kind_of(kind)], noun) for kind, noun in nouns]
+    said = [format_count(count, noun) for count, noun in counts if count]
     return f"Besides: {', '.join(said)}." if said else ""
 
 

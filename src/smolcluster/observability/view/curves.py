@@ -20,6 +20,7 @@ from smolcluster.runs.events import (
 )
 from smolcluster.runs.files import seconds_of
 from smolcluster.runs.series import EVAL_VALUES, Bucket, Curve, Series
+from smolcluster.utils.units import format_count
 from smolcluster.utils.words import one_line
 
 SMOOTHED_OVER = 50
@@ -129,7 +130,7 @@ def _title(run_id: str, events: Sequence[EventRecord], num_workers: int) -> str:
         begun.shown_algorithm,
         f"{begun.model} on {begun.dataset}",
         f"{num_workers} workers" if num_workers > 1 else "",
-        "" if begun.mesh is None else f"{begun.num_ranks} ranks",
+        "" if begun.mesh is None else format_count(begun.num_ranks or 0, "rank"),
     )
     return one_line("  ·  ".join(filter(None, parts)))
 

@@ -35,7 +35,7 @@ from smolcluster.runs.events import (
 from smolcluster.runs.files import seconds_of
 from smolcluster.runs.paths import process_title
 from smolcluster.runs.tail import Tail
-from smolcluster.utils.units import format_duration
+from smolcluster.utils.units import format_count, format_duration
 
 ROUTINE = (EpochFinished, Evaluated, CheckpointSaved)
 """What is expected to happen: the curves show it."""
@@ -163,17 +163,17 @@ SENTENCES: Mapping[type[Event], str] = MappingProxyType(
         WorkerLost: "{who} is lost: {reason}",
         WorkerStalled: "{who} has not answered for {silent}: {reason}",
         WorkerRejected: "{node} was refused ({code}): {reason}",
-        LeaseReturned: "{num:,} samples of {who} went back: {reason}",
+        LeaseReturned: "{num} of {who} went back: {reason}",
         PushDropped: "a push of {who} was dropped as {outcome}: {reason}",
         StepOverdue: "step {step:,} waited for {who}: {reason}",
         LayersMoved: "the layers were dealt out again after step {step:,}: {reason}",
         BeginningEnded: "the synchronous beginning is over: {reason}",
-        StepsUndone: "the store {node} is lost, with it {num_steps:,} steps of {share:.0%} of the weights",
+        StepsUndone: "the store {node} is lost, with it {num} of {share:.0%} of the weights",
         WorkerParked: "{who} does not keep up, parked: {reason}",
         EpochFinished: "epoch {epoch} finished at step {step:,}",
         Evaluated: "evaluated at step {step:,}{loss}",
         CheckpointSaved: "checkpoint of step {step:,} saved",
-        RunResumed: "resumed from step {step:,}, after {samples_applied:,} samples",
+        RunResumed: "resumed from step {step:,}, after {num}",
         RunEnded: "the run ended after {wall}: {reason}",
     }
 )
@@ -187,21 +187,19 @@ def told(event: Event) -> str:
 
 def _words(event: Event) -> dict[str, Any]:
     """An event's fields, and what is made of them for a sentence."""
-    words = dict(event)
+    words = dict(event) | {"num": _counted(event)}
     if isinstance(event, WorkerEvent):
         words["who"] = process_title("worker", event.node, event.rank)
     match event:
         case RunStarted():
             workers = f" for {event.num_workers} workers" if event.num_workers > 1 else ""
-            ranks = f" with {event.num_ranks} ranks, {event.mesh}"
+            ranks = f" with {format_count(event.num_ranks or 0, 'rank')}, {event.mesh}"
             words["size"] = workers if event.mesh is None else ranks
             words["algorithm"] = event.shown_algorithm
         case WorkerJoined():
             words["verb"] = "came back" if event.rejoined else "joined"
         case WorkerStalled():
             words["silent"] = format_duration(event.silent_s)
-        case LeaseReturned():
-            words["num"] = event.stop - event.start
         case PushDropped():
             words["outcome"] = event.outcome.replace("_", "-")
         case EpochFinished():
@@ -211,3 +209,15 @@ def _words(event: Event) -> dict[str, Any]:
         case RunEnded():
             words["wall"] = format_duration(event.wall_s)
     return words
+
+
+def _counted(event: Event) -> str:
+    """How many samples or steps an event is about; empty where it is about none."""
+    match event:
+        case LeaseReturned(start=start, stop=stop):
+            return format_count(stop - start, "sample")
+        case StepsUndone(num_steps=num_steps):
+            return format_count(num_steps, "step")
+        case RunResumed(samples_applied=samples):
+            return format_count(samples, "sample")
+    return ""

@@ -2,7 +2,7 @@
 
 import { ask, follow } from "./ask.js";
 import { el, byId, say } from "./dom.js";
-import { compact, count, duration, NONE, number, percent } from "./format.js";
+import { compact, count, counted, duration, NONE, number, percent } from "./format.js";
 import { drawCluster } from "./cluster.js";
 import { drawWorkers, fitWorkers } from "./workers.js";
 import { clearCharts, drawCharts, redrawCharts, setUpCharts } from "./charts.js";
@@ -119,7 +119,7 @@ function drawHead() {
   bar.classList.toggle("over", state.is_over);
   const params = state.num_params ? `${number(state.num_params / (state.num_params < 1e6 ? 1e3 : 1e6), 3)}${state.num_params < 1e6 ? "k" : "M"} parameters` : "";
   const facts = [state.algorithm, state.model && `${state.model} on ${state.dataset}`, params,
-    state.grid ? `${state.num_ranks} ranks: ${state.grid}` : state.num_workers > 1 ? `${state.num_workers} workers` : "", state.batch_size ? `batch ${state.batch_size}` : "", state.codec === "none" ? "" : state.codec].filter(Boolean);
+    state.grid ? `${counted(state.num_ranks, "rank")}: ${state.grid}` : state.num_workers > 1 ? `${state.num_workers} workers` : "", state.batch_size ? `batch ${state.batch_size}` : "", state.codec === "none" ? "" : state.codec].filter(Boolean);
   say(byId("about"), [facts.join(" · "), state.is_over && state.reason ? state.reason : ""].filter(Boolean).join(" — "));
 }
 

@@ -1,7 +1,7 @@
 // The cluster as a picture: the server in the middle, the workers around it, and what flows between them.
 
 import { svg, byId, say } from "./dom.js";
-import { duration, megabytes, number, percent, rate, title } from "./format.js";
+import { counted, duration, megabytes, number, percent, rate, title } from "./format.js";
 
 const MEASURED = ["data", "forward", "backward", "encode", "send", "wait", "apply"];
 export const PHASES = [...MEASURED, "other"];
@@ -168,7 +168,7 @@ export function drawCluster(state) {
   const radius = isCrowded ? 13 : isNarrow ? 19 : 23, server = isNarrow ? 30 : 40;
   const middle = { x: width / 2, y: height / 2 };
   const role = state.grid ? state.algorithm : state.algorithm === "single" ? "trainer" : "server";
-  const beneath = state.grid ? `${state.num_ranks} ranks` : state.server.node ?? "", kind = state.grid ? "ranks" : "workers";
+  const beneath = state.grid ? counted(state.num_ranks, "rank") : state.server.node ?? "", kind = state.grid ? "ranks" : "workers";
   const told = state.workers.map((worker) => `${title(worker, worker.role)} ${state.is_over ? worker.state : condition(worker)}`);
   const label = `Cluster: ${role} ${beneath}${num ? ` and ${num} ${kind}: ${told.join(", ")}` : ""}`;
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });

@@ -5,6 +5,9 @@ const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 export const count = (value) => (known(value) ? Math.round(value).toLocaleString("en-US") : NONE);
 
+/** How many: 1 worker, 3 workers. */
+export const counted = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+
 /** About four digits: 0.1279, 12.4, 14,870, 1.2e-5. */
 export function number(value, digits = 4) {
   if (!known(value)) return NONE;
