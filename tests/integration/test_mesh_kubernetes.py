@@ -11,10 +11,10 @@ import pytest
 from ruamel.yaml import YAML
 
 from harness import free_port
-from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.launch.flow import LaunchOptions, Scheduled
 from smolcluster.launch.plan import Request
+from smolcluster.launch.requests import resolved
 
 pytestmark = pytest.mark.nightly
 
@@ -28,9 +28,8 @@ def test_the_pods_commands_train_in_their_very_environment(tmp_path: Path) -> No
         *("kubernetes.secrets.MESH_SECRET=mesh/secret", "encryption=off"),
         *("microbatches=1", "batch_size=128", "num_epochs=1", f"port={free_port()}"),
     )
-    settings = load_settings("mesh", "digits", None, overrides, environ={})
     request = Request(get_algorithm("mesh"), None, "digits", overrides)
-    site = Scheduled(request, settings, LaunchOptions(on="kubernetes"))
+    site = Scheduled(resolved(request, local=False), LaunchOptions(on="kubernetes"))
     site.plan("mesh-1")
     made = list(YAML(typ="safe").load_all(site.text))
     (tmp_path / "config").mkdir()

@@ -131,14 +131,15 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
             workload=workload,
             script=script,
         )
-        request = replace(request, without=tuple(dict.fromkeys(without or ())))
+        left_out = tuple(dict.fromkeys(without or ()))
+        request = replace(request, without=left_out, is_open=local and invite)
         how = LaunchOptions(
             dry_run,
             not no_sync,
             not no_tmux,
             detach,
             observe,
-            on=place_of(on, local=local),
+            on=place_of(on, local=local, without=left_out),
             invite=invite,
         )
         start = launch_advised if is_auto else launch_as_stated
@@ -151,8 +152,8 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         epilog=below_training(*(AUTO_EXAMPLES if is_auto else _examples(name))),
     )(command)
     found = typer.main.get_command(alone)
-    left_out = [*["script"] * is_auto, *["on"] * (not spec.is_group)]
-    found.params = [each for each in found.params if each.name not in left_out]
+    unknown = [*["script"] * is_auto, *["on"] * (not spec.is_group)]
+    found.params = [each for each in found.params if each.name not in unknown]
     return found
 
 

@@ -8,7 +8,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,11 +18,9 @@ from typing import Literal, cast, get_args
 from rich.console import Console
 from rich.text import Text
 
-from smolcluster.configs.checks import check_algorithm, check_unencrypted
-from smolcluster.configs.load import find_config
-from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
+from smolcluster.configs.checks import check_unencrypted
 from smolcluster.configs.overrides import workload_overrides
-from smolcluster.configs.schema import Settings, config_of
+from smolcluster.configs.schema import config_of
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.checks_links import check_packets
 from smolcluster.launch.find import all_runs, find
@@ -65,13 +63,7 @@ from smolcluster.launch.prepare import (
     settings_in,
 )
 from smolcluster.launch.project import read_project
-from smolcluster.launch.requests import (
-    check_model,
-    for_any_folder,
-    naming_workload,
-    settings_of,
-    training_line,
-)
+from smolcluster.launch.requests import Resolved, training_line
 from smolcluster.launch.run import Run
 from smolcluster.launch.run_in_sessions import RunInSessions, left_running
 from smolcluster.launch.run_of_children import RunOfChildren
@@ -99,11 +91,11 @@ Place = Literal["ssh"] | Scheduler
 PLACES: Mapping[str, Place] = {"ssh": "ssh", **{each: each for each in get_args(Scheduler)}}
 
 
-def place_of(stated: str, *, local: bool) -> Place:
-    """Where `--on` says that a run is.
+def place_of(stated: str, *, local: bool, without: Sequence[str] = ()) -> Place:
+    """Where `--on` says that a run is; `without`: the nodes that `--without` leaves out.
 
     Raises:
-        ConfigError: it says something else, or also --local.
+        ConfigError: it says something else, or also --local; or no node can be left out there.
     """
     known = tuple(PLACES)
     if stated not in known:
@@ -112,6 +104,11 @@ def place_of(stated: str, *, local: bool) -> Place:
         )
     if local and stated != "ssh":
         raise ConfigError(f"--local and --on {stated} are two places: leave one of them out")
+    if without and (local or stated != "ssh"):
+        raise ConfigError(
+            f"--without {without[0]}: it leaves out machines that are reached over SSH; with --local "
+            "say --workers N, with --on how many nodes"
+        )
     return PLACES[stated]
 
 
@@ -142,36 +139,21 @@ class LaunchOptions:
 
 
 def launch(
-    request: Request,
-    how: LaunchOptions,
-    *,
-    local: bool,
-    run_id: str | None = None,
-    resume: bool = False,
+    asked: Resolved, how: LaunchOptions, *, run_id: str | None = None, resume: bool = False
 ) -> int:
-    """Launch a run, or only print its plan; returns the exit code.
+    """Launch a run whose settings are checked, or only print its plan; returns the exit code.
 
-    With `local` on this machine alone. With `resume` the run of that id goes on from its newest good
-    checkpoint.
+    With `resume` the run of that id goes on from its newest good checkpoint.
 
     Raises:
         SmolclusterError: what prevents it, in one line.
     """
-    if request.without and (local or how.on != "ssh"):
-        raise ConfigError(
-            f"--without {request.without[0]}: it leaves out machines that are reached over SSH; with --local "
-            "say --workers N, with --on how many nodes"
-        )
-    request = replace(for_any_folder(request), is_open=local and how.invite)
-    settings = settings_of(request, local)
-    request = naming_workload(request, settings)
-    check_algorithm(settings, request.algorithm.name)
-    check_model(request, settings)
+    request = asked.request
     if how.invite:
-        check_invitable(request, settings.cluster, local=local)
+        check_invitable(request, asked.settings.cluster, local=asked.local)
     run_id = check_run_id(run_id or new_run_id(request.algorithm.name, datetime.now().astimezone()))
-    kind = Here if local else Cluster if how.on == "ssh" else Scheduled
-    site: Here | Cluster | Scheduled = kind(request, settings, how)
+    kind = Here if asked.local else Cluster if how.on == "ssh" else Scheduled
+    site: Here | Cluster | Scheduled = kind(asked, how)
 
     def planned() -> Launched:
         launched = site.plan(run_id)
@@ -191,7 +173,7 @@ def launch(
     run = run_of(launched, paths, console, site.env, num_epochs=site.num_epochs)
     run.keep_what_waits(without=request.without)
     site.make_ready(launched, say)
-    cluster = site.settings.cluster
+    cluster = site.asked.settings.cluster
     if site.stack is not None:
         ssh = {each.node: each.ssh for each in launched.processes}
         announce(site.stack, run_id, launched.processes, cluster, ssh=ssh.get, say=say)
@@ -234,11 +216,8 @@ class Site:
     stack: Path | None = None
     num_epochs: int | None = None
 
-    def __init__(self, request: Request, settings: Settings, how: LaunchOptions) -> None:
-        self.request, self.settings, self.how = request, settings, how
-        source = cluster_source(request.config, request.algorithm.name)
-        self.cluster_file = find_config(source, "cluster")
-        self.train_file = find_config(request.train_config or DEFAULT_TRAINING, "training")
+    def __init__(self, asked: Resolved, how: LaunchOptions) -> None:
+        self.asked, self.how = asked, how
 
     def make_ready(self, launched: Launched, say: Say) -> RunPaths:  # noqa: ARG002 - there is nothing to say
         """Bring the machines what the processes need, and keep with the run what lets it go on.
@@ -252,21 +231,23 @@ class Site:
         return paths
 
     def _keep(self, paths: RunPaths, code: WorkloadCode | None = None) -> None:
+        asked, request = self.asked, self.asked.request
         told = StoredOptions(
             environ=settings_in(os.environ),
-            overrides=(*self.request.overrides, *workload_overrides(self.request.workload)),
-            script=self.request.script,
+            overrides=(*request.overrides, *workload_overrides(request.workload)),
+            script=request.script,
         )
-        cluster_file = cluster_bytes(self.cluster_file, self.request.without, travels=False)
+        cluster_file = cluster_bytes(asked.cluster_file, request.without, travels=False)
         packed = None if code is None else code.packed
-        keep(paths, cluster_file, self.train_file.read_bytes(), told, packed)
+        keep(paths, cluster_file, asked.train_file.read_bytes(), told, packed)
 
 
 class Here(Site):
     """This machine alone: children of the launcher, or sessions of tmux where there is a terminal."""
 
-    def __init__(self, request: Request, settings: Settings, how: LaunchOptions) -> None:
-        super().__init__(request, settings, how)
+    def __init__(self, asked: Resolved, how: LaunchOptions) -> None:
+        super().__init__(asked, how)
+        request, settings = asked.request, asked.settings
         self.root = runs_root(settings.node.runs_dir)
         self.env = dict.fromkeys(settings.cluster.machines, inherited())
         if not (request.script or settings.train.num_steps):
@@ -275,11 +256,10 @@ class Here(Site):
             settings.of(config_of(request.algorithm)).check_device(settings.node.device)
 
     def plan(self, run_id: str) -> Launched:
-        machines = machines_here(self.request, self.settings, self.root)
+        request, settings = self.asked.request, self.asked.settings
+        machines = machines_here(request, settings, self.root)
         in_sessions = wants_window(self.how)
-        return plan(
-            self.request, self.settings, machines, run_id, is_local=True, in_sessions=in_sessions
-        )
+        return plan(request, settings, machines, run_id, is_local=True, in_sessions=in_sessions)
 
     def show(self, launched: Launched) -> None:
         for process in launched.processes:
@@ -291,38 +271,37 @@ class Here(Site):
         Raises:
             SmolclusterError: it cannot.
         """
-        cluster = self.settings.cluster
-        check_own_port(cluster)
-        ensure_secret(self.settings.node.secret_file or default_secret_path())
-        self.stack = stack_for(self.how.observe, cluster, say)
+        settings = self.asked.settings
+        check_own_port(settings.cluster)
+        ensure_secret(settings.node.secret_file or default_secret_path())
+        self.stack = stack_for(self.how.observe, settings.cluster, say)
         if self.stack is not None:
-            self.request = within_reach(self.request, cluster)
-            cluster = settings_of(self.request, local=True).cluster
-        self.request = beside_others(self.request, cluster, say)
-        self.settings = settings_of(self.request, local=True)
+            self.asked = self.asked.with_overrides(within_reach(settings.cluster))
+        self.asked = self.asked.with_overrides(beside_others(self.asked.settings.cluster, say))
 
 
 class Cluster(Site):
     """The machines of a cluster, over SSH: sessions of tmux."""
 
-    def __init__(self, request: Request, settings: Settings, how: LaunchOptions) -> None:
-        super().__init__(request, settings, how)
+    def __init__(self, asked: Resolved, how: LaunchOptions) -> None:
+        super().__init__(asked, how)
+        request, settings = asked.request, asked.settings
         self.root, self._project = all_runs(), read_project(project_root())
         self._code, self._seen = _code_of(request)
         if request.algorithm.is_group:
             self._seen = portable_request(self._seen, settings)
-        files = (self.cluster_file, self.train_file)
+        files = (asked.cluster_file, asked.train_file)
         self._machines = machines_of(
             request, settings, *files, here=self.root, project=self._project
         )
         self.env = {node: machine.env for node, machine in self._machines.items()}
 
     def plan(self, run_id: str) -> Launched:
-        return plan(self._seen, self.settings, self._machines, run_id)
+        return plan(self._seen, self.asked.settings, self._machines, run_id)
 
     def show(self, launched: Launched) -> None:
-        has_known_model = self.request.script is None
-        show_plan(launched, self.settings, self._code, has_known_model=has_known_model)
+        has_known_model = self.asked.request.script is None
+        show_plan(launched, self.asked.settings, self._code, has_known_model=has_known_model)
 
     def check(self, say: Say) -> None:
         """See that all machines are fit for the run, and that its workload can be called.
@@ -332,10 +311,10 @@ class Cluster(Site):
         Raises:
             SmolclusterError: one is not, or it cannot.
         """
-        cluster, train = self.settings.cluster, self.settings.train
-        machines, name = self._machines, self.request.workload
+        cluster, train = self.asked.settings.cluster, self.asked.settings.train
+        machines, request = self._machines, self.asked.request
         own_env = next((each.env for each in machines.values() if each.is_here), None)
-        with calling(name, train.workload_args, cluster.seed, say, own_env) as wait:
+        with calling(request.workload, train.workload_args, cluster.seed, say, own_env) as wait:
             try:
                 systems = examine(machines.values(), say, sync=self.how.sync)
             except NotFit as error:
@@ -345,19 +324,20 @@ class Cluster(Site):
                 flags = " ".join(f"--without {node}" for node in left_out)
                 raise LaunchError(f"{error}; {flags} launches the others alone") from None
             wait()
-        if self.request.algorithm.is_group:
+        if request.algorithm.is_group:
             check_systems(dict(zip(machines, systems, strict=True)))
 
     def make_ready(self, launched: Launched, say: Say) -> RunPaths:
         check_port(host_of(launched.server), launched.port)
         machines, secret = self._machines.values(), ensure_secret(own_secret_file()).key
         make_ready(machines, secret, say, project=self._project, sync=self.how.sync)
-        cluster_file = cluster_bytes(self.cluster_file, self.request.without)
-        put_configuration(launched, cluster_file, self.train_file.read_bytes(), self._code)
-        check_packets(self.settings.cluster, self._machines)
+        asked, cluster = self.asked, self.asked.settings.cluster
+        cluster_file = cluster_bytes(asked.cluster_file, asked.request.without)
+        put_configuration(launched, cluster_file, asked.train_file.read_bytes(), self._code)
+        check_packets(cluster, self._machines)
         paths = super().make_ready(launched, say)
         self._keep(paths, self._code)
-        self.stack = stack_for(self.how.observe, self.settings.cluster, say)
+        self.stack = stack_for(self.how.observe, cluster, say)
         return paths
 
 
@@ -392,16 +372,18 @@ class Scheduled(Site):
 
     text = ""
 
-    def __init__(self, request: Request, settings: Settings, how: LaunchOptions) -> None:
-        super().__init__(portable_request(request, settings), settings, how)
+    def __init__(self, asked: Resolved, how: LaunchOptions) -> None:
+        request, settings = asked.request, asked.settings
+        super().__init__(replace(asked, request=portable_request(request, settings)), how)
         self.root, self._on = all_runs(), cast("Scheduler", how.on)
-        num_ranks(request, settings)
+        self._num_ranks = num_ranks(request, settings)
         cluster = settings.cluster
         if (cluster.slurm if self._on == "slurm" else cluster.kubernetes).nodes > 1:
             check_unencrypted(cluster.encryption)
 
     def plan(self, run_id: str) -> Launched:
-        launched = plan_job(self.request, self.settings, str(self.root), run_id, self._on)
+        asked = self.asked
+        launched = plan_job(asked.request, asked.settings, str(self.root), run_id, self._on)
         self.text = self._text_of(launched)
         return launched
 
@@ -411,20 +393,19 @@ class Scheduled(Site):
         Raises:
             ConfigError: see `sbatch_script` and `manifests`.
         """
-        process, cluster, names = launched.server, self.settings.cluster, (CLUSTER_FILE, TRAIN_FILE)
+        asked, process, names = self.asked, launched.server, (CLUSTER_FILE, TRAIN_FILE)
+        cluster, request = asked.settings.cluster, asked.request
         folder, runs_dir = process.run_dir, process.project_dir
         if self._on == "kubernetes":
             folder, runs_dir, names = kubernetes.CONFIG, kubernetes.RUNS, kubernetes.FILES
         config, train_config = (f"{folder}/{name}" for name in names)
-        public = self.request.public
-        told = replace(self.request, config=config, train_config=train_config, overrides=public)
+        told = replace(request, config=config, train_config=train_config, overrides=request.public)
         last = (runs_dir_override(runs_dir),)
         command = ranks_command(told, launched.run_id, ("--resume", "auto"), last)
-        ranks = num_ranks(self.request, self.settings)
-        job = Job(process, command, ranks, cluster.port, cluster.restarts)
+        job = Job(process, command, self._num_ranks, cluster.port, cluster.restarts)
         if self._on == "slurm":
             return sbatch_script(job, cluster.slurm)
-        contents = cluster_bytes(self.cluster_file), self.train_file.read_bytes()
+        contents = cluster_bytes(asked.cluster_file), asked.train_file.read_bytes()
         files = dict(zip(names, map(bytes.decode, contents), strict=True))
         objects = kubernetes.manifests(replace(job, files=files), cluster.kubernetes)
         return kubernetes.to_yaml(objects)
@@ -432,7 +413,7 @@ class Scheduled(Site):
     def show(self, _: Launched) -> None:
         """With a comment below the line that names the shell, if there is one."""
         at = self.text.index("\n") + 1 if self.text.startswith("#!") else 0
-        comment = training_line(self.request, self.settings)
+        comment = training_line(self.asked)
         sys.stdout.write(f"{self.text[:at]}# {comment}\n{self.text[at:]}")
 
     def check(self, _: Say) -> None:
@@ -447,7 +428,7 @@ class Scheduled(Site):
                 f"{tool} is not on this machine: launch where {self._on} has its commands"
             )
         if self._on == "slurm":  # before ranks on several nodes look for it
-            ensure_secret(self.settings.node.secret_file or default_secret_path())
+            ensure_secret(self.asked.settings.node.secret_file or default_secret_path())
 
     def make_ready(self, launched: Launched, say: Say) -> RunPaths:
         paths = super().make_ready(launched, say)

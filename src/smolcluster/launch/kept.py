@@ -12,7 +12,6 @@ from smolcluster.configs.resolve import cluster_without
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Request
-from smolcluster.launch.requests import settings_of
 from smolcluster.launch.sessions import host_of, put
 from smolcluster.launch.workload_code import WORKLOAD_FILE
 from smolcluster.runs.advice import ADVICE, Prediction
@@ -20,7 +19,6 @@ from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.runs.paths import ADVICE_FILE, RunPaths
-from smolcluster.runs.summary import check_unfinished
 
 TOLD_FILE = "launch/told.json"
 """In a run's folder on the machine that launched it; it may hold secrets."""
@@ -111,7 +109,7 @@ def request_again(
     told = told or StoredOptions(environ={}, overrides=launched.overrides)
     for name, value in told.environ.items():
         os.environ.setdefault(name, value)  # what is set now wins
-    request = Request(
+    return Request(
         algorithm=get_algorithm(launched.algorithm),
         config=str(files[0]),
         train_config=str(files[1]),
@@ -119,9 +117,6 @@ def request_again(
         script=told.script,
         without=tuple(without),
     )
-    if paths.summary.is_file():
-        check_unfinished(paths, settings_of(request, local=False).train)
-    return request
 
 
 def cluster_bytes(

@@ -1,13 +1,14 @@
-"""What a user asks for, filled in where little is said, and the settings of each process that follow."""
+"""What a user asks for, filled in where little is said, and the settings that follow."""
 
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.function_name import known_here
-from smolcluster.configs.load import Kind, find_config, shipped_names
+from smolcluster.configs.load import find_config, shipped_names
 from smolcluster.configs.meant import (
     DEFAULT_TRAINING,
     SMALLER,
@@ -29,6 +30,74 @@ from smolcluster.utils.words import as_command
 NOTHING_FILLED_IN = LaunchCommand("", "")
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """A request and what its files say, read once: what every step of a launch goes by.
+
+    Attributes:
+        request: its files are named for any folder, and so is the function that the settings name.
+        settings: the server's.
+        local: whether all processes are on this machine.
+        cluster_file, train_file: the files that it names.
+    """
+
+    request: Request
+    settings: Settings
+    local: bool
+    cluster_file: Path
+    train_file: Path
+
+    def with_overrides(self, overrides: Sequence[str]) -> "Resolved":
+        """The same with more `key=value` texts, which win."""
+        if not overrides:
+            return self
+        request = replace(self.request, overrides=(*self.request.overrides, *overrides))
+        return resolved(request, local=self.local)
+
+    def checked(self) -> "Resolved":
+        """The same, if its algorithm can follow the settings, and train the model that they describe.
+
+        Of a workload or a script, whose code is not run here, the server tells as soon as it has built the
+        model.
+
+        Raises:
+            ConfigError: one line with the key, its value and what to change.
+        """
+        settings, algorithm = self.settings, self.request.algorithm
+        check_algorithm(settings, algorithm.name)
+        num_tensors = None if self.request.script is not None else tensors_of(settings)
+        if num_tensors is not None:
+            settings.of(config_of(algorithm)).check_model(num_tensors)
+        return self
+
+
+def resolved(request: Request, *, local: bool) -> Resolved:
+    """Read the files of a request, or those that are meant where it names none.
+
+    Raises:
+        ConfigError: one line with what is wrong.
+    """
+    settings = settings_of(request, local)
+    config = cluster_source(request.config, request.algorithm.name)
+    train_config = request.train_config or DEFAULT_TRAINING
+    cluster_file = find_config(config, "cluster").absolute()
+    train_file = find_config(train_config, "training").absolute()
+    workload = request.workload
+    if settings.train.workload is not None:
+        name = known_here(settings.train.workload)
+        check_source(name, settings.train.workload_args)
+        workload = name.text
+    request = replace(
+        request,
+        config=config if config in shipped_names("cluster") else str(cluster_file),
+        train_config=(
+            train_config if train_config in shipped_names("training") else str(train_file)
+        ),
+        workload=workload,
+    )
+    return Resolved(request, settings, local, cluster_file, train_file)
+
+
 def settings_of(request: Request, local: bool, node: str | None = None) -> Settings:
     """What a process on `node` (None: the server's) is told by this request.
 
@@ -47,38 +116,23 @@ def settings_of(request: Request, local: bool, node: str | None = None) -> Setti
     return opened(settings) if request.is_open else settings
 
 
-def naming_workload(request: Request, settings: Settings) -> Request:
-    """The same request, which names the function that its settings name, wherever they do."""
-    if settings.train.workload is None:
-        return request
-    name = known_here(settings.train.workload)
-    check_source(name, settings.train.workload_args)
-    return replace(
-        request,
-        workload=name.text,
-        train_config=request.train_config or DEFAULT_TRAINING,
-    )
-
-
-def cluster_line(request: Request) -> str:
+def cluster_line(asked: Resolved) -> str:
     """Which cluster file names the machines; of a shipped example also how to name one's own."""
-    algorithm = request.algorithm.name
-    source = cluster_source(request.config, algorithm)
-    said = f"cluster: {find_config(source, 'cluster').absolute()}"
-    if source not in shipped_names("cluster"):
+    said = f"cluster: {asked.cluster_file}"
+    if asked.request.config not in shipped_names("cluster"):
         return said
     own = [file for each in shipped_names("cluster") if (file := written_here(each))]
     other = f", or name {' or '.join(own)} by --config" if own else ""
-    init = as_command("init", "--algorithm", algorithm)
+    init = as_command("init", "--algorithm", asked.request.algorithm.name)
     return f"{said}: an example; {init} writes one of your machines{other}"
 
 
-def training_line(request: Request, settings: Settings) -> str:
+def training_line(asked: Resolved) -> str:
     """What is trained, by which file, and how to choose another: the first line of every launch."""
+    request, train, file = asked.request, asked.settings.train, asked.train_file
     if request.script is not None:
         return f"training: what {shlex.split(request.script)[0]} says: its own model and data"
-    source = request.train_config or DEFAULT_TRAINING
-    train, file = settings.train, find_config(source, "training").absolute()
+    source = str(request.train_config)
     what = train.workload or f"{train.model.type} on {train.dataset.name}"
     names = [name for name in shipped_names("training") if name not in (source, WORKLOAD)]
     own = find_config(SMALLER.get(source, source), "training").absolute()
@@ -87,19 +141,6 @@ def training_line(request: Request, settings: Settings) -> str:
         f"training: {file}: {what}; to choose another: --train-config FILE (or {', '.join(names)}), "
         f"or edit {edit}"
     )
-
-
-def check_model(request: Request, settings: Settings) -> None:
-    """Refuse a model that the algorithm cannot train so, where the configuration alone tells what it is.
-
-    Of a workload or a script, whose code is not run here, the server tells as soon as it has built the model.
-
-    Raises:
-        ConfigError: one line with the key, its value and what to change.
-    """
-    num_tensors = None if request.script is not None else tensors_of(settings)
-    if num_tensors is not None:
-        settings.of(config_of(request.algorithm)).check_model(num_tensors)
 
 
 def request_of(
@@ -173,18 +214,3 @@ def known_script(script: str) -> str:
     if not Path(file).is_file():
         raise ConfigError(f"--script is {file}: there is no such file")
     return shlex.join([str(Path(file).absolute()), *arguments])
-
-
-def for_any_folder(request: Request) -> Request:
-    """The same request with absolute paths, so that its commands also work in another folder."""
-
-    def absolute(source: str | None, kind: Kind) -> str | None:
-        if source is None or source in shipped_names(kind):
-            return source
-        return str(find_config(source, kind).absolute())
-
-    return replace(
-        request,
-        config=absolute(request.config or written_here(request.algorithm.name), "cluster"),
-        train_config=absolute(request.train_config, "training"),
-    )

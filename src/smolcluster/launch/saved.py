@@ -25,7 +25,7 @@ from smolcluster.launch.find import find, in_folder
 from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.kept import check_launched_here, request_again
 from smolcluster.launch.plan import Request
-from smolcluster.launch.requests import known_script, settings_of
+from smolcluster.launch.requests import known_script, resolved
 from smolcluster.launch.take_in import script_of
 from smolcluster.observability.logs import console_logger
 from smolcluster.observability.terminal import SteadyConsole
@@ -73,7 +73,13 @@ def resume(
     elif num_workers is not None:
         raise ConfigError("--workers: the workers of a cluster are those of its file")
     request = request_again(paths, launched, overrides, without)
-    return launch(request, how, local=False, run_id=paths.run_id, resume=True)
+    return _go_on_launched(paths, request, how, local=False)
+
+
+def _go_on_launched(paths: RunPaths, request: Request, how: LaunchOptions, *, local: bool) -> int:
+    asked = resolved(request, local=local)
+    check_unfinished(paths, asked.settings.train)
+    return launch(asked.checked(), how, run_id=paths.run_id, resume=True)
 
 
 def _resume_here(
@@ -118,9 +124,9 @@ def _resume_here(
         overrides=(*_kept(settings, paths, algorithm.name), *overrides),
         num_workers=num_workers,
         script=script and known_script(script),
+        is_open=how.invite,
     )
-    check_unfinished(paths, settings_of(request, local=True).train)
-    return launch(request, how, local=True, run_id=paths.run_id, resume=True)
+    return _go_on_launched(paths, request, how, local=True)
 
 
 def _resume_single(

@@ -38,7 +38,7 @@ from smolcluster.launch.host import Done, Host
 from smolcluster.launch.kept import keep_prediction
 from smolcluster.launch.links import Way
 from smolcluster.launch.plan import Request
-from smolcluster.launch.requests import settings_of
+from smolcluster.launch.requests import resolved
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.advice import ADVICE, LinkSpeed
 from smolcluster.runs.launched import LaunchedProcess
@@ -95,7 +95,7 @@ def found(
 
     def make(speeds: Mapping[str, Speed], ways: Mapping[str, Way], *overrides: str) -> Found:
         monkeypatch.setattr(command, "_measured_there", lambda *_, **__: (speeds, ways))
-        return find_advice(request_of(*overrides), said.append, local=False)
+        return find_advice(resolved(request_of(*overrides), local=False), said.append)
 
     said: list[str] = []
     return make
@@ -108,7 +108,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Found:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "_measured_there", lambda *_, **__: (FAST, ways))
         request = requested(tmp_path_factory.mktemp("slow"))
-        return find_advice(request, lambda _line: None, local=False)
+        return find_advice(resolved(request, local=False), lambda _line: None)
 
 
 @pytest.fixture
@@ -120,10 +120,10 @@ def tried(request_of: Callable[..., Request]) -> Callable[..., list[Mapping[str,
     def make(algorithm: str, *overrides: str) -> list[Mapping[str, Any]]:
         spec = get_algorithm(algorithm)
         request = replace(request_of(*overrides), algorithm=spec)
-        settings, model = settings_of(request, local=False), costs_of(spec)
+        asked, model = resolved(request, local=False), costs_of(spec)
         assert model is not None
-        candidates = model.candidates(site, Job(1_000_000), settings)
-        return [keys for keys, _ in can_follow(request, candidates, local=False)]
+        candidates = model.candidates(site, Job(1_000_000), asked.settings)
+        return [keys for keys, _ in can_follow(asked, candidates)]
 
     return make
 
@@ -149,7 +149,7 @@ def test_links_that_carry_next_to_nothing_are_not(found: Callable[..., Found]) -
         {"pi5": way(0.01, 0.01), "win": way(0.01, 0.01)},
     )
     assert slow.advice.chosen is None
-    assert slow.request is None
+    assert slow.followed is None
     assert slow.prediction is None
     assert advice_line(slow).startswith(
         "do not distribute this: mini1 alone trains 25,600 tokens/s"
@@ -196,7 +196,7 @@ def test_where_no_algorithm_can_follow_it_is_one_line(
     found: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuses = Mock(side_effect=ConfigError("timeout is 3, which is wrong"))
-    monkeypatch.setattr(command, "check_algorithm", refuses)
+    monkeypatch.setattr(requests, "check_algorithm", refuses)
     with pytest.raises(ConfigError, match="EDP is left out: timeout is 3, which is wrong; "):
         found(FAST, {"pi5": way(5, 3), "win": way(5, 3)})
 
@@ -211,12 +211,13 @@ def test_what_the_environment_says_is_kept() -> None:
 
 def test_what_is_launched_has_the_algorithm_and_its_settings(slow: Found) -> None:
     result = slow
-    assert result.request is not None
-    assert result.request.overrides[1:], "slow links want a codec"
+    assert result.followed is not None
+    request = result.followed.request
+    assert request.overrides[1:], "slow links want a codec"
     assert result.advice.chosen is not None
-    assert result.request.algorithm.name == result.advice.chosen.algorithm
+    assert request.algorithm.name == result.advice.chosen.algorithm
     settings = as_overrides(result.advice.chosen.settings)
-    assert result.request.overrides == ("batch_size=4", *settings)
+    assert request.overrides == ("batch_size=4", *settings)
     assert result.prediction is not None
     assert result.prediction.samples_per_s == result.advice.chosen.forecast.samples_per_s
     measured = LinkSpeed(up_bytes_s=3e6, down_bytes_s=3e6)
@@ -261,7 +262,7 @@ def test_a_machine_alone_is_no_slower_than_one_of_its_workers(
     request = requests.request_of(
         local=True, num_workers=2, config=None, train_config="stdlib", overrides=["batch_size=4"]
     )
-    found = find_advice(request, lambda _: None, local=True)
+    found = find_advice(resolved(request, local=True), lambda _: None)
     assert found.advice.alone == (command.ALONE, 8.0)
     assert predicting.call_args.args[1].num_cores == os.cpu_count()
 
@@ -290,7 +291,7 @@ def test_an_algorithm_that_cannot_follow_the_files_is_left_out_with_a_line(
     asked, said = request_of("global_batch_size=12"), list[str]()
     settings = load_settings(str(asked.config), "stdlib", None, asked.overrides, {})
     site = site_of(settings, FAST, {"pi5": way(5), "win": way(5)})
-    options = list(options_of(asked, site, Job(1000), 4, said.append, local=False))
+    options = list(options_of(resolved(asked, local=False), site, Job(1000), 4, said.append))
     assert [each.algorithm for each in options] == ["syncps"]
     assert said
     assert all("global_batch_size is 12" in line for line in said)
@@ -338,7 +339,7 @@ def test_who_cannot_be_measured_is_left_out_with_a_line(monkeypatch: pytest.Monk
 
 def test_a_machine_is_sent_all_that_it_needs_to_know(request_of: Callable[..., Request]) -> None:
     request = request_of("threads=2")
-    packed = question(request, files_of(request), node="pi5")
+    packed = question(request, files_of(resolved(request, local=False)), node="pi5")
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         assert {each.mode for each in tar} == {0o600}
         asked = tar.extractfile(ASKED_FILE)

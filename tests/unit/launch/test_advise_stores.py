@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.launch.advise import run
 from smolcluster.launch.advise.run import with_stores_chosen
 from smolcluster.launch.links import Way
-from smolcluster.launch.plan import Request
-from smolcluster.launch.requests import request_of, settings_of
+from smolcluster.launch.requests import Resolved, request_of, resolved
 
 CLUSTER = """
 host_ip: {mini1: 10.0.0.1, pi5: 10.0.0.1, win: 10.0.0.1, mac: 10.0.0.1}
@@ -24,16 +22,16 @@ servers: auto
 nodes: {pi5: {ssh: me@pi5}, win: {ssh: me@win}, mac: {ssh: me@mac}, mini1: {ssh: local}}
 """
 
-Chosen = Callable[..., tuple[Request, list[str]]]
+Chosen = Callable[..., tuple[Resolved, list[str]]]
 
 
 @pytest.fixture
 def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chosen:
-    """The request when each worker's link carries so many MB/s, the server's 10, and what was said."""
+    """What is launched when each worker's link carries so many MB/s, the server's 10, and what was said."""
 
     def choose(
         rates: Mapping[str, float], algorithm: str = "syncps", *overrides: str, **more: Any
-    ) -> tuple[Request, list[str]]:
+    ) -> tuple[Resolved, list[str]]:
         (tmp_path / "cluster.yaml").write_text(CLUSTER)
         request = request_of(
             local=False,
@@ -50,21 +48,21 @@ def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chosen:
         }
         monkeypatch.setattr(run, "measure_all_ways", lambda *_: ways)
         said: list[str] = []
-        return with_stores_chosen(request, said.append, local=False), said
+        return with_stores_chosen(resolved(request, local=False), said.append), said
 
     return choose
 
 
 @pytest.mark.parametrize("algorithm", ["syncps", "diloco"])
 def test_fast_links_host_and_a_slow_one_does_not(chosen: Chosen, algorithm: str) -> None:
-    request, said = chosen({"pi5": 0.1, "win": 10, "mac": 10}, algorithm)
-    cluster = settings_of(request, local=False).cluster
+    asked, said = chosen({"pi5": 0.1, "win": 10, "mac": 10}, algorithm)
+    cluster = asked.settings.cluster
     assert cluster.servers != "auto"
     assert set(cluster.store_nodes) == {"mini1", "win", "mac"}
     assert cluster.store_nodes[0] == "mini1"
     assert cluster.store_shares is not None
     assert sum(cluster.store_shares) == pytest.approx(1, abs=0.05)
-    check_algorithm(settings_of(request, local=False), algorithm)
+    asked.checked()
     assert len(said) == 1
     assert "win" in said[0]
 
@@ -79,8 +77,8 @@ def test_fast_links_host_and_a_slow_one_does_not(chosen: Chosen, algorithm: str)
 def test_where_other_hosts_do_not_help_the_server_has_all(
     chosen: Chosen, rates: Mapping[str, float], algorithm: str
 ) -> None:
-    request, said = chosen(rates, algorithm)
-    assert not request.overrides
+    asked, said = chosen(rates, algorithm)
+    assert not asked.request.overrides
     assert said == [
         "stores: all on mini1; other hosts would make it no faster on these links, or cannot hold parts of "
         "what is trained so"
@@ -90,16 +88,15 @@ def test_where_other_hosts_do_not_help_the_server_has_all(
 @pytest.mark.parametrize("optimizer", ["auto", "muon"])
 def test_hosts_that_a_run_would_refuse_are_not_chosen(chosen: Chosen, optimizer: str) -> None:
     rates = {"pi5": 0.1, "win": 10, "mac": 10}
-    assert len(settings_of(chosen(rates, "edp")[0], local=False).cluster.store_nodes) > 1
-    request, _ = chosen(rates, "edp", f"optimizer={optimizer}")
-    assert settings_of(request, local=False).cluster.store_nodes == ("mini1",)
-    request, _ = chosen(rates, "syncps", f"optimizer={optimizer}")
-    settings = settings_of(request, local=False)
-    assert len(settings.cluster.store_nodes) > 1
-    assert settings.train.optimizer == "muon"
+    assert len(chosen(rates, "edp")[0].settings.cluster.store_nodes) > 1
+    asked, _ = chosen(rates, "edp", f"optimizer={optimizer}")
+    assert asked.settings.cluster.store_nodes == ("mini1",)
+    asked, _ = chosen(rates, "syncps", f"optimizer={optimizer}")
+    assert len(asked.settings.cluster.store_nodes) > 1
+    assert asked.settings.train.optimizer == "muon"
 
 
 def test_loops_of_ones_own_have_one_server(chosen: Chosen) -> None:
-    request, said = chosen({"pi5": 10, "win": 10, "mac": 10}, script="train.py")
-    assert not request.overrides
+    asked, said = chosen({"pi5": 10, "win": 10, "mac": 10}, script="train.py")
+    assert not asked.request.overrides
     assert not said

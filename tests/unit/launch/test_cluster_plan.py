@@ -39,6 +39,7 @@ from smolcluster.launch.plan import (
     plan,
 )
 from smolcluster.launch.project import Project
+from smolcluster.launch.requests import resolved
 from smolcluster.launch.run_in_sessions import RunInSessions
 from smolcluster.launch.saved import resume
 from smolcluster.launch.take_in import script_of, with_worker, workload_of
@@ -301,7 +302,7 @@ def test_a_machine_that_does_not_answer_may_be_left_out(
     monkeypatch.setattr(Host, "run", run)
     request = Request(get_algorithm("edp"), config=three(tmp_path))
     with pytest.raises(LaunchError, match="--without pi5"):
-        launch(request, LaunchOptions(), local=False)
+        launch(resolved(request, local=False), LaunchOptions())
 
 
 def test_where_a_run_lives_is_what_the_file_says(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from ruamel.yaml import YAML
 
 from smolcluster.configs.load import find_config
-from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import KubernetesConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError
@@ -20,6 +19,7 @@ from smolcluster.launch.flow import LaunchOptions, Scheduled
 from smolcluster.launch.jobs.kubernetes import manifests, to_yaml
 from smolcluster.launch.jobs.scheduler import Job
 from smolcluster.launch.plan import Request
+from smolcluster.launch.requests import resolved
 from smolcluster.runs.launched import LaunchedProcess
 
 Json = dict[str, Any]
@@ -300,9 +300,8 @@ def test_no_secret_is_in_an_object(tmp_path: Path) -> None:
     cluster = tmp_path / "c.yaml"
     shipped = find_config("mesh", "cluster").read_text()
     cluster.write_text(shipped + "nodes: {node2: {env: {KEY: sesame}}}\n")
-    settings = load_settings(cluster, "stdlib", None, overrides, environ={})
     request = Request(get_algorithm("mesh"), str(cluster), "stdlib", overrides)
-    site = Scheduled(request, settings, LaunchOptions(on="kubernetes"))
+    site = Scheduled(resolved(request, local=False), LaunchOptions(on="kubernetes"))
     launched = site.plan("mesh-1")
     assert "sesame" not in site.text + str(launched)
     assert "batch_size=32" in site.text

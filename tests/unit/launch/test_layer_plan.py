@@ -24,7 +24,7 @@ from smolcluster.launch.advise.layer_plan import (
 from smolcluster.launch.advise.show_layer_plan import lines, plan_file
 from smolcluster.launch.host import Host
 from smolcluster.launch.links import Way
-from smolcluster.launch.requests import request_of
+from smolcluster.launch.requests import request_of, resolved
 from smolcluster.training.stages.measure import LayerSpeeds
 from smolcluster.wire.messages import MeasuredLayer
 
@@ -121,5 +121,5 @@ def test_what_stages_compute_again_is_planned_for(
 ) -> None:
     monkeypatch.setattr(module, "_measured_here", lambda *_: speeds({"a": 1e-3}))
     request = request_of(local=True, num_workers=1, config=None, train_config=None, overrides=())
-    found = find_layer_plan(request, Wanted(recompute=recompute), print, local=True)
+    found = find_layer_plan(resolved(request, local=True), Wanted(recompute=recompute), print)
     assert found.problem.recompute == recompute

@@ -17,7 +17,6 @@ from harness import free_port, local_settings
 from reading import fake_ssh, server, worker
 from smolcluster.cli import main
 from smolcluster.configs.schema import ClusterConfig
-from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import LaunchError, TryAgain
 from smolcluster.launch.observe import beside, commands, stack
 from smolcluster.launch.observe.beside import (
@@ -41,7 +40,6 @@ from smolcluster.launch.observe.targets import (
     targets_of,
     write_targets,
 )
-from smolcluster.launch.plan import Request
 from smolcluster.launch.run_of_children import RunOfChildren
 from smolcluster.observability import exporter
 from smolcluster.utils.retry import Deadline
@@ -339,36 +337,31 @@ def test_who_has_the_port_of_grafana_and_is_not_ours_is_left_alone(
     assert not any("up" in words.split() for words in docker.asked)
 
 
-def request() -> Request:
-    return Request(get_algorithm("edp"), overrides=("num_epochs=1",))
-
-
 def test_a_local_run_is_served_where_containers_reach_it(
     docker: Docker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     cluster = local_settings().cluster
     docker.let("bridge", "127.0.0.9\n")
-    assert within_reach(request(), cluster).overrides == ("num_epochs=1", "metrics_bind=127.0.0.9")
+    assert within_reach(cluster) == ("metrics_bind=127.0.0.9",)
     docker.let("bridge", "192.0.2.1\n")
-    assert within_reach(request(), cluster) == request(), "Docker is in a virtual machine"
+    assert within_reach(cluster) == (), "Docker is in a virtual machine"
     docker.let("bridge", "")
-    assert within_reach(request(), cluster) == request()
+    assert within_reach(cluster) == ()
     docker.let("bridge", "127.0.0.9\n")
     for stated in ("metrics_bind=127.0.0.1", "metrics_port=null"):
-        assert within_reach(request(), local_settings(stated).cluster) == request()
+        assert within_reach(local_settings(stated).cluster) == ()
     monkeypatch.setattr("sys.platform", "darwin")
-    assert within_reach(request(), cluster) == request()
+    assert within_reach(cluster) == ()
 
 
 def test_a_second_run_of_this_machine_has_ports_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     cluster = local_settings("metrics_port=9500", workers=2).cluster
     monkeypatch.setattr(exporter, "is_free", lambda *_: True)
-    assert beside_others(request(), cluster, said.append) == request()
+    assert beside_others(cluster, said.append) == ()
     monkeypatch.setattr(exporter, "is_free", lambda _, port: port != 9502)
-    moved = beside_others(request(), cluster, said.append)
-    assert moved.overrides == (*request().overrides, "metrics_port=9503")
+    assert beside_others(cluster, said.append) == ("metrics_port=9503",)
     [line] = said
     assert "9500" in line
     assert "9503" in line

@@ -20,6 +20,7 @@ from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.host import Host
 from smolcluster.launch.plan import PROGRAM, Machine, Machines, Request, plan
 from smolcluster.launch.prepare import check_systems
+from smolcluster.launch.requests import resolved
 
 MESH = get_algorithm("mesh")
 PLACES: Machines = {
@@ -80,7 +81,7 @@ def test_nodes_of_a_scheduler_are_refused_alike(
 ) -> None:
     request = Request(MESH, train_config="stdlib", overrides=(f"{on}.nodes=2", "mesh.pp=2"))
     with pytest.raises(ConfigError, match=r"nothing of a mesh is encrypted"):
-        launch(request, LaunchOptions(on=on, dry_run=dry_run), local=False)
+        launch(resolved(request, local=False), LaunchOptions(on=on, dry_run=dry_run))
 
 
 def test_the_command_on_this_machine_takes_the_mesh_from_the_file(tmp_path: Path) -> None:

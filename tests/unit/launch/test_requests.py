@@ -7,13 +7,13 @@ from unittest.mock import Mock
 import pytest
 
 from smolcluster.cli import main
+from smolcluster.configs.load import find_config
 from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import algorithms, get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.advise import run
-from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.plan import ATTACHED, Request
-from smolcluster.launch.requests import check_model, cluster_line, request_of, settings_of
+from smolcluster.launch.requests import cluster_line, request_of, resolved
 
 
 def settings(name: str, *, local: bool, train_config: str | None = None) -> Settings:
@@ -32,7 +32,7 @@ def settings(name: str, *, local: bool, train_config: str | None = None) -> Sett
         train_config=train_config,
         overrides=(),
     )
-    return settings_of(request, local)
+    return resolved(request, local=local).settings
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -60,11 +60,13 @@ def test_of_a_shipped_cluster_file_it_is_said_how_to_name_machines_of_ones_own(
     monkeypatch.chdir(tmp_path)
     syncps = Request(get_algorithm("syncps"))
     init = "an example; `uv run smolcluster init --algorithm syncps` writes one of your machines"
-    assert cluster_line(syncps).endswith(f"cluster_config_syncps.yaml: {init}")
+    said = cluster_line(resolved(syncps, local=False))
+    assert said.endswith(f"cluster_config_syncps.yaml: {init}")
     own = Path("cluster_config_edp.yaml")
-    own.touch()
-    assert cluster_line(syncps).endswith(f"{init}, or name {own} by --config")
-    named = replace(syncps, config=str(own))
+    own.write_bytes(find_config("edp", "cluster").read_bytes())
+    said = cluster_line(resolved(syncps, local=False))
+    assert said.endswith(f"{init}, or name {own} by --config")
+    named = resolved(replace(syncps, config=str(own)), local=False)
     assert cluster_line(named) == f"cluster: {own.absolute()}"
 
 
@@ -93,23 +95,18 @@ def in_fragments(number: int) -> Request:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_more_fragments_than_tensors_are_refused_before_anything_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
-) -> None:
-    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
+def test_more_fragments_than_tensors_are_refused_before_anything_is_started(local: bool) -> None:
     words = (
         "^fragments is 100, but the model has 4 trainable tensors, .* set fragments to 4 or less$"
     )
     with pytest.raises(ConfigError, match=words):
-        launch(in_fragments(100), LaunchOptions(dry_run=True), local=local)
-    assert not (tmp_path / "runs").exists()
+        resolved(in_fragments(100), local=local).checked()
 
 
 def test_as_many_fragments_as_tensors_are_accepted() -> None:
-    request = in_fragments(4)
-    check_model(request, settings_of(request, local=True))
+    resolved(in_fragments(4), local=True).checked()
 
 
 def test_of_a_script_the_model_is_not_known_before_it_runs() -> None:
     request = replace(in_fragments(100), script="train.py", train_config=str(ATTACHED))
-    check_model(request, settings_of(request, local=True))
+    resolved(request, local=True).checked()

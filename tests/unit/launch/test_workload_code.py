@@ -15,7 +15,7 @@ from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch import workload_code
 from smolcluster.launch.host import Host
-from smolcluster.launch.requests import naming_workload, request_of, settings_of
+from smolcluster.launch.requests import request_of, resolved
 from smolcluster.launch.workload_code import (
     check_source,
     code_of,
@@ -110,16 +110,16 @@ def test_the_function_is_the_same_wherever_it_is_named(
     by_file = asked(train_config=str(training))
     by_override = asked(*args, "workload=train.py:workload")
     for request in (by_flag, by_file, by_override):
-        named = naming_workload(request, settings_of(request, local=True))
-        assert named.workload == f"{file}:workload"
-        assert settings_of(named, local=True).train.workload_args == {"width": 1, "rate": 2}
+        named = resolved(request, local=True)
+        assert named.request.workload == f"{file}:workload"
+        assert named.settings.train.workload_args == {"width": 1, "rate": 2}
     assert by_flag.train_config == "workload"
     monkeypatch.chdir("/")
     for request in (by_flag, by_override):
         with pytest.raises(ConfigError, match=r"train\.py:workload'?: there is no such file"):
-            naming_workload(request, settings_of(request, local=True))
+            resolved(request, local=True)
     with pytest.raises(ConfigError, match=r"--workload is 'train\.py', must be FILE"):
-        settings_of(asked(workload="train.py"), local=True)
+        resolved(asked(workload="train.py"), local=True)
 
 
 def names_in(packed: bytes) -> set[str]:

@@ -23,9 +23,6 @@ from smolcluster.algorithms.planning.costs import (
     Worker,
     costs_of,
 )
-from smolcluster.configs.checks import check_algorithm
-from smolcluster.configs.load import find_config
-from smolcluster.configs.meant import DEFAULT_TRAINING, cluster_source
 from smolcluster.configs.overrides import without_workload
 from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import AlgorithmSpec, algorithms, get_algorithm
@@ -49,10 +46,7 @@ from smolcluster.launch.places import machines_of, project_root
 from smolcluster.launch.plan import Machine, Request
 from smolcluster.launch.prepare import bring_project, settings_in
 from smolcluster.launch.project import packed, read_project
-from smolcluster.launch.requests import (
-    naming_workload,
-    settings_of,
-)
+from smolcluster.launch.requests import Resolved, resolved, settings_of
 from smolcluster.launch.workload_code import WorkloadCode, code_of
 from smolcluster.runs.advice import LinkSpeed, Prediction
 from smolcluster.utils.at_once import at_once
@@ -70,7 +64,7 @@ class Found:
         ways: from nodes to the server, but for those on the server's machine.
         stated: where the cluster file says that each node reaches the server.
         tokens_per_sample: 0 where samples are no text.
-        request: what is launched if the advice is followed; None: nothing.
+        followed: what is launched if the advice is followed; None: nothing.
     """
 
     speeds: Mapping[str, Speed]
@@ -78,7 +72,7 @@ class Found:
     stated: Mapping[str, str]
     advice: Advice
     tokens_per_sample: int
-    request: Request | None
+    followed: Resolved | None
 
     @property
     def prediction(self) -> Prediction | None:
@@ -103,50 +97,46 @@ class Found:
         )
 
 
-def find_advice(request: Request, say: Say, *, local: bool, sync: bool = True) -> Found:
+def find_advice(asked: Resolved, say: Say, *, sync: bool = True) -> Found:
     """Measure the machines and links of a cluster and say what to do with them.
 
-    `request` names the files; which algorithm it names does not matter. Machines that do not answer are left
+    `asked` names the files; which algorithm it names does not matter. Machines that do not answer are left
     out, with one line each.
 
     Raises:
-        ConfigError: a file or an override is wrong.
+        ConfigError: no algorithm can follow the files.
         LaunchError: the server's machine, or every worker, is out of reach.
     """
-    settings = settings_of(request, local=local)
-    named = naming_workload(request, settings)
-    if local:
-        speeds, alone = _measured_here(named, settings, say)
+    if asked.local:
+        speeds, alone = _measured_here(asked, say)
         ways: dict[str, Way] = {}
     else:
-        speeds, ways = _measured_there(named, settings, say, sync=sync)
+        speeds, ways = _measured_there(asked, say, sync=sync)
         alone = {node: _samples_per_s(speed) for node, speed in speeds.items()}
-    site = site_of(settings, speeds, ways)
-    if local:
+    site = site_of(asked.settings, speeds, ways)
+    if asked.local:
         site = replace(site, num_cores=os.cpu_count() or 1)
     if not site.workers:
         raise LaunchError("no worker's machine could be measured: see the lines above")
     measured = speeds[site.workers[0].name]
     job = Job(measured.num_params, measured.num_samples)
-    advice = advise(options_of(request, site, job, measured.batch_size, say, local=local), alone)
+    advice = advise(options_of(asked, site, job, measured.batch_size, say), alone)
     return Found(
         speeds=speeds,
         ways=ways,
-        stated=settings.cluster.host_ip,
+        stated=asked.settings.cluster.host_ip,
         advice=advice,
         tokens_per_sample=measured.tokens_per_sample,
-        request=None if advice.chosen is None else _following(request, advice.chosen),
+        followed=None if advice.chosen is None else _following(asked, advice.chosen),
     )
 
 
 # --- measured
 
 
-def _measured_here(
-    named: Request, settings: Settings, say: Say
-) -> tuple[dict[str, Speed], dict[str, float]]:
+def _measured_here(asked: Resolved, say: Say) -> tuple[dict[str, Speed], dict[str, float]]:
     """Workers side by side, then this machine alone."""
-    nodes, files = settings.cluster.workers, files_of(named)
+    named, nodes, files = asked.request, asked.settings.cluster.workers, files_of(asked)
     of_all = {"is_local": True, "num_workers": len(nodes)}
     with tempfile.TemporaryDirectory() as meeting:
         together = {"meeting": meeting, "crowd": len(nodes), **of_all}
@@ -181,19 +171,18 @@ def one_thread(named: Request, node: str) -> Request:
     return replace(named, overrides=("threads=1", *named.overrides))
 
 
-def reach(
-    named: Request, settings: Settings, say: Say, *, sync: bool, **asked: Any
-) -> list[Computer]:
+def reach(asked: Resolved, say: Say, *, sync: bool, **questions: Any) -> list[Computer]:
     """Log in to the machines of a cluster file, and send them the project; who does not answer is left out.
 
-    `asked`: fields of what all are asked.
+    `questions`: fields of what all are asked.
     """
-    cluster_file, train_file = config_files(named)
     project = read_project(project_root())
     machines = machines_of(
-        named, settings, cluster_file, train_file, here=all_runs(), project=project
+        *(asked.request, asked.settings, asked.cluster_file, asked.train_file),
+        here=all_runs(),
+        project=project,
     )
-    files = files_of(named)
+    files = files_of(asked)
     say(f"looking at {', '.join(machines)}")
 
     def ready(machine: Machine) -> Computer | None:
@@ -204,18 +193,18 @@ def reach(
         except SmolclusterError as error:
             say(f"{error}; it is left out")
             return None
-        own = question(named, files, node=host.node, environ=env, **asked)
+        own = question(asked.request, files, node=host.node, environ=env, **questions)
         return Computer(host, machine.python, machine.project_dir, own)
 
     return [each for each in at_once(ready, list(machines.values())) if each is not None]
 
 
 def _measured_there(
-    named: Request, settings: Settings, say: Say, *, sync: bool
+    asked: Resolved, say: Say, *, sync: bool
 ) -> tuple[dict[str, Speed], dict[str, Way]]:
     """The machines of a cluster file, each for itself, then their ways to the server."""
-    cluster = settings.cluster
-    computers = reach(named, settings, say, sync=sync)
+    cluster = asked.settings.cluster
+    computers = reach(asked, say, sync=sync)
     if cluster.server not in [each.host.node for each in computers]:
         raise LaunchError(f"nothing can be said without {cluster.server}, the server's machine")
     speeds = _speeds(computers, say)
@@ -227,13 +216,6 @@ def _measured_there(
     return {node: speed for node, speed in speeds.items() if node not in lost}, ways
 
 
-def config_files(named: Request) -> tuple[Path, Path]:
-    return (
-        find_config(cluster_source(named.config, named.algorithm.name), "cluster"),
-        find_config(named.train_config or DEFAULT_TRAINING, "training"),
-    )
-
-
 @dataclass(frozen=True)
 class Files:
     """What every machine needs to know of the run."""
@@ -243,15 +225,15 @@ class Files:
     code: WorkloadCode | None
 
 
-def files_of(named: Request) -> Files:
+def files_of(asked: Resolved) -> Files:
     """Read and packed once, so that all machines measure the same.
 
     Raises:
         ConfigError: one cannot be read, or the code is too large.
     """
-    cluster_file, train_file = config_files(named)
-    code = None if named.workload is None else code_of(named.workload)
-    return Files(cluster_bytes(cluster_file), train_file.read_bytes(), code)
+    workload = asked.request.workload
+    code = None if workload is None else code_of(workload)
+    return Files(cluster_bytes(asked.cluster_file), asked.train_file.read_bytes(), code)
 
 
 def question(named: Request, files: Files, **more: Any) -> bytes:
@@ -326,9 +308,7 @@ def _interface(ways: Sequence[Way]) -> Interface:
     )
 
 
-def options_of(
-    request: Request, site: Site, job: Job, batch_size: int, say: Say, *, local: bool
-) -> list[Option]:
+def options_of(asked: Resolved, site: Site, job: Job, batch_size: int, say: Say) -> list[Option]:
     """The best settings of each algorithm that predicts, and can follow what the files say.
 
     Raises:
@@ -337,7 +317,7 @@ def options_of(
     options, reasons = list[Option](), list[str]()
     for spec in algorithms().values():
         try:
-            if tried := _tried(spec, request, site, job, batch_size, local=local):
+            if tried := _tried(spec, asked, site, job, batch_size):
                 options.append(best_settings(tried))
         except ConfigError as error:
             reasons.append(f"{spec.title} is left out: {error}")
@@ -349,7 +329,7 @@ def options_of(
 
 
 def _tried(
-    spec: AlgorithmSpec, request: Request, site: Site, job: Job, batch_size: int, *, local: bool
+    spec: AlgorithmSpec, asked: Resolved, site: Site, job: Job, batch_size: int
 ) -> list[Option]:
     """What an algorithm predicts: first as the files say, then with what else may be worth it.
 
@@ -362,10 +342,10 @@ def _tried(
     def with_batch_size(settings: Settings) -> Settings:
         return settings.with_batch_size(batch_size // settings.train.gradient_accumulation)
 
-    of_it = replace(request, algorithm=spec, config=_one_config(request))
-    own = with_batch_size(checked(of_it, local=local))
+    of_it = resolved(replace(asked.request, algorithm=spec), local=asked.local).checked()
+    own = with_batch_size(of_it.settings)
     candidates = model.candidates(site, job, own)
-    followed = can_follow(of_it, candidates, stated(request, os.environ), local=local)
+    followed = can_follow(of_it, candidates, stated(asked.request, os.environ))
     return [
         Option(spec.name, keys, model.predict(site, job, with_batch_size(settings)))
         for keys, settings in (({}, own), *followed)
@@ -373,17 +353,13 @@ def _tried(
 
 
 def can_follow(
-    request: Request,
-    candidates: Iterable[Mapping[str, Any]],
-    fixed: Collection[str] = (),
-    *,
-    local: bool,
+    asked: Resolved, candidates: Iterable[Mapping[str, Any]], fixed: Collection[str] = ()
 ) -> Iterator[tuple[dict[str, Any], Settings]]:
     """The candidates, each some keys with other values, that a run would not refuse, with their settings.
 
     `fixed` keys stay as they are, and so does the optimizer, which `auto` might choose anew.
     """
-    own = settings_of(request, local=local)
+    own = asked.settings
     told = {**dict(own.train), **dict(own.cluster)}
     for candidate in candidates:
         keys = {
@@ -392,27 +368,11 @@ def can_follow(
             if name not in fixed and value != told[name]
         }
         with suppress(ConfigError):
-            settings = checked(with_keys(request, keys), local=local)
+            settings = asked.with_overrides(as_overrides(keys)).checked().settings
             if settings.train.optimizer != own.train.optimizer:
                 keys["optimizer"] = own.train.optimizer
-                settings = checked(with_keys(request, keys), local=local)
+                settings = asked.with_overrides(as_overrides(keys)).checked().settings
             yield keys, settings
-
-
-def _one_config(request: Request) -> str:
-    """The cluster file of all predictions: the machines are in it."""
-    return cluster_source(request.config, request.algorithm.name)
-
-
-def checked(request: Request, *, local: bool) -> Settings:
-    """The settings of a request that its algorithm can follow.
-
-    Raises:
-        ConfigError: it cannot, or a file or an override is wrong.
-    """
-    settings = settings_of(request, local=local)
-    check_algorithm(settings, request.algorithm.name)
-    return settings
 
 
 def stated(request: Request, environ: Mapping[str, str]) -> set[str]:
@@ -430,11 +390,9 @@ def as_overrides(keys: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def with_keys(request: Request, keys: Mapping[str, Any]) -> Request:
-    return replace(request, overrides=(*request.overrides, *as_overrides(keys)))
-
-
-def _following(request: Request, chosen: Option) -> Request:
+def _following(asked: Resolved, chosen: Option) -> Resolved:
     """What is launched if the advice is followed."""
-    of_it = replace(request, algorithm=get_algorithm(chosen.algorithm), config=_one_config(request))
-    return with_keys(of_it, chosen.settings)
+    overrides = (*asked.request.overrides, *as_overrides(chosen.settings))
+    spec = get_algorithm(chosen.algorithm)
+    request = replace(asked.request, algorithm=spec, overrides=overrides)
+    return resolved(request, local=asked.local).checked()

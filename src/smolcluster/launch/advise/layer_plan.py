@@ -29,8 +29,7 @@ from smolcluster.launch.advise.command import (
 from smolcluster.launch.advise.measuring import Computer, measure_all
 from smolcluster.launch.host import Host
 from smolcluster.launch.links import Say, measure_all_ways
-from smolcluster.launch.plan import Request
-from smolcluster.launch.requests import naming_workload, settings_of
+from smolcluster.launch.requests import Resolved
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.training.stages.measure import LayerSpeeds
 
@@ -70,29 +69,21 @@ class FoundPlan:
     devices: Mapping[str, str]
 
 
-def find_layer_plan(
-    request: Request,
-    wanted: Wanted,
-    say: Say,
-    *,
-    local: bool,
-    sync: bool = True,
-) -> FoundPlan:
+def find_layer_plan(asked: Resolved, wanted: Wanted, say: Say, *, sync: bool = True) -> FoundPlan:
     """Measure, and plan.
 
     Raises:
-        ConfigError: a file, a key or the model is wrong, or nothing fits in memory.
+        ConfigError: what is wanted or the model is wrong, or nothing fits in memory.
         LaunchError: no machine could be measured.
     """
     if wanted.codec not in VALUE_NBYTES:
         raise ConfigError(f"--codec is {wanted.codec}, must be one of {', '.join(VALUE_NBYTES)}")
-    settings = settings_of(request, local=local)
-    named = naming_workload(request, settings)
+    settings = asked.settings
     num = num_microbatches(settings, wanted)
-    if local:
-        speeds, links = _measured_here(named, settings, num, say), dict[tuple[str, str], Link]()
+    if asked.local:
+        speeds, links = _measured_here(asked, num, say), dict[tuple[str, str], Link]()
     else:
-        reached = reach(named, settings, say, sync=sync, num_microbatches=num)
+        reached = reach(asked, say, sync=sync, num_microbatches=num)
         speeds, links = _measured_there(reached, settings, say)
     if not speeds:
         raise LaunchError("no worker's machine could be measured: see the lines above")
@@ -132,15 +123,13 @@ def num_microbatches(settings: Settings, wanted: Wanted) -> int:
 # --- measured
 
 
-def _measured_here(
-    named: Request, settings: Settings, num: int, say: Say
-) -> dict[str, LayerSpeeds]:
+def _measured_here(asked: Resolved, num: int, say: Say) -> dict[str, LayerSpeeds]:
     """This machine, as each of `--workers` processes side by side that share its memory."""
-    nodes = settings.cluster.workers
-    alone = one_thread(named, nodes[0])
+    nodes = asked.settings.cluster.workers
+    alone = one_thread(asked.request, nodes[0])
     of_all = {"is_local": True, "num_workers": len(nodes), "num_microbatches": num}
-    asked = question(alone, files_of(alone), **of_all)
-    found = measure_all([this_machine(ALONE, asked)], say, LAYER_SPEEDS)
+    told = question(alone, files_of(asked), **of_all)
+    found = measure_all([this_machine(ALONE, told)], say, LAYER_SPEEDS)
     return {
         node: each.model_copy(update={"memory_bytes": each.memory_bytes // len(nodes)})
         for node in nodes

@@ -9,11 +9,10 @@ from smolcluster.algorithms.planning.costs import Job, Site, costs_of
 from smolcluster.configs.schema import Settings
 from smolcluster.launch.advise.command import (
     Found,
+    as_overrides,
     can_follow,
-    checked,
     find_advice,
     site_of,
-    with_keys,
 )
 from smolcluster.launch.advise.show import advice_line, as_json, show
 from smolcluster.launch.advise.speed import Speed
@@ -21,7 +20,7 @@ from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.host import host_of
 from smolcluster.launch.links import Say, Way, measure_all_ways
 from smolcluster.launch.plan import Request
-from smolcluster.launch.requests import check_model, cluster_line, settings_of, training_line
+from smolcluster.launch.requests import Resolved, cluster_line, resolved, training_line
 from smolcluster.observability.terminal import SteadyConsole, print_line
 
 DO_NOT_DISTRIBUTE = 4
@@ -39,7 +38,7 @@ def advise_command(request: Request, *, local: bool, sync: bool, in_json: bool) 
         SmolclusterError: nothing can be said.
     """
     say = partial(print_line, SteadyConsole(stderr=True))
-    found = find_advice(request, say, local=local, sync=sync)
+    found = find_advice(resolved(request, local=local), say, sync=sync)
     if in_json:
         sys.stdout.write(f"{as_json(found)}\n")
     else:
@@ -54,13 +53,12 @@ def launch_as_stated(request: Request, how: LaunchOptions, *, local: bool) -> in
         SmolclusterError: what prevents it, in one line.
     """
     say = partial(print_line, SteadyConsole())
-    settings = checked(request, local=local)
-    check_model(request, settings)
+    asked = resolved(request, local=local).checked()
     if how.on == "ssh" or not how.dry_run:  # a file for a scheduler says it itself
-        say(training_line(request, settings))
+        say(training_line(asked))
     if how.on == "ssh" and not local:
-        say(cluster_line(request))
-    return launch(with_stores_chosen(request, say, local=local), how, local=local)
+        say(cluster_line(asked))
+    return launch(with_stores_chosen(asked, say), how)
 
 
 def launch_advised(request: Request, how: LaunchOptions, *, local: bool) -> int:
@@ -71,48 +69,47 @@ def launch_advised(request: Request, how: LaunchOptions, *, local: bool) -> int:
     Raises:
         SmolclusterError: nothing can be said, or the launch is prevented.
     """
-    console = SteadyConsole()
-    say = partial(print_line, console)
-    say(training_line(request, settings_of(request, local)))
+    say = partial(print_line, SteadyConsole())
+    asked = resolved(request, local=local)
+    say(training_line(asked))
     if not local:
-        say(cluster_line(request))
-    found = find_advice(request, say, local=local, sync=how.sync)
+        say(cluster_line(asked))
+    found = find_advice(asked, say, sync=how.sync)
     say(advice_line(found))
-    if found.request is None:
+    if found.followed is None:
         return _code(found)
-    return launch(found.request, replace(how, prediction=found.prediction), local=local)
+    return launch(found.followed, replace(how, prediction=found.prediction))
 
 
 def _code(found: Found) -> int:
     return DO_NOT_DISTRIBUTE if found.advice.chosen is None else 0
 
 
-def with_stores_chosen(request: Request, say: Say, *, local: bool) -> Request:
+def with_stores_chosen(asked: Resolved, say: Say) -> Resolved:
     """The request with the hosts that suit the links, if its cluster file leaves them open; says which.
 
     Raises:
         LaunchError: the server's links cannot be measured.
     """
-    settings = settings_of(request, local=local)
-    if settings.cluster.servers != "auto" or local or request.script is not None:
-        return request
-    cluster = settings.cluster
+    cluster = asked.settings.cluster
+    if cluster.servers != "auto" or asked.local or asked.request.script is not None:
+        return asked
     server = host_of(cluster, cluster.server)
     hosts = [host_of(cluster, node) for node in cluster.workers]
     apart = [each for each in hosts if each.destination != server.destination]
     ways = measure_all_ways(server, apart, cluster.host_ip, cluster.port, say)
-    site = site_of_links(settings, ways, {each.node for each in apart})
-    keys = chosen_keys(request, settings, site)
+    site = site_of_links(asked.settings, ways, {each.node for each in apart})
+    keys = chosen_keys(asked, site)
     if "servers" not in keys:
         say(
             f"stores: all on {cluster.server}; other hosts would make it no faster on these links, or cannot "
             "hold parts of what is trained so"
         )
-        return request
+        return asked
     shares = keys["servers"]
     total = sum(shares.values())
     say(f"stores: {', '.join(f'{node} {share / total:.0%}' for node, share in shares.items())}")
-    return with_keys(request, keys)
+    return asked.with_overrides(as_overrides(keys)).checked()
 
 
 def site_of_links(settings: Settings, ways: dict[str, Way], apart: set[str]) -> Site:
@@ -121,11 +118,11 @@ def site_of_links(settings: Settings, ways: dict[str, Way], apart: set[str]) -> 
     return site_of(settings, dict.fromkeys(known, ANY_SPEED), ways)
 
 
-def chosen_keys(request: Request, settings: Settings, site: Site) -> dict[str, Any]:
+def chosen_keys(asked: Resolved, site: Site) -> dict[str, Any]:
     """What a run would be told about stores; nothing: others do not help, or the algorithm refuses them."""
-    model = costs_of(request.algorithm)
-    candidates = () if model is None else model.candidates(site, ANY_SIZE, settings)
-    for keys, _ in can_follow(request, candidates, local=False):
+    model = costs_of(asked.request.algorithm)
+    candidates = () if model is None else model.candidates(site, ANY_SIZE, asked.settings)
+    for keys, _ in can_follow(asked, candidates):
         if "servers" in keys:
             return {name: keys[name] for name in KEYS if name in keys}
     return {}

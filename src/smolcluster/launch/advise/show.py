@@ -64,11 +64,11 @@ def lines(found: Found) -> Iterator[str]:
         if way.address != told:
             yield f"host_ip.{node}: {way.address} is better than {told} ({way.reason})"
     yield advice_line(found)
-    chosen, request = found.advice.chosen, found.request
-    if chosen is None or request is None:
+    if found.followed is None:
         return
+    request = found.followed.request
     overrides = [word for text in request.overrides for word in ("--override", text)]
-    config = ["--config", request.config] if request.config else []
+    config = ("--config", str(request.config))
     command = as_command("launch", request.algorithm.commands[0].name, *config, *overrides)
     yield f"{command}, or launch --auto, does it"
 

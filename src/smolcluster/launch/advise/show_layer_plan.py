@@ -12,6 +12,7 @@ from smolcluster.algorithms.planning.layers import LayerPlan, gigabytes, in_word
 from smolcluster.algorithms.planning.plan_file import PLAN, PlanFile, document_of
 from smolcluster.launch.advise.layer_plan import FoundPlan, Wanted, find_layer_plan
 from smolcluster.launch.plan import Request
+from smolcluster.launch.requests import resolved
 from smolcluster.observability.terminal import SteadyConsole, print_line, steady
 
 
@@ -29,7 +30,7 @@ def plan_command(
         SmolclusterError: nothing can be measured, or nothing fits.
     """
     say = partial(print_line, SteadyConsole(stderr=True))
-    found = find_layer_plan(request, wanted, say, local=local, sync=sync)
+    found = find_layer_plan(resolved(request, local=local), wanted, say, sync=sync)
     if in_json:
         sys.stdout.write(f"{json.dumps(json.loads(PLAN.text(plan_file(found))), indent=2)}\n")
         return 0

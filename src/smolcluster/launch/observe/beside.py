@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,7 +27,6 @@ from smolcluster.launch.observe.targets import (
     targets_of,
     write_targets,
 )
-from smolcluster.launch.plan import Request
 from smolcluster.observability.exporter import LOOPBACK, free_ports
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.utils.words import as_command
@@ -126,31 +124,30 @@ def forget(run_id: str) -> None:
             file_of(stack, run_id).unlink(missing_ok=True)
 
 
-def within_reach(request: Request, cluster: ClusterConfig) -> Request:
-    """The same request for this machine alone, its `/metrics` where Prometheus' container reaches them.
+def within_reach(cluster: ClusterConfig) -> tuple[str, ...]:
+    """Overrides with which Prometheus' container reaches the `/metrics` of a run on this machine alone.
 
-    On Linux that is Docker's bridge, which other machines do not reach either. A stated `metrics_bind` stays.
+    On Linux they are on Docker's bridge, which other machines do not reach either. A stated `metrics_bind`
+    stays.
     """
     if cluster.metrics_bind is not None or cluster.metrics_port is None:
-        return request
+        return ()
     address = bridge_address()
-    if address is None:
-        return request
-    return replace(request, overrides=(*request.overrides, f"metrics_bind={address}"))
+    return () if address is None else (f"metrics_bind={address}",)
 
 
-def beside_others(request: Request, cluster: ClusterConfig, say: Say) -> Request:
-    """The same request for this machine alone, its `/metrics` on ports that no other run has.
+def beside_others(cluster: ClusterConfig, say: Say) -> tuple[str, ...]:
+    """Overrides that give a run on this machine alone ports for `/metrics` that no other run has.
 
     Prometheus is told of these; a process that finds its port taken since then takes the next free one.
     """
     stated = cluster.metrics_port
     if stated is None:
-        return request
+        return ()
     port = free_ports(cluster.metrics_bind or LOOPBACK, stated, 1 + len(cluster.workers))
     if port in (None, stated):
-        return request
+        return ()
     say(
         f"metrics for Prometheus are served from port {port} on ({stated} or one after it is taken)"
     )
-    return replace(request, overrides=(*request.overrides, f"metrics_port={port}"))
+    return (f"metrics_port={port}",)
