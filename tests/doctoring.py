@@ -4,13 +4,15 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.doctor.findings import MachineFacts, NodeChecks
 from smolcluster.launch.host import Done, Host
+from smolcluster.launch.plan import Machine
+from smolcluster.launch.project import LATEST
 
 LINUX = MachineFacts("Linux", "x86_64", packages="apt-get")
 MAC = MachineFacts("Darwin", "arm64", is_apple_silicon=True, packages="brew")
@@ -36,12 +38,19 @@ def large_cluster(num_nodes: int) -> ClusterConfig:
 
 
 def node_checks(name: str = "pi5", facts: MachineFacts = LINUX, **stated: Any) -> NodeChecks:
-    """A worker that has been reached; `stated` is of its section of the cluster file, or of `NodeChecks`."""
+    """A worker that has been reached; `stated` is of its section of the file, `Machine` or `NodeChecks`."""
     own = {
         key: stated.pop(key) for key in ("device", "torch", "env", "project_dir") if key in stated
     }
-    known = {"token": "t0", **stated}
-    return NodeChecks(Host(name, name), cluster({name: own}), facts=facts, **known)
+    where = {key: stated.pop(key) for key in ("python", "secret_file") if key in stated}
+    machine = replace(machine_at(Host(name, name), own.get("project_dir")), **where)
+    return NodeChecks(machine, cluster({name: own}), facts=facts, **{"token": "t0", **stated})
+
+
+def machine_at(host: Host, own_dir: str | None = None) -> Machine:
+    """A machine with the project in its cache, or in its owner's own folder."""
+    is_own = own_dir is not None
+    return Machine(host, own_dir or LATEST, runs_dir="~/runs", is_own=is_own)
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ def healthy_nodes(
     stated = stated or cluster()
     return [
         NodeChecks(
-            FakeHost(node, node, says=(says or {}).get(node, {}), **more),
+            machine_at(FakeHost(node, node, says=(says or {}).get(node, {}), **more)),
             stated,
             packages=("torch",),
             token="t0",

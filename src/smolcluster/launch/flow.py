@@ -22,7 +22,7 @@ from smolcluster.configs.checks import check_unencrypted
 from smolcluster.configs.overrides import workload_overrides
 from smolcluster.configs.schema import config_of
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch.doctor.checks_links import check_packets
+from smolcluster.launch.doctor.checks_links import check_links
 from smolcluster.launch.find import all_runs, find
 from smolcluster.launch.host import Host
 from smolcluster.launch.invite.start import begin_inviting, check_invitable
@@ -56,7 +56,6 @@ from smolcluster.launch.plan import (
 )
 from smolcluster.launch.prepare import (
     NotFit,
-    check_port,
     check_systems,
     examine,
     make_ready,
@@ -328,13 +327,12 @@ class Cluster(Site):
             check_systems(dict(zip(machines, systems, strict=True)))
 
     def make_ready(self, launched: Launched, say: Say) -> RunPaths:
-        check_port(host_of(launched.server), launched.port)
         machines, secret = self._machines.values(), ensure_secret(own_secret_file()).key
         make_ready(machines, secret, say, project=self._project, sync=self.how.sync)
         asked, cluster = self.asked, self.asked.settings.cluster
+        check_links(cluster, self._machines)
         cluster_file = cluster_bytes(asked.cluster_file, asked.request.without)
         put_configuration(launched, cluster_file, asked.train_file.read_bytes(), self._code)
-        check_packets(cluster, self._machines)
         paths = super().make_ready(launched, say)
         self._keep(paths, self._code)
         self.stack = stack_for(self.how.observe, cluster, say)

@@ -99,6 +99,16 @@ class Listener(BaseModel):
     def ports(self) -> dict[str, int]:
         return {address: place.port for address, place in self.places.items() if place.port}
 
+    @property
+    def by(self) -> str:
+        """Who has the wanted port, as a sentence's end; empty: unknown."""
+        return f" by {self.holder}" if self.holder else ""
+
+    @property
+    def other_port(self) -> str:
+        """What to take in the place of a port that is in use."""
+        return f"--override port={self.free}" if self.free else "another port"
+
 
 def probe_source() -> bytes:
     return Path(link_probe.__file__).read_bytes()

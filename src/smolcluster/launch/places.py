@@ -92,39 +92,48 @@ def machines_of(
     asked_dir = next((value for key, _, value in reversed(keys) if key == "runs_dir"), None)
 
     def machine(node: str) -> Machine:
-        config, stated = settings.cluster.nodes.get(node, NodeConfig()), raw.get(node) or {}
-        is_own = config.project_dir is not None
-        found = Machine(
-            host=Host(node, config.ssh or node),
-            project_dir=config.project_dir or project.folder(config.torch),
-            runs_dir=(
-                asked_dir
-                or stated.get("runs_dir")
-                or (f"{config.project_dir}/runs" if is_own else RUNS)
-            ).rstrip("/"),
+        stated, config = raw.get(node) or {}, settings.cluster.nodes.get(node, NodeConfig())
+        found = machine_of(node, config, stated, here=here, project=project)
+        if found.is_here:
+            return replace(found, overrides=data, env=inherited() | config.env)
+        needed = keys_of(node, request, settings, os.environ | config.env)
+        return replace(
+            found,
+            runs_dir=(asked_dir or found.runs_dir).rstrip("/"),
             overrides=tuple(
                 text
                 for text in data
                 if text.partition("=")[0].rpartition(".")[2] not in (stated.get("dataset") or {})
             ),
-            torch=config.torch,
-            secret_file=stated.get("secret_file"),
-            is_own=is_own,
+            env=forwarded(os.environ, needed) | config.env,
         )
-        if config.ssh == HERE:
-            return replace(
-                found,
-                host=Host(node),
-                project_dir=str(project_root()),
-                runs_dir=str(here),
-                python=sys.executable,
-                overrides=data,
-                env=inherited() | config.env,
-            )
-        needed = keys_of(node, request, settings, os.environ | config.env)
-        return replace(found, env=forwarded(os.environ, needed) | config.env)
 
     return {node: machine(node) for node in settings.cluster.machines}
+
+
+def machine_of(
+    node: str, config: NodeConfig, stated: Mapping[str, Any], *, here: Path, project: Project
+) -> Machine:
+    """Where runs live on a machine of a cluster file, in which its section is `stated` as written."""
+    found = Machine(
+        host=Host(node, config.ssh or node),
+        project_dir=config.project_dir or project.folder(config.torch),
+        runs_dir=stated.get("runs_dir")
+        or (RUNS if config.project_dir is None else f"{config.project_dir}/runs"),
+        torch=config.torch,
+        secret_file=stated.get("secret_file"),
+        is_own=config.project_dir is not None,
+    )
+    if config.ssh != HERE:
+        return found
+    return replace(
+        found,
+        host=Host(node),
+        project_dir=str(project_root()),
+        runs_dir=str(here),
+        python=sys.executable,
+        is_own=False,
+    )
 
 
 def _data_overrides(train_file: Path) -> Iterator[str]:

@@ -106,7 +106,8 @@ class Machine:
         torch: the build of PyTorch, as `nodes.<name>.torch`.
         env: what is added to the environment of its processes.
         secret_file: where the secret belongs; None: the default place.
-        is_own: whether the project's folder is a clone of its owner's, which is used as it is.
+        is_own: whether the project's folder is a clone of its owner's on another machine, which is used as
+            it is.
     """
 
     host: Host
@@ -124,6 +125,11 @@ class Machine:
     def is_here(self) -> bool:
         """Whether it is the machine that launches: then nothing needs to be brought there."""
         return self.host.destination is None
+
+    @property
+    def interpreter(self) -> str:
+        """The interpreter's whole path there."""
+        return self.python if self.python.startswith("/") else f"{self.project_dir}/{self.python}"
 
 
 Machines = Mapping[str, Machine]

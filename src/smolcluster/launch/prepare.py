@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
-from smolcluster.errors import ConfigError, LaunchError, PortBusy, SmolclusterError
+from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.host import Host, Unreachable, shell_path
 from smolcluster.launch.plan import Machine
 from smolcluster.launch.project import Project, bring, look_at_clone
@@ -32,7 +32,6 @@ FORWARDED = (
 NODE_ENV = re.compile(r"SMOLCLUSTER_NODES__.+__ENV(__.+)?", re.IGNORECASE)
 """A setting that only its node may see: it may hold secrets."""
 WANDB_KEY, HUB_KEY = "WANDB_API_KEY", "HF_TOKEN"
-DEFAULT_SECRET = '"${XDG_CONFIG_HOME:-$HOME/.config}"/smolcluster/secret'  # noqa: S105 - a path
 
 
 class NotFit(LaunchError):
@@ -188,42 +187,14 @@ def check(host: Host, project_dir: str, tools: Sequence[str]) -> str:
     return next((word[1] for word in words if word[0] == "system" and word[1:]), "")
 
 
-def check_port(host: Host, port: int) -> None:
-    """See that nobody on the server's machine listens on a port.
-
-    Raises:
-        PortBusy: somebody does; the message offers the next free one.
-        LaunchError: the machine cannot be asked.
-    """
-    done = host.run(
-        "if command -v ss >/dev/null; then ss -Htln; else netstat -an -p tcp; fi 2>/dev/null"
-    )
-    taken = listening_ports(done.stdout)
-    if port in taken:
-        others = (*range(port + 1, 65536), *range(1024, port))
-        free = next(number for number in others if number not in taken)
-        raise PortBusy(
-            f"{host.node} ({host.shown}): port {port} is in use, perhaps by another run (smolcluster runs "
-            f"lists them); take another one: --override port={free}"
-        )
-
-
-def listening_ports(output: str) -> set[int]:
-    """The ports on which somebody listens, of what `ss -Htln` (Linux) or `netstat -an` (macOS) prints."""
-    lines = [line.split() for line in output.splitlines() if "LISTEN" in line]
-    ports = [line[3].replace(".", ":").rpartition(":")[2] for line in lines if line[3:]]
-    return {int(port) for port in ports if port.isdigit()}
-
-
 def hand_over_secret(host: Host, file: str | None, secret: bytes) -> bool:
     """Write the cluster's secret to a machine, by standard input; whether it had another one.
 
     Raises:
         LaunchError: it cannot be written.
     """
-    path = DEFAULT_SECRET if file is None else shell_path(file)
     done = host.run(
-        f'umask 077; file={path}; new=$(cat); old=$(cat "$file" 2>/dev/null)\n'
+        f'umask 077; file={secret_path(file)}; new=$(cat); old=$(cat "$file" 2>/dev/null)\n'
         '[ "$new" = "$old" ] && chmod 600 "$file" && exit 0\n'
         'mkdir -p "$(dirname "$file")" && printf "%s\\n" "$new" > "$file.$$" && mv "$file.$$" "$file" '
         '|| exit 1\n[ -z "$old" ] || exit 3',
@@ -232,6 +203,13 @@ def hand_over_secret(host: Host, file: str | None, secret: bytes) -> bool:
     if done.code not in (0, 3):
         raise LaunchError(f"{host.node}: the secret cannot be written: {done.stderr_tail}")
     return done.code == 3
+
+
+def secret_path(file: str | None) -> str:
+    """Where the cluster's secret belongs on a machine, as words of its shell; None: the default place."""
+    if file is None:
+        return '"${XDG_CONFIG_HOME:-$HOME/.config}"/smolcluster/secret'
+    return shell_path(file)
 
 
 def forwarded(environ: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:

@@ -12,14 +12,16 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from doctoring import LINUX, MAC, cluster, node_checks
+from doctoring import LINUX, MAC, cluster, machine_at, node_checks
 from harness import free_port
 from reading import fake_ssh, launched_run, server
+from smolcluster.errors import PortBusy
 from smolcluster.launch.doctor.checks import (
     CONTACT_SCRIPT,
     MIN_PYTHON,
@@ -27,6 +29,7 @@ from smolcluster.launch.doctor.checks import (
     judge_system,
     read_facts,
 )
+from smolcluster.launch.doctor.checks_links import check_links
 from smolcluster.launch.doctor.checks_project import (
     WORKLOAD_CHECKS,
     environment_script,
@@ -141,11 +144,7 @@ OURS = Project({"src/smolcluster/a.py": b"ours"}).sums
 CODE = {f"{FOLDER}/src/smolcluster/a.py": "ours"}
 PYTHON = f"{FOLDER}/.venv/bin/python"
 WHOLE = {PYTHON: 'exec python3 "$@"'}
-OWN = {
-    "project_dir": "~/smolcluster",
-    "folder": "~/smolcluster",
-    "python": "~/smolcluster/.venv/bin/python",
-}
+OWN = {"project_dir": "~/smolcluster"}
 NVIDIA_SMI = ".local/bin/nvidia-smi"
 H200 = {NVIDIA_SMI: "echo 'GPU 0: NVIDIA H200 (UUID: GPU-1f2e)'"}
 
@@ -286,6 +285,16 @@ def test_a_port_that_the_users_own_run_listens_on_is_no_failure(
         with run_lock(paths.lock), listening(node):
             pass
         check_found(node.findings["port"], state, words)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_launch_onto_a_port_in_use_is_refused_with_a_free_one(taken: int) -> None:
+    for port in (taken, free_port()):
+        stated = cluster(host_ip=dict.fromkeys(("mini1", "mini2", "pi5"), "127.0.0.1"), port=port)
+        machines = {name: machine_at(Host(name, name)) for name in stated.machines}
+        is_refused = pytest.raises(PortBusy, match=rf"mini1 .*: port {port} is in use.* port=\d+$")
+        with is_refused if port == taken else nullcontext():
+            check_links(stated, machines)
 
 
 def test_facts_are_read_of_a_mac_and_of_this_machine(home: Path) -> None:

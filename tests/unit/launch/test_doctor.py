@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from doctoring import HEALTHY, FakeHost, cluster, healthy_nodes, large_cluster
+from doctoring import HEALTHY, FakeHost, cluster, healthy_nodes, large_cluster, machine_at
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch.doctor import examine as module
+from smolcluster.launch import places
 from smolcluster.launch.doctor.check_report import as_json_text, exit_code, show
 from smolcluster.launch.doctor.checks_links import link_limit_s
 from smolcluster.launch.doctor.examine import (
@@ -22,7 +22,7 @@ from smolcluster.launch.doctor.examine import (
 )
 from smolcluster.launch.doctor.findings import QUICK_S, Finding, NodeChecks
 from smolcluster.launch.doctor.table import MAX_SESSIONS, ORDER
-from smolcluster.launch.host import Host, TookTooLong, Unreachable
+from smolcluster.launch.host import TookTooLong, Unreachable
 from smolcluster.launch.project import read_project
 from waiting import DEADLINE_S
 
@@ -179,7 +179,7 @@ def test_two_names_of_one_machine_are_seen(
     nodes = healthy_nodes(cluster(**({"host_ip": host_ip} if host_ip else {})))
     for node, id_, destination in zip(nodes, ids, destinations, strict=True):
         said = f"system Linux\nmachine aarch64\nid {id_}\nname mini\n"
-        node.host = FakeHost(node.name, destination, says={"system": said})
+        node.machine = machine_at(FakeHost(node.name, destination, says={"system": said}))
     examine(nodes)
     found = {node.name: node.findings["identity"] for node in nodes}
     assert {name: each.what for name, each in found.items() if each.state != "ok"} == twins
@@ -257,10 +257,7 @@ def test_the_command(
     file = tmp_path / "cluster.yaml"
     file.write_text(CLUSTER_FILE)
 
-    def fake(_cluster: object, node: str) -> Host:
-        return FakeHost(node, None if node == "mini1" else "pi@10.0.0.7")
-
-    monkeypatch.setattr(module, "host_of", fake)
+    monkeypatch.setattr(places, "Host", FakeHost)
     assert doctor(str(file), [], as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
     assert doctor(str(file), [], as_json=False) == 0
@@ -272,12 +269,13 @@ def test_the_command(
 def test_what_is_known_of_a_node_beforehand() -> None:
     stated = cluster({"mini1": {"ssh": "local"}, "pi5": {"project_dir": "/srv/it"}})
     mini1, mini2, pi5 = nodes_of(stated, {"pi5": {"secret_file": "~/s"}})
-    assert mini1.is_here
-    assert mini1.python == sys.executable
-    assert mini2.folder == read_project(CHECKOUT).folder("auto")
-    assert [node.is_own for node in (mini1, mini2, pi5)] == [False, False, True]
-    assert (pi5.host.destination, pi5.folder) == ("pi5", "/srv/it")
-    assert (pi5.python, pi5.secret_file) == ("/srv/it/.venv/bin/python", "~/s")
+    assert mini1.machine.is_here
+    assert mini1.machine.interpreter == sys.executable
+    assert mini2.machine.project_dir == read_project(CHECKOUT).folder("auto")
+    assert [node.machine.is_own for node in (mini1, mini2, pi5)] == [False, False, True]
+    assert (pi5.host.destination, pi5.machine.project_dir) == ("pi5", "/srv/it")
+    assert pi5.machine.interpreter == "/srv/it/.venv/bin/python"
+    assert pi5.machine.secret_file == "~/s"
     assert mini1.token == pi5.token != ""
 
 

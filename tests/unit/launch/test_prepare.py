@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import stat
 import threading
 from collections.abc import Callable
@@ -10,46 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from smolcluster.errors import LaunchError, PortBusy
+from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.prepare import (
     MIN_FREE_KIB,
     TOOLS,
     check,
-    check_port,
     forwarded,
     hand_over_secret,
-    listening_ports,
     run_on_all,
 )
 from waiting import DEADLINE_S
 
 HERE = Host("pi5")
 SECRET = b"0123456789abcdef0123456789abcdef"
-
-SS = """\
-LISTEN 0      128          0.0.0.0:22        0.0.0.0:*
-LISTEN 0      4096   127.0.0.53%lo:53        0.0.0.0:*
-LISTEN 0      128             [::]:2222         [::]:*
-LISTEN 0      128                *:3000            *:*
-LISTEN 0      128    [fe80::1]%eth0:6000         [::]:*
-"""
-NETSTAT_MACOS = """\
-Active Internet connections (including servers)
-Proto Recv-Q Send-Q  Local Address          Foreign Address        (state)
-tcp4       0      0  10.10.0.1.52000        10.10.0.2.65432        ESTABLISHED
-tcp4       0      0  127.0.0.1.631          *.*                    LISTEN
-tcp6       0      0  ::1.632                *.*                    LISTEN
-tcp46      0      0  *.65432                *.*                    LISTEN
-tcp6       0      0  fe80::1%lo0.1024       *.*                    LISTEN
-"""
-NETSTAT_LINUX = """\
-Active Internet connections (servers and established)
-Proto Recv-Q Send-Q Local Address           Foreign Address         State
-tcp        0      0 0.0.0.0:22              0.0.0.0:*               LISTEN
-tcp        0      0 10.10.0.1:52000         10.10.0.2:65432         ESTABLISHED
-tcp6       0      0 :::8080                 :::*                    LISTEN
-"""
 
 
 def that_says(said: str) -> Host:
@@ -142,48 +115,6 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
 
 def test_what_a_login_prints_besides_does_no_harm() -> None:
     check(that_says("Welcome!\n\nfree beer\nfree\nmissing\nfree 999999\n"), "~/p", ["uv"])
-
-
-# Ports
-
-
-@pytest.mark.parametrize(
-    ("output", "ports"),
-    [
-        (SS, {22, 53, 2222, 3000, 6000}),
-        (NETSTAT_MACOS, {631, 632, 65432, 1024}),
-        (NETSTAT_LINUX, {22, 8080}),
-        ("", set()),
-        ("LISTEN to me\nLISTEN 0 128 *:* *:*\n", set()),
-    ],
-    ids=["ss", "macOS", "netstat", "nothing", "noise"],
-)
-def test_who_listens_is_read_from_either_program(output: str, ports: set[int]) -> None:
-    assert listening_ports(output) == ports
-
-
-@pytest.mark.parametrize("tool", ["ss", "netstat"])
-def test_a_busy_port_is_told_with_a_free_one(
-    tool: str, only: Callable[..., None], tmp_path: Path
-) -> None:
-    if (program := shutil.which(tool)) is None:
-        pytest.skip(f"{tool} is not installed")
-    only()
-    (tmp_path / "bin" / tool).symlink_to(program)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with pytest.raises(PortBusy, match=rf"pi5 .*: port {port} is in use.* port=\d+$"):
-            check_port(HERE, port)
-    check_port(HERE, port)
-
-
-def test_the_port_that_is_offered_is_free() -> None:
-    taken = "".join(f"LISTEN 0 1 *:{port} *:*\n" for port in (6000, 6001, 65535, 1024))
-    with pytest.raises(PortBusy, match=r"--override port=6002$"):
-        check_port(that_says(taken), 6000)
-    with pytest.raises(PortBusy, match=r"--override port=1025$"):
-        check_port(that_says(taken), 65535)
-    check_port(that_says(taken), 6002)
 
 
 # The secret

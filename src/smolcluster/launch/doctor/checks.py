@@ -20,7 +20,7 @@ from smolcluster.launch.doctor.findings import (
     warn,
 )
 from smolcluster.launch.host import HAS_PYTHON3, shell_path
-from smolcluster.launch.prepare import DEFAULT_SECRET, TOOLS
+from smolcluster.launch.prepare import TOOLS, secret_path
 from smolcluster.utils.units import format_bytes, format_duration
 
 MIN_PYTHON = (3, 11)
@@ -111,7 +111,7 @@ def installing(facts: MachineFacts, package: str) -> str:
 
 
 def python_script(node: NodeChecks) -> str:
-    own = shell_path(node.python)
+    own = shell_path(node.machine.interpreter)
     wanted = ".".join(map(str, MIN_PYTHON))
     return f"""
 if [ -x {own} ]; then exec {own} --version; fi
@@ -134,7 +134,7 @@ def judge_python(answer: Answer, _node: NodeChecks) -> Finding:
 
 def disk_script(node: NodeChecks) -> str:
     return f"""
-folder={shell_path(node.folder)}
+folder={shell_path(node.machine.project_dir)}
 [ -e "$folder"/.venv/bin/python ] && echo "environment there"
 while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done
 df -Pk "$folder" """
@@ -142,8 +142,8 @@ df -Pk "$folder" """
 
 def judge_disk(answer: Answer, node: NodeChecks) -> Finding:
     free = int(answer.stdout.splitlines()[-1].split()[3]) * 1024
-    has_environment = node.is_here or "environment there" in answer.stdout
-    what = f"only {format_bytes(free)} free for {node.folder}"
+    has_environment = node.machine.is_here or "environment there" in answer.stdout
+    what = f"only {format_bytes(free)} free for {node.machine.project_dir}"
     fix = "free some"
     if free < MIN_DISK_TO_INSTALL and not has_environment:
         return fail(f"{what}, and PyTorch is still to be installed", fix)
@@ -200,7 +200,7 @@ def judge_sleep(answer: Answer, _node: NodeChecks) -> Finding:
 
 
 def secret_script(node: NodeChecks) -> str:
-    file = DEFAULT_SECRET if node.secret_file is None else shell_path(node.secret_file)
+    file = secret_path(node.machine.secret_file)
     return f'file={file}\n[ -e "$file" ] || exit 0\nls -ld "$file"'
 
 

@@ -11,10 +11,10 @@ import json
 import secrets
 import shlex
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from smolcluster.configs.schema import ClusterConfig
-from smolcluster.errors import LaunchError
+from smolcluster.errors import LaunchError, PortBusy
 from smolcluster.launch.doctor.findings import (
     Answer,
     Check,
@@ -27,7 +27,6 @@ from smolcluster.launch.doctor.findings import (
     warn,
 )
 from smolcluster.launch.find import all_runs
-from smolcluster.launch.host import Host
 from smolcluster.launch.links import (
     Listener,
     ask,
@@ -81,7 +80,7 @@ def link_limit_s(node: NodeChecks) -> float:
 def listen_script(node: NodeChecks) -> str:
     cluster = node.cluster
     words = (cluster.port, node.token, listen_seconds(cluster), *listening_addresses(cluster))
-    return probe_script(node.python, "listen", *words)
+    return probe_script(node.machine.interpreter, "listen", *words)
 
 
 def judge_port(answer: Answer, node: NodeChecks) -> Finding:
@@ -93,16 +92,14 @@ def judge_port(answer: Answer, node: NodeChecks) -> Finding:
         )
     came = {place.state: place for place in listener.places.values()}
     if "busy" in came:
-        other = f"--override port={listener.free}" if listener.free else "another port"
         if own := _own_run_on(port, node.host.destination):
             return warn(
                 f"port {port} is in use by your run {own}",
-                f"to start another beside it take {other}; {as_command('stop', own)} ends it",
+                f"to start another beside it take {listener.other_port}; {as_command('stop', own)} ends it",
             )
-        by = f" by {listener.holder}" if listener.holder else ""
         return fail(
-            f"port {port} is in use{by}",
-            f"{as_command('runs')} shows whether a run has it; end that, or take {other}",
+            f"port {port} is in use{listener.by}",
+            f"{as_command('runs')} shows whether a run has it; end that, or take {listener.other_port}",
         )
     if "refused" in came:
         why = came["refused"].why
@@ -170,7 +167,7 @@ mv "$1/part" "$1/inside"
 END
 cat > "$dir/knock.sh" <<'END'
 PATH=$(cat "$1/path"); export PATH
-{python_lines(node.python)}
+{python_lines(node.machine.interpreter)}
 python "$1/probe.py" knock {shlex.join(map(str, _target(node)))}
 END
 echo "outside $(sh "$dir/knock.sh" "$dir" 2>&1 | tail -n 1)"
@@ -250,7 +247,7 @@ def _unreached(error: str, node: NodeChecks) -> Finding:
 
 def link_script(node: NodeChecks, verb: str = "measure") -> str:
     """Measure round trips and bandwidth, or with `large` only see that large packets pass."""
-    return probe_script(node.python, verb, *_target(node))
+    return probe_script(node.machine.interpreter, verb, *_target(node))
 
 
 def lost_packets(told: Mapping[str, str], node: NodeChecks) -> tuple[str, str]:
@@ -297,37 +294,40 @@ LINK_CHECKS = (
 """While the listener waits."""
 
 
-def check_packets(cluster: ClusterConfig, machines: Machines) -> None:
-    """See that packets of full size pass before a run; what cannot be measured is left to the run to tell.
+def check_links(cluster: ClusterConfig, machines: Machines) -> None:
+    """See before a run that the server's port is free and that packets of full size reach it.
 
     Where an MTU on the way is smaller than those of both ends, connections are made and large frames never
-    arrive: a run would begin, and train nothing.
+    arrive: a run would begin, and train nothing. What cannot be measured is left to the run to tell.
 
     Raises:
-        LaunchError: they are lost on the way of at least one worker.
+        PortBusy: somebody listens at the port; the message offers the next free one.
+        LaunchError: large packets are lost on the way of at least one worker.
     """
     token = secrets.token_hex(8)
+    server, *others = (
+        NodeChecks(machines[each], cluster, token=token) for each in cluster.machines
+    )
 
-    def node_at(host: Host) -> NodeChecks:
-        machine = machines[host.node]
-        of_node = machine.python.startswith("/")
-        python = machine.python if of_node else f"{machine.project_dir}/{machine.python}"
-        return NodeChecks(host, cluster, python=python, token=token, listener=listener)
-
-    def look(host: Host) -> None:
-        node, told = node_at(host), {}
-        with suppress(LaunchError):
-            told = ask(host, link_script(node, "large"), REACH_S)
+    def look(node: NodeChecks) -> None:
+        node.listener = listener
+        try:
+            told = ask(node.host, link_script(node, "large"), REACH_S)
+        except LaunchError:
+            return
         if told.get("error") == "large":
             what, fix = lost_packets(told, node)
-            raise LaunchError(f"{host.node}: {what}: {fix}")
+            raise LaunchError(f"{node.name}: {what}: {fix}")
 
-    server, *others = (machines[node].host for node in cluster.machines)
-    listener = None
     with ExitStack() as stack:
         try:
-            listen = listening(server, listen_script(node_at(server)), LISTEN_S)
+            listen = listening(server.host, listen_script(server), LISTEN_S)
             listener = stack.enter_context(listen)
         except LaunchError:
             return
+        if any(place.state == "busy" for place in listener.places.values()):
+            raise PortBusy(
+                f"{server.name} ({server.host.shown}): port {cluster.port} is in use{listener.by}; "
+                f"{as_command('runs')} shows whether a run has it; take {listener.other_port}"
+            )
         run_on_all(others, look)

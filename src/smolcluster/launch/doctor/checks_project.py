@@ -49,15 +49,15 @@ print("missing " + json.dumps([each for each in wanted if importlib.util.find_sp
 
 def judge_code(answer: Answer, node: NodeChecks) -> Finding:
     """The code there: this version, another one of its owner's, or none."""
-    folder, found = node.folder, answer.stdout.strip()
+    folder, found = node.machine.project_dir, answer.stdout.strip()
     if found == "absent":
-        if node.is_own:
+        if node.machine.is_own:
             return fail(f"{folder} is no clone of this project", _bring_it(node))
         return ok("launch brings it")
     if not (num_other := int(found)):
         return ok("this version")
     what = f"{folder} differs from this checkout in {format_count(num_other, 'file')}"
-    if node.is_own:
+    if node.machine.is_own:
         return warn(what, f"a launch uses it as it is; {_bring_it(node)}")
     return fail(what, f"there: `rm -rf {folder}`, then launch again")
 
@@ -73,17 +73,17 @@ def exports(node: NodeChecks) -> str:
 
 def environment_script(node: NodeChecks) -> str:
     return f"""{exports(node)}
-cd {shell_path(node.folder)} 2>/dev/null || {{ echo "folder absent"; exit 0; }}
+cd {shell_path(node.machine.project_dir)} 2>/dev/null || {{ echo "folder absent"; exit 0; }}
 [ -e .venv ] || exit 0
-echo "python $({shell_path(node.python)} -c 'print("runs")' 2>&1 | tail -n 1)" """
+echo "python $({shell_path(node.machine.interpreter)} -c 'print("runs")' 2>&1 | tail -n 1)" """
 
 
 def judge_environment(answer: Answer, node: NodeChecks) -> Finding:
     told = fields(answer.stdout)
     if told.get("folder") == "absent":
         return skipped("needs the code")
-    if "python" not in told and node.is_own:
-        return fail("there is no environment", f"there: `cd {node.folder} && uv sync`")
+    if "python" not in told and node.machine.is_own:
+        return fail("there is no environment", f"there: `cd {node.machine.project_dir} && uv sync`")
     if "python" not in told:
         return warn("there is no environment yet", f"{as_command('launch')} makes it")
     if told["python"] != "runs":
@@ -95,7 +95,7 @@ def judge_environment(answer: Answer, node: NodeChecks) -> Finding:
 
 
 def torch_script(node: NodeChecks) -> str:
-    python = shell_path(node.python)
+    python = shell_path(node.machine.interpreter)
     return f"""{exports(node)}
 [ -e {python} ] || {{ echo "absent"; exit 0; }}
 nvidia-smi -L 2>/dev/null | sed -n '1s/^/gpu /p'
@@ -153,15 +153,15 @@ def _with_device(torch: dict[str, Any], node: NodeChecks) -> Finding:
 
 
 def _anew(node: NodeChecks) -> str:
-    if node.is_here:
-        return f"`rm -rf {node.folder}/.venv && uv sync`"
-    if node.is_own:
-        return f"there: `cd {node.folder} && rm -rf .venv && uv sync`"
-    return f'there: `rm -rf "$(cd {node.folder}/.venv && pwd -P)"`, then launch again'
+    if node.machine.is_here:
+        return f"`rm -rf {node.machine.project_dir}/.venv && uv sync`"
+    if node.machine.is_own:
+        return f"there: `cd {node.machine.project_dir} && rm -rf .venv && uv sync`"
+    return f'there: `rm -rf "$(cd {node.machine.project_dir}/.venv && pwd -P)"`, then launch again'
 
 
 def packages_script(node: NodeChecks) -> str:
-    python, wanted = shell_path(node.python), shlex.quote(json.dumps(node.packages))
+    python, wanted = shell_path(node.machine.interpreter), shlex.quote(json.dumps(node.packages))
     return f"""{exports(node)}
 [ -e {python} ] || {{ echo "absent"; exit 0; }}
 exec {python} - {wanted}"""
@@ -184,7 +184,9 @@ def judge_packages(answer: Answer, node: NodeChecks) -> Finding:
     remedies = []
     if names:
         packages = " ".join(shlex.quote(name) for name in sorted(set(names.values())))
-        remedies.append(node.there(f"uv pip install --python {node.python} {packages}"))
+        remedies.append(
+            node.there(f"uv pip install --python {node.machine.interpreter} {packages}")
+        )
     if unknown:
         remedies.append(f"install what provides {', '.join(unknown)} on {node.name}")
     return fail(
@@ -196,7 +198,7 @@ def judge_packages(answer: Answer, node: NodeChecks) -> Finding:
 PROJECT_CHECKS = (
     Check(
         "code",
-        lambda node: compare_script(node.folder),
+        lambda node: compare_script(node.machine.project_dir),
         judge_code,
         LOOK_S,
         not_here,

@@ -38,9 +38,10 @@ from smolcluster.launch.doctor.table import (
     refused,
     run_table,
 )
-from smolcluster.launch.host import Done, Unreachable, host_of
+from smolcluster.launch.find import all_runs
+from smolcluster.launch.host import Done, Unreachable
 from smolcluster.launch.links import Listener, read_listener
-from smolcluster.launch.places import project_root
+from smolcluster.launch.places import machine_of, project_root
 from smolcluster.launch.project import read_project
 from smolcluster.launch.workload_code import check_source, packages_of
 from smolcluster.observability.terminal import SteadyConsole
@@ -87,27 +88,13 @@ def doctor(
 
 def nodes_of(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, Any]]) -> list[NodeChecks]:
     """What is known of each node beforehand, the server first; `raw`: the file's `nodes`, as written."""
-    root = project_root()
-    project = read_project(root)
+    project = read_project(project_root())
     token = secrets.token_hex(8)
     nodes = []
     for node in cluster.machines:
-        settings, host = cluster.nodes.get(node, NodeConfig()), host_of(cluster, node)
-        is_here = host.destination is None
-        brought = settings.project_dir or project.folder(settings.torch)
-        folder = str(root) if is_here else brought
-        secret_file = (raw.get(node) or {}).get("secret_file")
-        nodes.append(
-            NodeChecks(
-                host,
-                cluster,
-                folder=folder,
-                python=sys.executable if is_here else f"{folder}/.venv/bin/python",
-                secret_file=None if secret_file is None else str(secret_file),
-                sums=project.sums,
-                token=token,
-            )
-        )
+        config, stated = cluster.nodes.get(node, NodeConfig()), raw.get(node) or {}
+        machine = machine_of(node, config, stated, here=all_runs(), project=project)
+        nodes.append(NodeChecks(machine, cluster, sums=project.sums, token=token))
     return nodes
 
 
@@ -134,7 +121,7 @@ def examine_machine(node: NodeChecks) -> None:
 
 
 def make_contact(node: NodeChecks) -> None:
-    findings, is_here = node.findings, node.is_here
+    findings, is_here = node.findings, node.machine.is_here
     try:
         run = partial(node.host.run, alone=True)
         answer = ask(run, SYSTEM, CONTACT_SCRIPT, CONTACT_S)

@@ -10,7 +10,7 @@ from typing import Literal
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.links import Listener
-from smolcluster.launch.project import LATEST
+from smolcluster.launch.plan import Machine
 
 State = Literal["ok", "warn", "fail", "skipped"]
 
@@ -85,9 +85,6 @@ class NodeChecks:
     """A node that is looked at: what is known of it, and what was found.
 
     Attributes:
-        folder: the project's folder there.
-        python: the interpreter of the project's environment there.
-        secret_file: where the secret belongs; None: the default place.
         sums: of this machine's code, as `Project.sums`.
         packages: what a workload imports besides Python's own and the user's.
         token: what the test listener wants to hear.
@@ -95,11 +92,8 @@ class NodeChecks:
         findings: by the names of checks.
     """
 
-    host: Host
+    machine: Machine
     cluster: ClusterConfig
-    folder: str = LATEST
-    python: str = f"{LATEST}/.venv/bin/python"
-    secret_file: str | None = None
     sums: bytes = b""
     packages: tuple[str, ...] = ()
     token: str = ""
@@ -108,22 +102,16 @@ class NodeChecks:
     findings: dict[str, Finding] = field(default_factory=dict)
 
     @property
+    def host(self) -> Host:
+        return self.machine.host
+
+    @property
     def name(self) -> str:
         return self.host.node
 
     @property
     def settings(self) -> NodeConfig:
         return self.cluster.nodes.get(self.name, NodeConfig())
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is the machine that launches: nothing is brought there."""
-        return self.host.destination is None
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the folder is a clone of its owner's."""
-        return self.settings.project_dir is not None and not self.is_here
 
     @property
     def address(self) -> str:
@@ -136,7 +124,9 @@ class NodeChecks:
 
     def there(self, command: str) -> str:
         """A command as a person has it run on the node."""
-        return f"`{command}`" if self.is_here else f"`ssh {self.host.destination} {command}`"
+        return (
+            f"`{command}`" if self.machine.is_here else f"`ssh {self.host.destination} {command}`"
+        )
 
 
 @dataclass(frozen=True)
@@ -170,4 +160,4 @@ def fields(text: str) -> dict[str, str]:
 
 
 def not_here(node: NodeChecks) -> str | None:
-    return "not needed here" if node.is_here else None
+    return "not needed here" if node.machine.is_here else None
