@@ -9,13 +9,19 @@ from typing import Any
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError
-from smolcluster.launch.doctor.findings import MachineFacts, NodeChecks
-from smolcluster.launch.host import Done, Host
+from smolcluster.launch.doctor.findings import NodeChecks
+from smolcluster.launch.host import Done, Host, TookTooLong
+from smolcluster.launch.node_facts import Facts
 from smolcluster.launch.plan import Machine
 from smolcluster.launch.project import LATEST
 
-LINUX = MachineFacts("Linux", "x86_64", packages="apt-get")
-MAC = MachineFacts("Darwin", "arm64", is_apple_silicon=True, packages="brew")
+
+def facts(**told: str) -> Facts:
+    return Facts({name: Done(0, text, "") for name, text in told.items()})
+
+
+LINUX = facts(system="Linux x86_64", packages="apt-get")
+MAC = facts(system="Darwin arm64", apple_silicon="1", packages="brew")
 
 
 def cluster(nodes: Mapping[str, Any] | None = None, **stated: Any) -> ClusterConfig:
@@ -37,7 +43,7 @@ def large_cluster(num_nodes: int) -> ClusterConfig:
     return cluster(host_ip=host_ip, workers=names[1:], num_workers=num_nodes - 1, server="machine0")
 
 
-def node_checks(name: str = "pi5", facts: MachineFacts = LINUX, **stated: Any) -> NodeChecks:
+def node_checks(name: str = "pi5", facts: Facts = LINUX, **stated: Any) -> NodeChecks:
     """A worker that has been reached; `stated` is of its section of the file, `Machine` or `NodeChecks`."""
     own = {
         key: stated.pop(key) for key in ("device", "torch", "env", "project_dir") if key in stated
@@ -55,7 +61,10 @@ def machine_at(host: Host, own_dir: str | None = None) -> Machine:
 
 @dataclass(frozen=True)
 class FakeHost(Host):
-    """A healthy machine that answers from memory; `says` changes what it says to a check, or raises."""
+    """A healthy machine that answers from memory.
+
+    `says` changes what it says to a check, or of a fact, or raises.
+    """
 
     says: Mapping[str, str | LaunchError] = field(default_factory=dict)
     before: Callable[[str, str, float], None] = lambda *_: None
@@ -75,26 +84,43 @@ class FakeHost(Host):
         shielded: bool = False,  # noqa: ARG002
         alone: bool = False,  # noqa: ARG002
     ) -> Done:
-        found = re.match(r": 'doctor: (.+)'\n", script)
-        name = found[1] if found else script
-        self.before(self.node, name, timeout_s)
+        found = re.match(r": 'doctor: (.+)'\n(?:wanted='?([\w ]+))?", script)
+        name, wanted = (found[1], found[2]) if found else (script, None)
         self.calls.append(name)
+        self.before(self.node, name, timeout_s)
+        if wanted is None:
+            return Done(0, self._said(name), "", begun=time.time())
+        told, late = "", None
+        for fact in wanted.split():
+            try:
+                lines = self._said(fact).splitlines()
+            except TookTooLong as error:
+                late = error
+            else:
+                told += "".join(f"{fact} {line}\n" for line in (*lines, "=0"))
+        if late is not None:
+            late.stdout = told
+            raise late
+        return Done(0, told, "")
+
+    def _said(self, name: str) -> str:
         said = self.says.get(name, HEALTHY.get(name, ""))
         if isinstance(said, LaunchError):
             raise said
-        return Done(0, said.format(node=self.node, now=int(time.time())), "")
+        return said.format(node=self.node, now=int(time.time()))
 
 
 HEALTHY = {
-    "system": "system Linux\nmachine aarch64\napple_silicon \npackages apt-get\nid 3d1219c7{node}\n"
-    "name {node}\n",
+    "system": "Linux aarch64\n",
+    "packages": "apt-get\n",
+    "identity": "3d1219c7{node}\n{node}\n",
+    "interpreter": "",
     "clock": "{now}\n",
     "Python": "Python 3.12.3\n",
     "uv": "uv 0.9.2\n",
     "tmux": "tmux 3.4\n",
     "rsync": "rsync  version 3.2.7  protocol version 31\n",
-    "disk": "environment there\nFilesystem 1024-blocks Used Available Capacity Mounted on\n"
-    "/dev/a 9 9 47398644 1% /\n",
+    "disk": "Filesystem 1024-blocks Used Available Capacity Mounted on\n/dev/a 9 9 47398644 1% /\n",
     "memory": "MemAvailable:    7000000 kB\n",
     "secret": "-rw------- 1 pi pi 65 Nov 22 03:00 /home/pi/.config/smolcluster/secret\n",
     "code": "0\n",

@@ -99,17 +99,15 @@ class Unreachable(LaunchError):
         super().__init__(f"{node} ({destination}): {what}: {self.fix}")
 
 
-class TookTooLong(LaunchError):
-    """A command did not end in time."""
-
-
 @dataclass(frozen=True)
 class Done:
-    """A command that has ended."""
+    """A command that has ended, with the time here when it began and the seconds until its end."""
 
     code: int
     stdout: str
     stderr: str
+    begun: float = 0.0
+    took_s: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -120,6 +118,12 @@ class Done:
         """The last line of what it said, of its errors if there are any."""
         lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
         return lines[-1].strip() if lines else f"exit code {self.code}"
+
+
+class TookTooLong(LaunchError):
+    """A command did not end in time; `stdout` is what it had printed by then."""
+
+    stdout = ""
 
 
 @dataclass(frozen=True)
@@ -172,13 +176,14 @@ class Host:
             argv = self.argv(greeted, alone=alone)
             done = run_here(argv, stdin=stdin, timeout_s=timeout_s, shielded=shielded)
         except subprocess.TimeoutExpired as error:
-            raise self._too_long(timeout_s) from error
+            too_long = self._too_long(timeout_s)
+            too_long.stdout = _greeted((error.stdout or b"").decode("utf-8", "replace"))
+            raise too_long from error
         except OSError as error:
             raise _no_ssh(error) from error
         if self.destination is not None and done.code == SSH_FAILED:
             raise self.unreachable(done.stderr)
-        _, greeting, stdout = done.stdout.partition(f"{GREETING}\n")
-        return replace(done, stdout=stdout) if greeting else done
+        return replace(done, stdout=_greeted(done.stdout))
 
     @contextmanager
     def holding(self, script: str, *, stdin: bytes, timeout_s: float) -> Iterator[Done]:
@@ -255,6 +260,7 @@ def run_here(
         OSError: there is no such command.
         TimeoutExpired: it takes longer than `timeout_s`.
     """
+    begun, start = time.time(), time.monotonic()
     with tempfile.TemporaryFile() as errors:
         ended = subprocess.run(  # noqa: S603 - an argument list; a script in it is quoted
             argv,
@@ -269,8 +275,18 @@ def run_here(
         errors.seek(0)
         said = errors.read()
     return Done(
-        ended.returncode, ended.stdout.decode("utf-8", "replace"), said.decode("utf-8", "replace")
+        ended.returncode,
+        ended.stdout.decode("utf-8", "replace"),
+        said.decode("utf-8", "replace"),
+        begun,
+        time.monotonic() - start,
     )
+
+
+def _greeted(said: str) -> str:
+    """What came after the greeting; where there is none, all of it."""
+    _, greeting, rest = said.partition(f"{GREETING}\n")
+    return rest if greeting else said
 
 
 def _no_ssh(error: OSError) -> LaunchError:

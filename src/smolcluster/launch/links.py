@@ -21,21 +21,11 @@ from pydantic import BaseModel, ValidationError
 from smolcluster.errors import LaunchError
 from smolcluster.launch import link_probe
 from smolcluster.launch.host import HAS_PYTHON3, Done, Host, shell_path
+from smolcluster.launch.node_facts import facts_of
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_count, format_rate
 from smolcluster.utils.words import one_line
 
-ADDRESSES_SCRIPT = """
-PATH="$PATH:/usr/sbin:/sbin"
-if command -v ip >/dev/null 2>&1; then
-  ip -o addr
-  for folder in /sys/class/net/*/wireless; do [ -e "$folder" ] && echo "wireless: $folder"; done
-else
-  ifconfig -a
-  command -v networksetup >/dev/null 2>&1 && networksetup -listallhardwareports
-fi
-true
-"""
 EQUAL = 0.9
 """Bandwidths from here to the highest one count as equal: so much they differ from one time to the next."""
 START_S, MEASURE_S = 60.0, 60.0
@@ -252,7 +242,7 @@ def addresses_of(host: Host) -> list[Way]:
     Raises:
         LaunchError: it cannot be reached, or has no such address.
     """
-    found = parse_addresses(host.run(ADDRESSES_SCRIPT).stdout)
+    found = parse_addresses(facts_of(host, "addresses").text("addresses"))
     if not found:
         raise LaunchError(
             f"{host.node} ({host.shown}) has no address in any network: check its cable or Wi-Fi"
@@ -261,7 +251,7 @@ def addresses_of(host: Host) -> list[Way]:
 
 
 def parse_addresses(text: str) -> list[Way]:
-    """The addresses in what ADDRESSES_SCRIPT prints, those of IPv4 first.
+    """The addresses in a machine's fact of that name, those of IPv4 first.
 
     Left out are those that no other machine can use (loopback, link-local, of containers), and those that
     change (temporary, deprecated).

@@ -4,13 +4,14 @@ All machines at once; a failure of one is told as one line, with those of the ot
 """
 
 import re
-import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
-from smolcluster.launch.host import Host, Unreachable, shell_path
+from smolcluster.launch.host import Host, Unreachable
+from smolcluster.launch.node_facts import facts_of, secret_path
 from smolcluster.launch.plan import Machine
 from smolcluster.launch.project import Project, bring, look_at_clone
 from smolcluster.utils.at_once import at_once
@@ -19,7 +20,7 @@ from smolcluster.utils.units import format_count
 M = TypeVar("M")
 T = TypeVar("T")
 
-MIN_FREE_KIB = 200 * 1024
+MIN_FREE_NBYTES = 200 << 20
 TOOLS = {
     "uv": "curl -LsSf https://astral.sh/uv/install.sh | sh",
     "tmux": "sudo apt install tmux, or brew install tmux",
@@ -163,28 +164,19 @@ def check(host: Host, project_dir: str, tools: Sequence[str]) -> str:
     Raises:
         LaunchError: it has not; the message says what to do.
     """
-    names = shlex.join(tools)
-    done = host.run(
-        f"for tool in {names}; do command -v $tool >/dev/null || echo missing $tool; done\n"
-        f"folder={shell_path(project_dir)}\n"
-        'while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done\n'
-        'df -Pk "$folder" | awk \'NR==2 {print "free", $4}\'\n'
-        "echo system $(uname -s)"
-    )
-    words = [line.split() for line in done.stdout.splitlines() if line.strip()]
-    missing = [word[1] for word in words if word[0] == "missing" and word[1:]]
-    if missing:
+    facts = facts_of(host, "system", "disk", *tools, folder=project_dir)
+    if missing := [tool for tool in tools if not facts.has(tool)]:
         fixes = "; ".join(f"{tool}: {TOOLS[tool]}" for tool in missing)
         raise LaunchError(
             f"{host.node} ({host.shown}): has no {' and no '.join(missing)} ({fixes})"
         )
-    sizes = [word[1] for word in words if word[0] == "free" and word[1:]]
-    free = next((int(size) for size in sizes if size.isdigit()), None)
-    if free is not None and free < MIN_FREE_KIB:
-        raise LaunchError(
-            f"{host.node} ({host.shown}): the disk of {project_dir} has {free // 1024} MiB left: free some"
-        )
-    return next((word[1] for word in words if word[0] == "system" and word[1:]), "")
+    with suppress(ValueError, LookupError):  # what `df` does not say, the run may tell
+        free = facts.free_nbytes
+        if free < MIN_FREE_NBYTES:
+            raise LaunchError(
+                f"{host.node} ({host.shown}): the disk of {project_dir} has {free >> 20} MiB left: free some"
+            )
+    return facts.system
 
 
 def hand_over_secret(host: Host, file: str | None, secret: bytes) -> bool:
@@ -203,13 +195,6 @@ def hand_over_secret(host: Host, file: str | None, secret: bytes) -> bool:
     if done.code not in (0, 3):
         raise LaunchError(f"{host.node}: the secret cannot be written: {done.stderr_tail}")
     return done.code == 3
-
-
-def secret_path(file: str | None) -> str:
-    """Where the cluster's secret belongs on a machine, as words of its shell; None: the default place."""
-    if file is None:
-        return '"${XDG_CONFIG_HOME:-$HOME/.config}"/smolcluster/secret'
-    return shell_path(file)
 
 
 def forwarded(environ: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:

@@ -64,7 +64,8 @@ def test_systemd_gets_the_command_word_by_word(tmp_path: Path) -> None:
 def test_what_a_machine_says_of_itself_cannot_move_the_cursor(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    says = Done(0, "Linux\npi\n/home/\x1b[2Jpi\n", "")
+    told = "system Linux\nsystem =0\nuser pi\nuser =0\nfolder /home/\x1b[2Jpi\nfolder =0\n"
+    says = Done(0, told, "")
     monkeypatch.setattr(Host, "run", lambda *_, **__: says)
     assert autostart("edp", []) == 0
     text = capsys.readouterr().out

@@ -5,10 +5,8 @@ which the doctor's own scripts look.
 """
 
 import json
-import os
 import shutil
 import socket
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -18,35 +16,29 @@ from typing import Any
 
 import pytest
 
-from doctoring import LINUX, MAC, cluster, machine_at, node_checks
+from doctoring import LINUX, MAC, cluster, facts, machine_at, node_checks
 from harness import free_port
 from reading import fake_ssh, launched_run, server
 from smolcluster.errors import PortBusy
-from smolcluster.launch.doctor.checks import (
-    CONTACT_SCRIPT,
-    MIN_PYTHON,
-    installing,
-    judge_system,
-    read_facts,
-)
+from smolcluster.launch.doctor.checks import installing, judge_system
 from smolcluster.launch.doctor.checks_links import check_links
 from smolcluster.launch.doctor.checks_project import (
     WORKLOAD_CHECKS,
     environment_script,
     torch_script,
 )
-from smolcluster.launch.doctor.examine import listening
-from smolcluster.launch.doctor.findings import Answer, Check, Finding, MachineFacts, NodeChecks, ok
-from smolcluster.launch.doctor.table import TABLE, look_at
+from smolcluster.launch.doctor.examine import listening, make_contact
+from smolcluster.launch.doctor.findings import Check, Finding, NodeChecks, ok
+from smolcluster.launch.doctor.table import TABLE, look_at, look_at_facts
 from smolcluster.launch.find import RUNS_DIR
-from smolcluster.launch.host import Host
+from smolcluster.launch.host import Done, Host
+from smolcluster.launch.node_facts import MIN_PYTHON, Facts
 from smolcluster.launch.project import LATEST, Project
 from smolcluster.runs.launched import read_launched, write_launched
 from smolcluster.runs.lock import run_lock
 
-CHECKS = {check.name: check for check in (Check("system", CONTACT_SCRIPT, judge_system), *TABLE)}
+CHECKS = {check.name: check for check in (Check("system", None, judge_system), *TABLE)}
 DF = "Filesystem 1024-blocks Used Available Capacity Mounted on\n/dev/disk 99 9 {kb} 99% /\n"
-THERE = "environment there\n"
 VM_STAT = """\
 Mach Virtual Memory Statistics: (page size of 16384 bytes)
 Pages free:                               {free}.
@@ -66,11 +58,10 @@ LISTENED = {"places": {"10.10.0.1": REFUSED}, "own": ["10.10.0.1"]}
 SLOW = '{"error": null, "ms": 3.0, "mb_per_s": 0.4}'
 LATE = '{"error": null, "ms": 48.0, "mb_per_s": 12.0}'
 FAST = '{"error": null, "ms": 0.31, "mb_per_s": 941.2}'
-Answered = tuple[Answer, NodeChecks]
 
 
-def answer(stdout: str, code: int = 0, stderr: str = "", **times: float) -> Answer:
-    return Answer(code, stdout, stderr, **times)
+def answer(stdout: str, code: int = 0, stderr: str = "", **times: float) -> Done:
+    return Done(code, stdout, stderr, **times)
 
 
 def check_found(found: Finding, state: str, words: tuple[str, ...]) -> None:
@@ -80,7 +71,7 @@ def check_found(found: Finding, state: str, words: tuple[str, ...]) -> None:
         assert word in f"{found.what} -> {found.fix}"
 
 
-def case(name: str, state: str, said: str | Answer, *words: str, **stated: Any) -> Any:
+def case(name: str, state: str, said: str | Done, *words: str, **stated: Any) -> Any:
     """What is said to a check, its finding's state, and keys and values that it names."""
     answered = answer(said) if isinstance(said, str) else said
     return pytest.param(
@@ -91,9 +82,9 @@ def case(name: str, state: str, said: str | Answer, *words: str, **stated: Any) 
 @pytest.mark.parametrize(
     ("name", "answered", "node", "state", "words"),
     [
-        case("system", "ok", "system Darwin\nmachine arm64\napple_silicon 1\n", "Darwin arm64"),
-        case("system", "fail", "system Darwin\nmachine x86_64\n", "Intel", "out of workers"),
-        case("system", "ok", "system Darwin\nmachine x86_64\napple_silicon 1\n"),
+        case("system", "ok", "Darwin arm64\n", "Darwin arm64", facts=MAC),
+        case("system", "fail", "Darwin x86_64\n", "Intel", "out of workers"),
+        case("system", "ok", "Darwin x86_64\n", facts=MAC),
         case("system", "fail", answer("", 1, NO_SHELL), "WSL 2", "nodes.pi5.ssh"),
         case("rsync", "fail", answer("", 127), "`brew install rsync`", facts=MAC),
         case("tmux", "ok", "tmux 3.3a\n", "3.3a"),
@@ -104,7 +95,7 @@ def case(name: str, state: str, said: str | Answer, *words: str, **stated: Any) 
         case("Python", "warn", "none\n", "`uv python install 3.11`"),
         case("Python", "ok", "Python 3.13.0rc1\n", "3.13.0rc1"),
         case("disk", "fail", DF.format(kb=6543210), "PyTorch", facts=MAC),
-        case("disk", "warn", THERE + DF.format(kb=6543210), "6.7 GB"),
+        case("disk", "warn", DF.format(kb=6543210), "6.7 GB", facts=facts(interpreter="")),
         case("disk", "ok", DF.format(kb=47398644), "48.5 GB free"),
         case("memory", "warn", VM_STAT.format(free=5000), "294.9 MB", facts=MAC),
         case("memory", "ok", VM_STAT.format(free=500000), facts=MAC),
@@ -131,8 +122,9 @@ def case(name: str, state: str, said: str | Answer, *words: str, **stated: Any) 
     ],
 )
 def test_what_is_said_is_judged(
-    name: str, answered: Answer, node: NodeChecks, state: str, words: tuple[str, ...]
+    name: str, answered: Done, node: NodeChecks, state: str, words: tuple[str, ...]
 ) -> None:
+    node.facts = Facts({**node.facts.told, name: answered})
     check_found(CHECKS[name].judge(answered, node), state, words)
 
 
@@ -236,7 +228,13 @@ def test_a_planted_fault_is_found_with_its_fix(home: Path, fault: Fault) -> None
         (home / path).chmod(0o755 if is_program else 0o644)
     node = node_checks(**{"sums": OURS, **stated})
     node.findings["system"] = ok("reached")
-    check_found(look_at(node, CHECKS[name]), state, words)
+    if name == "system":
+        make_contact(node)
+    elif (check := CHECKS[name]).script is None:
+        node.findings |= look_at_facts(node, [check])
+    else:
+        node.findings |= look_at(node, check, node.host.run)
+    check_found(node.findings[name], state, words)
 
 
 @pytest.fixture
@@ -297,31 +295,19 @@ def test_a_launch_onto_a_port_in_use_is_refused_with_a_free_one(taken: int) -> N
             check_links(stated, machines)
 
 
-def test_facts_are_read_of_a_mac_and_of_this_machine(home: Path) -> None:
-    said = "system Darwin\nmachine arm64\napple_silicon 1\npackages brew\nid \nname mini\n"
-    assert read_facts(answer(said)) == MAC, "without an id it has no identity"
-    done = subprocess.run(
-        ["sh", "-c", CONTACT_SCRIPT], capture_output=True, text=True, check=True, timeout=60
-    )
-    facts = read_facts(answer(done.stdout))
-    assert facts.system == os.uname().sysname
-    assert facts.machine == os.uname().machine
-    assert facts.identity.endswith(f" {socket.gethostname()}")
-
-
 @pytest.mark.parametrize(
-    ("facts", "command"),
+    ("known", "command"),
     [
         (LINUX, "`sudo apt-get install -y tmux`"),
         (MAC, "`brew install tmux`"),
-        (MachineFacts("Linux", "x86_64", packages="pacman"), "`sudo pacman -S tmux`"),
-        (MachineFacts("Linux", "x86_64", packages="apk"), "`sudo apk add tmux`"),
-        (MachineFacts("Linux", "x86_64"), "install tmux with its package manager"),
-        (MachineFacts("Darwin", "arm64", True), "(https://brew.sh), then `brew install tmux`"),
+        (facts(system="Linux x86_64", packages="pacman"), "`sudo pacman -S tmux`"),
+        (facts(system="Linux x86_64", packages="apk"), "`sudo apk add tmux`"),
+        (facts(system="Linux x86_64"), "install tmux with its package manager"),
+        (facts(system="Darwin arm64"), "(https://brew.sh), then `brew install tmux`"),
     ],
 )
-def test_installing_is_each_systems_own(facts: MachineFacts, command: str) -> None:
-    assert installing(facts, "tmux").endswith(command)
+def test_installing_is_each_systems_own(known: Facts, command: str) -> None:
+    assert installing(known, "tmux").endswith(command)
 
 
 def test_the_oldest_python_is_the_projects() -> None:
@@ -341,7 +327,7 @@ def test_packages_that_a_workload_imports_are_looked_for_in_the_environment() ->
     script = check.script
     assert callable(script)
     done = Host(node.name).run(script(node), stdin=check.stdin(node))
-    finding = check.judge(Answer(done.code, done.stdout, done.stderr), node)
+    finding = check.judge(done, node)
     assert finding.state == "fail"
     assert "imports not_a_package_of_anybody, which" in finding.what
     assert "uv pip" not in finding.fix
@@ -351,6 +337,6 @@ def test_packages_that_a_workload_imports_are_looked_for_in_the_environment() ->
 def test_a_missing_module_is_installed_by_its_package_s_name() -> None:
     node = node_checks(python="/there/python")
     [check] = WORKLOAD_CHECKS
-    finding = check.judge(Answer(0, 'missing ["yaml", "not_a_package_of_anybody"]', ""), node)
+    finding = check.judge(Done(0, 'missing ["yaml", "not_a_package_of_anybody"]', ""), node)
     assert "uv pip install --python /there/python PyYAML" in finding.fix
     assert "install what provides not_a_package_of_anybody" in finding.fix

@@ -19,8 +19,10 @@ from smolcluster.launch.doctor.checks_links import (
     listening_addresses,
     reach_script,
 )
-from smolcluster.launch.doctor.findings import Answer, Finding, MachineFacts
+from smolcluster.launch.doctor.findings import Finding
+from smolcluster.launch.host import Done
 from smolcluster.launch.links import Listener
+from smolcluster.launch.node_facts import Facts
 
 
 def listener(state: str = "listening") -> Listener:
@@ -32,14 +34,14 @@ def listener(state: str = "listening") -> Listener:
 def reached(
     outside: str | None,
     inside: str | None = "absent",
-    facts: MachineFacts = LINUX,
+    facts: Facts = LINUX,
     *,
     tmux_runs: bool = False,
 ) -> Finding:
     said = f"outside {json.dumps({'error': outside})}\n" + "tmux runs\n" * tmux_runs
     if inside != "absent":
         said += f"inside {json.dumps({'error': inside})}\n"
-    return judge_reach(Answer(0, said, ""), node_checks(facts=facts, listener=listener()))
+    return judge_reach(Done(0, said, ""), node_checks(facts=facts, listener=listener()))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def reached(
         (reached("stranger"), "fail", ["somebody else than mini1", "host_ip.pi5"]),
         (reached("name"), "fail", ["192.168.50.1", "host_ip.pi5"]),
         (
-            judge_reach(Answer(0, "outside {}", ""), node_checks(listener=listener("foreign"))),
+            judge_reach(Done(0, "outside {}", ""), node_checks(listener=listener("foreign"))),
             "fail",
             ["192.168.50.1 is no address of mini1", "set host_ip.pi5 to", "10.10.0.1"],
         ),
@@ -78,7 +80,7 @@ def test_why_the_server_is_not_reached(said: Finding, state: str, words: list[st
 
 @pytest.mark.parametrize("facts", [MAC, LINUX])
 @pytest.mark.parametrize("inside", ["EHOSTUNREACH", "ETIMEDOUT"])
-def test_all_sessions_are_only_ended_where_that_helps(facts: MachineFacts, inside: str) -> None:
+def test_all_sessions_are_only_ended_where_that_helps(facts: Facts, inside: str) -> None:
     old, new = (reached(None, inside, facts, tmux_runs=runs) for runs in (True, False))
     assert "`tmux kill-server`, which ends them all" in old.fix
     assert "kill-server" not in new.fix, "there is no server that could know less"

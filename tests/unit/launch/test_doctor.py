@@ -21,7 +21,7 @@ from smolcluster.launch.doctor.examine import (
     nodes_of,
 )
 from smolcluster.launch.doctor.findings import QUICK_S, Finding, NodeChecks
-from smolcluster.launch.doctor.table import MAX_SESSIONS, ORDER
+from smolcluster.launch.doctor.table import ORDER
 from smolcluster.launch.host import TookTooLong, Unreachable
 from smolcluster.launch.project import read_project
 from waiting import DEADLINE_S
@@ -82,23 +82,10 @@ def test_all_machines_are_asked_at_once() -> None:
     assert exit_code(examined(healthy_nodes(before=meet))) == 0
 
 
-def test_some_checks_of_a_machine_at_once_but_no_more_than_ssh_allows() -> None:
-    lock = threading.Lock()
-    at_once, most = dict.fromkeys(NODES, 0), dict.fromkeys(NODES, 0)
-    full = {node: threading.Barrier(MAX_SESSIONS, timeout=DEADLINE_S) for node in NODES}
-    first = {"Python", "uv", "tmux", "rsync", "disk", "memory"}
-
-    def count(node: str, name: str, _limit_s: float) -> None:
-        with lock:
-            at_once[node] += 1
-            most[node] = max(most[node], at_once[node])
-        if name in first:
-            full[node].wait()
-        with lock:
-            at_once[node] -= 1
-
-    examine(healthy_nodes(before=count))
-    assert most == dict.fromkeys(NODES, MAX_SESSIONS)
+def test_a_machine_tells_all_its_facts_in_one_session() -> None:
+    nodes = examined(healthy_nodes())
+    assert all(calls(node).count("facts") == 1 for node in nodes)
+    assert not {"Python", "disk", "memory"} & {name for node in nodes for name in calls(node)}
 
 
 def test_every_check_has_a_time_limit() -> None:
@@ -109,7 +96,7 @@ def test_every_check_has_a_time_limit() -> None:
 
     examine(healthy_nodes(before=note))
     assert limits["system"] == CONTACT_S
-    assert limits["disk"] == QUICK_S
+    assert limits["facts"] == QUICK_S
     assert limits["link"] == link_limit_s(healthy_nodes()[0])
     assert max(limits.values()) <= 60
 
@@ -142,7 +129,7 @@ def test_a_host_key_that_is_not_known_is_a_check_of_its_own(cause: str) -> None:
 
 
 def test_a_system_that_we_do_not_know_is_not_asked_on() -> None:
-    nodes = examined(healthy_nodes(says={"pi5": {"system": "system Windows_NT\n"}}))
+    nodes = examined(healthy_nodes(says={"pi5": {"system": "Windows_NT\n"}}))
     findings = nodes[2].findings
     assert findings["system"].state == "fail"
     assert findings["tmux"].what == findings["identity"].what == "unknown system"
@@ -178,8 +165,8 @@ def test_two_names_of_one_machine_are_seen(
 ) -> None:
     nodes = healthy_nodes(cluster(**({"host_ip": host_ip} if host_ip else {})))
     for node, id_, destination in zip(nodes, ids, destinations, strict=True):
-        said = f"system Linux\nmachine aarch64\nid {id_}\nname mini\n"
-        node.machine = machine_at(FakeHost(node.name, destination, says={"system": said}))
+        said = {"identity": f"{id_}\nmini\n"}
+        node.machine = machine_at(FakeHost(node.name, destination, says=said))
     examine(nodes)
     found = {node.name: node.findings["identity"] for node in nodes}
     assert {name: each.what for name, each in found.items() if each.state != "ok"} == twins
@@ -216,9 +203,9 @@ def test_what_is_the_same_on_many_nodes_is_said_once_with_its_fix() -> None:
 
 
 def test_long_remedies_are_wrapped_but_commands_are_whole() -> None:
-    mac = "system Darwin\nmachine arm64\napple_silicon 1\npackages brew\n"
     cut_off = 'outside {{"error": null}}\ninside {{"error": "EHOSTUNREACH"}}\n'
-    ill: Says = {"system": mac, "server": cut_off, "sleep": " sleep 0\n"}
+    mac: Says = {"system": "Darwin arm64\n", "apple_silicon": "1\n", "packages": "brew\n"}
+    ill: Says = {**mac, "server": cut_off, "sleep": " sleep 0\n"}
     nodes = examined(healthy_nodes(says={"pi5": ill}))
     for width in range(80, 101):
         text = shown(nodes, width)
@@ -280,4 +267,4 @@ def test_what_is_known_of_a_node_beforehand() -> None:
 
 
 def test_the_healthy_machine_knows_every_check() -> None:
-    assert set(ORDER) - set(HEALTHY) == {"SSH", "host key", "identity", "sleep"}
+    assert set(ORDER) - set(HEALTHY) == {"SSH", "host key", "sleep"}

@@ -289,7 +289,7 @@ class Scripted(Host):
 
 ABSENT = Scripted("pi5", "pi5", "echo 'ssh: connect to host pi5: No route to host' >&2; exit 255")
 BARE = Scripted("pi5", "pi@pi5", "PATH=/nowhere")
-ALONE = Scripted("mini1", "m", "exit 0")
+ALONE = Scripted("mini1", "m", "echo 'addresses =0'; exit 0")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.prepare import (
-    MIN_FREE_KIB,
+    MIN_FREE_NBYTES,
     TOOLS,
     check,
     forwarded,
@@ -107,14 +107,20 @@ def test_missing_tools_are_told_with_what_installs_them(
     check(HERE, str(tmp_path / "not" / "yet there"), ["rsync"])
 
 
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_is_told() -> None:
+    def disk(kib: int) -> Host:
+        return that_says(f"system Linux\nsystem =0\ndisk /dev/a 9 9 {kib} 1% /\ndisk =0\n")
+
+    free_kib = MIN_FREE_NBYTES // 1024
     with pytest.raises(LaunchError, match="the disk of ~/p has 199 MiB left: free some"):
-        check(that_says(f"free {MIN_FREE_KIB - 1}\n"), "~/p", [])
-    check(that_says(f"free {MIN_FREE_KIB}\n"), "~/p", [])
+        check(disk(free_kib - 1), "~/p", [])
+    assert check(disk(free_kib), "~/p", []) == "Linux"
 
 
 def test_what_a_login_prints_besides_does_no_harm() -> None:
-    check(that_says("Welcome!\n\nfree beer\nfree\nmissing\nfree 999999\n"), "~/p", ["uv"])
+    noise = "Welcome!\n\nfree beer\ndisk\n=0\n"
+    said = "system Linux\nsystem =0\ndisk no df\ndisk =127\nuv =0\n"
+    assert check(that_says(noise + said), "~/p", ["uv"]) == "Linux"
 
 
 # The secret

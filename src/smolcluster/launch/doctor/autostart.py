@@ -15,7 +15,8 @@ from smolcluster.configs.meant import cluster_source
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import LaunchError
-from smolcluster.launch.host import host_of, shell_path
+from smolcluster.launch.host import host_of
+from smolcluster.launch.node_facts import Facts, facts_of
 from smolcluster.launch.plan import MODULE
 from smolcluster.launch.project import LATEST, RUNS
 from smolcluster.observability.terminal import shown_text
@@ -91,21 +92,19 @@ def autostart(config: str | None, overrides: list[str]) -> int:
     for node in cluster.workers:
         folder = cluster.nodes.get(node, NodeConfig()).project_dir or LATEST
         try:
-            done = host_of(cluster, node).run(
-                f"uname -s; id -un; cd {shell_path(folder)} 2>/dev/null && pwd"
-            )
-            text = _job(cluster, node, done.stdout.splitlines(), folder)
+            facts = facts_of(host_of(cluster, node), "system", "user", "folder", folder=folder)
+            text = _job(cluster, node, facts, folder)
         except LaunchError as error:
             failed, text = True, f"# {error}"
         sys.stdout.write(f"{shown_text(Console(), text).plain}\n\n")
     return int(failed)
 
 
-def _job(cluster: ClusterConfig, node: str, said: list[str], folder: str) -> str:
-    if len(said) != 3:
+def _job(cluster: ClusterConfig, node: str, facts: Facts, folder: str) -> str:
+    if not facts.has("folder"):
         raise LaunchError(f"{node}: has no {folder} yet: launch once, which makes it")
-    system, user, project = said
+    project = facts.text("folder")
     command = join_command(cluster, node, project)
-    if system == "Darwin":
-        return launchd_job(node, command, project, user)
+    if facts.is_mac:
+        return launchd_job(node, command, project, facts.text("user"))
     return systemd_job(node, command, project)

@@ -8,53 +8,31 @@ from collections.abc import Sequence
 from functools import partial
 
 from smolcluster.launch.doctor.findings import (
-    Answer,
     Check,
     Finding,
-    MachineFacts,
     NodeChecks,
     fail,
-    fields,
     not_here,
     ok,
     warn,
 )
-from smolcluster.launch.host import HAS_PYTHON3, shell_path
-from smolcluster.launch.prepare import TOOLS, secret_path
+from smolcluster.launch.host import Done
+from smolcluster.launch.node_facts import MIN_PYTHON, Facts
+from smolcluster.launch.prepare import TOOLS
 from smolcluster.utils.units import format_bytes, format_duration
 
-MIN_PYTHON = (3, 11)
 MIN_DISK, MIN_DISK_TO_INSTALL, LOW_DISK = 2e9, 8e9, 10e9
 """Bytes: to run at all, to install PyTorch, to keep checkpoints of some runs."""
 LOW_MEMORY = 1e9
 LARGE_SKEW_S, SKEW_S = 30.0, 2.0
 LOOPBACK = re.compile(r"127\.|::1$|localhost$")
 
-CONTACT_SCRIPT = """
-echo "system $(uname -s)"; echo "machine $(uname -m)"
-echo "apple_silicon $(sysctl -n hw.optional.arm64 2>/dev/null)"
-for tool in brew apt-get dnf pacman zypper apk; do
-  if command -v $tool >/dev/null; then echo "packages $tool"; break; fi
-done
-echo "id $({ cat /etc/machine-id || ioreg -rd1 -c IOPlatformExpertDevice |
-  awk -F'"' '/IOPlatformUUID/ {print $4}'; } 2>/dev/null)"
-echo "name $(hostname 2>/dev/null)" """
+CONTACT = ("system", "apple_silicon", "packages", "identity")
+"""Facts that the first contact tells."""
 
 
-def read_facts(answer: Answer) -> MachineFacts:
-    told = fields(answer.stdout)
-    identity = (told.get("id"), told.get("name"))
-    return MachineFacts(
-        told.get("system", ""),
-        told.get("machine", ""),
-        told.get("system") == "Darwin" and told.get("apple_silicon") == "1",
-        told.get("packages", ""),
-        " ".join(map(str, identity)) if all(identity) else "",
-    )
-
-
-def judge_system(answer: Answer, node: NodeChecks) -> Finding:
-    facts = read_facts(answer)
+def judge_system(answer: Done, node: NodeChecks) -> Finding:
+    facts = node.facts
     shown = f"{facts.system} {facts.machine}"
     if facts.system not in ("Linux", "Darwin") or not answer.ok:
         said = facts.system or answer.stderr_tail
@@ -92,7 +70,7 @@ def find_twins(nodes: Sequence[NodeChecks]) -> dict[str, Finding]:
     return twins
 
 
-def judge_program(package: str, answer: Answer, node: NodeChecks) -> Finding:
+def judge_program(package: str, answer: Done, node: NodeChecks) -> Finding:
     """A program that is called as its package: there, with its version, or not."""
     if not answer.ok:
         fix = f"`{TOOLS['uv']}`" if package == "uv" else installing(node.facts, package)
@@ -101,7 +79,7 @@ def judge_program(package: str, answer: Answer, node: NodeChecks) -> Finding:
     return ok(found[0] if found else "there")
 
 
-def installing(facts: MachineFacts, package: str) -> str:
+def installing(facts: Facts, package: str) -> str:
     if not facts.packages:
         if facts.is_mac:
             return f"install Homebrew (https://brew.sh), then `brew install {package}`"
@@ -110,18 +88,7 @@ def installing(facts: MachineFacts, package: str) -> str:
     return f"`{commands.get(facts.packages, f'sudo {facts.packages} install -y')} {package}`"
 
 
-def python_script(node: NodeChecks) -> str:
-    own = shell_path(node.machine.interpreter)
-    wanted = ".".join(map(str, MIN_PYTHON))
-    return f"""
-if [ -x {own} ]; then exec {own} --version; fi
-found=$(uv python find --no-project --no-python-downloads '>={wanted}' 2>/dev/null)
-if [ -n "$found" ]; then exec "$found" --version; fi
-if {HAS_PYTHON3}; then exec python3 --version; fi
-echo none"""
-
-
-def judge_python(answer: Answer, _node: NodeChecks) -> Finding:
+def judge_python(answer: Done, _node: NodeChecks) -> Finding:
     found = re.search(r"Python (\d+)\.(\d+)\S*", answer.stdout)
     wanted = ".".join(map(str, MIN_PYTHON))
     if found and (int(found[1]), int(found[2])) >= MIN_PYTHON:
@@ -132,17 +99,9 @@ def judge_python(answer: Answer, _node: NodeChecks) -> Finding:
     )
 
 
-def disk_script(node: NodeChecks) -> str:
-    return f"""
-folder={shell_path(node.machine.project_dir)}
-[ -e "$folder"/.venv/bin/python ] && echo "environment there"
-while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done
-df -Pk "$folder" """
-
-
-def judge_disk(answer: Answer, node: NodeChecks) -> Finding:
-    free = int(answer.stdout.splitlines()[-1].split()[3]) * 1024
-    has_environment = node.machine.is_here or "environment there" in answer.stdout
+def judge_disk(_answer: Done, node: NodeChecks) -> Finding:
+    free = node.facts.free_nbytes
+    has_environment = node.machine.is_here or node.facts.has("interpreter")
     what = f"only {format_bytes(free)} free for {node.machine.project_dir}"
     fix = "free some"
     if free < MIN_DISK_TO_INSTALL and not has_environment:
@@ -152,7 +111,7 @@ def judge_disk(answer: Answer, node: NodeChecks) -> Finding:
     return warn(what, fix) if free < LOW_DISK else ok(f"{format_bytes(free)} free")
 
 
-def judge_memory(answer: Answer, _node: NodeChecks) -> Finding:
+def judge_memory(answer: Done, _node: NodeChecks) -> Finding:
     available = available_memory(answer.stdout)
     shown = f"{format_bytes(available)} free"
     if available < LOW_MEMORY:
@@ -171,7 +130,7 @@ def available_memory(text: str) -> int:
     return int(page[1]) * sum(map(int, re.findall(kinds, text, re.MULTILINE)))
 
 
-def judge_clock(answer: Answer, node: NodeChecks) -> Finding:
+def judge_clock(answer: Done, node: NodeChecks) -> Finding:
     """The difference between the clocks there and here, less what the round trip may explain."""
     there = int(answer.stdout) + 0.5  # `date` cuts off
     difference = there - (answer.begun + answer.took_s / 2)
@@ -189,7 +148,7 @@ def only_macs(node: NodeChecks) -> str | None:
     return None if node.facts.is_mac else "only Macs"
 
 
-def judge_sleep(answer: Answer, _node: NodeChecks) -> Finding:
+def judge_sleep(answer: Done, _node: NodeChecks) -> Finding:
     found = re.search(r"^\s*sleep\s+(\d+)", answer.stdout, re.MULTILINE)
     if found is None or found[1] == "0":
         return ok("never sleeps")
@@ -199,12 +158,7 @@ def judge_sleep(answer: Answer, _node: NodeChecks) -> Finding:
     )
 
 
-def secret_script(node: NodeChecks) -> str:
-    file = secret_path(node.machine.secret_file)
-    return f'file={file}\n[ -e "$file" ] || exit 0\nls -ld "$file"'
-
-
-def judge_secret(answer: Answer, _node: NodeChecks) -> Finding:
+def judge_secret(answer: Done, _node: NodeChecks) -> Finding:
     listed = answer.stdout.strip()
     if not listed:
         return ok("launch brings it")
@@ -216,12 +170,12 @@ def judge_secret(answer: Answer, _node: NodeChecks) -> Finding:
 
 MACHINE_CHECKS = (
     Check("clock", "date +%s", judge_clock, of="opening"),
-    Check("Python", python_script, judge_python),
-    Check("uv", "uv --version", partial(judge_program, "uv"), why_not=not_here),
-    Check("tmux", "tmux -V", partial(judge_program, "tmux")),
-    Check("rsync", "rsync --version", partial(judge_program, "rsync"), why_not=not_here),
-    Check("disk", disk_script, judge_disk),
-    Check("memory", "cat /proc/meminfo 2>/dev/null || vm_stat", judge_memory),
-    Check("sleep", "pmset -g", judge_sleep, why_not=only_macs),
-    Check("secret", secret_script, judge_secret),
+    Check("Python", None, judge_python),
+    Check("uv", None, partial(judge_program, "uv"), why_not=not_here),
+    Check("tmux", None, partial(judge_program, "tmux")),
+    Check("rsync", None, partial(judge_program, "rsync"), why_not=not_here),
+    Check("disk", None, judge_disk),
+    Check("memory", None, judge_memory),
+    Check("sleep", None, judge_sleep, why_not=only_macs),
+    Check("secret", None, judge_secret),
 )

@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError, PortBusy
 from smolcluster.launch.doctor.findings import (
-    Answer,
     Check,
     Finding,
     NodeChecks,
@@ -27,6 +26,7 @@ from smolcluster.launch.doctor.findings import (
     warn,
 )
 from smolcluster.launch.find import all_runs
+from smolcluster.launch.host import Done
 from smolcluster.launch.links import (
     Listener,
     ask,
@@ -83,7 +83,7 @@ def listen_script(node: NodeChecks) -> str:
     return probe_script(node.machine.interpreter, "listen", *words)
 
 
-def judge_port(answer: Answer, node: NodeChecks) -> Finding:
+def judge_port(answer: Done, node: NodeChecks) -> Finding:
     listener, port = read_listener(answer), node.cluster.port
     if listener is None:
         return fail(
@@ -191,7 +191,7 @@ while [ ! -e "$dir/inside" ] && [ "$(date +%s)" -le $end ]; do sleep 0.1; done
 echo "inside $(tail -n 1 "$dir/inside" 2>/dev/null)" """
 
 
-def judge_reach(answer: Answer, node: NodeChecks) -> Finding:
+def judge_reach(answer: Done, node: NodeChecks) -> Finding:
     if node.listener and is_foreign(node):
         what, key = f"{node.address} is no address of", f"host_ip.{node.name}"
         return _foreign(what, key, node.listener, node)
@@ -260,7 +260,7 @@ def lost_packets(told: Mapping[str, str], node: NodeChecks) -> tuple[str, str]:
     )
 
 
-def judge_link(answer: Answer, node: NodeChecks) -> Finding:
+def judge_link(answer: Done, node: NodeChecks) -> Finding:
     told = json.loads(answer.stdout)
     if told["error"] == "large":
         return fail(*lost_packets(told, node))

@@ -6,7 +6,6 @@ from importlib.metadata import packages_distributions
 from typing import Any
 
 from smolcluster.launch.doctor.findings import (
-    Answer,
     Check,
     Finding,
     NodeChecks,
@@ -17,7 +16,7 @@ from smolcluster.launch.doctor.findings import (
     skipped,
     warn,
 )
-from smolcluster.launch.host import shell_path
+from smolcluster.launch.host import Done, shell_path
 from smolcluster.launch.project import compare_script
 from smolcluster.utils.units import format_count
 from smolcluster.utils.words import as_command
@@ -47,7 +46,7 @@ print("missing " + json.dumps([each for each in wanted if importlib.util.find_sp
 """
 
 
-def judge_code(answer: Answer, node: NodeChecks) -> Finding:
+def judge_code(answer: Done, node: NodeChecks) -> Finding:
     """The code there: this version, another one of its owner's, or none."""
     folder, found = node.machine.project_dir, answer.stdout.strip()
     if found == "absent":
@@ -78,7 +77,7 @@ cd {shell_path(node.machine.project_dir)} 2>/dev/null || {{ echo "folder absent"
 echo "python $({shell_path(node.machine.interpreter)} -c 'print("runs")' 2>&1 | tail -n 1)" """
 
 
-def judge_environment(answer: Answer, node: NodeChecks) -> Finding:
+def judge_environment(answer: Done, node: NodeChecks) -> Finding:
     told = fields(answer.stdout)
     if told.get("folder") == "absent":
         return skipped("needs the code")
@@ -102,7 +101,7 @@ nvidia-smi -L 2>/dev/null | sed -n '1s/^/gpu /p'
 exec {python} -"""
 
 
-def judge_torch(answer: Answer, node: NodeChecks) -> Finding:
+def judge_torch(answer: Done, node: NodeChecks) -> Finding:
     """PyTorch: that it is there, of the right build, and sees the device that is asked for."""
     told = fields(answer.stdout)
     if "absent" in told:
@@ -167,7 +166,7 @@ def packages_script(node: NodeChecks) -> str:
 exec {python} - {wanted}"""
 
 
-def judge_packages(answer: Answer, node: NodeChecks) -> Finding:
+def judge_packages(answer: Done, node: NodeChecks) -> Finding:
     """Whether the environment has what a workload imports.
 
     Which package a module comes from is what this machine's own environment says.

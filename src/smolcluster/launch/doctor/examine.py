@@ -21,12 +21,7 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.doctor.check_report import as_json_text, exit_code, show
-from smolcluster.launch.doctor.checks import (
-    CONTACT_SCRIPT,
-    find_twins,
-    judge_system,
-    read_facts,
-)
+from smolcluster.launch.doctor.checks import CONTACT, find_twins, judge_system
 from smolcluster.launch.doctor.findings import NodeChecks, ok, skipped
 from smolcluster.launch.doctor.table import (
     HOST_KEY,
@@ -41,6 +36,7 @@ from smolcluster.launch.doctor.table import (
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Done, Unreachable
 from smolcluster.launch.links import Listener, read_listener
+from smolcluster.launch.node_facts import facts_script, read_facts
 from smolcluster.launch.places import machine_of, project_root
 from smolcluster.launch.project import read_project
 from smolcluster.launch.workload_code import check_source, packages_of
@@ -124,7 +120,7 @@ def make_contact(node: NodeChecks) -> None:
     findings, is_here = node.findings, node.machine.is_here
     try:
         run = partial(node.host.run, alone=True)
-        answer = ask(run, SYSTEM, CONTACT_SCRIPT, CONTACT_S)
+        answer = ask(run, SYSTEM, facts_script(*CONTACT), CONTACT_S)
     except LaunchError as error:
         wrong = refused(error, node, CONTACT_S)
         if isinstance(error, Unreachable) and error.cause.startswith("host_key"):
@@ -134,8 +130,8 @@ def make_contact(node: NodeChecks) -> None:
         return
     findings[SSH] = ok("this machine" if is_here else f"{answer.took_s:.1f} s")
     findings[HOST_KEY] = skipped("this machine") if is_here else ok("known")
-    findings[SYSTEM] = judge_system(answer, node)
     node.facts = read_facts(answer)
+    findings[SYSTEM] = judge_system(answer, node)
 
 
 @contextmanager

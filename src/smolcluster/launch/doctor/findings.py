@@ -10,6 +10,7 @@ from typing import Literal
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.links import Listener
+from smolcluster.launch.node_facts import NOTHING_KNOWN, Facts
 from smolcluster.launch.plan import Machine
 
 State = Literal["ok", "warn", "fail", "skipped"]
@@ -49,37 +50,6 @@ def skipped(why: str) -> Finding:
     return Finding("skipped", why)
 
 
-@dataclass(frozen=True)
-class Answer(Done):
-    """What a script said, with the time here when it began and the seconds until its end."""
-
-    begun: float = 0.0
-    took_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class MachineFacts:
-    """What the first contact tells of a machine.
-
-    Attributes:
-        system: as `uname -s` says: Linux or Darwin.
-        machine: as `uname -m` says.
-        is_apple_silicon: also where a shell under Rosetta says x86_64.
-        packages: the program that installs packages; empty: none that we know.
-        identity: what no two machines have in common: the system's id and its name; empty: unknown.
-    """
-
-    system: str = ""
-    machine: str = ""
-    is_apple_silicon: bool = False
-    packages: str = ""
-    identity: str = ""
-
-    @property
-    def is_mac(self) -> bool:
-        return self.system == "Darwin"
-
-
 @dataclass
 class NodeChecks:
     """A node that is looked at: what is known of it, and what was found.
@@ -97,7 +67,7 @@ class NodeChecks:
     sums: bytes = b""
     packages: tuple[str, ...] = ()
     token: str = ""
-    facts: MachineFacts = MachineFacts()
+    facts: Facts = NOTHING_KNOWN
     listener: Listener | None = None
     findings: dict[str, Finding] = field(default_factory=dict)
 
@@ -135,7 +105,8 @@ class Check:
 
     Attributes:
         name: heads its line in the table.
-        script: for the machine's POSIX shell; what makes it of what is known of the node.
+        script: for the machine's POSIX shell; what makes it of what is known of the node; None: it is a fact,
+            of this name, which the machine tells with all others.
         judge: what to think of the answer; ValueError and LookupError mean that it makes no sense.
         limit_s: seconds that the script may take, or what makes them of what is known of the node.
         why_not: why it is not looked at there; None: it is.
@@ -145,8 +116,8 @@ class Check:
     """
 
     name: str
-    script: str | Callable[[NodeChecks], str]
-    judge: Callable[[Answer, NodeChecks], Finding]
+    script: str | Callable[[NodeChecks], str] | None
+    judge: Callable[[Done, NodeChecks], Finding]
     limit_s: float | Callable[[NodeChecks], float] = QUICK_S
     why_not: Callable[[NodeChecks], str | None] = lambda _: None
     stdin: Callable[[NodeChecks], bytes] = lambda _: b""

@@ -24,6 +24,7 @@ from smolcluster.configs.spec import default_algorithm, get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.links import addresses_of, measure_ways
+from smolcluster.launch.node_facts import facts_of
 from smolcluster.launch.prepare import NotFit, run_on_all
 from smolcluster.launch.setup.cluster_file import cluster_text
 from smolcluster.launch.setup.discover import Neighbour, discover
@@ -282,12 +283,7 @@ def log_in(host: Host) -> None:
     Raises:
         LaunchError: they cannot; the message says why and what to do.
     """
-    done = host.run("echo at your service")
-    if "at your service" not in done.stdout:
-        raise LaunchError(
-            f"{host.node} ({host.shown}): its shell does not run commands as a POSIX shell does: "
-            f"{done.stderr_tail}"
-        )
+    facts_of(host, "system")
 
 
 def draft(

@@ -1,0 +1,176 @@
+"""What a machine says of itself: one script finds the facts that are asked for, and prints their lines.
+
+`doctor`, `init` and `launch` ask the same questions. All facts are looked for at the same time: one that
+hangs, as the size of a disk does whose server is away, holds up no other. The script is POSIX, and needs only
+what Linux and macOS bring.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch.host import HAS_PYTHON3, Done, Host, shell_path
+from smolcluster.utils.words import one_line
+
+MIN_PYTHON = (3, 11)
+
+FACTS = f"""
+fact_system() {{ echo "$(uname -s) $(uname -m)"; }}
+fact_apple_silicon() {{ sysctl -n hw.optional.arm64 2>/dev/null; }}
+fact_packages() {{
+  for tool in brew apt-get dnf pacman zypper apk; do
+    if command -v $tool >/dev/null; then echo $tool; break; fi
+  done
+}}
+fact_identity() {{
+  {{ cat /etc/machine-id || ioreg -rd1 -c IOPlatformExpertDevice |
+    awk -F'"' '/IOPlatformUUID/ {{print $4}}'; }} 2>/dev/null
+  hostname 2>/dev/null
+}}
+fact_user() {{ id -un; }}
+fact_Python() {{
+  if [ -x "$python" ]; then "$python" --version; return; fi
+  found=$(uv python find --no-project --no-python-downloads '>={".".join(map(str, MIN_PYTHON))}' 2>/dev/null)
+  if [ -n "$found" ]; then "$found" --version; return; fi
+  if {HAS_PYTHON3}; then python3 --version; return; fi
+  echo none
+}}
+fact_uv() {{ uv --version; }}
+fact_tmux() {{ tmux -V; }}
+fact_rsync() {{ rsync --version; }}
+fact_interpreter() {{ [ -x "$python" ]; }}
+fact_folder() {{ cd "$folder" 2>/dev/null && pwd; }}
+fact_disk() {{
+  place=$folder
+  while [ ! -e "$place" ]; do place=$(dirname "$place"); done
+  df -Pk "$place"
+}}
+fact_memory() {{ cat /proc/meminfo 2>/dev/null || vm_stat; }}
+fact_sleep() {{ pmset -g; }}
+fact_secret() {{ [ ! -e "$secret" ] || ls -ld "$secret"; }}
+fact_addresses() {{
+  PATH="$PATH:/usr/sbin:/sbin"
+  if command -v ip >/dev/null 2>&1; then
+    ip -o addr
+    for each in /sys/class/net/*/wireless; do [ -e "$each" ] && echo "wireless: $each"; done
+  else
+    ifconfig -a
+    command -v networksetup >/dev/null 2>&1 && networksetup -listallhardwareports
+  fi
+  true
+}}
+tell() {{
+  {{ "fact_$1"; echo "=$?"; }} </dev/null |
+    while IFS= read -r line; do printf '%s %s\\n' "$1" "$line"; done
+}}
+for fact in $wanted; do tell "$fact" & done
+wait"""
+"""Prints each line of a fact behind the fact's name, and at its end `=` and the exit code.
+
+A line that is written at once mixes with no other. A fact must not `exit`.
+"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a machine has said of itself, by the names of facts; what did not come in time is missing."""
+
+    told: Mapping[str, Done]
+
+    def text(self, name: str) -> str:
+        return self.told[name].stdout.strip() if name in self.told else ""
+
+    def has(self, name: str) -> bool:
+        """Whether the machine has it: its command has succeeded."""
+        return name in self.told and self.told[name].ok
+
+    @property
+    def system(self) -> str:
+        """As `uname -s` says: Linux or Darwin; empty: unknown."""
+        return self.text("system").partition(" ")[0]
+
+    @property
+    def machine(self) -> str:
+        """As `uname -m` says."""
+        return self.text("system").partition(" ")[2]
+
+    @property
+    def is_mac(self) -> bool:
+        return self.system == "Darwin"
+
+    @property
+    def is_apple_silicon(self) -> bool:
+        """Also where a shell under Rosetta says x86_64."""
+        return self.is_mac and self.text("apple_silicon") == "1"
+
+    @property
+    def packages(self) -> str:
+        """The program that installs packages; empty: none that we know."""
+        return self.text("packages")
+
+    @property
+    def identity(self) -> str:
+        """What no two machines have in common: the system's id and its name; empty: unknown."""
+        said = self.text("identity").split("\n")
+        return " ".join(said) if len(said) == 2 else ""
+
+    @property
+    def free_nbytes(self) -> int:
+        """What the disk of the folder has left for its user.
+
+        Raises:
+            ValueError, LookupError: `df` makes no sense.
+        """
+        return int(self.text("disk").splitlines()[-1].split()[3]) * 1024
+
+
+NOTHING_KNOWN = Facts({})
+
+
+def facts_of(host: Host, *names: str, folder: str = "~") -> Facts:
+    """These facts of a machine; `folder`: the project's there.
+
+    Raises:
+        LaunchError: it cannot be asked, or has no POSIX shell.
+    """
+    done = host.run(facts_script(*names, folder=folder))
+    facts = read_facts(done)
+    if not facts.told.keys() >= set(names):
+        raise LaunchError(
+            f"{host.node} ({host.shown}): its shell does not run commands as a POSIX shell does: "
+            f"{one_line(done.stderr_tail)}"
+        )
+    return facts
+
+
+def facts_script(
+    *names: str, folder: str = "~", interpreter: str = "", secret_file: str | None = None
+) -> str:
+    """What prints facts; `interpreter`: Python's, of the project's environment there."""
+    return (
+        f"wanted={shlex.quote(' '.join(names))} folder={shell_path(folder)} "
+        f"python={shell_path(interpreter)} secret={secret_path(secret_file)}{FACTS}"
+    )
+
+
+def secret_path(file: str | None) -> str:
+    """Where the cluster's secret belongs on a machine, as words of its shell; None: the default place."""
+    if file is None:
+        return '"${XDG_CONFIG_HOME:-$HOME/.config}"/smolcluster/secret'
+    return shell_path(file)
+
+
+def read_facts(done: Done) -> Facts:
+    lines: dict[str, list[str]] = {}
+    for line in done.stdout.split("\n"):
+        name, _, said = line.partition(" ")
+        lines.setdefault(name, []).append(said)
+    return Facts(
+        {
+            name: Done(int(said[-1][1:]), "\n".join(said[:-1]), done.stderr)
+            for name, said in lines.items()
+            if re.fullmatch(r"=\d+", said[-1])
+        }
+    )

@@ -1,0 +1,77 @@
+"""What a machine says of itself, by the script itself on this one."""
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from doctoring import MAC, facts, node_checks
+from reading import fake_ssh
+from smolcluster.errors import LaunchError
+from smolcluster.launch.doctor import table
+from smolcluster.launch.host import Done, Host
+from smolcluster.launch.node_facts import facts_of
+
+HERE = Host("pi5")
+
+
+def test_this_machine_says_what_it_is(tmp_path: Path) -> None:
+    found = facts_of(HERE, "system", "identity", "folder", "disk", folder=str(tmp_path))
+    assert (found.system, found.machine) == (os.uname().sysname, os.uname().machine)
+    assert found.identity.endswith(f" {socket.gethostname()}")
+    assert found.text("folder") == str(tmp_path)
+    assert 0 < found.free_nbytes <= shutil.disk_usage(tmp_path).free + (1 << 30)
+
+
+def test_lines_of_facts_that_come_at_the_same_time_do_not_mix() -> None:
+    memory = facts_of(HERE, "memory", "addresses", "packages", "user").text("memory").splitlines()
+    assert len(memory) > 3
+    assert all(line.count(":") == 1 for line in memory)
+
+
+@pytest.mark.parametrize("identity", ["", "mini\n", "\nmini\n"])
+def test_without_an_id_or_a_name_a_machine_has_no_identity(identity: str) -> None:
+    assert facts(identity=identity).identity == ""
+    assert facts(identity="3d12\nmini\n").identity == "3d12 mini"
+
+
+def test_a_shell_under_rosetta_is_one_of_a_mac_with_apple_silicon() -> None:
+    assert MAC.is_apple_silicon
+    assert facts(system="Darwin x86_64", apple_silicon="1").is_apple_silicon
+    assert not facts(system="Linux x86_64", apple_silicon="1").is_apple_silicon
+
+
+def test_a_shell_that_is_none_is_told() -> None:
+    class Windows(Host):
+        def run(self, *_: object, **__: object) -> Done:
+            return Done(1, "", "'sh' is not recognized")
+
+    with pytest.raises(LaunchError, match=r"^win \(win\): its shell .*'sh' is not recognized$"):
+        facts_of(Windows("win", "win"), "system")
+
+
+@pytest.fixture
+def disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    program = fake_ssh(tmp_path, monkeypatch) / ".local" / "bin" / "df"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(f"#!/bin/sh\nwhile [ -d '{program.parent}' ]; do sleep 0.1; done\n")
+    program.chmod(0o755)
+    yield
+    program.parent.rename(tmp_path / "away")
+
+
+@pytest.mark.usefixtures("disk_hangs")
+def test_a_fact_that_hangs_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others have been told when the time is over."""
+    monkeypatch.setattr(table, "QUICK_S", 5.0)
+    checks = [each for each in table.TABLE if each.name in ("disk", "memory", "secret")]
+    found = table.look_at_facts(node_checks(), checks)
+    assert {name: each.state for name, each in found.items()} == {
+        "disk": "fail",
+        "memory": "ok",
+        "secret": "ok",
+    }
+    assert found["disk"].what.startswith("no answer within ")
