@@ -53,6 +53,33 @@ def test_what_is_computed_again_has_the_dropout_of_its_own_microbatch(recompute:
     assert torch.equal(gradients(recompute), gradients("none"))
 
 
+class Counted(nn.Linear):
+    num_computed = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.num_computed += 1
+        return super().forward(value)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "expected"),
+    [("none", [1, 1, 1, 1]), ("full", [2, 2, 2, 2]), ("selective", [2, 1, 2, 1])],
+)
+def test_all_or_every_second_layer_is_computed_again_in_the_backward(
+    recompute: str, expected: list[int]
+) -> None:
+    layers = [Counted(4, 4) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(4, 3))
+    stage = Stage(model, list(model), 0, 4).train()
+    workload = Workload(lambda: model, cross_entropy, [(torch.zeros(4), 0)])
+    seeds = LayerSeeds(SEED, torch.device("cpu"))
+    config = config_of({"activation_checkpointing": recompute})
+    compute = stage_compute(stage, workload, seeds, config, "fp32")
+    batch = torch.ones(2, 4), torch.zeros(2).long()
+    compute.backward(0, [torch.ones_like(compute.forward(0, Place(SEED, 0, 0), None, batch))])
+    assert [each.num_computed for each in layers] == expected
+
+
 def test_without_a_compiler_the_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 
