@@ -16,13 +16,13 @@ from rich.console import Console
 from processes import fill_disk, small_disk
 from reading import children_of, status_of, write
 from smolcluster.errors import ConfigError
-from smolcluster.launch import flow
+from smolcluster.launch import flow, sessions
 from smolcluster.launch.run_in_sessions import RunInSessions
 from smolcluster.launch.sessions import Ending, ask_to_end
 from smolcluster.launch.stop import SERVER_GRACE_S
-from smolcluster.runs.launched import launched_of
+from smolcluster.runs.launched import LaunchedProcess, launched_of
 from smolcluster.runs.paths import RunPaths, create_run
-from smolcluster.runs.status import read_status, write_status
+from smolcluster.runs.status import RunStatus, read_status, write_status
 from waiting import DEADLINE_S, eventually
 
 Spawn = Callable[..., "subprocess.Popen[bytes]"]
@@ -132,6 +132,32 @@ time.sleep(600)
         assert stop(paths, now=False) == 0
         assert worker.wait(DEADLINE_S) == 0
     assert server.wait() == 0
+
+
+def test_workers_are_not_asked_before_the_server_has_saved(
+    paths: RunPaths, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it is not even asked before its status has been looked at twice."""
+    write_status(paths.status, status_of())
+    asked, looks = list[str](), list[LaunchedProcess]()
+
+    def ask(process: LaunchedProcess, *args: Any) -> Ending:
+        if process.role == "server":
+            eventually(lambda: asked or len(looks) > 1)
+        asked.append(process.role)
+        return ask_to_end(process, *args)
+
+    def look(process: LaunchedProcess) -> RunStatus | None:
+        looks.append(process)
+        return sessions.status_of(process)
+
+    monkeypatch.setattr("smolcluster.launch.stop.LOOK_S", 0.01)
+    monkeypatch.setattr("smolcluster.launch.stop.ask_to_end", ask)
+    monkeypatch.setattr("smolcluster.launch.stop.status_of", look)
+    children_of(paths, spawn(*SERVER).pid, spawn(*WORKER).pid)
+    (tmp_path / "saved").touch()
+    assert stop(paths, now=False) == 0
+    assert asked == ["server", "worker"]
 
 
 def test_who_does_not_end_in_time_is_killed(
