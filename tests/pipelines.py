@@ -30,7 +30,7 @@ from smolcluster.training.compute import Microbatch
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedules.instructions import Instruction, Op, Schedule, stage_ranks
 from smolcluster.training.schedules.validation import execution_order
-from smolcluster.training.stages.build import model_input, output_loss
+from smolcluster.training.stages.build import model_input, num_layers, output_loss
 from smolcluster.training.stages.compute import StageLoss
 from smolcluster.training.stages.cut import Stage, layers_of
 from smolcluster.training.stages.execution import Transport, execute
@@ -127,7 +127,7 @@ def assert_are_the_model(workload: Workload, stages: Sequence[Stage], batch: Any
 
 
 def even_cuts(workload: Workload, num_stages: int) -> list[int]:
-    layers = len(layers_of(whole(workload), None))
+    layers = num_layers(workload)
     return [round(stage * layers / num_stages) for stage in range(num_stages + 1)]
 
 
@@ -261,14 +261,14 @@ def at_once(do: Callable[[int], Any], num: int) -> list[Any]:
 class Gated(nn.Module):
     """A layer that takes and returns a hidden state, a mask of integers, and an auxiliary loss so far."""
 
-    def __init__(self, width: int, dropout: float = 0.0) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.gate, self.dropout = nn.Linear(width, width), nn.Dropout(dropout)
+        self.gate = nn.Linear(width, width)
 
     def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         hidden, mask, auxiliary = value
         gate = self.gate(hidden).sigmoid()
-        return self.dropout(hidden * gate) * mask[:, None], mask, auxiliary + gate.square().mean()
+        return hidden * gate * mask[:, None], mask, auxiliary + gate.square().mean()
 
 
 class Begin(nn.Module):
@@ -285,10 +285,10 @@ class Begin(nn.Module):
 class GatedModel(nn.Module):
     """Layers that hand on trees of tensors, some of which take no gradients."""
 
-    def __init__(self, num_layers: int = 4, width: int = 8, dropout: float = 0.0) -> None:
+    def __init__(self, num_layers: int = 4, width: int = 8) -> None:
         super().__init__()
         self.begin = Begin(width)
-        self.blocks = nn.ModuleList(Gated(width, dropout) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(Gated(width) for _ in range(num_layers))
 
     def stages(self) -> list[nn.Module]:
         return [self.begin, *self.blocks]

@@ -190,33 +190,31 @@ def refused(
     return str(error.value)
 
 
-def test_text_without_a_place_asks_for_one(config: DatasetConfig) -> None:
-    with pytest.raises(ConfigError, match=r"dataset\.root is null; set dataset\.root"):
-        load_corpus(config.model_copy(update={"root": None}), 8, LOG)
-
-
-def test_a_place_that_does_not_exist_is_named(config: DatasetConfig, tmp_path: Path) -> None:
+def test_a_place_that_is_not_stated_or_does_not_exist_is_asked_for(
+    config: DatasetConfig, tmp_path: Path
+) -> None:
+    stated = refused(config, ConfigError, root=None)
+    assert "dataset.root is null; set dataset.root" in stated
     assert f"dataset.root is {tmp_path}/root, which does not exist" in refused(config, ConfigError)
 
 
-def test_a_binary_file_and_a_folder_of_them_are_refused(config: DatasetConfig, root: Path) -> None:
-    (root / "image").write_bytes(b"\x89PNG\0")
-    assert f"{root}/image, which is not a text file" in refused(config, root=root / "image")
-    assert f"{root}, which is no text" in refused(config)
-
-
-def test_an_empty_file_or_folder_is_refused(config: DatasetConfig, root: Path) -> None:
-    assert f"{root}, which is empty" in refused(config)
-    (root / "empty").touch()
-    assert f"{root}, which is empty" in refused(config)
-    assert f"{root}/empty, which is empty" in refused(config, root=root / "empty")
-
-
-def test_a_file_too_short_for_a_sample_says_how_long_one_may_be(
-    config: DatasetConfig, root: Path
+@pytest.mark.parametrize(
+    ("files", "place", "told"),
+    [
+        ({}, "", "{}, which is empty"),
+        ({"empty": b""}, "", "{}, which is empty"),
+        ({"empty": b""}, "empty", "{}/empty, which is empty"),
+        ({"image": b"\x89PNG\0"}, "", "{}, which is no text"),
+        ({"image": b"\x89PNG\0"}, "image", "{}/image, which is not a text file"),
+        ({"short": b"a\n" * 20}, "", "set model.max_seq_len to at most 4"),
+    ],
+)
+def test_what_holds_no_text_or_too_little_is_refused(
+    config: DatasetConfig, root: Path, files: dict[str, bytes], place: str, told: str
 ) -> None:
-    (root / "short").write_text("a\n" * 20)
-    assert "set model.max_seq_len to at most 4" in refused(config)
+    for name, content in files.items():
+        (root / name).write_bytes(content)
+    assert told.format(root) in refused(config, root=root / place)
 
 
 def test_a_file_that_cannot_be_read_is_named(

@@ -1036,6 +1036,7 @@ def written(writer: CheckpointWriter) -> Snapshot:
 
 
 def test_a_stuck_disk_stops_nobody_and_the_newest_waits(tmp_path: Path) -> None:
+    """It is written at the end."""
     lines: list[str] = []
     store = Gated(tmp_path, lines)
     with CheckpointWriter(store, logger(lines)) as writer:
@@ -1063,16 +1064,6 @@ def test_who_is_told_of_a_full_disk_hears_the_step(tmp_path: Path) -> None:
             writer.submit(snapshot_of(step))
             written(writer)
     assert (told, store.saved) == ([1], [3])
-
-
-def test_what_waits_at_the_end_is_still_written(tmp_path: Path) -> None:
-    store = Gated(tmp_path, [])
-    with CheckpointWriter(store, logger([])) as writer:
-        writer.submit(snapshot_of(1))
-        assert store.entered.acquire(timeout=DEADLINE_S)
-        writer.submit(snapshot_of(2))
-        store.gate.set()
-    assert store.saved == [1, 2]
 
 
 def test_a_disk_that_hangs_does_not_keep_the_process(

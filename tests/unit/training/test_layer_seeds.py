@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipelines import SEED, by_hand, whole
+from pipelines import SEED, by_hand, even_cuts, whole
 from smolcluster.algorithms.PipelineParallel.execution import OwnStage
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.data.dataset import Batch
@@ -20,8 +20,8 @@ from smolcluster.training.build import Microbatching, TrainingContext
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
 from smolcluster.training.replica import Replica
-from smolcluster.training.schedules.instructions import generate
-from smolcluster.training.stages.build import build_stage, num_layers
+from smolcluster.training.schedules.instructions import generate, stage_ranks
+from smolcluster.training.stages.build import build_stage
 from smolcluster.training.workload import Workload
 
 NUM_SAMPLES, SIZE, EPOCH, START = 8, 2, 3, 16
@@ -131,9 +131,8 @@ def alone(workload: Workload, size: int = SIZE) -> tuple[TrainingContext, float,
 
 
 def built(workload: Workload, num_stages: int, *, recompute: bool) -> list[OwnStage]:
-    total, made = num_layers(workload), []
-    cuts = [round(stage * total / num_stages) for stage in range(num_stages + 1)]
-    for start, end in pairwise(cuts):
+    made = []
+    for start, end in pairwise(even_cuts(workload, num_stages)):
         stage = build_stage(workload, start, end, SEED, torch.device("cpu"))
         replica = Replica(stage, "sgd", is_stage=True)
         made.append(OwnStage.of(replica, workload, SEED, recompute=recompute))
@@ -151,26 +150,27 @@ def summed(stages: list[OwnStage]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("make", "num_ranks"),
+    ("make", "ways"),
     [
-        (sequential, (1, 3)),
-        (gpt, (1, 2, 4)),
-        (noisy, (2,)),
-        (hugging_face, (3,)),
-        (noisy_targets, (1, 2)),
-        (noisy_targets_of_outputs, (2,)),
-        (noisy_targets_without_dropout, (2,)),
+        (sequential, (("zero-bubble", 1), ("zero-bubble", 3))),
+        (gpt, (("1f1b", 1), ("gpipe", 2), ("1f1b", 3), ("zero-bubble", 4), ("zb-v", 2))),
+        (noisy, (("zero-bubble", 2),)),
+        (hugging_face, (("zero-bubble", 3),)),
+        (noisy_targets, (("zero-bubble", 1), ("zero-bubble", 2))),
+        (noisy_targets_of_outputs, (("zero-bubble", 2),)),
+        (noisy_targets_without_dropout, (("zero-bubble", 2),)),
     ],
 )
 def test_a_pipeline_with_dropout_gives_the_loss_and_gradients_of_one_process(
-    make: Callable[[], Workload], num_ranks: tuple[int, ...]
+    make: Callable[[], Workload], ways: tuple[tuple[str, int], ...]
 ) -> None:
+    """Whatever the cut and the schedule; from three stages on activations are computed again."""
     workload = make()
     training, expected, grads = alone(workload)
     parts = training.parts(torch.arange(NUM_SAMPLES), EPOCH, START, SIZE)
-    for ranks in num_ranks:
-        lists = generate("zero-bubble", ranks, len(parts))
-        stages = built(workload, ranks, recompute=ranks > 2)
+    for schedule, ranks in ways:
+        lists = generate(schedule, ranks, len(parts))
+        stages = built(workload, len(stage_ranks(lists)), recompute=ranks > 2)
         assert by_hand(lists, stages, parts).total == pytest.approx(expected, rel=1e-9)
         found = summed(stages)
         assert found.keys() == grads.keys()

@@ -15,7 +15,7 @@ from smolcluster.training.muon import MuonOptimizer
 from smolcluster.training.recipe import OptimizerSpec
 from smolcluster.training.replica import Replica
 
-RATE, DECAY, CLIP = 0.01, 0.1, 1.0
+RATE, DECAY = 0.01, 0.1
 SIZES = GPTConfig(model_dim=16, num_layers=2, num_heads=2, ff_dim=48, max_seq_len=8, dropout=0.0)
 HIDDEN = [
     f"h.{layer}.{name}.weight"
@@ -43,7 +43,7 @@ def batch_of(step: int) -> Tensor:
     return torch.randint(0, 11, (4, 8), generator=torch.Generator().manual_seed(step))
 
 
-def losses(replica: Replica, steps: range, clip: float = CLIP) -> list[float]:
+def losses(replica: Replica, steps: range, clip: float) -> list[float]:
     found = []
     for step in steps:
         replica.grads.zero_()
@@ -104,16 +104,6 @@ def test_singular_values_of_a_step_are_near_one(
     assert found.shape == shape
     values = torch.linalg.svdvals(found.float())
     assert ((values > 0.3) & (values < 1.4)).all()
-
-
-def test_a_restored_state_goes_on_bit_for_bit() -> None:
-    whole, resumed = replica_of(gpt()), replica_of(gpt())
-    losses(whole, range(5))
-    losses(resumed, range(2))  # what it did before leaves nothing behind
-    resumed.params.copy_(whole.params)
-    resumed.optimizer.resume(whole.optimizer.state)
-    assert losses(resumed, range(5, 10)) == losses(whole, range(5, 10))
-    assert torch.equal(resumed.params, whole.params)
 
 
 def test_a_gpt_s_blocks_are_muon_s_and_its_embeddings_adamw_s() -> None:

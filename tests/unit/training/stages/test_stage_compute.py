@@ -72,8 +72,8 @@ def gated_loss(model: nn.Module, batch: Batch) -> Terms:
     return (hidden.square().sum() + 0.1 * auxiliary), mask.sum()
 
 
-def gated(dropout: float = 0.0) -> Workload:
-    return Workload(lambda: GatedModel(dropout=dropout).double(), gated_loss, [(torch.zeros(6), 0)])
+def gated() -> Workload:
+    return Workload(lambda: GatedModel().double(), gated_loss, [(torch.zeros(6), 0)])
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor | None]) -> None:
@@ -89,10 +89,10 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], values, rtol=1e-9, atol=1e-11)
 
 
-def run(workload: Workload, schedule: str, ranks: int, batches: list[Batch], **options: Any) -> Any:
+def run(workload: Workload, schedule: str, ranks: int, batches: list[Batch]) -> Any:
     lists = generate(schedule, ranks, len(batches))
     cuts = even_cuts(workload, len(stage_ranks(lists)))
-    stages = stages_of(workload, cuts, **options)
+    stages = stages_of(workload, cuts)
     loss = by_hand(lists, stages, parts_of(batches, SIZES))
     return loss, stages
 
@@ -213,32 +213,6 @@ def test_a_loss_that_is_none_is_named_where_it_is_written() -> None:
     [stage] = stages_of(workload, [0, 1])
     with pytest.raises(UserCodeError, match=r"answers \(test_stage_compute\.py:\d+\): returned a"):
         by_hand(generate("gpipe", 1, 1), [stage], parts_of(features()[:1], SIZES[:1]))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "ranks", "recompute"),
-    [("1f1b", 3, False), ("gpipe", 2, True), ("zero-bubble", 4, True), ("zb-v", 2, False)],
-)
-def test_dropout_depends_neither_on_the_cut_nor_on_the_schedule(
-    schedule: str, ranks: int, recompute: bool
-) -> None:
-    whole, stage = run(gpt(dropout=0.3), "gpipe", 1, tokens())
-    loss, stages = run(gpt(dropout=0.3), schedule, ranks, tokens(), recompute=recompute)
-    assert loss.total == pytest.approx(whole.total, rel=1e-9)
-    assert_close(summed(stages), gradients_of(stage))
-    without, _ = run(gpt(), "gpipe", 1, tokens())
-    assert loss.total != pytest.approx(without.total, rel=1e-3)
-
-
-def test_dropout_is_another_one_in_each_microbatch_and_epoch() -> None:
-    batches = [features(torch.float64)[0]] * 3
-    [stage] = stages_of(gated(0.5), even_cuts(gated(), 1))
-    lists = generate("gpipe", 1, 1)
-    first, second, *_ = parts_of(batches, [3, 3, 3])
-    later = first._replace(place=first.place._replace(epoch=2))
-    losses = [by_hand(lists, [stage], [each]).total for each in (first, second, later, first)]
-    assert len(set(losses)) == 3
-    assert losses[0] == losses[3]
 
 
 def test_nothing_is_held_of_a_step_that_is_over_or_broke_off() -> None:
