@@ -363,17 +363,18 @@ def cache(there: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cache]:
 def test_old_code_goes_unless_it_is_the_newest_or_a_process_uses_it(
     cache: Cache, there: Path
 ) -> None:
-    for name, environment in (("aa", "e1"), ("bb", "e1"), ("cc", "e2"), ("dd", "e3")):
+    one, two, three, four, five = (f"{number}{os.getpid():015d}" for number in range(1, 6))
+    for name, environment in ((one, "e1"), (two, "e1"), (three, "e2"), (four, "e3")):
         cache.make(name, environment)
-    cache.make("ee", "e4", is_old=False)
+    cache.make(five, "e4", is_old=False)
     projects = at(there, CACHE) / "projects"
-    (projects / "latest").symlink_to("bb")
-    user = subprocess.Popen(["sleep", "600"], cwd=projects / "cc")
+    (projects / "latest").symlink_to(two)
+    user = subprocess.Popen(["sleep", "600"], cwd=projects / three)
     try:
         [found] = old_projects(there).values()
-        assert set(found) == {"projects/aa", "projects/dd", "environments/e3"}
+        assert set(found) == {f"projects/{one}", f"projects/{four}", "environments/e3"}
         assert all(size > 0 for size in found.values())
-        later = subprocess.Popen(["sleep", "600"], cwd=projects / "dd")
+        later = subprocess.Popen(["sleep", "600"], cwd=projects / four)
         try:
             assert remove_projects({PI5: found}) == []
         finally:
@@ -383,7 +384,7 @@ def test_old_code_goes_unless_it_is_the_newest_or_a_process_uses_it(
         user.kill()
         user.wait(60)
     assert set(cached(there)) == {
-        *("projects/bb", "projects/cc", "projects/dd", "projects/ee", "projects/latest"),
+        *(f"projects/{each}" for each in (two, three, four, five, "latest")),
         *("environments/e1", "environments/e2", "environments/e3", "environments/e4"),
     }
 
