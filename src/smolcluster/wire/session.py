@@ -87,6 +87,7 @@ class Session:
         self._inbox = inbox
         self._longest_hold_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._heartbeat_every_s = min(self._longest_hold_s, LONGEST_PULSE_S)
+        self._beat_at = time.monotonic() + self._heartbeat_every_s
         self._max_queued = max_queued
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Lets the writer look: a condition would wake it while its lock is still held."""
@@ -126,7 +127,7 @@ class Session:
         """Send a small message after the frame that is being sent, before all others. Never blocks."""
         with self._changed:
             self._urgent.append(frame_of(message))
-        self._woken.put(None)
+        self._wake()
 
     def send_frame(self, frame: Frame) -> None:
         """Queue a ready frame, which may be shared with other sessions. Never blocks."""
@@ -155,7 +156,7 @@ class Session:
                 self._queued.append(iter(frames))
         if is_full:
             self.cut(f"it does not keep up: {self._max_queued} frames are waiting for it")
-        self._woken.put(None)
+        self._wake()
 
     @property
     def backlog(self) -> int:
@@ -197,22 +198,21 @@ class Session:
             self.num_gone += len(self._queued)
             self._queued.clear()
             self._is_finishing = False
-            if self._begun is not None:  # the writer notes that it has gone
-                self._begun = iter(())
+            self._begun = None  # the writer notes that it has gone
             self._changed.notify_all()
 
     def finish(self) -> None:
         """Send what is queued, then close this side; the peer's closing ends the session."""
         with self._changed:
             self._is_finishing = True
-        self._woken.put(None)
+        self._wake()
 
     def cut(self, reason: str) -> None:
         """End the session at once. Whether queued messages arrived is unknown. The first reason counts."""
         with self._changed:
             if self._reason is None:
                 self._reason = reason
-        self._woken.put(None)
+        self._wake()
         self.connection.abort()
 
     @property
@@ -254,12 +254,13 @@ class Session:
             self._inbox.put(SessionClosed(self.session_id, self._reason or ""))
 
     def _write(self) -> None:
-        beat_at = time.monotonic() + self._heartbeat_every_s
         try:
-            while self._send_next(beat_at):
-                if time.monotonic() >= beat_at:  # however much is queued
-                    self._beat()
-                    beat_at = time.monotonic() + self._heartbeat_every_s
+            while self._begin_next():
+                self._send_begun()
+                with self._changed:
+                    self._begun = None
+                    self.num_gone += 1
+                    self._changed.notify_all()
             self.connection.end_sending()
         except SmolclusterError as error:
             self.cut(str(error))
@@ -272,33 +273,40 @@ class Session:
                 self._begun, self._is_over = None, True
                 self.num_gone = self.num_queued
 
-    def _send_next(self, wait_until: float) -> bool:
-        """Send what comes next, if anything does by then, and keep no hold of it; False: that was all."""
-        if not self._has_work():
-            with suppress(queue.Empty):
-                self._woken.get(timeout=max(0.0, wait_until - time.monotonic()))
-        with self._changed:
-            urgent = list(self._urgent)
-            self._urgent.clear()
-            if self._begun is None and self._queued:
-                self._begun = self._queued.popleft()
-            begun = self._begun
-            if self.is_cut or (self._is_finishing and begun is None and not urgent):
-                return False
-        for each in urgent:
-            self.connection.send_frame(each)
-        if begun is not None and (frame := next(begun, None)) is not None:
-            self.connection.send_frame(frame)
-        elif begun is not None:
+    def _begin_next(self) -> bool:
+        """Wait for what is to be sent next, and send meanwhile what comes between; False: that was all."""
+        while True:
+            self._send_between()
             with self._changed:
-                self._begun = None
-                self.num_gone += 1
-                self._changed.notify_all()
-        return True
+                if self._queued and not self._urgent and not self.is_cut:
+                    self._begun = self._queued.popleft()
+                    return True
+                if self.is_cut or (self._is_finishing and not self._urgent):
+                    return False
+            with suppress(queue.Empty):
+                self._woken.get(timeout=max(0.0, self._beat_at - time.monotonic()))
 
-    def _has_work(self) -> bool:
-        has_any = self._urgent or self._begun is not None or self._queued
-        return bool(has_any) or self._is_finishing or self.is_cut
+    def _send_begun(self) -> None:
+        """Send the frames that belong together, as far as they are not taken back; keep no hold of any."""
+        begun = self._begun
+        for frame in begun or ():
+            self.connection.send_frame(frame)
+            if self._begun is not begun or self.is_cut:
+                return
+            self._send_between()
+
+    def _send_between(self) -> None:
+        """Send what is urgent, and a heartbeat if it is time, however much is queued."""
+        while self._urgent:
+            self.connection.send_frame(self._urgent.popleft())
+        if time.monotonic() >= self._beat_at:
+            self._beat()
+            self._beat_at = time.monotonic() + self._heartbeat_every_s
+
+    def _wake(self) -> None:
+        """Let the writer look at what has changed. It is woken once for all that has until it does."""
+        if self._woken.empty():
+            self._woken.put(None)
 
     def _beat(self) -> None:
         self.connection.send_frame(frame_of(self.clocks.beat(self._trouble())))
