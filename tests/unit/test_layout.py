@@ -221,7 +221,7 @@ class Mechanism:
 
 
 COORDINATION = (
-    *("admit", "check_patience", "gather", "handle", "introduce", "receiver_for", "worker_gone"),
+    *("admit", "check_patience", "gather", "handle", "introduce", "worker_gone"),
     *("are_silent", "collect", "close"),
 )
 SLICE_PROTOCOL = ("listen", "close", "handle", "_gather", "_obey", "_on_worker", "_send")

@@ -37,14 +37,13 @@ from smolcluster.training.checkpoint import (
 )
 from smolcluster.training.replica import Replica
 from smolcluster.utils.words import a_few
-from smolcluster.wire.acceptor import Acceptor, ask_inbox
+from smolcluster.wire.acceptor import Acceptor, LetIn, ask_inbox
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.inbox import Inbox
 from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import (
     PS,
     STORE,
-    Accepted,
     Hello,
     ServedData,
     Welcome,
@@ -120,29 +119,23 @@ class PoolContext:
         cluster, replica = self.settings.cluster, self.training.replica
         workload = self.training.workload
         addresses = listening_addresses(cluster)
-        admit_worker = ask_inbox(
-            self.inbox,
-            Welcome(
-                run_id=self.run.run_id,
-                settings=self.run.model_dump(mode="json"),
-                incarnation=self.incarnation,
-                model_fingerprint=replica.fingerprint,
-                bucket_bytes=replica.bucket_bytes,
-                codec=self.codec,
-                heartbeat_timeout_s=self.run.heartbeat_timeout_s,
-                data=self.served_data,
-                plan=workload.plan.text if isinstance(workload, PlannedWorkload) else None,
-            ),
+        welcome = Welcome(
+            run_id=self.run.run_id,
+            settings=self.run.model_dump(mode="json"),
+            incarnation=self.incarnation,
+            model_fingerprint=replica.fingerprint,
+            bucket_bytes=replica.bucket_bytes,
+            codec=self.codec,
+            heartbeat_timeout_s=self.run.heartbeat_timeout_s,
+            data=self.served_data,
+            plan=workload.plan.text if isinstance(workload, PlannedWorkload) else None,
         )
+        admit_worker = ask_inbox(self.inbox, welcome, receiver_for)
 
-        def admit(session_id: int, hello: Hello) -> Accepted | Refused:
+        def admit(session_id: int, hello: Hello) -> LetIn | Refused:
             if stores is not None and STORE.name in hello.sets and PS.name not in hello.sets:
                 return stores.admit(session_id, hello)
             return admit_worker(session_id, hello)
-
-        def receiver(session_id: int) -> Receiver:
-            of_store = stores.receiver_for(session_id) if stores is not None else None
-            return of_store or receiver_for(session_id)
 
         sets = sets_of(self.run.algorithm)
         if stores is not None:
@@ -159,7 +152,6 @@ class PoolContext:
             sets=sets,
             inbox=self.inbox,
             admit=admit,
-            receiver_for=receiver,
             max_queued=_num_queued(replica) + EXTRA_QUEUED + num_more,
         )
         self.log.info("listening on %s, port %d", ", ".join(addresses), cluster.port)

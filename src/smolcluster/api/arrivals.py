@@ -15,7 +15,6 @@ from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import Hello, sets_of
 from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
-from smolcluster.wire.session import Receiver
 
 COME_AGAIN_S = 0.5
 GONE_S = 10.0
@@ -49,7 +48,6 @@ class Arrivals:
             sets=sets_of(algorithm),
             inbox=Handled(lambda _: None),
             admit=self._answer,
-            receiver_for=_nobody,
             max_queued=0,
         )
         log.info("listening on %s, port %d", ", ".join(addresses), cluster.port)
@@ -98,7 +96,3 @@ class Arrivals:
         if is_new:
             self._log.info("worker %s is here", name)
         return Refused("busy", "the run has not begun yet", retry_after_s=COME_AGAIN_S)
-
-
-def _nobody(session_id: int) -> Receiver:
-    raise RuntimeError(f"session {session_id} was let in before the run began")

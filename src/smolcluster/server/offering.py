@@ -49,7 +49,7 @@ from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, cut
 from smolcluster.training.workload import Workload
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
-from smolcluster.wire.acceptor import SessionOpened
+from smolcluster.wire.acceptor import LetIn, SessionOpened
 from smolcluster.wire.handshake import VERSION
 from smolcluster.wire.inbox import Event, Inbox, SessionClosed
 from smolcluster.wire.membership import Refused
@@ -444,15 +444,16 @@ def wait_for_offer(
         PortBusy, ConfigError: it cannot listen.
     """
 
-    def admit(_session_id: int, hello: Hello) -> Accepted | Refused:
+    def admit(session_id: int, hello: Hello) -> LetIn | Refused:
         if OFFER.name not in hello.sets:
             return Refused(
                 "no-model", "the server waits for a process that attaches and offers it a model"
             )
-        return Accepted(
+        accepted = Accepted(
             bucket_bytes=DEFAULT_BUCKET_BYTES,
             heartbeat_timeout_s=cluster.heartbeat_timeout_s,
         )
+        return accepted, _OfferReceiver(session_id)
 
     inbox = Inbox()
     addresses = listening_addresses(cluster)
@@ -462,7 +463,6 @@ def wait_for_offer(
         sets=(SESSION, OFFER),
         inbox=inbox,
         admit=admit,
-        receiver_for=_OfferReceiver,
         max_queued=64,
     )
     acceptor.open()

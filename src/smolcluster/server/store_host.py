@@ -375,16 +375,16 @@ class HeldSlice(ABC):
     def listen(self, addresses: Sequence[str]) -> tuple[HostPort, ...]:
         """Let workers in at these addresses; returns them with their ports."""
         addresses = tuple(dict.fromkeys(addresses))
+        answer = Accepted(
+            bucket_bytes=self._answer.bucket_bytes,
+            heartbeat_timeout_s=self._answer.heartbeat_timeout_s,
+        )
         self._acceptor = self._setup.listen(
             addresses,
             0,
             sets=(SESSION, SLICES),
             inbox=self._inbox,
-            admit=lambda *_: Accepted(
-                bucket_bytes=self._answer.bucket_bytes,
-                heartbeat_timeout_s=self._answer.heartbeat_timeout_s,
-            ),
-            receiver_for=self._receiver_for,
+            admit=lambda session_id, _: (answer, self._receiver_for(session_id)),
             max_queued=COPIES_QUEUED * self._num_frames + EXTRA_QUEUED,
         )
         self._acceptor.open()

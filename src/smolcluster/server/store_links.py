@@ -42,7 +42,7 @@ from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import Replica
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
-from smolcluster.wire.acceptor import SessionOpened
+from smolcluster.wire.acceptor import LetIn, SessionOpened
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived, SessionClosed
 from smolcluster.wire.membership import Refused
@@ -311,7 +311,7 @@ class StoreLinks(ABC, Generic[Own]):
 
     # who is there
 
-    def admit(self, session_id: int, hello: Hello) -> Accepted | Refused:
+    def admit(self, session_id: int, hello: Hello) -> LetIn | Refused:
         """Decide on a store that has proved itself. Any thread."""
         known = {store.node: store for store in self._stores}
         if hello.node not in known:
@@ -321,17 +321,13 @@ class StoreLinks(ABC, Generic[Own]):
                 f"{hello.node!r} is no store of this run (servers has {names}); mend servers in the server's "
                 "cluster file",
             )
-        self._receivers[session_id] = StoreReceiver(
-            partial(self._hear, known[hello.node], session_id)
-        )
-        return Accepted(
+        receiver = StoreReceiver(partial(self._hear, known[hello.node], session_id))
+        self._receivers[session_id] = receiver
+        answer = Accepted(
             bucket_bytes=self._replica.bucket_bytes,
             heartbeat_timeout_s=self._run.heartbeat_timeout_s,
         )
-
-    def receiver_for(self, session_id: int) -> StoreReceiver | None:
-        """What takes the messages of a session, if it is a store's. Any thread."""
-        return self._receivers.get(session_id)
+        return answer, receiver
 
     @property
     def is_ready(self) -> bool:

@@ -47,14 +47,16 @@ class SessionOpened(Event):
         self.client = client
 
 
-Admit = Callable[[int, Hello], Accepted | Refused]
+LetIn = tuple[Accepted, Receiver]
+"""What a client is told, and what takes the messages of its session."""
+Admit = Callable[[int, Hello], LetIn | Refused]
 """Decides on a client that has proved itself, by its session id; called in a thread of its own."""
 
 
-def ask_inbox(inbox: Inbox, welcome: Welcome) -> Admit:
+def ask_inbox(inbox: Inbox, welcome: Welcome, receiver_for: Callable[[int], Receiver]) -> Admit:
     """Have the thread that takes events decide; `welcome` is what every admitted worker is told."""
 
-    def admit(session_id: int, hello: Hello) -> Accepted | Refused:
+    def admit(session_id: int, hello: Hello) -> LetIn | Refused:
         request = JoinRequest(session_id, hello)
         inbox.put(request)
         try:
@@ -63,13 +65,14 @@ def ask_inbox(inbox: Inbox, welcome: Welcome) -> Admit:
             raise ProtocolError("the server was too busy to answer") from None
         if isinstance(answer, Refused):
             return answer
-        return welcome.model_copy(update={"worker_id": answer.worker_id})
+        told = welcome.model_copy(update={"worker_id": answer.worker_id})
+        return told, receiver_for(session_id)
 
     return admit
 
 
 class Acceptor:
-    """Accepts clients on `listeners` until closed; `receiver_for(session_id)` takes a session's messages."""
+    """Accepts clients on `listeners` until closed."""
 
     def __init__(
         self,
@@ -78,7 +81,6 @@ class Acceptor:
         door: Door,
         inbox: Inbox,
         admit: Admit,
-        receiver_for: Callable[[int], Receiver],
         max_queued: int,
         log: logging.Logger,
         session_ids: Iterator[int] | None = None,
@@ -88,7 +90,6 @@ class Acceptor:
         self._door = door
         self._inbox = inbox
         self._admit = admit
-        self._receiver_for = receiver_for
         self._max_queued = max_queued
         self.trouble: Callable[[], str] = str
         """What the sessions' heartbeats say that this side cannot do."""
@@ -187,10 +188,11 @@ class Acceptor:
         self, session_id: int, connection: Connection, proved: Authenticated
     ) -> Session | None:
         """The running session of a client that was let in; None if it was refused, or only asked."""
-        answer = self._admit(session_id, proved.hello)
-        if isinstance(answer, Refused):
-            refuse(proved, answer.code, answer.sentence, answer.retry_after_s)
+        decision = self._admit(session_id, proved.hello)
+        if isinstance(decision, Refused):
+            refuse(proved, decision.code, decision.sentence, decision.retry_after_s)
             return None
+        answer, receiver = decision
         accept(proved, answer)
         if isinstance(answer, Welcome) and answer.worker_id is not None:
             connection.finish()
@@ -198,7 +200,7 @@ class Acceptor:
         session = Session(
             connection,
             session_id=session_id,
-            receiver=self._receiver_for(session_id),
+            receiver=receiver,
             inbox=self._inbox,
             heartbeat_timeout_s=answer.heartbeat_timeout_s,
             max_queued=self._max_queued,

@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -85,7 +85,6 @@ class Node:
         sets: tuple[MessageSet, ...],
         inbox: Inbox,
         admit: Admit,
-        receiver_for: Callable[[int], Receiver],
         max_queued: int,
         session_ids: Iterator[int] | None = None,
     ) -> Acceptor:
@@ -96,8 +95,7 @@ class Node:
             port: 0 lets the system choose one for each address.
             sets: what is spoken with those who come.
             inbox: hears of their sessions.
-            admit: decides who may come in.
-            receiver_for: takes the messages of a session, by its number.
+            admit: decides who may come in, and what takes the messages of the session.
             max_queued: frames that may wait for a peer; at the next one its session is cut.
             session_ids: numbers the sessions; None: from 1.
 
@@ -110,7 +108,6 @@ class Node:
             door=Door(self.hello.node, self.secret, new_identity(), self.encryption, sets),
             inbox=inbox,
             admit=admit,
-            receiver_for=receiver_for,
             max_queued=max_queued,
             log=self.log,
             session_ids=session_ids,

@@ -82,8 +82,7 @@ def test_a_rule_of_ones_own_steps_on_two_hosts_as_on_one() -> None:
     answer = Accepted(bucket_bytes=replica.bucket_bytes, heartbeat_timeout_s=1.0)
     held = SignSlice(setup, answer, Inbox(), given, by_name(given.contents, values))
     links.handle(MessageReceived(1, LISTENING))
-    receiver, told = links.receiver_for(1), list[object]()
-    assert receiver is not None
+    receiver, told = links._receivers[1], list[object]()
     coordinator = Mock(send_frame=lambda frame: receiver(*opened(frame)))
     coordinator.send = lambda message, payload: told.append(receiver(message, payload))
 

@@ -26,11 +26,11 @@ from smolcluster.wire.acceptor import SessionOpened
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.handshake import Authenticated, introduce
 from smolcluster.wire.inbox import MessageReceived, SessionClosed
+from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import (
     ALL_KINDS,
     SESSION,
     STORE,
-    Accepted,
     Drop,
     Fault,
     HostPort,
@@ -116,7 +116,7 @@ def spread(lost_s: float = 60.0, on_undone: StepsUndone = ignore) -> HostedStore
 def open_session(stores: StoreLinks[Any], node: str, session_id: int) -> FakeSession:
     hello = introduce(node, sets=(SESSION, STORE))
     answer = stores.admit(session_id, hello)
-    assert isinstance(answer, Accepted)
+    assert not isinstance(answer, Refused)
     session = FakeSession(session_id)
     client = cast("Authenticated", Client(hello))
     stores.handle(SessionOpened(cast("Session", session), client))

@@ -61,8 +61,7 @@ class House:
             listeners,
             door=Door("mini1", SECRET, IDENTITY),
             inbox=self.inbox,
-            admit=ask_inbox(self.inbox, OFFER),
-            receiver_for=Echo,
+            admit=ask_inbox(self.inbox, OFFER, Echo),
             max_queued=100,
             log=logger(self.lines),
         )

@@ -63,8 +63,7 @@ class Place:
             0,
             sets=(SESSION, *self.sets),
             inbox=self.inbox,
-            admit=lambda *_: answer,
-            receiver_for=Echo,
+            admit=lambda number, _: (answer, Echo(number)),
             max_queued=10,
         )
         self.acceptor.open()

@@ -202,8 +202,7 @@ class Host:
                     self.port,
                     sets=(SESSION, GROUP_STORE),
                     inbox=Handled(self._on_event),
-                    admit=lambda *_: answer,
-                    receiver_for=lambda number: _Answering(self, number),
+                    admit=lambda number, _: (answer, _Answering(self, number)),
                     max_queued=MAX_QUEUED,
                     session_ids=ids,
                 )

@@ -47,7 +47,7 @@ from smolcluster.errors import (
 from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.training.stages.execution import Transport
 from smolcluster.utils.retry import Deadline
-from smolcluster.wire.acceptor import Acceptor, SessionOpened
+from smolcluster.wire.acceptor import Acceptor, LetIn, SessionOpened
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, Handled, SessionClosed
@@ -128,8 +128,6 @@ class Links(Transport):
         self._ids = count(1)
         self._lock = threading.Lock()
         """Guards what follows, which belongs to the thread that computes and to those of sessions."""
-        self._instances: dict[int, str] = {}
-        """Who is behind each session, by its number."""
         self._outboxes: dict[str, _Outbox] = {}
         """Those of direct sessions, by instance."""
         self._relayed: dict[str, _Incoming] = {}
@@ -157,7 +155,6 @@ class Links(Transport):
             sets=(SESSION, LINKS),
             inbox=self._events,
             admit=self._admit,
-            receiver_for=lambda each: _Incoming(self._instances[each], self._mailbox),
             max_queued=MAX_QUEUED,
             session_ids=self._ids,
         )
@@ -391,15 +388,14 @@ class Links(Transport):
 
     # any thread
 
-    def _admit(self, session_id: int, hello: Hello) -> Accepted | Refused:
+    def _admit(self, _session_id: int, hello: Hello) -> LetIn | Refused:
         with self._lock:
             if all(hello.instance != each.instance for each in self._route.neighbours):
                 sentence = (
                     f"{self._hello.node} has no plan yet in which {hello.node} is its neighbour"
                 )
                 return Refused("neighbour", sentence, PLAN_RETRY_S)
-            self._instances[session_id] = hello.instance
-        return self._answer
+        return self._answer, _Incoming(hello.instance, self._mailbox)
 
     def _register(self, session: Session, instance: str) -> None:
         with self._lock:

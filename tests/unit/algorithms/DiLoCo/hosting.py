@@ -131,8 +131,7 @@ class StoreHost:
         return cast(Session, Line(COORDINATOR, self._told))
 
     def _told(self, message: Message, payload: memoryview) -> None:
-        receiver = self.hosting.links.receiver_for(self.session_id)
-        assert receiver is not None
+        receiver = self.hosting.links._receivers[self.session_id]
         event = receiver(message, payload)
         if event is not None:
             self.hosting.events.append(event)

@@ -354,8 +354,7 @@ def test_the_norm_of_a_change_is_that_of_all_its_parts() -> None:
 
 def test_a_part_that_is_not_finite_makes_no_finite_norm() -> None:
     hosting = Hosting(3, WORKERS)
-    receiver, key = hosting.links.receiver_for(1), FIRST
-    assert receiver is not None
+    receiver, key = hosting.links._receivers[1], FIRST
     own = DeltaArrived(0, 1, 0, torch.zeros(256), {})
     assert hosting.links.whole(ASKED, key, own) is None
     assert hosting.links.whole(ASKED, key, NormsArrived(2, key, 0, 2, ((1.0,), (1.0,)))) is None
@@ -374,8 +373,7 @@ def test_what_is_dropped_is_kept_nowhere() -> None:
 
 def test_a_store_is_not_believed_a_bucket_that_it_does_not_hold() -> None:
     hosting = Hosting(3, WORKERS)
-    receiver = hosting.links.receiver_for(1)
-    assert receiver is not None
+    receiver = hosting.links._receivers[1]
     with pytest.raises(ProtocolError, match="bucket 0 of fragment 0, which it has not"):
         receiver(*arrived(FIRST, 0, 0, ((1.0,), (1.0,))))
     with pytest.raises(ProtocolError, match="one norm a bucket"):

@@ -163,8 +163,7 @@ def test_a_store_is_not_believed_a_mean_of_another_step() -> None:
     links = links_of("fp32")
     open_session(links, "win", 1)
     links.open_step(opened_step(6, [8], len(links.own_span)))
-    receiver = links.receiver_for(1)
-    assert receiver is not None
+    receiver = links._receivers[1]
     own, payload = reduced(links, 3), memoryview(bytearray(BUCKET.nbytes))
     assert receiver(reduced(links, 3, attempt=7), payload) is None, "of a step that is void"
     assert receiver(own, payload) == MessageReceived(1, own)
@@ -180,8 +179,7 @@ def test_a_store_is_not_believed_a_mean_of_another_step() -> None:
 def test_a_store_is_not_believed_that_more_buckets_have_counted_than_it_has() -> None:
     links = links_of("fp32")
     open_session(links, "win", 1)
-    receiver = links.receiver_for(1)
-    assert receiver is not None
+    receiver = links._receivers[1]
     key = PartKey(instance="a" * 16, of=push(1, 2).lease)
     for count in (0, 3):
         told, norms = arrived(key, 0, 3, torch.empty(0, count))
