@@ -14,10 +14,11 @@ twice as long as is usual here, and the first commit wins. Pure bookkeeping: the
 seconds of a monotonic clock.
 """
 
+import itertools
 import math
 import statistics
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -97,9 +98,6 @@ class Dispatcher:
         self._cursor = Range(0, 0, 0)
         self._waiting: deque[Range] = deque()
         self._open: dict[Range, dict[int, Lease]] = {}
-        self._applied: set[Range] = set()
-        self._num_unapplied: Counter[int] = Counter()
-        """By epoch, the ranges that have been cut and not been applied; without those that have none."""
         self._claimed_s: dict[int, float] = {}
         self._measured_s: dict[int, float] = {}
         self._newest_s: deque[float] = deque(maxlen=NUM_MEASURED)
@@ -114,7 +112,12 @@ class Dispatcher:
     @property
     def epoch(self) -> int:
         """The oldest epoch with a sample that is not applied yet."""
-        return min(self._num_unapplied, default=self._cursor.epoch)
+        return min((each.epoch for each in self._unapplied), default=self._cursor.epoch)
+
+    @property
+    def _unapplied(self) -> Iterator[Range]:
+        """What has been cut and has not been applied: all other samples up to the cursor have been."""
+        return itertools.chain(self._waiting, self._open)
 
     def expect(self, holder: int, lease_s: float) -> None:
         """Note how long `holder` says that it will need for a lease, in seconds."""
@@ -162,11 +165,12 @@ class Dispatcher:
         `duplicate`: its samples have been applied. `late`: the lease is not, or no longer, the holder's.
         """
         range_ = Range.of(key)
-        if key.incarnation != self.incarnation:
+        is_cut = self._end_of(range_) <= self._num_cut
+        if key.incarnation != self.incarnation or not is_cut or range_ in self._waiting:
             return "late"
-        if range_ in self._applied or range_.epoch < min(self._orders, default=0):
+        if (leases := self._open.get(range_)) is None:
             return "duplicate"
-        lease = self._open.get(range_, {}).get(key.grant)
+        lease = leases.get(key.grant)
         return "open" if lease and lease.holder == holder else "late"
 
     def commit(self, key: LeaseKey, holder: int, now: float) -> None:
@@ -179,12 +183,10 @@ class Dispatcher:
         self._measured_s[holder] = 0.8 * self._measured_s.get(holder, took_s) + 0.2 * took_s
         self._newest_s.append(took_s)
         self._median_s = statistics.median(self._newest_s)
-        self._applied.add(range_)
         self.samples_applied += range_.num_samples
-        self._num_unapplied[range_.epoch] -= 1
-        if not self._num_unapplied[range_.epoch]:
-            del self._num_unapplied[range_.epoch]
-            self._forget_finished_epochs()
+        if len(self._orders) > 1:  # most of the time there is one, and no need to look at all ranges
+            oldest = self.epoch
+            self._orders = {each: order for each, order in self._orders.items() if each >= oldest}
 
     def release(self, key: LeaseKey, holder: int) -> list[Lease]:
         """Take one lease back, so that somebody else gets its samples."""
@@ -221,7 +223,7 @@ class Dispatcher:
     @property
     def state(self) -> DispatcherState:
         """What has not been applied yet, for a checkpoint; leases that are open now will be void then."""
-        ahead = sorted(map(_triple, [*self._waiting, *self._open]))
+        ahead = sorted(map(_triple, self._unapplied))
         return DispatcherState(cursor=_triple(self._cursor), waiting=ahead)
 
     def resume(self, state: DispatcherState, samples_applied: int) -> None:
@@ -246,7 +248,6 @@ class Dispatcher:
                 "own dataset, and with as many epochs or steps or more"
             )
         self._cursor, self._waiting = cursor, deque(waiting)
-        self._num_unapplied = Counter(each.epoch for each in waiting)
         self.samples_applied = samples_applied
 
     def _exists(self, range_: Range) -> bool:
@@ -274,7 +275,6 @@ class Dispatcher:
         range_ = next(batches, None)
         if range_ is not None:
             self._cursor = range_
-            self._num_unapplied[range_.epoch] += 1
         return range_
 
     def _copy_for(self, holder: int, now: float) -> Range | None:
@@ -321,13 +321,6 @@ class Dispatcher:
         if range_.epoch not in self._orders:
             self._orders[range_.epoch] = self._permutation(range_.epoch)
         return self._orders[range_.epoch][range_.start : range_.stop]
-
-    def _forget_finished_epochs(self) -> None:
-        """Keep orders and applied ranges of epochs in progress only, so that memory stays small."""
-        current = self.epoch
-        for epoch in [epoch for epoch in self._orders if epoch < current]:
-            del self._orders[epoch]
-            self._applied = {range_ for range_ in self._applied if range_.epoch != epoch}
 
 
 def _triple(range_: Range) -> tuple[int, int, int]:
