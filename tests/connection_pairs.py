@@ -102,9 +102,9 @@ def handshake_and_steps() -> list[m.Message]:
             lease=LEASE,
             version=3,
             numbers=(0, 2),
-            piece=0,
-            num_pieces=1,
-            tensor=m.TensorSpec(codec="raw", dtype="float64", shape=(0,), nbytes=0),
+            bucket=0,
+            num_buckets=1,
+            tensor=m.TensorSpec(codec="fp64", dtype="float64", shape=(0,), nbytes=0),
         ),
         m.Logged(values={"val_loss": 0.25}),
         m.Served(

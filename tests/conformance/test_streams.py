@@ -34,13 +34,13 @@ from smolcluster.server.offering import (
     OfferedWeights,
     Plan,
     _OfferReceiver,
-    _pieces,
 )
 from smolcluster.server.push import GradientReceiver, GradientSender
 from smolcluster.server.slices import slice_frames, slice_pieces
 from smolcluster.server.weights import StateReceiver
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.compute import BatchLoss
+from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
 from smolcluster.wire.frames import Frame, check_head
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import (
@@ -65,6 +65,7 @@ from smolcluster.wire.streams import (
     bucket_pieces,
     byte_frames,
     bytes_piece,
+    raw_pieces,
     span_pieces,
     stream_frames,
 )
@@ -222,7 +223,7 @@ PLAN = Plan.of(nn.Linear(2**18, 2), 4, is_counted=True)
 
 
 def offers(number: int) -> list[Frame]:
-    pieces = _pieces(PLAN.num_values, torch.float32)
+    pieces = raw_pieces(PLAN.num_values, torch.float32, DEFAULT_BUCKET_BYTES)
     values = torch.full((PLAN.num_values,), float("inf") if number else 0.0)
     return stream_frames(OfferedWeights, pieces, (values[piece.place] for piece in pieces))
 
@@ -359,7 +360,7 @@ def wrong(message: Message) -> Iterator[Message]:
         {"dtype": "int64"},
     ):
         yield message.model_copy(update={"tensor": tensor.model_copy(update=change)})
-    for name in ("bucket", "num_buckets", "piece", "num_pieces", "offset"):
+    for name in ("bucket", "num_buckets", "offset"):
         for other in (0, 1, 2**40):
             if isinstance(said := getattr(message, name, None), int) and said != other:
                 yield message.model_copy(update={name: other})

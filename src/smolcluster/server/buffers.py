@@ -7,18 +7,11 @@ from torch import Tensor
 
 from smolcluster.errors import ProtocolError
 from smolcluster.training.buffers import BufferValues, ModelBuffers
-from smolcluster.training.replica import cut
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import Buffers, LeaseKey
-from smolcluster.wire.streams import (
-    Assembler,
-    Piece,
-    bucket_length,
-    spec_of,
-    stream_frames,
-)
+from smolcluster.wire.streams import Assembler, raw_pieces, stream_frames
 
-VALUE_NBYTES = 8
+DTYPE = torch.float64
 
 
 def buffer_frames(
@@ -27,25 +20,14 @@ def buffer_frames(
     """Frames of buffers' values at `version`, or of what computing `lease` has added; none of nothing."""
     flat = torch.cat(list(values.values())) if values else torch.empty(0)
     make = partial(Buffers, lease=lease, version=version, numbers=tuple(values))
-    pieces = _pieces(flat.numel(), bucket_bytes)
+    pieces = raw_pieces(flat.numel(), DTYPE, bucket_bytes)
     return stream_frames(make, pieces, (flat[piece.place] for piece in pieces))
 
 
 def most_buffer_frames(buffers: ModelBuffers, bucket_bytes: int) -> int:
     """How many frames the buffers take if all of them change."""
     numel = sum(buffers.numel(number) for number in range(len(buffers.names)))
-    return len(_pieces(numel, bucket_bytes))
-
-
-def _pieces(numel: int, bucket_bytes: int) -> list[Piece]:
-    """So many values on the wire."""
-    places = cut(numel, max(1, bucket_bytes // VALUE_NBYTES))
-    sizes = map(bucket_length, places)
-    specs = [spec_of("raw", "float64", size, VALUE_NBYTES * size) for size in sizes]
-    return [
-        Piece({"piece": number, "num_pieces": len(places), "tensor": spec}, place, None)
-        for number, (place, spec) in enumerate(zip(places, specs, strict=True))
-    ]
+    return len(raw_pieces(numel, DTYPE, bucket_bytes))
 
 
 class BufferCollector:
@@ -55,8 +37,8 @@ class BufferCollector:
         self._buffers = buffers
         self._assembler = Assembler[Buffers](
             "set of buffers",
-            lambda first: _pieces(sum(self._sizes(first)), bucket_bytes),
-            lambda numel, **_: torch.empty(numel, dtype=torch.float64),
+            lambda first: raw_pieces(sum(self._sizes(first)), DTYPE, bucket_bytes),
+            lambda numel, **_: torch.empty(numel, dtype=DTYPE),
         )
 
     def forget(self) -> None:

@@ -10,7 +10,8 @@ from smolcluster.utils.retry import Deadline, backoff_delays
 from smolcluster.utils.units import format_duration
 from smolcluster.wire.connection import Connection
 from smolcluster.wire.dialling import Address
-from smolcluster.wire.messages import Accepted, Welcome
+from smolcluster.wire.inbox import Event, MessageReceived, SessionClosed
+from smolcluster.wire.messages import Accepted, End, Goodbye, Reject, Welcome
 from smolcluster.wire.node import LONGEST_DELAY_S, SAY_AFTER_S, Node
 
 SETTLED_S = 4.0
@@ -21,6 +22,26 @@ A = TypeVar("A", bound=Accepted)
 
 class RunOver(Exception):
     """The server says that the run has ended well."""
+
+
+def check_goes_on(event: Event | None, whom: str) -> None:
+    """See whether what has happened ends a process's session with its server, which has the number 0.
+
+    Raises:
+        RunOver: the run has ended well.
+        RunFailed: it has ended badly.
+        Rejected: the server does not want this process.
+        PeerLost: the session has ended, or `whom`, the server, has said that it ends it.
+    """
+    match event:
+        case MessageReceived(session_id=0, message=End() as end):
+            raise RunOver(end.sentence) if end.ok else RunFailed(end.sentence)
+        case MessageReceived(session_id=0, message=Reject() as reject):
+            raise Rejected(reject.sentence, reject.code, reject.retry_after_s)
+        case MessageReceived(session_id=0, message=Goodbye() as goodbye):
+            raise PeerLost(f"{whom} has left: {goodbye.reason}")
+        case SessionClosed(session_id=0, reason=reason):
+            raise PeerLost(f"{whom} is lost: {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)

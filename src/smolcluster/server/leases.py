@@ -184,7 +184,7 @@ class Dispatcher:
         self._newest_s.append(took_s)
         self._median_s = statistics.median(self._newest_s)
         self.samples_applied += range_.num_samples
-        if len(self._orders) > 1:  # most of the time there is one, and no need to look at all ranges
+        if len(self._orders) > 1:  # or there is no need to look at all ranges
             oldest = self.epoch
             self._orders = {each: order for each, order in self._orders.items() if each >= oldest}
 

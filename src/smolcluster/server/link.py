@@ -23,7 +23,7 @@ from smolcluster.errors import (
     SmolclusterError,
     UserCodeError,
 )
-from smolcluster.server.joining import Follower, RunOver
+from smolcluster.server.joining import Follower, RunOver, check_goes_on
 from smolcluster.server.process_stats import ProcessStats
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.builtin import served_workload
@@ -39,14 +39,12 @@ from smolcluster.wire.dialling import Address
 from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.wire.messages import (
     FROM_SERVER,
-    End,
     Fault,
     Goodbye,
     LeaseKey,
     Message,
     MessageSet,
     Ready,
-    Reject,
     Telemetry,
     Welcome,
 )
@@ -199,16 +197,9 @@ class Link(Session, Receiver):
         """
         event = self._inbox.get(timeout_s)
         self.heard |= event is not None and not isinstance(event, SessionClosed)
-        match event:
-            case MessageReceived(message=End() as end):
-                raise RunOver(end.sentence) if end.ok else RunFailed(end.sentence)
-            case MessageReceived(message=Reject() as reject):
-                raise Rejected(reject.sentence, reject.code, reject.retry_after_s)
-            case MessageReceived(session_id=0, message=Goodbye() as goodbye):
-                raise PeerLost(f"{self._whom} has left: {goodbye.reason}")
-            case SessionClosed(session_id=session_id, reason=reason):
-                whom = "a store" if session_id else self._whom
-                raise PeerLost(f"{whom} is lost: {reason}")
+        check_goes_on(event, self._whom)
+        if isinstance(event, SessionClosed):
+            raise PeerLost(f"a store is lost: {event.reason}")
         return event
 
     def check(self) -> None:
@@ -226,9 +217,7 @@ class Link(Session, Receiver):
             self.end_with(close_message)
         else:
             self.finish()
-        if not self.join(SHUTDOWN_TIMEOUT_S):
-            self.cut(f"{self._whom} did not close the connection")
-            self.join(None)
+        self.join_or_cut(SHUTDOWN_TIMEOUT_S)
         for other in self._others:
             other.cut("the session with the server has ended")
             other.join(None)

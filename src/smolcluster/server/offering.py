@@ -27,7 +27,6 @@ from pydantic import (
 )
 from torch import Tensor, nn
 
-from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.schema import ClusterConfig, OptimizerArgs
 from smolcluster.data.dataset import Batch, Elsewhere, Place
 from smolcluster.data.marks import SAME_DATA, Mark, chosen, first_difference
@@ -45,7 +44,7 @@ from smolcluster.server.listening import listening_addresses
 from smolcluster.training.buffers import plain_name
 from smolcluster.training.fingerprint import frozen_digest
 from smolcluster.training.lazy import check_shapes
-from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, cut
+from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
 from smolcluster.training.workload import Workload
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
@@ -71,7 +70,7 @@ from smolcluster.wire.messages import (
 )
 from smolcluster.wire.node import Node
 from smolcluster.wire.session import Receiver, Session
-from smolcluster.wire.streams import Assembler, Piece, bucket_pieces, stream_frames
+from smolcluster.wire.streams import Assembler, raw_pieces, stream_frames
 
 ATTACHED_DATA = "attached"
 """What a run of attached processes calls its workload and its dataset."""
@@ -400,12 +399,6 @@ class OfferArriving(Event):
     """A bucket of an offer is here, and more of them are to come."""
 
 
-def _pieces(num_values: int, dtype: torch.dtype) -> list[Piece]:
-    """What is offered, on the wire: as it is, for buffers may hold infinity."""
-    codec, most = get_codec(lossless_for(dtype)), max(1, DEFAULT_BUCKET_BYTES // dtype.itemsize)
-    return [each._replace(codec=None) for each in bucket_pieces(codec, cut(num_values, most))]
-
-
 class _OfferReceiver(Receiver):
     """Puts an offer together."""
 
@@ -417,7 +410,7 @@ class _OfferReceiver(Receiver):
         match message:
             case Offer():
                 plan = Plan.parse(message.plan)
-                pieces = _pieces(plan.num_values, plan.dtype)
+                pieces = raw_pieces(plan.num_values, plan.dtype, DEFAULT_BUCKET_BYTES)
                 self._offer = message, plan, Assembler("offer", lambda _: pieces, plan.memory)
             case OfferedWeights() if self._offer is not None:
                 offer, plan, assembler = self._offer
@@ -532,7 +525,7 @@ def make_offer(follower: Follower, offer: Offer, weights: Tensor) -> None:
         if isinstance(error, Rejected) and error.code != VERSION:
             raise
         return  # it has a model already
-    pieces = _pieces(weights.numel(), weights.dtype)
+    pieces = raw_pieces(weights.numel(), weights.dtype, DEFAULT_BUCKET_BYTES)
     try:
         connection.send_frame(frame_of(offer))
         for frame in stream_frames(

@@ -27,8 +27,8 @@ import psutil
 from torch import Tensor
 
 from smolcluster.codec.registry import get_codec
-from smolcluster.errors import PeerLost, ProtocolError, Rejected, RunFailed
-from smolcluster.server.joining import Follower, RunOver
+from smolcluster.errors import PeerLost, ProtocolError, RunFailed
+from smolcluster.server.joining import Follower, RunOver, check_goes_on
 from smolcluster.server.slices import arrived, by_name, slice_frames, slice_pieces
 from smolcluster.server.store import Counted, mean_of
 from smolcluster.training.replica import cut
@@ -46,7 +46,6 @@ from smolcluster.wire.messages import (
     Accepted,
     CountedPart,
     Drop,
-    End,
     Gather,
     Goodbye,
     HostPort,
@@ -54,7 +53,6 @@ from smolcluster.wire.messages import (
     Listening,
     Message,
     PartKey,
-    Reject,
     SendWeights,
     Slice,
     State,
@@ -163,9 +161,7 @@ class StoreSession(Receiver):
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self._coordinator.end_with(Goodbye(reason="it was stopped"))
-        if not self._coordinator.join(SHUTDOWN_TIMEOUT_S):
-            self._coordinator.cut("it did not close in time")
-            self._coordinator.join(None)
+        self._coordinator.join_or_cut(SHUTDOWN_TIMEOUT_S)
         if self._held is not None:
             is_over = isinstance(error, RunOver | RunFailed)
             self._held.close(PRESENT_S if is_over else 0.0)
@@ -181,6 +177,7 @@ class StoreSession(Receiver):
         """
         while True:
             event = self._inbox.get(TICK_S)
+            check_goes_on(event, "the server")
             if event is not None:
                 self._handle(event)
 
@@ -219,14 +216,6 @@ class StoreSession(Receiver):
                 self._coordinator.send(Listening(places=listening))
                 told = given.run_id, *_told(given)
                 self._setup.log.info("run %s: holds buckets %d to %d of %d", *told)
-            case SessionClosed(session_id=session_id, reason=reason) if session_id == COORDINATOR:
-                raise PeerLost(f"the server is lost: {reason}")
-            case MessageReceived(message=End() as end):
-                raise RunOver(end.sentence) if end.ok else RunFailed(end.sentence)
-            case MessageReceived(message=Reject() as reject):
-                raise Rejected(reject.sentence, reject.code, reject.retry_after_s)
-            case MessageReceived(message=Goodbye() as goodbye):
-                raise PeerLost(f"the server has left: {goodbye.reason}")
             case _ if self._held is not None:
                 self._held.handle(event, self._coordinator)
             case MessageReceived(message=message):

@@ -668,5 +668,4 @@ class StoreLinks(ABC, Generic[Own]):
                 session.finish()
         deadline = Deadline(CLOSING_TIMEOUT_S if end is not None else 0.0)
         for session in sessions:
-            if not session.join(deadline.remaining()):
-                session.cut("it did not close in time")
+            session.join_or_cut(deadline.remaining())

@@ -385,8 +385,8 @@ class State(BucketMessage, kind=11):
     num_skipped: Count = 0
 
 
-class Buffers(TensorMessage, kind=23):
-    """Either side: a piece of the model's buffers of these `numbers`, which change as it computes.
+class Buffers(BucketMessage, kind=23):
+    """Either side: one bucket of the model's buffers of these `numbers`, which change as it computes.
 
     Client: what computing `lease` has added to them, before its push. Server: their values at `version`,
     before its State or the Commit that makes that version.
@@ -395,8 +395,6 @@ class Buffers(TensorMessage, kind=23):
     lease: LeaseKey | None = None
     version: Count
     numbers: Some[Count]
-    piece: Count
-    num_pieces: Positive
 
 
 class Heartbeat(Message, kind=12):

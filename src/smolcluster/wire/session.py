@@ -227,6 +227,12 @@ class Session:
         self._reader.join(deadline.remaining())
         return not self._reader.is_alive()
 
+    def join_or_cut(self, timeout_s: float) -> None:
+        """Wait until the session has ended; one that has not within so many seconds is cut."""
+        if not self.join(timeout_s):
+            self.cut("it did not close in time")
+            self.join(None)
+
     def hear_trouble(self, trouble: str) -> None:
         """What the peer's newest heartbeat says that it cannot do; empty: nothing. The reader's thread."""
 

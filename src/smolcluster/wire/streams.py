@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.codec.base import Codec, bytes_of
+from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import ProtocolError
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import Message, TensorSpec, frame_of, payload_nbytes
@@ -91,6 +92,14 @@ def span_pieces(codec: Codec, buckets: Sequence[slice], span: range | None = Non
     """A stream of those of all `buckets` whose numbers are in `span`; None: of all."""
     span = range(len(buckets)) if span is None else span
     return bucket_pieces(codec, buckets[span.start : span.stop], span, len(buckets))
+
+
+def raw_pieces(numel: int, dtype: torch.dtype, bucket_bytes: int) -> list[Piece]:
+    """A stream of so many values as they are, also NaN and infinity, in buckets of at most those bytes."""
+    most = max(1, bucket_bytes // dtype.itemsize)
+    buckets = [slice(start, min(start + most, numel)) for start in range(0, numel, most)]
+    pieces = bucket_pieces(get_codec(lossless_for(dtype)), buckets)
+    return [each._replace(codec=None) for each in pieces]
 
 
 def stream_frames(

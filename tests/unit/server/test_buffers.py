@@ -60,8 +60,8 @@ def test_some_of_the_buffers_may_be_sent_and_of_nothing_there_is_no_frame() -> N
         {"numbers": (0, 3)},
         {"numbers": (1, 0, 2)},
         {"numbers": (0, 1)},
-        {"piece": 1},
-        {"num_pieces": 3},
+        {"bucket": 1},
+        {"num_buckets": 3},
         {"version": 4},
     ],
     ids=str,
@@ -73,7 +73,7 @@ def test_what_was_not_agreed_on_is_refused(change: dict[str, object]) -> None:
         for frame in frames:
             message, payload = opened(frame)
             assert isinstance(message, Buffers)
-            is_first = message.piece == 0 and "version" in change
+            is_first = message.bucket == 0 and "version" in change
             collector.take(message if is_first else message.model_copy(update=change), payload)
 
 

@@ -316,8 +316,7 @@ class Way:
     def _end(self) -> None:
         self._is_lost = True
         self._session.finish()
-        if not self._session.join(CLOSING_S):
-            self._session.cut("it did not close in time")
+        self._session.join_or_cut(CLOSING_S)
 
 
 def _node(secret: Secret, log: logging.Logger) -> Node:

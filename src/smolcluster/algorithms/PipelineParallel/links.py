@@ -262,9 +262,7 @@ class Links(Transport):
             session.finish()
         deadline = Deadline(CLOSING_TIMEOUT_S)
         for session in sessions:
-            if not session.join(deadline.remaining()):
-                session.cut("it did not close in time")
-                session.join(None)
+            session.join_or_cut(deadline.remaining())
         if self._acceptor is not None:
             self._acceptor.close()
 

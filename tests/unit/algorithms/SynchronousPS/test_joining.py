@@ -17,7 +17,7 @@ from smolcluster.algorithms.SynchronousPS.members import StepMember
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.configs.schema import DatasetPlace
-from smolcluster.server.buffers import VALUE_NBYTES
+from smolcluster.server.buffers import DTYPE
 from smolcluster.server.push import GradientSender
 from smolcluster.server.worker import Worker as Peer
 from smolcluster.server.worker_pool import Joined
@@ -88,7 +88,7 @@ class Joiner:
 
 def register_queue(replica: Replica) -> None:
     """Give the model a buffer that takes several frames."""
-    replica.model.register_buffer("queue", torch.zeros(3 * BUCKET_BYTES // VALUE_NBYTES))
+    replica.model.register_buffer("queue", torch.zeros(3 * BUCKET_BYTES // DTYPE.itemsize))
     replica.buffers = ModelBuffers(replica.model)
 
 
