@@ -36,27 +36,33 @@ from smolcluster.wire.streams import Assembler, byte_frames, bytes_piece
 
 
 class Assigned(Event):
-    """Samples to compute: `indices` (num_samples,) int32 into the training split.
-
-    `batch` are the samples themselves, where the server sends them.
-    """
+    """Samples to compute: `indices` (num_samples,) int32 into the training split."""
 
     def __init__(
-        self, assignment: Assignment, payload: memoryview, data: memoryview | None = None
+        self, assignment: Assignment, payload: memoryview, batch: Batch | OutOfMemory = None
     ) -> None:
-        """Unpack an assignment; `data` are the bytes of its batch, which belong to it from now on.
+        """Unpack an assignment; `batch`: the samples, where the server sends them, or why they are not here.
 
         Raises:
-            ProtocolError: the payload does not hold its lease's indices, or the data no batch.
+            ProtocolError: the payload does not hold its lease's indices.
         """
         self.assignment = assignment
         num_samples = assignment.lease.stop - assignment.lease.start
         if assignment.tensor != _indices_spec(num_samples):
             raise ProtocolError("the server's assignment does not hold its lease's indices")
         self.indices = torch.frombuffer(bytearray(payload), dtype=torch.int32)
-        self.failure: OutOfMemory | None = None
-        """Why the samples that were sent are not here."""
-        self.batch: Batch = None if data is None else decode(data)
+        self._batch = batch
+
+    @property
+    def batch(self) -> Batch:
+        """The samples that the server has sent; None: this machine has them.
+
+        Raises:
+            OutOfMemory: this machine has no memory for them.
+        """
+        if isinstance(self._batch, OutOfMemory):
+            raise self._batch
+        return self._batch
 
     def begin_to_load(self, training: TrainingContext) -> None:
         """See to it that samples that this machine has are there when they are to be computed."""
@@ -81,8 +87,6 @@ class Assigned(Event):
         training.replica.meter.newest = Computed(epoch, stop, training.num_samples, loss)
 
     def _compute(self, training: TrainingContext) -> BatchLoss:
-        if self.failure is not None:
-            raise self.failure
         epoch, start = self.lease.epoch, self.lease.start
         if self.assignment.batch_nbytes is None:
             return _sendable(training.compute(self.indices, epoch, start))
@@ -149,13 +153,8 @@ class AssignmentReceiver:
             if self._training is not None:
                 assigned.begin_to_load(self._training)
             return assigned
-        data = self._taken(assignment.lease, assignment.batch_nbytes, "assignment")
-        with suppress(MemoryError):
-            if data is not None:
-                return Assigned(assignment, payload, data)
-        assigned = Assigned(assignment, payload)
-        assigned.failure = _no_memory(assignment.batch_nbytes)
-        return assigned
+        batch = self._taken(assignment.lease, assignment.batch_nbytes, "assignment")
+        return Assigned(assignment, payload, batch)
 
     def held_out(self, wanted: EvaluateStages) -> HeldOut:
         """The event of samples that are to be evaluated.
@@ -169,33 +168,30 @@ class AssignmentReceiver:
         num_samples = lease.stop - lease.start
         if wanted.batch_nbytes is None:
             return HeldOut(wanted, Sent(num_samples, size, ()))
-        data = self._taken(lease, wanted.batch_nbytes, "evaluation")
-        with suppress(MemoryError):
-            if data is not None:
-                batches = decode(data)
-                if not isinstance(batches, list) or len(batches) != -(-num_samples // size):
-                    raise ProtocolError("the server's samples to evaluate are not as many batches")
-                return HeldOut(wanted, Sent(num_samples, size, batches))
-        return HeldOut(wanted, _no_memory(wanted.batch_nbytes))
+        batches = self._taken(lease, wanted.batch_nbytes, "evaluation")
+        if isinstance(batches, OutOfMemory):
+            return HeldOut(wanted, batches)
+        if not isinstance(batches, list) or len(batches) != -(-num_samples // size):
+            raise ProtocolError("the server's samples to evaluate are not as many batches")
+        return HeldOut(wanted, Sent(num_samples, size, batches))
 
-    def _taken(self, lease: LeaseKey, nbytes: int, what: str) -> memoryview | None:
-        """The batch that has come, so many bytes; None: there was no memory for it.
+    def _taken(self, lease: LeaseKey, nbytes: int, what: str) -> Batch | OutOfMemory:
+        """The batch that has come, in so many bytes; an error: there was no memory for it.
 
         Raises:
-            ProtocolError: another one has come, or not all of it.
+            ProtocolError: another one has come, or not all of it, or what has come is no batch.
         """
         served, self._whole = self._whole, None
         if served is None or (served.lease, served.nbytes) != (lease, nbytes):
             raise ProtocolError(f"the server's {what} came without its whole batch")
         data = self._batches.whole()
-        return None if data is None else bytes_of(data)
-
-
-def _no_memory(nbytes: int) -> OutOfMemory:
-    return OutOfMemory(
-        f"this machine has no memory for a batch of {nbytes:,} bytes that the server sends; lower "
-        "batch_size, or end what else runs here"
-    )
+        with suppress(MemoryError):
+            if data is not None:
+                return decode(bytes_of(data))
+        return OutOfMemory(
+            f"this machine has no memory for a batch of {nbytes:,} bytes that the server sends; lower "
+            "batch_size, or end what else runs here"
+        )
 
 
 def _sendable(loss: BatchLoss) -> BatchLoss:

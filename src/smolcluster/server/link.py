@@ -93,8 +93,15 @@ class Participant(Protocol):
         """Work until the link raises."""
 
 
-class Link(Session, Receiver):
-    """A session with the server, and its receiver until the algorithm's is there.
+class Unready(Receiver):
+    """Takes what the server says until the algorithm's own receiver is there."""
+
+    def __call__(self, message: Message, _payload: memoryview) -> Event:
+        return MessageReceived(0, message)
+
+
+class Link(Session):
+    """A session with the server.
 
     Memory that a queued frame refers to must not change before the server has answered or the link is left.
     """
@@ -116,11 +123,10 @@ class Link(Session, Receiver):
         """Sessions with other peers, which last as long as this one."""
         self.heard = False
         """Whether the server has answered this worker's Ready."""
-        self._inner: Receiver | None = None
         super().__init__(
             connection,
             session_id=0,
-            receiver=self,
+            receiver=Unready(),
             inbox=Inbox(),
             heartbeat_timeout_s=heartbeat_timeout_s,
             max_queued=MAX_QUEUED,
@@ -137,21 +143,9 @@ class Link(Session, Receiver):
             sum(each.bytes_received for each in connections),
         )
 
-    def place_for(self, message: Message) -> memoryview | None:
-        return self._inner.place_for(message) if self._inner else None
-
-    def close(self) -> None:
-        if self._inner:
-            self._inner.close()
-
-    def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        if self._inner is None:
-            return MessageReceived(0, message)
-        return self._inner(message, payload)
-
     def begin(self, receiver: Receiver, ready: Ready) -> None:
         """Say that this worker is ready; the server's answers go to `receiver`."""
-        self._inner = receiver
+        self.receiver = receiver
         self.send(ready)
 
     def dial(
@@ -208,7 +202,7 @@ class Link(Session, Receiver):
         Raises:
             SmolclusterError: as `next_event`.
         """
-        if self._inner is None:
+        if isinstance(self.receiver, Unready):
             self.next_event(0.0)
 
     def leave(self, close_message: Message | None) -> None:

@@ -83,6 +83,7 @@ class Session:
         self._report, self._trouble = report, trouble
         self.connection = connection
         self.receiver = receiver
+        """It may be replaced by another one, which takes the next message."""
         self._kinds = kinds
         self._inbox = inbox
         self._longest_hold_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
@@ -236,13 +237,15 @@ class Session:
     def hear_trouble(self, trouble: str) -> None:
         """What the peer's newest heartbeat says that it cannot do; empty: nothing. The reader's thread."""
 
+    def _place_for(self, message: Message) -> memoryview | None:
+        """Where the receiver wants a payload: the one of now, not of when the message was waited for."""
+        return self.receiver.place_for(message)
+
     def _read(self) -> None:
         torch.set_num_threads(1)
         try:
             while True:
-                message, payload = self.connection.receive(
-                    self._kinds, place_for=self.receiver.place_for
-                )
+                message, payload = self.connection.receive(self._kinds, place_for=self._place_for)
                 if isinstance(message, Heartbeat):
                     self.clocks.hear(message)
                     self.hear_trouble(message.trouble)

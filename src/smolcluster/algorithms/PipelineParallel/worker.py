@@ -335,8 +335,6 @@ class Worker:
 
     def compute(self, step: Assigned) -> None:
         """Compute the loss and the gradients of a step, and say what they have come to."""
-        if step.failure is not None:
-            raise step.failure
         if self.training.prefetch is not None:  # a stage in the middle takes none of them
             place = Place(self.training.seed, step.lease.epoch, step.lease.start)
             self.training.prefetch.forget_before(place)
