@@ -60,8 +60,6 @@ def test_some_of_the_buffers_may_be_sent_and_of_nothing_there_is_no_frame() -> N
         {"numbers": (0, 3)},
         {"numbers": (1, 0, 2)},
         {"numbers": (0, 1)},
-        {"bucket": 1},
-        {"num_buckets": 3},
         {"version": 4},
     ],
     ids=str,

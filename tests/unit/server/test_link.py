@@ -36,7 +36,6 @@ from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.first_loss import first_losses
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import refuse
-from smolcluster.wire.inbox import MessageReceived
 from smolcluster.wire.messages import (
     Ack,
     End,
@@ -345,25 +344,6 @@ def test_a_machine_that_cannot_keep_a_run_says_so_and_leaves_nothing_open(
     assert worker.failure() is error
 
 
-def test_news_of_the_server_is_raised_wherever_a_participant_waits(life: Life[Helper]) -> None:
-    """Also when it only looks for events in between."""
-    seen: list[object] = []
-
-    class Looking(Helper):
-        def take_part(self, link: Link) -> None:
-            link.send(Pull())
-            while True:
-                event = link.next_event(0.001)
-                seen.extend([event] if event else [])
-
-    worker = life.begin(Looking)
-    hand, _ = life.taken_part()
-    hand.say(_ack())
-    end(hand)
-    worker.finish()
-    assert seen == [MessageReceived(0, _ack())]
-
-
 NUM_FRAMES = 100
 NBYTES = 1 << 20
 
@@ -572,39 +552,33 @@ def test_a_worker_that_waits_for_others_hears_how_the_run_ends(
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "bucket_bytes"),
     [
-        ("run-1", "seed=7"),
-        ("run-1", "learning_rate=0.5"),
-        ("run-1", "model.hidden=9"),
-        ("run-1", "num_epochs=99"),
-        ("run-2",),
+        (("run-1", "seed=7"), 1 << 20),
+        (("run-1", "learning_rate=0.5"), 1 << 20),
+        (("run-1", "model.hidden=9"), 1 << 20),
+        (("run-1", "num_epochs=99"), 1 << 20),
+        (("run-1",), 1 << 12),
+        (("run-2",), 1 << 20),
     ],
-    ids=lambda other: other[-1],
+    ids=str,
 )
 def test_a_server_of_another_run_or_configuration_is_begun_afresh(
-    learning: Life[Learning], num_built: Callable[[], int], other: tuple[str, ...]
+    learning: Life[Learning],
+    num_built: Callable[[], int],
+    other: tuple[str, ...],
+    bucket_bytes: int,
 ) -> None:
     worker = learning.begin()
     learning.taken_part(run_config("run-1"), "aaaa")[0].leave()
-    end(learning.taken_part(run_config(*other), "bbbb")[0])
+    end(learning.taken_part(run_config(*other), "bbbb", bucket_bytes)[0])
     worker.finish()
     before, after = learning.made
     assert after.training is not before.training
+    assert after.training.replica.bucket_bytes == bucket_bytes
     assert num_built() == 2
     assert learning.runs == ["run-1", other[0]]
     assert not any("the server was started again" in line for line in learning.lines)
-
-
-def test_other_buckets_are_built_anew(
-    learning: Life[Learning], num_built: Callable[[], int]
-) -> None:
-    worker, run = learning.begin(), run_config()
-    learning.taken_part(run, "aaaa")[0].leave()
-    end(learning.taken_part(run, "bbbb", bucket_bytes=1 << 12)[0])
-    worker.finish()
-    assert num_built() == 2
-    assert learning.made[1].training.replica.bucket_bytes == 1 << 12
 
 
 def test_a_worker_that_was_cut_off_by_both_starts_still_comes_back(

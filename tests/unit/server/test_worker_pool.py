@@ -128,13 +128,6 @@ def test_a_worker_takes_part_from_its_ready_on(house: HandledHub, parts: Parts) 
     ]
 
 
-def test_what_a_worker_says_reaches_the_algorithm(house: HandledHub) -> None:
-    hand = house.join(hello())
-    hand.say(Pull())
-    house.until(lambda: bool(said(house)))
-    assert said(house) == [MessageReceived(joined_seats(house)[0], Pull())]
-
-
 def test_a_worker_that_says_goodbye_has_left(house: HandledHub, parts: Parts) -> None:
     hand = house.join(hello())
     hand.say(Goodbye(reason="it was stopped"))
@@ -351,17 +344,6 @@ def test_a_model_with_another_first_loss_is_refused_by_both_losses(
     assert "the loss 0.7 on training sample 4, the server's with 2.3" in refusal.sentence
 
 
-def test_who_was_refused_frees_its_id(house: HandledHub, parts: Parts) -> None:
-    hand = house.enter(hello())
-    hand.ready(dataset="cd" * 32)
-    house.until(lambda: bool(parts.happened(WorkerRejected)))
-    hand.leave()
-    assert house.pool.workers == []
-    enter_when_free(house).ready(dataset=parts.dataset)
-    house.until(lambda: house.num_joined == 1)
-    assert [worker.name for worker in house.pool.workers] == ["worker 1 (macbook)"]
-
-
 def test_why_a_worker_never_took_part_is_in_the_servers_log(
     house: HandledHub, parts: Parts
 ) -> None:
@@ -394,19 +376,6 @@ def test_a_hub_that_nobody_joins_gives_up(house: HandledHub, clock: Clock) -> No
     with pytest.raises(ClusterEmpty, match="start_timeout_s") as caught:
         house.until(lambda: False)
     assert caught.value.exit_code == 75
-
-
-@pytest.mark.parametrize("parts", [("start_timeout_s=10",)], indirect=True)
-def test_a_worker_that_prepares_its_data_is_waited_for(
-    house: HandledHub, parts: Parts, clock: Clock
-) -> None:
-    hand = house.enter(hello())
-    for clock.now in range(1, 15):
-        list(house.pool.next_events(0.0))
-    assert not house.pool.started
-    hand.ready(dataset=parts.dataset)
-    house.until(lambda: house.num_joined == 1)
-    assert [worker.name for worker in house.pool.workers] == ["worker 1 (macbook)"]
 
 
 @pytest.mark.parametrize("parts", [("prepare_timeout_s=10",)], indirect=True)

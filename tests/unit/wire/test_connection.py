@@ -113,20 +113,6 @@ def test_connections_share_memory_for_what_arrives_and_hold_none_while_they_wait
         each.close()
 
 
-def test_a_client_reaches_a_listener() -> None:
-    (listener,) = listen([HOST], 0)
-    with listener:
-        client = connect(HOST, port_of(listener), DEADLINE_S)
-        server = accept_next([listener], DEADLINE_S)
-        assert server is not None
-        assert client.peer == f"{HOST}:{port_of(listener)}"
-        assert server.peer.startswith(f"{HOST}:")
-        client.send(one_of_each()[0])
-        assert server.receive()[0] == one_of_each()[0]
-        client.close()
-        server.close()
-
-
 def test_tcp_connections_send_at_once_and_notice_a_dead_peer() -> None:
     (listener,) = listen([HOST], 0)
     with listener, socket.create_connection((HOST, port_of(listener))) as sock:
