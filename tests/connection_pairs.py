@@ -337,14 +337,19 @@ def connection_pair(
 
 def speak_when_waited_for(connection: Connection, say_next: Callable[[], object]) -> None:
     """Have the peer speak each time the connection has waited for half of its stall timeout."""
-    check = connection._check_stall
+    arm, heard, silent_s = connection._arm, 0, 0.0
 
-    def checked(silent_s: float, what: str) -> None:
-        check(silent_s, what)
-        if silent_s >= connection.stall_timeout_s / 2:
+    def armed(option: int, deadline: Deadline | None) -> float:
+        nonlocal heard, silent_s
+        if connection.bytes_received > heard:
+            heard, silent_s = connection.bytes_received, 0.0
+        elif silent_s >= connection.stall_timeout_s / 2:
             say_next()
+        wait_s = arm(option, deadline)
+        silent_s += wait_s
+        return wait_s
 
-    connection._check_stall = checked  # type: ignore[method-assign]
+    connection._arm = armed  # type: ignore[method-assign]
 
 
 @contextmanager

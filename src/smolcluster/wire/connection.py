@@ -16,6 +16,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from xxhash import xxh3_64
@@ -209,7 +210,7 @@ class Connection:
             NothingSaid: the peer closed the connection first.
             PeerLost: the connection broke, or the deadline passed.
         """
-        first = self._until(deadline, lambda: self._socket.recv(1, socket.MSG_PEEK))
+        first = self._heard(lambda: self._socket.recv(1, socket.MSG_PEEK), deadline)
         if not first:
             raise NothingSaid(self._says("closed the connection"))
         return first == FIRST_BYTE
@@ -223,7 +224,7 @@ class Connection:
             PeerLost: the peer does not speak TLS 1.3, was lost, or the deadline passed.
         """
         channel = TlsSocket(self._socket, context, server_side=server_side)
-        while not self._until(deadline, channel.handshake_step):
+        while not self._heard(channel.handshake_step, deadline):
             pass
         self._channel = channel
         return channel.peer_fingerprint()
@@ -244,11 +245,7 @@ class Connection:
         if self._send_broken:
             raise PeerLost(self._says("the connection is closed for sending"))
         self._send_broken = True
-        try:
-            buffers = frame.buffers if self._is_summed else frame.unsummed_buffers
-            self._send_all(buffers, deadline)
-        except OSError as error:
-            raise self._lost(error) from error
+        self._send_all(frame.buffers if self._is_summed else frame.unsummed_buffers, deadline)
         self._send_broken = False
 
     def receive(
@@ -284,8 +281,6 @@ class Connection:
             received = self._receive(kinds, deadline, place_for)
         except ProtocolError as error:
             raise type(error)(self._says(str(error))) from None
-        except OSError as error:
-            raise self._lost(error) from error
         self._receive_broken = False
         return received
 
@@ -333,28 +328,35 @@ class Connection:
         finally:
             self.close()
 
-    def _until(self, deadline: Deadline, step: Callable[[], T]) -> T:
-        """What a call returns that reads from the socket; it is repeated until the deadline."""
+    def _heard(self, step: Callable[[], T], deadline: Deadline | None) -> T:
+        """What a call returns that reads from the socket."""
+        return self._waited(step, socket.SO_RCVTIMEO, deadline, "silent")
+
+    def _waited(
+        self, step: Callable[[], T], option: int, deadline: Deadline | None, stalled: str
+    ) -> T:
+        """What a call returns that waits for the peer, for as long as the kernel's timeout `option` says.
+
+        It is repeated until the peer has been `stalled` for `stall_timeout_s`, or until the deadline.
+        """
+        silent_s = 0.0
         while True:
-            self._arm(socket.SO_RCVTIMEO, deadline)
             try:
+                wait_s = self._arm(option, deadline)
                 return step()
             except BlockingIOError:
-                continue
+                silent_s += wait_s
+            except InterruptedError:  # something has come
+                silent_s = 0.0
             except OSError as error:
-                raise self._lost(error) from error
+                raise PeerLost(self._says(f"connection lost ({_why(error)})")) from error
+            if silent_s >= self.stall_timeout_s:
+                raise PeerLost(self._says(f"{stalled} for {silent_s:g} s"))
 
     def _send_all(self, buffers: Sequence[Buffer], deadline: Deadline | None) -> None:
-        silent_s = 0.0
         while buffers:
-            wait_s = self._arm(socket.SO_SNDTIMEO, deadline)
-            try:
-                sent = self._channel.sendmsg(buffers)
-            except BlockingIOError:
-                silent_s += wait_s
-                self._check_stall(silent_s, "took no byte")
-                continue
-            silent_s = 0.0
+            send = partial(self._channel.sendmsg, buffers)
+            sent = self._waited(send, socket.SO_SNDTIMEO, deadline, "took no byte")
             self.bytes_sent += sent
             buffers = after(buffers, sent)
 
@@ -419,24 +421,13 @@ class Connection:
         flags = socket.MSG_WAITALL if deadline is None else 0
         at_once = view.nbytes if hasher is None else _RECEIVE_NBYTES
         filled = 0
-        silent_s = 0.0
         while filled < view.nbytes:
-            wait_s = self._arm(socket.SO_RCVTIMEO, deadline)
             piece = view[filled : filled + at_once]
-            try:
-                received = self._channel.recv_into(piece, 0, flags)
-            except BlockingIOError:
-                silent_s += wait_s
-                self._check_stall(silent_s, "silent")
-                continue
-            except InterruptedError:
-                silent_s = 0.0
-                continue
+            received = self._heard(partial(self._channel.recv_into, piece, 0, flags), deadline)
             if received == 0:
                 raise PeerLost(self._says("closed the connection"))
             if hasher is not None:
                 hasher.update(piece[:received])
-            silent_s = 0.0
             filled += received
             self.bytes_received += received
             self.last_byte_at = time.monotonic()
@@ -454,13 +445,6 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
             self._timeouts[option] = wait_s
         return wait_s
-
-    def _check_stall(self, silent_s: float, what: str) -> None:
-        if silent_s >= self.stall_timeout_s:
-            raise PeerLost(self._says(f"{what} for {silent_s:g} s"))
-
-    def _lost(self, error: OSError) -> PeerLost:
-        return PeerLost(self._says(f"connection lost ({_why(error)})"))
 
     def _says(self, what: str) -> str:
         return f"{self.peer}: {self.phase}: {what}"
