@@ -12,7 +12,7 @@ from smolcluster.wire.connection import Connection
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.inbox import Event, MessageReceived, SessionClosed
 from smolcluster.wire.messages import Accepted, End, Goodbye, Reject, Welcome
-from smolcluster.wire.node import LONGEST_DELAY_S, SAY_AFTER_S, Node
+from smolcluster.wire.node import LONGEST_DELAY_S, Node
 
 SETTLED_S = 4.0
 """A session that lasted so long lets the delays between reconnects begin anew."""
@@ -52,9 +52,7 @@ class Follower(Node):
     start_timeout_s: float
     whom: str = "the server"
 
-    def join(
-        self, answer: type[A], timeout_s: float, *, say_after_s: float = SAY_AFTER_S
-    ) -> tuple[Connection, A]:
+    def join(self, answer: type[A], timeout_s: float) -> tuple[Connection, A]:
         """Try until the server lets this process in with an `answer`; see `Node.dial`.
 
         Raises:
@@ -65,11 +63,7 @@ class Follower(Node):
         """
         try:
             connection, accepted = self.dial(
-                self.address,
-                answer,
-                timeout_s=timeout_s,
-                whom=self.whom,
-                say_after_s=say_after_s,
+                self.address, answer, timeout_s=timeout_s, whom=self.whom
             )
         except Rejected as error:
             if error.is_proved and error.code == "over":

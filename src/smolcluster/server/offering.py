@@ -50,7 +50,7 @@ from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
 from smolcluster.wire.acceptor import LetIn, SessionOpened
 from smolcluster.wire.handshake import VERSION
-from smolcluster.wire.inbox import Event, Inbox, SessionClosed
+from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import (
     MAX_SAMPLE_MARKS,
@@ -394,11 +394,6 @@ class Offered(Event):
         return PlannedWorkload(self.plan, lambda: module_of(self.plan, self.weights))
 
 
-@dataclass(frozen=True)
-class OfferArriving(Event):
-    """A bucket of an offer is here, and more of them are to come."""
-
-
 class _OfferReceiver(Receiver):
     """Puts an offer together."""
 
@@ -416,7 +411,7 @@ class _OfferReceiver(Receiver):
                 offer, plan, assembler = self._offer
                 _, weights = assembler.take(message, payload)
                 if weights is None:
-                    return OfferArriving()
+                    return MessageReceived(self._session_id, message)
                 return Offered(self._session_id, offer, plan, weights)
         return None
 
@@ -473,7 +468,7 @@ def wait_for_offer(
                     sessions[opened.session_id] = opened.session
                 case SessionClosed(session_id):
                     sessions.pop(session_id, None)
-                case OfferArriving():
+                case MessageReceived():  # some of an offer has come
                     deadline = Deadline(cluster.start_timeout_s)
                 case Offered() as offered:
                     session = sessions[offered.session_id]

@@ -157,13 +157,12 @@ class Node:
         *,
         timeout_s: float,
         whom: str = "the server",
-        say_after_s: float = SAY_AFTER_S,
         stop: threading.Event | None = None,
         digests: dict[str, str] | None = None,
     ) -> tuple[Connection, A]:
         """Try until `whom` lets this process in with an `answer`, for at most `timeout_s` seconds.
 
-        What is in the way is logged once it has been there for `say_after_s` seconds, and whenever it
+        What is in the way is logged once it has been there for `SAY_AFTER_S` seconds, and whenever it
         changes. A refusal that is not proved may be anybody's on the way: it is doubted until then. So is
         that of another node than `address` names, to which somebody on the way may have led this process.
         `digests`: of the sets that are offered; None: the hello's.
@@ -193,7 +192,7 @@ class Node:
                 )
             if deadline.remaining() == 0:
                 break
-            if obstacle != said and timeout_s - deadline.remaining() >= say_after_s:
+            if obstacle != said and timeout_s - deadline.remaining() >= SAY_AFTER_S:
                 left = deadline.remaining()
                 until = f", up to {format_duration(left)}" if left < LONG_S else ""
                 self.log.info("waiting for %s%s: %s", whom, until, obstacle)

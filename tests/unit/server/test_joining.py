@@ -32,7 +32,12 @@ Joining = Callable[..., "Future[tuple[Connection, Welcome]]"]
 def join(
     address: Address, timeout_s: float, lines: list[str], secret: Secret = SECRET
 ) -> tuple[Connection, Welcome]:
-    return follower(address, lines, secret=secret).join(Welcome, timeout_s, say_after_s=0.0)
+    return follower(address, lines, secret=secret).join(Welcome, timeout_s)
+
+
+@pytest.fixture(autouse=True)
+def what_is_in_the_way_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "SAY_AFTER_S", 0.0)
 
 
 @pytest.fixture
