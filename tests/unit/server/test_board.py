@@ -173,22 +173,3 @@ def test_a_pace_is_steady_between_rare_steps_and_fades_when_none_comes() -> None
     assert counter.after(1.0, 60) == 2.0
     assert counter.after(60.0, 0) == 1.0
     assert counter.after(540.0, 0) == 0.1
-
-
-def test_applied_pushes_count_for_the_run_and_for_their_worker() -> None:
-    tally = Tally.empty()
-    tally.applied(1, "pi5", num_samples=32, staleness=0)
-    tally.applied(1, "pi5", num_samples=32, staleness=3)
-    tally.applied(2, "win", num_samples=8, staleness=1)
-    assert tally.pushes == {"applied": 3}
-    pi5, win = tally.workers[1], tally.workers[2]
-    assert (pi5.rank, pi5.node, pi5.samples, pi5.mean_staleness) == (0, "pi5", 64, 1.5)
-    assert (win.rank, win.node, win.samples, win.mean_staleness) == (1, "win", 8, 1.0)
-
-
-def test_a_worker_id_keeps_its_counts_when_another_machine_takes_it_over() -> None:
-    tally = Tally.empty()
-    tally.applied(1, "pi5", num_samples=32, staleness=0)
-    tally.worker(1, "win")
-    assert tally.workers[1].node == "win"
-    assert tally.workers[1].samples == 32

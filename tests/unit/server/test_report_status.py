@@ -140,19 +140,6 @@ def test_a_run_without_a_place_for_its_status_just_runs(board: Board) -> None:
     assert not board.path.exists()
 
 
-def test_a_status_that_cannot_be_written_is_one_warning_and_the_run_goes_on(board: Board) -> None:
-    board.path.mkdir()
-    report = board.context.new_report()
-    for _ in range(3):
-        take_step(report, 32, loss=0.5)
-        report.tick()
-    report.ended()
-    (line,) = [line for line in board.parts.log_lines if "status.json" in line]
-    assert line.startswith("WARNING")
-    assert "training goes on" in line
-    assert len(board.parts.metrics.steps) == 3
-
-
 @pytest.mark.parametrize(
     ("error", "state", "reason"),
     [

@@ -387,17 +387,6 @@ def test_another_protocol_is_named_on_both_sides(pool: ThreadPoolExecutor) -> No
         assert isinstance(error_of(served), VersionDiffers)
 
 
-def test_a_refusal_tells_why_and_when_to_ask_again(pool: ThreadPoolExecutor) -> None:
-    with connection_pair(proved=False) as (client, server):
-        served = pool.submit(say_no, server)
-        with pytest.raises(Rejected, match="worker 1 is here already") as caught:
-            join(client)
-        assert (caught.value.code, caught.value.retry_after_s) == ("busy", 2.5)
-        assert caught.value.is_proved
-        assert caught.value.exit_code == 78
-        served.result(DEADLINE_S)
-
-
 def test_refusing_a_client_that_has_gone_is_no_error() -> None:
     with raw_and_connection(proved=False) as (raw, server):
         raw.close()
