@@ -209,6 +209,11 @@ def simulates(node: ast.AST) -> bool:
     return is_named and "simulat" in node.name.lower()  # type: ignore[attr-defined]
 
 
+def asks_for_facts(node: ast.AST) -> bool:
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_text and re.search(r"\$\(uname |\bdf -P", node.value) is not None  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Mechanism:
     """How a file that builds it is recognised, and the only files that may, each with its reason."""
@@ -332,6 +337,15 @@ MECHANISMS = {
             "algorithms/planning/simulation.py": "a run: machines, and flows that share links",
         },
         "def simulate_again(schedule): ...",
+    ),
+    "asking a machine what it is": Mechanism(
+        asks_for_facts,
+        {
+            "launch/node_facts.py": "whoever asks",
+            "launch/host.py": "whether its python3 is one, before anything else is run",
+            "launch/sessions.py": "whether a run's disk is full, while it is looked at",
+        },
+        "host.run('echo $(uname -s)')",
     ),
     "what a launch starts": Mechanism(
         lambda node: calls(node, "Launched"),

@@ -110,6 +110,17 @@ class Facts:
         """The program that installs packages; empty: none that we know."""
         return self.text("packages")
 
+    def installing(self, program: str) -> str:
+        """What installs a program there that is called as its package."""
+        if program == "uv":
+            return "`curl -LsSf https://astral.sh/uv/install.sh | sh`"
+        if not self.packages:
+            if self.is_mac:
+                return f"install Homebrew (https://brew.sh), then `brew install {program}`"
+            return f"install {program} with its package manager"
+        commands = {"brew": "brew install", "pacman": "sudo pacman -S", "apk": "sudo apk add"}
+        return f"`{commands.get(self.packages, f'sudo {self.packages} install -y')} {program}`"
+
     @property
     def identity(self) -> str:
         """What no two machines have in common: the system's id and its name; empty: unknown."""

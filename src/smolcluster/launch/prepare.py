@@ -21,10 +21,6 @@ M = TypeVar("M")
 T = TypeVar("T")
 
 MIN_FREE_NBYTES = 200 << 20
-TOOLS = {
-    "uv": "curl -LsSf https://astral.sh/uv/install.sh | sh",
-    "tmux": "sudo apt install tmux, or brew install tmux",
-}
 FORWARDED = (
     *("WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT"),
     "HF_HUB_OFFLINE",
@@ -164,9 +160,9 @@ def check(host: Host, project_dir: str, tools: Sequence[str]) -> str:
     Raises:
         LaunchError: it has not; the message says what to do.
     """
-    facts = facts_of(host, "system", "disk", *tools, folder=project_dir)
+    facts = facts_of(host, "system", "packages", "disk", *tools, folder=project_dir)
     if missing := [tool for tool in tools if not facts.has(tool)]:
-        fixes = "; ".join(f"{tool}: {TOOLS[tool]}" for tool in missing)
+        fixes = "; ".join(f"there: {facts.installing(tool)}" for tool in missing)
         raise LaunchError(
             f"{host.node} ({host.shown}): has no {' and no '.join(missing)} ({fixes})"
         )

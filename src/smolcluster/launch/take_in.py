@@ -137,7 +137,6 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         make_ready(there, secret, run.say, project=project, sync=wanted.sync)
         if known is None:
             write(_way(machines[name], ways, launched.port, run.say))
-            settings, machines, whole = _planned(paths, launched, file, project)
         planned = {(each.role, each.node): each for each in whole.processes}
         rank = _rank(name, launched, status, settings) if (WORKER, name) in missing else None
         processes = [_with_rank(planned[key], rank) for key in missing]

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from doctoring import LINUX, MAC, cluster, facts, machine_at, node_checks
+from doctoring import MAC, cluster, facts, machine_at, node_checks
 from harness import free_port
 from reading import fake_ssh, launched_run, server
 from smolcluster.errors import PortBusy
-from smolcluster.launch.doctor.checks import installing, judge_system
+from smolcluster.launch.doctor.checks import judge_system
 from smolcluster.launch.doctor.checks_links import check_links
 from smolcluster.launch.doctor.checks_project import (
     WORKLOAD_CHECKS,
@@ -293,21 +293,6 @@ def test_a_launch_onto_a_port_in_use_is_refused_with_a_free_one(taken: int) -> N
         is_refused = pytest.raises(PortBusy, match=rf"mini1 .*: port {port} is in use.* port=\d+$")
         with is_refused if port == taken else nullcontext():
             check_links(stated, machines)
-
-
-@pytest.mark.parametrize(
-    ("known", "command"),
-    [
-        (LINUX, "`sudo apt-get install -y tmux`"),
-        (MAC, "`brew install tmux`"),
-        (facts(system="Linux x86_64", packages="pacman"), "`sudo pacman -S tmux`"),
-        (facts(system="Linux x86_64", packages="apk"), "`sudo apk add tmux`"),
-        (facts(system="Linux x86_64"), "install tmux with its package manager"),
-        (facts(system="Darwin arm64"), "(https://brew.sh), then `brew install tmux`"),
-    ],
-)
-def test_installing_is_each_systems_own(known: Facts, command: str) -> None:
-    assert installing(known, "tmux").endswith(command)
 
 
 def test_the_oldest_python_is_the_projects() -> None:

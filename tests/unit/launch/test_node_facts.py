@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from doctoring import MAC, facts, node_checks
+from doctoring import LINUX, MAC, facts, node_checks
 from reading import fake_ssh
-from smolcluster.errors import LaunchError
 from smolcluster.launch.doctor import table
-from smolcluster.launch.host import Done, Host
-from smolcluster.launch.node_facts import facts_of
+from smolcluster.launch.host import Host
+from smolcluster.launch.node_facts import Facts, facts_of
 
 HERE = Host("pi5")
 
@@ -44,13 +43,19 @@ def test_a_shell_under_rosetta_is_one_of_a_mac_with_apple_silicon() -> None:
     assert not facts(system="Linux x86_64", apple_silicon="1").is_apple_silicon
 
 
-def test_a_shell_that_is_none_is_told() -> None:
-    class Windows(Host):
-        def run(self, *_: object, **__: object) -> Done:
-            return Done(1, "", "'sh' is not recognized")
-
-    with pytest.raises(LaunchError, match=r"^win \(win\): its shell .*'sh' is not recognized$"):
-        facts_of(Windows("win", "win"), "system")
+@pytest.mark.parametrize(
+    ("known", "command"),
+    [
+        (LINUX, "`sudo apt-get install -y tmux`"),
+        (MAC, "`brew install tmux`"),
+        (facts(system="Linux x86_64", packages="pacman"), "`sudo pacman -S tmux`"),
+        (facts(system="Linux x86_64", packages="apk"), "`sudo apk add tmux`"),
+        (facts(system="Linux x86_64"), "install tmux with its package manager"),
+        (facts(system="Darwin arm64"), "(https://brew.sh), then `brew install tmux`"),
+    ],
+)
+def test_installing_is_each_systems_own(known: Facts, command: str) -> None:
+    assert known.installing("tmux").endswith(command)
 
 
 @pytest.fixture

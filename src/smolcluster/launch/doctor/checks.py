@@ -17,8 +17,7 @@ from smolcluster.launch.doctor.findings import (
     warn,
 )
 from smolcluster.launch.host import Done
-from smolcluster.launch.node_facts import MIN_PYTHON, Facts
-from smolcluster.launch.prepare import TOOLS
+from smolcluster.launch.node_facts import MIN_PYTHON
 from smolcluster.utils.units import format_bytes, format_duration
 
 MIN_DISK, MIN_DISK_TO_INSTALL, LOW_DISK = 2e9, 8e9, 10e9
@@ -73,19 +72,9 @@ def find_twins(nodes: Sequence[NodeChecks]) -> dict[str, Finding]:
 def judge_program(package: str, answer: Done, node: NodeChecks) -> Finding:
     """A program that is called as its package: there, with its version, or not."""
     if not answer.ok:
-        fix = f"`{TOOLS['uv']}`" if package == "uv" else installing(node.facts, package)
-        return fail(f"{package} is not there", f"there: {fix}")
+        return fail(f"{package} is not there", f"there: {node.facts.installing(package)}")
     found = re.search(r"\d+(\.\d+)+\w?", answer.stdout)
     return ok(found[0] if found else "there")
-
-
-def installing(facts: Facts, package: str) -> str:
-    if not facts.packages:
-        if facts.is_mac:
-            return f"install Homebrew (https://brew.sh), then `brew install {package}`"
-        return f"install {package} with its package manager"
-    commands = {"brew": "brew install", "pacman": "sudo pacman -S", "apk": "sudo apk add"}
-    return f"`{commands.get(facts.packages, f'sudo {facts.packages} install -y')} {package}`"
 
 
 def judge_python(answer: Done, _node: NodeChecks) -> Finding:
