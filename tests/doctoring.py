@@ -101,7 +101,7 @@ class FakeHost(Host):
         if late is not None:
             late.stdout = told
             raise late
-        return Done(0, told, "")
+        return Done(0, told, "", begun=time.time())
 
     def _said(self, name: str) -> str:
         said = self.says.get(name, HEALTHY.get(name, ""))
@@ -114,6 +114,7 @@ HEALTHY = {
     "system": "Linux aarch64\n",
     "packages": "apt-get\n",
     "identity": "3d1219c7{node}\n{node}\n",
+    "folder": "/home/pi/project\n",
     "interpreter": "",
     "clock": "{now}\n",
     "Python": "Python 3.12.3\n",
@@ -124,7 +125,7 @@ HEALTHY = {
     "memory": "MemAvailable:    7000000 kB\n",
     "secret": "-rw------- 1 pi pi 65 Nov 22 03:00 /home/pi/.config/smolcluster/secret\n",
     "code": "0\n",
-    "environment": "python runs\n",
+    "environment": "runs\n",
     "torch": 'torch {{"version": "2.11.0", "cuda": null, "hip": null, "num_gpus": 0, "mps": false, '
     '"machine": "aarch64"}}\n',
     "workload": "missing []\n",

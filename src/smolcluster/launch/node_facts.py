@@ -8,13 +8,15 @@ what Linux and macOS bring.
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import HAS_PYTHON3, Done, Host, shell_path
 from smolcluster.utils.words import one_line
 
 MIN_PYTHON = (3, 11)
+ABSENT = 3
+"""The exit code of `environment` where the project has none."""
 
 FACTS = f"""
 fact_system() {{ echo "$(uname -s) $(uname -m)"; }}
@@ -30,6 +32,7 @@ fact_identity() {{
   hostname 2>/dev/null
 }}
 fact_user() {{ id -un; }}
+fact_clock() {{ date +%s; }}
 fact_Python() {{
   if [ -x "$python" ]; then "$python" --version; return; fi
   found=$(uv python find --no-project --no-python-downloads '>={".".join(map(str, MIN_PYTHON))}' 2>/dev/null)
@@ -40,8 +43,13 @@ fact_Python() {{
 fact_uv() {{ uv --version; }}
 fact_tmux() {{ tmux -V; }}
 fact_rsync() {{ rsync --version; }}
-fact_interpreter() {{ [ -x "$python" ]; }}
 fact_folder() {{ cd "$folder" 2>/dev/null && pwd; }}
+fact_interpreter() {{ [ -e "$python" ]; }}
+fact_environment() {{
+  [ -e "$folder/.venv" ] || return {ABSENT}
+  eval "$exports"
+  "$python" -c 'print("runs")' 2>&1 | tail -n 1
+}}
 fact_disk() {{
   place=$folder
   while [ ! -e "$place" ]; do place=$(dirname "$place"); done
@@ -157,12 +165,20 @@ def facts_of(host: Host, *names: str, folder: str = "~") -> Facts:
 
 
 def facts_script(
-    *names: str, folder: str = "~", interpreter: str = "", secret_file: str | None = None
+    *names: str,
+    folder: str = "~",
+    interpreter: str = "",
+    secret_file: str | None = None,
+    exports: str = "",
 ) -> str:
-    """What prints facts; `interpreter`: Python's, of the project's environment there."""
+    """What prints facts.
+
+    `interpreter`: Python's, of the project's environment there, which runs with these `exports`.
+    """
     return (
         f"wanted={shlex.quote(' '.join(names))} folder={shell_path(folder)} "
-        f"python={shell_path(interpreter)} secret={secret_path(secret_file)}{FACTS}"
+        f"python={shell_path(interpreter)} secret={secret_path(secret_file)} "
+        f"exports={shlex.quote(exports)}{FACTS}"
     )
 
 
@@ -180,7 +196,7 @@ def read_facts(done: Done) -> Facts:
         lines.setdefault(name, []).append(said)
     return Facts(
         {
-            name: Done(int(said[-1][1:]), "\n".join(said[:-1]), done.stderr)
+            name: replace(done, code=int(said[-1][1:]), stdout="\n".join(said[:-1]))
             for name, said in lines.items()
             if re.fullmatch(r"=\d+", said[-1])
         }

@@ -24,12 +24,11 @@ from smolcluster.launch.doctor.checks import judge_system
 from smolcluster.launch.doctor.checks_links import check_links
 from smolcluster.launch.doctor.checks_project import (
     WORKLOAD_CHECKS,
-    environment_script,
     torch_script,
 )
 from smolcluster.launch.doctor.examine import listening, make_contact
-from smolcluster.launch.doctor.findings import Check, Finding, NodeChecks, ok
-from smolcluster.launch.doctor.table import TABLE, look_at, look_at_facts
+from smolcluster.launch.doctor.findings import Check, Finding, NodeChecks, ok, skipped
+from smolcluster.launch.doctor.table import TABLE, look_at
 from smolcluster.launch.find import RUNS_DIR
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.node_facts import MIN_PYTHON, Facts
@@ -193,6 +192,7 @@ FAULTS: list[Fault] = [
     ("environment", "fail", {f"{FOLDER}/.venv/x": ""}, ("not found", "rm -rf"), {}),
     ("environment", "fail", {"smolcluster/x": ""}, ("no env", "cd ~/smolcluster && uv sync"), OWN),
     ("environment", "ok", WHOLE, ("whole",), {}),
+    ("environment", "ok", {PYTHON: 'echo "$MINE"'}, ("whole",), {"env": {"MINE": "runs"}}),
     ("torch", "skipped", {}, ("no environment",), {}),
     (
         *("torch", "fail", {PYTHON: "echo \"No module named 'torch'\" >&2; false"}),
@@ -227,13 +227,11 @@ def test_a_planted_fault_is_found_with_its_fix(home: Path, fault: Fault) -> None
         (home / path).write_text(f"#!/bin/sh\n{text}\n" if is_program else text)
         (home / path).chmod(0o755 if is_program else 0o644)
     node = node_checks(**{"sums": OURS, **stated})
-    node.findings["system"] = ok("reached")
-    if name == "system":
-        make_contact(node)
-    elif (check := CHECKS[name]).script is None:
-        node.findings |= look_at_facts(node, [check])
-    else:
-        node.findings |= look_at(node, check, node.host.run)
+    make_contact(node)
+    if name != "system":
+        node.facts = Facts({**node.facts.told, **stated.get("facts", facts()).told})
+        why, check = CHECKS[name].why_not(node), CHECKS[name]
+        node.findings[name] = skipped(why) if why else look_at(node, check, node.host.run)
     check_found(node.findings[name], state, words)
 
 
@@ -302,8 +300,7 @@ def test_the_oldest_python_is_the_projects() -> None:
 
 def test_pytorch_gets_the_environment_of_the_nodes_processes() -> None:
     node = node_checks(env={"LD_LIBRARY_PATH": "/opt/my cuda"})
-    for script in (torch_script(node), environment_script(node)):
-        assert "export LD_LIBRARY_PATH='/opt/my cuda'" in script
+    assert "export LD_LIBRARY_PATH='/opt/my cuda'" in torch_script(node)
 
 
 def test_packages_that_a_workload_imports_are_looked_for_in_the_environment() -> None:

@@ -26,9 +26,6 @@ LOW_MEMORY = 1e9
 LARGE_SKEW_S, SKEW_S = 30.0, 2.0
 LOOPBACK = re.compile(r"127\.|::1$|localhost$")
 
-CONTACT = ("system", "apple_silicon", "packages", "identity")
-"""Facts that the first contact tells."""
-
 
 def judge_system(answer: Done, node: NodeChecks) -> Finding:
     facts = node.facts
@@ -158,7 +155,7 @@ def judge_secret(answer: Done, _node: NodeChecks) -> Finding:
 
 
 MACHINE_CHECKS = (
-    Check("clock", "date +%s", judge_clock, of="opening"),
+    Check("clock", None, judge_clock),
     Check("Python", None, judge_python),
     Check("uv", None, partial(judge_program, "uv"), why_not=not_here),
     Check("tmux", None, partial(judge_program, "tmux")),

@@ -17,6 +17,7 @@ from smolcluster.launch.doctor.findings import (
     warn,
 )
 from smolcluster.launch.host import Done, shell_path
+from smolcluster.launch.node_facts import ABSENT
 from smolcluster.launch.project import compare_script
 from smolcluster.utils.units import format_count
 from smolcluster.utils.words import as_command
@@ -70,42 +71,35 @@ def exports(node: NodeChecks) -> str:
     return "".join(f"\nexport {name}={shlex.quote(value)}" for name, value in env.items())
 
 
-def environment_script(node: NodeChecks) -> str:
-    return f"""{exports(node)}
-cd {shell_path(node.machine.project_dir)} 2>/dev/null || {{ echo "folder absent"; exit 0; }}
-[ -e .venv ] || exit 0
-echo "python $({shell_path(node.machine.interpreter)} -c 'print("runs")' 2>&1 | tail -n 1)" """
-
-
 def judge_environment(answer: Done, node: NodeChecks) -> Finding:
-    told = fields(answer.stdout)
-    if told.get("folder") == "absent":
+    is_own = node.machine.is_own
+    if not node.facts.has("folder"):
         return skipped("needs the code")
-    if "python" not in told and node.machine.is_own:
-        return fail("there is no environment", f"there: `cd {node.machine.project_dir} && uv sync`")
-    if "python" not in told:
+    if answer.code == ABSENT and is_own:
+        fix = f"there: `cd {node.machine.project_dir} && uv sync`"
+        return fail("there is no environment", fix)
+    if answer.code == ABSENT:
         return warn("there is no environment yet", f"{as_command('launch')} makes it")
-    if told["python"] != "runs":
-        return fail(
-            f"the environment's Python does not run ({told['python'] or 'it is not there'})",
-            _anew(node),
-        )
+    said = answer.stdout.strip()
+    if said != "runs":
+        why = said or "it is not there"
+        return fail(f"the environment's Python does not run ({why})", _anew(node))
     return ok("whole")
 
 
+def needs_interpreter(node: NodeChecks) -> str | None:
+    return None if node.facts.has("interpreter") else "no environment"
+
+
 def torch_script(node: NodeChecks) -> str:
-    python = shell_path(node.machine.interpreter)
     return f"""{exports(node)}
-[ -e {python} ] || {{ echo "absent"; exit 0; }}
 nvidia-smi -L 2>/dev/null | sed -n '1s/^/gpu /p'
-exec {python} -"""
+exec {shell_path(node.machine.interpreter)} -"""
 
 
 def judge_torch(answer: Done, node: NodeChecks) -> Finding:
     """PyTorch: that it is there, of the right build, and sees the device that is asked for."""
     told = fields(answer.stdout)
-    if "absent" in told:
-        return skipped("no environment")
     if "torch" not in told:
         return fail(f"PyTorch cannot be imported ({answer.stderr_tail})", _anew(node))
     torch = json.loads(told["torch"])
@@ -161,9 +155,7 @@ def _anew(node: NodeChecks) -> str:
 
 def packages_script(node: NodeChecks) -> str:
     python, wanted = shell_path(node.machine.interpreter), shlex.quote(json.dumps(node.packages))
-    return f"""{exports(node)}
-[ -e {python} ] || {{ echo "absent"; exit 0; }}
-exec {python} - {wanted}"""
+    return f"{exports(node)}\nexec {python} - {wanted}"
 
 
 def judge_packages(answer: Done, node: NodeChecks) -> Finding:
@@ -171,10 +163,7 @@ def judge_packages(answer: Done, node: NodeChecks) -> Finding:
 
     Which package a module comes from is what this machine's own environment says.
     """
-    told = fields(answer.stdout)
-    if "absent" in told:
-        return skipped("no environment")
-    missing = json.loads(told["missing"])
+    missing = json.loads(fields(answer.stdout)["missing"])
     if not missing:
         return ok("its imports are there")
     known = packages_distributions()
@@ -203,9 +192,14 @@ PROJECT_CHECKS = (
         not_here,
         stdin=lambda node: node.sums,
     ),
-    Check("environment", environment_script, judge_environment, why_not=not_here),
+    Check("environment", None, judge_environment, why_not=not_here),
     Check(
-        "torch", torch_script, judge_torch, IMPORT_TORCH_S, stdin=lambda _: LOOK_AT_TORCH.encode()
+        "torch",
+        torch_script,
+        judge_torch,
+        IMPORT_TORCH_S,
+        needs_interpreter,
+        stdin=lambda _: LOOK_AT_TORCH.encode(),
     ),
 )
 WORKLOAD_CHECKS = (
@@ -214,6 +208,7 @@ WORKLOAD_CHECKS = (
         packages_script,
         judge_packages,
         LOOK_S,
+        needs_interpreter,
         stdin=lambda _: LOOK_FOR_PACKAGES.encode(),
     ),
 )

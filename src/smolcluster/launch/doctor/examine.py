@@ -1,6 +1,6 @@
 """`smolcluster doctor`: what would go wrong on the machines of a cluster, and what mends it.
 
-    first contact -> the machine, the project on it -> a listener on the server -> the workers connect to it
+    first contact -> the machine's facts -> its project -> a listener on the server -> the workers connect
 
 All machines at once, some checks of a machine at once, and each check has its time limit; so the whole takes
 as long as the slowest machine. Only the workers' measurements of their links take turns.
@@ -10,7 +10,6 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from smolcluster.configs.function_name import known_here
@@ -21,14 +20,15 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.doctor.check_report import as_json_text, exit_code, show
-from smolcluster.launch.doctor.checks import CONTACT, find_twins, judge_system
+from smolcluster.launch.doctor.checks import find_twins, judge_system
 from smolcluster.launch.doctor.findings import NodeChecks, ok, skipped
 from smolcluster.launch.doctor.table import (
+    CONTACT_S,
     HOST_KEY,
     IDENTITY,
     SSH,
     SYSTEM,
-    ask,
+    ask_facts,
     not_reached,
     refused,
     run_table,
@@ -36,7 +36,7 @@ from smolcluster.launch.doctor.table import (
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Done, Unreachable
 from smolcluster.launch.links import Listener, read_listener
-from smolcluster.launch.node_facts import facts_script, read_facts
+from smolcluster.launch.node_facts import read_facts
 from smolcluster.launch.places import machine_of, project_root
 from smolcluster.launch.project import read_project
 from smolcluster.launch.workload_code import check_source, packages_of
@@ -44,7 +44,6 @@ from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_count
 
-CONTACT_S = 15.0
 PLAIN_WIDTH = 100
 """Columns where the output is no terminal."""
 
@@ -112,15 +111,13 @@ def examine_machine(node: NodeChecks) -> None:
     make_contact(node)
     why = not_reached(node)
     node.findings[IDENTITY] = skipped(why) if why else ok("one name")
-    run_table(node, "opening")
     run_table(node, "machine")
 
 
 def make_contact(node: NodeChecks) -> None:
     findings, is_here = node.findings, node.machine.is_here
     try:
-        run = partial(node.host.run, alone=True)
-        answer = ask(run, SYSTEM, facts_script(*CONTACT), CONTACT_S)
+        answer = ask_facts(node)
     except LaunchError as error:
         wrong = refused(error, node, CONTACT_S)
         if isinstance(error, Unreachable) and error.cause.startswith("host_key"):

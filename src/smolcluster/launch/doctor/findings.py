@@ -105,23 +105,21 @@ class Check:
 
     Attributes:
         name: heads its line in the table.
-        script: for the machine's POSIX shell; what makes it of what is known of the node; None: it is a fact,
-            of this name, which the machine tells with all others.
+        script: makes the script for the machine's POSIX shell; None: the check is of the fact of its name.
         judge: what to think of the answer; ValueError and LookupError mean that it makes no sense.
         limit_s: seconds that the script may take, or what makes them of what is known of the node.
         why_not: why it is not looked at there; None: it is.
         stdin: gives what the script reads.
-        of: whether each machine is looked at, the server's, or each worker's; `opening`: each machine, before
-            all others, over the connection that those share then.
+        of: whether each machine is looked at, the server's, or each worker's.
     """
 
     name: str
-    script: str | Callable[[NodeChecks], str] | None
+    script: Callable[[NodeChecks], str] | None
     judge: Callable[[Done, NodeChecks], Finding]
     limit_s: float | Callable[[NodeChecks], float] = QUICK_S
     why_not: Callable[[NodeChecks], str | None] = lambda _: None
     stdin: Callable[[NodeChecks], bytes] = lambda _: b""
-    of: Literal["opening", "machine", "server", "worker"] = "machine"
+    of: Literal["machine", "server", "worker"] = "machine"
 
 
 def fields(text: str) -> dict[str, str]:

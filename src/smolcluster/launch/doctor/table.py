@@ -1,15 +1,16 @@
 """The table of `smolcluster doctor`: a row a check, in the order in which they are shown; what runs it."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from functools import partial
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.doctor.checks import MACHINE_CHECKS
 from smolcluster.launch.doctor.checks_links import LINK_CHECKS, PORT_CHECK
-from smolcluster.launch.doctor.checks_project import PROJECT_CHECKS, WORKLOAD_CHECKS
-from smolcluster.launch.doctor.findings import QUICK_S, Check, Finding, NodeChecks, fail, skipped
+from smolcluster.launch.doctor.checks_project import PROJECT_CHECKS, WORKLOAD_CHECKS, exports
+from smolcluster.launch.doctor.findings import Check, Finding, NodeChecks, fail, skipped
 from smolcluster.launch.host import Done, TookTooLong, Unreachable
-from smolcluster.launch.node_facts import Facts, facts_script, read_facts
+from smolcluster.launch.node_facts import facts_script, read_facts
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.words import condensed
 
@@ -17,6 +18,12 @@ TABLE = (*MACHINE_CHECKS, *PROJECT_CHECKS, *WORKLOAD_CHECKS, PORT_CHECK, *LINK_C
 SSH, HOST_KEY, SYSTEM, IDENTITY = "SSH", "host key", "system", "identity"
 """What the first contact tells, before the table."""
 ORDER = (SSH, HOST_KEY, SYSTEM, IDENTITY, *(check.name for check in TABLE))
+
+FACTS = (
+    *("system", "apple_silicon", "packages", "identity", "folder", "interpreter"),
+    *(check.name for check in TABLE if check.script is None),
+)
+CONTACT_S = 15.0
 
 Run = Callable[..., Done]
 
@@ -30,53 +37,27 @@ def not_reached(node: NodeChecks) -> str | None:
 
 def run_table(node: NodeChecks, of: str, run: Run | None = None) -> None:
     """Make all checks of a kind at once, and put down what was found; `run` as `Host.run`."""
-    run = run or node.host.run
-    due = [each for each in TABLE if each.of == of and (node.packages or each.name != "workload")]
-    why_not = {each.name: not_reached(node) or each.why_not(node) for each in due}
+    wanted = [
+        each for each in TABLE if each.of == of and (node.packages or each.name != "workload")
+    ]
+    why_not = {each.name: not_reached(node) or each.why_not(node) for each in wanted}
     node.findings |= {name: skipped(why) for name, why in why_not.items() if why}
-    wanted = [each for each in due if why_not[each.name] is None]
-    of_facts = [each for each in wanted if each.script is None]
-    looks = [partial(look_at, node, each, run) for each in wanted if each.script is not None]
-    looks += [partial(look_at_facts, node, of_facts)] * bool(of_facts)
-    for found in at_once(lambda look: look(), looks):
-        node.findings |= found
+    due = [each for each in wanted if why_not[each.name] is None]
+    found = at_once(lambda check: look_at(node, check, run or node.host.run), due)
+    node.findings |= {check.name: each for check, each in zip(due, found, strict=True)}
 
 
-def look_at(node: NodeChecks, check: Check, run: Run) -> dict[str, Finding]:
-    script = check.script(node) if callable(check.script) else str(check.script)
+def look_at(node: NodeChecks, check: Check, run: Run) -> Finding:
     limit_s = check.limit_s(node) if callable(check.limit_s) else check.limit_s
     try:
-        answer = ask(run, check.name, script, limit_s, check.stdin(node))
+        if check.script is None:
+            answer = node.facts.told.get(check.name)
+        else:
+            answer = ask(run, check.name, check.script(node), limit_s, check.stdin(node))
     except LaunchError as error:
-        return {check.name: refused(error, node, limit_s)}
-    return {check.name: judged(check, answer, node)}
-
-
-def look_at_facts(node: NodeChecks, checks: Sequence[Check]) -> dict[str, Finding]:
-    """Check what the machine says of itself; what it does not say in time fails alone."""
-    machine, names = node.machine, [each.name for each in checks]
-    script = facts_script(
-        *(*names, "interpreter"),
-        folder=machine.project_dir,
-        interpreter=machine.interpreter,
-        secret_file=machine.secret_file,
-    )
-    try:
-        answer = ask(node.host.run, "facts", script, QUICK_S)
-    except TookTooLong as error:
-        answer = Done(0, error.stdout, "")
-    except LaunchError as error:
-        return dict.fromkeys(names, refused(error, node, QUICK_S))
-    told = read_facts(answer).told
-    node.facts = Facts({**node.facts.told, **told})
-    late = refused(TookTooLong(), node, QUICK_S)
-    return {
-        each.name: judged(each, told[each.name], node) if each.name in told else late
-        for each in checks
-    }
-
-
-def judged(check: Check, answer: Done, node: NodeChecks) -> Finding:
+        return refused(error, node, limit_s)
+    if answer is None:
+        return refused(TookTooLong(), node, CONTACT_S)
     try:
         return check.judge(answer, node)
     except (ValueError, LookupError):
@@ -84,6 +65,31 @@ def judged(check: Check, answer: Done, node: NodeChecks) -> Finding:
         return fail(
             f"the answer makes no sense ({said})", f"{node.there('true')} should say nothing"
         )
+
+
+def ask_facts(node: NodeChecks) -> Done:
+    """Ask what the machine says of itself; what was not said in time is missing.
+
+    Over a connection of its own, for which the host's key is verified.
+
+    Raises:
+        LaunchError: it is out of reach, or has not even said its system in time.
+    """
+    machine, begun = node.machine, time.time()
+    script = facts_script(
+        *FACTS,
+        folder=machine.project_dir,
+        interpreter=machine.interpreter,
+        secret_file=machine.secret_file,
+        exports=exports(node),
+    )
+    try:
+        return ask(partial(node.host.run, alone=True), "facts", script, CONTACT_S)
+    except TookTooLong as error:
+        answer = Done(0, error.stdout, "", begun, CONTACT_S)
+        if not read_facts(answer).system:
+            raise
+        return answer
 
 
 def ask(run: Run, name: str, script: str, limit_s: float, stdin: bytes = b"") -> Done:
