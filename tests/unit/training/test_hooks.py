@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness import Lines
+from peers import logger
 from smolcluster.errors import SmolclusterError, UserCodeError
 from smolcluster.training import hooks
 from smolcluster.training.hooks import (
@@ -34,9 +34,7 @@ def step(number: int) -> StepDone:
 
 def calls_of(wanted: Hooks) -> tuple[HookCalls, list[str]]:
     lines: list[str] = []
-    log = logging.Logger("test")
-    log.addHandler(Lines(lines))
-    return HookCalls(wanted, log), lines
+    return HookCalls(wanted, logger(lines)), lines
 
 
 def test_each_hears_of_its_own_facts_in_the_order_in_which_they_happened() -> None:

@@ -1,6 +1,5 @@
 """A device that runs out of memory: the batch is computed again, in smaller pieces."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -8,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from harness import Lines, digits_config
+from harness import digits_config
+from peers import logger
 from smolcluster.configs.schema import DatasetPlace
 from smolcluster.errors import OutOfMemory
 from smolcluster.training.build import TrainingContext, build
@@ -58,12 +58,9 @@ class Memory:
 
 def training_with(memory: Memory, **options: Any) -> tuple[TrainingContext, list[str]]:
     lines: list[str] = []
-    log = logging.Logger("test")
-    log.addHandler(Lines(lines))
     workload = Workload(Model, memory, DATA, DATA)
-    train = digits_config(batch_size=16)
-    cpu = torch.device("cpu")
-    training = build(train, 0, DatasetPlace(), cpu, workload=workload, log=log, **options)
+    train, cpu = digits_config(batch_size=16), torch.device("cpu")
+    training = build(train, 0, DatasetPlace(), cpu, workload=workload, log=logger(lines), **options)
     return training, lines
 
 

@@ -1,7 +1,6 @@
 """Models of a folder: a stage reads its own tensors, and its adapters are those of the whole model."""
 
 import json
-import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from peers import logger
 from pretrained_models import WORKLOAD, adapters, peft, saved, text_arguments, transformers
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.training import pretrained
@@ -105,10 +105,7 @@ def test_a_stage_reads_no_more_than_its_tensors(tmp_path: Path) -> None:
         for name, tensor in load_file(file).items()
     }
     said: list[str] = []
-    log = logging.Logger("stage")
-    log.addHandler(logging.Handler())
-    log.handlers[0].emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    build_stage(Workload(model, next_token_loss, [0]), 1, 2, SEED, CPU, log=log)
+    build_stage(Workload(model, next_token_loss, [0]), 1, 2, SEED, CPU, log=logger(said))
     nbytes = sum(each.nbytes for name, each in stored.items() if name.startswith("model.layers.1."))
     assert f"{nbytes / 1000:.1f}" in said[0] or f"{nbytes:,}" in said[0], (said, nbytes)
 

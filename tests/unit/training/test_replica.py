@@ -24,56 +24,6 @@ def batch(dtype: torch.dtype = torch.float32, size: int = 16) -> tuple[Tensor, T
     return torch.randn(size, 6, dtype=dtype), torch.randint(0, 3, (size,))
 
 
-class Reference:
-    """The same training, with PyTorch's own optimizer over separate parameters."""
-
-    def __init__(self, model: nn.Module, optimizer: str, weight_decay: float) -> None:
-        kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-        self.model = model
-        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-        others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-        self.params = [*matrices, *others]
-        groups = [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.optimizer = kinds[optimizer](groups, lr=1.0)
-
-    def step(self, inputs: Tensor, targets: Tensor, rate: float, max_norm: float) -> float:
-        self.optimizer.zero_grad()
-        loss = functional.cross_entropy(self.model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        return loss.item()
-
-    def flat(self) -> Tensor:
-        return torch.cat([parameter.data.flatten() for parameter in self.params])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
-def test_training_equals_pytorchs_optimizer_over_separate_parameters(
-    optimizer: str, weight_decay: float, dtype: torch.dtype
-) -> None:
-    replica = Replica(perceptron(dtype), optimizer, weight_decay=weight_decay)
-    reference = Reference(perceptron(dtype), optimizer, weight_decay)
-    close = {torch.float32: 2e-5, torch.float64: 1e-10}[dtype]
-
-    for step in range(30):
-        inputs, targets = batch(dtype)
-        rate = 0.01 * (1 + step % 3)
-        loss = forward_backward(replica, inputs, targets)
-        replica.clip(GradientClipping(enabled=True, max_norm=0.5))
-        replica.step(rate)
-        expected = reference.step(inputs, targets, rate, 0.5)
-        assert loss == pytest.approx(expected, rel=close)
-        torch.testing.assert_close(replica.params, reference.flat(), rtol=close, atol=close)
-
-
 def test_the_models_parameters_and_gradients_are_views_of_the_flat_tensors() -> None:
     replica = Replica(perceptron(), "sgd")
     forward_backward(replica, *batch())

@@ -20,6 +20,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {"momentum": 0.9, "nesterov": True}),
     ("sgd", {"momentum": 0.9, "dampening": 0.5}),
     ("adam", {}),
+    ("adamw", {}),
     ("adamw", {"betas": (0.8, 0.95), "eps": 1e-6}),
     ("SGD", {"momentum": 0.9}),
     ("RMSprop", {"momentum": 0.5, "centered": True}),
@@ -38,16 +39,21 @@ OURS: list[tuple[str, dict[str, Any]]] = [*CASES, ("muon", {})]
 """And one that takes its steps as two classes of PyTorch do."""
 
 
-def model() -> nn.Module:
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    layers = nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)
+    return nn.Sequential(*layers).to(dtype)
 
 
 def replica_of(
-    kind: Any, arguments: Mapping[str, Any] = {}, groups: Any = None, decay: float = DECAY
+    kind: Any,
+    arguments: Mapping[str, Any] = {},
+    groups: Any = None,
+    decay: float = DECAY,
+    dtype: torch.dtype = torch.float32,
 ) -> Replica:
     spec = OptimizerSpec(kind, arguments, groups, RATE)
-    return Replica(model(), spec, weight_decay=decay)
+    return Replica(model(dtype), spec, weight_decay=decay)
 
 
 def train(replica: Replica, steps: range) -> None:
@@ -65,7 +71,7 @@ def plain(
     shares = [group["lr"] / RATE for group in optimizer.param_groups]
     for step in range(12):
         generator = torch.Generator().manual_seed(step)
-        flat = torch.randn(replica.num_params, generator=generator)
+        flat = torch.randn(replica.num_params, generator=generator).to(replica.params.dtype)
         for name, place in replica.layers:
             named[name].grad = flat[place].view(named[name].shape).clone()
         nn.utils.clip_grad_norm_(list(named.values()), 0.5)
@@ -79,12 +85,20 @@ def decay_of(kind: str) -> float:
     return DECAY if "weight_decay" in inspect.signature(torch_class(kind)).parameters else 0.0
 
 
-@pytest.mark.parametrize(("kind", "arguments"), CASES)
-def test_any_optimizer_of_pytorch_takes_its_own_steps(kind: str, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "arguments", "dtype"),
+    [
+        *((*case, torch.float32) for case in (*CASES, ("sgd", {}))),
+        *((name, {}, torch.float64) for name in ("sgd", "adam", "adamw")),
+    ],
+)
+def test_any_optimizer_of_pytorch_takes_its_own_steps(
+    kind: str, arguments: dict[str, Any], dtype: torch.dtype
+) -> None:
     decay = decay_of(CLASSES.get(kind, kind))
-    replica = replica_of(kind, arguments, decay=decay)
+    replica = replica_of(kind, arguments, decay=decay, dtype=dtype)
     train(replica, range(12))
-    named = dict(model().named_parameters())
+    named = dict(model(dtype).named_parameters())
     groups: list[dict[str, Any]] = [
         {"params": [weight for weight in named.values() if weight.ndim > 1]},
         {"params": [weight for weight in named.values() if weight.ndim <= 1]},
@@ -96,7 +110,8 @@ def test_any_optimizer_of_pytorch_takes_its_own_steps(kind: str, arguments: dict
     make: Any = torch_class(CLASSES.get(kind, kind))
     optimizer = make(groups, lr=RATE, **arguments)
     expected = plain(replica, optimizer, named)
-    torch.testing.assert_close(replica.params, expected, rtol=1e-5, atol=1e-6)
+    rtol, atol = (1e-5, 1e-6) if dtype == torch.float32 else (1e-10, 1e-12)
+    torch.testing.assert_close(replica.params, expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(("kind", "arguments"), OURS)
