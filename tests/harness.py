@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,7 +41,7 @@ from smolcluster.configs.spec import get_algorithm, spec_of
 from smolcluster.data.permutation import Range, global_batches
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
-from smolcluster.runs.events import EventLog, EventRecord, read_events
+from smolcluster.runs.events import Event, EventLog, read_events
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
 from smolcluster.server.leases import Dispatcher, Lease
 from smolcluster.server.link import Participant, WorkerSetup, follow
@@ -62,6 +62,7 @@ SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
 DEADLINE_S, START_TIMEOUT_S = 180.0, 90.0
 FIRST_PORT, NUM_PORTS = 12_000, 2000
 
+E = TypeVar("E", bound=Event)
 Server = diloco.Server | edp.Server | pipeline.Server | syncps.Server
 MakeParticipant = Callable[[Welcome, TrainingContext], Participant]
 SERVERS: Mapping[str, type[Server]] = MappingProxyType(
@@ -387,9 +388,19 @@ class Cluster:
         )
         return Outcome(f"store {node}", lambda: hold(setup))
 
-    def events(self) -> list[EventRecord]:
+    @property
+    def events(self) -> list[Event]:
         self._events.flush()
-        return read_events(self.events_path)
+        return [record.event for record in read_events(self.events_path)]
+
+    def happened(self, kind: type[E]) -> list[E]:
+        """The events of a kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each step, in order."""
+        return [record.values["loss"] for record in self.metrics.steps]
 
     def finish(self, *workers: Outcome) -> Summary:
         """The run ends well, for these workers too.

@@ -150,6 +150,20 @@ class Launching:
     def launch(self, *words: str, config: str = "~/cluster.yaml") -> list[str]:
         return self.command("launch", "edp", "--config", config, "--train-config", "digits", *words)
 
+    def write_layers_config(
+        self, workers: list[str], stages: Mapping[str, object] | None = None
+    ) -> str:
+        """A cluster file of these workers, who train `LAYERS`, some of them in stages; returns its place."""
+        self.controller.write("layers.py", LAYERS)
+        self.write_config("layers.yaml")
+        file: Path = self.controller.path("layers.yaml")
+        config = json.loads(file.read_text())
+        del config["worker_update_interval"]
+        for node, stated in (stages or {}).items():
+            config["nodes"][node]["stages"] = stated
+        file.write_text(json.dumps(config | {"workers": workers, "num_workers": len(workers)}))
+        return "~/layers.yaml"
+
     def run(
         self, words: list[str], *, timeout_s: float = LAUNCH_TIMEOUT_S
     ) -> subprocess.CompletedProcess[str]:

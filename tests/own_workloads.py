@@ -106,10 +106,6 @@ def assert_takes_the_same_steps(
         assert_same(theirs.model.state_dict(), own.model.state_dict())
 
 
-def losses_of(cluster: Cluster) -> Sequence[float]:
-    return [record.values["loss"] for record in cluster.metrics.steps]
-
-
 class Normed(nn.Module):
     """Two batch norms, one of which averages over all batches; a counter; and a table that never changes."""
 

@@ -36,7 +36,7 @@ from smolcluster.algorithms.shares import Cost
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.configs.schema import Settings
-from smolcluster.runs.events import Event, LeaseReturned, WorkerJoined, WorkerLost
+from smolcluster.runs.events import LeaseReturned, WorkerJoined, WorkerLost
 from smolcluster.runs.summary import Summary
 from smolcluster.training.build import build
 from smolcluster.utils.retry import Deadline
@@ -220,10 +220,6 @@ class Played:
         assert checkpoint is not None
         assert checkpoint.state.step == NUM_STEPS[self.algorithm]
         return torch.cat([each.flatten() for _, each in sorted(checkpoint.model.items())])
-
-    @property
-    def events(self) -> list[Event]:
-        return [record.event for record in self.cluster.events()]
 
     def noticed_after_s(self, ending: Ending) -> float | None:
         """Seconds from the strike until somebody said that something was wrong."""
@@ -435,7 +431,7 @@ def check_applied_once(played: Played) -> None:
     assert summary.samples_applied == EPOCHS * played.cluster.training.num_samples
     num_taken = len(played.cluster.metrics.steps)
     if played.algorithm == "pipeline":
-        num_lost = sum(isinstance(event, WorkerLost) for event in played.events)
+        num_lost = len(played.cluster.happened(WorkerLost))
         assert num_taken <= summary.steps + num_lost * KEPT_STEPS, (
             "a step that was kept is done again"
         )
@@ -474,10 +470,10 @@ def check_same_training(
 def check_traces(case: Case, played: Played) -> None:
     """What happened is told and counted; where nothing happened, nothing is told."""
     assert played.struck, "the point was never reached"
-    lost = [event for event in played.events if isinstance(event, WorkerLost)]
-    joined = [event for event in played.events if isinstance(event, WorkerJoined)]
+    lost = played.cluster.happened(WorkerLost)
+    joined = played.cluster.happened(WorkerJoined)
     back = [event for event in joined if event.rejoined]
-    returned = [event for event in played.events if isinstance(event, LeaseReturned)]
+    returned = played.cluster.happened(LeaseReturned)
     assert len(returned) == played.summary.leases_returned
     pushes = played.summary.pushes
     assert pushes.stale == pushes.late == 0
@@ -502,8 +498,8 @@ def check_traces(case: Case, played: Played) -> None:
 
 def check_lost_and_back(case: Case, played: Played) -> None:
     """The server lost the struck worker, says why, took back what it held, and let it in again."""
-    lost = [event for event in played.events if isinstance(event, WorkerLost)]
-    back = [event for event in played.events if isinstance(event, WorkerJoined) and event.rejoined]
+    lost = played.cluster.happened(WorkerLost)
+    back = [event for event in played.cluster.happened(WorkerJoined) if event.rejoined]
     assert lost, "nobody was lost"
     assert back, "the worker never came back"
     assert played.connections >= 2

@@ -33,7 +33,7 @@ from smolcluster.training.checkpoint import MODEL_FILE, OPTIMIZER_FILE
 from smolcluster.wire.messages import Delta
 from tiers import at_night
 from trees import nodes_of
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, eventually
 
 DRIVER = Path(__file__).with_name("processes_under_fire.py")
 RUN_ID = "under-fire"
@@ -302,6 +302,39 @@ def test_who_stands_still_is_given_up_and_found_again(
     assert site.events(RunResumed) == []
     assert_as_undisturbed(site, undisturbed(algorithm))
     assert [event.rejoined for event in site.events(WorkerJoined)][:2] == [False, True]
+
+
+@pytest.mark.nightly
+def test_syncps_goes_on_past_a_killed_worker_and_one_that_stands_still(
+    processes: Processes, undisturbed: Undisturbed
+) -> None:
+    """The third takes their parts over. Who stands still is not lost, and has parts again afterwards."""
+    epochs, still = 25, 40
+    shares = (
+        f"batch_share.{node}={share}" for node, share in zip(NODES, (0.4, 0.3, 0.3), strict=False)
+    )
+    own = (*shares, "global_batch_size=128", f"num_epochs={epochs}", "timeout=0.1")
+    site = Site(processes, "syncps", *own, "heartbeat_timeout_s=60", workers=3)
+    server, first = site.server(), site.worker(1)
+    killed = site.worker(2, fire=("KILL", "before a SyncPS push", "20"))
+    stopped = site.worker(3, fire=("STOP", "before a SyncPS push", "30"))
+    assert_killed(killed)
+    wait_until_stopped(stopped)
+    reached = len(site.steps)
+    eventually(lambda: len(site.steps) >= reached + still)
+    stopped.kill(signal.SIGCONT)
+    assert_ends_well(server, first, stopped)
+    records = [line.record for line in site.steps]
+    assert_applied_once(records, NUM_SAMPLES, epochs)
+    losses = [record.values["loss"] for record in records]
+    expected = undisturbed("syncps", *own, workers=3).losses
+    assert losses[:48] == pytest.approx(expected[:48], rel=1e-5)
+    assert losses == pytest.approx(expected, rel=1e-2), "later a ReLU may fall on its other side"
+    assert [event.rank for event in site.events(WorkerLost)] == [1]
+    of_three, of_two = 0.3 * 128, 3 / 7 * 128
+    samples = [worker.samples for worker in site.summary.workers]
+    assert samples[1] < 22 * of_three
+    assert 40 * of_three < samples[2] < (len(losses) - still // 2) * of_two
 
 
 def wait_until_stopped(child: Child) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harness import local_settings
-from own_workloads import alone, losses_of, run
+from own_workloads import alone, run
 from smolcluster.configs.schema import AlgorithmName
 
 REL = 1e-3
@@ -32,7 +32,7 @@ def test_one_worker_learns_as_it_did(tmp_path: Path, algorithm: AlgorithmName) -
     own = OWN.get(algorithm, ())
     settings = local_settings(*OVERRIDES, *own, workers=1, algorithm=algorithm)
     cluster = run(settings, tmp_path, algorithm)
-    assert losses_of(cluster) == pytest.approx(CURVES[algorithm], rel=REL)
+    assert cluster.losses == pytest.approx(CURVES[algorithm], rel=REL)
 
 
 def test_one_process_learns_as_it_did() -> None:

@@ -10,6 +10,7 @@ from smolcluster.training.optimizer import STEP_COUNT
 from tiers import at_night
 
 ONE_WORKER: list[tuple[AlgorithmName, int]] = [("edp", 1), ("syncps", 1)]
+EACH: list[tuple[AlgorithmName, int]] = [*ONE_WORKER, ("diloco", 1)]
 SEVERAL: list[tuple[AlgorithmName, int]] = [("edp", 1), ("syncps", 2)]
 
 
@@ -18,9 +19,9 @@ SEVERAL: list[tuple[AlgorithmName, int]] = [("edp", 1), ("syncps", 2)]
     [
         *(("ragged", *way) for way in (*ONE_WORKER, ("syncps", 2), ("syncps", 3))),
         *(("momentum", *way) for way in SEVERAL),
-        *((kind, *way) for kind in ("buffers", "float16", "two heads") for way in ONE_WORKER),
+        *((kind, *way) for kind in ("buffers", "two heads") for way in ONE_WORKER),
         ("LoRA", "syncps", 1),
-        *(("so many steps", algorithm, 1) for algorithm in ("edp", "syncps", "diloco")),
+        *((kind, *way) for kind in ("so many steps", "float16") for way in EACH),
         *at_night(*((kind, *way) for kind in ("RMSprop", "NAdam") for way in SEVERAL)),
         *at_night(
             *(

@@ -303,9 +303,7 @@ def test_a_loop_whose_optimizer_the_server_has_not_begins_with_rounds(tmp_path: 
     _, batches = train(served, make=make)
     served.finish()
     assert_close(served.weights, train_alone(batches, make)[0], atol=1e-6)
-    [event] = [
-        each.event for each in served.cluster.events() if isinstance(each.event, BeginningEnded)
-    ]
+    [event] = served.cluster.happened(BeginningEnded)
     assert "0 steps" in event.reason
     assert "is a loop whose optimizer" in event.reason
 

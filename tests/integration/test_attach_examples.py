@@ -49,16 +49,12 @@ def example(name: str, folder: str = "attach") -> ModuleType:
     return module
 
 
-def losses_of(served: Served) -> list[float]:
-    return [record.values["loss"] for record in served.cluster.metrics.steps]
-
-
 @pytest.mark.nightly
 def test_a_gan_trains_two_networks(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     example("gan").main(str(served.file))
     served.server.finish()
     served.cluster.finish()
-    assert len(losses_of(served)) == 2 * 100
+    assert len(served.cluster.losses) == 2 * 100
     assert "mean radius" in capsys.readouterr().out
 
 
@@ -101,27 +97,13 @@ def test_a_model_of_one_s_own_said_in_python(
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
-def test_transformers_trainer_is_unchanged_but_for_the_callback(
-    served: Served, tmp_path: Path
-) -> None:
-    losses = example("trainer").main(str(served.file), str(tmp_path / "trained"))
-    served.server.finish()
-    summary = served.cluster.finish()
-    assert summary.samples_applied == 4 * 256
-    assert summary.steps == 4 * 16
-    assert losses[-1] < losses[0] / 2
-    assert losses_of(served)[-1] < losses[0] / 2, "the run has the Trainer's losses"
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore")
 def test_lightning_has_a_callback(served: Served, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     example("lightning_loop").main(str(served.file), str(tmp_path / "trained"))
     served.server.finish()
     summary = served.cluster.finish()
     assert summary.samples_applied == 4 * 320
-    steps = losses_of(served)
+    steps = served.cluster.losses
     assert steps[-1] < steps[0] / 4
     assert summary.final.val_loss is not None
 

@@ -20,7 +20,6 @@ from own_workloads import (
     assert_same,
     buffers_of,
     loss,
-    losses_of,
     normed,
     run,
     settings_for,
@@ -50,7 +49,7 @@ def test_syncps_takes_the_mean_of_its_parts_buffers_weighted_by_samples(tmp_path
     sizes = sizes_by_share([1 / 3] * 3, 32)
     assert len(set(sizes)) == 2, "not all parts weigh the same"
     expected = by_hand(settings, sizes)
-    assert losses_of(cluster) == pytest.approx([each for each, _ in expected], rel=1e-9)
+    assert cluster.losses == pytest.approx([each for each, _ in expected], rel=1e-9)
     found, (_, wanted) = buffers_of(cluster.training.replica.model), expected[-1]
     for name, values in wanted.items():
         torch.testing.assert_close(found[name], values, rtol=1e-8, atol=1e-10)
@@ -139,7 +138,7 @@ def test_a_part_that_another_worker_computes_again_changes_no_buffer_twice(tmp_p
     gone.failure()
     cluster.finish(worker)
     expected = by_hand(settings, [16, 16], [32])
-    assert losses_of(cluster) == pytest.approx([each for each, _ in expected], rel=1e-9)
+    assert cluster.losses == pytest.approx([each for each, _ in expected], rel=1e-9)
     found, (_, wanted) = buffers_of(cluster.training.replica.model), expected[-1]
     for name, values in wanted.items():
         torch.testing.assert_close(found[name], values, rtol=1e-8, atol=1e-10)
@@ -154,7 +153,7 @@ def test_one_sample_alone_is_normalised_by_the_running_statistics(
     cluster = run(settings, tmp_path, algorithm, workload)
     expected, training = alone(settings, workload)
     assert len(expected) == 4
-    assert losses_of(cluster) == expected
+    assert cluster.losses == expected
     model = training.replica.model
     assert_same(buffers_of(cluster.training.replica.model), buffers_of(model))
     assert model.get_buffer("norm.num_batches_tracked") == 2, "those of 32 samples"

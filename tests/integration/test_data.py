@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import own_workloads
 from harness import WORKERS, Cluster, MakeParticipant
-from own_workloads import ALGORITHMS, CPU, NODES, losses_of
+from own_workloads import ALGORITHMS, CPU, NODES
 from smolcluster.configs.schema import AlgorithmName, DatasetPlace, Settings
 from smolcluster.data.dataset import Batch
 from smolcluster.data.loading import Data
@@ -96,7 +96,7 @@ def run(settings: Settings, folder: Path, algorithm: AlgorithmName, train: Data)
     cluster.workload = workload(Unreachable())
     num_workers = settings.cluster.num_workers
     cluster.finish(*(cluster.worker(i + 1, node=NODES[i]) for i in range(num_workers)))
-    return losses_of(cluster)
+    return cluster.losses
 
 
 def alone(settings: Settings, train: Data) -> Sequence[float]:
@@ -254,7 +254,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_samples_that_come_next(
         workload=workload(data()),
     )
     again.finish(worker)
-    losses = losses_of(again)
+    losses = again.losses
     assert 0 < len(losses) < len(expected)
     assert losses == pytest.approx(expected[-len(losses) :], rel=1e-5)
     assert len(taken) == 5
@@ -294,7 +294,7 @@ def test_what_chance_draws_for_a_sample_is_the_same_wherever_it_is_loaded(
     settings = settings_for(algorithm, num_workers, f"dataset.source={source}")
     cluster = Cluster(settings, tmp_path, algorithm=algorithm, workload=workload(Noisy()))
     cluster.finish(*(cluster.worker(number + 1) for number in range(num_workers)))
-    losses = losses_of(cluster)
+    losses = cluster.losses
     assert losses == pytest.approx(alone(settings, Noisy()), rel=1e-5)
 
 

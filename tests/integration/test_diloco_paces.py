@@ -15,6 +15,7 @@ from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.algorithms.DiLoCo.rounds import MOST_BEHIND
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
+from smolcluster.configs.schema import Settings
 from smolcluster.server.assignment import Assigned
 from smolcluster.server.worker import Worker
 from smolcluster.training.build import TrainingContext
@@ -27,6 +28,12 @@ pytestmark = pytest.mark.slow
 
 STEP_S = 0.002
 FAST_BYTES_PER_S = 2e6
+INT8 = "codec_up=int8", "codec_down=int8", "local_steps=8", "num_epochs=3", "sync_fraction=0"
+
+
+def settings_for(*overrides: str, workers: int = 2) -> Settings:
+    own = f"min_workers={workers}", *overrides
+    return local_settings(*own, workers=workers, algorithm="diloco")
 
 
 class Changing(DiLoCoWorker):
@@ -71,11 +78,7 @@ class HeldUp(Changing):
 
 
 def test_who_was_held_up_takes_part_again_when_it_is_as_fast_as_before(tmp_path: Path) -> None:
-    settings = local_settings(
-        *("mode=sync", "local_steps=4", "num_epochs=12", "min_workers=2"),
-        workers=2,
-        algorithm="diloco",
-    )
+    settings = settings_for("mode=sync", "local_steps=4", "num_epochs=12")
     cluster = Cluster(settings, tmp_path, algorithm="diloco")
     held_up: list[HeldUp] = []
 
@@ -117,9 +120,7 @@ def test_all_that_a_worker_is_ever_given_at_once_may_wait_on_its_link(
     monkeypatch.setattr(
         Peer, "num_wanted", lambda peer, _busy_s: MOST_BEHIND - len(peer.unanswered)
     )
-    settings = local_settings(
-        *("mode=sync", "local_steps=400", "num_epochs=12"), algorithm="diloco"
-    )
+    settings = settings_for("mode=sync", "local_steps=400", "num_epochs=12", workers=1)
     cluster = Cluster(settings, tmp_path, NothingIsSentMeanwhile, algorithm="diloco")
     summary = cluster.finish(cluster.worker(1))
     assert isinstance(cluster.core, NothingIsSentMeanwhile)
@@ -131,12 +132,7 @@ def test_all_that_a_worker_is_ever_given_at_once_may_wait_on_its_link(
 def test_a_link_that_drops_to_a_tenth_costs_time_and_nothing_else(
     tmp_path: Path, mode: str
 ) -> None:
-    settings = local_settings(
-        *("codec_up=int8", "codec_down=int8", "local_steps=8", "num_epochs=3", "min_workers=2"),
-        *(f"mode={mode}", "sync_fraction=0"),
-        workers=2,
-        algorithm="diloco",
-    )
+    settings = settings_for(f"mode={mode}", *INT8)
     with closing(Proxy(settings.cluster.port)) as proxy:
         proxy.throttle(FAST_BYTES_PER_S)
 
@@ -158,12 +154,7 @@ def test_a_link_that_drops_to_a_tenth_costs_time_and_nothing_else(
     ("other", "mode"), [(Slower, "sync"), (Faster, "streaming"), (Leaving, "streaming")]
 )
 def test_every_sample_counts_once(tmp_path: Path, other: type[Changing], mode: str) -> None:
-    settings = local_settings(
-        *("codec_up=int8", "codec_down=int8", "local_steps=8", "num_epochs=3", "min_workers=2"),
-        *(f"mode={mode}", "sync_fraction=0"),
-        workers=2,
-        algorithm="diloco",
-    )
+    settings = settings_for(f"mode={mode}", *INT8)
     cluster = Cluster(settings, tmp_path, algorithm="diloco")
     board, told = cluster.core.report.board, []
     note = board.measured

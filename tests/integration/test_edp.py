@@ -1,5 +1,6 @@
 """EDP between real sessions over TCP, in one process: what is trained, and what goes wrong."""
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import DEADLINE_S, Cluster, computing_after, local_settings
-from smolcluster.algorithms.EDP.server import Peer, Server
+from harness import Cluster, computing_after, local_settings
+from own_workloads import alone, run
+from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.errors import (
     NonFiniteLoss,
@@ -19,9 +21,7 @@ from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLeft
 from smolcluster.server import link
 from smolcluster.server.assignment import Assigned
 from smolcluster.server.push import Pushed
-from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
-from smolcluster.training.loop import training_steps
 from smolcluster.wire.messages import Push
 from tiers import at_night
 from waiting import Clock
@@ -30,35 +30,16 @@ MIXING = "update_rule=mixing"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "overrides_alone", "rel"),
-    [
-        (("num_epochs=12",), ("num_epochs=12",), 1e-6),
-        (
-            (MIXING, "num_epochs=4", "optimizer=sgd", "learning_rate=0.1"),
-            # w + α (w - lr · g - w): plain gradient descent at a learning rate of α · lr
-            ("num_epochs=4", "optimizer=sgd", "learning_rate=0.06"),
-            1e-4,
-        ),
-    ],
-)
-def test_one_worker_with_interval_1_is_sequential_training(
-    tmp_path: Path, overrides: tuple[str, ...], overrides_alone: tuple[str, ...], rel: float
-) -> None:
-    """Each loss of hundreds of steps is the single process's, and so are the weights at the end."""
-    settings = local_settings("worker_update_interval=1", *overrides, workers=1)
-    cluster = Cluster(settings, tmp_path)
-    cluster.finish(cluster.worker(1))
-
-    train, seed = local_settings(*overrides_alone).train, settings.cluster.seed
-    alone = build(train, seed, settings.node.dataset, torch.device("cpu"))
-    expected = [step.loss for step in training_steps(alone, train)]
-    assert len(expected) == 45 * train.num_epochs
-    losses = [record.values["loss"] for record in cluster.metrics.steps]
-    assert losses == pytest.approx(expected, rel=rel)
-    ours, theirs = cluster.training.replica.params, alone.replica.params
-    rtol = max(1e-5, rel)
-    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol / 100)
+def test_mixing_one_worker_s_steps_is_plain_gradient_descent(tmp_path: Path) -> None:
+    """w + α (w - lr · g - w): at a learning rate of α · lr; `test_as_one_process` has the other rule."""
+    plain = "num_epochs=4", "optimizer=sgd"
+    own = MIXING, "worker_update_interval=1", "learning_rate=0.1"
+    cluster = run(local_settings(*plain, *own, workers=1), tmp_path, "edp")
+    expected, single = alone(local_settings(*plain, "learning_rate=0.06"), algorithm="edp")
+    assert len(expected) == 4 * 45
+    assert cluster.losses == pytest.approx(expected, rel=1e-4)
+    ours, theirs = cluster.training.replica.params, single.replica.params
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -131,32 +112,6 @@ def test_a_push_says_how_long_its_batch_took(
     assert {push.compute_s for push in pushes} == {1.0}
 
 
-@pytest.mark.slow
-def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:
-    early, shared = threading.Event(), threading.Event()
-
-    class Watched(Server):
-        def apply(self, peer: Peer, pushed: Pushed, tau: int) -> None:
-            super().apply(peer, pushed, tau)
-            if self.version == 100:
-                early.set()
-            if peer.worker.rank == 3:
-                shared.set()
-
-    class Patient(Worker):
-        def compute(self, lease: Assigned) -> BatchLoss:
-            if early.is_set():  # else the run could be over before the other one is there
-                assert shared.wait(DEADLINE_S)
-            return super().compute(lease)
-
-    cluster = Cluster(local_settings("num_epochs=15", workers=1), tmp_path, Watched)
-    cluster.worker(1, make=Patient)
-    assert early.wait(DEADLINE_S)
-    late = cluster.worker(4)
-    cluster.finish(late)
-    assert {record.rank for record in cluster.metrics.steps} == {0, 3}
-
-
 def test_stale_pushes_beyond_the_bound_are_dropped_counted_and_computed_again(
     tmp_path: Path,
 ) -> None:
@@ -164,11 +119,8 @@ def test_stale_pushes_beyond_the_bound_are_dropped_counted_and_computed_again(
     cluster = Cluster(settings, tmp_path)
     summary = cluster.finish(*(cluster.worker(rank + 1) for rank in range(3)))
     assert all(record.values["staleness"] <= 1 for record in cluster.metrics.steps)
-    events = [record.event for record in cluster.events()]
-    stale = [
-        event for event in events if isinstance(event, PushDropped) and event.outcome == "stale"
-    ]
-    returned = [event for event in events if isinstance(event, LeaseReturned)]
+    stale = [event for event in cluster.happened(PushDropped) if event.outcome == "stale"]
+    returned = cluster.happened(LeaseReturned)
     assert summary.pushes.stale == len(stale) > 0
     assert summary.leases_returned == len(returned)
     assert [event.reason for event in returned] == ["its push was too stale"] * len(returned)
@@ -185,7 +137,7 @@ def test_an_exploding_loss_stops_the_run_and_names_step_worker_and_layer(tmp_pat
     for part in ("worker 1 (pi5)", "step ", "layer ", "learning_rate"):
         assert part in str(failure)
     assert isinstance(worker.failure(), NonFiniteLoss)
-    assert all(torch.isfinite(torch.tensor(r.values["loss"])) for r in cluster.metrics.steps)
+    assert all(math.isfinite(loss) for loss in cluster.losses)
 
 
 class Diverging(Worker):
@@ -231,7 +183,7 @@ def test_a_worker_whose_own_copy_diverges_costs_its_pushes_and_nothing_else(
     cluster = Cluster(local_settings(*overrides, workers=2), tmp_path)
     summary = cluster.finish(cluster.worker(1), cluster.worker(2, make=algorithm_of_one))
     assert summary.pushes.non_finite > 0
-    dropped = [r.event for r in cluster.events() if isinstance(r.event, PushDropped)]
+    dropped = cluster.happened(PushDropped)
     assert {event.rank for event in dropped if event.outcome == "non_finite"} == {1}
     assert torch.isfinite(cluster.training.replica.params).all()
 
@@ -267,7 +219,7 @@ def test_a_worker_that_fails_also_from_fresh_weights_leaves_and_the_others_go_on
     has_failed.set()
     summary = cluster.finish(innocent)
     assert summary.pushes.non_finite > 0
-    left = [r.event for r in cluster.events() if isinstance(r.event, WorkerLeft)]
+    left = cluster.happened(WorkerLeft)
     assert 1 in {event.rank for event in left}
     assert any("worker 2 (macbook) takes part no more" in line for line in cluster.log_lines)
 

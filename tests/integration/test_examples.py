@@ -41,10 +41,6 @@ def with_one_model(workload: Workload) -> Workload:
     return made
 
 
-def losses(cluster: Cluster) -> list[float]:
-    return [record.values["loss"] for record in cluster.metrics.steps]
-
-
 def trained(
     folder: Path,
     algorithm: AlgorithmName,
@@ -64,7 +60,7 @@ def trained(
     summary = cluster.server.summary
     assert summary is not None
     assert summary.samples_applied == 2 * workload.train.num_samples, "every sample of every epoch"
-    seen = losses(cluster)
+    seen = cluster.losses
     assert sum(seen[-5:]) < falls_to * sum(seen[:5])
     return cluster
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harness import Cluster
-from own_workloads import CPU, KINDS, NODES, alone, losses_of, scaled_digits, settings_for
+from own_workloads import CPU, KINDS, NODES, alone, scaled_digits, settings_for
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.training.build import TrainingContext, build
@@ -77,5 +77,5 @@ def test_a_step_that_overflows_on_one_worker_is_skipped_by_all(tmp_path: Path, c
     for worker in made:
         assert torch.equal(worker.replica.params, theirs.params)
         assert worker.replica.optimizer.state[STEP_COUNT] == 23 - skipped
-    losses = losses_of(cluster)
+    losses = cluster.losses
     assert losses[-1] < 0.9 * losses[0]

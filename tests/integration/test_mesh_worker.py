@@ -14,14 +14,12 @@ import torch
 import mesh_group
 from harness import Cluster, free_port, local_settings
 from mesh_group import CASES, WORLD_SIZE
+from own_workloads import alone
 from processes import Child, Processes
 from smolcluster.configs.resolve import load_settings
-from smolcluster.configs.schema import DatasetPlace
 from smolcluster.runs.events import BeginningEnded, parse_event
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import Summary, read_summary
-from smolcluster.training.build import build
-from smolcluster.training.loop import training_steps
 from waiting import eventually
 
 pytestmark = pytest.mark.nightly
@@ -61,11 +59,11 @@ def test_a_mesh_reads_and_writes_any_part_of_the_weights(processes: Processes) -
         assert torch.equal(after[others], before[others]), name
         assert torch.equal(part(said["held"]), part(after)), name
         assert not torch.equal(said["held"][others], after[others]), name
-        alone = mesh_group.alone(CASES[name])
-        alone.replica.load(given)
-        alone.compute(torch.arange(16, dtype=torch.int32))
+        single = mesh_group.alone(CASES[name])
+        single.replica.load(given)
+        single.compute(torch.arange(16, dtype=torch.int32))
         gradient, change = said["gradient"]
-        expected = 2 * part(alone.replica.grads)
+        expected = 2 * part(single.replica.grads)
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
         assert not change.any()
 
@@ -97,9 +95,7 @@ def test_a_mesh_alone_trains_as_one_process_does(processes: Processes) -> None:
     [over] = [each.event for each in records if each and isinstance(each.event, BeginningEnded)]
     assert not over.reason.startswith("0 steps"), over.reason
     settings = load_settings("diloco", "digits", None, own, environ={}, local=True)
-    train = settings.run_config("alone", "diloco").train
-    alone = build(train, settings.cluster.seed, DatasetPlace(), torch.device("cpu"))
-    expected = [step.loss for step in training_steps(alone, train)]
+    expected, _ = alone(settings, algorithm="diloco")
     assert losses_of(processes) == pytest.approx(expected, rel=1e-5)
 
 
@@ -143,8 +139,8 @@ def test_two_meshes_and_a_single_machine_train_while_meshes_die_and_are_back(
     summary = read_summary(find_run(processes.runs).summary)
     assert summary.samples_applied == summary.epochs * mesh_group.NUM_SAMPLES
     assert all(each.samples > 0 for each in summary.workers)
-    alone = of_three_single_machines(tmp_path)
-    assert summary.final.val_loss == pytest.approx(alone.final.val_loss, abs=0.1)
+    apart = of_three_single_machines(tmp_path)
+    assert summary.final.val_loss == pytest.approx(apart.final.val_loss, abs=0.1)
 
 
 STORY = "num_epochs=30", "batch_size=8", "local_steps=4", "learning_rate=0.01", "min_workers=3"

@@ -61,8 +61,7 @@ def test_server_and_worker_train_what_the_function_returns(tmp_path: Path, named
     assert cluster.training.workload.name == "points"
     assert cluster.training.replica.num_params == 16 * 4 + 16 + 16 + 1, "workload_args.width is 16"
     assert summary.final.val_loss is not None
-    losses = [record.values["loss"] for record in cluster.metrics.steps]
-    assert sum(losses[-7:]) < sum(losses[:7])
+    assert sum(cluster.losses[-7:]) < sum(cluster.losses[:7])
 
 
 def refused(cluster: Cluster, worker_s: str | None) -> SmolclusterError:
@@ -103,7 +102,7 @@ def test_other_code_is_refused_with_both_hashes(tmp_path: Path, named: str) -> N
     assert isinstance(error, Rejected)
     assert error.code == "workload"
     assert f"server {ours[:12]}" in str(error)
-    [event] = [each.event for each in cluster.events() if isinstance(each.event, WorkerRejected)]
+    [event] = cluster.happened(WorkerRejected)
     assert event.code == "workload"
     assert event.reason == str(error)
 

@@ -132,7 +132,7 @@ def assert_as_alone(
 ) -> None:
     """Losses are those of one process; `may_repeat`: of steps that were done again the last ones."""
     expected, _ = own_workloads.alone(settings, workload or gpt(), "pipeline")
-    found = own_workloads.losses_of(cluster)
+    found = cluster.losses
     if may_repeat:
         by_step = {record.step: record.values["loss"] for record in cluster.metrics.steps}
         found = [by_step[step] for step in sorted(by_step)]
@@ -168,7 +168,7 @@ def test_muon_steps_the_same_matrices_as_in_one_process(tmp_path: Path) -> None:
     settings = settings_for(2, "optimizer=muon", "num_epochs=1", "weight_decay=0.1")
     cluster = run(settings, tmp_path, gpt())
     expected, alone = own_workloads.alone(settings, gpt(), "pipeline")
-    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
+    assert cluster.losses == pytest.approx(expected, rel=1e-5)
     checkpoint = cluster.store.newest_good()
     assert checkpoint is not None
     for name, tensor in alone.replica.optimizer.state.items():
@@ -195,7 +195,7 @@ def test_it_goes_on_with_another_cut_on_another_number_of_machines(tmp_path: Pat
     for each in workers:
         each.finish()
     expected, alone = own_workloads.alone(settings, gpt(), "pipeline")
-    assert own_workloads.losses_of(cluster) == pytest.approx(expected[7:], rel=1e-5)
+    assert cluster.losses == pytest.approx(expected[7:], rel=1e-5)
     checkpoint = cluster.store.newest_good()
     assert checkpoint is not None
     assert checkpoint.state.step == 14
@@ -339,7 +339,7 @@ def test_layers_move_from_a_machine_that_turns_out_to_be_slower(
     assert 1 <= sizes["win"] <= 2, "4 before"
     [why] = [line for line in cluster.log_lines if "dealt out again" in line]
     assert "win takes 36 s a microbatch instead of 12 s" in why
-    [event] = [each.event for each in cluster.events() if isinstance(each.event, LayersMoved)]
+    [event] = cluster.happened(LayersMoved)
     assert event.reason in why
 
 

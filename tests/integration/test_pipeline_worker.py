@@ -137,7 +137,7 @@ def test_a_pipeline_alone_trains_as_one_process_does(tmp_path: Path, mode: tuple
     stages = [pipeline.stage(1), pipeline.stage(2)]
     cluster.finish(pipeline.head(1), *stages)
     expected, alone = own_workloads.alone(settings, made())
-    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-9)
+    assert cluster.losses == pytest.approx(expected, rel=1e-9)
     torch.testing.assert_close(
         cluster.training.replica.params, alone.replica.params, rtol=1e-8, atol=1e-9
     )
@@ -264,7 +264,7 @@ def test_a_resumed_run_goes_on_with_the_moments_that_stages_have_kept(tmp_path: 
     (killed / "checkpoints" / "latest").symlink_to(place.name)
     expected, _ = own_workloads.alone(settings, made())
     resumed = run(killed, resume=True)
-    assert own_workloads.losses_of(resumed) == pytest.approx(expected[step:], rel=1e-9)
+    assert resumed.losses == pytest.approx(expected[step:], rel=1e-9)
 
 
 def frozen() -> Workload:

@@ -14,7 +14,7 @@ import torch
 
 from harness import Cluster, assert_applied_once, local_settings
 from launching import wait_until
-from own_workloads import ALGORITHMS, KINDS, NODES, losses_of, run, settings_for
+from own_workloads import ALGORITHMS, KINDS, NODES, run, settings_for
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.configs.schema import AlgorithmName, Settings
@@ -141,7 +141,7 @@ def test_stopped_again_and_again_it_ends_as_an_undisturbed_run(
     last = run(settings, folder, algorithm, resume=True)
     assert_same_end(last, whole, stood)
     assert [each for life in (*lives, last) for each in steps_of(life)] == steps_of(whole)
-    resumed = [each.event for each in last.events() if isinstance(each.event, RunResumed)]
+    resumed = last.happened(RunResumed)
     assert [event.step for event in resumed] == [life.core.version for life in lives]
 
 
@@ -201,7 +201,7 @@ def test_four_workers_of_syncps_lose_as_an_undisturbed_run(tmp_path: Path) -> No
     whole = run(settings, tmp_path / "whole", "syncps")
     folder = killed_after(7, tmp_path / "whole", tmp_path / "killed")
     resumed = run(settings, folder, "syncps", resume=True)
-    assert losses_of(resumed) == pytest.approx(losses_of(whole)[7:], rel=1e-6)
+    assert resumed.losses == pytest.approx(whole.losses[7:], rel=1e-6)
     assert_counted(resumed)
 
 

@@ -4,6 +4,7 @@ What one algorithm alone does with stores is in `test_edp_hosts`, `test_syncps_h
 """
 
 import math
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +24,10 @@ from several_hosts import (
 )
 from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo import server as diloco
+from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import ClusterEmpty, RunFailed
+from smolcluster.utils.stopping import Interrupted
 from tiers import at_night
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("many_buckets")]
@@ -32,6 +35,7 @@ EDP = "worker_update_interval=1", "optimizer=adamw", "weight_decay=0.1", "eval_s
 SYNCPS = "optimizer=adamw", "weight_decay=0.1", "gradient_clipping.max_norm=0.5"
 DILOCO = "mode=sync", "outer_momentum=0.5", "checkpoint_steps=30", "eval_steps=20"
 STREAMING = "mode=streaming", "fragments=3"
+LOSSY = "codec_up=int4", "codec_down=int8"
 AT_ONCE = "edp", "syncps int8", "diloco int8 and int4"
 AGREES: Mapping[str, tuple[AlgorithmName, tuple[str, ...]]] = MappingProxyType(
     {
@@ -94,6 +98,48 @@ def test_any_number_of_hosts_gives_the_same_bits(
             assert torch.equal(kept_by(other)[key], tensor), key
         if isinstance(whole.core, diloco.Server) and isinstance(other.core, diloco.Server):
             assert other.core.beginning.num_steps == whole.core.beginning.num_steps
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("edp", 1, 3), ("edp", 3, 1), ("edp", 3, 2), ("syncps", 1, 3), ("syncps int8", 3, 2)],
+)
+def test_a_run_goes_on_with_more_hosts_or_fewer(
+    tmp_path: Path, name: str, before: int, after: int
+) -> None:
+    """DiLoCo's workers keep something of a run, too: `test_diloco_hosts` has it."""
+    algorithm, overrides = AGREES[name]
+    own = *overrides, "checkpoint_steps=5"
+    whole = run(settings_for(algorithm, 1, *own), tmp_path / "whole", algorithm)
+    cluster, _ = start(settings_for(algorithm, before, *own), tmp_path / "run", algorithm)
+    after_step(cluster, 8, lambda: cluster.stop.note(signal.SIGTERM))
+    cluster.worker(1)
+    assert isinstance(cluster.server.failure(), Interrupted)
+    stopped_at = cluster.core.version
+    if isinstance(cluster.core, syncps.Server) and "int8" in name:
+        assert cluster.core.links._copied_version == stopped_at, "what stores owe is saved"
+    resumed = run(settings_for(algorithm, after, *own), tmp_path / "run", algorithm, resume=True)
+    assert len(resumed.metrics.steps) == len(whole.metrics.steps) - stopped_at
+    if "int8" not in name:  # a worker's own residual begins at zero
+        assert torch.equal(resumed.training.replica.params, whole.training.replica.params)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"),
+    [
+        *(("diloco", (*mode, *LOSSY)) for mode in (STREAMING, ("mode=async",))),
+        *at_night(("edp", ("codec=int8",)), ("diloco", STREAMING), ("diloco", ("mode=async",))),
+    ],
+)
+def test_several_workers_learn_and_apply_every_sample_once(
+    tmp_path: Path, algorithm: AlgorithmName, overrides: tuple[str, ...]
+) -> None:
+    settings = settings_for(algorithm, 3, *overrides, "num_epochs=4", "eval_steps=50", workers=2)
+    cluster = run(settings, tmp_path, algorithm)
+    cluster.assert_every_sample_applied_once()
+    assert cluster.server.summary is not None
+    assert (cluster.server.summary.final.val_accuracy or 0) > 0.7
 
 
 @pytest.mark.nightly

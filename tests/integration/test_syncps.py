@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 import harness
 from harness import Cluster, Outcome, local_settings
+from own_workloads import NODES, alone
 from proxy import Proxy
 from several_hosts import on_hosts
 from smolcluster.algorithms.SynchronousPS.server import Server
@@ -21,7 +21,6 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StateA
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.configs.schema import Settings
 from smolcluster.errors import NonFiniteLoss, RunFailed
-from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import (
     LeaseReturned,
     WorkerJoined,
@@ -32,12 +31,11 @@ from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import Assigned
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
-from smolcluster.training.loop import StepTaken, training_steps
+from smolcluster.training.loop import StepTaken
 from smolcluster.wire.messages import Welcome
 from smolcluster.wire.session import HEARTBEATS_PER_TIMEOUT
 from tiers import at_night
 
-NODES = ("pi5", "win", "macbook", "mini1")
 BATCH = 128
 STEPS_PER_EPOCH = 12
 EPOCHS = 4
@@ -58,7 +56,6 @@ def shares(*values: float) -> tuple[str, ...]:
     return tuple(f"batch_share.{node}={value}" for node, value in zip(NODES, values, strict=False))
 
 
-E = TypeVar("E", bound=RunEvent)
 Replicas = dict[int, tuple[Tensor, ...]]
 """Weights and the optimizer's tensors, by version."""
 
@@ -148,19 +145,20 @@ class Scene:
         self.workers[number] = outcome
         return outcome
 
+    def enter_all(self) -> None:
+        for number in range(1, self.cluster.settings.cluster.num_workers + 1):
+            self.enter(number)
+
     def finish(self) -> Summary:
         """The run ends well, for all who are still there, and every sample has been applied once."""
         return self.cluster.finish(*self.workers.values())
 
-    @property
-    def losses(self) -> list[float]:
-        return [record.values["loss"] for record in self.cluster.metrics.steps]
-
     def assert_trained_as_alone(self, rel: float = 1e-5) -> None:
         """Every loss is the single process's, and so are the weights at the end."""
-        expected, weights = alone(self.cluster.settings)
+        expected, single = alone(self.cluster.settings)
+        weights = single.replica.params
         assert len(expected) == LAST
-        assert self.losses == pytest.approx(expected, rel=rel)
+        assert self.cluster.losses == pytest.approx(expected, rel=rel)
         largest = float(weights.abs().max())
         error = float((self.core.replica.params - weights).abs().max())
         assert error <= 100 * rel * largest
@@ -175,18 +173,6 @@ class Scene:
 
     def lines(self, text: str) -> list[str]:
         return [line for line in self.cluster.log_lines if text in line]
-
-    def happened(self, kind: type[E]) -> list[E]:
-        events = [record.event for record in self.cluster.events()]
-        return [event for event in events if isinstance(event, kind)]
-
-
-def alone(settings: Settings) -> tuple[list[float], Tensor]:
-    """The losses of every step of a single process with the same global batch, and its weights."""
-    train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
-    training = build(train, seed, settings.node.dataset, torch.device("cpu"))
-    steps = training_steps(training, train)
-    return [step.loss for step in steps], training.replica.params
 
 
 @pytest.fixture
@@ -210,8 +196,7 @@ def float64() -> Iterator[None]:
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_any_number_of_workers_trains_as_a_single_process(tmp_path: Path, num_workers: int) -> None:
     scene = Scene(settings_for(workers=num_workers), tmp_path)
-    for number in range(1, num_workers + 1):
-        scene.enter(number)
+    scene.enter_all()
     summary = scene.finish()
     scene.assert_trained_as_alone()
     scene.assert_all_replicas_agree()
@@ -228,8 +213,7 @@ def test_in_double_precision_it_is_the_same_with_any_optimizer(
 ) -> None:
     overrides = (f"optimizer={optimizer}", "weight_decay=0.01", "learning_rate=0.01")
     scene = Scene(settings_for(*overrides, workers=2), tmp_path)
-    for number in (1, 2):
-        scene.enter(number)
+    scene.enter_all()
     assert scene.finish().codec == "fp64"
     scene.assert_trained_as_alone(rel=1e-9)
     scene.assert_all_replicas_agree()
@@ -246,8 +230,7 @@ def test_neither_shares_nor_buckets_nor_stores_nor_encryption_make_a_difference(
     assert len(scene.core.replica.buckets) == 5
     stores = [scene.cluster.start_store(node) for node in settings.cluster.store_nodes[1:]]
     assert len(stores) == num_hosts - 1
-    for number in (1, 2, 3):
-        scene.enter(number)
+    scene.enter_all()
     summary = scene.finish()
     for store in stores:
         store.finish()
@@ -260,8 +243,7 @@ def test_neither_shares_nor_buckets_nor_stores_nor_encryption_make_a_difference(
 @pytest.mark.usefixtures("small_buckets")
 def test_a_timeout_that_makes_everybody_late_makes_no_difference(tmp_path: Path) -> None:
     scene = Scene(settings_for("timeout=0.000001", workers=3), tmp_path)
-    for number in (1, 2, 3):
-        scene.enter(number)
+    scene.enter_all()
     scene.finish()
     scene.assert_trained_as_alone()
     scene.assert_all_replicas_agree()
@@ -347,23 +329,27 @@ def test_a_worker_that_is_cut_off_in_mid_push_comes_back(tmp_path: Path, codec: 
         scene.assert_trained_as_alone()
     scene.assert_all_replicas_agree()
     assert proxy.connections == 2
-    assert len(scene.happened(WorkerLost)) == 1
-    assert [event.rejoined for event in scene.happened(WorkerJoined)] == [False, False, True]
-    (returned,) = scene.happened(LeaseReturned)
+    assert len(scene.cluster.happened(WorkerLost)) == 1
+    assert [event.rejoined for event in scene.cluster.happened(WorkerJoined)] == [
+        False,
+        False,
+        True,
+    ]
+    (returned,) = scene.cluster.happened(LeaseReturned)
     assert returned.rank == 1
     assert summary.leases_returned == 1
+
+
+class Leaver(Watched):
+    def work_on(self, task: Assigned) -> None:
+        if self.version == 10:
+            raise KeyboardInterrupt
+        super().work_on(task)
 
 
 @pytest.mark.usefixtures("small_buckets")
 def test_a_worker_that_leaves_in_mid_step_makes_no_difference(tmp_path: Path) -> None:
     scene = Scene(settings_for(*shares(0.4, 0.3, 0.3), workers=3), tmp_path)
-
-    class Leaver(Watched):
-        def work_on(self, task: Assigned) -> None:
-            if self.version == 10:
-                raise KeyboardInterrupt
-            super().work_on(task)
-
     scene.enter(1)
     scene.enter(2)
     leaver = scene.enter(3, Leaver)
@@ -372,8 +358,8 @@ def test_a_worker_that_leaves_in_mid_step_makes_no_difference(tmp_path: Path) ->
     scene.finish()
     scene.assert_trained_as_alone()
     scene.assert_all_replicas_agree()
-    assert len(scene.happened(WorkerLeft)) == 1
-    (returned,) = scene.happened(LeaseReturned)
+    assert len(scene.cluster.happened(WorkerLeft)) == 1
+    (returned,) = scene.cluster.happened(LeaseReturned)
     assert (returned.rank, returned.epoch) == (2, 0)
     assert returned.stop - returned.start in (38, 39)
     assert len(scene.lines("samples of step 11")) == 1
@@ -438,18 +424,11 @@ def test_a_worker_that_hangs_is_waited_for_once_and_then_works_again(tmp_path: P
     (version,) = hung_at
     assert not [each for each in hanging.pushed_at if version <= each < min(version + 5, LAST - 10)]
     assert LAST - 10 in hanging.pushed_at
-    assert scene.happened(WorkerLost) == []
+    assert scene.cluster.happened(WorkerLost) == []
 
 
 def test_who_comes_before_the_server_gives_up_goes_on_with_the_open_step(tmp_path: Path) -> None:
     scene = Scene(settings_for("min_workers=1", workers=1), tmp_path)
-
-    class Leaver(Watched):
-        def work_on(self, task: Assigned) -> None:
-            if self.version == 10:
-                raise KeyboardInterrupt
-            super().work_on(task)
-
     first = scene.enter(1, Leaver)
     assert isinstance(first.failure(), KeyboardInterrupt)
     scene.enter(1)
@@ -468,7 +447,7 @@ def test_an_exploding_loss_stops_the_run_and_names_step_worker_and_layer(tmp_pat
     for part in ("step ", "layer ", "learning_rate"):
         assert part in str(failure)
     assert all(isinstance(each.failure(), NonFiniteLoss | RunFailed) for each in workers)
-    assert all(torch.isfinite(torch.tensor(loss)) for loss in scene.losses)
+    assert all(torch.isfinite(torch.tensor(loss)) for loss in scene.cluster.losses)
 
 
 # With a lossy codec, and with replicas that drift.
@@ -486,18 +465,15 @@ def test_with_a_lossy_codec_it_learns_as_well_and_all_replicas_agree(
     tmp_path: Path, codec: str, most: float
 ) -> None:
     scene = Scene(settings_for(codec, "num_epochs=6", *shares(0.5, 0.5), workers=2), tmp_path)
-    for number in (1, 2):
-        scene.enter(number)
+    scene.enter_all()
     summary = scene.finish()
     scene.assert_all_replicas_agree()
     assert all(set(range(1, 6 * STEPS_PER_EPOCH)) <= set(each.replicas) for each in scene.cast)
-    expected, weights = alone(scene.cluster.settings)
-    assert len(scene.losses) == len(expected)
-    difference = torch.tensor(scene.losses) - torch.tensor(expected)
+    expected, single = alone(scene.cluster.settings)
+    assert len(scene.cluster.losses) == len(expected)
+    difference = torch.tensor(scene.cluster.losses) - torch.tensor(expected)
     assert 0 < float(difference.abs().max()) < most, "lossy, but little is lost"
-    training = scene.cluster.training
-    training.replica.load(weights)
-    best = training.evaluate()
+    best = single.evaluate()
     assert best is not None
     assert best.metrics["accuracy"] > 0.85
     assert summary.final.val_accuracy is not None
@@ -571,4 +547,4 @@ def test_a_replica_that_drifted_is_blended_and_the_run_goes_on(
         assert all(distance[version] == 0 for version in range(13, LAST)), "bit for bit"
     else:
         assert len(lines) == 4, "the 1st, 2nd, 4th and 8th time"
-    assert scene.happened(WorkerLost) == []
+    assert scene.cluster.happened(WorkerLost) == []

@@ -1,6 +1,5 @@
 """SyncPS whose gradients are added up on several hosts: what the table of `test_several_hosts` lacks."""
 
-import signal
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from several_hosts import after_step, cut_store, many_buckets  # noqa: F401 - a 
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.server.assignment import Assigned
-from smolcluster.utils.stopping import Interrupted
 
 start = partial(several_hosts.start, algorithm="syncps")
 run = partial(several_hosts.run, algorithm="syncps")
@@ -37,25 +35,6 @@ def test_several_workers_end_where_one_host_ends_and_the_server_moves_less(tmp_p
     torch.testing.assert_close(
         three.training.replica.params, one.training.replica.params, rtol=1e-4, atol=1e-5
     )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("before", "after", "codec"), [(1, 3, "fp32"), (3, 2, "int8")])
-def test_a_run_goes_on_with_more_hosts_or_fewer(
-    tmp_path: Path, before: int, after: int, codec: str
-) -> None:
-    overrides = (*EXACT, f"codec={codec}", "checkpoint_steps=5")
-    whole = run(settings_for(1, *overrides), tmp_path / "whole")
-    cluster, _ = start(settings_for(before, *overrides), tmp_path / "run")
-    after_step(cluster, 8, lambda: cluster.stop.note(signal.SIGTERM))
-    cluster.worker(1)
-    assert isinstance(cluster.server.failure(), Interrupted)
-    assert isinstance(cluster.core, Server)
-    if codec != "fp32":  # what stores owed then is in the last checkpoint
-        assert cluster.core.links._copied_version == cluster.core.version
-    resumed = run(settings_for(after, *overrides), tmp_path / "run", resume=True)
-    if codec == "fp32":  # a worker's own residual begins at zero
-        assert torch.equal(resumed.training.replica.params, whole.training.replica.params)
 
 
 def test_a_store_that_is_lost_costs_the_open_step_alone(tmp_path: Path) -> None:

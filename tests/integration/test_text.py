@@ -87,15 +87,14 @@ def test_a_run_that_gets_no_better_ends_well_for_everybody(
     cluster.server.finish()
     for worker in workers:
         worker.finish()
-    events = [record.event for record in cluster.events()]
-    end = events[-1]
+    end = cluster.events[-1]
     assert isinstance(end, RunEnded)
     assert end.ok
     assert end.reason == "2 evaluations in a row have not lowered the validation loss"
     summary = cluster.server.summary
     assert summary is not None
     assert 0 < summary.samples_applied < 500 * summary.train_samples
-    assert len({event.val_loss for event in events if isinstance(event, Evaluated)}) == 1
+    assert len({event.val_loss for event in cluster.happened(Evaluated)}) == 1
     assert sum(f"the run is over: {end.reason}" in line for line in cluster.log_lines) == 2
 
 

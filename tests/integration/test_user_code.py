@@ -70,9 +70,8 @@ def test_a_loss_that_fails_in_a_worker_ends_the_run_with_its_sentence(
     assert kinds == {UserCodeError, RunFailed}
     told = next(str(each.failure()) for each in workers if type(each.failure()) is RunFailed)
     assert str(failure) in told
-    events = [record.event for record in cluster.events()]
-    assert not any(isinstance(event, WorkerLost) for event in events)
-    (ended,) = (event for event in events if isinstance(event, RunEnded))
+    assert not cluster.happened(WorkerLost)
+    [ended] = cluster.happened(RunEnded)
     assert (ended.ok, ended.reason) == (False, f"the run failed: {failure}")
 
 
@@ -88,7 +87,7 @@ def test_hooks_hear_of_all_that_happens_in_a_run(tmp_path: Path, algorithm: Algo
     steps = [each for each in heard if isinstance(each, StepDone)]
     assert [each.step for each in steps] == list(range(1, len(steps) + 1))
     assert steps[-1].samples_applied == steps[-1].total_samples == 200
-    assert [each.loss for each in steps] == [r.values["loss"] for r in cluster.metrics.steps]
+    assert [each.loss for each in steps] == cluster.losses
     saved = [each for each in heard if isinstance(each, CheckpointSaved)]
     assert saved[-1].step == len(steps)
     assert saved[-1].folder.is_dir()

@@ -8,19 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness import Cluster
 from own_workloads import (
     ALGORITHMS,
     CPU,
     IGNORED,
-    NODES,
     Rows,
     TwoHeads,
     alone,
     language,
     llama,
     lora_model,
-    losses_of,
     ragged,
     run,
     settings_for,
@@ -49,16 +46,6 @@ def undefined(model: nn.Module, batch: Batch) -> Terms:
 METRICS: dict[str, Metric] = {"hits": num_hits, "nothing": undefined, "accuracy": undefined}
 
 
-def test_a_mean_of_means_would_be_another_loss() -> None:
-    training = alone(settings_for("syncps", 2), ragged())[1]
-    whole = training.compute(torch.tensor([0, 3]))
-    five, one = (training.compute(torch.tensor([index])) for index in (0, 3))
-    assert (five.num_terms, one.num_terms, whole.num_terms) == (5, 1, 6)
-    assert five.mean != pytest.approx(one.mean, rel=0.02), "or all means would be the same"
-    assert (5 * five.mean + one.mean) / 6 == pytest.approx(whole.mean, rel=1e-6)
-    assert (five.mean + one.mean) / 2 != pytest.approx(whole.mean, rel=1e-3)
-
-
 def coupled(model: nn.Module, batch: Batch) -> Tensor:
     """Each sample is to be told from all others of its batch."""
     out = functional.normalize(model(batch["input"]), dim=1)
@@ -84,16 +71,13 @@ def test_a_workload_s_own_metrics_are_reported(tmp_path: Path, algorithm: Algori
     assert final["val_hits"] == evaluation.metrics["hits"]
     assert final["val_loss"] == evaluation.loss
     assert (final["val_nothing"], final["val_accuracy"]) == (None, None), "they are NaN"
-    evaluated = [each.event for each in cluster.events() if isinstance(each.event, Evaluated)]
+    evaluated = cluster.happened(Evaluated)
     assert evaluated[-1].model_dump()["val_hits"] == final["val_hits"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_digits_written_as_a_user_s_workload_give_the_same_losses_bit_for_bit(
-    tmp_path: Path, algorithm: AlgorithmName
-) -> None:
-    settings = settings_for(algorithm, 1, "model.hidden=16", "eval_steps=20")
+def test_the_digits_written_as_a_user_s_workload_give_the_same_losses_bit_for_bit() -> None:
+    """In one process; clusters take the steps of one process with either."""
+    settings = settings_for("syncps", 1, "model.hidden=16")
 
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
@@ -107,15 +91,12 @@ def test_the_digits_written_as_a_user_s_workload_give_the_same_losses_bit_for_bi
         split.batch(torch.arange(split.num_samples)) for split in (data.train, data.validation)
     ]
     own = Workload(model, loss, *(Rows(*tensors) for tensors in everything), eval_batch_size=1024)
-    built_in = Cluster(settings, tmp_path, algorithm=algorithm)
-    built_in.finish(built_in.worker(1, node=NODES[0]))
-    again = settings_for(algorithm, 1, "model.hidden=16", "eval_steps=20")
-    theirs = run(again, tmp_path / "own", algorithm, own)
-    assert losses_of(theirs) == losses_of(built_in)
-    assert torch.equal(theirs.training.replica.params, built_in.training.replica.params)
-    assert theirs.server.summary is not None
-    assert built_in.server.summary is not None
-    assert theirs.server.summary.final.val_loss == built_in.server.summary.final.val_loss
+    (expected, built_in), (losses, theirs) = alone(settings), alone(settings, own)
+    assert losses == expected
+    assert torch.equal(theirs.replica.params, built_in.replica.params)
+    evaluations = theirs.evaluate(), built_in.evaluate()
+    assert all(each is not None for each in evaluations)
+    assert len({each and each.loss for each in evaluations}) == 1
 
 
 @pytest.mark.nightly

@@ -1,6 +1,5 @@
 """`advise` and `launch --auto` on this machine alone, with real steps."""
 
-import json
 import os
 import subprocess
 import sys
@@ -30,18 +29,6 @@ def smolcluster(tmp_path: Path, *words: str) -> "subprocess.CompletedProcess[str
         timeout=300,
         check=False,
     )
-
-
-@pytest.mark.nightly  # a launch below asks the same
-def test_it_says_what_each_algorithm_would_reach_and_what_to_do(tmp_path: Path) -> None:
-    done = smolcluster(tmp_path, "advise", *SMALL, "--json")
-    document = json.loads(done.stdout)
-    assert done.returncode == (0 if document["distribute"] else 4)
-    assert {option["algorithm"] for option in document["options"]} >= {"edp", "syncps"}
-    assert all(option["samples_per_s"] > 0 for option in document["options"])
-    assert document["alone"]["samples_per_s"] > 0
-    assert len(document["machines"]) == 2
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.nightly

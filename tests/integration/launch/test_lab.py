@@ -1,21 +1,12 @@
 """The hosts that other tests of this folder use are what they claim to be."""
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from lab import HOMES, Host, Lab, Running
 from waiting import eventually
-
-TWO_MEGABYTES = ["ssh", "mini2", "head -c 2000000 /dev/zero"]
-
-
-def duration_s(host: Host, command: list[str]) -> float:
-    begin = time.monotonic()
-    host.output(command)
-    return time.monotonic() - begin
 
 
 def left_on_the_machine(of_tests: Path) -> list[set[str]]:
@@ -63,16 +54,6 @@ def test_a_command_past_its_deadline_is_killed_with_its_children(lab: Lab) -> No
     with pytest.raises(subprocess.TimeoutExpired):
         lab["pi5"].run("sleep 1000 & sleep 1001; true", timeout_s=0.5)
     eventually(lambda: lab["pi5"].processes() == [])
-
-
-def test_a_shaped_link_is_slower(lab: Lab) -> None:
-    """Two megabytes take two seconds, but for what the buffers on the way hold."""
-    lab["mini2"].shape(8)
-    try:
-        shaped_s = duration_s(lab.controller, TWO_MEGABYTES)
-    finally:
-        lab["mini2"].unshape()
-    assert shaped_s > 1.5
 
 
 def test_nothing_is_left_of_a_lab(tmp_path_factory: pytest.TempPathFactory) -> None:

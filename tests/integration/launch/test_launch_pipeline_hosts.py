@@ -1,27 +1,15 @@
-"""A pipeline over three hosts, of which one is lost."""
+"""Pipelines over several hosts, of which one is lost: as a run, and as a worker of DiLoCo."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launching import ENDLESS, LAUNCH_TIMEOUT_S, LAYERS, STORIES_TIMEOUT_S, Launching, wait_until
+from launching import ENDLESS, LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching, wait_until
 
-# The parts: lost stages in test_pipeline, three hosts in test_hetero_hosts.
+# The parts: lost stages in test_pipeline and test_pipeline_worker, three hosts in test_hetero_hosts, what is
+# brought back in test_join.
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
-
-
-def three_stages(launching: Launching) -> str:
-    """A cluster file in which the server's machine has layers, too."""
-    launching.controller.write("layers.py", LAYERS)
-    launching.write_config("pipeline.yaml")
-    file: Path = launching.controller.path("pipeline.yaml")
-    config = json.loads(file.read_text())
-    del config["worker_update_interval"]
-    names = ["mini1", "mini2", "pi5"]
-    file.write_text(json.dumps(config | {"workers": names, "num_workers": 3}))
-    return "~/pipeline.yaml"
 
 
 def stages(launching: Launching) -> dict[str, Any]:
@@ -36,7 +24,7 @@ def stages(launching: Launching) -> dict[str, Any]:
 
 
 def test_layers_of_a_host_that_is_lost_go_to_the_others(launching: Launching) -> None:
-    config = three_stages(launching)
+    config = launching.write_layers_config(["mini1", "mini2", "pi5"])
     overrides = ("workload=layers.py:workload", "batch_size=16", "shard_plan=even", *ENDLESS)
     more = ("checkpoint_steps=5", "heartbeat_timeout_s=5", "reconnect_timeout_s=300")
     words = launching.script("pipeline", "--detach", "--override", *overrides, *more, config=config)
@@ -57,3 +45,42 @@ def test_layers_of_a_host_that_is_lost_go_to_the_others(launching: Launching) ->
     launching.goes_on()
     stopped = launching.run(launching.command("stop"))
     assert stopped.returncode == 0, stopped.stdout
+
+
+def test_a_stage_and_its_worker_are_brought_back(launching: Launching) -> None:
+    """A worker of DiLoCo, mini2, has layers on its own host and on pi5."""
+    host_ip = {"mini2": "127.0.0.1", "pi5": launching.lab["mini2"].address}
+    stages = {"mini2": {"host_ip": host_ip, "shard_plan": "even"}}
+    config = launching.write_layers_config(["mini2"], stages)
+    overrides = ("workload=layers.py:workload", "batch_size=16", "mode=sync", *ENDLESS)
+    more = ("heartbeat_timeout_s=5", "reconnect_timeout_s=300", "empty_cluster_timeout_s=600")
+    words = launching.script("diloco", "--detach", "--override", *overrides, *more, config=config)
+    launched = launching.run(words, timeout_s=2 * LAUNCH_TIMEOUT_S)
+    assert launched.returncode == 0, launched.stderr
+    log = launching.folder("mini2") / "logs" / "worker-rank0-mini2.log"
+
+    def says(text: str) -> None:
+        wait_until(lambda: text in log.read_text(), lambda: log.read_text()[-2000:])
+
+    launching.goes_on()
+    launching.lab["pi5"].end_processes()
+    says("(pi5) is gone")
+    back = launching.run(launching.command("join"), timeout_s=LAUNCH_TIMEOUT_S)
+    assert back.returncode == 0, back.stderr
+    assert "stage pi5 is started" in back.stdout
+    says("with stage 2 (pi5)")
+    launching.goes_on()
+
+    launching.lab["mini2"].end_processes()
+    wait_until(lambda: launching.presence(0) != "joined", lambda: str(launching.status()))
+    back = launching.run(launching.command("join"), timeout_s=LAUNCH_TIMEOUT_S)
+    assert back.returncode == 0, back.stderr
+    assert [each in back.stdout for each in ("stage mini2 is started", "stage pi5")] == [
+        True,
+        False,
+    ]
+    assert launching.presence(0) == "joined"
+    launching.goes_on()
+    stopped = launching.run(launching.command("stop"))
+    assert stopped.returncode == 0, stopped.stdout
+    launching.wait_until_clean()

@@ -1,4 +1,4 @@
-"""A workload of a user's own, in a run on three hosts: its code goes along."""
+"""A workload or a loop of a user's own, in a run on three hosts: its code goes along."""
 
 import shlex
 
@@ -22,33 +22,56 @@ def workload(width: int = 4):
     rows = torch.randn(NUM_SAMPLES, 4).unbind()
     return Workload(nn.Linear(4, width), loss, rows, rows[:32], name="sums")
 """
+SCRIPT = """
+import sys
+import time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+import smolcluster
+from sizes import NUM_SAMPLES
+
+torch.manual_seed(0)  # each process makes the same samples
+data = torch.utils.data.TensorDataset(torch.randn(NUM_SAMPLES, 4))
+model = nn.Linear(4, int(sys.argv[1]))
+optimizer = torch.optim.Adam(model.parameters())
+with smolcluster.attach(model, optimizer) as cluster:
+    for (rows,) in DataLoader(data, batch_sampler=cluster.sampler(data)):
+        time.sleep(0.02)  # others want the cores
+        optimizer.zero_grad()
+        loss = (model(rows) - rows.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        cluster.loss = loss
+        optimizer.step()
+"""
 FOLDER = "my project"
+LAUNCH = "launch", "edp", "--config", "~/cluster.yaml"
+
+
+def launched(launching: Launching, code: str, *words: str) -> str:
+    """Launch what `train.py` holds, which imports its neighbour; returns what a dry run has said."""
+    launching.controller.write(f"{FOLDER}/train.py", code)
+    launching.controller.write(f"{FOLDER}/sizes.py", "NUM_SAMPLES = 320\n")
+    overrides = ("--override", *ENDLESS, "heartbeat_timeout_s=3")
+    plan, begun = (
+        launching.run(launching.command(*LAUNCH, how, *words, *overrides))
+        for how in ("--dry-run", "--detach")
+    )
+    assert plan.returncode == 0, plan.stderr
+    assert "2 files" in plan.stdout
+    assert begun.returncode == 0, begun.stderr
+    return plan.stdout
 
 
 def test_the_code_of_a_workload_goes_along_and_stays_with_its_run(launching: Launching) -> None:
     controller, run = launching.controller, launching.run
-    controller.write(f"{FOLDER}/train.py", TRAIN)
-    controller.write(f"{FOLDER}/sizes.py", "NUM_SAMPLES = 320\n")
-    words = (
-        "launch",
-        "edp",
-        "--config",
-        "~/cluster.yaml",
-        "--workload",
-        f"{FOLDER}/train.py:workload",
-    )
-    overrides = (*ENDLESS, "workload_args.width=3", "heartbeat_timeout_s=3")
+    words = ("--workload", f"{FOLDER}/train.py:workload", "--override")
+    plan = launched(launching, TRAIN, *words, "workload_args.width=3")
+    assert plan.count("launch/workload/train.py:workload") == 3
+    refused = run(launching.command(*LAUNCH, *words, "workload_args.widht=3"))
+    assert refused.returncode == 2
+    assert "did you mean width?" in refused.stderr
 
-    plan = run(launching.command(*words, "--dry-run", "--override", *overrides))
-    assert plan.returncode == 0, plan.stderr
-    assert "2 files" in plan.stdout
-    assert plan.stdout.count("launch/workload/train.py:workload") == 3
-    wrong = run(launching.command(*words, "--override", "workload_args.widht=3"))
-    assert wrong.returncode == 2
-    assert "did you mean width?" in wrong.stderr
-
-    launched = run(launching.command(*words, "--detach", "--override", *overrides))
-    assert launched.returncode == 0, launched.stderr
     run_id = launching.run_id
     for node in launching.projects:
         sent = launching.folder(node, run_id) / "launch/workload"
@@ -81,4 +104,17 @@ def test_the_code_of_a_workload_goes_along_and_stays_with_its_run(launching: Lau
     assert now.read_text().endswith("# a comment more\n")
     launching.goes_on()
     assert run(launching.command("stop", run_id)).returncode == 0
+    launching.wait_until_clean()
+
+
+def test_a_script_is_the_workers_of_a_cluster(launching: Launching) -> None:
+    launched(launching, SCRIPT, "--script", f"'{FOLDER}/train.py' 3")
+    launching.goes_on()
+    assert launching.num_params() == 5 * 3
+
+    # A machine that is started again joins with the script that the run has.
+    launching.controller.write(f"{FOLDER}/train.py", "raise SystemExit(1)")
+    launching.end_worker(1, "pi5")
+    launching.join_again(1, "pi5")
+    assert launching.run(launching.command("stop")).returncode == 0
     launching.wait_until_clean()

@@ -15,16 +15,11 @@ from smolcluster.errors import UserCodeError
 from smolcluster.server.store import Store
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.builtin import builtin_workload
-from smolcluster.training.checkpoint import (
-    CheckpointStore,
-    Snapshot,
-    TrainingState,
-    export,
-    restore,
-)
+from smolcluster.training.checkpoint import CheckpointStore, Snapshot, export, restore
 from smolcluster.training.loop import training_steps
 from smolcluster.training.recipe import Training
 from smolcluster.training.schedule import learning_rate
+from unit.training.test_checkpoint import state_of
 
 CPU = torch.device("cpu")
 
@@ -110,20 +105,6 @@ def test_the_average_is_pytorch_s_and_is_what_is_evaluated(tmp_path: Path) -> No
     replica.params.copy_(replica.average)
     replica.average = None
     assert training.evaluate() == of_average
-
-
-def state_of(step: int) -> TrainingState:
-    return TrainingState(
-        run_id="run",
-        algorithm="single",
-        incarnation="a",
-        step=step,
-        samples_applied=100 * step,
-        epoch=0,
-        dataset_fingerprint="d",
-        seed=42,
-        codec="none",
-    )
 
 
 def test_a_checkpoint_holds_the_average_and_export_writes_it(tmp_path: Path) -> None:
