@@ -7,9 +7,9 @@ import pytest
 
 from made_runs import MadeRun
 from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
-from smolcluster.launch.watch import mirror
+from smolcluster.launch.watch import mirror as mirroring
 from smolcluster.launch.watch.mirror import Mirror
-from smolcluster.launch.watch.page import open_files
+from smolcluster.launch.watch.page import opened
 from smolcluster.observability.view.view import View
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths
@@ -46,10 +46,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
     tmp_path: Path, elsewhere: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror, "SERIES_EVERY_S", 0.0)
+    monkeypatch.setattr(mirroring, "SERIES_EVERY_S", 0.0)
     paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@pi5"))
     before = sorted(paths.root.rglob("*"))
-    view = View(open_files(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)
+    view = View(opened(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)
     try:
         eventually(lambda: view.state().get("step") == 120)
         eventually(lambda: view.columns()["steps"]["step"] == [1, 2])
@@ -58,7 +58,7 @@ def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
         eventually(lambda: sorted(view.log_files()) == ["server-mini1", "worker-rank0-pi5"])
         assert view.state()["problems"] == []
     finally:
-        view.files.close()
+        view.folder.close()
     assert list((tmp_path / "copies").iterdir()) == []
     assert sorted(paths.root.rglob("*")) == before
 
@@ -66,30 +66,36 @@ def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
 def test_a_resumed_runs_old_summary_goes_away(tmp_path: Path, elsewhere: RunPaths) -> None:
     paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@pi5"))
     MadeRun(elsewhere.root.parent, "r1").summary()
-    copied = Mirror(paths, tmp_path / "copies" / "r1")
-    copied.keep_looking()
+    mirror = Mirror(paths, tmp_path / "copies" / "r1")
+    view = View(mirror)
+
+    def looked() -> View:
+        mirror.look()
+        view.read()
+        return view
+
     try:
-        copy = copied.files().served
-        eventually(copy.summary.is_file)
+        assert looked().summary is not None
         elsewhere.summary.unlink()
-        eventually(lambda: not copy.summary.exists())
-        assert copy.status.is_file()
+        assert looked().summary is None
+        elsewhere.status.unlink()
+        assert looked().status is not None, "what it wrote last is still known"
     finally:
-        copied.close()
+        mirror.close()
 
 
 def test_a_machine_that_cannot_be_reached_is_named_and_the_others_are_shown(
     tmp_path: Path, elsewhere: RunPaths
 ) -> None:
     paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@cut"))
-    view = View(open_files(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)
+    view = View(opened(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)
     try:
         eventually(lambda: view.state().get("step") == 120)
         eventually(lambda: view.state()["problems"])
         [problem] = view.state()["problems"]
         assert problem.startswith("pi5 (pi@cut): it does not answer")
     finally:
-        view.files.close()
+        view.folder.close()
 
 
 def test_a_run_that_was_fetched_is_read_here(tmp_path: Path, elsewhere: RunPaths) -> None:
@@ -98,7 +104,7 @@ def test_a_run_that_was_fetched_is_read_here(tmp_path: Path, elsewhere: RunPaths
     write(paths.metrics, step_line(1))
     for process in read_launched(paths.launched).processes:
         write(paths.logs / f"{process.stem}.log", log_line(1, "hello"))
-    assert open_files(paths, tmp_path / "copies").served == paths
+    assert opened(paths, tmp_path / "copies").served == paths
 
 
 def test_a_server_here_is_read_here_and_only_the_others_logs_are_copied(
@@ -112,12 +118,11 @@ def test_a_server_here_is_read_here_and_only_the_others_logs_are_copied(
     copied = Mirror(paths, tmp_path / "copies" / "r1")
     copied.keep_looking()
     try:
-        files = copied.files()
-        assert (files.served, files.is_here) == (paths, True)
-        view = View(files)
+        assert (copied.served, copied.is_here) == (paths, True)
+        view = View(copied)
         eventually(lambda: sorted(view.log_files()) == ["server-mini1", "worker-rank0-pi5"])
-        eventually(lambda: copied.newest() is not None)
-        first, later = copied.newest(), copied.newest()
-        assert first and later and first.now < later.now, "it is older by now"
+        eventually(copied.has_looked)
+        first, later = copied.snapshot(), copied.snapshot()
+        assert first.now < later.now, "it is older by now"
     finally:
         copied.close()

@@ -13,7 +13,7 @@ from smolcluster.launch import language_model
 from smolcluster.launch.language_model import Author, GenerateOptions, LanguageModel
 from smolcluster.launch.saved import store_of
 from smolcluster.launch.watch.page import Writer
-from smolcluster.observability.view.view import View, files_here
+from smolcluster.observability.view.view import Folder, View
 from smolcluster.runs.events import CheckpointSaved
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import read_status, write_status
@@ -46,7 +46,7 @@ def runs(trained: Path, tmp_path: Path) -> Path:
 
 
 def view_of(runs: Path, name: str = "mine") -> View:
-    return View(files_here(RunPaths(runs / name)))
+    return View(Folder(RunPaths(runs / name)))
 
 
 def written(writer: Writer, view: View) -> tuple[int, str]:

@@ -90,8 +90,8 @@ def _listed(reads: Sequence[Snapshot], ask: Ask | None) -> list[ListedRun]:
         is_alive = lives[read.paths.run_id]
         if read.is_elsewhere and not is_alive and not read.is_over:
             return _elsewhere(read, ask)
-        state = read.state_here(lives=is_alive)
-        return line_of(read, state, is_alive=is_alive)
+        is_starting = is_alive and not (read.status or read.summary)
+        return line_of(read, "starting" if is_starting else read.state, is_alive=is_alive)
 
     return sorted(at_once(line, reads, MAX_ASKED), key=lambda run: run.began_at)
 

@@ -1,7 +1,7 @@
-"""What a view needs of a run's other machines, brought into a folder here; nothing is written there.
+"""What a view needs of a run's other machines, brought here; nothing is written there.
 
-Of the server's machine these are small files, asked for again and again (`status.json`, `summary.json`,
-`series.json`), and the newest events; of each machine the logs, as they grow.
+Of the server's machine these are how the run stands and its curves (`series.json`), asked for again and
+again, and the newest events; of each machine the logs, as they grow.
 """
 
 import shutil
@@ -22,14 +22,12 @@ from smolcluster.launch.watch.logs import log_of, sources_of
 from smolcluster.launch.watch.probe import MARK, Ask, ask_host, look, sections
 from smolcluster.launch.watch.tail import PATIENCE_S, Followed, RemoteTail
 from smolcluster.observability.view.snapshot import Snapshot, read_snapshot
-from smolcluster.observability.view.view import Files
+from smolcluster.observability.view.view import Folder
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.launched import Launched, LaunchedProcess, launched_of
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.series import EVERY_S as SERIES_EVERY_S
 from smolcluster.runs.series import MAX_NBYTES
-from smolcluster.runs.status import write_status
-from smolcluster.runs.summary import write_summary
 
 LOOK_EVERY_S, LOOK_ELSEWHERE_EVERY_S = 1.0, 2.0
 NUM_EVENTS = 5000
@@ -45,8 +43,8 @@ def is_wholly_here(launched: Launched | None, paths: RunPaths) -> bool:
     return is_over and paths.metrics.is_file() and all(log.is_file() for log in logs)
 
 
-class Mirror:
-    """Brings what is new of a run into a folder, until it is closed; of a run that is here, nothing.
+class Mirror(Folder):
+    """A run's folder, with what is new on other machines, until it is closed; of a run that is here, nothing.
 
     Args:
         paths: the run's own folder.
@@ -67,10 +65,10 @@ class Mirror:
         *,
         num_lines: int | None = None,
     ) -> None:
-        self._paths = paths
+        super().__init__(paths)
         self._launched = launched = launched_of(paths)
         self._is_whole = launched is None or is_wholly_here(launched, paths)
-        self._is_here = launched is None or self._is_whole or is_here(launched.server, paths)
+        self.is_here = launched is None or self._is_whole or is_here(launched.server, paths)
         self._ask = ask or ask_host
         self._num_lines = num_lines
         self._stopped = threading.Event()
@@ -83,56 +81,54 @@ class Mirror:
         self._newest: tuple[Snapshot, float] | SmolclusterError | None = None
         """What the last look found, and when that was by the clock here."""
         self._copy = paths
+        """Where the copies are."""
         if launched is not None and not self._is_whole:
             folder.parent.mkdir(parents=True, exist_ok=True)
             own = tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)
             self._copy = RunPaths(Path(own))
             self._copy.logs.mkdir()
-            if not self._is_here:
+            self.logs = (self._copy.logs, paths.logs)
+            if not self.is_here:
+                self.served = self._copy
                 there = f"{shell_path(launched.server.run_dir)}/{paths.events.name}"
                 self._follow(launched.server, there, self._copy.events, NUM_EVENTS)
             self._follow_logs()
 
-    def files(self) -> Files:
-        return Files(
-            own=self._paths,
-            served=self._paths if self._is_here else self._copy,
-            logs=(self._paths.logs,) if self._is_whole else (self._copy.logs, self._paths.logs),
-            is_here=self._is_here,
-            problems=self.problems,
-            close=self.close,
-        )
+    def snapshot(self) -> Snapshot:
+        """What the last look found, as old as it is by now; before the first what the files here say."""
+        if not isinstance(self._newest, tuple):
+            return read_snapshot(self.own)
+        read, seen_at = self._newest
+        return replace(read, now=read.now + timedelta(seconds=time.monotonic() - seen_at))
 
     def problems(self) -> Sequence[str]:
         with self._lock:
             return list(self._problems.values())
 
     def look(self) -> Snapshot:
-        """Look how the run stands now; what its server has written is copied.
+        """Look how the run stands now.
 
         Raises:
             DataError: what says which processes it has is damaged.
         """
-        read = look(self._paths, self._asking)
-        if not self._is_here:
-            self._take(read)
+        read = look(self.own, self._asking)
+        self._say("", None)
+        if not self.is_here and read.seen[0].process == "unreachable":
+            self._take_what_was_fetched()
         if self._launched is not None and self._launched.is_group and not self._is_whole:
             self._follow_logs()  # its ranks begin theirs by and by
         self._newest = read, time.monotonic()
         return read
 
-    def newest(self) -> Snapshot | None:
-        """What the last look found, as old as it is by now; None: nobody has looked yet.
+    def has_looked(self) -> bool:
+        """Whether somebody has looked yet.
 
         Raises:
-            SmolclusterError: why that look failed.
+            SmolclusterError: why the last look failed.
         """
         if isinstance(self._newest, SmolclusterError):
             raise self._newest
-        if self._newest is None:
-            return None
-        read, seen_at = self._newest
-        return replace(read, now=read.now + timedelta(seconds=time.monotonic() - seen_at))
+        return self._newest is not None
 
     def keep_looking(self) -> None:
         """Look again and again, in a thread."""
@@ -152,9 +148,9 @@ class Mirror:
 
     def _follow_logs(self) -> None:
         """Follow the logs that are not in the run's folder here."""
-        for process in sources_of(self._paths):
+        for process in sources_of(self.own):
             log = self._copy.logs / f"{process.stem}.log"
-            if log not in self._come and not is_here(process, self._paths):
+            if log not in self._come and not is_here(process, self.own):
                 self._follow(process, log_of(process), log, self._num_lines)
 
     def _follow(
@@ -178,7 +174,7 @@ class Mirror:
         self._followed.add(tail, lost, lambda: self._say(process.node, None))
 
     def _keep_looking(self) -> None:
-        every_s = LOOK_EVERY_S if self._is_here else LOOK_ELSEWHERE_EVERY_S
+        every_s = LOOK_EVERY_S if self.is_here else LOOK_ELSEWHERE_EVERY_S
         while not self._stopped.is_set():
             began = time.monotonic()
             try:
@@ -191,13 +187,13 @@ class Mirror:
     def _asking(self, host: Host, script: str) -> str:
         """Ask a machine; the server's now and then for the curves as well, with the same command."""
         is_due = time.monotonic() >= self._series_due_at
-        if self._launched is None or self._is_here or not is_due:
+        if self._launched is None or self.is_here or not is_due:
             return self._ask(host, script)
         server = self._launched.server
         if host != host_of(server):
             return self._ask(host, script)
         self._series_due_at = time.monotonic() + SERIES_EVERY_S
-        file = f"{shell_path(server.run_dir)}/{self._paths.series.name}"
+        file = f"{shell_path(server.run_dir)}/{self.own.series.name}"
         more = f"echo; echo '{MARK}series'\nhead -c {2 * MAX_NBYTES} {file} 2>/dev/null\ntrue"
         answer = self._ask(host, f"{script}\n{more}")
         if series := sections(answer).get("series"):
@@ -205,21 +201,15 @@ class Mirror:
                 write_whole(self._copy.series, series, durable=False)
         return answer
 
-    def _take(self, read: Snapshot) -> None:
-        """Copy what the server has written, or what was fetched of it where its machine is off."""
-        self._say("", None)
-        with suppress(SmolclusterError, OSError):
-            if read.seen[0].process == "unreachable":
-                for name in (self._paths.events.name, self._paths.series.name):
-                    own, copy = self._paths.root / name, self._copy.root / name
-                    if own.is_file() and not copy.exists():
-                        shutil.copyfile(own, copy)
-            if read.status is not None:
-                write_status(self._copy.status, read.status)
-            if read.summary is not None:
-                write_summary(self._copy.summary, read.summary)
-            elif read.status is not None:  # it was resumed
-                self._copy.summary.unlink(missing_ok=True)
+    def _take_what_was_fetched(self) -> None:
+        """Of a server whose machine is off."""
+        for own, copy in (
+            (self.own.events, self._copy.events),
+            (self.own.series, self._copy.series),
+        ):
+            with suppress(OSError):
+                if own.is_file() and not copy.exists():
+                    shutil.copyfile(own, copy)
 
     def _say(self, node: str, problem: str | None) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from smolcluster.launch.find import find
 from smolcluster.launch.watch.mirror import Mirror
 from smolcluster.observability.dashboard.app import Views
 from smolcluster.observability.dashboard.serve import serve
-from smolcluster.observability.view.view import Files, View, files_here
+from smolcluster.observability.view.view import Folder, View
 from smolcluster.runs.events import CheckpointSaved
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.words import say
@@ -37,22 +37,21 @@ def dashboard(run: str, *, host: str, port: int | None, opens: bool) -> int:
     """
     paths = find(run)
     with tempfile.TemporaryDirectory(prefix="smolcluster-") as folder:
-        views = Views(paths.root.parent, lambda chosen: open_files(chosen, Path(folder)))
+        views = Views(paths.root.parent, lambda chosen: opened(chosen, Path(folder)))
         opens_by = (paths.root, Path.home()) if opens else ()
         write = Writer().write
         serve(views, paths.run_id, write, host=host, port=port, say=say, opens_by=opens_by)
     return 0
 
 
-def open_files(paths: RunPaths, folder: Path) -> Files:
+def opened(paths: RunPaths, folder: Path) -> Folder:
     """Where a run is read: its own folder, or copies under `folder` that grow with the originals."""
     with suppress(DataError):
         mirror = Mirror(paths, folder / paths.run_id)
-        files = mirror.files()
-        if not files.is_here:
+        if not mirror.is_here:
             mirror.keep_looking()
-        return files
-    return files_here(paths)
+        return mirror
+    return Folder(paths)
 
 
 class Writer:

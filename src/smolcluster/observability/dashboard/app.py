@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.observability.view import lines
 from smolcluster.observability.view.listing import listed, run_of
-from smolcluster.observability.view.view import Files, View, files_here
+from smolcluster.observability.view.view import Folder, View
 from smolcluster.runs.files import json_line
 from smolcluster.runs.paths import RunPaths
 
@@ -61,35 +61,34 @@ def _place(limiter: CapacityLimiter, what: str) -> Iterator[None]:
 class Views:
     """The runs of a folder that are looked at."""
 
-    def __init__(self, root: Path, open_files: Callable[[RunPaths], Files] = files_here) -> None:
+    def __init__(self, root: Path, opened: Callable[[RunPaths], Folder] = Folder) -> None:
+        """`opened` is a run's folder, or its mirror."""
         self.root = root
-        self._open_files = open_files
+        self._opened = opened
         self._lock = threading.Lock()
         self._views: OrderedDict[str, View] = OrderedDict()
         self._streams: Counter[View] = Counter()
 
-    def get(self, name: str, num_streams: int = 0) -> View:
-        """The run of that name, or the newest for `latest`, which so many more streams are of.
+    def get(self, name: str) -> View:
+        """The run of that name, or the newest for `latest`.
 
         Raises:
             ConfigError: the name cannot be a run's.
             KeyError: there is none.
         """
-        paths = run_of(self.root, name)
-        if paths is None:
-            raise KeyError(name)
-        with self._lock:
-            view = self._views.pop(paths.run_id, None) or View(self._open_files(paths))
-            self._views[paths.run_id] = view
-            self._streams[view] += num_streams
-            surplus = self._surplus()
-        _close(surplus)
-        return view
+        with self.streamed(name) as view:
+            return view
 
     @contextmanager
     def streamed(self, name: str) -> Iterator[View]:
         """The same, which is not forgotten meanwhile."""
-        view = self.get(name, num_streams=1)
+        paths = run_of(self.root, name)
+        if paths is None:
+            raise KeyError(name)
+        with self._lock:
+            view = self._views.pop(paths.run_id, None) or View(self._opened(paths))
+            self._views[paths.run_id] = view
+            self._streams[view] += 1
         try:
             yield view
         finally:
@@ -117,7 +116,7 @@ class Views:
 def _close(views: Iterable[View]) -> None:
     """Takes seconds where copies end: nobody else should wait for it."""
     for view in views:
-        view.files.close()
+        view.folder.close()
 
 
 def make_app(views: Views, write: Write, chosen: str = "latest") -> FastAPI:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from smolcluster.configs.spec import STALENESS, spec_of
-from smolcluster.observability.view import snapshot
 from smolcluster.observability.view.snapshot import LAST_STEP, numbers_of
 from smolcluster.observability.view.view import View
 from smolcluster.observability.view.workers import Worker
@@ -79,20 +78,21 @@ def _of_cluster(view: View, workers: Sequence[Worker]) -> dict[str, object]:
 
 def state_of(view: View) -> tuple[str, str, str]:
     """How the run stands: a word, why, and the look of the word."""
-    status = view.status
+    status, word = view.status, view.snapshot.state
     ends = [record.event for record in view.story.of(RunEnded)]
-    if status is None and not view.is_held and ends and isinstance(end := ends[-1], RunEnded):
+    is_alive = view.snapshot.is_alive
+    if status is None and not is_alive and ends and isinstance(end := ends[-1], RunEnded):
         return ("ended", end.reason, "good") if end.ok else ("failed", end.reason, "bad")
-    word = snapshot.state_of(status, view.summary, bool(view.is_held))
     if word == "stopped":
         return word, "", "live"
     if word in ("ended", "failed"):
         reason = status.reason or "" if status else ""
         return word, reason, "bad" if word == "failed" else "good"
-    if view.is_held:
-        return word, "it goes on; this is how it stood", "live"
     if status is None:
-        return "unknown", "its owner has written nothing here", "bad"
+        told = "its owner has written nothing here"
+        return (word, f"{told} yet", "live") if is_alive else ("unknown", told, "bad")
+    if is_alive:
+        return word, "it goes on; this is how it stood", "live"
     at = f"{status.updated_at:%Y-%m-%d %H:%M:%S}"
     reason = f"nothing has been heard of its owner since {at}, when it was {status.state}"
     return word, reason, "bad"

@@ -96,6 +96,6 @@ def run_of(root: Path, name: str) -> RunPaths | None:
 def _state(read: Snapshot) -> str | None:
     """How a run stands; None: only other machines know, and have not said that it is over."""
     if not read.is_elsewhere or read.is_over or is_held(read.paths.lock):
-        return read.state_here()
+        return read.state
     heard = remembered(read.paths)
     return heard.state if heard is not None and heard.is_alive is False else None

@@ -101,10 +101,23 @@ class Snapshot:
 
     @property
     def state(self) -> State:
-        """What its owner wrote, unless what was seen of that says otherwise."""
-        owner = self.seen[0].process if self.seen else "unknown"
-        is_alive = None if owner in ("unreachable", "unknown") else owner == "running"
-        return state_of(self.status, self.summary, is_alive)
+        """What its owner wrote, unless that lives no more."""
+        return state_of(self.status, self.summary, self.is_alive)
+
+    @cached_property
+    def is_alive(self) -> bool | None:
+        """Whether its owner lives: as it was seen, else by its lock; None: only another machine knows.
+
+        Of one that has written nothing yet it is told by the run's age, too.
+        """
+        if self.seen:
+            owner = self.seen[0].process
+            return None if owner in ("unreachable", "unknown") else owner == "running"
+        if is_held(self.paths.lock):
+            return True
+        if self.launched is not None and self.launched.server.ssh is not None:
+            return None
+        return self.status is None and time.time() - self.began < STARTING_S
 
     @cached_property
     def started(self) -> RunStarted | None:
@@ -150,19 +163,14 @@ class Snapshot:
             return self.paths.root.stat().st_mtime
         return 0.0
 
-    def state_here(self, *, lives: bool = False) -> State:
-        """How a run of this machine stands: an owner that lives holds its run's lock."""
-        is_new = self.status is None and (lives or time.time() - self.began < STARTING_S)
-        return state_of(self.status, self.summary, bool(is_held(self.paths.lock)) or is_new)
-
 
 def measured(paths: RunPaths) -> Follower[MetricLine]:
     """What a run's owner measures, as it comes."""
     return follow_metrics(paths.metrics)
 
 
-def read_snapshot(paths: RunPaths, served: RunPaths | None = None) -> Snapshot:
-    """What the small files of a run say now; `served`: where a copy is of what its server wrote."""
+def read_snapshot(paths: RunPaths) -> Snapshot:
+    """What the small files of a run say now."""
     problems: list[str] = []
 
     def read(reader: Callable[[Path], File], path: Path) -> File | None:
@@ -173,12 +181,11 @@ def read_snapshot(paths: RunPaths, served: RunPaths | None = None) -> Snapshot:
                 problems.append(str(error))
             return None
 
-    own = served or paths
     return Snapshot(
         paths,
         read(lambda root: launched_of(RunPaths(root)), paths.root),
-        read(read_status, own.status),
-        read(read_summary, own.summary),
+        read(read_status, paths.status),
+        read(read_summary, paths.summary),
         problems,
     )
 

@@ -19,9 +19,7 @@ def standing(
     read: Snapshot,
     started: RunStarted | None,
     series: Series,
-    *,
     age_s: float | None,
-    is_held: bool | None,
 ) -> dict[str, Any]:
     """How the run stands, as plain values; null is what is not known, or does not apply.
 
@@ -30,11 +28,11 @@ def standing(
         started: how its newest start began.
         series: what it has measured, for runs whose status does not tell.
         age_s: seconds since its server wrote last.
-        is_held: whether a process of this machine writes it; None: it would be on another machine.
     """
     ordered = sorted(series.processes.values(), key=lambda each: each.last_s or 0.0)
     reports = {each.rank: each.newest() for each in ordered}
-    state = state_of(read.status, read.summary, is_held is not False)
+    # Of one whose machine cannot be asked it is what was heard last.
+    state = state_of(read.status, read.summary, read.is_alive is not False)
     is_over = state in ("ended", "stopped", "failed", "broken off")
     status, nodes = read.status, (each.node for each in read.processes if each.rank is None)
     known_age_s = None if is_over else age_s or 0.0

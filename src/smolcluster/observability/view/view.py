@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from smolcluster.observability.view.standing import standing
 from smolcluster.observability.view.story import Story
 from smolcluster.observability.view.workers import Worker, expected_of, stderr_tail, workers_of
 from smolcluster.runs.events import RunStarted
-from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.runs.series import ProcessSeries, Series, SeriesReader
 from smolcluster.runs.status import RunStatus, instant
@@ -33,29 +32,29 @@ MAX_PIECES = 16
 """Pieces of a file that are read at a time."""
 
 
-@dataclass(frozen=True)
-class Files:
-    """Where the files of a run are read.
+class Folder:
+    """Where a run is read: its own folder. That of a run on other machines is a mirror of these.
 
     Attributes:
         own: its folder, where the launcher has left what it knows.
         served: the folder with what its server writes; a copy that grows where that is another machine.
         logs: folders with log files.
-        is_here: whether its server runs on this machine.
-        problems: what cannot be read now, and what to do about it.
-        close: ends the copying.
     """
 
-    own: RunPaths
-    served: RunPaths
-    logs: tuple[Path, ...]
-    is_here: bool = True
-    problems: Callable[[], Sequence[str]] = field(default=list)
-    close: Callable[[], None] = field(default=lambda: None)
+    def __init__(self, own: RunPaths) -> None:
+        self.own = self.served = own
+        self.logs: tuple[Path, ...] = (own.logs,)
 
+    def snapshot(self) -> Snapshot:
+        """What its small files say."""
+        return read_snapshot(self.own)
 
-def files_here(paths: RunPaths) -> Files:
-    return Files(paths, paths, (paths.logs,))
+    def problems(self) -> Sequence[str]:
+        """What cannot be read now, and what to do about it."""
+        return ()
+
+    def close(self) -> None:
+        """Bring nothing more."""
 
 
 class View:
@@ -68,17 +67,17 @@ class View:
 
     def __init__(
         self,
-        files: Files,
+        folder: Folder,
         *,
         newest_nbytes: int | None = None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Look at a run; of its events, so many of the newest bytes are read, or all of them."""
-        self.files = files
-        self.snapshot = Snapshot(files.own)
-        self.story = Story(files.served.events, newest_nbytes)
-        self._reader = SeriesReader(files.served)
+        self.folder = folder
+        self.snapshot = Snapshot(folder.own)
+        self.story = Story(folder.served.events, newest_nbytes)
+        self._reader = SeriesReader(folder.served)
         self._now = now
         self._clock = clock
         self._lock = threading.Lock()
@@ -90,7 +89,7 @@ class View:
 
     @property
     def paths(self) -> RunPaths:
-        return self.files.own
+        return self.folder.own
 
     @property
     def status(self) -> RunStatus | None:
@@ -109,11 +108,6 @@ class View:
     def algorithm(self) -> str:
         """Its name; empty: not known."""
         return (self.started and self.started.shown_algorithm) or self.snapshot.algorithm or ""
-
-    @property
-    def is_held(self) -> bool | None:
-        """Whether a process of this machine writes it; None: none ever did."""
-        return is_held(self.files.served.lock) if self.files.is_here else None
 
     @property
     def series(self) -> Series:
@@ -147,7 +141,7 @@ class View:
     @property
     def problems(self) -> list[str]:
         """What cannot be read, a sentence each."""
-        return [*self._configured[1], *self.files.problems(), *self.snapshot.problems]
+        return [*self._configured[1], *self.folder.problems(), *self.snapshot.problems]
 
     @property
     def config(self) -> str:
@@ -198,14 +192,8 @@ class View:
         """How the run stands, see `standing`; reads what is new."""
         with self._lock:
             self._poll()
-            state = standing(
-                self.snapshot,
-                self.story.started,
-                self.series,
-                age_s=self._age_s(),
-                is_held=self.is_held,
-            )
-            problems = [*self.files.problems(), *self.snapshot.problems]
+            state = standing(self.snapshot, self.story.started, self.series, self._age_s())
+            problems = [*self.folder.problems(), *self.snapshot.problems]
             return {
                 **state,
                 **{"num_workers": self.num_workers, "problems": problems},
@@ -231,7 +219,7 @@ class View:
             }
 
     def log_files(self) -> dict[str, Path]:
-        return lines.log_files(self.files.logs)
+        return lines.log_files(self.folder.logs)
 
     def read(self, num_pieces: int | None = None) -> None:
         """Read what is new: all of it, or so many pieces of a file."""
@@ -239,12 +227,13 @@ class View:
             left = num_pieces
             while left != 0 and source.poll():
                 left = None if left is None else left - 1
-        before, read = self.snapshot, read_snapshot(self.files.own, self.files.served)
-        if read.status is not None and read.status != before.status:
+        before, read = self.snapshot, self.folder.snapshot()
+        if read.status is None:
+            summary = read.summary or before.summary
+            read = replace(read, status=before.status, summary=summary)
+        elif read.status != before.status:
             self._changed_at = None if before.status is None else self._polled_at
-        self.snapshot = replace(
-            read, launched=read.launched or before.launched, status=read.status or before.status
-        )
+        self.snapshot = replace(read, launched=read.launched or before.launched)
 
     def _poll(self) -> None:
         now = self._clock()
@@ -264,6 +253,6 @@ class View:
 
 def read_view(paths: RunPaths) -> View:
     """A run of this machine, with all that is in its files now."""
-    view = View(files_here(paths))
+    view = View(Folder(paths))
     view.read()
     return view

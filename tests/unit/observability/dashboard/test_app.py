@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count, product
 from pathlib import Path
 from typing import Any, get_args
@@ -37,8 +37,9 @@ from smolcluster.observability.dashboard.guard import Guard, access_for
 from smolcluster.observability.dashboard.serve import bound, server_config
 from smolcluster.observability.view import lines
 from smolcluster.observability.view.lines import Found, Wanted
-from smolcluster.observability.view.view import Files, View, files_here
+from smolcluster.observability.view.view import Folder, View
 from smolcluster.runs.events import Event, kind_of
+from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths
 from waiting import eventually
 
@@ -209,8 +210,15 @@ def test_values_that_make_no_sense_are_refused_in_a_line(
     assert answer.text.count("\n") == 1
 
 
-def telling_when_closed(paths: RunPaths, close: Callable[[str], None]) -> Files:
-    return replace(files_here(paths), close=lambda: close(paths.run_id))
+class ToldWhenClosed(Folder):
+    """Says the run's id when it is closed."""
+
+    def __init__(self, paths: RunPaths, tell: Callable[[str], None]) -> None:
+        super().__init__(paths)
+        self._tell = tell
+
+    def close(self) -> None:
+        self._tell(self.own.run_id)
 
 
 def test_a_run_that_is_streamed_is_not_closed_however_many_are_read(tmp_path: Path) -> None:
@@ -220,7 +228,7 @@ def test_a_run_that_is_streamed_is_not_closed_however_many_are_read(tmp_path: Pa
         assert not read._lock.locked(), "who asks for another run need not wait"
         closed.append(run_id)
 
-    read = Views(tmp_path, lambda paths: telling_when_closed(paths, close))
+    read = Views(tmp_path, lambda paths: ToldWhenClosed(paths, close))
     names = [MadeRun(tmp_path, f"edp-{number}").paths.run_id for number in range(MAX_VIEWS + 2)]
     with ExitStack() as stack:
         streamed = {
@@ -236,7 +244,7 @@ def test_a_run_that_is_streamed_is_not_closed_however_many_are_read(tmp_path: Pa
 
 def test_few_runs_are_read_at_a_time_and_the_others_closed(tmp_path: Path) -> None:
     closed: list[str] = []
-    views = Views(tmp_path, lambda paths: telling_when_closed(paths, closed.append))
+    views = Views(tmp_path, lambda paths: ToldWhenClosed(paths, closed.append))
     names = [MadeRun(tmp_path, f"edp-{number}").paths.run_id for number in range(MAX_VIEWS + 1)]
     for name in names:
         views.get(name)
@@ -259,8 +267,9 @@ def app(views: Views) -> FastAPI:
 @pytest.fixture
 def served(tmp_path: Path, app: FastAPI) -> Iterator[str]:
     """A real server for the run edp-2; its address."""
-    MadeRun(tmp_path, "edp-2").status("training", None, worker_status(0))
-    with bound("127.0.0.1", 0) as listener:
+    run = MadeRun(tmp_path, "edp-2")
+    run.status("training", None, worker_status(0))
+    with run_lock(run.paths.lock), bound("127.0.0.1", 0) as listener:
         server = uvicorn.Server(server_config(app))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,7 @@ def test_the_speed_of_a_resumed_run_is_over_the_time_of_all_its_starts(tmp_path:
 def test_a_run_of_which_nothing_is_known_is_a_column_of_dashes(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
+    os.utime(empty, (1, 1))
     rows = rows_of(killed_run(tmp_path).paths, RunPaths(empty))
     assert rows["state"] == ["ended", "unknown"]
     assert rows["steps"][1] == "–"

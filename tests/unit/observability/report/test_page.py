@@ -1,4 +1,5 @@
 import math
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.page import write_report
 from smolcluster.observability.report.render import MAX_ROWS, cut
 from smolcluster.observability.view.stages import numbers_of
-from smolcluster.observability.view.view import View, files_here
+from smolcluster.observability.view.view import Folder, View
 from smolcluster.runs.advice import ADVICE, LinkSpeed, Prediction
 from smolcluster.runs.events import (
     PushDropped,
@@ -155,6 +156,9 @@ def test_whatever_file_is_missing_or_damaged_there_is_a_page(
 
 
 def test_an_empty_folder_is_a_page_that_knows_nothing(tmp_path: Path) -> None:
+    assert "starting" in report_of(RunPaths(tmp_path)).words("head")
+    for path in (tmp_path / "report.html", tmp_path):
+        os.utime(path, (1, 1))
     page = report_of(RunPaths(tmp_path))
     assert "unknown" in page.words("head")
     assert "curves" not in page.text
@@ -395,14 +399,14 @@ def test_who_joined_late_and_without_ssh_is_counted_and_its_log_is_not_to_be_fet
 def test_page_curves_and_dashboard_count_the_same_workers(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.started(num_workers=3)
-    view = View(files_here(run.paths))
+    view = View(Folder(run.paths))
     assert view.state()["num_workers"] == 3, "those that are planned, before any has joined"
     run.joined(0, "pi5")
     assert view.state()["num_workers"] == 3, "and while they are joining"
     for rank, node in enumerate(("pi5", "win", "laptop")):
         run.joined(rank, node)
     run.joined(2, "the laptop's successor")
-    view = View(files_here(run.paths))
+    view = View(Folder(run.paths))
     assert view.state()["num_workers"] == 4
     assert view.curves.title.endswith("4 workers")
     assert "4 workers" in report_of(run).words("head")

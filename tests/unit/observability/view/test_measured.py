@@ -12,7 +12,7 @@ from made_runs import BEGAN, MadeRun
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.view.curves import Points, smooth
 from smolcluster.observability.view.measured import columns_of
-from smolcluster.observability.view.view import View, files_here
+from smolcluster.observability.view.view import Folder, View
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.series import SeriesReader
 
@@ -51,7 +51,7 @@ def test_points_are_put_together_once_for_all_who_ask(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.steps(1, 2)
     ticks = iter(range(100))
-    view = View(files_here(run.paths), clock=lambda: next(ticks))
+    view = View(Folder(run.paths), clock=lambda: next(ticks))
     first = view.columns()
     assert view.columns() is first
     run.steps(3, 3)

@@ -63,4 +63,4 @@ def test_a_folder_is_read_whatever_is_missing_or_damaged(tmp_path: Path) -> None
     assert whole.started is not None
     run = MadeRun(tmp_path, "young")
     run.paths.status.write_text("{")
-    assert read_snapshot(run.paths).state_here() == "starting"
+    assert read_snapshot(run.paths).state == "starting"

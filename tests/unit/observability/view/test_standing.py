@@ -13,7 +13,7 @@ from reading import children_of, launched_run, server, worker
 from smolcluster.launch.watch.probe import look
 from smolcluster.observability.view.listing import line_of, listed, run_of
 from smolcluster.observability.view.snapshot import read_snapshot
-from smolcluster.observability.view.view import View, files_here
+from smolcluster.observability.view.view import Folder, View
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import process_title
 from smolcluster.runs.status import STOPPED
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> MadeRun:
 
 
 def state_of(run: MadeRun, now: float = BEGAN + 20) -> dict[str, Any]:
-    return View(files_here(run.paths), now=lambda: now).state()
+    return View(Folder(run.paths), now=lambda: now).state()
 
 
 def states(root: Path) -> list[str | None]:
@@ -97,7 +97,7 @@ def test_age_is_by_this_machines_clock_once_the_server_was_seen_to_write(run: Ma
     """The clock of the server's machine may be an hour off."""
     run.status("training")
     ticks = [100.0]
-    view = View(files_here(run.paths), now=lambda: BEGAN - 3600, clock=lambda: ticks[0])
+    view = View(Folder(run.paths), now=lambda: BEGAN - 3600, clock=lambda: ticks[0])
     assert view.state()["age_s"] == 0.0
     run.now = 1.0
     run.status("training")
@@ -117,18 +117,19 @@ def test_workers_that_have_not_come_yet_and_those_that_a_resume_has_added_are_ro
     run: MadeRun,
 ) -> None:
     ticks = iter(range(100))
-    view = View(files_here(run.paths), clock=lambda: next(ticks))
+    view = View(Folder(run.paths), clock=lambda: next(ticks))
 
     def workers() -> list[tuple[int, str, str]]:
         return [(each["rank"], each["node"], each["state"]) for each in view.state()["workers"]]
 
-    assert workers() == []
-    run.status("waiting", None, worker_status(0))
-    children_of(run.paths, os.getpid(), 1, 1)
-    assert workers() == [(0, "pi5", "joined"), (1, "pi2", "starting")]
-    launched = launched_run(run.paths.root.parent, server(), worker(7, "nas", "nas"))
-    launched.launched.rename(run.paths.launched)
-    assert workers() == [(0, "pi5", "joined"), (7, "nas", "starting")]
+    with run_lock(run.paths.lock):
+        assert workers() == []
+        run.status("waiting", None, worker_status(0))
+        children_of(run.paths, os.getpid(), 1, 1)
+        assert workers() == [(0, "pi5", "joined"), (1, "pi2", "starting")]
+        launched = launched_run(run.paths.root.parent, server(), worker(7, "nas", "nas"))
+        launched.launched.rename(run.paths.launched)
+        assert workers() == [(0, "pi5", "joined"), (7, "nas", "starting")]
 
 
 def test_what_a_worker_that_has_gone_reported_is_not_shown_as_if_it_were_news(
@@ -137,7 +138,9 @@ def test_what_a_worker_that_has_gone_reported_is_not_shown_as_if_it_were_news(
     process_stats = {"cpu": 1.5}
     lost = worker_status(1, state="lost", process_stats=process_stats)
     run.status("training", None, worker_status(0, process_stats=process_stats), lost)
-    assert [worker["process_stats"] for worker in state_of(run)["workers"]] == [process_stats, {}]
+    with run_lock(run.paths.lock):
+        told = [worker["process_stats"] for worker in state_of(run)["workers"]]
+    assert told == [process_stats, {}]
 
 
 def test_staleness_is_what_was_counted_else_what_was_sampled(run: MadeRun) -> None:

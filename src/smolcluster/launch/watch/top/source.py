@@ -14,7 +14,6 @@ from smolcluster.launch.watch.mirror import Mirror
 from smolcluster.launch.watch.probe import Ask
 from smolcluster.observability.view.lines import NewLines
 from smolcluster.observability.view.report import RunReport, report_of
-from smolcluster.observability.view.snapshot import Snapshot
 from smolcluster.observability.view.story import told
 from smolcluster.observability.view.view import View
 from smolcluster.runs.events import EpochFinished, Evaluated, kind_of
@@ -86,7 +85,7 @@ class Source:
         self._mirror = Mirror(paths, folder / paths.run_id, ask, num_lines=LOG_LINES)
         self.close = self._mirror.close
         self.keep_looking = self._mirror.keep_looking
-        self._view = View(self._mirror.files(), newest_nbytes=EVENTS_NBYTES)
+        self._view = View(self._mirror, newest_nbytes=EVENTS_NBYTES)
         self._lines = NewLines(self._view.log_files(), LOG_NBYTES)
         self._warnings: list[EventLine] = []
 
@@ -96,9 +95,9 @@ class Source:
         Raises:
             DataError: what says which processes it has is damaged.
         """
-        read = self._mirror.look()
+        self._mirror.look()
         self._mirror.wait()
-        return self._picture(read)
+        return self._picture()
 
     def newest(self) -> Picture | None:
         """How the run stands as far as is known, while it is looked at; None: nothing was seen yet.
@@ -106,11 +105,11 @@ class Source:
         Raises:
             DataError: what says which processes it has is damaged.
         """
-        read = self._mirror.newest()
-        return None if read is None else self._picture(read)
+        return self._picture() if self._mirror.has_looked() else None
 
-    def _picture(self, read: Snapshot) -> Picture:
+    def _picture(self) -> Picture:
         self._view.read()
+        read = self._view.snapshot
         for entry in self._lines.poll(self._view.log_files()).entries:
             if entry["level"] in SERIOUS:
                 title = process_title(entry["component"], entry["node"], entry["rank"])
