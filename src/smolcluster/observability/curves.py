@@ -23,7 +23,6 @@ from smolcluster.observability.view.curves import (
     Points,
     own_metrics,
     smooth,
-    thin,
     window_means,
 )
 from smolcluster.observability.view.view import read_view
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from matplotlib.gridspec import SubplotSpec
 
 WIDTH_PX, HEIGHT_PX, DPI = 1600, 900, 100
-MAX_EVALUATIONS = 300
 MAX_MARKS = 60
 NUM_WINDOWS = 100
 """Over which learning rate, throughput and staleness are averaged."""
@@ -200,7 +198,7 @@ def _fill(figure: "Figure", spot: "SubplotSpec", curves: Curves, place: int) -> 
         _plot(axes, name, curves)
         _mark(axes, curves.marks)
         if name == "loss" and curves.saved:
-            ticks = _thinned(curves.saved)
+            ticks = thinned(curves.saved)
             bottom = axes.get_xaxis_transform()
             axes.vlines(ticks, 0, 0.035, GREY, transform=bottom, label="checkpoint")
         if row == place == 0:
@@ -269,13 +267,16 @@ def _furnish(axes: "Axes", name: str, end: float, *, is_lowest: bool) -> None:
 def _mark(axes: "Axes", marks: Mapping[Mark, list[float]]) -> None:
     for mark, places in marks.items():
         color, dashes = MARK_STYLES[mark]
-        for place in _thinned(places):
+        for place in thinned(places):
             axes.axvline(place, color=color, linestyle=dashes, linewidth=1, alpha=0.8, label=mark)
 
 
-def _thinned(places: Sequence[float]) -> list[float]:
-    ordered = sorted(places)
-    return thin(Points(ordered, ordered), MAX_MARKS).x
+def thinned(places: Sequence[float]) -> list[float]:
+    """Places in order, at most `MAX_MARKS` of them at even distances, the first and the last among them."""
+    ordered, last = sorted(places), len(places) - 1
+    if last < MAX_MARKS:
+        return ordered
+    return [ordered[round(i * last / (MAX_MARKS - 1))] for i in range(MAX_MARKS)]
 
 
 def _add_legend(axes: "Axes") -> None:
@@ -352,14 +353,13 @@ def is_over_a_decade(values: Sequence[float]) -> bool:
 
 
 def _plot_evaluations(axes: "Axes", points: Points, label: str) -> None:
-    few = thin(points, MAX_EVALUATIONS)
     axes.plot(
-        few.x,
-        few.y,
+        points.x,
+        points.y,
         color=ORANGE,
         linewidth=1,
         marker="o",
-        markersize=6 if len(few.x) <= 60 else 3,
+        markersize=6 if len(points.x) <= 60 else 3,
         markeredgecolor="white",
         markeredgewidth=0.5,
         zorder=3,

@@ -16,11 +16,13 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.observability import curves as module
 from smolcluster.observability.curves import (
     HEIGHT_PX,
+    MAX_MARKS,
     WIDTH_PX,
     draw_curves,
     figure_of,
     short,
     svg_of,
+    thinned,
 )
 from smolcluster.observability.view.curves import Curves, Points
 from smolcluster.observability.view.view import read_view
@@ -172,3 +174,9 @@ def test_no_display_no_home_no_pyplot_no_word(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     check_picture(paths.curves)
     assert list(scratch.iterdir()) == []
+
+
+def test_of_many_marks_first_and_last_stay() -> None:
+    few = thinned([float(place) for place in reversed(range(10_007))])
+    assert (len(few), few[0], few[-1]) == (MAX_MARKS, 0.0, 10_006.0)
+    assert few == sorted(set(few)) == thinned(few)

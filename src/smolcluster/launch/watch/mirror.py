@@ -15,11 +15,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.launch.host import Host, shell_path
+from smolcluster.launch.host import shell_path
 from smolcluster.launch.sessions import host_of
 from smolcluster.launch.watch.fetch import is_here
 from smolcluster.launch.watch.logs import log_of, sources_of
-from smolcluster.launch.watch.probe import MARK, Ask, ask_host, look, sections
+from smolcluster.launch.watch.probe import Ask, look
 from smolcluster.launch.watch.tail import PATIENCE_S, Followed, RemoteTail
 from smolcluster.observability.view.snapshot import Snapshot, read_snapshot
 from smolcluster.observability.view.view import Folder
@@ -27,7 +27,6 @@ from smolcluster.runs.files import write_whole
 from smolcluster.runs.launched import Launched, LaunchedProcess, launched_of
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.series import EVERY_S as SERIES_EVERY_S
-from smolcluster.runs.series import MAX_NBYTES
 
 LOOK_EVERY_S, LOOK_ELSEWHERE_EVERY_S = 1.0, 2.0
 NUM_EVENTS = 5000
@@ -69,7 +68,7 @@ class Mirror(Folder):
         self._launched = launched = launched_of(paths)
         self._is_whole = launched is None or is_wholly_here(launched, paths)
         self.is_here = launched is None or self._is_whole or is_here(launched.server, paths)
-        self._ask = ask or ask_host
+        self._ask = ask
         self._num_lines = num_lines
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -111,8 +110,13 @@ class Mirror(Folder):
         Raises:
             DataError: what says which processes it has is damaged.
         """
-        read = look(self.own, self._asking)
+        is_due = not self.is_here and time.monotonic() >= self._series_due_at
+        read = look(self.own, self._ask, with_series=is_due)
         self._say("", None)
+        if read.series:
+            self._series_due_at = time.monotonic() + SERIES_EVERY_S
+            with suppress(SmolclusterError):
+                write_whole(self._copy.series, read.series, durable=False)
         if not self.is_here and read.seen[0].process == "unreachable":
             self._take_what_was_fetched()
         if self._launched is not None and self._launched.is_group and not self._is_whole:
@@ -183,23 +187,6 @@ class Mirror(Folder):
                 self._newest = error
                 self._say("", str(error))
             self._stopped.wait(max(0.1, began + every_s - time.monotonic()))
-
-    def _asking(self, host: Host, script: str) -> str:
-        """Ask a machine; the server's now and then for the curves as well, with the same command."""
-        is_due = time.monotonic() >= self._series_due_at
-        if self._launched is None or self.is_here or not is_due:
-            return self._ask(host, script)
-        server = self._launched.server
-        if host != host_of(server):
-            return self._ask(host, script)
-        self._series_due_at = time.monotonic() + SERIES_EVERY_S
-        file = f"{shell_path(server.run_dir)}/{self.own.series.name}"
-        more = f"echo; echo '{MARK}series'\nhead -c {2 * MAX_NBYTES} {file} 2>/dev/null\ntrue"
-        answer = self._ask(host, f"{script}\n{more}")
-        if series := sections(answer).get("series"):
-            with suppress(SmolclusterError):
-                write_whole(self._copy.series, series, durable=False)
-        return answer
 
     def _take_what_was_fetched(self) -> None:
         """Of a server whose machine is off."""

@@ -45,8 +45,8 @@ MARK = "::"
 Ask = Callable[[Host, str], str]
 
 
-def look(paths: RunPaths, ask: Ask | None = None) -> Snapshot:
-    """Look at a run.
+def look(paths: RunPaths, ask: Ask | None = None, *, with_series: bool = False) -> Snapshot:
+    """Look at a run; `with_series`: its server's machine is asked for its curves as well.
 
     Raises:
         DataError: what says which processes it has is damaged.
@@ -55,7 +55,12 @@ def look(paths: RunPaths, ask: Ask | None = None) -> Snapshot:
     if launched is None:
         return _look_at_owner(paths)
     machines = list(dict.fromkeys(map(host_of, launched.processes)))
-    found = at_once(lambda host: _look_at(host, paths, launched, ask or ask_host), machines)
+    names = ("status.json", "summary.json", *(["series.json"] if with_series else []))
+
+    def look_at(host: Host) -> Snapshot:
+        return _look_at(host, paths, launched, ask or ask_host, names)
+
+    found = at_once(look_at, machines)
     seen = {each.stem: each for part in found for each in part.seen}
     server = found[0]
     if server.seen[0].process == "unreachable":  # there may be a copy from before
@@ -78,10 +83,13 @@ def ask_host(host: Host, script: str) -> str:
     return host.run(script, timeout_s=LIMIT_S).stdout
 
 
-def _look_at(host: Host, paths: RunPaths, launched: Launched, ask: Ask) -> Snapshot:
+def _look_at(
+    host: Host, paths: RunPaths, launched: Launched, ask: Ask, names: Sequence[str]
+) -> Snapshot:
+    """What a machine says of its processes and, if it is the server's, of these files."""
     own = [each for each in launched.processes if host_of(each) == host]
     try:
-        said = sections(ask(host, look_at_script(own, launched.server)))
+        said = sections(ask(host, look_at_script(own, launched.server, names)))
     except LaunchError as error:
         seen = [_found(each, "unreachable", why=_reason(error), fix=str(error)) for each in own]
         return Snapshot(paths, launched, seen=tuple(seen))
@@ -94,6 +102,7 @@ def _look_at(host: Host, paths: RunPaths, launched: Launched, ask: Ask) -> Snaps
         now=instant(_seconds(said.get("now", "")) or time.time()),
         stderr_tail=words_of(said.get("console", "")),
         is_full=is_full_disk(said.get("free", "")),
+        series=said.get("series.json", ""),
     )
 
 
@@ -103,15 +112,19 @@ def _reason(error: LaunchError) -> str:
     return f"no answer within {LIMIT_S:g} s" if isinstance(error, TookTooLong) else str(error)
 
 
-def look_at_script(own: Sequence[LaunchedProcess], server: LaunchedProcess) -> str:
-    """What is run on a machine: how its processes are, and, on the server's, what the server wrote."""
+def look_at_script(
+    own: Sequence[LaunchedProcess],
+    server: LaunchedProcess,
+    names: Sequence[str] = ("status.json", "summary.json"),
+) -> str:
+    """What is run on a machine: how its processes are, and, on the server's, what it wrote into files."""
     lines = []
     for index, process in enumerate(own):
         lines += [f"echo '{MARK}process {index}'", look_script(process)]
     if server in own:
         lines += [f"echo '{MARK}now'", "date +%s.%N"]
         run = shell_path(server.run_dir)
-        for name in ("status.json", "summary.json"):
+        for name in names:
             lines += [
                 f"echo; echo '{MARK}{name}'",
                 f"head -c {MAX_FILE_NBYTES} {run}/{name} 2>/dev/null",

@@ -152,15 +152,6 @@ def _marks(series: Series, events: Sequence[EventRecord]) -> dict[Mark, list[flo
     return {mark: places for mark, places in marks.items() if places}
 
 
-def thin(points: Points, at_most: int) -> Points:
-    """Points of the curve at even distances, its first and last among them."""
-    count = len(points.x)
-    if count <= at_most:
-        return points
-    chosen = [round(i * (count - 1) / (at_most - 1)) for i in range(at_most)]
-    return Points([points.x[i] for i in chosen], [points.y[i] for i in chosen])
-
-
 def smooth(points: Points) -> Points:
     """The curve's exponential moving average, over a fixed part of its length; its first point stays."""
     decay = 1.0 - 2.0 / (max(1, len(points.y) // SMOOTHED_OVER) + 1.0)

@@ -87,6 +87,7 @@ class Snapshot:
         now: when that was, by the clock of the owner's machine.
         stderr_tail: the owner's last words, where it has ended and left some.
         is_full: whether the disk of the run's folder has no space left.
+        series: the content of `series.json` on another machine, if it was asked for.
     """
 
     paths: RunPaths
@@ -98,6 +99,7 @@ class Snapshot:
     now: datetime = field(default_factory=lambda: instant(time.time()))
     stderr_tail: str | None = None
     is_full: bool = False
+    series: str = ""
 
     @property
     def state(self) -> State:

@@ -10,7 +10,6 @@ from smolcluster.observability.view.curves import (
     Points,
     curves_of,
     smooth,
-    thin,
     window_means,
 )
 from smolcluster.runs.events import Event, EventRecord, RunStarted, WorkerJoined, WorkerLost
@@ -127,15 +126,6 @@ def test_workers_that_come_and_go_during_the_run_are_marked() -> None:
     ]
     curves = curves_from(*map(step, range(1, 11)), events=events)
     assert curves.marks == {"worker lost or left": [3.0 * BATCH], "worker joined": [6.0 * BATCH]}
-
-
-def test_thinning_keeps_first_and_last() -> None:
-    points = Points([float(i) for i in range(10_007)], [float(-i) for i in range(10_007)])
-    few = thin(points, 300)
-    assert len(few.x) == 300
-    assert (few.x[0], few.x[-1], few.y[0], few.y[-1]) == (0.0, 10_006.0, 0.0, -10_006.0)
-    assert few.x == sorted(set(few.x))
-    assert thin(few, 300) == few
 
 
 def test_smoothing_follows_and_calms() -> None:
