@@ -21,6 +21,7 @@ from smolcluster.runs.paths import (
 )
 from smolcluster.runs.summary import check_unfinished
 from smolcluster.training.checkpoint import Checkpoint, CheckpointStore
+from smolcluster.utils.units import format_count
 
 AUTO = "auto"
 
@@ -97,9 +98,9 @@ def _checkpoint(
     check_unfinished(paths, train)
     checkpoint = store.newest_good(is_loaded=is_loaded)
     if checkpoint is None and store.count():
+        checkpoints = format_count(store.count(), "checkpoint")
         raise CheckpointError(
-            f"none of the {store.count()} checkpoints in {paths.checkpoints} is good, see above: begin a "
-            "new run"
+            f"none of the {checkpoints} in {paths.checkpoints} is good, see above: begin a new run"
         )
     if checkpoint is None and resume != AUTO:
         raise CheckpointError(

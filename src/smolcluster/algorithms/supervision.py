@@ -28,7 +28,7 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.stopping import heeded, signal_name
-from smolcluster.utils.units import format_duration
+from smolcluster.utils.units import format_count, format_duration
 from smolcluster.utils.words import as_command
 
 SUPERVISED = "--supervised"
@@ -144,7 +144,7 @@ def supervise(role: str, node: str, rank: int | None, allowed: int, *, named: bo
         if decision.delay_s is None:
             is_spent = took_part or code != BUG
             why = (
-                f"that was done {allowed} times (restarts)"
+                f"that was done {format_count(allowed, 'time')} (restarts)"
                 if is_spent
                 else "it would meet it again"
             )
@@ -155,7 +155,9 @@ def supervise(role: str, node: str, rank: int | None, allowed: int, *, named: bo
             return code if code >= 0 else 128 - code
         is_away = code == TryAgain.exit_code
         how_often = (
-            f"for {format_duration(AWAY_S)}" if is_away else f"{num_restarts} of {allowed} times"
+            f"for {format_duration(AWAY_S)}"
+            if is_away
+            else f"{num_restarts} of {format_count(allowed, 'time')}"
         )
         say(
             "warning",

@@ -125,8 +125,8 @@ class Prefetch:
         except (pickle.PicklingError, TypeError, AttributeError, OSError) as error:
             return _failed(
                 DataError(
-                    f"the DataLoader's {self.num_processes} processes cannot be started: {error}; where they "
-                    "are not forked, its dataset and worker_init_fn must be such as pickle can write"
+                    f"the DataLoader's processes cannot be started: {error}; where they are not forked, "
+                    "its dataset and worker_init_fn must be such as pickle can write"
                 )
             )
 
@@ -139,7 +139,7 @@ class Prefetch:
             result = future.result()
         except BrokenExecutor as error:
             raise DataError(
-                f"one of the DataLoader's {self.num_processes} processes has died, perhaps for want of "
+                f"one of the DataLoader's processes ({self.num_processes}) has died, perhaps for want of "
                 "memory; lower its num_workers, or see what its dataset does"
             ) from error
         return unpacked(result) if isinstance(result, bytes) else result

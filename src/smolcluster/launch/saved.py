@@ -39,6 +39,7 @@ from smolcluster.server.offering import ATTACHED_DATA
 from smolcluster.training.checkpoint import (
     CheckpointStore,
 )
+from smolcluster.utils.units import format_count
 from smolcluster.utils.words import as_command
 
 
@@ -95,7 +96,9 @@ def _resume_here(
         checkpoint = store.newest_good()
         name = checkpoint.state.algorithm if checkpoint else _algorithm(paths)
     if checkpoint is None and store.count():
-        raise CheckpointError(f"none of the {store.count()} checkpoints of {paths.run_id} is good")
+        raise CheckpointError(
+            f"none of the {format_count(store.count(), 'checkpoint')} of {paths.run_id} is good"
+        )
     if launched is not None and launched.is_group:
         name = launched.algorithm
     if name == SINGLE:
