@@ -14,7 +14,7 @@ from smolcluster.launch.find import find
 from smolcluster.launch.language_model import gpt_config, saved_model
 from smolcluster.launch.saved import store_of
 from smolcluster.models.gpt2_weights import write_gpt2
-from smolcluster.observability.terminal import SteadyConsole, steady
+from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.launched import launched_of
 from smolcluster.runs.paths import RunPaths
 from smolcluster.training.checkpoint import BEST, LATEST, CheckpointInfo, export
@@ -47,11 +47,10 @@ def show_checkpoints(run: str, *, as_json: bool = False) -> int:
     table = Table("step", "train loss", "val loss", "size", "written (UTC)", "state")
     for info in infos:
         table.add_row(*_row(info, names_of(info)))
-    with steady(console):
-        console.print(table if infos else f"run {paths.run_id} has no checkpoint {_where(paths)}")
-        for info in infos:
-            if info.problem:
-                console.print(Text(f"step {info.step:,}: {info.problem}"), soft_wrap=True)
+    console.print(table if infos else f"run {paths.run_id} has no checkpoint {_where(paths)}")
+    for info in infos:
+        if info.problem:
+            console.print(Text(f"step {info.step:,}: {info.problem}"), soft_wrap=True)
     return int(any(info.problem for info in infos))
 
 

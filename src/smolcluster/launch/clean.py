@@ -29,7 +29,7 @@ from smolcluster.launch.host import Host
 from smolcluster.launch.watch.fetch import files_in, is_here
 from smolcluster.launch.watch.listing import listed
 from smolcluster.launch.watch.probe import ask_host
-from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.observability.terminal import SteadyConsole, displayable
 from smolcluster.observability.view.listing import ListedRun
 from smolcluster.runs.launched import launched_of
 from smolcluster.runs.lock import is_held, run_lock
@@ -346,8 +346,7 @@ def _show(removals: Sequence[Removal], projects: Old) -> None:
         cells = (*first, format_bytes(size), why)
         table.add_row(*(Text(displayable(console, str(cell))) for cell in cells))
     total = sum(row[3] for row in rows)
-    with steady(console):
-        console.print(table)
+    console.print(table)
     say(f"{format_count(len(removals), 'run')}, {format_bytes(total)}")
 
 

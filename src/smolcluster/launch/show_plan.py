@@ -11,7 +11,7 @@ from smolcluster.configs.schema import Settings
 from smolcluster.launch.estimate import LINKS_MB_S, StepCost, cost_of
 from smolcluster.launch.host import shell_path
 from smolcluster.launch.workload_code import WorkloadCode
-from smolcluster.observability.terminal import SteadyConsole, steady
+from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.utils.units import format_address, format_bytes, format_count, format_duration
 
@@ -24,9 +24,7 @@ def show_plan(
     has_known_model: bool = True,
 ) -> None:
     cost = cost_of(settings, launched.algorithm) if has_known_model else None
-    console = SteadyConsole()
-    with steady(console):
-        console.print(plan_table(launched, settings, cost))
+    SteadyConsole().print(plan_table(launched, settings, cost))
     lines = [*commands(launched), "", *costs(cost)]
     if code is not None:
         size, files = format_bytes(len(code.packed)), format_count(code.num_files, "file")

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from smolcluster.observability.terminal import (
     SteadyConsole,
     displayable,
     print_line,
-    steady,
 )
 from smolcluster.runs.files import FLUSH_EVERY_S, LineWriter, utc_timestamp
 from smolcluster.runs.paths import log_stem, process_title
@@ -95,12 +95,7 @@ class NodeLog:
 
     def print(self, console: Console, shown: RenderableType) -> None:
         """Print something on a console after the lines of before, without waiting for the terminal."""
-
-        def show() -> None:
-            with steady(console):
-                console.print(shown)
-
-        self._to_console.put(show)
+        self._to_console.put(partial(console.print, shown))
 
     def drain(self, timeout_s: float = CLOSE_S) -> bool:
         """Wait until all lines are on the console and in the file; whether they are."""

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -16,7 +17,12 @@ HANGING = "hanging terminal"
 
 
 class SteadyConsole(Console):
-    """A rich console that falls silent, rather than ending the process, when its reader is gone."""
+    """A rich console that falls silent, rather than ending the process, when it cannot be written."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does; a run does not end with its view."""
+        with steady(self):
+            super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
         silence(self)
@@ -24,7 +30,7 @@ class SteadyConsole(Console):
 
 @contextlib.contextmanager
 def steady(console: Console) -> Iterator[None]:
-    """Let the console fall silent when it cannot be written: a run does not end with its view."""
+    """Let a console fall silent when it cannot be written, whatever writes to it in the block."""
     try:
         yield
     except (OSError, ValueError):

@@ -23,7 +23,7 @@ def test_a_console_whose_reader_is_gone_falls_silent() -> None:
 def test_a_console_that_cannot_be_written_falls_silent() -> None:
     with Path("/dev/full").open("w", buffering=1) as file:
         console = SteadyConsole(file=file)
-        print_line(console, "one")
+        console.print("one")
         assert console.quiet
 
 

@@ -11,17 +11,16 @@ from rich.text import Text
 from smolcluster.algorithms.planning.advice import Option
 from smolcluster.configs.spec import title_of
 from smolcluster.launch.advise.command import Found, as_overrides
-from smolcluster.observability.terminal import SteadyConsole, steady
+from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.utils.units import format_rate
 from smolcluster.utils.words import as_command
 
 
 def show(found: Found, console: SteadyConsole) -> None:
     """Print machines, ways, what each algorithm would do, and the advice."""
-    with steady(console):
-        if found.ways:
-            console.print(ways_table(found))
-        console.print(options_table(found))
+    if found.ways:
+        console.print(ways_table(found))
+    console.print(options_table(found))
     for line in lines(found):
         console.print(Text(line), soft_wrap=True)
 

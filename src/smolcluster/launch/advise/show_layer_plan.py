@@ -13,7 +13,7 @@ from smolcluster.algorithms.planning.plan_file import PLAN, PlanFile, document_o
 from smolcluster.launch.advise.layer_plan import FoundPlan, Wanted, find_layer_plan
 from smolcluster.launch.plan import Request
 from smolcluster.launch.requests import resolved
-from smolcluster.observability.terminal import SteadyConsole, print_line, steady
+from smolcluster.observability.terminal import SteadyConsole, print_line
 
 
 def plan_command(
@@ -35,8 +35,7 @@ def plan_command(
         sys.stdout.write(f"{json.dumps(json.loads(PLAN.text(plan_file(found))), indent=2)}\n")
         return 0
     console = SteadyConsole()
-    with steady(console):
-        console.print(stages_table(found))
+    console.print(stages_table(found))
     for line in lines(found):
         console.print(Text(line), soft_wrap=True)
     return 0

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from smolcluster.launch.doctor.findings import Finding, NodeChecks, State
 from smolcluster.launch.doctor.table import ORDER
-from smolcluster.observability.terminal import displayable, steady
+from smolcluster.observability.terminal import displayable
 from smolcluster.utils.units import format_count
 
 MAX_CELL = 18
@@ -55,14 +55,13 @@ def _in_order(node: NodeChecks) -> Iterator[tuple[str, Finding]]:
 
 def show(nodes: Sequence[NodeChecks], console: Console) -> None:
     names = [name for name in ORDER if any(name in node.findings for node in nodes)]
-    with steady(console):
-        for beside in columns(nodes, console.width - FRAME - 1 - max(map(len, names))):
-            table = Table("", *(node.name for node in beside))
-            for name in names:
-                found = (node.findings.get(name) for node in beside)
-                table.add_row(name, *(_styled(each, console) for each in found))
-            console.print(table)
-        console.print(Group(*_remedies(nodes, console)), soft_wrap=True)
+    for beside in columns(nodes, console.width - FRAME - 1 - max(map(len, names))):
+        table = Table("", *(node.name for node in beside))
+        for name in names:
+            found = (node.findings.get(name) for node in beside)
+            table.add_row(name, *(_styled(each, console) for each in found))
+        console.print(table)
+    console.print(Group(*_remedies(nodes, console)), soft_wrap=True)
 
 
 def columns(nodes: Sequence[NodeChecks], width: int) -> Iterator[list[NodeChecks]]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from smolcluster.errors import LaunchError
 from smolcluster.launch.observe import stack
 from smolcluster.launch.observe.stack import DOWN_S, GRAFANA, UP_S
-from smolcluster.observability.terminal import SteadyConsole, steady
+from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.utils.retry import Deadline
 
 READY_S = 90.0
@@ -79,9 +79,7 @@ def _report(folder: Path) -> int:
         code = code if is_well else 1
         state = states.get(service.name, "no container")
         table.add_row(service.name, "yes" if is_well else "no", service.url, state)
-    console = SteadyConsole()
-    with steady(console):
-        console.print(table)
+    SteadyConsole().print(table)
     return code
 
 

@@ -21,7 +21,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.tmux import session_names
 from smolcluster.launch.watch.probe import Ask, command_lines, look
-from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.observability.terminal import SteadyConsole, displayable
 from smolcluster.observability.view.listing import ListedRun, line_of, remembered
 from smolcluster.observability.view.snapshot import LAST_EPOCH, Snapshot, read_snapshot
 from smolcluster.runs.files import write_whole
@@ -54,8 +54,7 @@ def runs(*, as_json: bool = False, ask: Ask | None = None) -> int:
         write_json(lines)
         return 0
     console = SteadyConsole()
-    with steady(console):
-        console.print(_table(console, found) if found else f"no runs yet in {root}")
+    console.print(_table(console, found) if found else f"no runs yet in {root}")
     return 0
 
 

@@ -51,8 +51,7 @@ def status(run: str, *, as_json: bool, watch: bool, ask: Ask | None = None) -> i
     if watch:
         _watch(console, lambda: shown(console, look_at(paths, ask)))
     else:
-        with steady(console):
-            console.print(shown(console, look_at(paths, ask)))
+        console.print(shown(console, look_at(paths, ask)))
     return 0
 
 

@@ -16,7 +16,7 @@ from smolcluster.observability.curves import RUN_COLORS
 from smolcluster.observability.report.outcome import Outcome, outcome_of
 from smolcluster.observability.report.render import UNKNOWN, drawn, loss, or_unknown, write_page
 from smolcluster.observability.report.settings import differing
-from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.observability.terminal import SteadyConsole, displayable
 from smolcluster.observability.view.view import View, read_view
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.paths import RunPaths
@@ -83,8 +83,7 @@ def compare(
         problems = list(compared.problems)
         write_json({"runs": runs_told, "settings": settings, "problems": problems})
     else:
-        with steady(console):
-            console.print(table(console, compared))
+        console.print(table(console, compared))
     if page is not None:
         curves, undrawn = drawn([each.curves for each in views])
         write_page(
@@ -98,8 +97,7 @@ def compare(
             version=smolcluster.__version__,
         )
         if not as_json:
-            with steady(console):
-                console.print(Text(displayable(console, str(page))), soft_wrap=True)
+            console.print(Text(displayable(console, str(page))), soft_wrap=True)
 
 
 def comparison_of(views: Sequence[View]) -> Comparison:

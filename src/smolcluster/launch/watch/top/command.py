@@ -47,8 +47,7 @@ def top(run: str, *, once: bool, ask: Ask | None = None) -> int:
 def _top(source: Source, run_id: str, console: Console, *, once: bool) -> int:
     if once:
         height = console.height if console.is_terminal else PAGE
-        with steady(console):
-            console.print(drawn(source.look(), console, height), no_wrap=True, crop=False)
+        console.print(drawn(source.look(), console, height), no_wrap=True, crop=False)
         return 0
     source.keep_looking()
     with suppress(KeyboardInterrupt), steady(console):
