@@ -483,15 +483,6 @@ def test_what_was_fetched_is_shown_when_the_servers_machine_is_off(
     assert snapshot.news[-1].kind == "worker_lost"
 
 
-@pytest.mark.parametrize("answer", ["", "garbage", "::events\n{\n[]\n::series\nnull\n::log 0\n1\n"])
-def test_whatever_a_machine_answers_is_drawn(
-    tmp_path: Path, source: Look, monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
-    fake_ssh(tmp_path, monkeypatch)
-    paths = launched_run(tmp_path / "runs", server())
-    assert lines(source(paths, lambda _host, _script: answer).look())
-
-
 # --- the command
 
 

@@ -24,14 +24,6 @@ def test_every_sink_gets_every_record() -> None:
     assert [sink.calls for sink in sinks] == [[record, "close"]] * 2
 
 
-def test_without_sinks_nothing_happens(capfd: pytest.CaptureFixture[str]) -> None:
-    metrics = Metrics()
-    metrics.log(MetricRecord("step", 1, 0, {"loss": 0.5}))
-    metrics.flush()
-    metrics.close()
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("name", sorted(RESERVED))
 def test_a_value_cannot_take_the_name_of_the_records_own_field(name: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be named '{name}'"):

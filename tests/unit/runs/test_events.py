@@ -57,15 +57,6 @@ def test_a_line_carries_time_kind_and_incarnation_first(tmp_path: Path) -> None:
     ]
 
 
-def test_a_server_started_again_appends_under_its_own_incarnation(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    for incarnation in ("a1", "b2"):
-        log = event_log(path, incarnation)
-        log.write(JOINED)
-        log.close()
-    assert [record.incarnation for record in read_events(path)] == ["a1", "b2"]
-
-
 def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = event_log(path)

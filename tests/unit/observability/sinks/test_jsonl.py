@@ -57,17 +57,6 @@ def test_a_value_that_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_pa
     assert math.isnan(follow_metrics(path).poll()[0].record.values["loss"])
 
 
-def test_a_full_disk_warns_once_and_at_the_end() -> None:
-    warnings: list[str] = []
-    sink = JsonlSink(Path("/dev/full"), "a1", warn=warnings.append)
-    for _ in range(5):
-        sink.log(STEP)
-        sink.flush()
-    sink.close()
-    assert ["5 lines were lost" in each for each in warnings] == [False, True]
-    assert "No space left" in warnings[0]
-
-
 @pytest.mark.parametrize(
     "line",
     [
