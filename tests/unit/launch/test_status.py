@@ -1,6 +1,7 @@
 """How a run stands: what is seen of its processes, with what its server wrote."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -450,3 +451,17 @@ def test_watching_ends_with_ctrl_c(
     monkeypatch.setattr(time, "sleep", Mock(side_effect=KeyboardInterrupt))
     assert status(str(paths.root), as_json=False, watch=True) == 0
     assert "single-1" in capsys.readouterr().out
+
+
+def test_watching_ends_when_nobody_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = create_run(tmp_path, "single-1")
+    write(paths.config, "")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setattr(time, "sleep", Mock(side_effect=[None] * 5))
+    with os.fdopen(write_end, "w", buffering=1) as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert status(str(paths.root), as_json=False, watch=True) == 0

@@ -33,7 +33,7 @@ STYLES = {
 
 
 def status(run: str, *, as_json: bool, watch: bool, ask: Ask | None = None) -> int:
-    """Print how a run stands; with `watch` again and again, until Ctrl-C.
+    """Print how a run stands; with `watch` again and again, until Ctrl-C or nobody reads it.
 
     `ask` runs a script on a machine; only tests say another one.
 
@@ -68,7 +68,7 @@ def _watch(console: Console, draw: Callable[[], RenderableType]) -> None:
     with suppress(KeyboardInterrupt), steady(console):
         first = draw()
         with Live(first, console=console, auto_refresh=False, vertical_overflow="visible") as live:
-            while True:
+            while not console.quiet:  # nobody reads it any more
                 live.update(draw(), refresh=True)
                 time.sleep(WATCH_S)
 
