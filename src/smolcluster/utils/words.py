@@ -63,6 +63,12 @@ def condensed(text: str, longest: int = 600) -> str:
     return f"{begin.rpartition(' ')[0] or begin} … {end.partition(' ')[2] or end}"
 
 
+def shortened(text: str, most: int) -> str:
+    """The first so many characters of a text, and how many more it has."""
+    num_more = len(text) - most
+    return text if num_more <= 0 else f"{text[:most]} … ({num_more:,} characters more)"
+
+
 def as_typed(*words: object) -> str:
     """A command of ours as this machine's user types it."""
     program = ["smolcluster"]

@@ -31,7 +31,7 @@ from smolcluster.runs.files import utc_timestamp
 from smolcluster.runs.launched import Launched, LaunchedProcess, launched_of
 from smolcluster.runs.paths import RunPaths, parse_log_stem, process_title
 from smolcluster.utils.at_once import at_once
-from smolcluster.utils.words import as_command, hint_at, one_line
+from smolcluster.utils.words import as_command, hint_at, one_line, shortened
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MAX_SHOWN = 4000
@@ -305,9 +305,7 @@ class LogView:
         sys.stdout.flush()
 
     def _displayable(self, text: str) -> str:
-        left_out = len(text) - MAX_SHOWN
-        more = f" … ({left_out:,} characters more)" if left_out > 0 else ""
-        return displayable(self.console, text[:MAX_SHOWN] + more)
+        return displayable(self.console, shortened(text, MAX_SHOWN))
 
 
 # --- what is there

@@ -151,10 +151,11 @@ class Mirror(Folder):
             shutil.rmtree(self._copy.root, ignore_errors=True)
 
     def _follow_logs(self) -> None:
-        """Follow the logs that are not in the run's folder here."""
+        """Follow the logs that are not in the run's folder here, until it is closed."""
         for process in sources_of(self.own):
             log = self._copy.logs / f"{process.stem}.log"
-            if log not in self._come and not is_here(process, self.own):
+            is_new = log not in self._come and not self._stopped.is_set()
+            if is_new and not is_here(process, self.own):
                 self._follow(process, log_of(process), log, self._num_lines)
 
     def _follow(

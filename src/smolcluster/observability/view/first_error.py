@@ -22,6 +22,7 @@ from smolcluster.runs.files import rotations, seconds_of
 from smolcluster.runs.launched import Process
 from smolcluster.runs.paths import parse_log_stem, process_title
 from smolcluster.runs.status import STOPPED
+from smolcluster.utils.words import shortened
 
 LINES_BEFORE, LINES_AFTER = 24, 8
 MAX_LINE_NBYTES = 1 << 20
@@ -155,14 +156,10 @@ def _shown(line: LogLine | None, title: str, offset_s: float) -> LogLine | None:
     """What can be shown of a line, at its time on the server's clock."""
     if line is None:
         return None
-    message, exception = _cut(line.message, MAX_MESSAGE), _cut(line.exception, MAX_EXCEPTION)
+    message = shortened(line.message, MAX_MESSAGE)
+    exception = shortened(line.exception, MAX_EXCEPTION)
     seconds = line.seconds - offset_s
     return LogLine(seconds, line.level, message, exception, source=title)
-
-
-def _cut(text: str, at_most: int) -> str:
-    left_out = len(text) - at_most
-    return text if left_out <= 0 else f"{text[:at_most]} … ({left_out:,} characters more)"
 
 
 def _first(serious: Sequence[LogLine], events: Sequence[EventRecord]) -> FirstError | None:

@@ -193,10 +193,9 @@ class View:
         with self._lock:
             self._poll()
             state = standing(self.snapshot, self.story.started, self.series, self._age_s())
-            problems = [*self.folder.problems(), *self.snapshot.problems]
             return {
                 **state,
-                **{"num_workers": self.num_workers, "problems": problems},
+                **{"num_workers": self.num_workers, "problems": self.problems},
                 "versions": self.versions,
             }
 
