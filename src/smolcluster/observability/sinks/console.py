@@ -4,11 +4,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+from rich.console import Console, ConsoleRenderable, RenderHook
 from rich.progress_bar import ProgressBar
-from rich.segment import ControlType, Segment
+from rich.segment import ControlType, Segment, Segments
 from rich.text import Text
 
 from smolcluster.observability.metrics import MetricRecord
@@ -140,34 +139,29 @@ class BarLine(RenderHook):
         """Draw it anew; a bar without a `total` only shows that work goes on."""
         bar = ProgressBar(total or None, completed, width=BAR_WIDTH)
         text = Text(f" {bar.percentage_completed or 0.0:>3.0f}% {status}", end="")
-        self._shown = Codes(NO_WRAP), bar, Codes(TO_BEHIND_BAR), text, Codes(WRAP)
-        self._console.print(Codes(""))
+        self._shown = codes(NO_WRAP), bar, codes(TO_BEHIND_BAR), text, codes(WRAP)
+        self._console.print(codes(""))
 
     def stop(self) -> None:
         """Leave the bar where it is, and draw nothing more."""
         self._console.pop_render_hook()
-        self._console.print(Codes(ERASE_BELOW), *self._shown, Codes("\n" + SHOW_CURSOR))
+        self._console.print(codes(ERASE_BELOW), *self._shown, codes("\n" + SHOW_CURSOR))
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """What is printed, with the bar erased before and drawn after it: rich writes all that at once."""
         return [
-            Codes(ERASE_BELOW),
+            codes(ERASE_BELOW),
             *renderables,
-            Codes("\n"),
+            codes("\n"),
             *self._shown,
-            Codes(TO_LINE_ABOVE),
+            codes(TO_LINE_ABOVE),
         ]
 
 
-@dataclass(frozen=True)
-class Codes:
+def codes(text: str) -> Segments:
     """Codes for a terminal, as something that rich prints."""
-
-    codes: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        kind = ControlType.CLEAR  # rich looks at the kind on Windows only
-        yield Segment(self.codes, None, [(kind,)])
+    kind = ControlType.CLEAR  # rich looks at the kind on Windows only
+    return Segments([Segment(text, None, [(kind,)])])
 
 
 class ShownBeside:
