@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from smolcluster.algorithms.Mesh.config import MeshConfig, config_of
+from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.configs.schema import GPTConfig, TrainConfig
 from smolcluster.models.gpt import GPT
 from smolcluster.training.recipe import Training
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def config(self) -> MeshConfig:
-        return config_of({"mesh": self.mesh, **self.keys})
+        return MeshConfig.model_validate({"mesh": self.mesh, **self.keys})
 
     @property
     def training(self) -> TrainConfig:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh.ranks import (
@@ -24,7 +24,7 @@ from smolcluster.algorithms.Mesh.ranks import (
     RANK_VARIABLES,
     ranks_of,
 )
-from smolcluster.configs.spec import algorithm_of_groups, default_algorithm
+from smolcluster.configs.spec import default_algorithm
 from smolcluster.errors import ConfigError, LaunchError, PeerLost, Rejected, UserCodeError
 from smolcluster.utils.addresses import free_port
 from smolcluster.utils.replaced import BY_FLAGS, say_what_replaces
@@ -226,10 +226,8 @@ def mesh_keys(args: argparse.Namespace, world_size: int) -> dict[str, object]:
     return unsaid | keys
 
 
-def configuration(
-    args: argparse.Namespace, world_size: int | None
-) -> tuple["Settings", dict[str, Any]]:
-    """The settings of this machine, and the mesh's keys.
+def configuration(args: argparse.Namespace, world_size: int | None) -> "Settings":
+    """The settings of this machine, and of the mesh.
 
     Args:
         world_size: how many ranks there are; None: as many as the cluster file's mesh has.
@@ -237,10 +235,10 @@ def configuration(
     Raises:
         ConfigError: a file, key or value is wrong.
     """
+    from smolcluster.algorithms.Mesh.config import MeshConfig  # noqa: PLC0415 - they take time
     from smolcluster.configs.meant import SMALL_GPT, training_source  # noqa: PLC0415
     from smolcluster.configs.overrides import workload_overrides  # noqa: PLC0415
     from smolcluster.configs.resolve import load_settings  # noqa: PLC0415
-    from smolcluster.configs.schema import config_of  # noqa: PLC0415 - they take time
 
     keys = mesh_keys(args, world_size or 1)
     texts = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
@@ -256,22 +254,19 @@ def configuration(
             local_workers=1,
         )
 
-    own = config_of(algorithm_of_groups())
-    mesh = settings_with(*args.override).of(own).model_dump()
-    if args.profile and mesh["profile"] is None:
+    mesh = settings_with(*args.override).of(MeshConfig)
+    if args.profile and mesh.profile is None:
         texts.append(f"profile={json.dumps(PROFILED)}")
-        mesh = settings_with(*args.override).of(own).model_dump()
-    num_shares = mesh["mesh"]["dp"] * mesh["mesh"]["fsdp"]
-    return settings_with(*overrides_of(args, num_shares)), mesh
+    return settings_with(*overrides_of(args, mesh.mesh.num_shares))
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    from smolcluster.algorithms.Mesh.config import config_of  # noqa: PLC0415 - it takes time
+    from smolcluster.algorithms.Mesh.config import MeshConfig  # noqa: PLC0415 - it takes time
 
+    settings = configuration(args, None) if args.cluster else None
     size = args.world_size
-    if args.cluster and size is None and not any(rank in os.environ for rank, _ in RANK_VARIABLES):
-        _, keys = configuration(args, None)
-        size = config_of(keys).num_ranks
+    if settings and size is None and not any(rank in os.environ for rank, _ in RANK_VARIABLES):
+        size = settings.of(MeshConfig).num_ranks
     ranks = ranks_of(
         os.environ,
         world_size=size,
@@ -282,8 +277,9 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     )
     if ranks.world_size > 1:
         _check_address(ranks.address, args.start_timeout if IN_POD in os.environ else RESOLVE_S)
+    # what is wrong is said once, by who starts the ranks, and not by each of them
+    settings = settings or configuration(args, ranks.world_size)
     if not ranks.is_process:
-        configuration(args, ranks.world_size)  # what is wrong in it is said once, not by each rank
         port = ranks.port or free_port()
         environ = {"MASTER_PORT": str(port)}
         if len(ranks.here) == ranks.world_size:
@@ -292,12 +288,10 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         return
     from smolcluster.algorithms.Mesh.process import be_rank  # noqa: PLC0415 - it imports torch
 
-    settings, keys = configuration(args, ranks.world_size)
     if args.stop_on_stdin_eof:
         threading.Thread(target=_die_after_parent, name="parent", daemon=True).start()
     be_rank(
         ranks,
-        keys,
         settings,
         start_timeout_s=args.start_timeout,
         launcher=_launcher(args.launcher),

@@ -14,7 +14,7 @@ import smolcluster
 from smolcluster import distributed_training
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.ranks import ranks_of
-from smolcluster.configs.schema import MeshSizes
+from smolcluster.configs.schema import MeshSizes, ProfileConfig
 from smolcluster.distributed_training import configuration, overrides_of, parser
 from smolcluster.errors import ConfigError, LaunchError
 
@@ -146,7 +146,7 @@ def test_flags_become_the_mesh_and_the_configuration() -> None:
     words = "--world-size 8 --tp 2 --hidden-size 64 --batch-size 4 --gradient-clip-norm 0.5"
     flags = ("--mixed-precision", "--no-nccl", "--use-gradient-checkpointing")
     args = parser().parse_args([*words.split(), *flags])
-    config = MeshConfig.model_validate(configuration(args, 8)[1])
+    config = configuration(args, 8).of(MeshConfig)
     assert config.mesh == MeshSizes(dp=4, tp=2)
     assert (config.backend, config.activation_checkpointing) == ("gloo", "full")
     assert overrides_of(args, 4) == [
@@ -165,8 +165,8 @@ def test_what_ranks_share_and_whether_they_are_compiled_and_profiled_are_flags(
 ) -> None:
     flags = ("--sequence-parallel", "--loss-parallel", "--compile", "--profile")
     for said in (flags, ()):
-        _, keys = configuration(parser().parse_args([*told, "--tp", "2", *said]), 2)
-        config, is_said = MeshConfig.model_validate(keys), bool(said)
+        settings = configuration(parser().parse_args([*told, "--tp", "2", *said]), 2)
+        config, is_said = settings.of(MeshConfig), bool(said)
         shared = (config.mesh.sequence_parallel, config.mesh.loss_parallel)
         assert (*shared, config.compile, config.profile is not None) == (is_said,) * 4
 
@@ -175,8 +175,8 @@ def test_the_profile_of_a_cluster_file_is_kept_by_the_flag(tmp_path: Path) -> No
     file = tmp_path / "cluster.yaml"
     said = "profile: {wait: 10, active: 5}\n"
     file.write_text((CONFIGS / "cluster_config_mesh.yaml").read_text() + said)
-    _, keys = configuration(parser().parse_args(["--cluster", str(file), "--profile"]), 8)
-    assert keys["profile"] == {"wait": 10, "warmup": 1, "active": 5}
+    settings = configuration(parser().parse_args(["--cluster", str(file), "--profile"]), 8)
+    assert settings.of(MeshConfig).profile == ProfileConfig(wait=10, warmup=1, active=5)
 
 
 @pytest.mark.parametrize("told", [(), ("--cluster", "mesh")])

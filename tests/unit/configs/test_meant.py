@@ -170,7 +170,7 @@ def test_by_hand_the_same_files_are_meant(shipped: Path) -> None:
 
 def test_ranks_by_hand_train_the_gpt_that_is_edited(shipped: Path) -> None:
     def by_hand() -> TrainConfig:
-        return configuration(parser().parse_args([]), None)[0].train
+        return configuration(parser().parse_args([]), None).train
 
     assert by_hand().dataset.name == "stdlib"
     edit(shipped / "gpt_config.yaml", "learning_rate: 6e-4", "learning_rate: 0.25")

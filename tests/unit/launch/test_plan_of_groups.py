@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from smolcluster.algorithms.Mesh.config import config_of
+from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.cli import main
 from smolcluster.configs.checks import check_algorithm
 from smolcluster.configs.resolve import load_settings
@@ -91,17 +91,18 @@ def test_the_command_on_this_machine_takes_the_mesh_from_the_file(tmp_path: Path
     places = {told.cluster.server: place}
     launched = plan(request, told, places, "mesh-1", is_local=True)
     args = parser().parse_args(launched.server.argv[4:])
-    own, keys = configuration(args, None)
+    own = configuration(args, None)
     assert args.machine == launched.server.node == own.cluster.server
-    assert MeshSizes(**keys["mesh"]) == MeshSizes(dp=2, pp=4)
-    assert keys["microbatches"] == 8
+    config = own.of(MeshConfig)
+    assert (config.mesh, config.microbatches) == (MeshSizes(dp=2, pp=4), 8)
     assert own.train.dataset.name == "stdlib"
 
 
 def test_flags_win_over_the_cluster_file() -> None:
     args = parser().parse_args(["--cluster", "mesh", "--tp", "4", "--no-nccl", "--batch-size", "4"])
-    told, keys = configuration(args, None)
-    assert (keys["mesh"]["tp"], keys["mesh"]["pp"], keys["backend"]) == (4, 4, "gloo")
+    told = configuration(args, None)
+    config = told.of(MeshConfig)
+    assert (config.mesh.tp, config.mesh.pp, config.backend) == (4, 4, "gloo")
     assert told.train.samples_per_step == 4
 
 
@@ -125,8 +126,8 @@ def test_a_launch_without_cuda_refuses_nccl_before_it_is_started(
 def test_how_long_a_mesh_may_hang_is_a_key_and_a_flag() -> None:
     for words in (("--hang-timeout", "7"), ("--override", "hang_timeout_s=7")):
         for cluster in ((), ("--cluster", "mesh")):
-            _, keys = configuration(parser().parse_args([*cluster, *words]), None)
-            assert config_of(keys).hang_timeout_s == 7
+            told = configuration(parser().parse_args([*cluster, *words]), None)
+            assert told.of(MeshConfig).hang_timeout_s == 7
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,8 @@ def test_machines_of_two_systems_are_refused() -> None:
         ("mesh.tp=8", "4 heads"),
         ("mesh.pp=8", "microbatches"),
         ("mesh.dp=3", "change batch_size"),
+        ("mesh.dp=0", "mesh.dp is 0, must be"),
+        ("mesh.sp=8", "mesh.sp is not a setting"),
         ("optimizer=lion", "optimizer"),
         ("ema_decay=0.9", "ema_decay is 0.9"),
         ("schedule=zbv", "the model has 4 layers"),

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, ValidationError
+from pydantic import Field, PositiveFloat
 
 from smolcluster.algorithms.Mesh.sharding import Cut, groups_of, read_sharding
 from smolcluster.algorithms.scheduled import ALIASES, check_whole, mesh_schedule
-from smolcluster.configs.keys import refused
 from smolcluster.configs.schema import (
     FLAT_OPTIMIZERS,
     AlgorithmConfig,
@@ -257,15 +256,3 @@ def cut_equally(num_layers: int, num_stages: int) -> list[range]:
     size, rest = divmod(num_layers, num_stages)
     starts = [stage * size + min(stage, rest) for stage in range(num_stages + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
-
-
-def config_of(keys: dict[str, Any]) -> MeshConfig:
-    """From the keys of a file or a command line.
-
-    Raises:
-        SettingError: a key is unknown or of a wrong type.
-    """
-    try:
-        return MeshConfig.model_validate(keys)
-    except ValidationError as error:
-        raise refused(MeshConfig, error) from error

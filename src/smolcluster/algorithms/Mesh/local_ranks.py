@@ -134,7 +134,6 @@ def _be_rank(
         settings = make_settings()
         be_rank(
             ranks,
-            settings.of(MeshConfig).model_dump(),
             settings,
             start_timeout_s=settings.cluster.start_timeout_s,
             launcher=os.getppid(),

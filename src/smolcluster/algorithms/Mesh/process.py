@@ -5,16 +5,15 @@ import logging
 import os
 import platform
 import signal
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import smolcluster
 from smolcluster.algorithms.Mesh import loop
-from smolcluster.algorithms.Mesh.config import MeshConfig, config_of, pick_backend
+from smolcluster.algorithms.Mesh.config import MeshConfig, pick_backend
 from smolcluster.algorithms.Mesh.groups import Groups, check_torch, lost_named, own_device
 from smolcluster.algorithms.Mesh.meeting import connect, is_elsewhere, meet, open_store, part
 from smolcluster.algorithms.Mesh.ranks import Ranks
@@ -44,7 +43,6 @@ MOST_LINE = 500
 
 def be_rank(
     ranks: Ranks,
-    keys: Mapping[str, Any],
     settings: Settings,
     *,
     start_timeout_s: float,
@@ -60,8 +58,7 @@ def be_rank(
     """Be the rank that `ranks` names; rank 0 owns the run.
 
     Args:
-        keys: the mesh's.
-        settings: of this rank's machine.
+        settings: of this rank's machine, and of the mesh.
         launcher: the process with which this one ends; None: it does not.
         tells: a file descriptor for a line about who has failed first.
         vocab_size: what was asked for; the vocabulary is the tokenizer's.
@@ -75,7 +72,7 @@ def be_rank(
         PeerLost: another rank failed first, which is named.
     """
     rank, node = ranks.here.start, node or platform.node()
-    config = config_of(dict(keys))
+    config = settings.of(MeshConfig)
     device, backend = device_and_backend(config, settings)
     num_here = int(
         os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1

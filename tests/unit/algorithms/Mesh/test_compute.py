@@ -13,7 +13,7 @@ from smolcluster.algorithms.Mesh.compute import (
     compiler_named,
     stage_compute,
 )
-from smolcluster.algorithms.Mesh.config import config_of
+from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.parallel import seed_parts
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.data.dataset import Place
@@ -37,7 +37,7 @@ def gradients(recompute: str) -> Tensor:
     seeds = LayerSeeds(SEED, torch.device("cpu"), part=1)
     seed_parts(stage, seeds)
     workload = Workload(lambda: gpt, cross_entropy, [(torch.zeros(8), 0)])
-    config = config_of({"activation_checkpointing": recompute})
+    config = MeshConfig.model_validate({"activation_checkpointing": recompute})
     compute = stage_compute(stage, workload, seeds, config, "fp32")
     batch = torch.arange(8).view(1, 8), torch.zeros(1, 8).long()
     with adding_up(stage):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from smolcluster.algorithms.Mesh.config import config_of
+from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.sharding import read_sharding
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.spec import get_algorithm
@@ -41,7 +41,9 @@ def written(folder: Path, text: str) -> str:
 def test_a_file_of_eight_workers_is_taken_as_it_is(tmp_path: Path) -> None:
     sharding = read_sharding(written(tmp_path, FOUR))
     assert (sharding.tp, sharding.pp, sharding.layers, sharding.modules) == (2, 4, None, {})
-    config = config_of({"mesh": {"tp": 2, "pp": 4}, "sharding": written(tmp_path, FOUR)})
+    config = MeshConfig.model_validate(
+        {"mesh": {"tp": 2, "pp": 4}, "sharding": written(tmp_path, FOUR)}
+    )
     config.check_division(world_size=8, num_samples=32, num_layers=8)
     assert list(config.cut(8, 4)) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
 
@@ -61,7 +63,7 @@ def test_its_variants_are_taken(tmp_path: Path, text: str, tp: int, pp: int) -> 
 def test_stages_name_their_layers_and_groups_their_modules(tmp_path: Path) -> None:
     column, row = "  modules: ['*.up', '*.gate']\n", "  modules: ['*.down']\n"
     text = stage(0, layers=[0, 3]) + stage(1, layers=[3, 4]) + cuts(0, column=column, row=row)
-    config = config_of(
+    config = MeshConfig.model_validate(
         {"mesh": {"tp": 2, "pp": 2}, "sharding": written(tmp_path, text), "schedule": "1f1b"}
     )
     assert list(config.cut(4, 2)) == [range(0, 3), range(3, 4)]
@@ -112,7 +114,9 @@ def test_what_is_wrong_is_said_with_file_key_and_value(
 
 
 def test_a_file_of_other_sizes_is_refused(tmp_path: Path) -> None:
-    config = config_of({"mesh": {"tp": 4, "pp": 2}, "sharding": written(tmp_path, FOUR)})
+    config = MeshConfig.model_validate(
+        {"mesh": {"tp": 4, "pp": 2}, "sharding": written(tmp_path, FOUR)}
+    )
     with pytest.raises(ConfigError, match=r"set mesh.tp to 2 and mesh.pp to 4"):
         config.check_division(world_size=8, num_samples=32, num_layers=8)
 

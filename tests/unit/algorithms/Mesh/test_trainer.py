@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from smolcluster.algorithms.Mesh.config import config_of
+from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 from smolcluster.errors import OutOfMemory
 
@@ -24,7 +24,7 @@ def test_a_rank_that_is_out_of_memory_is_named_with_what_takes_less(
     sizes = SimpleNamespace(num_shares=2)
     trainer: Any = SimpleNamespace(
         _train=SimpleNamespace(samples_per_step=8),
-        _config=config_of({}),
+        _config=MeshConfig.model_validate({}),
         groups=SimpleNamespace(device="cpu", rank=1, sizes=sizes),
     )
     expected = rf"cpu of rank 1 is out of memory: {words}; .*take more ranks along"
