@@ -30,6 +30,8 @@ from smolcluster.utils.units import format_bytes
 T = TypeVar("T")
 
 _HOW = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
+MOST_DEPTH = 20
+"""Of mappings and lists in each other, where JSON cannot hold all that is in them."""
 FLUSH_EVERY_S = 1.0
 CLOSING_RETRY_S = 0.2
 MAX_KEPT_NBYTES = 8_000_000
@@ -68,17 +70,23 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     try:
         return orjson.dumps(record, default=str, option=_HOW)
     except TypeError:
-        fit = {str(key): _jsonable(value) for key, value in record.items()}
-        text = json.dumps(fit, ensure_ascii=False, default=str)
+        text = json.dumps(_jsonable(record), ensure_ascii=False, default=str)
         return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
-def _jsonable(value: Any) -> Any:
-    """A value as JSON holds it; one that it cannot hold as text."""
+def _jsonable(value: Any, within: frozenset[int] = frozenset()) -> Any:
+    """A value as JSON holds it; what of it JSON cannot hold is text. `within`: the ids of what it is in."""
     try:
         return orjson.loads(orjson.dumps(value, default=str, option=_HOW))
     except TypeError:
-        return value if isinstance(value, str | int) else str(value)
+        pass
+    is_fit = id(value) not in within and len(within) < MOST_DEPTH
+    if is_fit and isinstance(value, Mapping | list | tuple):
+        within |= {id(value)}
+        if isinstance(value, Mapping):
+            return {str(key): _jsonable(each, within) for key, each in value.items()}
+        return [_jsonable(each, within) for each in value]
+    return value if isinstance(value, str | int) else str(value)
 
 
 @dataclass

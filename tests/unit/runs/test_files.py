@@ -280,17 +280,24 @@ def test_what_cannot_be_renamed_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_value_that_json_cannot_hold_becomes_text() -> None:
+def test_a_value_that_json_cannot_hold_becomes_text_and_what_is_beside_it_does_not() -> None:
     circle: list[Any] = [1]
     circle.append(circle)
     line = json_line({"circle": circle, "keys": {(1, 2): 3}, "nan": math.nan, "message": "τ"})
     assert line.endswith(b"\n")
     assert json.loads(line) == {
-        "circle": "[1, [...]]",
-        "keys": "{(1, 2): 3}",
+        "circle": [1, "[1, [...]]"],
+        "keys": {"(1, 2)": 3},
         "nan": None,
         "message": "τ",
     }
+
+
+def test_what_is_nested_too_deeply_for_json_becomes_text_from_some_depth_on() -> None:
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    assert "[[[[" in str(json.loads(json_line({"deep": deep, "beside": [1]}))["deep"])
 
 
 @pytest.mark.parametrize(
