@@ -1,6 +1,7 @@
 """`smolcluster serve`: the server of processes that attach, which learns from the first what is trained."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -31,24 +32,6 @@ ATTACHED = Path(__file__).parent / "attached.yaml"
 """The training file of runs of attached processes."""
 
 
-@dataclass(frozen=True)
-class Serving:
-    """What `smolcluster serve` is asked for."""
-
-    config: str
-    algorithm: str | None = None
-    overrides: tuple[str, ...] = ()
-    train_config: str | None = None
-    """The training file with what no process tells; None: ATTACHED."""
-    run_id: str | None = None
-    resume: str | None = None
-    is_local: bool = False
-    num_workers: int | None = None
-    has_progress: bool = True
-    is_named: bool = True
-    """Whether console lines say whose they are."""
-
-
 def settings_for(settings: Settings, algorithm: AlgorithmSpec, offer: Offer) -> Settings:
     """The server's settings with what an offer says.
 
@@ -75,21 +58,43 @@ def settings_for(settings: Settings, algorithm: AlgorithmSpec, offer: Offer) -> 
     return replace(settings, train=train)
 
 
-def serve_attached(serving: Serving) -> None:
+def serve_attached(
+    config: str,
+    algorithm: str | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    train_config: str | None = None,
+    run_id: str | None = None,
+    resume: str | None = None,
+    local: bool = False,
+    num_workers: int | None = None,
+    has_progress: bool = True,
+    named: bool = True,
+) -> None:
     """Wait for the first process that attaches, then serve the run until it is over.
+
+    Args:
+        config: the cluster file, a path or a shipped name.
+        algorithm: None: the cluster file's, else the default one.
+        overrides: `key=value` texts.
+        train_config: the training file with what no process tells; None: ATTACHED.
+        run_id, resume: as of any server.
+        local, num_workers: whether all is on this machine, and with how many workers.
+        has_progress: whether it is shown how far the run is, and what came of it.
+        named: whether console lines say whose they are.
 
     Raises:
         ConfigError: the cluster file or an override is wrong, or the algorithm cannot do that.
     """
     settings = load_settings(
-        serving.config,
-        serving.train_config or ATTACHED,
+        config,
+        train_config or ATTACHED,
         None,
-        list(serving.overrides),
-        local=serving.is_local,
-        local_workers=serving.num_workers,
+        overrides,
+        local=local,
+        local_workers=num_workers,
     )
-    stated = serving.algorithm or settings.cluster.algorithm
+    stated = algorithm or settings.cluster.algorithm
     spec = get_algorithm(stated) if stated else default_algorithm()
     check_algorithm(settings, spec.name)
     if not spec.serves_loops:
@@ -99,7 +104,7 @@ def serve_attached(serving: Serving) -> None:
         )
     console = SteadyConsole(stderr=True)
     node = settings.cluster.server
-    with process_log("server", node, console=console, named=serving.is_named) as log:
+    with process_log("server", node, console=console, named=named) as log:
         secret = ensure_secret(settings.node.secret_file or default_secret_path())
         check_port(settings.cluster)
         offered = wait_for_offer(
@@ -124,8 +129,8 @@ def serve_attached(serving: Serving) -> None:
             ),
             log,
             import_module(f"{spec.package}.server").serve,
-            run_id=serving.run_id,
-            resume=serving.resume,
-            progress=console if serving.has_progress else None,
-            output=console if serving.has_progress else None,
+            run_id=run_id,
+            resume=resume,
+            progress=console if has_progress else None,
+            output=console if has_progress else None,
         )

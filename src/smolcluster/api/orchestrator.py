@@ -301,13 +301,8 @@ class Orchestrator:
 
     def _workload(self, train: Any, validation: Any) -> Workload:
         model = self.model
-        made: Callable[[], nn.Module] | nn.Module = model
-        if self.config.tensor_parallel:
-            made = partial(copied, model)
-        elif self.config.spreads_layers:
-            made = partial(on_meta, model)
         workload = Workload(
-            made,
+            self._maker(),
             self._loss,
             train,
             validation,

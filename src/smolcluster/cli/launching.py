@@ -251,21 +251,19 @@ def _serve(
     from smolcluster.algorithms.entry import guarded  # noqa: PLC0415 - see above
 
     def body() -> None:
-        from smolcluster.algorithms.serving import Serving, serve_attached  # noqa: PLC0415
+        from smolcluster.algorithms.serving import serve_attached  # noqa: PLC0415
 
         serve_attached(
-            Serving(
-                config,
-                algorithm,
-                tuple(override or ()),
-                train_config=train_config,
-                run_id=run_id,
-                resume=resume,
-                is_local=local,
-                num_workers=workers,
-                has_progress=not no_progress,
-                is_named=not stop_on_stdin_eof,
-            )
+            config,
+            algorithm,
+            overrides=override or (),
+            train_config=train_config,
+            run_id=run_id,
+            resume=resume,
+            local=local,
+            num_workers=workers,
+            has_progress=not no_progress,
+            named=not stop_on_stdin_eof,
         )
 
     return guarded(body, stop_on_stdin_eof=stop_on_stdin_eof)

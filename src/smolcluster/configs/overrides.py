@@ -10,8 +10,9 @@ from smolcluster.configs.keys import KeyPath, find_shape, fixed_paths
 from smolcluster.configs.load import parse_yaml
 from smolcluster.configs.machines import rename_in_path, rename_in_value
 from smolcluster.configs.problems import SettingError
-from smolcluster.configs.schema import ENV, NodeConfig
+from smolcluster.configs.schema import ENV, NodeConfig, own_keys
 from smolcluster.configs.sections import A_SECTION, flat_path, flat_values, is_other_section, locate
+from smolcluster.configs.spec import algorithms, spec_of
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import as_command, nearest, one_line
 
@@ -211,6 +212,24 @@ def without_workload(overrides: Iterable[str]) -> list[str]:
         for text in overrides
         if any(each.path[0] != WORKLOAD for each in from_overrides([text]))
     ]
+
+
+def unused_overrides(overrides: Iterable[str], algorithm: str) -> list[str]:
+    """A sentence about each key of `overrides` that other algorithms read and this one does not.
+
+    Raises:
+        ConfigError: an override is malformed or names no setting.
+    """
+    said = []
+    for key in dict.fromkeys(assignment.path[0] for assignment in from_overrides(overrides)):
+        readers = [spec for spec in algorithms().values() if key in own_keys(spec.name)]
+        if readers and algorithm not in [spec.name for spec in readers]:
+            titles = " and ".join(spec.title for spec in readers)
+            said.append(
+                f"{OVERRIDE_FLAG} {key} has no effect: it is read by {titles}, not by "
+                f"{spec_of(algorithm).title}"
+            )
+    return said
 
 
 def _is_secret(assignment: OverrideValue) -> bool:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from smolcluster.configs.checks import check_unencrypted
-from smolcluster.configs.overrides import workload_overrides
+from smolcluster.configs.overrides import unused_overrides, workload_overrides
 from smolcluster.configs.schema import config_of
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.checks_links import check_links
@@ -148,6 +148,8 @@ def launch(
         SmolclusterError: what prevents it, in one line.
     """
     request = asked.request
+    for line in unused_overrides(request.overrides, request.algorithm.name):
+        sys.stderr.write(f"{line}\n")
     if how.invite:
         check_invitable(request, asked.settings.cluster, local=asked.local)
     run_id = check_run_id(run_id or new_run_id(request.algorithm.name, datetime.now().astimezone()))

@@ -88,6 +88,26 @@ def test_each_launch_on_machines_says_which_cluster_file_it_takes(
     )
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("mesh.tp=2", "--override mesh has no effect: it is read by Mesh, not by EDP\n"),
+        ("mesh={tp: 2, dp: 1}", "--override mesh has no effect: it is read by Mesh, not by EDP\n"),
+        (
+            "schedule=gpipe",
+            "--override schedule has no effect: it is read by Mesh and PipelineParallel, not by EDP\n",
+        ),
+        ("edp.update_rule=gradient", ""),
+        ("nodes.mini1.threads=2", ""),
+    ],
+)
+def test_a_key_of_an_algorithm_that_does_not_run_is_named(
+    capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
+    assert main(["launch", "edp", "--local", "--dry-run", "--override", override]) == 0
+    assert capsys.readouterr().err == said
+
+
 def in_fragments(number: int) -> Request:
     """DiLoCo with the perceptron of four tensors."""
     overrides = (f"fragments={number}",)
