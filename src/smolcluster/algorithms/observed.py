@@ -93,7 +93,7 @@ class WorkerRun:
 
         Args:
             root: the folder of all runs.
-            role: worker, or stage of one.
+            role: worker, stage of one, or store.
             meter: what the worker counts.
             console: where its progress is shown; None, and no terminal: nowhere.
         """

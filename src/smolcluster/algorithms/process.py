@@ -19,13 +19,13 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 import psutil
 from rich.console import Console
 
 import smolcluster
 from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.entry import Role
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.supervision import TOOK_PART
@@ -40,7 +40,7 @@ from smolcluster.errors import ConfigError, RunFailed, SmolclusterError
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.launched import Process
-from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
+from smolcluster.runs.paths import RunPaths, log_stem, runs_root
 from smolcluster.runs.summary import Summary
 from smolcluster.server.link import Participant, WorkerSetup, follow
 from smolcluster.server.listening import check_port, opened
@@ -235,7 +235,7 @@ def be_stage(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
 
 @contextmanager
 def _following(
-    settings: Settings, args: argparse.Namespace, role: Literal["worker", "stage"], rank: int | None
+    settings: Settings, args: argparse.Namespace, role: Role, rank: int | None
 ) -> Iterator[tuple[logging.Logger, WorkerRun, WorkerSetup]]:
     """The log of a process that follows a run, its part of the run's folder, and how it follows.
 
@@ -313,19 +313,11 @@ def spread_over_others(
 def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace, held: type[HeldSlice]) -> None:
     """Be a store: hold a slice of the server's run."""
     settings = worker_settings(algorithm, args)
-    cluster, node = settings.cluster, settings.node
-    args.node = cluster.node_of(args.node)
-    use_threads(settings.num_threads())
-    root = runs_root(node.runs_dir)
-    otherwise = root / f"{log_stem('store', args.node)}.log"
-    with process_log(
-        "store", args.node, named=not args.stop_on_stdin_eof, otherwise=otherwise
-    ) as log:
+    args.node = settings.cluster.node_of(args.node)
+    with _following(settings, args, "store", None) as (log, own, place):
 
         def begin(run_id: str) -> None:
-            paths = create_run(root, run_id, newest=False)
-            log.file_logs_to(paths.log_file("store", args.node), run_id)
-            _tell_supervisor(args, _folder_told(paths))
+            _tell_supervisor(args, _folder_told(own.file_logs(run_id)))
             _tell_supervisor(args, TOOK_PART)
 
         if args.run_id is not None:
@@ -333,13 +325,13 @@ def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace, held: type[He
         hold(
             StoreSetup(
                 hello=introduce(args.node, sets=(SESSION, STORE)),
-                address=_address_of_server(args, cluster),
-                secret=_secret(args.local, node.secret_file),
-                start_timeout_s=cluster.start_timeout_s,
-                encryption=cluster.encryption,
+                address=place.address,
+                secret=place.secret,
+                start_timeout_s=place.start_timeout_s,
+                encryption=place.encryption,
                 held=held,
-                addresses=node.addresses,
-                log=log.logger,
+                addresses=settings.node.addresses,
+                log=log,
                 on_run_known=begin,
             )
         )
