@@ -24,10 +24,9 @@ from smolcluster.launch.advise.command import (
     Found,
     as_overrides,
     can_follow,
-    files_of,
     find_advice,
     options_of,
-    question,
+    questions_of,
     site_of,
     stated,
 )
@@ -339,7 +338,7 @@ def test_who_cannot_be_measured_is_left_out_with_a_line(monkeypatch: pytest.Monk
 
 def test_a_machine_is_sent_all_that_it_needs_to_know(request_of: Callable[..., Request]) -> None:
     request = request_of("threads=2")
-    packed = question(request, files_of(resolved(request, local=False)), node="pi5")
+    packed = questions_of(resolved(request, local=False))(node="pi5")
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         assert {each.mode for each in tar} == {0o600}
         asked = tar.extractfile(ASKED_FILE)

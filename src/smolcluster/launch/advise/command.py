@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +47,7 @@ from smolcluster.launch.plan import Machine, Request
 from smolcluster.launch.prepare import bring_project, settings_in
 from smolcluster.launch.project import packed, read_project
 from smolcluster.launch.requests import Resolved, resolved, settings_of
-from smolcluster.launch.workload_code import WorkloadCode, code_of
+from smolcluster.launch.workload_code import code_of
 from smolcluster.runs.advice import LinkSpeed, Prediction
 from smolcluster.utils.at_once import at_once
 
@@ -136,16 +136,16 @@ def find_advice(asked: Resolved, say: Say, *, sync: bool = True) -> Found:
 
 def _measured_here(asked: Resolved, say: Say) -> tuple[dict[str, Speed], dict[str, float]]:
     """Workers side by side, then this machine alone."""
-    named, nodes, files = asked.request, asked.settings.cluster.workers, files_of(asked)
+    nodes, question = asked.settings.cluster.workers, questions_of(asked)
     of_all = {"is_local": True, "num_workers": len(nodes)}
     with tempfile.TemporaryDirectory() as meeting:
         together = {"meeting": meeting, "crowd": len(nodes), **of_all}
         crowd = [
-            this_machine(node, question(one_thread(named, node), files, node=node, **together))
+            this_machine(node, question(one_thread(asked, node), node=node, **together))
             for node in nodes
         ]
         speeds = _speeds(crowd, say)
-    alone = _speeds([this_machine(ALONE, question(named, files, **of_all))], say)
+    alone = _speeds([this_machine(ALONE, question(**of_all))], say)
     if not alone:
         raise LaunchError("this machine cannot be measured: see the line above")
     # With one thread, or beside others, it cannot be faster; if it was, the machine had other things to do.
@@ -164,17 +164,16 @@ def this_machine(node: str, asked: bytes) -> Computer:
     return Computer(Host(node), sys.executable, str(Path.cwd()), asked)
 
 
-def one_thread(named: Request, node: str) -> Request:
-    """As a launch with --local has it: side by side more threads get into each other's way."""
-    if settings_of(named, True, node).node.threads is not None:
-        return named
-    return replace(named, overrides=("threads=1", *named.overrides))
+def one_thread(asked: Resolved, node: str) -> tuple[str, ...]:
+    """Overrides as a launch with --local has them: side by side more threads get into each other's way."""
+    is_stated = settings_of(asked.request, True, node).node.threads is not None
+    return () if is_stated else ("threads=1",)
 
 
-def reach(asked: Resolved, say: Say, *, sync: bool, **questions: Any) -> list[Computer]:
+def reach(asked: Resolved, say: Say, *, sync: bool, **more: Any) -> list[Computer]:
     """Log in to the machines of a cluster file, and send them the project; who does not answer is left out.
 
-    `questions`: fields of what all are asked.
+    `more`: fields of what all are asked.
     """
     project = read_project(project_root())
     machines = machines_of(
@@ -182,7 +181,7 @@ def reach(asked: Resolved, say: Say, *, sync: bool, **questions: Any) -> list[Co
         here=all_runs(),
         project=project,
     )
-    files = files_of(asked)
+    question = questions_of(asked)
     say(f"looking at {', '.join(machines)}")
 
     def ready(machine: Machine) -> Computer | None:
@@ -193,7 +192,7 @@ def reach(asked: Resolved, say: Say, *, sync: bool, **questions: Any) -> list[Co
         except SmolclusterError as error:
             say(f"{error}; it is left out")
             return None
-        own = question(asked.request, files, node=host.node, environ=env, **questions)
+        own = question(node=host.node, environ=env, **more)
         return Computer(host, machine.python, machine.project_dir, own)
 
     return [each for each in at_once(ready, list(machines.values())) if each is not None]
@@ -216,43 +215,33 @@ def _measured_there(
     return {node: speed for node, speed in speeds.items() if node not in lost}, ways
 
 
-@dataclass(frozen=True)
-class Files:
-    """What every machine needs to know of the run."""
+def questions_of(asked: Resolved) -> Callable[..., bytes]:
+    """What makes of overrides, and fields of `Asked`, what one machine is asked: an archive.
 
-    cluster: bytes
-    train: bytes
-    code: WorkloadCode | None
-
-
-def files_of(asked: Resolved) -> Files:
-    """Read and packed once, so that all machines measure the same.
+    The run's files and code in it are read and packed once, so that all machines measure the same.
 
     Raises:
         ConfigError: one cannot be read, or the code is too large.
     """
-    workload = asked.request.workload
+    workload, stated = asked.request.workload, without_workload(asked.request.overrides)
     code = None if workload is None else code_of(workload)
-    return Files(cluster_bytes(asked.cluster_file), asked.train_file.read_bytes(), code)
-
-
-def question(named: Request, files: Files, **more: Any) -> bytes:
-    """What one machine is asked, `more` fields of it, with the run's files and code, as an archive."""
-    code = files.code
-    asked = Asked(
-        overrides=tuple(without_workload(named.overrides)),
-        workload=named.workload if code is None else code.name,
-        has_code=code is not None,
-        **more,
-    )
     contents = {
-        ASKED_FILE: ASKED.text(asked),
-        CLUSTER_FILE: files.cluster,
-        TRAIN_FILE: files.train,
+        CLUSTER_FILE: cluster_bytes(asked.cluster_file),
+        TRAIN_FILE: asked.train_file.read_bytes(),
     }
     if code is not None:
         contents[f"{CODE_FOLDER}.tgz"] = code.packed
-    return packed(contents, 0o600)
+
+    def question(overrides: Sequence[str] = (), **more: Any) -> bytes:
+        told = Asked(
+            overrides=(*overrides, *stated),
+            workload=workload if code is None else code.name,
+            has_code=code is not None,
+            **more,
+        )
+        return packed({ASKED_FILE: ASKED.text(told), **contents}, 0o600)
+
+    return question
 
 
 def _samples_per_s(speed: Speed) -> float:

@@ -20,9 +20,8 @@ from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.advise.command import (
     ALONE,
-    files_of,
     one_thread,
-    question,
+    questions_of,
     reach,
     this_machine,
 )
@@ -126,10 +125,9 @@ def num_microbatches(settings: Settings, wanted: Wanted) -> int:
 def _measured_here(asked: Resolved, num: int, say: Say) -> dict[str, LayerSpeeds]:
     """This machine, as each of `--workers` processes side by side that share its memory."""
     nodes = asked.settings.cluster.workers
-    alone = one_thread(asked.request, nodes[0])
     of_all = {"is_local": True, "num_workers": len(nodes), "num_microbatches": num}
-    told = question(alone, files_of(asked), **of_all)
-    found = measure_all([this_machine(ALONE, told)], say, LAYER_SPEEDS)
+    question = questions_of(asked)(one_thread(asked, nodes[0]), **of_all)
+    found = measure_all([this_machine(ALONE, question)], say, LAYER_SPEEDS)
     return {
         node: each.model_copy(update={"memory_bytes": each.memory_bytes // len(nodes)})
         for node in nodes
